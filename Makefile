@@ -1,0 +1,39 @@
+# Every target does its own set-up: on a machine with Python 3.11 or newer and pip, `make demo` or `make test` is enough.
+
+SHELL := /bin/bash
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help setup demo check test soak clean
+
+help:  ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */\1|/' | column -t -s '|'
+
+setup: $(STAMP)  ## create .venv and install kvshelf with everything it needs
+
+# The stamp is written last, so that an interrupted installation is done again. It is older than the two files only when
+# one of them has changed.
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[serve,dev]'
+	@touch $@
+
+demo: setup  ## put a document on the shelf under three policies and ask it questions
+	@$(BIN)/python scripts/demo.py
+
+check: setup  ## format, lint, types and the import rule
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_import_rule.py tests/test_public_names.py
+
+test: setup  ## all tests, in under 15 minutes on 2 cores
+	$(BIN)/python -m pytest
+
+soak: setup  ## all tests with their full counts: kill loops, fuzzing, load
+	KVSHELF_SOAK=1 $(BIN)/python -m pytest
+
+clean:  ## remove the environments and all caches
+	rm -rf $(VENV) .venv-* .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

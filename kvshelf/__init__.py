@@ -1,0 +1,43 @@
+"""Compress a long document's KV cache once, put it on a shelf, query it a thousand times.
+
+The public names are loaded on first use, so that `from kvshelf import Client` needs neither torch nor ray.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from kvshelf import errors
+from kvshelf._extras import needs_extra
+
+if TYPE_CHECKING:
+    from kvshelf.client import AsyncClient, Client
+    from kvshelf.store.artifact import CompressedCache
+    from kvshelf.store.base import open_store
+    from kvshelf.workers.engine import Engine
+
+__version__ = "0.1.0"
+
+__all__ = ["AsyncClient", "Client", "CompressedCache", "Engine", "__version__", "errors", "open_store"]
+
+_HOMES = {
+    "AsyncClient": "kvshelf.client",
+    "Client": "kvshelf.client",
+    "CompressedCache": "kvshelf.store.artifact",
+    "Engine": "kvshelf.workers.engine",
+    "open_store": "kvshelf.store.base",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kvshelf' has no attribute {name!r}")
+    with needs_extra("serve", purpose=f"kvshelf.{name}"):
+        value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
