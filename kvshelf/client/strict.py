@@ -1,0 +1,106 @@
+"""How requests are validated: the strict base of their types, the fields they share, the error of a failed check."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from kvshelf.errors import InvalidRequest
+
+MAX_PROMPTS = 256
+MAX_MESSAGES = 4096
+MAX_STOPS = 16
+MAX_LABELS = 64
+MAX_TTL_S = 10 * 365 * 86400.0
+
+LayoutName = Literal["chat", "plain"]
+Role = Literal["system", "user", "assistant"]
+FinishReason = Literal["stop", "length"]
+RequestState = Literal["queued", "running", "done", "failed"]
+
+Text = Annotated[str, Field(min_length=1)]
+ModelName = Annotated[str, Field(min_length=1, max_length=512)]
+LabelKey = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.\-/]{1,64}$")]
+LabelValue = Annotated[str, Field(max_length=512)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Ratio = Annotated[float, Field(ge=0, lt=1)]
+MaxTokens = Annotated[int, Field(ge=1, le=1_000_000)]
+Temperature = Annotated[float, Field(ge=0, le=100)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+StopText = Annotated[str, Field(min_length=1, max_length=1024)]
+
+
+def one_or_list(value: Any) -> str:
+    return "(list)" if isinstance(value, list | tuple) else "(one)"
+
+
+# Told apart by the JSON type, not by trying both: then an error names the one thing that is wrong. The tags are in
+# parentheses so that `refusal` can leave them out of a field's name.
+_PromptList = Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS), Tag("(list)")]
+Prompts = Annotated[Annotated[Text, Tag("(one)")] | _PromptList, Discriminator(one_or_list)]
+_StopList = Annotated[list[StopText], Field(max_length=MAX_STOPS), Tag("(list)")]
+Stops = Annotated[Annotated[StopText, Tag("(one)")] | _StopList, Discriminator(one_or_list)]
+
+
+def unsupported(what: str) -> PydanticCustomError:
+    return PydanticCustomError("unsupported", "{what} is not supported by this version of kvshelf", {"what": what})
+
+
+def misuse(param: str, message: str) -> PydanticCustomError:
+    """An error of the request as a whole, that still names the field to look at."""
+    return PydanticCustomError("misuse", "{message}", {"param": param, "message": message})
+
+
+class RequestBody(BaseModel):
+    """Base of everything a caller sends."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class ResponseBody(BaseModel):
+    """Base of everything the service answers. Unknown fields of a newer service are dropped."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, protected_namespaces=())
+
+
+RequestT = TypeVar("RequestT", bound=RequestBody)
+
+
+def parse_request(model: type[RequestT], body: bytes | dict[str, Any]) -> RequestT:
+    """Validate a request body, given as JSON text or as Python values. Raises `InvalidRequest` that names the field."""
+    try:
+        if isinstance(body, bytes):
+            return model.model_validate_json(body)
+        return model.model_validate(body)
+    except ValidationError as exc:
+        raise refusal(exc) from exc
+
+
+def refusal(exc: ValidationError) -> InvalidRequest:
+    """The named error of a failed validation: the first thing wrong, and how many more there are."""
+    errors = exc.errors(include_url=False)
+    param, message = _describe(errors[0])
+    more = f" ({len(errors) - 1} more problem(s) in this request)" if len(errors) > 1 else ""
+    return InvalidRequest((f"{param}: " if param else "") + message + more, param=param)
+
+
+def _describe(error: ErrorDetails) -> tuple[str | None, str]:
+    path = [str(part) for part in error["loc"] if not str(part).startswith("(")]
+    if path and path[-1] == "[key]":
+        path.pop()
+    param = str(error.get("ctx", {}).get("param") or ".".join(path)) or None
+    if error["type"] == "extra_forbidden":
+        return param, "unknown field. The fields of each request are listed in /openapi.json"
+    return param, error["msg"] + _found(error)
+
+
+def _found(error: ErrorDetails) -> str:
+    value = error.get("input")
+    scalar = value is None or isinstance(value, bool | int | float | str)
+    if error["type"] in ("missing", "misuse", "unsupported", "json_invalid") or not scalar:
+        return ""
+    shown = repr(value)
+    return f"; found {shown if len(shown) <= 60 else shown[:60] + '...'}"
