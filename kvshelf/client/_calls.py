@@ -1,0 +1,196 @@
+"""The calls of the API, one function each: its arguments checked, its request built, its answer named.
+
+Nothing here talks to the network. The functions are the clients' methods: `Client.caches.retrieve` and
+`AsyncClient.caches.retrieve` both are `retrieve_cache`, sent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypedDict
+from urllib.parse import quote
+
+import httpx
+from pydantic import ValidationError
+
+from kvshelf.client import types
+from kvshelf.client._exchange import Call, parse_as
+from kvshelf.client.strict import RequestBody, parse_request, refusal
+from kvshelf.errors import InvalidRequest
+
+Messages = Sequence[Mapping[str, str] | types.Message]
+Prompts = list[str]
+Answers = list[types.AnswerObject]
+
+
+class CreateFields(TypedDict, total=False):
+    """What `caches.create` takes. Exactly one of `document`, `messages`, `token_ids` and `file` (a path) is needed."""
+
+    document: str
+    messages: Messages
+    token_ids: Sequence[int]
+    file: str | os.PathLike[str]
+    model: str
+    layout: str
+    policy: str
+    policy_params: Mapping[str, Any]
+    compression_ratio: float
+    budget_tokens: int
+    codec: str
+    ttl_s: float
+    expires_at: float
+    name: str
+    labels: Mapping[str, str]
+
+
+class QueryFields(TypedDict, total=False):
+    """How an answer is made: at most `max_tokens` tokens, until one of the `stop` texts. Temperature 0 is greedy."""
+
+    max_tokens: int
+    temperature: float
+    top_p: float
+    seed: int
+    stop: str | Sequence[str]
+
+
+class ListFields(TypedDict, total=False):
+    """Which caches to list, and how many to fetch with one request (`limit`)."""
+
+    document_id: str
+    model: str
+    policy: str
+    labels: Mapping[str, str]
+    limit: int
+    after: str
+
+
+def create_cache(fields: CreateFields) -> Call[types.CacheObject]:
+    given = dict(fields)
+    if (path := given.pop("file", None)) is None:
+        return Call(
+            "POST", "/v1/caches", parse_as(types.CacheObject), body={"json": _checked(types.CreateCache, given)}
+        )
+    return Call("POST", "/v1/caches", parse_as(types.CacheObject), body=_upload(Path(str(path)), given))
+
+
+def create_in_background(fields: CreateFields) -> Call[types.RequestObject]:
+    call = create_cache(fields)
+    headers = {"prefer": "respond-async"}
+    return Call(call.method, call.path, parse_as(types.RequestObject), headers=headers, body=call.body)
+
+
+def retrieve_cache(id: str) -> Call[types.CacheObject]:
+    """The record of one cache. Raises `CacheNotFound` or `CacheExpired`."""
+    return Call("GET", _cache_path(id), parse_as(types.CacheObject))
+
+
+def list_caches(fields: ListFields) -> Call[types.CacheList]:
+    try:
+        query = types.ListCaches.model_validate(fields)
+    except ValidationError as error:
+        raise refusal(error) from error
+    params = query.model_dump(exclude_none=True, exclude={"labels"})
+    params |= {f"label.{key}": value for key, value in query.labels.items()}
+    return Call("GET", "/v1/caches", parse_as(types.CacheList), params=params)
+
+
+def delete_cache(id: str) -> Call[types.Deleted]:
+    """Delete one cache. Raises `CacheNotFound`."""
+    return Call("DELETE", _cache_path(id), parse_as(types.Deleted), repeatable=False)
+
+
+def download_cache(id: str) -> Call[bytes]:
+    """The blob of one cache, for `CompressedCache.from_bytes`, which checks every digest in it."""
+    return Call("GET", _cache_path(id) + "/blob", _content)
+
+
+def query_cache(id: str, fields: Mapping[str, Any]) -> Call[types.AnswerObject | Answers]:
+    """One prompt, or messages, has one answer; a list of prompts has as many, in the same order."""
+    several = isinstance(fields.get("prompt"), list)
+    parse = _answers if several else parse_as(types.AnswerObject)
+    return Call("POST", _cache_path(id) + "/query", parse, body={"json": _checked(types.Query, fields)})
+
+
+def stream_query(id: str, fields: Mapping[str, Any]) -> Call[None]:
+    """The answer is an event stream, which `_stream.AnswerReader` reads."""
+    body = {"json": _checked(types.Query, {**fields, "stream": True})}
+    return Call("POST", _cache_path(id) + "/query", lambda _: None, body=body)
+
+
+def retrieve_request(id: str, *, wait_s: float | None = None) -> Call[types.RequestObject]:
+    """The state of a creation in the background. With `wait_s` the service answers when the state is final, or after
+    that many seconds. Raises `RequestNotFound`.
+    """
+    path = "/v1/requests/" + _id(id)
+    return Call("GET", path, parse_as(types.RequestObject), params={"wait_s": wait_s}, extra_read_s=wait_s or 0.0)
+
+
+def list_models() -> Call[list[types.ModelObject]]:
+    """The models this service answers for; the first one is the default."""
+    return Call("GET", "/v1/models", lambda response: parse_as(types.ModelList)(response).data)
+
+
+def list_policies() -> Call[list[types.PolicyObject]]:
+    """The compression policies, each with its parameters and its source."""
+    return Call("GET", "/v1/policies", lambda response: parse_as(types.PolicyList)(response).data)
+
+
+def readiness() -> Call[types.Readiness]:
+    """Whether the service can work, part by part. A service that is degraded answers too; it does not raise."""
+    return Call("GET", "/readyz", parse_as(types.Readiness), accepts=frozenset({503}))
+
+
+def _cache_path(id: str) -> str:
+    return "/v1/caches/" + _id(id)
+
+
+def _id(id: str) -> str:
+    # An empty id would turn "this cache" into "the list of caches".
+    if not isinstance(id, str) or not id:
+        raise InvalidRequest(f"{id!r} is not an id; ids look like kvs_... or req_...", param="id")
+    return quote(id, safe="")
+
+
+def _checked(model: type[RequestBody], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON of a request, only with what was given. Raises `InvalidRequest` before anything is sent."""
+    given = {key: value for key, value in fields.items() if value is not None}
+    try:
+        text = json.dumps(given, default=_plain)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"the request cannot be written as JSON: {error}") from error
+    return parse_request(model, text.encode()).model_dump(mode="json", exclude_unset=True)
+
+
+def _plain(value: Any) -> Any:
+    """JSON's view of what callers have at hand: API types, other mappings, other sequences."""
+    if isinstance(value, types.Message):
+        return value.model_dump()
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Sequence):
+        return list(value)
+    raise TypeError(f"{type(value).__name__} is no JSON type")
+
+
+def _upload(path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A multipart body: the file as it is, text fields as text, all others as JSON."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise InvalidRequest(f"cannot read {path}: {error.strerror}", param="file") from error
+    # The bytes stand in for the document, so that the other fields are checked by the same rules.
+    checked = _checked(types.CreateCache, {**fields, "document": "file"})
+    form = {key: value if isinstance(value, str) else json.dumps(value) for key, value in checked.items()}
+    del form["document"]
+    return {"files": {"file": (path.name, data, "text/plain")}, "data": form}
+
+
+def _content(response: httpx.Response) -> bytes:
+    return response.content
+
+
+def _answers(response: httpx.Response) -> Answers:
+    return parse_as(types.AnswerList)(response).data

@@ -1,0 +1,84 @@
+"""The one place where error envelopes and foreign exceptions become the errors of `kvshelf.errors`."""
+
+from __future__ import annotations
+
+import time
+from email.utils import parsedate_to_datetime
+
+import httpx
+from pydantic import ValidationError
+
+from kvshelf.client.types import ErrorBody, ErrorEnvelope
+from kvshelf.errors import ConnectionFailed, InvalidRequest, KvshelfError, by_code
+
+_START = "Is the service running? Start it with `kvshelf serve`, or give the right --url."
+
+# Most specific first: the first class that matches speaks.
+_TRANSPORT: list[tuple[type[Exception], str]] = [
+    (httpx.ConnectTimeout, "no connection within the time limit (connect_s). " + _START),
+    (httpx.ConnectError, _START),
+    (httpx.ReadTimeout, "no answer within the time limit (read_s); the work may still finish, so ask again later"),
+    (httpx.WriteTimeout, "the request could not be sent within the time limit (write_s)"),
+    (httpx.PoolTimeout, "all connections of this client were busy for longer than pool_s"),
+    (httpx.ProxyError, "the proxy refused the connection"),
+    (httpx.TransportError, "the connection broke before the answer was complete; repeat the call"),
+]
+
+
+def from_httpx(error: httpx.HTTPError | httpx.StreamError, url: httpx.URL) -> KvshelfError:
+    """What to raise for an exception of httpx that was met while talking to `url`."""
+    if isinstance(error, httpx.UnsupportedProtocol):
+        return InvalidRequest(f"{url} is not the URL of a service: {error}", param="url")
+    advice = next((text for cls, text in _TRANSPORT if isinstance(error, cls)), "this is no answer of kvshelf")
+    reason = str(error) or type(error).__name__
+    return ConnectionFailed(f"{url}: {reason}: {advice}", cause=type(error).__name__)
+
+
+def from_response(response: httpx.Response) -> KvshelfError:
+    """What to raise for a response (read to its end) that is not a success."""
+    try:
+        body = ErrorEnvelope.model_validate_json(response.content).error
+    except ValidationError:
+        return not_kvshelf(response)
+    error = from_body(body, request_id=response.headers.get("x-request-id"))
+    if (wait_s := retry_after_s(response)) is not None:
+        error.details["retry_after_s"] = wait_s
+    return error
+
+
+def from_body(body: ErrorBody, *, request_id: str | None = None) -> KvshelfError:
+    """What to raise for the `error` object of a response or of a stream.
+
+    A code that this version does not know, from a newer service, becomes a plain `KvshelfError`.
+    """
+    details = dict(body.details or {})
+    if request_id is not None:
+        details["request_id"] = request_id
+    cls = by_code().get(body.code)
+    if cls is None:
+        cls, details["code"] = KvshelfError, body.code
+    error = cls(body.message, param=body.param)
+    error.details.update(details)
+    return error
+
+
+def not_kvshelf(response: httpx.Response) -> KvshelfError:
+    """What to raise when the other side does not speak this API: a proxy, another service, an incompatible version."""
+    return ConnectionFailed(
+        f"{response.request.url} answered {response.status_code} with something that is not an answer of kvshelf: "
+        f"{response.text[:120]!r}. Does this URL belong to a kvshelf service of this version?",
+        http_status=response.status_code,
+    )
+
+
+def retry_after_s(response: httpx.Response) -> float | None:
+    """Seconds of the Retry-After header, a number or a date (RFC 9110, section 10.2.3); None without a usable one."""
+    header = response.headers.get("retry-after", "")
+    try:
+        return max(0.0, float(header))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, parsedate_to_datetime(header).timestamp() - time.time())
+    except ValueError:
+        return None

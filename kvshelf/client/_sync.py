@@ -1,0 +1,247 @@
+"""The client that blocks."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, Literal, ParamSpec, Self, TypeVar, Unpack, overload
+
+import httpx
+
+from kvshelf.client import _calls, _failures
+from kvshelf.client._config import Connection, Retries, Timeouts
+from kvshelf.client._exchange import Attempts, Call
+from kvshelf.client._stream import AnswerReader
+from kvshelf.client.types import AnswerObject, CacheObject, RequestObject
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class _Sender:
+    """Sends calls, and repeats them where `Attempts` says so."""
+
+    def __init__(self, http: httpx.Client, connection: Connection) -> None:
+        self.http = http
+        self.connection = connection
+
+    def send(self, call: Call[T]) -> T:
+        return call.parse(self.exchange(call, stream=False))
+
+    def exchange(self, call: Call[Any], *, stream: bool) -> httpx.Response:
+        attempts = Attempts(call, self.connection)
+        while True:
+            try:
+                request = self.http.build_request(**call.httpx_options(self.connection))
+                response = self.http.send(request, stream=stream)
+                if call.is_answer(response):
+                    return response
+                response.read()
+            except httpx.HTTPError as error:
+                pause_s = attempts.pause_after_error(error)
+            else:
+                pause_s = attempts.pause_after_response(response)
+            time.sleep(pause_s)
+
+
+class _Room:
+    """A group of calls, such as `client.caches`."""
+
+    def __init__(self, sender: _Sender) -> None:
+        self._sender = sender
+
+
+class _Method(Generic[P, T]):
+    """A method made from the function that builds its call: the same arguments, and the call's answer as the result."""
+
+    def __init__(self, build: Callable[P, Call[T]]) -> None:
+        self._build = build
+
+    def __get__(self, room: _Room, owner: type[_Room]) -> Callable[P, T]:
+        @functools.wraps(self._build)
+        def method(*args: P.args, **kwargs: P.kwargs) -> T:
+            return room._sender.send(self._build(*args, **kwargs))
+
+        return method
+
+
+class AnswerStream:
+    """The pieces of a streamed answer, in order. Once they are read, `answer` holds the whole.
+
+    Closing it early, or leaving its `with` block, hangs up, and the service stops generating.
+    """
+
+    def __init__(self, response: httpx.Response, url: httpx.URL) -> None:
+        self._response = response
+        self._url = url
+        self._reader = AnswerReader()
+        self._pieces = self._read()
+
+    def __iter__(self) -> Iterator[str]:
+        return self._pieces
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    @property
+    def answer(self) -> AnswerObject:
+        """The whole answer; what has not been read yet is read first."""
+        for _ in self._pieces:
+            pass
+        return self._reader.close()
+
+    def close(self) -> None:
+        self._response.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _read(self) -> Iterator[str]:
+        try:
+            for line in self._response.iter_lines():
+                if text := self._reader.feed(line):
+                    yield text
+            self._reader.close()
+        except (httpx.HTTPError, httpx.StreamError) as error:
+            raise _failures.from_httpx(error, self._url) from error
+        finally:
+            self._response.close()
+
+
+class Caches(_Room):
+    """The shelf: `client.caches`."""
+
+    retrieve = _Method(_calls.retrieve_cache)
+    delete = _Method(_calls.delete_cache)
+    download = _Method(_calls.download_cache)
+
+    @overload
+    def create(
+        self, *, respond_async: Literal[False] = False, **fields: Unpack[_calls.CreateFields]
+    ) -> CacheObject: ...
+    @overload
+    def create(self, *, respond_async: Literal[True], **fields: Unpack[_calls.CreateFields]) -> RequestObject: ...
+    def create(
+        self, *, respond_async: bool = False, **fields: Unpack[_calls.CreateFields]
+    ) -> CacheObject | RequestObject:
+        """Compress a document and put it on the shelf; a cache that is there already comes back with `existing` true.
+
+        One of `document` (text), `messages`, `token_ids` and `file` (a path), and as keywords `model`, `layout`,
+        `policy`, `policy_params`, `compression_ratio` (the fraction removed) or `budget_tokens`, `codec`, `ttl_s` or
+        `expires_at`, `name`, `labels`. With `respond_async` the request comes back at once, for
+        `client.requests.retrieve`.
+
+        Raises `InvalidRequest`, `DocumentTooLong`, `DocumentTooShort`, `PolicyUnsupported`, `QueueFull`, ...
+        """
+        if respond_async:
+            return self._sender.send(_calls.create_in_background(fields))
+        return self._sender.send(_calls.create_cache(fields))
+
+    def list(self, **fields: Unpack[_calls.ListFields]) -> Iterator[CacheObject]:
+        """All caches that match `document_id`, `model`, `policy` and `labels`.
+
+        They are fetched `limit` at a time as they are read; `after` is the id to go on from.
+        """
+        return self._pages(_calls.list_caches(fields), fields)
+
+    def _pages(self, call: Call[Any], fields: _calls.ListFields) -> Iterator[CacheObject]:
+        while True:
+            page = self._sender.send(call)
+            yield from page.data
+            if not page.has_more:
+                return
+            call = _calls.list_caches({**fields, "after": page.last_id})
+
+    @overload
+    def query(self, id: str, prompt: str, **fields: Unpack[_calls.QueryFields]) -> AnswerObject: ...
+    @overload
+    def query(self, id: str, prompt: _calls.Prompts, **fields: Unpack[_calls.QueryFields]) -> _calls.Answers: ...
+    @overload
+    def query(self, id: str, *, messages: _calls.Messages, **fields: Unpack[_calls.QueryFields]) -> AnswerObject: ...
+    def query(
+        self,
+        id: str,
+        prompt: str | _calls.Prompts | None = None,
+        *,
+        messages: _calls.Messages | None = None,
+        **fields: Unpack[_calls.QueryFields],
+    ) -> AnswerObject | _calls.Answers:
+        """Ask one question, several independent ones (a list), or continue with chat `messages`.
+
+        Keywords: `max_tokens`, `temperature`, `top_p`, `seed`, `stop`. Raises `CacheNotFound`, `CacheExpired`,
+        `CacheCorrupt`, `ModelMismatch`, ...
+        """
+        return self._sender.send(_calls.query_cache(id, {"prompt": prompt, "messages": messages, **fields}))
+
+    def stream(
+        self,
+        id: str,
+        prompt: str | None = None,
+        *,
+        messages: _calls.Messages | None = None,
+        **fields: Unpack[_calls.QueryFields],
+    ) -> AnswerStream:
+        """As `query`, with the text as it is generated. The question is on its way when this returns."""
+        call = _calls.stream_query(id, {"prompt": prompt, "messages": messages, **fields})
+        return AnswerStream(self._sender.exchange(call, stream=True), self._sender.connection.base_url)
+
+
+class Requests(_Room):
+    """Creations in the background: `client.requests`."""
+
+    retrieve = _Method(_calls.retrieve_request)
+
+
+class Models(_Room):
+    """`client.models`."""
+
+    list = _Method(_calls.list_models)
+
+
+class Policies(_Room):
+    """`client.policies`."""
+
+    list = _Method(_calls.list_policies)
+
+
+class Client(_Room):
+    """A kvshelf service: `Client().caches.create(document=...)`. Close it, or use it in a `with` block.
+
+    `url` falls back to KVSHELF_URL, then to the local default port; `api_key` to KVSHELF_API_KEY. Calls that meet a
+    busy or unreachable service are repeated (`retries`); creation is idempotent by content, so nothing is done twice.
+    Errors are those of `kvshelf.errors`: the ones the service raised, and `ConnectionFailed`. `transport` replaces the
+    network.
+    """
+
+    ready = _Method(_calls.readiness)
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        api_key: str | None = None,
+        timeouts: Timeouts | None = None,
+        retries: Retries | None = None,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        connection = Connection.resolve(url, api_key, timeouts, retries)
+        self._http = httpx.Client(**connection.httpx_options(), transport=transport)
+        super().__init__(_Sender(self._http, connection))
+        self.caches = Caches(self._sender)
+        self.requests = Requests(self._sender)
+        self.models = Models(self._sender)
+        self.policies = Policies(self._sender)
+
+    def close(self) -> None:
+        """Close all connections. The client cannot be used afterwards."""
+        self._http.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
