@@ -14,7 +14,7 @@ from kvshelf._extras import needs_extra
 if TYPE_CHECKING:
     from kvshelf.client import AsyncClient, Client
     from kvshelf.store.artifact import CompressedCache
-    from kvshelf.store.base import open_store
+    from kvshelf.store.url import open_store
     from kvshelf.workers.engine import Engine
 
 __version__ = "0.1.0"
@@ -26,7 +26,7 @@ _HOMES = {
     "Client": "kvshelf.client",
     "CompressedCache": "kvshelf.store.artifact",
     "Engine": "kvshelf.workers.engine",
-    "open_store": "kvshelf.store.base",
+    "open_store": "kvshelf.store.url",
 }
 
 

@@ -1,0 +1,35 @@
+"""The command line. Each command imports what it needs when it runs, so that `kvshelf --help` needs no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import kvshelf
+from kvshelf.cli import _common, caches, doctor, serve
+
+app = typer.Typer(
+    name="kvshelf",
+    help="Compress a long document's KV cache once, put it on a shelf, query it a thousand times." + _common.EXIT_CODES,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+@app.callback(invoke_without_command=True)
+def root(version: Annotated[bool, typer.Option("--version", help="Show the version and stop.")] = False) -> None:
+    if version:
+        print(f"kvshelf {kvshelf.__version__}")
+        raise typer.Exit
+
+
+for command in (serve.serve, caches.put, caches.ask, caches.ls, caches.show, caches.rm, serve.policies, doctor.doctor):
+    app.command()(command)
+
+
+def main() -> None:
+    """The entry point of `kvshelf`."""
+    app()

@@ -1,0 +1,233 @@
+"""put, ask, ls, show, rm: the shelf of a running service."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from kvshelf.cli import _common
+from kvshelf.cli._common import AsJson, Labels, Url, connected
+from kvshelf.errors import InvalidRequest, KvshelfError
+
+if TYPE_CHECKING:
+    from kvshelf.client import Client
+    from kvshelf.client.types import AnswerObject, CacheObject
+
+Files = Annotated[list[Path], typer.Argument(metavar="FILE...", help="Text files in UTF-8; - is standard input.")]
+Id = Annotated[str, typer.Argument(metavar="ID", help="kvs_..., as printed by `kvshelf put`.")]
+
+
+def put(
+    files: Files,
+    policy: Annotated[str | None, typer.Option(help="One of `kvshelf policies`.")] = None,
+    compression_ratio: Annotated[float | None, typer.Option(help="Fraction of the entries REMOVED, 0.75 say.")] = None,
+    budget_tokens: Annotated[int | None, typer.Option(help="Entries kept per layer and head, instead.")] = None,
+    param: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="A parameter of the policy.")] = None,
+    model: Annotated[str | None, typer.Option(help="One of the service's models.")] = None,
+    layout: Annotated[str | None, typer.Option(help="chat or plain.")] = None,
+    codec: Annotated[str | None, typer.Option(help="How the cache is stored: none.")] = None,
+    ttl: Annotated[str | None, typer.Option(help="How long to keep it: 90s, 15m, 2h, 7d.")] = None,
+    name: Annotated[str | None, typer.Option(help="A name for people.  [default: the file's]")] = None,
+    label: Labels = None,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compress documents and put them on the shelf. Prints one cache id per file.
+
+    A document that is there already, compressed in the same way, costs nothing. A file that fails does not stop the
+    others; the exit code is that of the first failure.
+    """
+    failure = 0
+    with connected(url, as_json=as_json) as client:
+        given = {
+            "policy": policy,
+            "policy_params": _common.parameters(param) or None,
+            "compression_ratio": compression_ratio,
+            "budget_tokens": budget_tokens,
+            "model": model,
+            "layout": layout,
+            "codec": codec,
+            "ttl_s": _common.seconds(ttl),
+            "labels": _common.pairs(label, "--label") or None,
+        }
+        fields = {key: value for key, value in given.items() if value is not None}
+        for file in files:
+            try:
+                _put_one(client, file, fields | {"name": name or ("" if file == Path("-") else file.name)}, as_json)
+            except KvshelfError as error:
+                failure = failure or _common.exit_code(error)
+                _common.report(error, as_json=as_json)
+    raise typer.Exit(failure)
+
+
+def _put_one(client: Client, file: Path, fields: Mapping[str, Any], as_json: bool) -> None:
+    document = {"document": sys.stdin.read()} if file == Path("-") else {"file": file}
+    with _common.notes.status(f"compressing {file} ..."):
+        cache = client.caches.create(**{**document, **fields})
+    if as_json:
+        return _common.print_object(cache)
+    print(cache.id, flush=True)
+    _common.notes.print(f"{file}: {_summary(cache)}", style="dim", soft_wrap=True)
+    return None
+
+
+def _summary(cache: CacheObject) -> str:
+    done = "already on the shelf" if cache.existing else f"prefilled in {cache.timings.prefill_s:.2f} s"
+    return (
+        f"{cache.tokens.document} tokens, {cache.tokens.kept} kept by {cache.policy}, "
+        f"{_common.megabytes(cache.bytes.stored)} ({cache.bytes.stored / cache.bytes.full:.0%} of full), {done}"
+    )
+
+
+def ask(
+    id: Id,
+    questions: Annotated[list[str], typer.Argument(metavar="QUESTION...")],
+    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 takes the most likely token each time.")] = 0.0,
+    top_p: Annotated[float, typer.Option()] = 1.0,
+    seed: Annotated[int | None, typer.Option()] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="A text that ends the answer. May be repeated.")] = None,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Ask a stored document one question or several, each on its own. The document is not prefilled again."""
+    given = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop or None}
+    fields: Any = {key: value for key, value in given.items() if value is not None}
+    with connected(url, as_json=as_json) as client:
+        for question in questions:
+            if as_json:
+                _common.print_object(client.caches.query(id, question, **fields))
+                continue
+            if len(questions) > 1:
+                _common.notes.print(question, style="bold")
+            with client.caches.stream(id, question, **fields) as stream:
+                for text in stream:
+                    print(text, end="", flush=True)
+                print()
+                _common.notes.print(_cost(stream.answer), style="dim")
+
+
+def _cost(answer: AnswerObject) -> str:
+    usage = answer.usage
+    return (
+        f"{usage.cache_read_tokens} tokens from the shelf (loaded in {answer.load_ms:.1f} ms), "
+        f"{usage.prefill_tokens} prefilled, {usage.completion_tokens} generated"
+    )
+
+
+def ls(
+    policy: Annotated[str | None, typer.Option(help="Only caches of this policy.")] = None,
+    model: Annotated[str | None, typer.Option(help="Only caches of this model.")] = None,
+    document_id: Annotated[str | None, typer.Option(help="Only caches of this document (doc_...).")] = None,
+    label: Labels = None,
+    limit: Annotated[int, typer.Option(min=1, help="At most so many, the newest first.")] = 100,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """List what is on the shelf."""
+    given = {"policy": policy, "model": model, "document_id": document_id}
+    fields: Any = {key: value for key, value in given.items() if value is not None}
+    with connected(url, as_json=as_json) as client:
+        found = client.caches.list(labels=_common.pairs(label, "--label"), limit=min(limit, 1000), **fields)
+        caches = itertools.islice(found, limit)
+        if as_json:
+            for cache in caches:
+                _common.print_object(cache)
+        else:
+            _common.table_console().print(_table(list(caches)))
+
+
+def _table(caches: list[CacheObject]) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("ID", no_wrap=True)
+    table.add_column("POLICY", no_wrap=True)
+    for heading in ("KEPT", "OF", "SIZE"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("NAME", overflow="ellipsis", no_wrap=True)
+    for cache in caches:
+        size = _common.megabytes(cache.bytes.stored)
+        table.add_row(cache.id, cache.policy, str(cache.tokens.kept), str(cache.tokens.document), size, cache.name)
+    return table
+
+
+def show(
+    id: Id,
+    output: Annotated[Path | None, typer.Option(help="Also write the cache's blob to this file.")] = None,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show one cache; with --output also fetch it, for `CompressedCache.from_bytes` in your own program."""
+    with connected(url, as_json=as_json) as client:
+        cache = client.caches.retrieve(id)
+        if output is not None:
+            _write(output, client.caches.download(id))
+        if as_json:
+            _common.print_object(cache)
+        else:
+            _common.table_console().print(_details(cache))
+
+
+def _details(cache: CacheObject) -> Table:
+    def when(time_s: float | None) -> str:
+        if time_s is None:
+            return "never"
+        return datetime.datetime.fromtimestamp(time_s).astimezone().isoformat(sep=" ", timespec="seconds")
+
+    used = ", ".join(f"{name}={value}" for name, value in cache.policy_params.items())
+    rows = {
+        "id": cache.id,
+        "document": cache.document_id,
+        "name": cache.name or "-",
+        "model": f"{cache.model} ({cache.layout})",
+        "policy": f"{cache.policy}{f' ({used})' if used else ''}, {cache.compression_ratio:.0%} removed",
+        "tokens": f"{cache.tokens.document}, of which {cache.tokens.kept} kept per layer and head",
+        "size": f"{_common.megabytes(cache.bytes.stored)}, codec {cache.codec}; "
+        f"uncompressed {_common.megabytes(cache.bytes.full)}",
+        "labels": ", ".join(f"{key}={value}" for key, value in cache.labels.items()) or "-",
+        "created": when(cache.created_at),
+        "last used": when(cache.last_used_at),
+        "expires": when(cache.expires_at),
+    }
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def _write(path: Path, data: bytes) -> None:
+    """All or nothing: a reader never sees half a blob under the name that was asked for."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        partial.write_bytes(data)
+        os.replace(partial, path)
+    except OSError as error:
+        raise InvalidRequest(f"cannot write {path}: {error.strerror}", param="--output") from error
+
+
+def rm(
+    ids: Annotated[list[str], typer.Argument(metavar="ID...")],
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Take caches off the shelf. Prints each id that was deleted."""
+    failure = 0
+    with connected(url, as_json=as_json) as client:
+        for id in ids:
+            try:
+                deleted = client.caches.delete(id)
+            except KvshelfError as error:
+                failure = failure or _common.exit_code(error)
+                _common.report(error, as_json=as_json)
+            else:
+                _common.print_object(deleted) if as_json else print(deleted.id, flush=True)
+    raise typer.Exit(failure)

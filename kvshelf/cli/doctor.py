@@ -1,0 +1,121 @@
+"""doctor: is everything there that kvshelf needs, and does it work?"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated
+
+import typer
+
+import kvshelf
+from kvshelf._extras import needs_extra
+from kvshelf.cli import _common
+from kvshelf.cli._common import AsJson, Device, Dtype, Store, Url
+from kvshelf.errors import KvshelfError, MissingExtra, NoWorker, StoreUnavailable
+
+NEEDLE_TOKENS = 1024
+BUNDLED = "kvshelf-tiny"
+
+Check = tuple[str, Callable[[], str]]
+
+
+def doctor(
+    store: Store = None,
+    model: Annotated[str, typer.Option(help="The model to load and try.")] = BUNDLED,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check versions, device and model; with --store a store, with --url a service. Exit code 1 if anything fails."""
+    failed = False
+    for name, check in _checks(store, model, device, dtype, url):
+        with _common.notes.status(f"checking {name} ..."):
+            ok, finding = _run(check)
+        failed = failed or not ok
+        if as_json:
+            print(json.dumps({"check": name, "ok": ok, "finding": finding}), flush=True)
+        else:
+            print(f"{'ok  ' if ok else 'FAIL'}  {name:<13} {finding}", flush=True)
+    raise typer.Exit(1 if failed else 0)
+
+
+def _checks(store: str | None, model: str, device: str, dtype: str, url: str | None) -> Iterator[Check]:
+    yield "kvshelf", lambda: f"{kvshelf.__version__} on Python {platform.python_version()}, {platform.machine()}"
+    for package in ("torch", "transformers", "ray", "fastapi"):
+        yield package, lambda package=package: _installed(package)  # type: ignore[misc]
+    yield "device", _device
+    yield "model", lambda: _model(model, device, dtype)
+    if store is not None:
+        yield "store", lambda: _store(store)
+    if url is not None:
+        yield "service", lambda: _service(url)
+
+
+def _run(check: Callable[[], str]) -> tuple[bool, str]:
+    try:
+        return True, check()
+    except KvshelfError as error:
+        return False, error.message
+    except Exception as error:
+        # A broken installation fails in ways of its own; the others are still worth checking.
+        return False, f"{type(error).__name__}: {error}"
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError as error:
+        raise MissingExtra(f"{package} is not installed; run: pip install 'kvshelf[serve]'") from error
+
+
+def _device() -> str:
+    with needs_extra("serve", purpose="the device"):
+        import torch
+    if not torch.cuda.is_available():
+        return f"cpu, {torch.get_num_threads()} threads"
+    names = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return ", ".join(f"{gpu.name} with {gpu.total_memory / 2**30:.0f} GiB" for gpu in names)
+
+
+def _model(name: str, device: str, dtype: str) -> str:
+    """Compress a short document with one fact in it and ask for that fact."""
+    with needs_extra("serve", purpose="a model"):
+        from kvshelf.bench.tasks import make_document
+        from kvshelf.workers.engine import Engine
+
+    engine = Engine.load(name, device=device, dtype=dtype)
+    document = make_document("needle", "prose", NEEDLE_TOKENS, 0, lambda text: len(engine.prepare(text).token_ids))
+    question = document.questions[0]
+    cache = engine.compress(document.text, policy="full")
+    answer = engine.answer(cache, question.text).text.strip()
+    if name == BUNDLED and answer != question.answer:
+        raise NoWorker(
+            f"{name} answered {answer!r} where {question.answer!r} is right: its weights or torch are broken"
+        )
+    return f"{name}: {engine.max_tokens} tokens, {cache.num_tokens} prefilled, answered {answer!r}"
+
+
+def _store(url: str) -> str:
+    with needs_extra("serve", purpose="a store"):
+        from kvshelf.store import open_store
+
+    with open_store(url) as store:
+        problems, usage = store.check(), store.usage()
+    if problems:
+        raise StoreUnavailable(f"{url}: {'; '.join(problems)}")
+    return f"{url}: {usage.caches} caches, {_common.megabytes(usage.bytes)}, nothing amiss"
+
+
+def _service(url: str) -> str:
+    from kvshelf.client import Client
+
+    with Client(url) as client:
+        ready = client.ready()
+    broken = [f"{part.name}: {part.reason}" for part in ready.parts if not part.ready]
+    if broken:
+        raise NoWorker(f"{url} is degraded: {'; '.join(broken)}")
+    return f"{url} is ready: {', '.join(part.name for part in ready.parts)}"
