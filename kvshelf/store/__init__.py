@@ -1,0 +1,29 @@
+"""The shelf: artifacts, their blob format, their identity, and the places where they are kept."""
+
+from kvshelf.store.artifact import CompressedCache, Kept, LayerRecord
+from kvshelf.store.base import UNSET, BlobFile, Page, Receipt, Store, Swept, Usage
+from kvshelf.store.identity import Identity, ModelIdentity
+from kvshelf.store.ledger import Ledger, RequestError, RequestRecord
+from kvshelf.store.manifest import Manifest, Timings
+from kvshelf.store.url import open_store
+
+__all__ = [
+    "UNSET",
+    "BlobFile",
+    "CompressedCache",
+    "Identity",
+    "Kept",
+    "LayerRecord",
+    "Ledger",
+    "Manifest",
+    "ModelIdentity",
+    "Page",
+    "Receipt",
+    "RequestError",
+    "RequestRecord",
+    "Store",
+    "Swept",
+    "Timings",
+    "Usage",
+    "open_store",
+]

@@ -1,0 +1,275 @@
+"""What a shelf promises, whatever it is built on."""
+
+from __future__ import annotations
+
+import abc
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import BinaryIO, Final, Literal, Self
+
+from kvshelf.errors import CacheNotFound, InvalidRequest
+from kvshelf.store.artifact import CompressedCache
+from kvshelf.store.blob import CODECS
+from kvshelf.store.identity import Identity
+from kvshelf.store.ledger import Ledger
+from kvshelf.store.manifest import Manifest, Record, Timings
+
+PAGE_LIMIT: Final = 1000
+LABEL_LIMIT: Final = 64
+TEXT_LIMIT: Final = 512
+
+_CACHE_ID = re.compile(r"kvs_[0-9a-f]{40}")
+
+
+class Unset:
+    """Tells "leave it as it is" from None, which means "none": no expiry."""
+
+
+UNSET: Final = Unset()
+
+
+class Page(Record):
+    """Part of a listing, newest first. `has_more`: ask again with `after` = the last id of `data`."""
+
+    data: tuple[Manifest, ...]
+    has_more: bool
+
+
+class Receipt(Record):
+    """Proof of a deletion. Unix seconds and bytes; `homes` names the places the cache was removed from."""
+
+    id: str
+    deleted_at: float
+    bytes_freed: int
+    homes: tuple[str, ...]
+
+
+class Swept(Record):
+    """How many a sweep removed: expired caches, files without a manifest, and old tombstones and requests."""
+
+    expired: int = 0
+    orphans: int = 0
+    tombstones: int = 0
+    requests: int = 0
+
+
+class Usage(Record):
+    """Caches on the shelf and the bytes of their blobs."""
+
+    caches: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class BlobFile:
+    """A stored blob, verified and open for reading at byte 0. Close it, or use it in a `with` block.
+
+    It stays readable when the cache is deleted meanwhile. `digest` is the blob's root digest in hex: equal digests mean
+    equal bytes, so it serves as an ETag.
+    """
+
+    file: BinaryIO
+    nbytes: int
+    digest: str
+
+    def close(self) -> None:
+        self.file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The caller's part of a stored cache, checked. Times are Unix seconds."""
+
+    tenant: str
+    codec: str
+    expires_at: float | None
+    labels: Mapping[str, str]
+    name: str
+    pinned: bool
+    timings: Timings
+
+
+class Store(abc.ABC):
+    """Where caches live. One store serves several threads and several processes at once.
+
+    Ids are content addresses that include the tenant, so an id of another tenant and an id that never was are the same
+    `CacheNotFound`, word for word. Every method may raise `StoreUnavailable` when the place itself does not work.
+    """
+
+    ledger: Ledger
+
+    @abc.abstractmethod
+    def put(
+        self,
+        cache: CompressedCache,
+        *,
+        codec: str = "none",
+        tenant: str = "default",
+        ttl_s: float | None = None,
+        expires_at: float | None = None,
+        labels: Mapping[str, str] | None = None,
+        name: str = "",
+        pinned: bool = False,
+        timings: Timings | None = None,
+    ) -> Manifest:
+        """Store a cache: write, verify what was written, then make it visible. Durable when it returns.
+
+        When this cache is on the shelf already, nothing is written and the existing manifest is returned unchanged, its
+        labels and expiry included. One that has expired or is corrupt is replaced. `store_s` of the manifest's timings
+        is filled in. Raises `InvalidRequest` (arguments, or a cache the format cannot hold), `StorageFull`; nothing is
+        visible after an error.
+        """
+
+    @abc.abstractmethod
+    def get(self, cache_id: str, *, tenant: str = "default") -> CompressedCache:
+        """Read a cache; every digest and its content address are checked on every read.
+
+        Raises `CacheNotFound` (unknown, deleted, another tenant's), `CacheExpired`, `CacheCorrupt`. A corrupt one is
+        set aside and stays `CacheCorrupt` until it is deleted or put again.
+        """
+
+    @abc.abstractmethod
+    def open_blob(self, cache_id: str, *, tenant: str = "default") -> BlobFile:
+        """The stored bytes, verified, for a download. Raises as `get` does."""
+
+    @abc.abstractmethod
+    def stat(self, cache_id: str, *, tenant: str = "default") -> Manifest:
+        """The manifest; the blob is not read. Raises as `get` does."""
+
+    @abc.abstractmethod
+    def list(
+        self,
+        *,
+        tenant: str = "default",
+        document_id: str | None = None,
+        model: str | None = None,
+        policy: str | None = None,
+        labels: Mapping[str, str] | None = None,
+        limit: int = 20,
+        after: str | None = None,
+    ) -> Page:
+        """Live caches of a tenant, newest first; filters are joined by "and", labels must all be there.
+
+        `after` is the last id of the page before. The order never changes, and deleting that cache does not lose the
+        place. Raises `InvalidRequest` for a limit outside 1 to 1,000 or an `after` this tenant never had.
+        """
+
+    @abc.abstractmethod
+    def update(
+        self,
+        cache_id: str,
+        *,
+        tenant: str = "default",
+        ttl_s: float | Unset | None = UNSET,
+        expires_at: float | Unset | None = UNSET,
+        labels: Mapping[str, str] | Unset = UNSET,
+        name: str | Unset = UNSET,
+        pinned: bool | Unset = UNSET,
+    ) -> Manifest:
+        """Change what may change; None as `ttl_s` or `expires_at` means no expiry, labels are replaced as a whole.
+
+        Raises as `get` does, and `InvalidRequest`. A pinned cache is never evicted for space; it expires all the same.
+        """
+
+    @abc.abstractmethod
+    def delete(self, cache_id: str, *, tenant: str = "default") -> Receipt:
+        """Remove a cache, expired and corrupt ones too. Readers that have it open finish. Raises `CacheNotFound`."""
+
+    @abc.abstractmethod
+    def touch(self, cache_id: str, *, tenant: str = "default") -> None:
+        """Record that the cache was used now; nothing happens for one that is gone."""
+
+    @abc.abstractmethod
+    def sweep(self, now: float | None = None) -> Swept:
+        """Remove what has expired and what a crash left behind. Safe beside writers; call it every few minutes."""
+
+    @abc.abstractmethod
+    def cache_id(self, identity: Identity, *, tenant: str = "default", codec: str = "none") -> str:
+        """The id a cache with this identity has here, whether it is stored or not."""
+
+    @abc.abstractmethod
+    def document_id(self, identity: Identity, *, tenant: str = "default") -> str:
+        """The id that all caches of one document carry here."""
+
+    @abc.abstractmethod
+    def usage(self, *, tenant: str | None = None) -> Usage:
+        """Caches and bytes of one tenant, or of all."""
+
+    @abc.abstractmethod
+    def check(self) -> Sequence[str]:
+        """Every inconsistency found, one sentence each; blobs are not read. Empty means sound."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Let go of files and connections. The store cannot be used afterwards."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def not_found(cache_id: str) -> CacheNotFound:
+    """The one message for ids that are unknown, deleted, malformed, or another tenant's."""
+    return CacheNotFound(f"there is no cache {cache_id[:80]!r}; `list` shows what is on the shelf", param="cache_id")
+
+
+def require_id(cache_id: str) -> str:
+    """Refuse what cannot be an id before it comes near a file or a query."""
+    if not isinstance(cache_id, str) or not _CACHE_ID.fullmatch(cache_id):
+        raise not_found(str(cache_id))
+    return cache_id
+
+
+def require_codec(codec: str) -> str:
+    if codec not in CODECS:
+        raise InvalidRequest(f"unknown codec {codec!r}; this version has {', '.join(CODECS)}", param="codec")
+    return codec
+
+
+def require_text(value: str, param: str, *, limit: int = TEXT_LIMIT, empty: bool = True) -> str:
+    """A string that fits and that any store can hold as UTF-8."""
+    if not isinstance(value, str) or len(value) > limit or (not value and not empty):
+        least = 0 if empty else 1
+        raise InvalidRequest(f"{param} must be text of {least} to {limit} characters, not {value!r:.80}", param=param)
+    if "\0" in value or any("\ud800" <= char <= "\udfff" for char in value):
+        raise InvalidRequest(f"{param} holds a zero byte or half a surrogate pair: {value!r:.80}", param=param)
+    return value
+
+
+def require_labels(labels: Mapping[str, str]) -> dict[str, str]:
+    if not isinstance(labels, Mapping) or len(labels) > LABEL_LIMIT:
+        raise InvalidRequest(f"labels must be a mapping of at most {LABEL_LIMIT} names to texts", param="labels")
+    return {
+        require_text(key, "labels", limit=64, empty=False): require_text(value, f"labels.{key}")
+        for key, value in labels.items()
+    }
+
+
+def require_expiry(ttl_s: float | None, expires_at: float | None, now: float) -> float | None:
+    """When a cache expires (Unix seconds, None: never), from the two ways to say it."""
+    if ttl_s is not None and expires_at is not None:
+        raise InvalidRequest("give ttl_s or expires_at, not both", param="ttl_s")
+    if ttl_s is not None:
+        return now + _positive(ttl_s, "ttl_s", 0.0)
+    return None if expires_at is None else _positive(expires_at, "expires_at", now)
+
+
+def _positive(value: float, param: Literal["ttl_s", "expires_at"], least: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least < value < 1e12:
+        meaning = "seconds from now" if param == "ttl_s" else "a time in the future, in Unix seconds"
+        raise InvalidRequest(f"{param} must be {meaning}, not {value!r}", param=param)
+    return float(value)

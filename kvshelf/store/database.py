@@ -1,0 +1,177 @@
+"""The SQLite file of a disk home: manifests and ledger in one place, so that publishing a cache is one transaction."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import queue
+import secrets
+import sqlite3
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvshelf.errors import StoreUnavailable
+from kvshelf.store.faults import translated
+
+HOME_FORMAT = 1
+"""Raised when the tables change in a way that older versions cannot read."""
+
+FILE_NAME = "shelf.sqlite3"
+
+_BUSY_S = 10.0
+
+_SCHEMA = """
+CREATE TABLE meta (name TEXT PRIMARY KEY, value BLOB NOT NULL) STRICT;
+
+-- One row per id that ever was, until its tombstone is swept. `seq` orders listings: it never repeats and never
+-- changes. state: ready | corrupt | expired | deleted; the last two are tombstones without a manifest and without a
+-- file.
+CREATE TABLE caches (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT NOT NULL UNIQUE,
+    tenant TEXT NOT NULL,
+    state TEXT NOT NULL,
+    file TEXT,
+    nbytes INTEGER NOT NULL,
+    document_id TEXT NOT NULL,
+    model TEXT NOT NULL,
+    policy TEXT NOT NULL,
+    expires_at REAL,
+    last_used_at REAL,
+    ended_at REAL,
+    problem TEXT,
+    manifest TEXT
+) STRICT;
+CREATE INDEX caches_of_tenant ON caches (tenant, state, seq);
+CREATE INDEX caches_by_expiry ON caches (expires_at) WHERE state IN ('ready', 'corrupt') AND expires_at IS NOT NULL;
+
+CREATE TABLE labels (
+    seq INTEGER NOT NULL REFERENCES caches (seq) ON DELETE CASCADE,
+    name TEXT NOT NULL,
+    value TEXT NOT NULL,
+    PRIMARY KEY (seq, name)
+) STRICT, WITHOUT ROWID;
+CREATE INDEX labels_by_value ON labels (name, value);
+
+CREATE TABLE requests (
+    id TEXT PRIMARY KEY,
+    tenant TEXT NOT NULL,
+    state TEXT NOT NULL,
+    body BLOB,
+    attempts INTEGER NOT NULL DEFAULT 0,
+    worker TEXT,
+    lease_until REAL,
+    cache_ids TEXT NOT NULL DEFAULT '[]',
+    error_code TEXT,
+    error_message TEXT,
+    error_param TEXT,
+    created_at REAL NOT NULL,
+    updated_at REAL NOT NULL
+) STRICT;
+CREATE INDEX requests_by_state ON requests (state, created_at);
+"""
+
+
+class Database:
+    """Connections to the index of one home. A connection is never used by two threads at once.
+
+    Connections are lent from a pool rather than bound to threads: a server's worker threads come and go, and a
+    connection that outlives its thread would be found by nobody.
+    """
+
+    def __init__(self, home: Path) -> None:
+        self._home = home
+        self._path = home / FILE_NAME
+        self._idle: queue.LifoQueue[sqlite3.Connection] = queue.LifoQueue()
+
+    def create(self) -> bytes:
+        """Make the tables if they are missing; returns the home's secret key (32 bytes).
+
+        Two processes may start at once: the folder itself is locked meanwhile, and the kernel lets the lock go when a
+        process dies.
+        """
+        with translated(self._home):
+            folder = os.open(self._home, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX)
+                self._require_private_file()
+                return self._initialise()
+            finally:
+                os.close(folder)
+
+    @contextmanager
+    def read(self) -> Iterator[sqlite3.Connection]:
+        """A connection for single SELECT statements."""
+        with translated(self._home):
+            connection = self._borrow()
+            try:
+                yield connection
+            finally:
+                self._idle.put(connection)
+
+    @contextmanager
+    def write(self) -> Iterator[sqlite3.Connection]:
+        """A transaction that holds the write lock from its start. Durable on return, undone on any exception."""
+        with self.read() as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield connection
+                connection.execute("COMMIT")
+            except BaseException:
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+                raise
+
+    def close(self) -> None:
+        while True:
+            try:
+                self._idle.get_nowait().close()
+            except queue.Empty:
+                return
+
+    def _borrow(self) -> sqlite3.Connection:
+        try:
+            return self._idle.get_nowait()
+        except queue.Empty:
+            return self._connect()
+
+    def _connect(self) -> sqlite3.Connection:
+        # mode=rw: a home that was deleted under a running server is an error, never an empty new shelf.
+        connection = sqlite3.connect(
+            f"{self._path.as_uri()}?mode=rw", uri=True, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
+        )
+        connection.row_factory = sqlite3.Row
+        # FULL: a commit is on the disk when it returns. NORMAL would lose acknowledged caches in a power cut.
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute("PRAGMA foreign_keys = ON")
+        return connection
+
+    def _require_private_file(self) -> None:
+        """The index holds the key: a regular file that only its owner may read. SQLite gives its WAL the same mode."""
+        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise StoreUnavailable(f"{self._path} is not a regular file")
+        finally:
+            os.close(fd)
+
+    def _initialise(self) -> bytes:
+        connection = self._connect()
+        try:
+            if not connection.execute("SELECT 1 FROM sqlite_schema WHERE name = 'meta'").fetchone():
+                connection.execute("PRAGMA journal_mode = WAL")
+                facts = {"format": str(HOME_FORMAT).encode(), "key": secrets.token_bytes(32)}
+                connection.executescript(f"BEGIN IMMEDIATE;{_SCHEMA}")
+                connection.executemany("INSERT INTO meta VALUES (?, ?)", facts.items())
+                connection.execute("COMMIT")
+            found = {row["name"]: bytes(row["value"]) for row in connection.execute("SELECT name, value FROM meta")}
+        finally:
+            connection.close()
+        if found.get("format") != str(HOME_FORMAT).encode():
+            raise StoreUnavailable(
+                f"the shelf at {self._home} has home format {found.get('format', b'?').decode()}, this version of "
+                f"kvshelf works with {HOME_FORMAT}: upgrade kvshelf or use another folder"
+            )
+        return found["key"]

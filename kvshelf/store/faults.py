@@ -1,0 +1,44 @@
+"""Errors of the operating system and of SQLite, translated into ours. The only place that does so."""
+
+from __future__ import annotations
+
+import errno
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvshelf.errors import StorageFull, StoreError, StoreUnavailable
+
+_FULL = {
+    errno.ENOSPC: "no space is left",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "a file may not grow further",
+}
+
+
+@contextmanager
+def translated(home: Path) -> Iterator[None]:
+    """Inside the block, `OSError` and `sqlite3.Error` become `StorageFull` or `StoreUnavailable`."""
+    try:
+        yield
+    except OSError as error:
+        raise _from_os(error, home) from error
+    except sqlite3.Error as error:
+        raise _from_sqlite(error, home) from error
+
+
+def _from_os(error: OSError, home: Path) -> StoreError:
+    if error.errno in _FULL:
+        return StorageFull(
+            f"cannot write to the shelf at {home}: {_FULL[error.errno]}. Delete caches or enlarge the disk."
+        )
+    return StoreUnavailable(
+        f"the shelf at {home} does not work: {error.strerror or error} ({error.filename or 'no file'})"
+    )
+
+
+def _from_sqlite(error: sqlite3.Error, home: Path) -> StoreError:
+    if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
+        return StorageFull(f"cannot write to the index of the shelf at {home}: no space is left.")
+    return StoreUnavailable(f"the index of the shelf at {home} does not work: {error}")

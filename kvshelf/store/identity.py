@@ -1,0 +1,144 @@
+"""What a compressed cache was made from and by: the identity that its content address is computed over.
+
+A cache is only ever attached to the model it was made under. `ModelIdentity` holds all that must be equal for that;
+`Identity` adds the document, the prefill and the policy. Two caches with equal identities have equal bytes on the same
+device and versions, so equal work is found on the shelf instead of being done again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal
+
+from blake3 import blake3
+
+from kvshelf.errors import ModelMismatch
+
+Layout = Literal["chat", "plain"]
+Boundary = Literal["text", "document", "after_system", "after_user", "after_assistant"]
+"""Where the cached tokens end: after plain text, inside the user turn of the document, or after a whole turn."""
+
+DIGEST_BYTES = 20
+"""Length of every digest that becomes part of an id: 160 bits, so that no two identities ever meet by chance."""
+
+
+def digest(domain: str, *parts: bytes | str, key: bytes | None = None) -> str:
+    """Hex BLAKE3 of `parts`, each prefixed with its length, under a domain name.
+
+    The length prefixes keep ("ab", "c") apart from ("a", "bc"); the domain keeps equal parts with different meanings
+    apart. With `key` (32 bytes) the hash is keyed: without it nobody can test a guess of the content against an id.
+    """
+    hasher = blake3(key=key) if key is not None else blake3()
+    for part in (domain, *parts):
+        data = part.encode() if isinstance(part, str) else part
+        hasher.update(len(data).to_bytes(8, "little"))
+        hasher.update(data)
+    return hasher.hexdigest(length=DIGEST_BYTES)
+
+
+def canonical_json(value: Any) -> str:
+    """The one JSON text of a value: sorted keys, no spaces, no NaN. Equal values give equal text on every machine."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """All of a model that the KV of its prefill depends on, plus what the text around the document depends on.
+
+    `weights`, `tokenizer` and `template` are hex digests; `rope` and `attention` are canonical JSON, so that a mismatch
+    can be read; `name` is for people and is never compared. `tokenizer` and `template` are "" where the engine has
+    none.
+    """
+
+    name: str = field(compare=False)
+    weights: str
+    dtype: str
+    rope: str
+    attention: str
+    tokenizer: str
+    template: str
+
+    def fingerprint(self) -> str:
+        """Hex digest of the compared fields."""
+        return digest("kvshelf.model", *(getattr(self, f.name) for f in fields(self) if f.compare))
+
+    def require_match(self, made_under: ModelIdentity) -> None:
+        """Raise `ModelMismatch` unless a cache made under `made_under` may be attached to this model.
+
+        A side that has no tokenizer works with token ids only and cannot disagree about text.
+        """
+        for f in fields(self):
+            ours, theirs = getattr(self, f.name), getattr(made_under, f.name)
+            textual = f.name in ("tokenizer", "template") and "" in (self.tokenizer, made_under.tokenizer)
+            if f.compare and ours != theirs and not textual:
+                raise ModelMismatch(
+                    f"the cache was made under {made_under.name!r} (fingerprint {made_under.fingerprint()[:16]}) and "
+                    f"cannot be attached to {self.name!r} (fingerprint {self.fingerprint()[:16]}): {f.name} differs, "
+                    f"{theirs[:80]!r} against {ours[:80]!r}. Load the model it was made with, or compress the document "
+                    "again with this one.",
+                    cache_fingerprint=made_under.fingerprint(),
+                    model_fingerprint=self.fingerprint(),
+                    field=f.name,
+                )
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Everything the bytes of a compressed cache depend on.
+
+    `document` is a digest of the token ids, never the text. `prefill` names the prefill mode ("whole"), because a
+    chunked prefill gives other numbers. `policy_params` are the parameters as used, after defaults were shrunk to the
+    document. `budget_tokens` is the mean number of entries kept per layer and KV head, `compression_ratio` the
+    fraction removed that was asked for.
+    """
+
+    model: ModelIdentity
+    document: str
+    num_tokens: int
+    layout: Layout
+    boundary: Boundary
+    prefill: str
+    policy: str
+    policy_version: int
+    policy_params: Mapping[str, Any]
+    budget_tokens: int
+    compression_ratio: float
+    probe: str = ""
+    expected_questions: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        # 0 and 0.0 are equal and must have one content address; JSON and msgpack write them differently.
+        object.__setattr__(self, "compression_ratio", float(self.compression_ratio))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types, for the blob header and the manifest."""
+        return asdict(self) | {
+            "policy_params": dict(self.policy_params),
+            "expected_questions": list(self.expected_questions),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Identity:
+        """The inverse of `to_dict`. Raises `TypeError` on a missing or unknown field."""
+        values = dict(data)
+        values["model"] = ModelIdentity(**values["model"])
+        values["expected_questions"] = tuple(values["expected_questions"])
+        return cls(**values)
+
+    def content(self) -> str:
+        """Canonical JSON of the compared content: what content addresses are computed over."""
+        data = self.to_dict()
+        del data["model"]["name"]
+        return canonical_json(data)
+
+    def cache_id(self, *, key: bytes, tenant: str, codec: str, format_major: int) -> str:
+        """`kvs_...`, the content address of this artifact in one home, for one tenant, under one codec."""
+        return "kvs_" + digest("kvshelf.cache", self.content(), tenant, codec, str(format_major), key=key)
+
+    def document_id(self, *, key: bytes, tenant: str) -> str:
+        """`doc_...`, shared by every cache of one document, whatever the policy or model weights."""
+        return "doc_" + digest(
+            "kvshelf.document", tenant, self.document, self.model.tokenizer, self.model.template, key=key
+        )

@@ -1,0 +1,83 @@
+"""The small record of one stored cache. It is written last: a visible manifest means a complete and verified blob."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvshelf.store.artifact import CompressedCache
+from kvshelf.store.blob import PackedBlob
+
+
+class Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Timings(Record):
+    """Where the time of one compression went, in seconds."""
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    compress_s: float = 0.0
+    store_s: float = 0.0
+
+
+class Manifest(Record):
+    """What the shelf knows about one cache without reading it. Times are Unix seconds, sizes bytes, digests hex.
+
+    identity: `Identity.to_dict()`. bytes_full: keys and values before compression. bytes_stored: the blob.
+    blob_digest: the blob's root digest; segment_digests: one per layer.
+    """
+
+    id: str
+    document_id: str
+    tenant: str
+    identity: dict[str, Any]
+    model: str
+    layout: str
+    policy: str
+    policy_params: dict[str, Any]
+    compression_ratio: float
+    codec: str
+    num_tokens: int
+    kept_tokens: int
+    bytes_full: int
+    bytes_stored: int
+    blob_digest: str
+    segment_digests: tuple[str, ...]
+    quality: dict[str, Any] | None = None
+    timings: Timings = Field(default_factory=Timings)
+    created_at: float
+    expires_at: float | None = None
+    last_used_at: float | None = None
+    pinned: bool = False
+    name: str = ""
+    labels: dict[str, str] = Field(default_factory=dict)
+    has_source: bool = False
+
+
+def describe(cache: CompressedCache, packed: PackedBlob) -> dict[str, Any]:
+    """The fields of a manifest that follow from the cache and its blob alone."""
+    identity = packed.header.identity
+    return {
+        "identity": identity.model_dump(),
+        "model": identity.model.name,
+        "layout": identity.layout,
+        "policy": identity.policy,
+        "policy_params": identity.policy_params,
+        "compression_ratio": identity.compression_ratio,
+        "num_tokens": cache.num_tokens,
+        "kept_tokens": cache.kept_tokens,
+        "bytes_full": _bytes_full(cache),
+        "bytes_stored": packed.nbytes,
+        "blob_digest": packed.root.hex(),
+        "segment_digests": tuple(layer.digest.hex() for layer in packed.header.layers),
+    }
+
+
+def _bytes_full(cache: CompressedCache) -> int:
+    return sum(
+        layer.kv_heads * cache.num_tokens * (layer.keys.shape[1] + layer.values.shape[1]) * layer.keys.element_size()
+        for layer in cache.layers
+    )

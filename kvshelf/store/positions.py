@@ -1,0 +1,179 @@
+"""Original positions of a layer's kept entries, as few bytes as the simplest three encodings allow.
+
+    range    every head keeps 0 .. N-1: no bytes at all
+    bitmap   N bits per head, least significant bit first, each head padded to a whole byte
+    delta    one LEB128 varint per entry: the first position of a head, then each gap minus one
+
+The smallest encoding is taken, the first of this list where two are equal, so equal positions have equal bytes. The
+bitmap wins from about one entry in eight; int64 positions would cost 64 times the bitmap at full length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from kvshelf.errors import BlobError, InvalidRequest
+
+Encoding = Literal["range", "bitmap", "delta"]
+
+_VARINT_BYTES = 5
+"""Longest varint: positions are below 2**31."""
+
+Ints = npt.NDArray[np.int64]
+Bytes = npt.NDArray[np.uint8]
+
+
+def encode(positions: Ints, lengths: Sequence[int], num_tokens: int) -> tuple[Encoding, bytes]:
+    """Encode positions of all heads, one after the other, ascending within a head, each in [0, num_tokens).
+
+    positions: `[sum(lengths)]`. Raises `InvalidRequest` for positions out of order or range.
+    """
+    if positions.size and (_gaps(positions, lengths).min() < 0 or positions.max() >= num_tokens):
+        raise InvalidRequest(
+            f"the positions of a head must ascend from 0 to at most {num_tokens - 1}; this cache's do not "
+            "and it cannot be written"
+        )
+    name = choose(positions, lengths, num_tokens)
+    if name == "range":
+        return name, b""
+    if name == "bitmap":
+        return name, _to_bitmap(positions, lengths, num_tokens).tobytes()
+    return name, _to_varints(_gaps(positions, lengths)).tobytes()
+
+
+def choose(positions: Ints, lengths: Sequence[int], num_tokens: int) -> Encoding:
+    """The encoding the writer takes for these positions."""
+    if all(length == num_tokens for length in lengths):
+        return "range"
+    bitmap_bytes = len(lengths) * _bitmap_stride(num_tokens)
+    delta_bytes = int(_varint_lengths(_gaps(positions, lengths)).sum())
+    return "bitmap" if bitmap_bytes <= delta_bytes else "delta"
+
+
+def decode(name: Encoding, data: memoryview, lengths: Sequence[int], num_tokens: int) -> Ints:
+    """The inverse of `encode`, `[sum(lengths)]`. Raises `BlobError` for bytes that `encode` cannot have written."""
+    raw: Bytes = np.frombuffer(data, np.uint8)
+    if name == "range":
+        positions = _from_range(raw, lengths, num_tokens)
+    elif name == "bitmap":
+        positions = _from_bitmap(raw, lengths, num_tokens)
+    else:
+        positions = _from_varints(raw, lengths, num_tokens)
+    if choose(positions, lengths, num_tokens) != name:
+        raise BlobError(f"positions are stored as {name!r} though another encoding is smaller", reason="not_canonical")
+    return positions
+
+
+def _bitmap_stride(num_tokens: int) -> int:
+    return (num_tokens + 7) // 8
+
+
+def _starts(lengths: Sequence[int]) -> Ints:
+    """Index of each head's first entry, heads without entries left out."""
+    ends = np.cumsum(np.asarray(lengths, np.int64))
+    return (ends - lengths)[np.asarray(lengths) > 0]
+
+
+def _gaps(positions: Ints, lengths: Sequence[int]) -> Ints:
+    """First position of each head as it is; after that, the number of positions skipped between two entries."""
+    gaps = np.diff(positions, prepend=0) - 1
+    first = _starts(lengths)
+    gaps[first] = positions[first]
+    return gaps
+
+
+def _to_bitmap(positions: Ints, lengths: Sequence[int], num_tokens: int) -> Bytes:
+    heads = len(lengths)
+    bits = np.zeros((heads, num_tokens), np.bool_)  # [heads, N]
+    bits[np.repeat(np.arange(heads), lengths), positions] = True
+    return np.packbits(bits, axis=1, bitorder="little")
+
+
+def _from_range(raw: Bytes, lengths: Sequence[int], num_tokens: int) -> Ints:
+    if raw.size or any(length != num_tokens for length in lengths):
+        raise BlobError(
+            f"positions are stored as 'range', which means all {num_tokens} entries in every head and no bytes, but "
+            f"heads have {list(lengths)} entries and {raw.size} bytes follow",
+            reason="positions_malformed",
+        )
+    return np.tile(np.arange(num_tokens, dtype=np.int64), len(lengths))
+
+
+def _from_bitmap(raw: Bytes, lengths: Sequence[int], num_tokens: int) -> Ints:
+    stride = _bitmap_stride(num_tokens)
+    if raw.size != len(lengths) * stride:
+        raise BlobError(
+            f"a position bitmap of {len(lengths)} heads and {num_tokens} tokens has {len(lengths) * stride} bytes, "
+            f"this one has {raw.size}",
+            reason="positions_malformed",
+        )
+    bits = np.unpackbits(raw.reshape(len(lengths), stride), axis=1, bitorder="little").view(np.bool_)
+    if bits[:, num_tokens:].any():
+        raise BlobError(f"a position bitmap marks a position past {num_tokens - 1}", reason="positions_out_of_range")
+    counts = bits.sum(axis=1).tolist()
+    if counts != list(lengths):
+        raise BlobError(
+            f"the position bitmap marks {counts} entries per head, the header says {list(lengths)}",
+            reason="positions_count",
+        )
+    return np.nonzero(bits)[1]
+
+
+def _from_varints(raw: Bytes, lengths: Sequence[int], num_tokens: int) -> Ints:
+    gaps = _read_varints(raw)
+    if gaps.size != sum(lengths):
+        raise BlobError(f"{gaps.size} position deltas are stored for {sum(lengths)} entries", reason="positions_count")
+    # A running sum over all heads, less what it was before the head began. Sums stay below 2**63: at most 2**28 gaps
+    # (the bytes are there) of at most 2**35 each.
+    steps = gaps + 1
+    running = np.cumsum(steps)
+    first = _starts(lengths)
+    before = running[first] - steps[first]
+    positions = running - np.repeat(before, [n for n in lengths if n]) - 1
+    # Gaps cannot be negative, so positions ascend by construction and only the upper end is left to check.
+    if positions.size and int(positions.max()) >= num_tokens:
+        raise BlobError(
+            f"position {int(positions.max())} is stored for a document of {num_tokens} tokens",
+            reason="positions_out_of_range",
+        )
+    return positions
+
+
+def _varint_lengths(values: Ints) -> Ints:
+    """Bytes each value takes: seven bits per byte, at least one byte."""
+    lengths = np.ones(values.shape, np.int64)
+    for limit in range(1, _VARINT_BYTES):
+        lengths += values >= 1 << (7 * limit)
+    return lengths
+
+
+def _to_varints(values: Ints) -> Bytes:
+    lengths = _varint_lengths(values)
+    starts = np.cumsum(lengths) - lengths
+    out = np.zeros(int(lengths.sum()), np.uint8)
+    for index in range(_VARINT_BYTES):  # one pass per byte of a varint, never one per token
+        has = lengths > index
+        more = lengths > index + 1
+        out[starts[has] + index] = ((values[has] >> (7 * index)) & 0x7F) | (more[has].astype(np.int64) << 7)
+    return out
+
+
+def _read_varints(raw: Bytes) -> Ints:
+    last = np.nonzero(raw < 0x80)[0]  # index of each varint's last byte
+    if raw.size and (last.size == 0 or last[-1] != raw.size - 1):
+        raise BlobError("the position deltas end within a varint", reason="positions_malformed")
+    starts = np.concatenate(([0], last[:-1] + 1)) if last.size else last
+    lengths = last - starts + 1
+    if lengths.size and int(lengths.max()) > _VARINT_BYTES:
+        raise BlobError(f"a position delta is longer than {_VARINT_BYTES} bytes", reason="positions_malformed")
+    if np.any((raw[last] == 0) & (lengths > 1)):
+        raise BlobError("a position delta is written with more bytes than it needs", reason="positions_malformed")
+    values = np.zeros(last.shape, np.int64)
+    for index in range(_VARINT_BYTES):
+        has = lengths > index
+        values[has] |= (raw[starts[has] + index].astype(np.int64) & 0x7F) << (7 * index)
+    return values

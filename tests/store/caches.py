@@ -1,0 +1,97 @@
+"""Caches made of random numbers: what the store keeps need not come from a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from kvshelf.store.artifact import CompressedCache, Kept
+from kvshelf.store.identity import Identity, ModelIdentity
+
+MODEL = ModelIdentity(
+    name="tiny",
+    weights="0f" * 20,
+    dtype="float32",
+    rope='{"theta":10000.0}',
+    attention='{"kv_heads":2}',
+    tokenizer="ab" * 20,
+    template="cd" * 20,
+)
+
+
+def make_identity(num_tokens: int, **changes: Any) -> Identity:
+    identity = Identity(
+        model=MODEL,
+        document="12" * 20,
+        num_tokens=num_tokens,
+        layout="plain",
+        boundary="text",
+        prefill="whole",
+        policy="keydiff",
+        policy_version=1,
+        policy_params={"sink": 4, "window": 8, "beta": 0.5, "pooling": "mean"},
+        budget_tokens=max(1, num_tokens // 2),
+        compression_ratio=0.5,
+    )
+    return replace(identity, **changes)
+
+
+def make_layer(
+    lengths: Sequence[int],
+    num_tokens: int,
+    *,
+    dims: tuple[int, int] = (8, 8),
+    dtype: torch.dtype = torch.float32,
+    generator: torch.Generator,
+) -> Kept:
+    """A layer whose heads keep `lengths` entries at random positions."""
+    positions = [
+        torch.randperm(num_tokens, generator=generator)[:length].sort().values.to(torch.int32) for length in lengths
+    ]
+    entries = sum(lengths)
+    offsets = [0]
+    for length in lengths:
+        offsets.append(offsets[-1] + length)
+    return Kept(
+        keys=torch.randn(entries, dims[0], generator=generator).to(dtype),
+        values=torch.randn(entries, dims[1], generator=generator).to(dtype),
+        entry_positions=torch.cat(positions),
+        offsets=tuple(offsets),
+    )
+
+
+def make_cache(
+    seed: int = 0,
+    *,
+    num_tokens: int = 40,
+    lengths: Sequence[Sequence[int]] = ((20, 20), (31, 9)),
+    dims: tuple[int, int] = (8, 8),
+    dtype: torch.dtype = torch.float32,
+    **identity: Any,
+) -> CompressedCache:
+    """One layer for each item of `lengths`. The seed is in the identity, so different seeds have different ids."""
+    generator = torch.Generator().manual_seed(seed)
+    layers = tuple(make_layer(heads, num_tokens, dims=dims, dtype=dtype, generator=generator) for heads in lengths)
+    fields = {"document": f"{seed:040x}"} | identity
+    return CompressedCache(layers, num_tokens, num_tokens, make_identity(num_tokens, **fields))
+
+
+def require_equal(left: CompressedCache, right: CompressedCache) -> None:
+    """Every bit of two caches is equal, NaNs and signed zeros included."""
+    assert (left.num_tokens, left.next_position, left.identity) == (
+        right.num_tokens,
+        right.next_position,
+        right.identity,
+    )
+    assert len(left.layers) == len(right.layers)
+    for ours, theirs in zip(left.layers, right.layers, strict=True):
+        assert (ours.offsets, ours.rope_mode) == (theirs.offsets, theirs.rope_mode)
+        for a, b in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+            assert a.dtype == b.dtype
+            assert a.shape == b.shape
+            assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+        assert torch.equal(ours.entry_positions, theirs.entry_positions)
+        assert theirs.entry_positions.dtype == torch.int32
