@@ -1,0 +1,78 @@
+"""What a user imports: one list of names, and no more than they need."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvshelf
+from kvshelf._extras import needs_extra
+from kvshelf.errors import MissingExtra
+
+PUBLIC = ["AsyncClient", "Client", "CompressedCache", "Engine", "__version__", "errors", "open_store"]
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_the_public_names_are_these() -> None:
+    assert sorted(kvshelf.__all__) == PUBLIC
+    assert dir(kvshelf) == PUBLIC
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_is_there(name: str) -> None:
+    assert getattr(kvshelf, name) is getattr(kvshelf, name)
+
+
+def test_type_checkers_see_every_lazy_name() -> None:
+    tree = ast.parse(Path(kvshelf.__file__).read_text())
+    block = next(s for s in tree.body if isinstance(s, ast.If) and ast.unparse(s.test) == "TYPE_CHECKING")
+    declared = {a.name: s.module for s in block.body if isinstance(s, ast.ImportFrom) for a in s.names}
+    assert declared == kvshelf._HOMES
+    assert (Path(kvshelf.__file__).parent / "py.typed").exists()
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Shelf'"):
+        _ = kvshelf.Shelf
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["import kvshelf", "import kvshelf.client", "from kvshelf import Client, AsyncClient", "import kvshelf.cli"],
+)
+def test_the_client_and_the_command_line_need_no_torch(code: str) -> None:
+    heavy = ["torch", "transformers", "ray", "fastapi", "blake3", "msgpack"]
+    loaded = run_python(f"{code}\nimport sys\nprint([name for name in {heavy} if name in sys.modules])")
+    assert loaded == "[]"
+
+
+def test_a_missing_extra_is_named_with_its_command() -> None:
+    # None in sys.modules is how Python itself marks a module that cannot be imported.
+    code = """
+import sys
+sys.modules["torch"] = None
+import kvshelf
+try:
+    kvshelf.Engine
+except kvshelf.errors.MissingExtra as error:
+    print(error)
+"""
+    told = run_python(code)
+    assert "pip install 'kvshelf[serve]'" in told
+    assert "kvshelf.Engine" in told
+
+
+def test_a_broken_installation_of_kvshelf_is_not_called_a_missing_extra() -> None:
+    with pytest.raises(ModuleNotFoundError), needs_extra("serve", purpose="this test"):
+        import kvshelf.no_such_room  # noqa: F401
+    with pytest.raises(MissingExtra), needs_extra("serve", purpose="this test"):
+        import no_such_package  # noqa: F401
