@@ -1,0 +1,5 @@
+"""How unusual each token of a partition is in the scale of the partition that follows it."""
+
+from kvshelf.kernels.lag_scores.eager import lag_scores
+
+__all__ = ["lag_scores"]

@@ -1,0 +1,137 @@
+"""The attention function that transformers calls while an engine works.
+
+It is registered under the name "kvshelf" in transformers' public registries; an engine selects it for the length of one
+call and restores what was there. It does three things and refuses everything else: causal attention, attention over an
+attached cache, and handing each layer's queries, keys and values to the `ForwardContext` that came with the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from kvshelf.errors import InvalidRequest, PolicyUnsupported
+from kvshelf.workers.attached import AttachedStates
+
+IMPLEMENTATION = "kvshelf"
+
+CONTEXT = "kvshelf_context"
+"""Name of the keyword that carries a `ForwardContext` through `model(...)` into every layer."""
+
+_CHANGES_THE_RESULT = ("softcap", "s_aux", "position_bias", "cu_seq_lens_q", "cu_seq_lens_k", "block_mask")
+"""Keywords of other models' attention that this function would have to honour and does not."""
+
+
+class ForwardContext(Protocol):
+    """What one forward pass carries along. Called after each layer's attention; may raise to end the pass."""
+
+    def after_attention(self, layer_idx: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
+        """queries: `[B, q_heads, T, D]`, keys: `[B, kv_heads, T, D]`, values: `[B, kv_heads, T, Dv]`: this call's
+        tokens."""
+
+
+@contextmanager
+def kvshelf_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Inside the block the model runs kvshelf's attention in eval mode; afterwards it is exactly as it was before."""
+    previous = model.config._attn_implementation
+    training = [module for module in model.modules() if module.training] if model.training else []
+    if previous != IMPLEMENTATION:
+        model.set_attn_implementation(IMPLEMENTATION)
+    if training:
+        model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+        if previous != IMPLEMENTATION:
+            model.set_attn_implementation(previous)
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor | AttachedStates,
+    value: Tensor | AttachedStates,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The registered function. query: `[B, q_heads, T, D]`; returns `[B, T, q_heads, Dv]` and no weights."""
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    _refuse_what_is_not_causal_attention(module, attention_mask, kwargs)
+    if isinstance(key, AttachedStates):
+        key.check_positions(kwargs.get("position_ids"))
+        _refuse_beyond_window(kwargs.get("sliding_window"), key.logical_length)
+        new_keys, new_values = key.new_keys, key.new_values
+        out = key.attend(query, scaling)
+    else:
+        assert isinstance(value, Tensor)
+        _refuse_beyond_window(kwargs.get("sliding_window"), key.shape[2])
+        new_keys, new_values = key, value
+        out = _causal(query, key, value, scaling)
+    context: ForwardContext | None = kwargs.get(CONTEXT)
+    if context is not None:
+        context.after_attention(module.layer_idx, query, new_keys, new_values, scaling)  # type: ignore[arg-type]
+    return out.transpose(1, 2).contiguous(), None
+
+
+def causal_mask(*, attention_mask: Tensor | None = None, allow_is_causal_skip: bool = True, **_: Any) -> None:
+    """The registered mask: there is none, because `attention` is causal by itself. Refuses whatever needs a real one.
+
+    Padding would have to be masked; ignored, left-padded rows come out wrong without a sign of it.
+    """
+    if attention_mask is not None and not bool(attention_mask.all()):
+        raise InvalidRequest(
+            "the attention mask hides tokens (padding); kvshelf's attention takes rows of equal length without "
+            "padding. "
+            "Send one row at a time",
+            param="attention_mask",
+        )
+    if not allow_is_causal_skip:
+        raise PolicyUnsupported("the model asks for a mask that is not plainly causal, and kvshelf cannot attach to it")
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    if num_queries in (1, num_keys):
+        return F.scaled_dot_product_attention(
+            query, key, value, scale=scaling, is_causal=num_queries > 1, enable_gqa=True
+        )
+    visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril(num_keys - num_queries)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scaling, enable_gqa=True)
+
+
+def _refuse_what_is_not_causal_attention(
+    module: nn.Module, attention_mask: Tensor | None, kwargs: dict[str, Any]
+) -> None:
+    if attention_mask is not None:
+        raise InvalidRequest(
+            "a prepared 4D attention mask was given; kvshelf's attention is causal over rows without padding",
+            param="attention_mask",
+        )
+    if not getattr(module, "is_causal", True):
+        raise PolicyUnsupported(f"{type(module).__name__} is not causal; kvshelf attaches to decoder-only models")
+    if kwargs.get("dropout"):
+        raise PolicyUnsupported("attention dropout is on; put the model in eval mode")
+    for name in _CHANGES_THE_RESULT:
+        if kwargs.get(name) is not None:
+            raise PolicyUnsupported(f"{type(module).__name__} uses {name}, which kvshelf cannot reproduce yet")
+
+
+def _refuse_beyond_window(sliding_window: int | None, length: int) -> None:
+    if sliding_window is not None and length > sliding_window:
+        raise PolicyUnsupported(
+            f"the model's sliding window is {sliding_window} tokens, and document, question and answer together have "
+            f"{length}; kvshelf does not store sliding windows yet"
+        )
+
+
+AttentionInterface.register(IMPLEMENTATION, attention)
+AttentionMaskInterface.register(IMPLEMENTATION, causal_mask)

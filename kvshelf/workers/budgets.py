@@ -1,0 +1,82 @@
+"""How much of a cache may stay, as integers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from kvshelf.errors import DocumentTooShort, InvalidRequest
+
+DEFAULT_COMPRESSION_RATIO = 0.5
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Mean number of entries kept per layer and KV head, sinks and windows included, and the ratio it came from.
+
+    `compression_ratio` is the fraction REMOVED (kvpress's meaning): 0.75 keeps a quarter.
+    """
+
+    tokens: int
+    compression_ratio: float
+
+    @classmethod
+    def resolve(cls, num_tokens: int, *, compression_ratio: float | None, budget_tokens: int | None) -> Budget:
+        """The integer budget for a document of `num_tokens`, from whichever of the two was given."""
+        if compression_ratio is not None and budget_tokens is not None:
+            raise InvalidRequest(
+                f"compression_ratio ({compression_ratio}) and budget_tokens ({budget_tokens}) say the same thing in "
+                "two "
+                "ways; give one of them",
+                param="budget_tokens",
+            )
+        if budget_tokens is not None:
+            return cls._from_tokens(num_tokens, budget_tokens)
+        return cls._from_ratio(
+            num_tokens, DEFAULT_COMPRESSION_RATIO if compression_ratio is None else compression_ratio
+        )
+
+    @classmethod
+    def full(cls, num_tokens: int) -> Budget:
+        """Everything stays."""
+        return cls(num_tokens, 0.0)
+
+    @classmethod
+    def _from_tokens(cls, num_tokens: int, budget_tokens: int) -> Budget:
+        if isinstance(budget_tokens, bool) or not isinstance(budget_tokens, int) or budget_tokens < 1:
+            raise InvalidRequest(
+                f"budget_tokens is {budget_tokens!r}; it is the number of entries kept per KV head, an integer from 1",
+                param="budget_tokens",
+            )
+        tokens = min(budget_tokens, num_tokens)
+        return cls(tokens, 1 - tokens / num_tokens)
+
+    @classmethod
+    def _from_ratio(cls, num_tokens: int, ratio: float) -> Budget:
+        if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 <= ratio < 1:
+            raise InvalidRequest(
+                f"compression_ratio is {ratio!r}; it is the fraction removed, a number from 0 up to but not including "
+                "1",
+                param="compression_ratio",
+            )
+        # 1000 * (1 - 0.9) is 99.99...; the small term makes it the 100 that was meant.
+        tokens = math.floor(num_tokens * (1 - ratio) + 1e-9)
+        if tokens < 1:
+            raise DocumentTooShort(
+                f"removing {ratio:.6g} of a document of {num_tokens} tokens leaves nothing; lower compression_ratio or "
+                "send a longer document",
+                param="compression_ratio",
+            )
+        return cls(tokens, float(ratio))
+
+
+@dataclass(frozen=True)
+class LayerBudget:
+    """Entries each KV head of one layer may keep."""
+
+    per_head: tuple[int, ...]
+
+    @classmethod
+    def uniform(cls, kv_heads: int, tokens: int) -> LayerBudget:
+        """The same for every head."""
+        return cls((tokens,) * kv_heads)

@@ -1,0 +1,336 @@
+"""One model on one device: compress documents, attach caches, answer questions. Knows no Ray and no HTTP."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvshelf.errors import DocumentTooLong, DocumentTooShort, InvalidRequest, PolicyUnsupported
+from kvshelf.store.artifact import CompressedCache, LayerRecord
+from kvshelf.store.identity import Boundary, Identity, Layout, digest
+from kvshelf.workers import model as models
+from kvshelf.workers.attached import AttachedCache
+from kvshelf.workers.attention import CONTEXT, kvshelf_attention
+from kvshelf.workers.budgets import Budget, LayerBudget
+from kvshelf.workers.generation import Answer, Checkpoint, Generation, Sampling
+from kvshelf.workers.policies import DEFAULT_POLICY, LayerView, Policy, build
+from kvshelf.workers.policies.full import Full
+from kvshelf.workers.text import EncodedDocument, Message, TextFormat
+
+Document = str | Sequence[int] | Sequence[Message]
+"""A text, token ids, or the messages of a conversation."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A checked and tokenized document, ready to be compressed. Its identity is known before any work is done."""
+
+    token_ids: list[int]
+    protected_prefix: int
+    policy: Policy
+    budget: Budget
+    identity: Identity
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class Compression:
+    """A compressed cache and the seconds its prefill and its compression took (pauses at checkpoints not counted)."""
+
+    cache: CompressedCache
+    prefill_s: float
+    compress_s: float
+
+
+class Engine:
+    """A causal language model of transformers, its tokenizer, and what kvshelf does with them.
+
+    Not thread-safe, but for `prepare` and `encode_query`: one thread owns the model. The model keeps its own attention;
+    kvshelf's is selected for the length of a call.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any = None, *, name: str | None = None) -> None:
+        """`tokenizer` may be None: then documents and questions are token ids."""
+        models.require_attachable(model)
+        self.model = model
+        self.text = TextFormat(tokenizer) if tokenizer is not None else None
+        self.name = name or model.config.name_or_path or type(model).__name__
+        self.identity = models.identify(model, self.text, self.name)
+        self.max_tokens = models.max_positions(model.config)
+
+    @classmethod
+    def load(cls, name: str, *, device: str = "auto", dtype: str = "auto") -> Engine:
+        """The engine of a bundled model ("kvshelf-tiny"), a local folder or a hub id.
+
+        device: "auto" takes a GPU where there is one. dtype: "auto" (the checkpoint's), float32, bfloat16 or float16.
+        """
+        model, tokenizer = models.load(name, device=device, dtype=dtype)
+        return cls(model, tokenizer, name=name)
+
+    @property
+    def default_layout(self) -> Layout:
+        """ "chat" where the tokenizer has a chat template, else "plain"."""
+        return "chat" if self.text is not None and self.text.has_template else "plain"
+
+    # Compressing
+
+    def compress(
+        self,
+        document: Document,
+        *,
+        policy: str = DEFAULT_POLICY,
+        compression_ratio: float | None = None,
+        budget_tokens: int | None = None,
+        layout: Layout | None = None,
+        **policy_params: Any,
+    ) -> CompressedCache:
+        """Prefill `document` and reduce its KV cache. The arguments are those of `prepare`."""
+        job = self.prepare(
+            document,
+            layout=layout,
+            policy=policy,
+            compression_ratio=compression_ratio,
+            budget_tokens=budget_tokens,
+            policy_params=policy_params,
+        )
+        return self.run(job).cache
+
+    def prepare(
+        self,
+        document: Document,
+        *,
+        layout: Layout | None = None,
+        policy: str = DEFAULT_POLICY,
+        compression_ratio: float | None = None,
+        budget_tokens: int | None = None,
+        policy_params: Mapping[str, Any] | None = None,
+    ) -> Job:
+        """Check and tokenize; no work of the model. Thread-safe.
+
+        `compression_ratio` is the fraction removed, `budget_tokens` the entries kept per KV head; give at most one
+        (default: half is removed). Raises `InvalidRequest`, `DocumentTooLong`, `DocumentTooShort` or
+        `PolicyUnsupported`.
+        """
+        given = dict(policy_params or {})
+        chosen = build(policy, given)
+        if not chosen.takes_budget and (compression_ratio is not None or budget_tokens is not None):
+            param = "budget_tokens" if compression_ratio is None else "compression_ratio"
+            raise InvalidRequest(f"policy {policy!r} keeps everything and takes no {param}", param=param)
+        encoded = self._encode_document(document, layout)
+        num_tokens = len(encoded.token_ids)
+        if chosen.takes_budget:
+            budget = Budget.resolve(num_tokens, compression_ratio=compression_ratio, budget_tokens=budget_tokens)
+        else:
+            budget = Budget.full(num_tokens)
+        if budget.tokens < num_tokens:
+            chosen = chosen.fitted(num_tokens, budget, encoded.protected_prefix, frozenset(given))
+        identity = Identity(
+            model=self.identity,
+            document=_ids_digest(encoded.token_ids),
+            num_tokens=num_tokens,
+            layout=encoded.layout,
+            boundary=encoded.boundary,
+            prefill="whole",
+            policy=chosen.name,
+            policy_version=chosen.version,
+            policy_params=chosen.parameters(),
+            budget_tokens=budget.tokens,
+            compression_ratio=budget.compression_ratio,
+        )
+        return Job(encoded.token_ids, encoded.protected_prefix, chosen, budget, identity)
+
+    def run(self, job: Job, *, checkpoint: Checkpoint | None = None) -> Compression:
+        """Prefill the document in one pass and reduce each layer as soon as its attention is done.
+
+        `checkpoint` is called between layers. It may raise to end the work, and it may use this engine: run a step of a
+        `Generation`, say.
+        """
+        # With a budget of the whole document every policy keeps everything.
+        policy = job.policy if job.budget.tokens < job.num_tokens else Full()
+        reducer = _LayerReducer(policy, job, checkpoint or _no_pause)
+        started = time.perf_counter()
+        with torch.no_grad(), kvshelf_attention(self.model):
+            input_ids = torch.tensor([job.token_ids], device=self.model.device)
+            self.model.base_model(input_ids=input_ids, use_cache=False, **{CONTEXT: reducer})
+        elapsed = time.perf_counter() - started
+        cache = CompressedCache(
+            layers=reducer.records(self.model.config.num_hidden_layers),
+            num_tokens=job.num_tokens,
+            next_position=job.num_tokens,
+            identity=job.identity,
+        )
+        return Compression(cache, elapsed - reducer.compress_s - reducer.paused_s, reducer.compress_s)
+
+    # Attaching
+
+    @contextmanager
+    def attached(self, cache: CompressedCache) -> Iterator[AttachedCache]:
+        """A transformers `Cache` with `cache` as its read-only prefix. Inside the block the model runs kvshelf's
+        attention.
+
+        `model(ids, past_key_values=past)` takes the question's ids; `model.generate` takes the whole sequence, for
+        which `past.with_document(ids)` stands in the document's part. Raises `ModelMismatch` for a cache of another
+        model.
+        """
+        past = self._attach(cache)
+        with kvshelf_attention(self.model):
+            yield past
+
+    def encode_query(self, cache: CompressedCache, prompt: str | Sequence[int] | Sequence[Message]) -> list[int]:
+        """Token ids that ask `prompt` (a text, messages, or ids to append as they are) after this cache.
+        Thread-safe."""
+        return self._encode_query(cache.identity.boundary, prompt)
+
+    def start(self, cache: CompressedCache, query: Sequence[int], sampling: Sampling | None = None) -> Generation:
+        """Begin an answer to the token ids `query`. No forward runs before the first `step()`.
+
+        The answer ends early, with finish reason "length", where the model's longest sequence is reached.
+        """
+        sampling = sampling or Sampling()
+        room = self.max_tokens - cache.next_position - len(query)
+        if not query:
+            raise InvalidRequest("the question is empty; ask something", param="prompt")
+        if room < 1:
+            raise InvalidRequest(
+                f"document ({cache.next_position} tokens) and question ({len(query)}) leave no room for an answer "
+                "within "
+                f"the {self.max_tokens} tokens of {self.name!r}; ask a shorter question",
+                param="prompt",
+            )
+        past = self._attach(cache)
+        decoder = self.text.decoder() if self.text is not None else None
+        return Generation(self.model, past, query, sampling, room=room, end_ids=self._end_ids(), decoder=decoder)
+
+    def answer(
+        self,
+        cache: CompressedCache,
+        prompt: str | Sequence[int] | Sequence[Message],
+        *,
+        max_new_tokens: int = 32,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Answer:
+        """Ask and wait. Greedy unless a temperature is given."""
+        sampling = Sampling(max_new_tokens, temperature, top_p, seed, tuple(stop))
+        generation = self.start(cache, self.encode_query(cache, prompt), sampling)
+        while not generation.finished:
+            generation.step()
+        return generation.answer()
+
+    # Parts
+
+    def _attach(self, cache: CompressedCache) -> AttachedCache:
+        self.identity.require_match(cache.identity.model)
+        return AttachedCache(cache.to(self.model.device))
+
+    def _end_ids(self) -> frozenset[int]:
+        configured = self.model.generation_config.eos_token_id if self.model.generation_config is not None else None
+        if configured is None:
+            configured = self.model.config.eos_token_id
+        return frozenset([configured] if isinstance(configured, int) else configured or [])
+
+    def _encode_document(self, document: Document, layout: Layout | None) -> EncodedDocument:
+        if isinstance(document, str):
+            encoded = self._require_text("document").document(document, self._checked_layout(layout))
+            length = len(encoded.token_ids) - encoded.protected_prefix
+        elif document and isinstance(document[0], Mapping):
+            if layout == "plain":
+                raise InvalidRequest("messages need the layout 'chat'", param="layout")
+            encoded = self._require_text("messages").conversation(document)  # type: ignore[arg-type]
+            length = len(encoded.token_ids)
+        else:
+            if layout == "chat":
+                raise InvalidRequest("token_ids are taken as they are, in the layout 'plain'", param="layout")
+            encoded = EncodedDocument(self._checked_ids(document, "token_ids"), 0, "plain", "text")
+            length = len(encoded.token_ids)
+        if length == 0:
+            raise DocumentTooShort("the document is empty; send at least one token of text", param="document")
+        if len(encoded.token_ids) > self.max_tokens:
+            raise DocumentTooLong(
+                f"the document has {len(encoded.token_ids)} tokens, and {self.name!r} takes {self.max_tokens}; split "
+                "it",
+                param="document",
+            )
+        return encoded
+
+    def _encode_query(self, boundary: Boundary, prompt: str | Sequence[int] | Sequence[Message]) -> list[int]:
+        if isinstance(prompt, str):
+            if not prompt:
+                raise InvalidRequest("the prompt is empty; ask something", param="prompt")
+            return self._require_text("prompt").question(boundary, prompt)
+        if prompt and isinstance(prompt[0], Mapping):
+            return self._require_text("messages").turns(boundary, prompt)  # type: ignore[arg-type]
+        return self._checked_ids(prompt, "prompt")
+
+    def _require_text(self, param: str) -> TextFormat:
+        if self.text is None:
+            raise InvalidRequest("this engine has no tokenizer; give token ids", param=param)
+        return self.text
+
+    def _checked_layout(self, layout: Layout | None) -> Layout:
+        if layout not in (None, "chat", "plain"):
+            raise InvalidRequest(f"unknown layout {layout!r}; one of chat, plain", param="layout")
+        return layout or self.default_layout
+
+    def _checked_ids(self, ids: Any, param: str) -> list[int]:
+        vocabulary = self.model.config.vocab_size
+        for i, token in enumerate(ids):
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocabulary:
+                raise InvalidRequest(
+                    f"{param}[{i}] is {token!r}; a token id is an integer from 0 to {vocabulary - 1}", param=param
+                )
+        return list(ids)
+
+
+class _LayerReducer:
+    """The `ForwardContext` of a compression: reduces each layer when its attention is done, then gives others a
+    turn."""
+
+    def __init__(self, policy: Policy, job: Job, checkpoint: Callable[[], None]) -> None:
+        self._policy = policy
+        self._job = job
+        self._checkpoint = checkpoint
+        self._records: dict[int, LayerRecord] = {}
+        self.compress_s = 0.0
+        self.paused_s = 0.0
+
+    def after_attention(self, layer_idx: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
+        started = time.perf_counter()
+        layer = LayerView(layer_idx, keys[0], values[0], queries[0], scaling, self._job.protected_prefix)
+        budget = LayerBudget.uniform(layer.kv_heads, self._job.budget.tokens)
+        self._records[layer_idx] = self._policy.reduce(layer, budget)
+        reduced = time.perf_counter()
+        self._checkpoint()
+        self.compress_s += reduced - started
+        self.paused_s += time.perf_counter() - reduced
+
+    def records(self, num_layers: int) -> tuple[LayerRecord, ...]:
+        """All layers, in order. A layer whose attention was not seen would be missing from every answer."""
+        if sorted(self._records) != list(range(num_layers)):
+            raise PolicyUnsupported(
+                f"only the layers {sorted(self._records)} of {num_layers} ran through transformers' attention "
+                "interface; "
+                "this model cannot be compressed",
+                param="model",
+            )
+        return tuple(self._records[i] for i in range(num_layers))
+
+
+def _ids_digest(token_ids: Sequence[int]) -> str:
+    return digest("kvshelf.tokens", torch.tensor(token_ids, dtype=torch.int64).numpy().tobytes())
+
+
+def _no_pause() -> None:
+    pass

@@ -1,0 +1,211 @@
+"""Answering from an attached cache, one forward at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvshelf.errors import InvalidRequest
+from kvshelf.workers.attached import AttachedCache
+from kvshelf.workers.attention import CONTEXT, kvshelf_attention
+
+FinishReason = Literal["stop", "length"]
+Checkpoint = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen. Temperature 0 is greedy; otherwise `top_p` of the mass is sampled, repeatably with
+    `seed`."""
+
+    max_tokens: int = 64
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "an integer from 1")
+        _require(self.temperature >= 0, "temperature", self.temperature, "a number from 0")
+        _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
+        _require(all(self.stop), "stop", self.stop, "texts that are not empty")
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What an answer cost. `cache_read_tokens` are document tokens served from the cache; `prefill_tokens` went through
+    the model before the first token of the answer, counted where the model appends them to the cache."""
+
+    cache_read_tokens: int
+    prefill_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A finished answer. `token_ids` include the end token where there is one; `text` does not."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    usage: Usage
+
+
+class Generation:
+    """One answer in the making. Each `step()` is one forward pass; the first one prefills the question.
+
+    Private to its caller: several may be open on one engine and on one compressed cache.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        past: AttachedCache,
+        query: Sequence[int],
+        sampling: Sampling,
+        *,
+        room: int,
+        end_ids: frozenset[int],
+        decoder: Tokenizer | None,
+    ) -> None:
+        self._model = model
+        self._past = past
+        self._pending = list(query)
+        self._end_ids = end_ids
+        self._sampler = _Sampler(sampling)
+        self._text = _TextStream(decoder, sampling.stop)
+        self._room = min(sampling.max_tokens, room)
+        self._prefill_tokens = 0
+        self.token_ids: list[int] = []
+        self.finish_reason: FinishReason | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the answer is complete."""
+        return self.finish_reason is not None
+
+    def step(self, checkpoint: Checkpoint | None = None) -> str:
+        """Run one forward pass and return the text that became final with it, which may be "".
+
+        `checkpoint` is called after each layer and may raise to abandon the answer.
+        """
+        assert not self.finished
+        token = self._sampler.choose(self._forward(checkpoint))
+        if not self.token_ids:
+            self._prefill_tokens = self._past.suffix_length
+        self.token_ids.append(token)
+        self._pending = [token]
+        if token in self._end_ids:
+            self.finish_reason = "stop"
+            return self._text.flush()
+        text = self._text.push(token)
+        if self._text.stopped:
+            self.finish_reason = "stop"
+        elif len(self.token_ids) == self._room:
+            self.finish_reason = "length"
+            text += self._text.flush()
+        return text
+
+    def answer(self) -> Answer:
+        """The finished answer."""
+        assert self.finish_reason is not None
+        usage = Usage(
+            cache_read_tokens=self._past.compressed.num_tokens,
+            prefill_tokens=self._prefill_tokens,
+            completion_tokens=len(self.token_ids),
+        )
+        return Answer(self._text.text, list(self.token_ids), self.finish_reason, usage)
+
+    def _forward(self, checkpoint: Checkpoint | None) -> Tensor:
+        """Logits of the next token, `[vocabulary]`."""
+        input_ids = torch.tensor([self._pending], device=self._model.device)
+        context = {CONTEXT: _Pause(checkpoint)} if checkpoint is not None else {}
+        with torch.no_grad(), kvshelf_attention(self._model):
+            out = self._model(input_ids=input_ids, past_key_values=self._past, logits_to_keep=1, **context)
+        logits: Tensor = out.logits[0, -1]
+        return logits
+
+
+class _Pause:
+    """A `ForwardContext` that only gives others a turn between layers."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+
+    def after_attention(self, layer_idx: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:  # noqa: ARG002
+        self._checkpoint()
+
+
+class _Sampler:
+    """Chooses tokens on the CPU in fp32, so that a seed means the same on every device."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        self._sampling = sampling
+        self._generator = torch.Generator()
+        if sampling.seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(sampling.seed)
+
+    def choose(self, logits: Tensor) -> int:
+        """The next token id from logits `[vocabulary]`."""
+        if self._sampling.temperature == 0:
+            return int(logits.argmax())
+        probabilities = torch.softmax(logits.float().cpu() / self._sampling.temperature, dim=-1)
+        ranked, order = probabilities.sort(descending=True, stable=True)
+        # A token stays while the mass before it is short of top_p, so that the first one always stays.
+        ranked[ranked.cumsum(0) - ranked >= self._sampling.top_p] = 0
+        return int(order[torch.multinomial(ranked, 1, generator=self._generator)])
+
+
+class _TextStream:
+    """Text of a growing answer: whole characters only, and nothing that may still turn into a stop text."""
+
+    def __init__(self, decoder: Tokenizer | None, stop: Sequence[str]) -> None:
+        self._decoder = decoder
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._stop = stop
+        self._held = ""
+        self.text = ""
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """Add a token; returns the text that is final."""
+        if self._decoder is None:
+            return ""
+        self._held += self._stream.step(self._decoder, token) or ""
+        found = [self._held.index(stop) for stop in self._stop if stop in self._held]
+        if found:
+            self._held = self._held[: min(found)]
+            self.stopped = True
+            return self.flush()
+        return self._release(len(self._held) - self._longest_stop_prefix())
+
+    def flush(self) -> str:
+        """End of the answer: what was held back is final."""
+        return self._release(len(self._held))
+
+    def _release(self, length: int) -> str:
+        final, self._held = self._held[:length], self._held[length:]
+        self.text += final
+        return final
+
+    def _longest_stop_prefix(self) -> int:
+        """Length of the longest end of the held text that a stop text begins with."""
+        longest = max((len(stop) for stop in self._stop), default=0)
+        for length in range(min(longest, len(self._held)), 0, -1):
+            if any(stop.startswith(self._held[-length:]) for stop in self._stop):
+                return length
+        return 0
+
+
+def _require(holds: bool, name: str, value: object, legal: str) -> None:
+    if not holds:
+        raise InvalidRequest(f"{name} is {value!r}; it must be {legal}", param=name)

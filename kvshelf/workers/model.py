@@ -1,0 +1,112 @@
+"""Load a model, say what it is, and refuse by name what cannot be attached to."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from blake3 import blake3
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from kvshelf.errors import InvalidRequest, PolicyUnsupported
+from kvshelf.store.identity import DIGEST_BYTES, ModelIdentity, canonical_json
+from kvshelf.workers.text import TextFormat
+
+BUNDLED = ("kvshelf-tiny",)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_ATTACHABLE_LAYERS = {"full_attention", "sliding_attention"}
+_ATTENTION_FIELDS = (
+    "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "sliding_window",
+    "layer_types", "attention_bias", "query_pre_attn_scalar",
+)  # fmt: skip
+
+
+def load(name: str, *, device: str, dtype: str) -> tuple[PreTrainedModel, Any]:
+    """The model and tokenizer of a bundled name, a local folder or a hub id. Weights only from safetensors, no remote
+    code.
+
+    device: "auto" (a GPU where there is one), or what torch accepts. dtype: "auto" (the checkpoint's), or its name.
+    """
+    if dtype != "auto" and dtype not in _DTYPES:
+        raise InvalidRequest(f"unknown dtype {dtype!r}; one of auto, {', '.join(_DTYPES)}", param="dtype")
+    source = _source(name)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            source, dtype=_DTYPES.get(dtype, "auto"), use_safetensors=True, trust_remote_code=False
+        )
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise InvalidRequest(f"the model {name!r} cannot be loaded: {error}", param="model") from error
+    return model.to(_device(device)).eval(), tokenizer
+
+
+def identify(model: PreTrainedModel, text: TextFormat | None, name: str) -> ModelIdentity:
+    """Read every weight once and say what the KV of this model depends on."""
+    config = model.config
+    tokenizer, template = text.digests() if text is not None else ("", "")
+    rope = {"parameters": getattr(config, "rope_parameters", None), "max_positions": max_positions(config)}
+    # Fields that are unset are left out: versions of transformers differ in which of them they fill in.
+    attention = {field: value for field in _ATTENTION_FIELDS if (value := getattr(config, field, None)) is not None}
+    if set(attention.get("layer_types", ())) == {"full_attention"}:
+        del attention["layer_types"]
+    return ModelIdentity(
+        name=name,
+        weights=_weights_digest(model),
+        dtype=str(model.dtype).removeprefix("torch."),
+        rope=canonical_json(rope),
+        attention=canonical_json(attention | {"model_type": config.model_type}),
+        tokenizer=tokenizer,
+        template=template,
+    )
+
+
+def require_attachable(model: PreTrainedModel) -> None:
+    """Refuse models whose layers kvshelf cannot observe or attach to."""
+    config, kind = model.config, type(model).__name__
+    if getattr(config, "is_encoder_decoder", False):
+        raise PolicyUnsupported(f"{kind} is an encoder-decoder; kvshelf attaches to decoder-only models", param="model")
+    if getattr(config, "kv_lora_rank", None) is not None:
+        raise PolicyUnsupported(f"{kind} uses latent attention (MLA), which kvshelf cannot attach yet", param="model")
+    foreign = set(getattr(config, "layer_types", None) or ()) - _ATTACHABLE_LAYERS
+    if foreign:
+        raise PolicyUnsupported(
+            f"{kind} has layers of kind {', '.join(sorted(foreign))}, which kvshelf cannot attach yet", param="model"
+        )
+    if not model._can_set_attn_implementation():
+        raise PolicyUnsupported(
+            f"{kind} does not use transformers' attention interface, so kvshelf cannot see its attention", param="model"
+        )
+
+
+def max_positions(config: Any) -> int:
+    """Longest sequence the model was made for."""
+    return int(config.max_position_embeddings)
+
+
+def _source(name: str) -> str:
+    if name in BUNDLED:
+        return str(files("kvshelf") / "models" / name)
+    looks_local = name.startswith((".", "/", "~")) or Path(name).is_absolute()
+    if looks_local and not Path(name).expanduser().is_dir():
+        raise InvalidRequest(f"the model folder {name!r} does not exist", param="model")
+    return str(Path(name).expanduser()) if looks_local else name
+
+
+def _device(device: str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise InvalidRequest(f"unknown device {device!r}; for example auto, cpu, cuda:0", param="device") from error
+
+
+def _weights_digest(model: PreTrainedModel) -> str:
+    hasher = blake3(max_threads=blake3.AUTO)
+    for name, tensor in sorted(model.state_dict().items()):
+        hasher.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+        hasher.update(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy())
+    return hasher.hexdigest(length=DIGEST_BYTES)

@@ -1,0 +1,76 @@
+"""The compression policies, by name. A new one is a file here and a line in `POLICIES`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from kvshelf.errors import InvalidRequest
+from kvshelf.workers.policies.base import LayerView, Policy, ScoringPolicy, parameter
+from kvshelf.workers.policies.full import Full
+from kvshelf.workers.policies.keydiff import KeyDiff
+from kvshelf.workers.policies.lagkv import LagKV
+from kvshelf.workers.policies.snapkv import SnapKV
+from kvshelf.workers.policies.streaming_llm import StreamingLLM
+
+__all__ = ["POLICIES", "LayerView", "Policy", "PolicyInfo", "ScoringPolicy", "build", "catalog", "parameter"]
+
+DEFAULT_POLICY = "keydiff"
+
+POLICIES: Mapping[str, type[Policy]] = {cls.name: cls for cls in (Full, KeyDiff, LagKV, SnapKV, StreamingLLM)}
+
+
+@dataclass(frozen=True)
+class ParameterInfo:
+    """One parameter of a policy, for people and for forms."""
+
+    type: str
+    default: Any
+    help: str
+    minimum: float | None
+    choices: tuple[Any, ...] | None
+    odd: bool
+
+
+@dataclass(frozen=True)
+class PolicyInfo:
+    """One policy, for people and for forms."""
+
+    name: str
+    version: int
+    summary: str
+    source: str
+    takes_budget: bool
+    parameters: dict[str, ParameterInfo]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def build(name: str, params: Mapping[str, Any]) -> Policy:
+    """The policy of that name with these parameters. Raises `InvalidRequest` on an unknown name or parameter."""
+    if name not in POLICIES:
+        raise InvalidRequest(f"unknown policy {name!r}; this version has {', '.join(POLICIES)}", param="policy")
+    return POLICIES[name].build(params)
+
+
+def catalog() -> list[PolicyInfo]:
+    """Every policy with its parameters, ranges and source."""
+    return [_info(cls) for cls in POLICIES.values()]
+
+
+def _info(cls: type[Policy]) -> PolicyInfo:
+    parameters = {
+        f.name: ParameterInfo(
+            type=type(f.default).__name__,
+            default=f.default,
+            help=f.metadata["help"],
+            minimum=f.metadata["minimum"],
+            choices=f.metadata["choices"],
+            odd=f.metadata["odd"],
+        )
+        for f in fields(cls)
+    }
+    summary = (cls.__doc__ or "").strip().split("\n", 1)[0]
+    return PolicyInfo(cls.name, cls.version, summary, cls.source, cls.takes_budget, parameters)

@@ -1,0 +1,31 @@
+"""Nothing removed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from kvshelf.store.artifact import Kept
+from kvshelf.workers.budgets import LayerBudget
+from kvshelf.workers.policies.base import LayerView, Policy
+
+
+@dataclass(frozen=True)
+class Full(Policy):
+    """Keep every entry: the answers of the plain model, without its prefill."""
+
+    name: ClassVar[str] = "full"
+    source: ClassVar[str] = "the model itself"
+    takes_budget: ClassVar[bool] = False
+
+    def reduce(self, layer: LayerView, budget: LayerBudget) -> Kept:  # noqa: ARG002
+        heads, num_tokens = layer.kv_heads, layer.num_tokens
+        return Kept(
+            # Heads packed one after the other. The layer's own memory is token-major and is freed after this copy.
+            keys=layer.keys.reshape(heads * num_tokens, -1).contiguous(),
+            values=layer.values.reshape(heads * num_tokens, -1).contiguous(),
+            entry_positions=layer.positions.to(torch.int32).repeat(heads),
+            offsets=tuple(range(0, heads * num_tokens + 1, num_tokens)),
+        )

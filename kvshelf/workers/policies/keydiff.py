@@ -1,0 +1,29 @@
+"""KeyDiff: keep the keys that differ most from the average key (Park et al., 2025, arXiv 2504.15364)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from kvshelf.workers.policies.base import LayerView, ScoringPolicy
+
+
+@dataclass(frozen=True)
+class KeyDiff(ScoringPolicy):
+    """Keep the keys least like the mean direction of all keys. Sees no query; strong among filler, weak where all is
+    fact.
+
+    score_j = -cos(k_j, mean_i k_i / |k_i|) per KV head, on keys after RoPE. Departure: the whole document at once,
+    where the paper goes block by block.
+    """
+
+    name: ClassVar[str] = "keydiff"
+    source: ClassVar[str] = "KeyDiff, arXiv 2504.15364"
+
+    def score(self, layer: LayerView) -> Tensor:
+        keys = layer.keys.float()
+        anchor = F.normalize(keys, dim=-1).mean(dim=1, keepdim=True)  # [kv_heads, 1, D]
+        return -F.cosine_similarity(keys, anchor, dim=-1)
