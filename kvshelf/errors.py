@@ -1,0 +1,264 @@
+"""Every error kvshelf raises, and the HTTP status and code each one has on the wire.
+
+    KvshelfError
+    ├── CallerError                     the request is at fault; repeating it unchanged fails again
+    │   ├── InvalidRequest              400  invalid_request
+    │   ├── Unauthorized                401  unauthorized
+    │   ├── Forbidden                   403  forbidden
+    │   ├── NotFound                    404
+    │   │   ├── CacheNotFound                cache_not_found
+    │   │   ├── RequestNotFound              request_not_found
+    │   │   └── FileNotFound                 file_not_found
+    │   ├── MethodNotAllowed            405  method_not_allowed
+    │   ├── RequestTimeout              408  request_timeout       (the upload was too slow)
+    │   ├── ModelMismatch               409  model_mismatch
+    │   ├── SourceNotKept               409  source_not_kept
+    │   ├── StateConflict               409  state_conflict
+    │   ├── EtagMismatch                412  etag_mismatch
+    │   ├── DocumentTooLong             413  document_too_long
+    │   ├── BodyTooLarge                413  body_too_large
+    │   ├── UnsupportedMediaType        415  unsupported_media_type
+    │   ├── PolicyUnsupported           422  policy_unsupported
+    │   ├── QualityBelowFloor           422  quality_below_floor
+    │   └── DocumentTooShort            422  document_too_short
+    ├── CacheError                      the stored cache is at fault
+    │   ├── CacheExpired                410  cache_expired
+    │   └── CacheCorrupt                424  cache_corrupt
+    │       └── BlobError                    cache_corrupt, with the reason the bytes were refused
+    ├── LoadError                       too much is asked at once; try again after `retry_after_s`
+    │   ├── RateLimited                 429  rate_limited
+    │   ├── QueueFull                   429  queue_full
+    │   └── QuotaExceeded               429  quota_exceeded
+    ├── StoreError                      the store is at fault
+    │   ├── StoreUnavailable            503  store_unavailable
+    │   └── StorageFull                 507  storage_full
+    ├── WorkerError                     an engine replica is at fault
+    │   ├── NoWorker                    503  no_worker
+    │   ├── WorkerCrashed               503  worker_crashed
+    │   └── DeadlineExceeded            504  deadline_exceeded
+    ├── Cancelled                       the caller went away; never put on the wire
+    ├── ConnectionFailed                the client could not reach the service
+    ├── MissingExtra                    an optional part is not installed; the message has the pip command
+    └── InternalError                   500  internal              (a bug of ours)
+
+A message says what was wrong, with which value, and what to do. This module imports nothing of kvshelf: every room
+may import it, and the client raises the same classes that the service raised.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+
+class KvshelfWarning(UserWarning):
+    """A condition that works but that the caller should change. The tests turn it into an error."""
+
+
+class KvshelfError(Exception):
+    """Base of all errors of kvshelf. Its text is meant to be shown to the person who made the call.
+
+    `param` names the field that is at fault, if one is. `details` holds machine-readable facts (JSON types only), for
+    example both fingerprints of a `model_mismatch`.
+    """
+
+    code: ClassVar[str] = "internal"
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "internal_error"
+
+    def __init__(self, message: str, *, param: str | None = None, **details: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.details = details
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Errors cross process borders (an engine replica to the front end). The default would call the constructor
+        # with `args` alone and lose the keywords.
+        return _rebuild, (type(self), self.message, self.param, self.details)
+
+
+def _rebuild(cls: type[KvshelfError], message: str, param: str | None, details: dict[str, Any]) -> KvshelfError:
+    return cls(message, param=param, **details)
+
+
+class CallerError(KvshelfError):
+    type = "invalid_request_error"
+
+
+class InvalidRequest(CallerError):
+    code, status = "invalid_request", 400
+
+
+class Unauthorized(CallerError):
+    code, status, type = "unauthorized", 401, "authentication_error"
+
+
+class Forbidden(CallerError):
+    code, status, type = "forbidden", 403, "permission_error"
+
+
+class NotFound(CallerError):
+    code, status, type = "not_found", 404, "not_found_error"
+
+
+class CacheNotFound(NotFound):
+    code = "cache_not_found"
+
+
+class RequestNotFound(NotFound):
+    code = "request_not_found"
+
+
+class FileNotFound(NotFound):
+    code = "file_not_found"
+
+
+class MethodNotAllowed(CallerError):
+    code, status = "method_not_allowed", 405
+
+
+class RequestTimeout(CallerError):
+    code, status = "request_timeout", 408
+
+
+class ModelMismatch(CallerError):
+    """The cache was made under another model, dtype, tokenizer or template than the one it is attached to."""
+
+    code, status, type = "model_mismatch", 409, "conflict_error"
+
+
+class SourceNotKept(CallerError):
+    code, status, type = "source_not_kept", 409, "conflict_error"
+
+
+class StateConflict(CallerError):
+    code, status, type = "state_conflict", 409, "conflict_error"
+
+
+class EtagMismatch(CallerError):
+    code, status, type = "etag_mismatch", 412, "conflict_error"
+
+
+class DocumentTooLong(CallerError):
+    code, status = "document_too_long", 413
+
+
+class BodyTooLarge(CallerError):
+    code, status = "body_too_large", 413
+
+
+class UnsupportedMediaType(CallerError):
+    code, status = "unsupported_media_type", 415
+
+
+class PolicyUnsupported(CallerError):
+    code, status = "policy_unsupported", 422
+
+
+class QualityBelowFloor(CallerError):
+    code, status = "quality_below_floor", 422
+
+
+class DocumentTooShort(CallerError):
+    code, status = "document_too_short", 422
+
+
+class CacheError(KvshelfError):
+    type = "cache_error"
+
+
+class CacheExpired(CacheError):
+    code, status = "cache_expired", 410
+
+
+class CacheCorrupt(CacheError):
+    """The stored bytes are not what was written. They never reached the model."""
+
+    code, status = "cache_corrupt", 424
+
+
+class BlobError(CacheCorrupt):
+    """A blob was refused while it was read. `reason` is one word from the list in docs/format.md."""
+
+    def __init__(self, message: str, *, reason: str = "malformed", param: str | None = None, **details: Any) -> None:
+        super().__init__(message, param=param, reason=reason, **details)
+        self.reason = reason
+
+
+class LoadError(KvshelfError):
+    """Too much at once. `details["retry_after_s"]` says when to try again; it becomes the Retry-After header."""
+
+    type = "rate_limit_error"
+
+
+class RateLimited(LoadError):
+    code, status = "rate_limited", 429
+
+
+class QueueFull(LoadError):
+    code, status = "queue_full", 429
+
+
+class QuotaExceeded(LoadError):
+    code, status = "quota_exceeded", 429
+
+
+class StoreError(KvshelfError):
+    type = "store_error"
+
+
+class StoreUnavailable(StoreError):
+    code, status = "store_unavailable", 503
+
+
+class StorageFull(StoreError):
+    code, status = "storage_full", 507
+
+
+class WorkerError(KvshelfError):
+    type = "worker_error"
+
+
+class NoWorker(WorkerError):
+    code, status = "no_worker", 503
+
+
+class WorkerCrashed(WorkerError):
+    code, status = "worker_crashed", 503
+
+
+class DeadlineExceeded(WorkerError):
+    code, status = "deadline_exceeded", 504
+
+
+class Cancelled(KvshelfError):
+    code, status, type = "cancelled", 499, "cancelled"
+
+
+class ConnectionFailed(KvshelfError):
+    """The service could not be reached, or the connection broke. Raised by the client only."""
+
+    code, status, type = "connection_failed", 0, "connection_error"
+
+
+class MissingExtra(KvshelfError):
+    """An optional part of kvshelf is needed and not installed."""
+
+    code, status, type = "missing_extra", 0, "installation_error"
+
+
+class InternalError(KvshelfError):
+    """A bug of ours. The message names the request id to report, never the inner state."""
+
+
+def by_code() -> dict[str, type[KvshelfError]]:
+    """Wire code -> class, for clients that turn an error envelope back into an exception."""
+    found: dict[str, type[KvshelfError]] = {}
+    pending: list[type[KvshelfError]] = [KvshelfError]
+    while pending:
+        cls = pending.pop()
+        pending.extend(cls.__subclasses__())
+        if "code" in vars(cls):
+            found[cls.code] = cls
+    found["internal"] = InternalError
+    return found
