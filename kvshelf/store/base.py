@@ -7,14 +7,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import BinaryIO, Final, Literal, Self
+from typing import Any, BinaryIO, Final, Literal, Self
 
-from kvshelf.errors import CacheNotFound, InvalidRequest
+from kvshelf.errors import CacheCorrupt, CacheNotFound, InvalidRequest
 from kvshelf.store.artifact import CompressedCache
 from kvshelf.store.blob import CODECS
 from kvshelf.store.identity import Identity
 from kvshelf.store.ledger import Ledger
-from kvshelf.store.manifest import Manifest, Record, Timings
+from kvshelf.store.manifest import Manifest, Placement, Record, Timings
 
 PAGE_LIMIT: Final = 1000
 LABEL_LIMIT: Final = 64
@@ -84,19 +84,6 @@ class BlobFile:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-@dataclass(frozen=True)
-class Placement:
-    """The caller's part of a stored cache, checked. Times are Unix seconds."""
-
-    tenant: str
-    codec: str
-    expires_at: float | None
-    labels: Mapping[str, str]
-    name: str
-    pinned: bool
-    timings: Timings
 
 
 class Store(abc.ABC):
@@ -234,6 +221,58 @@ def require_id(cache_id: str) -> str:
     return cache_id
 
 
+def corrupt(cache_id: str, problem: str, reason: str) -> CacheCorrupt:
+    """`reason` is one word: a reason of docs/format.md, `missing`, `wrong_identity` or `quarantined`."""
+    return CacheCorrupt(
+        f"cache {cache_id} is corrupt ({problem}); it is never used. Compress its document again.",
+        param="cache_id",
+        reason=reason,
+    )
+
+
+def placement(
+    tenant: str,
+    codec: str,
+    expires_at: float | None,
+    labels: Mapping[str, str],
+    name: str,
+    pinned: bool,
+    timings: Timings,
+) -> Placement:
+    """Check what a caller of `put` gave; raises `InvalidRequest`."""
+    return Placement(
+        tenant=require_text(tenant, "tenant", empty=False),
+        codec=require_codec(codec),
+        expires_at=expires_at,
+        labels=require_labels(labels),
+        name=require_text(name, "name"),
+        pinned=bool(pinned),
+        timings=timings,
+    )
+
+
+def changes(
+    ttl_s: float | Unset | None,
+    expires_at: float | Unset | None,
+    labels: Mapping[str, str] | Unset,
+    name: str | Unset,
+    pinned: bool | Unset,
+    now: float,
+) -> dict[str, Any]:
+    """Check what a caller of `update` gave; returns the manifest's fields that change."""
+    found: dict[str, Any] = {}
+    if not (isinstance(ttl_s, Unset) and isinstance(expires_at, Unset)):
+        ttl, at = (None if isinstance(value, Unset) else value for value in (ttl_s, expires_at))
+        found["expires_at"] = require_expiry(ttl, at, now)
+    if not isinstance(labels, Unset):
+        found["labels"] = require_labels(labels)
+    if not isinstance(name, Unset):
+        found["name"] = require_text(name, "name")
+    if not isinstance(pinned, Unset):
+        found["pinned"] = bool(pinned)
+    return found
+
+
 def require_codec(codec: str) -> str:
     if codec not in CODECS:
         raise InvalidRequest(f"unknown codec {codec!r}; this version has {', '.join(CODECS)}", param="codec")
@@ -248,6 +287,12 @@ def require_text(value: str, param: str, *, limit: int = TEXT_LIMIT, empty: bool
     if "\0" in value or any("\ud800" <= char <= "\udfff" for char in value):
         raise InvalidRequest(f"{param} holds a zero byte or half a surrogate pair: {value!r:.80}", param=param)
     return value
+
+
+def require_limit(limit: int) -> int:
+    if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= PAGE_LIMIT:
+        raise InvalidRequest(f"limit must be a number from 1 to {PAGE_LIMIT}, not {limit!r}", param="limit")
+    return limit
 
 
 def require_labels(labels: Mapping[str, str]) -> dict[str, str]:

@@ -12,8 +12,7 @@ The digests also let a layer be used before the next one has arrived.
 
 from __future__ import annotations
 
-import hmac
-import struct
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
@@ -24,24 +23,39 @@ from blake3 import blake3
 from torch import Tensor
 
 from kvshelf.errors import BlobError, InvalidRequest
-from kvshelf.store import blob_header, positions
+from kvshelf.store import blob_frame, blob_header, positions
 from kvshelf.store.artifact import CompressedCache, Kept, LayerRecord
+from kvshelf.store.blob_frame import FORMAT_MAJOR, FORMAT_MINOR, (
+    FIXED,
+    TRAILER,
+    BlobSummary,
+    Buffer,
+    body_offset,
+    open_frame,
+)
 from kvshelf.store.blob_header import DtypeName, Header, IdentityHeader, LayerHeader, Part, aligned
 
+__all__ = [
+    "CODECS",
+    "FORMAT_MAJOR",
+    "FORMAT_MINOR",
+    "BlobSummary",
+    "Buffer",
+    "PackedBlob",
+    "decode",
+    "encode",
+    "inspect",
+    "pack",
+    "root",
+    "verify_file",
+]
+
 CODECS = ("none",)
-FORMAT_MAJOR = 1
-FORMAT_MINOR = 0
+"""Codecs of segments. The header names the codec of each layer, so that more can come without a new major version."""
 
-MAGIC = b"KVSHELF\n"
-"""Eight bytes; the line feed shows damage by a text-mode transfer at once."""
-
-_FIXED = struct.Struct("<8sHHI")
-_TRAILER = struct.Struct("<Q32s")
 _DTYPES: dict[DtypeName, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _CHUNK = 1 << 20  # stays in the cache between reading and hashing
-
-Buffer = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True)
@@ -55,15 +69,6 @@ class PackedBlob:
     nbytes: int
     root: bytes
     header: Header
-
-
-@dataclass(frozen=True)
-class BlobSummary:
-    """What a verified blob says about itself. `root` is its root digest."""
-
-    header: Header
-    root: bytes
-    nbytes: int
 
 
 def encode(cache: CompressedCache) -> bytes:
@@ -82,9 +87,9 @@ def decode(data: Buffer) -> CompressedCache:
     The tensors are views of `data`, which they keep alive and which must not change afterwards; they must not be
     written to either.
     """
-    view = memoryview(data).cast("B")
-    body = _body_offset(view[: _FIXED.size], len(view))
-    header = _open(view[:body], view[-_TRAILER.size :], len(view)).header
+    view = _view(data)
+    body = body_offset(view[: FIXED.size], len(view))
+    header = open_frame(view[:body], view[-TRAILER.size :], len(view)).header
     segments = [view[body + layer.offset : body + layer.offset + layer.nbytes] for layer in header.layers]
     for index, (layer, segment) in enumerate(zip(header.layers, segments, strict=True)):
         _require_digest(f"segment {index}", blake3(segment).digest(), layer.digest)
@@ -97,21 +102,27 @@ def decode(data: Buffer) -> CompressedCache:
     return CompressedCache(tuple(layers), header.num_tokens, header.next_position, header.to_identity())
 
 
+def root(data: Buffer) -> bytes:
+    """The root digest that a blob claims; true once `decode` or `inspect` has taken the blob."""
+    return bytes(_view(data)[-TRAILER.size :][8:])
+
+
 def inspect(data: Buffer) -> BlobSummary:
     """The header of a blob, its root digest checked; the segments are not read. Raises `BlobError`."""
-    view = memoryview(data).cast("B")
-    body = _body_offset(view[: _FIXED.size], len(view))
-    return _open(view[:body], view[-_TRAILER.size :], len(view))
+    view = _view(data)
+    body = body_offset(view[: FIXED.size], len(view))
+    return open_frame(view[:body], view[-TRAILER.size :], len(view))
 
 
 def verify_file(file: BinaryIO, size: int) -> BlobSummary:
     """Check every digest of a blob in a seekable file of `size` bytes, in constant memory. Raises `BlobError`."""
-    file.seek(0)
-    fixed = file.read(_FIXED.size)
-    body = _body_offset(fixed, size)
-    head = fixed + file.read(body - len(fixed))
-    file.seek(size - _TRAILER.size)
-    summary = _open(head, file.read(_TRAILER.size), size)
+    end = file.seek(0, os.SEEK_END)
+    if end != size:
+        raise BlobError(
+            f"the file has {end} bytes, {size} were written", reason="truncated" if end < size else "trailing_bytes"
+        )
+    body = body_offset(_read_at(file, 0, min(size, FIXED.size)), size)
+    summary = open_frame(_read_at(file, 0, body), _read_at(file, size - TRAILER.size, TRAILER.size), size)
     buffer = bytearray(_CHUNK)
     for index, layer in enumerate(summary.header.layers):
         file.seek(body + layer.offset)
@@ -133,11 +144,9 @@ def pack(cache: CompressedCache) -> PackedBlob:
         body.extend(buffers)
         offset += layer.nbytes
     header, packed = _header(cache, layers)
-    fixed = _FIXED.pack(MAGIC, FORMAT_MAJOR, FORMAT_MINOR, len(packed)) + packed
-    head = fixed.ljust(aligned(len(fixed)), b"\0")
-    total = len(head) + offset + _TRAILER.size
-    trailer = _TRAILER.pack(total, _root(head, total))
-    return PackedBlob((memoryview(head), *body, memoryview(trailer)), total, trailer[8:], header)
+    head, trailer = blob_frame.close(packed, offset)
+    nbytes = len(head) + offset + len(trailer)
+    return PackedBlob((memoryview(head), *body, memoryview(trailer)), nbytes, root(trailer), header)
 
 
 def _header(cache: CompressedCache, layers: list[LayerHeader]) -> tuple[Header, bytes]:
@@ -161,8 +170,11 @@ def _header(cache: CompressedCache, layers: list[LayerHeader]) -> tuple[Header, 
     return header, packed
 
 
-def _root(head: Buffer, total: int) -> bytes:
-    return blake3(head).update(total.to_bytes(8, "little")).digest()
+def _view(data: Buffer) -> memoryview:
+    try:
+        return memoryview(data).cast("B")
+    except TypeError as error:
+        raise InvalidRequest(f"a blob is a run of bytes, not {type(data).__name__}", param="blob") from error
 
 
 def _segment(record: LayerRecord, num_tokens: int, offset: int) -> tuple[LayerHeader, list[memoryview]]:
@@ -210,67 +222,8 @@ def _raw(tensor: Tensor) -> memoryview:
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
-def _body_offset(fixed: Buffer, size: int) -> int:
-    """Where the body begins, from the fixed part of a blob of `size` bytes."""
-    if bytes(fixed[: len(MAGIC)]) != MAGIC[: len(fixed)]:
-        raise BlobError(f"these bytes are not a kvshelf blob: they begin with {bytes(fixed[:8])!r}", reason="bad_magic")
-    if size < _FIXED.size + _TRAILER.size:
-        raise BlobError(f"the blob is cut off: it has {size} bytes", reason="truncated")
-    _, major, minor, length = _FIXED.unpack(fixed)
-    if major != FORMAT_MAJOR or minor > FORMAT_MINOR:
-        newer = "newer_major" if major > FORMAT_MAJOR else "newer_minor" if major == FORMAT_MAJOR else "unknown_major"
-        raise BlobError(
-            f"the blob has format {major}.{minor}; this version of kvshelf reads 1.0 to {FORMAT_MAJOR}.{FORMAT_MINOR}. "
-            "Upgrade kvshelf, or compress the document again.",
-            reason=newer,
-        )
-    if length > blob_header.HEADER_LIMIT:
-        raise BlobError(
-            f"the header claims {length} bytes, the format allows {blob_header.HEADER_LIMIT}", reason="header_too_large"
-        )
-    body = aligned(_FIXED.size + length)
-    if size < body + _TRAILER.size:
-        raise BlobError(f"the blob is cut off within its header: it has {size} bytes", reason="truncated")
-    return body
-
-
-def _open(head: Buffer, trailer: Buffer, size: int) -> BlobSummary:
-    """Check the root digest of a blob of `size` bytes, then read its header."""
-    total, root = _TRAILER.unpack(trailer)
-    if not hmac.compare_digest(_root(head, total), root):
-        raise _damaged(head, size)
-    length = _FIXED.unpack(head[: _FIXED.size])[3]
-    end = _FIXED.size + length
-    header = blob_header.parse(bytes(head[_FIXED.size : end]))
-    if any(head[end:]):
-        raise BlobError("the padding after the header is not zero", reason="nonzero_padding")
-    _require_size(len(head) + header.body_bytes + _TRAILER.size, size)
-    if total != size:
-        raise BlobError(f"the trailer says {total} bytes, the blob has {size}", reason="length_mismatch")
-    return BlobSummary(header, root, size)
-
-
-def _damaged(head: Buffer, size: int) -> BlobError:
-    """Why the root digest differs. A readable header tells a cut or extended blob from a changed one."""
-    length = _FIXED.unpack(head[: _FIXED.size])[3]
-    try:
-        header = blob_header.parse(bytes(head[_FIXED.size : _FIXED.size + length]))
-        _require_size(len(head) + header.body_bytes + _TRAILER.size, size)
-    except BlobError as error:
-        if error.reason in ("truncated", "trailing_bytes"):
-            return error
-    return BlobError("the blob's header is not what was written: its digest differs", reason="digest_mismatch")
-
-
-def _require_size(expected: int, size: int) -> None:
-    if size < expected:
-        raise BlobError(f"the blob is cut off: it has {size} of {expected} bytes", reason="truncated")
-    if size > expected:
-        raise BlobError(f"{size - expected} bytes follow the end of the blob", reason="trailing_bytes")
-
-
 def _require_digest(what: str, actual: bytes, expected: bytes) -> None:
-    if not hmac.compare_digest(actual, expected):
+    if actual != expected:
         raise BlobError(f"{what} is not what was written: its digest differs", reason="digest_mismatch")
 
 
@@ -279,6 +232,14 @@ def _require_zeros(index: int, layer: LayerHeader, segment: memoryview) -> None:
         end = part.offset + part.nbytes
         if any(segment[end : aligned(end)]):
             raise BlobError(f"padding in segment {index} is not zero", reason="nonzero_padding")
+
+
+def _read_at(file: BinaryIO, offset: int, size: int) -> bytes:
+    file.seek(offset)
+    data = file.read(size)
+    if len(data) != size:
+        raise BlobError(f"the file ended {size - len(data)} bytes early while it was read", reason="truncated")
+    return data
 
 
 def _chunks(file: BinaryIO, buffer: bytearray, size: int) -> Iterator[memoryview]:

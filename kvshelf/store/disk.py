@@ -11,29 +11,24 @@ then is what it replaces removed. So a crash at any moment leaves the whole cach
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from io import BufferedReader, FileIO
 from pathlib import Path
-from typing import Any, Final, NoReturn, Self
+from typing import Final, Self
 
-import torch
-
-from kvshelf.errors import BlobError, CacheCorrupt, CacheExpired, InvalidRequest, StoreUnavailable
-from kvshelf.store import base, blob, catalog
+from kvshelf.errors import BlobError, CacheExpired, InvalidRequest, StoreUnavailable
+from kvshelf.store import base, blob, catalog, housekeeping
 from kvshelf.store.artifact import CompressedCache
-from kvshelf.store.base import UNSET, BlobFile, Page, Placement, Receipt, Store, Swept, Unset, Usage
+from kvshelf.store.base import UNSET, BlobFile, Page, Receipt, Store, Swept, Unset, Usage
 from kvshelf.store.catalog import Entry
 from kvshelf.store.database import Database
 from kvshelf.store.faults import translated
-from kvshelf.store.files import BlobFolder, Step, is_name, new_name
+from kvshelf.store.files import BlobFolder, Step, new_name, read_whole
 from kvshelf.store.identity import Identity
 from kvshelf.store.ledger import Ledger
-from kvshelf.store.manifest import Manifest, Timings, describe
-
-ORPHAN_GRACE_S: Final = 3600.0
-"""A file that no manifest names is left alone for this long: it may be a cache being written."""
+from kvshelf.store.manifest import Manifest, Placement, Timings, describe
 
 KEEP_ENDED_S: Final = 30 * 86400.0
 """How long an expired id still answers "expired", and an ended request can be looked up."""
@@ -107,15 +102,7 @@ class DiskStore(Store):
         timings: Timings | None = None,
     ) -> Manifest:
         expiry = base.require_expiry(ttl_s, expires_at, self._now())
-        placement = Placement(
-            tenant=base.require_text(tenant, "tenant", empty=False),
-            codec=base.require_codec(codec),
-            expires_at=expiry,
-            labels=base.require_labels(labels or {}),
-            name=base.require_text(name, "name"),
-            pinned=bool(pinned),
-            timings=timings or Timings(),
-        )
+        placement = base.placement(tenant, codec, expiry, labels or {}, name, pinned, timings or Timings())
         cache_id = self.cache_id(cache.identity, tenant=tenant, codec=codec)
         with translated(self.home):
             existing = self._whole(cache_id, tenant)
@@ -139,47 +126,46 @@ class DiskStore(Store):
         started = time.perf_counter()
         packed = blob.pack(cache)
         file = new_name(cache_id)
-        published = False
         try:
             self._blobs.write(file, packed.buffers, self._on_step)
             self._read_back(file, packed)
-            manifest = Manifest(
-                **describe(cache, packed),
-                id=cache_id,
-                document_id=self.document_id(cache.identity, tenant=placement.tenant),
-                tenant=placement.tenant,
-                codec=placement.codec,
-                timings=placement.timings.model_copy(update={"store_s": time.perf_counter() - started}),
-                created_at=self._now(),
-                expires_at=placement.expires_at,
-                pinned=placement.pinned,
-                name=placement.name,
-                labels=dict(placement.labels),
-            )
-            visible, published = self._publish(manifest, file)
-            return visible
-        finally:
-            if not published:
-                self._blobs.remove(file)
+        except BaseException:
+            self._blobs.remove(file)
+            raise
+        manifest = describe(
+            cache,
+            packed,
+            placement,
+            cache_id=cache_id,
+            document_id=self.document_id(cache.identity, tenant=placement.tenant),
+            created_at=self._now(),
+            store_s=time.perf_counter() - started,
+        )
+        # From here on an error leaves the file alone: a commit that failed may have reached the disk all the same, and
+        # a file without a manifest is swept.
+        visible = self._publish(manifest, file)
+        if visible is not manifest:
+            self._blobs.remove(file)
+        return visible
 
     def _read_back(self, file: str, packed: blob.PackedBlob) -> None:
+        written = self._blobs.read(file)
         try:
-            with self._blobs.read(file) as written:
-                root = blob.verify_file(written, packed.nbytes).root
+            if written is None:
+                raise BlobError("the file is gone", reason="missing")
+            with written:
+                if blob.verify_file(written, packed.nbytes).root != packed.root:
+                    raise BlobError("another blob came back", reason="digest_mismatch")
         except BlobError as error:
             raise StoreUnavailable(f"the shelf at {self.home} does not keep what is written to it: {error}") from error
-        if root != packed.root:
-            raise StoreUnavailable(
-                f"the shelf at {self.home} does not keep what is written to it: another blob came back"
-            )
         self._on_step("verified")
 
-    def _publish(self, manifest: Manifest, file: str) -> tuple[Manifest, bool]:
-        """Make a cache visible, unless another writer was first. Returns what is visible, and whether it is `file`."""
+    def _publish(self, manifest: Manifest, file: str) -> Manifest:
+        """Make a cache visible, unless another writer was first; returns the manifest that is visible then."""
         with self._database.write() as tx:
             old = catalog.find(tx, manifest.id, manifest.tenant)
             if old is not None and self._is_whole(old):
-                return old.manifest(), False
+                return old.manifest()
             if self._blobs.size(file) is None:
                 # A sweep took it for an orphan. It removes files under this same lock, so this cannot happen later.
                 raise StoreUnavailable("the cache took longer to write than orphans are kept; put it again")
@@ -187,40 +173,38 @@ class DiskStore(Store):
         self._on_step("published")
         self._discard(old)
         self._on_step("replaced")
-        return manifest, True
+        return manifest
 
     def _discard(self, entry: Entry | None) -> None:
         """Remove the file of an entry that no longer counts."""
         if entry is not None and entry.file is not None:
-            self._blobs.remove(entry.file)
-            self._quarantine.remove(entry.file)
+            for folder in self._folders:
+                folder.remove(entry.file)
 
     # Reading
 
     def get(self, cache_id: str, *, tenant: str = "default") -> CompressedCache:
         with translated(self.home):
             entry, file = self._open(cache_id, tenant)
-            try:
-                with file:
-                    cache = blob.decode(_read_whole(file, entry.nbytes))
-            except BlobError as error:
-                self._set_aside(entry, str(error), error.reason)
-            if self.cache_id(cache.identity, tenant=tenant, codec=entry.manifest().codec) != cache_id:
-                self._set_aside(entry, "its blob belongs to another cache", "wrong_identity")
+            with file, self._quarantining(entry):
+                data = read_whole(file, entry.nbytes)
+                cache = blob.decode(data)
+                _require_root(entry, blob.root(data))
+                if self.cache_id(cache.identity, tenant=tenant, codec=entry.manifest().codec) != cache_id:
+                    raise BlobError("its blob belongs to another cache", reason="wrong_identity")
             return cache
 
     def open_blob(self, cache_id: str, *, tenant: str = "default") -> BlobFile:
         with translated(self.home):
             entry, file = self._open(cache_id, tenant)
             try:
-                summary = blob.verify_file(file, entry.nbytes)
-            except BlobError as error:
+                with self._quarantining(entry):
+                    summary = blob.verify_file(file, entry.nbytes)
+                    _require_root(entry, summary.root)
+                file.seek(0)
+            except BaseException:
                 file.close()
-                self._set_aside(entry, str(error), error.reason)
-            if summary.root.hex() != entry.manifest().blob_digest:
-                file.close()
-                self._set_aside(entry, "its blob belongs to another cache", "wrong_identity")
-            file.seek(0)
+                raise
             return BlobFile(BufferedReader(file), summary.nbytes, summary.root.hex())
 
     def stat(self, cache_id: str, *, tenant: str = "default") -> Manifest:
@@ -236,7 +220,7 @@ class DiskStore(Store):
         if entry.expired(self._now()):
             raise CacheExpired(f"cache {cache_id} has expired; compress its document again", param="cache_id")
         if entry.state == "corrupt":
-            raise _corrupt(cache_id, entry.problem or "unknown", "quarantined")
+            raise base.corrupt(cache_id, entry.problem or "unknown", "quarantined")
         return entry
 
     def _open(self, cache_id: str, tenant: str) -> tuple[Entry, FileIO]:
@@ -244,28 +228,28 @@ class DiskStore(Store):
         entry = self._ready(cache_id, tenant)
         while True:
             assert entry.file is not None, "a ready cache names its file"
-            try:
-                file = self._blobs.read(entry.file)
-            except OSError as error:
-                again = self._ready(cache_id, tenant)
-                if again.file == entry.file:
-                    self._set_aside(entry, f"its file cannot be opened ({error.strerror or error})", "unreadable")
-                entry = again
-                continue
-            if os.fstat(file.fileno()).st_size == entry.nbytes:
+            file = self._blobs.read(entry.file)
+            if file is not None:
                 return entry, file
-            file.close()
-            self._set_aside(entry, "its file has another size than was written", "truncated")
+            again = self._ready(cache_id, tenant)
+            if again.file == entry.file:
+                with self._quarantining(entry):
+                    raise BlobError("its file is missing or not a regular file", reason="missing")
+            entry = again
 
-    def _set_aside(self, entry: Entry, problem: str, reason: str) -> NoReturn:
-        """Quarantine a cache and raise `CacheCorrupt`; whoever asks again hears the same without reading it."""
-        assert entry.file is not None
-        with self._database.write() as tx:
-            current = catalog.find(tx, entry.id, entry.tenant)
-            if current is not None and current.file == entry.file and current.state == "ready":
-                self._blobs.move(entry.file, self._quarantine)
-                catalog.mark_corrupt(tx, entry.seq, problem)
-        raise _corrupt(entry.id, problem, reason)
+    @contextmanager
+    def _quarantining(self, entry: Entry) -> Iterator[None]:
+        """Inside the block, a `BlobError` sets the cache aside: who asks again hears the same without reading it."""
+        try:
+            yield
+        except BlobError as error:
+            assert entry.file is not None, "only an entry with a file is read"
+            with self._database.write() as tx:
+                current = catalog.find(tx, entry.id, entry.tenant)
+                if current is not None and current.file == entry.file and current.state == "ready":
+                    self._blobs.move(entry.file, self._quarantine)
+                    catalog.mark_corrupt(tx, entry.seq, error.message)
+            raise base.corrupt(entry.id, error.message, error.reason) from error
 
     def list(
         self,
@@ -278,8 +262,7 @@ class DiskStore(Store):
         limit: int = 20,
         after: str | None = None,
     ) -> Page:
-        if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= base.PAGE_LIMIT:
-            raise InvalidRequest(f"limit must be a number from 1 to {base.PAGE_LIMIT}, not {limit!r}", param="limit")
+        base.require_limit(limit)
         columns = {"document_id": document_id, "model": model, "policy": policy}
         for param, value in columns.items():
             base.require_text(value or "", param)
@@ -307,16 +290,7 @@ class DiskStore(Store):
         name: str | Unset = UNSET,
         pinned: bool | Unset = UNSET,
     ) -> Manifest:
-        changes: dict[str, Any] = {}
-        if not (isinstance(ttl_s, Unset) and isinstance(expires_at, Unset)):
-            ttl, at = (None if isinstance(value, Unset) else value for value in (ttl_s, expires_at))
-            changes["expires_at"] = base.require_expiry(ttl, at, self._now())
-        if not isinstance(labels, Unset):
-            changes["labels"] = base.require_labels(labels)
-        if not isinstance(name, Unset):
-            changes["name"] = base.require_text(name, "name")
-        if not isinstance(pinned, Unset):
-            changes["pinned"] = bool(pinned)
+        changes = base.changes(ttl_s, expires_at, labels, name, pinned, self._now())
         self._ready(cache_id, tenant)
         with self._database.write() as tx:
             entry = catalog.find(tx, cache_id, tenant)
@@ -327,7 +301,7 @@ class DiskStore(Store):
         return self.stat(cache_id, tenant=tenant)  # it ended in this very moment: this raises the error that fits
 
     def touch(self, cache_id: str, *, tenant: str = "default") -> None:
-        with self._database.write() as tx:
+        with self._database.write(durable=False) as tx:  # on the path of every query
             catalog.touch(tx, cache_id, tenant, self._now())
 
     def delete(self, cache_id: str, *, tenant: str = "default") -> Receipt:
@@ -347,29 +321,12 @@ class DiskStore(Store):
     def sweep(self, now: float | None = None) -> Swept:
         now = self._now() if now is None else now
         with translated(self.home):
-            with self._database.write() as tx:
-                ended = catalog.expired(tx, now)
-                for entry in ended:
-                    catalog.bury(tx, entry.seq, "expired", now)
-                tombstones = catalog.forget(tx, now - KEEP_ENDED_S)
-            for entry in ended:
-                self._discard(entry)
-            orphans = self._sweep_orphans(now)
-        requests = self.ledger.forget(now - KEEP_ENDED_S)
-        return Swept(expired=len(ended), orphans=orphans, tombstones=tombstones, requests=requests)
-
-    def _sweep_orphans(self, now: float) -> int:
-        removed = 0
-        for folder in (self._blobs, self._quarantine):
-            for file in self._orphans(folder, now):
-                with self._database.write() as tx:  # the lock that publishing takes: see _publish
-                    removed += not catalog.names_file(tx, file) and folder.remove(file)
-        return removed
-
-    def _orphans(self, folder: BlobFolder, now: float) -> Sequence[str]:
-        old = [name for name, changed in folder.entries() if is_name(name) and changed < now - ORPHAN_GRACE_S]
-        with self._database.read() as connection:
-            return [name for name in old if not catalog.names_file(connection, name)]
+            return Swept(
+                expired=housekeeping.expire(self._database, self._folders, now),
+                orphans=housekeeping.remove_orphans(self._database, self._folders, now),
+                tombstones=housekeeping.forget(self._database, now - KEEP_ENDED_S),
+                requests=self.ledger.forget(now - KEEP_ENDED_S),
+            )
 
     def usage(self, *, tenant: str | None = None) -> Usage:
         with self._database.read() as connection:
@@ -378,37 +335,14 @@ class DiskStore(Store):
 
     def check(self) -> Sequence[str]:
         with translated(self.home):
-            with self._database.read() as connection:
-                problems = [f"index: {row[0]}" for row in connection.execute("PRAGMA quick_check") if row[0] != "ok"]
-                entries = catalog.stored(connection)
-            for entry in entries:
-                if entry.state == "corrupt":
-                    problems.append(f"{entry.id} is corrupt and in quarantine: {entry.problem}")
-                elif entry.file is None or self._blobs.size(entry.file) != entry.nbytes:
-                    problems.append(f"{entry.id}: its file is missing or has another size than was written")
-            for folder in (self._blobs, self._quarantine):
-                problems += [f"{folder.path / name} belongs to no cache" for name in self._orphans(folder, self._now())]
-                problems += [
-                    f"{folder.path / name} is not a blob file" for name, _ in folder.entries() if not is_name(name)
-                ]
-        return problems
+            return housekeeping.problems(self._database, self._blobs, self._quarantine, self._now())
+
+    @property
+    def _folders(self) -> tuple[BlobFolder, BlobFolder]:
+        return self._blobs, self._quarantine
 
 
-def _corrupt(cache_id: str, problem: str, reason: str) -> CacheCorrupt:
-    return CacheCorrupt(
-        f"cache {cache_id} is corrupt ({problem}); it is never used. Compress its document again.",
-        param="cache_id",
-        reason=reason,
-    )
-
-
-def _read_whole(file: FileIO, size: int) -> memoryview:
-    """A file's bytes in a buffer of their own: in a memory map, bytes could still change after they were verified."""
-    buffer = torch.empty(size, dtype=torch.uint8).numpy().data  # unlike bytearray, not cleared before it is filled
-    done = 0
-    while done < size:
-        count = file.readinto(buffer[done:])
-        if not count:
-            raise BlobError(f"the file ended after {done} of {size} bytes", reason="truncated")
-        done += count
-    return buffer
+def _require_root(entry: Entry, root: bytes) -> None:
+    """The blob is sound; it must also be the one that was stored."""
+    if root.hex() != entry.manifest().blob_digest:
+        raise BlobError("its file holds another blob than was stored", reason="wrong_blob")

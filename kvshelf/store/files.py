@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 import re
 import secrets
@@ -10,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Self
+
+from kvshelf.errors import BlobError
 
 Step = Callable[[str], None]
 """Called with the name of each step of a write as it is completed: for tracing, and for tests that stop there."""
@@ -50,13 +54,18 @@ class BlobFolder:
         os.fsync(self._fd)  # the file's content is durable by now, its name only with the folder
         on_step("synced")
 
-    def read(self, name: str) -> FileIO:
-        """Open a file for reading; anything but a regular file is an `OSError`."""
-        file = self._file(name, os.O_RDONLY)
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            file.close()
-            raise OSError(f"{self.path / name} is not a regular file")
-        return file
+    def read(self, name: str) -> FileIO | None:
+        """Open a file for reading; None when no regular file has this name (a symbolic link is none)."""
+        try:
+            file = self._file(name, os.O_RDONLY | os.O_NONBLOCK)  # a planted pipe must not make the opening wait
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ELOOP):
+                return None
+            raise
+        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            return file
+        file.close()
+        return None
 
     def size(self, name: str) -> int | None:
         """Bytes of a regular file; None when there is none of this name."""
@@ -101,6 +110,29 @@ class BlobFolder:
             return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self._fd)
 
         return FileIO(name, "w" if flags & os.O_WRONLY else "r", opener=opener)
+
+
+def read_whole(file: FileIO, size: int) -> memoryview:
+    """A file of `size` bytes, in memory of its own. Raises `BlobError` when it has another size.
+
+    Not a map of the file: its bytes could change after they were verified. Huge pages, because the first touch of fresh
+    memory page by page takes several times as long as the reading itself (39 against 5 ms for 64 MiB).
+    """
+    if os.fstat(file.fileno()).st_size != size:
+        found = os.fstat(file.fileno()).st_size
+        reason = "truncated" if found < size else "trailing_bytes"
+        raise BlobError(f"the file has {found} bytes, {size} were written", reason=reason)
+    memory = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    buffer = memoryview(memory)[:size]
+    done = 0
+    while done < size:
+        count = file.readinto(buffer[done:])
+        if not count:
+            raise BlobError(f"the file ended after {done} of {size} bytes", reason="truncated")
+        done += count
+    return buffer
 
 
 def _write_all(file: FileIO, buffer: memoryview) -> None:

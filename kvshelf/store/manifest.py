@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -57,23 +59,55 @@ class Manifest(Record):
     has_source: bool = False
 
 
-def describe(cache: CompressedCache, packed: PackedBlob) -> dict[str, Any]:
-    """The fields of a manifest that follow from the cache and its blob alone."""
+@dataclass(frozen=True)
+class Placement:
+    """The caller's part of a stored cache, checked. Times are Unix seconds."""
+
+    tenant: str
+    codec: str
+    expires_at: float | None
+    labels: Mapping[str, str]
+    name: str
+    pinned: bool
+    timings: Timings
+
+
+def describe(
+    cache: CompressedCache,
+    packed: PackedBlob,
+    placement: Placement,
+    *,
+    cache_id: str,
+    document_id: str,
+    created_at: float,
+    store_s: float,
+) -> Manifest:
+    """The manifest of a cache that has just been written."""
     identity = packed.header.identity
-    return {
-        "identity": identity.model_dump(),
-        "model": identity.model.name,
-        "layout": identity.layout,
-        "policy": identity.policy,
-        "policy_params": identity.policy_params,
-        "compression_ratio": identity.compression_ratio,
-        "num_tokens": cache.num_tokens,
-        "kept_tokens": cache.kept_tokens,
-        "bytes_full": _bytes_full(cache),
-        "bytes_stored": packed.nbytes,
-        "blob_digest": packed.root.hex(),
-        "segment_digests": tuple(layer.digest.hex() for layer in packed.header.layers),
-    }
+    return Manifest(
+        id=cache_id,
+        document_id=document_id,
+        tenant=placement.tenant,
+        identity=identity.model_dump(),
+        model=identity.model.name,
+        layout=identity.layout,
+        policy=identity.policy,
+        policy_params=identity.policy_params,
+        compression_ratio=identity.compression_ratio,
+        codec=placement.codec,
+        num_tokens=cache.num_tokens,
+        kept_tokens=cache.kept_tokens,
+        bytes_full=_bytes_full(cache),
+        bytes_stored=packed.nbytes,
+        blob_digest=packed.root.hex(),
+        segment_digests=tuple(layer.digest.hex() for layer in packed.header.layers),
+        timings=placement.timings.model_copy(update={"store_s": store_s}),
+        created_at=created_at,
+        expires_at=placement.expires_at,
+        pinned=placement.pinned,
+        name=placement.name,
+        labels=dict(placement.labels),
+    )
 
 
 def _bytes_full(cache: CompressedCache) -> int:

@@ -120,7 +120,8 @@ def _from_bitmap(raw: Bytes, lengths: Sequence[int], num_tokens: int) -> Ints:
             f"the position bitmap marks {counts} entries per head, the header says {list(lengths)}",
             reason="positions_count",
         )
-    return np.nonzero(bits)[1]
+    # The index in the flat array, less where its head begins: several times as fast as a search in two dimensions.
+    return np.flatnonzero(bits) - np.repeat(np.arange(len(lengths)) * (stride * 8), lengths)
 
 
 def _from_varints(raw: Bytes, lengths: Sequence[int], num_tokens: int) -> Ints:
