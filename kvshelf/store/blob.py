@@ -25,8 +25,10 @@ from torch import Tensor
 from kvshelf.errors import BlobError, InvalidRequest
 from kvshelf.store import blob_frame, blob_header, positions
 from kvshelf.store.artifact import CompressedCache, Kept, LayerRecord
-from kvshelf.store.blob_frame import FORMAT_MAJOR, FORMAT_MINOR, (
+from kvshelf.store.blob_frame import (
     FIXED,
+    FORMAT_MAJOR,
+    FORMAT_MINOR,
     TRAILER,
     BlobSummary,
     Buffer,
