@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from kvshelf.client.types import AnswerObject, CacheObject
 
 Files = Annotated[list[Path], typer.Argument(metavar="FILE...", help="Text files in UTF-8; - is standard input.")]
+STDIN = Path("-")
+
 Id = Annotated[str, typer.Argument(metavar="ID", help="kvs_..., as printed by `kvshelf put`.")]
 
 
@@ -47,21 +49,20 @@ def put(
     """
     failure = 0
     with connected(url, as_json=as_json) as client:
-        given = {
+        fields = {
             "policy": policy,
-            "policy_params": _common.parameters(param) or None,
+            "policy_params": _common.parameters(param),
             "compression_ratio": compression_ratio,
             "budget_tokens": budget_tokens,
             "model": model,
             "layout": layout,
             "codec": codec,
             "ttl_s": _common.seconds(ttl),
-            "labels": _common.pairs(label, "--label") or None,
+            "labels": _common.pairs(label, "--label"),
         }
-        fields = {key: value for key, value in given.items() if value is not None}
         for file in files:
             try:
-                _put_one(client, file, fields | {"name": name or ("" if file == Path("-") else file.name)}, as_json)
+                _put_one(client, file, fields | {"name": name or ("" if file == STDIN else file.name)}, as_json)
             except KvshelfError as error:
                 failure = failure or _common.exit_code(error)
                 _common.report(error, as_json=as_json)
@@ -69,7 +70,7 @@ def put(
 
 
 def _put_one(client: Client, file: Path, fields: Mapping[str, Any], as_json: bool) -> None:
-    document = {"document": sys.stdin.read()} if file == Path("-") else {"file": file}
+    document = {"document": sys.stdin.read()} if file == STDIN else {"file": file}
     with _common.notes.status(f"compressing {file} ..."):
         cache = client.caches.create(**{**document, **fields})
     if as_json:
@@ -99,8 +100,7 @@ def ask(
     as_json: AsJson = False,
 ) -> None:
     """Ask a stored document one question or several, each on its own. The document is not prefilled again."""
-    given = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop or None}
-    fields: Any = {key: value for key, value in given.items() if value is not None}
+    fields: Any = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop}
     with connected(url, as_json=as_json) as client:
         for question in questions:
             if as_json:
@@ -133,10 +133,11 @@ def ls(
     as_json: AsJson = False,
 ) -> None:
     """List what is on the shelf."""
-    given = {"policy": policy, "model": model, "document_id": document_id}
-    fields: Any = {key: value for key, value in given.items() if value is not None}
     with connected(url, as_json=as_json) as client:
-        found = client.caches.list(labels=_common.pairs(label, "--label"), limit=min(limit, 1000), **fields)
+        labels = _common.pairs(label, "--label")
+        found = client.caches.list(
+            policy=policy, model=model, document_id=document_id, labels=labels, limit=min(limit, 1000)
+        )
         caches = itertools.islice(found, limit)
         if as_json:
             for cache in caches:

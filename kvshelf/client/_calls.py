@@ -27,44 +27,47 @@ Answers = list[types.AnswerObject]
 
 
 class CreateFields(TypedDict, total=False):
-    """What `caches.create` takes. Exactly one of `document`, `messages`, `token_ids` and `file` (a path) is needed."""
+    """What `caches.create` takes; None is as good as absent.
 
-    document: str
-    messages: Messages
-    token_ids: Sequence[int]
-    file: str | os.PathLike[str]
-    model: str
-    layout: str
-    policy: str
-    policy_params: Mapping[str, Any]
-    compression_ratio: float
-    budget_tokens: int
-    codec: str
-    ttl_s: float
-    expires_at: float
-    name: str
-    labels: Mapping[str, str]
+    Exactly one of `document`, `messages`, `token_ids` and `file` (a path) is needed.
+    """
+
+    document: str | None
+    messages: Messages | None
+    token_ids: Sequence[int] | None
+    file: str | os.PathLike[str] | None
+    model: str | None
+    layout: str | None
+    policy: str | None
+    policy_params: Mapping[str, Any] | None
+    compression_ratio: float | None
+    budget_tokens: int | None
+    codec: str | None
+    ttl_s: float | None
+    expires_at: float | None
+    name: str | None
+    labels: Mapping[str, str] | None
 
 
 class QueryFields(TypedDict, total=False):
     """How an answer is made: at most `max_tokens` tokens, until one of the `stop` texts. Temperature 0 is greedy."""
 
-    max_tokens: int
-    temperature: float
-    top_p: float
-    seed: int
-    stop: str | Sequence[str]
+    max_tokens: int | None
+    temperature: float | None
+    top_p: float | None
+    seed: int | None
+    stop: str | Sequence[str] | None
 
 
 class ListFields(TypedDict, total=False):
     """Which caches to list, and how many to fetch with one request (`limit`)."""
 
-    document_id: str
-    model: str
-    policy: str
-    labels: Mapping[str, str]
-    limit: int
-    after: str
+    document_id: str | None
+    model: str | None
+    policy: str | None
+    labels: Mapping[str, str] | None
+    limit: int | None
+    after: str | None
 
 
 def create_cache(fields: CreateFields) -> Call[types.CacheObject]:
@@ -89,7 +92,7 @@ def retrieve_cache(id: str) -> Call[types.CacheObject]:
 
 def list_caches(fields: ListFields) -> Call[types.CacheList]:
     try:
-        query = types.ListCaches.model_validate(fields)
+        query = types.ListCaches.model_validate({key: value for key, value in fields.items() if value is not None})
     except ValidationError as error:
         raise refusal(error) from error
     params = query.model_dump(exclude_none=True, exclude={"labels"})
