@@ -1,0 +1,133 @@
+"""The command line without a service: what is refused, what it prints where, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import kvshelf
+from kvshelf.cli import app
+from kvshelf.workers.policies import catalog
+
+NOBODY = "http://127.0.0.1:9"
+"""The discard port: nothing listens there."""
+
+
+def run(*args: str, **options: str) -> Result:
+    return CliRunner().invoke(app, list(args), **options)
+
+
+def test_the_entry_points_are_the_same_program() -> None:
+    for command in ([sys.executable, "-m", "kvshelf"], [str(Path(sys.executable).parent / "kvshelf")]):
+        done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60)
+        assert done.stdout == f"kvshelf {kvshelf.__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["serve", "put", "ask", "ls", "show", "rm", "policies", "doctor"])
+def test_every_command_explains_itself(command: str) -> None:
+    shown = run(command, "--help")
+    assert shown.exit_code == 0
+    assert command in run("--help").stdout
+
+
+def test_help_documents_the_exit_codes() -> None:
+    text = " ".join(run("--help").stdout.split())
+    for meaning in ("0 done", "1 failed", "2 refused", "3 not on the shelf", "4 the service cannot be reached", "5 "):
+        assert meaning in text
+
+
+@pytest.mark.parametrize(
+    "args", [("ls",), ("put", __file__), ("ask", "kvs_1", "hello"), ("show", "kvs_1"), ("rm", "kvs_1"), ("policies",)]
+)
+def test_without_a_service_the_exit_code_is_4(args: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSHELF_URL", NOBODY)
+    done = run(*args)
+    assert done.exit_code == 4
+    assert done.stdout == ""
+    assert "kvshelf serve" in done.stderr
+    assert NOBODY in done.stderr
+
+
+def test_with_json_an_error_is_an_object_on_stdout() -> None:
+    done = run("ls", "--url", NOBODY, "--json")
+    assert done.exit_code == 4
+    assert json.loads(done.stdout)["error"]["code"] == "connection_failed"
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (("put", "no-such-file.txt"), "no-such-file.txt"),
+        (("put", __file__, "--param", "window"), "--param"),
+        (("put", __file__, "--label", "=x"), "--label"),
+        (("put", __file__, "--ttl", "soon"), "--ttl"),
+        (("put", __file__, "--compression-ratio", "1.0"), "compression_ratio"),
+        (("put", __file__, "--compression-ratio", "0.5", "--budget-tokens", "9"), "budget_tokens"),
+        (("put", __file__, "--codec", "zip"), "codec"),
+        (("ask", "kvs_1", "hello", "--temperature", "-1"), "temperature"),
+        (("ask", "", "hello"), "not an id"),
+        (("ls", "--url", "ftp://x"), "ftp://x"),
+        (("ls", "--limit", "0"), "--limit"),
+        (("ls", "--colour"), "--colour"),
+        (("nonsense",), "nonsense"),
+        (("serve", "--port", "70000"), "port"),
+        (("serve", "--host", "0.0.0.0", "--print-config"), "host"),
+    ],
+)
+def test_bad_input_is_refused_with_exit_code_2(args: tuple[str, ...], named: str) -> None:
+    # No service runs, so that a request that was sent would end with exit code 4.
+    done = run(*args)
+    assert done.exit_code == 2, done.output
+    assert named in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_bad_file_does_not_stop_the_others() -> None:
+    done = run("put", "no-such-file.txt", __file__, "--url", NOBODY)
+    assert "no-such-file.txt" in done.stderr
+    assert NOBODY in done.stderr
+    assert done.exit_code == 2
+
+
+def test_policies_are_those_of_this_version() -> None:
+    shown, as_json = run("policies"), run("policies", "--json")
+    found = {json.loads(line)["id"]: json.loads(line) for line in as_json.stdout.splitlines()}
+    assert list(found) == [info.name for info in catalog()]
+    for info in catalog():
+        assert info.name in shown.stdout
+        assert found[info.name]["parameters"].keys() == info.parameters.keys()
+
+
+def test_print_config_shows_options_over_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSHELF_PORT", "1111")
+    monkeypatch.setenv("KVSHELF_REPLICAS", "3")
+    done = run("serve", "--port", "2222", "--model", "a", "--model", "b", "--print-config")
+    shown = json.loads(done.stdout)
+    assert (shown["port"], shown["replicas"], shown["models"]) == (2222, 3, ["a", "b"])
+
+
+def test_an_unknown_setting_refuses_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSHELF_PROT", "1111")
+    done = run("serve", "--print-config")
+    assert done.exit_code == 2
+    assert "KVSHELF_PROT" in done.stderr
+
+
+@pytest.mark.parametrize(("text", "value"), [("90", 90), ("90s", 90), ("1.5m", 90), ("2h", 7200), ("7d", 604800)])
+def test_durations(text: str, value: float) -> None:
+    from kvshelf.cli._common import seconds
+
+    assert seconds(text) == value
+
+
+def test_parameters_are_json_where_they_can_be() -> None:
+    from kvshelf.cli._common import parameters
+
+    given = parameters(["window=64", "beta=0.5", "normalize=rows", "on=true", "text=a=b"])
+    assert given == {"window": 64, "beta": 0.5, "normalize": "rows", "on": True, "text": "a=b"}
