@@ -16,8 +16,9 @@ setup: $(STAMP)  ## create .venv and install kvshelf with everything it needs
 # The stamp is written last, so that an interrupted installation is done again. It is older than the two files only when
 # one of them has changed.
 $(STAMP): pyproject.toml constraints.txt
+	@echo "setting up $(VENV): once, one to two minutes ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[serve,dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[serve,dev]'
 	@touch $@
 
 demo: setup  ## put a document on the shelf under three policies and ask it questions
