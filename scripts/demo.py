@@ -22,10 +22,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-# Before transformers and ray are imported: one screen, no progress bars or log lines.
-os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1", TOKENIZERS_PARALLELISM="false")
+# Before transformers is imported: one screen, no log lines.
+os.environ.update(TRANSFORMERS_VERBOSITY="error", TOKENIZERS_PARALLELISM="false")
 
 import torch
+import transformers
 from rich.console import Console
 from rich.status import Status
 from rich.table import Table
@@ -34,11 +35,12 @@ from rich.text import Text
 from kvshelf import Client, CompressedCache, Engine
 from kvshelf.bench.tasks import Question, TaskDocument, make_facts, write_document
 from kvshelf.client.types import CacheObject
-from kvshelf.errors import ConnectionFailed, KvshelfError
+from kvshelf.errors import ConnectionFailed, InternalError, KvshelfError
 
 MODEL = "kvshelf-tiny"
 SEED = 11
 FACT_DIGITS = (6, 4, 9, 3, 6, 5)
+LEAST_TOKENS = 4000
 DOCUMENT_TOKENS = 4080
 STARTUP_S = 120.0
 SHUTDOWN_S = 30.0
@@ -73,6 +75,7 @@ class Shelf:
 def main() -> int:
     out = Console(width=WIDTH, highlight=False)
     err = Console(stderr=True)
+    transformers.utils.logging.disable_progress_bar()
     try:
         with tempfile.TemporaryDirectory(prefix="kvshelf-demo-") as folder, err.status("loading the model") as status:
             demo(Path(folder), out, status)
@@ -115,6 +118,8 @@ def write(engine: Engine, path: Path) -> TaskDocument:
         return engine.prepare(text, layout="plain", policy="full").num_tokens
 
     document = write_document(rng, make_facts(rng, FACT_DIGITS), "prose", DOCUMENT_TOKENS, count)
+    if count(document.text) < LEAST_TOKENS:
+        raise InternalError(f"the document has only {count(document.text)} tokens; the demo promises {LEAST_TOKENS}")
     path.write_text(document.text, encoding="utf-8")
     return document
 

@@ -84,9 +84,12 @@ def _device() -> str:
 def _model(name: str, device: str, dtype: str) -> str:
     """Compress a short document with one fact in it and ask for that fact."""
     with needs_extra("serve", purpose="a model"):
+        import transformers
+
         from kvshelf.bench.tasks import make_document
         from kvshelf.workers.engine import Engine
 
+    transformers.utils.logging.disable_progress_bar()
     engine = Engine.load(name, device=device, dtype=dtype)
     document = make_document("needle", "prose", NEEDLE_TOKENS, 0, lambda text: len(engine.prepare(text).token_ids))
     question = document.questions[0]

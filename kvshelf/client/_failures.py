@@ -51,14 +51,11 @@ def from_body(body: ErrorBody, *, request_id: str | None = None) -> KvshelfError
 
     A code that this version does not know, from a newer service, becomes a plain `KvshelfError`.
     """
-    details = dict(body.details or {})
-    if request_id is not None:
-        details["request_id"] = request_id
-    cls = by_code().get(body.code)
-    if cls is None:
-        cls, details["code"] = KvshelfError, body.code
-    error = cls(body.message, param=body.param)
-    error.details.update(details)
+    error = by_code().get(body.code, KvshelfError)(body.message, param=body.param)
+    facts = {"request_id": request_id, "miss_reason": body.miss_reason}
+    if error.code != body.code:
+        facts["code"] = body.code
+    error.details.update({key: value for key, value in facts.items() if value is not None}, **(body.details or {}))
     return error
 
 

@@ -93,6 +93,12 @@ def test_every_wire_code_comes_back_as_its_own_class(call: Callable[..., Any], c
     assert caught.value.details == {"k": 1, "request_id": "r-7"}
 
 
+def test_why_a_cache_was_missed_is_kept(call: Callable[..., Any]) -> None:
+    with pytest.raises(errors.CacheExpired) as caught:
+        call(Script(wire_error(410, "cache_expired", miss_reason="expired")), retrieve)
+    assert caught.value.details == {"miss_reason": "expired"}
+
+
 def test_an_unknown_code_of_a_newer_service_is_a_plain_error_that_keeps_it(call: Callable[..., Any]) -> None:
     with pytest.raises(errors.KvshelfError) as caught:
         call(Script(wire_error(418, "teapot")), retrieve)

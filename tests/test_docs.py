@@ -1,0 +1,132 @@
+"""The documentation is run: its Python and shell blocks, page by page, against a real service with the bundled model.
+
+The blocks of one page are one program per language, in the page's order, so a page that needs a name defines it first.
+Little is changed: the service's address, and `kvshelf serve ...`, which gets --print-config, so that its options are
+checked and nothing is started; `pip install` and `make` are checked without being carried out.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from kvshelf.cli import app
+from kvshelf.client import DEFAULT_URL
+from kvshelf.workers.policies import catalog
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]*\]\(([^)#]+)[^)]*\)")
+REPORT = "The minutes were read and approved. The access code of the amber falcon is 482913. Ada Brown signed it.\n"
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [code for found, code in BLOCK.findall(page.read_text()) if found == language]
+
+
+def with_blocks(language: str) -> list[Path]:
+    return [page for page in PAGES if blocks(page, language)]
+
+
+def name(page: Path) -> str:
+    return page.name
+
+
+@pytest.fixture
+def workdir(tmp_path: Path) -> Path:
+    (tmp_path / "report.txt").write_text(REPORT)
+    return tmp_path
+
+
+def environment(url: str) -> dict[str, str]:
+    scripts = str(Path(sys.executable).parent)
+    return os.environ | {"KVSHELF_URL": url, "PATH": scripts + os.pathsep + os.environ["PATH"]}
+
+
+def run(command: list[str], cwd: Path, url: str) -> str:
+    done = subprocess.run(command, cwd=cwd, env=environment(url), capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.parametrize("page", with_blocks("python"), ids=name)
+def test_the_python_of_a_page_runs(page: Path, workdir: Path, bundled_service: str) -> None:
+    program = "\n".join(blocks(page, "python")).replace("disk:///tmp/kvshelf-docs", f"disk://{workdir}/home")
+    said = run([sys.executable, "-c", program], workdir, bundled_service)
+    assert said.strip(), "a page shows what its code prints"
+    if page.name in ("README.md", "ask.md", "in-process.md"):
+        assert "482913" in said
+
+
+def runnable(script: str, url: str) -> str:
+    """The shell blocks of a page as one program that starts nothing and installs nothing."""
+    script = re.sub(r"^kvshelf serve[^\n#]*", lambda m: m[0].rstrip() + " --print-config ", script, flags=re.MULTILINE)
+    script = re.sub(r"^make (\w+)", rf"make --directory {ROOT} --dry-run \1 > /dev/null", script, flags=re.MULTILINE)
+    script = re.sub(r"^pip install[^\n]*", "", script, flags=re.MULTILINE)
+    return "set -euo pipefail\n" + script.replace(DEFAULT_URL, url)
+
+
+@pytest.mark.parametrize("page", with_blocks("bash"), ids=name)
+def test_the_shell_of_a_page_runs(page: Path, workdir: Path, bundled_service: str) -> None:
+    said = run(["bash", "-c", runnable("\n".join(blocks(page, "bash")), bundled_service)], workdir, bundled_service)
+    assert said.strip()
+    assert '"error"' not in said  # curl exits with 0 when the service refuses
+    if page.name in ("README.md", "ask.md"):
+        assert "482913" in said
+
+
+def test_serve_lines_are_found_and_defused() -> None:
+    script = runnable("kvshelf serve --port 1   # note\nmake demo  # x\npip install 'kvshelf[serve]'\n", "http://x")
+    assert "kvshelf serve --port 1 --print-config # note" in script
+    assert "--dry-run demo" in script
+    assert "pip" not in script.splitlines()[3:]
+
+
+def test_the_extras_that_pages_install_exist() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = {found for page in PAGES for found in re.findall(r"kvshelf\[(\w+)\]", page.read_text())}
+    assert named <= extras.keys()
+    assert "serve" in named
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = [target for target in LINK.findall(page.read_text()) if not target.startswith("http")]
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def test_the_first_screen_says_what_for_whom_and_how() -> None:
+    screen = (ROOT / "README.md").read_text().splitlines()[:24]
+    assert any(line.startswith("make demo") for line in screen)
+    assert any(line.startswith("make test") for line in screen)
+    assert any(line.startswith("It is for people who") for line in screen)
+
+
+def test_the_readme_names_every_policy() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert [info.name for info in catalog() if f"`{info.name}`" not in text] == []
+
+
+def test_the_readme_names_every_command_that_pages_use() -> None:
+    commands = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
+    groups = {group.name for group in app.registered_groups}
+    used = {
+        m
+        for page in PAGES
+        for m in re.findall(r"\bkvshelf ([a-z]+)\b(?! is| reads| one)", "\n".join(blocks(page, "bash")))
+    }
+    assert used <= commands | groups
+
+
+def test_the_map_fits_on_a_page_and_names_files_that_exist() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    assert len(text.splitlines()) <= 50
+    for path in re.findall(r"`([a-z_/]+(?:\.py|/))`", text):
+        assert (ROOT / "kvshelf" / path).exists(), path
