@@ -162,7 +162,7 @@ def _header(cache: CompressedCache, layers: list[LayerHeader]) -> tuple[Header, 
         )
         packed = blob_header.pack(header)
         blob_header.parse(packed)
-    except (ValueError, BlobError) as error:
+    except (ValueError, OverflowError, BlobError) as error:
         raise InvalidRequest(f"the cache cannot be written as a blob: {error}") from error
     if len(packed) > blob_header.HEADER_LIMIT:
         raise InvalidRequest(

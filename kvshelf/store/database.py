@@ -20,8 +20,6 @@ HOME_FORMAT = 1
 
 FILE_NAME = "shelf.sqlite3"
 
-_BUSY_S = 10.0
-
 _SCHEMA = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value BLOB NOT NULL) STRICT;
 
@@ -61,6 +59,7 @@ CREATE TABLE requests (
     state TEXT NOT NULL,
     body BLOB,
     attempts INTEGER NOT NULL DEFAULT 0,
+    attempts_before INTEGER NOT NULL DEFAULT 0,
     worker TEXT,
     lease_until REAL,
     cache_ids TEXT NOT NULL DEFAULT '[]',
@@ -81,8 +80,9 @@ class Database:
     connection that outlives its thread would be found by nobody.
     """
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, busy_s: float) -> None:
         self._home = home
+        self._busy_s = busy_s
         self._path = home / FILE_NAME
         self._idle: queue.LifoQueue[sqlite3.Connection] = queue.LifoQueue()
 
@@ -144,7 +144,11 @@ class Database:
     def _connect(self) -> sqlite3.Connection:
         # mode=rw: a home that was deleted under a running server is an error, never an empty new shelf.
         connection = sqlite3.connect(
-            f"{self._path.as_uri()}?mode=rw", uri=True, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
+            f"{self._path.as_uri()}?mode=rw",
+            uri=True,
+            timeout=self._busy_s,
+            isolation_level=None,
+            check_same_thread=False,
         )
         connection.row_factory = sqlite3.Row
         connection.execute("PRAGMA foreign_keys = ON")

@@ -61,14 +61,22 @@ class DiskStore(Store):
         self._on_step = on_step
 
     @classmethod
-    def open(cls, home: Path, *, now: Callable[[], float] = time.time, on_step: Step = _no_step) -> Self:
+    def open(
+        cls,
+        home: Path,
+        *,
+        busy_s: float = 10.0,
+        now: Callable[[], float] = time.time,
+        on_step: Step = _no_step,
+    ) -> Self:
         """Open the shelf in a folder; both are made if they are missing. Raises `StoreUnavailable`, `StorageFull`.
 
-        Open it after forking: connections do not survive a fork.
+        busy_s: how long a writer waits for another one's turn. now: the wall clock, Unix seconds. Open it after forking:
+        connections do not survive a fork.
         """
         with translated(home):
             home.mkdir(mode=0o700, parents=True, exist_ok=True)
-            database = Database(home)
+            database = Database(home, busy_s)
             key = database.create()
             blobs, quarantine = BlobFolder.open(home / "blobs"), BlobFolder.open(home / "quarantine")
         return cls(home, database, key, blobs, quarantine, now, on_step)

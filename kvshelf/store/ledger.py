@@ -28,12 +28,17 @@ class RequestError(Record):
 
 
 class RequestRecord(Record):
-    """One request. Times are Unix seconds. `error` is the last attempt's, also while another one is to come."""
+    """One request. Times are Unix seconds. `error` is the last attempt's, also while another one is to come.
+
+    attempts: the number of the last attempt. Numbers never begin anew, also when the request is queued again after it
+    had ended: `attempts_before` says how many of them belong to the time before that.
+    """
 
     id: str
     tenant: str
     state: RequestState
     attempts: int
+    attempts_before: int
     worker: str | None
     lease_until: float | None
     cache_ids: tuple[str, ...]
@@ -52,7 +57,7 @@ class Ledger:
     def open_request(self, request_id: str, *, tenant: str, body: bytes, again: bool = False) -> RequestRecord:
         """Write a request down as queued. Durable when it returns; asking twice changes nothing.
 
-        A failed request is queued anew, with its attempts counted from zero. A finished one is returned as it is,
+        A failed request is queued anew. A finished one is returned as it is,
         unless `again` says that its caches are gone and it is to be done once more. Raises `StateConflict` for an id
         that another tenant holds: ids must be hashes that include the tenant.
         """
@@ -69,8 +74,8 @@ class Ledger:
                 raise StateConflict(f"request id {request_id!r} is taken", param="request_id")
             elif row["state"] == "failed" or (row["state"] == "done" and again):
                 tx.execute(
-                    "UPDATE requests SET state = 'queued', body = ?, attempts = 0, cache_ids = '[]', worker = NULL, "
-                    "error_code = NULL, error_message = NULL, error_param = NULL, updated_at = ? WHERE id = ?",
+                    "UPDATE requests SET state = 'queued', body = ?, attempts_before = attempts, cache_ids = '[]', "
+                    "worker = NULL, error_code = NULL, error_message = NULL, error_param = NULL, updated_at = ? WHERE id = ?",
                     (body, now, request_id),
                 )
             return _record(_require(tx, request_id))
@@ -166,7 +171,7 @@ class Ledger:
 
 
 _FIELDS = (
-    "id, tenant, state, attempts, worker, lease_until, cache_ids, error_code, error_message, error_param, "
+    "id, tenant, state, attempts, attempts_before, worker, lease_until, cache_ids, error_code, error_message, error_param, "
     "created_at, updated_at"
 )
 
@@ -207,6 +212,7 @@ def _record(row: sqlite3.Row) -> RequestRecord:
         tenant=row["tenant"],
         state=row["state"],
         attempts=row["attempts"],
+        attempts_before=row["attempts_before"],
         worker=row["worker"],
         lease_until=row["lease_until"],
         cache_ids=tuple(json.loads(row["cache_ids"])),

@@ -95,3 +95,40 @@ def require_equal(left: CompressedCache, right: CompressedCache) -> None:
             assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
         assert torch.equal(ours.entry_positions, theirs.entry_positions)
         assert theirs.entry_positions.dtype == torch.int32
+
+
+def golden_caches() -> dict[str, CompressedCache]:
+    """Caches whose blobs are committed. Made by counting: torch's random numbers may change between versions."""
+
+    def layer(heads: Sequence[Sequence[int]], dims: tuple[int, int], dtype: torch.dtype, rope_mode: str) -> Kept:
+        entries = sum(len(head) for head in heads)
+        keys = torch.arange(entries * dims[0], dtype=torch.float32).view(entries, dims[0]) / 8 - 3
+        return Kept.from_heads(
+            keys=list(keys.to(dtype).split([len(head) for head in heads])),
+            values=[-torch.ones(len(head), dims[1], dtype=dtype) * 0.5 for head in heads],
+            positions=[torch.tensor(head, dtype=torch.int64) for head in heads],
+            rope_mode=rope_mode,
+        )
+
+    every, some, few = list(range(24)), list(range(0, 24, 2)), [3, 20]
+    shapes: dict[str, tuple[Sequence[Sequence[Sequence[int]]], tuple[int, int], torch.dtype, str]] = {
+        "range-float32": ([[every, every]], (4, 4), torch.float32, "baked"),
+        "bitmap-bfloat16": ([[some, every], [every, some]], (6, 4), torch.bfloat16, "baked"),
+        "delta-float16": ([[few, [0]], [[], [23]], [[], []]], (3, 5), torch.float16, "pre"),
+    }
+    return {
+        name: CompressedCache(
+            tuple(layer(heads, dims, dtype, rope) for heads in layers),
+            24,
+            24,
+            make_identity(24, probe=f"golden {name}"),
+        )
+        for name, (layers, dims, dtype, rope) in shapes.items()
+    }
+
+
+if __name__ == "__main__":  # python -m tests.store.caches: only ever for a new minor version of the format
+    from pathlib import Path
+
+    for name, cache in golden_caches().items():
+        (Path(__file__).parent / "golden" / f"{name}.kvb").write_bytes(cache.to_bytes())
