@@ -18,6 +18,7 @@ MAX_TTL_S = 10 * 365 * 86400.0
 LayoutName = Literal["chat", "plain"]
 Role = Literal["system", "user", "assistant"]
 FinishReason = Literal["stop", "length"]
+MissReason = Literal["model_changed", "expired", "evicted", "corrupt", "version"]
 RequestState = Literal["queued", "running", "done", "failed"]
 
 Text = Annotated[str, Field(min_length=1)]

@@ -23,6 +23,7 @@ from kvshelf.client.strict import (
     LabelValue,
     LayoutName,
     MaxTokens,
+    MissReason,
     ModelName,
     Prompts,
     Ratio,
@@ -234,13 +235,15 @@ class Deleted(ResponseBody):
 class ErrorBody(ResponseBody):
     """`code` is what programs decide by, `type` its group, `param` the field at fault, `message` for people.
 
-    `details` holds machine-readable facts, for example both fingerprints of a model_mismatch.
+    `miss_reason` says why a stored cache could not be used. `details` holds machine-readable facts, for example both
+    fingerprints of a model_mismatch. Both are there only when they say something.
     """
 
     message: str
     type: str
     param: str | None = None
     code: str
+    miss_reason: MissReason | None = None
     details: dict[str, Any] | None = None
 
 

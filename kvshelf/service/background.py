@@ -1,0 +1,129 @@
+"""Creations that were accepted with 202. They are in the ledger before the answer goes out, and survive a restart.
+
+The queue here holds ids only; the ledger has the bodies. An attempt is counted in the ledger by the worker before it
+begins, so that a document that kills its worker is known after `MAX_ATTEMPTS` and given up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import structlog
+
+from kvshelf.errors import CacheError, CacheNotFound, InvalidRequest, KvshelfError, WorkerCrashed
+from kvshelf.store.base import Store
+from kvshelf.store.identity import canonical_json, digest
+from kvshelf.store.ledger import RequestRecord
+from kvshelf.workers.remote import RemoteEngine
+from kvshelf.workers.replica import LEASE_S, MAX_ATTEMPTS
+
+log = structlog.get_logger("kvshelf.service")
+
+_RUNNERS_PER_MODEL = 2  # one document is being prefilled while the next is tokenized and the last one stored
+_POLL_S = 0.5
+
+
+class Background:
+    """Works off the ledger's requests. `start` it on the event loop of the service, `stop` it once."""
+
+    def __init__(self, store: Store, engines: Mapping[str, RemoteEngine], *, deadline_s: float) -> None:
+        self._store = store
+        self._engines = engines
+        self._deadline_s = deadline_s
+        self._waiting: asyncio.Queue[_Key] = asyncio.Queue()
+        self._known: set[_Key] = set()
+        self._runners: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Take up what an earlier process left unfinished, and begin to work."""
+        for record in await asyncio.to_thread(self._store.ledger.unfinished):
+            self._enqueue(_Key(record.id, record.tenant))
+        self._runners = [asyncio.ensure_future(self._run()) for _ in range(_RUNNERS_PER_MODEL * len(self._engines))]
+
+    async def stop(self) -> None:
+        """Leave the rest to the next start."""
+        for runner in self._runners:
+            runner.cancel()
+        await asyncio.gather(*self._runners, return_exceptions=True)
+
+    async def submit(self, spec: Mapping[str, Any], tenant: str) -> RequestRecord:
+        """Write a creation down, durably, and queue it. The same creation has the same id and is done once."""
+        body = canonical_json(dict(spec))
+        request_id = "req_" + digest("kvshelf.request", tenant, body)
+        record = await asyncio.to_thread(self._open, request_id, tenant, body.encode())
+        if record.state in ("queued", "running"):
+            self._enqueue(_Key(request_id, tenant))
+        return record
+
+    def _open(self, request_id: str, tenant: str, body: bytes) -> RequestRecord:
+        ledger = self._store.ledger
+        record = ledger.open_request(request_id, tenant=tenant, body=body)
+        try:
+            for cache_id in record.cache_ids:
+                self._store.stat(cache_id, tenant=tenant)
+        except (CacheNotFound, CacheError):
+            record = ledger.open_request(request_id, tenant=tenant, body=body, again=True)
+        return record
+
+    def _enqueue(self, key: _Key) -> None:
+        if key not in self._known:
+            self._known.add(key)
+            self._waiting.put_nowait(key)
+
+    async def _run(self) -> None:
+        while True:
+            key = await self._waiting.get()
+            try:
+                while (pause_s := await self._advance(key)) is not None:
+                    await asyncio.sleep(pause_s)
+            except Exception:
+                # One request must not end the runner. It stays in the ledger and is taken up at the next start.
+                log.exception("background request failed unexpectedly", request=key.id)
+            finally:
+                self._known.discard(key)
+
+    async def _advance(self, key: _Key) -> float | None:
+        """Try a request once, if it is time. Returns the seconds until the next try, None when it has ended."""
+        record = await asyncio.to_thread(self._store.ledger.get_request, key.id, tenant=key.tenant)
+        if record.state in ("done", "failed"):
+            return None
+        if record.state == "running":
+            # A worker is at it that this process did not ask, or one that died: then its lease runs out.
+            if record.lease_until is not None and record.lease_until > time.time():
+                return _POLL_S
+            if record.attempts >= MAX_ATTEMPTS:
+                await asyncio.to_thread(self._give_up, record)
+                return None
+        try:
+            await self._try(record)
+        except KvshelfError as error:
+            # What the work itself met, the worker has recorded; the ledger says whether to go on.
+            log.info("background attempt failed", request=key.id, code=error.code)
+            return float(error.details.get("retry_after_s", _POLL_S))
+        return None
+
+    async def _try(self, record: RequestRecord) -> None:
+        spec = json.loads(await asyncio.to_thread(self._store.ledger.body, record.id))
+        engine = self._engines.get(spec["model"])
+        if engine is None:
+            await asyncio.to_thread(self._refuse, record, f"model {spec['model']!r} is no longer served here")
+            return
+        await engine.create(spec, tenant=record.tenant, deadline_s=self._deadline_s, request_id=record.id)
+
+    def _give_up(self, record: RequestRecord) -> None:
+        message = f"the worker died in each of {record.attempts} attempts; this document seems to be the cause"
+        self._store.ledger.fail(record.id, record.attempts, code=WorkerCrashed.code, message=message, final=True)
+
+    def _refuse(self, record: RequestRecord, message: str) -> None:
+        ledger = self._store.ledger
+        attempt = ledger.start_attempt(record.id, worker="front end", lease_s=LEASE_S)
+        ledger.fail(record.id, attempt, code=InvalidRequest.code, message=message, param="model", final=True)
+
+
+class _Key(NamedTuple):
+    id: str
+    tenant: str

@@ -1,0 +1,184 @@
+"""The one place where exceptions become error envelopes, and where every response gets its `x-request-id`."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+import time
+from collections.abc import Sequence
+
+import structlog
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Match
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvshelf.client.strict import MissReason, refusal
+from kvshelf.client.types import ErrorBody, ErrorEnvelope
+from kvshelf.errors import (
+    BlobError,
+    BodyTooLarge,
+    CacheCorrupt,
+    CacheExpired,
+    InternalError,
+    InvalidRequest,
+    KvshelfError,
+    MethodNotAllowed,
+    ModelMismatch,
+    NotFound,
+)
+
+log = structlog.get_logger("kvshelf.service")
+
+LINGER_S = 2.0
+"""How long the rest of a refused body is read and thrown away, so that the caller gets to read the refusal."""
+
+
+def envelope(error: KvshelfError) -> ErrorEnvelope:
+    """An error as it is put on the wire."""
+    return ErrorEnvelope(
+        error=ErrorBody(
+            message=error.message,
+            type=error.type,
+            param=error.param,
+            code=error.code,
+            miss_reason=_miss_reason(error),
+            details=error.details or None,
+        )
+    )
+
+
+def wire(error: KvshelfError) -> dict[str, object]:
+    """The envelope as JSON. `miss_reason` and `details` are there only when they say something; `param` always is."""
+    body = envelope(error).error
+    silent = {name for name in ("miss_reason", "details") if getattr(body, name) is None}
+    return {"error": body.model_dump(mode="json", exclude=silent)}
+
+
+def _miss_reason(error: KvshelfError) -> MissReason | None:
+    """Why a stored cache could not be used. Evictions are not recorded in this version: they are `cache_not_found`."""
+    if isinstance(error, BlobError) and error.reason.startswith("unknown_"):
+        return "version"
+    if isinstance(error, CacheCorrupt):
+        return "corrupt"
+    if isinstance(error, CacheExpired):
+        return "expired"
+    return "model_changed" if isinstance(error, ModelMismatch) else None
+
+
+def error_response(error: KvshelfError) -> Response:
+    headers = {}
+    retry_after_s = error.details.get("retry_after_s")
+    if retry_after_s is not None:
+        headers["retry-after"] = str(math.ceil(retry_after_s))  # whole seconds: RFC 9110, section 10.2.3
+    cls = _LingeringResponse if isinstance(error, BodyTooLarge) else JSONResponse
+    return cls(wire(error), status_code=error.status, headers=headers)
+
+
+class _LingeringResponse(JSONResponse):
+    """Closing a socket on unread bytes resets the connection, and the caller may never see why it was refused. So the
+    answer goes out first, then what still arrives is discarded for a moment, then the connection closes."""
+
+    async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
+        headers = [*self.raw_headers, (b"connection", b"close")]
+        await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        end = time.monotonic() + LINGER_S
+        try:
+            async with asyncio.timeout(LINGER_S):
+                while time.monotonic() < end:
+                    message = await receive()
+                    if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                        break
+        except TimeoutError:
+            pass
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def translate(exc: Exception) -> KvshelfError:
+    """Any exception that reached the edge, as one of ours. What nobody expected is logged in full and told in short."""
+    if isinstance(exc, KvshelfError):
+        return exc
+    if isinstance(exc, ValidationError):
+        return refusal(exc)
+    if isinstance(exc, RequestValidationError):
+        first = exc.errors()[0]
+        param = ".".join(str(part) for part in first["loc"][1:])
+        return InvalidRequest(f"{param}: {first['msg']}", param=param)
+    log.error("bug", exc_info=exc)
+    request_id = structlog.contextvars.get_contextvars().get("request_id", "unknown")
+    return InternalError(f"this is a bug of kvshelf; please report it with the request id {request_id}")
+
+
+def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
+    """Give the app, which has these routes, its error handlers and the request ids."""
+
+    async def ours(_: Request, exc: Exception) -> Response:
+        return error_response(translate(exc))
+
+    async def framework(request: Request, exc: Exception) -> Response:
+        assert isinstance(exc, HTTPException)
+        where = f"{request.method} {request.url.path[:200]}"
+        if exc.status_code == 404:
+            return error_response(NotFound(f"there is no {where}; /openapi.json lists what there is"))
+        if exc.status_code == 405:
+            allowed = _methods(request, routes)
+            response = error_response(MethodNotAllowed(f"{where} is not possible; allowed are {allowed}"))
+            response.headers["allow"] = allowed
+            return response
+        return error_response(InvalidRequest(str(exc.detail)))
+
+    app.add_exception_handler(KvshelfError, ours)
+    app.add_exception_handler(RequestValidationError, ours)
+    app.add_exception_handler(ValidationError, ours)
+    app.add_exception_handler(HTTPException, framework)
+    app.add_middleware(RequestIds)
+
+
+def _methods(request: Request, routes: Sequence[BaseRoute]) -> str:
+    """What the path of a request can do, over all its routes; Starlette names the methods of the first one only."""
+    matching = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+    return ", ".join(sorted({method for route in matching for method in getattr(route, "methods", ())}))
+
+
+class RequestIds:
+    """Names each request, puts the name on its response and on its one line in the log, and lets no exception through.
+
+    Plain ASGI: Starlette's `BaseHTTPMiddleware` would stand between a stream and the news that its reader hung up.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        request_id = secrets.token_hex(12)
+        structlog.contextvars.clear_contextvars()
+        structlog.contextvars.bind_contextvars(request_id=request_id)
+        started = time.monotonic()
+        status = 0
+
+        async def send_named(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_named)
+        except Exception as exc:
+            error = translate(exc)
+            if status == 0:
+                await error_response(error)(scope, receive, send_named)
+        finally:
+            seconds = round(time.monotonic() - started, 4)
+            log.info("request", method=scope["method"], path=scope["path"], status=status, seconds=seconds)

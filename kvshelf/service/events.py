@@ -1,0 +1,40 @@
+"""Answers as event streams: `data:` lines of JSON, ended by `[DONE]` (WHATWG HTML, section 9.2)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import StreamingResponse
+
+from kvshelf.service.errors import translate, wire
+from kvshelf.service.state import until_hangup
+
+
+async def event_stream(request: Request, events: AsyncGenerator[dict[str, Any], None]) -> StreamingResponse:
+    """Stream `events`. What goes wrong before the first one is an ordinary error response; later, an event of its own.
+
+    When the caller hangs up, `events` is closed, and with it the work behind it ends.
+    """
+    first = await until_hangup(request, anext(events))
+    headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+    return StreamingResponse(_lines(first, events), headers=headers, media_type="text/event-stream")
+
+
+async def _lines(first: dict[str, Any], events: AsyncGenerator[dict[str, Any], None]) -> AsyncIterator[str]:
+    yield _line(first)
+    try:
+        async with aclosing(events):
+            async for event in events:
+                yield _line(event)
+    except Exception as exc:
+        # The status line has gone out; the error can only follow as an event.
+        yield _line(wire(translate(exc)))
+    yield "data: [DONE]\n\n"
+
+
+def _line(event: dict[str, Any]) -> str:
+    return f"data: {json.dumps(event, ensure_ascii=False, separators=(',', ':'))}\n\n"

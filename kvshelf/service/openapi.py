@@ -1,0 +1,78 @@
+"""What the OpenAPI document says about bodies that the routes read themselves, as streams."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from kvshelf.client.openai import ChatCompletionChunk, ChatCompletionRequest
+from kvshelf.client.types import AnswerDelta, AnswerList, CreateCache, ErrorEnvelope, Query, RequestObject
+
+_READ_BY_ROUTES: list[type[BaseModel]] = [
+    AnswerDelta,
+    AnswerList,
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    CreateCache,
+    ErrorEnvelope,
+    Query,
+    RequestObject,
+]
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "default": {
+        "description": "an error; `code` says which",
+        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorEnvelope"}}},
+    }
+}
+"""For the `responses` of every route."""
+
+
+def body_of(model: type[BaseModel], *, form: bool = False) -> dict[str, Any]:
+    """The `requestBody` of a route. With `form`, a multipart form with the document as `file` will do as well."""
+    content: dict[str, Any] = {"application/json": {"schema": _reference(model)}}
+    if form:
+        fields = {
+            name: {"type": "string"} for name in model.model_fields if name not in ("document", "messages", "token_ids")
+        }
+        fields["file"] = {"type": "string", "format": "binary"}
+        content["multipart/form-data"] = {"schema": {"type": "object", "properties": fields, "required": ["file"]}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def json_or_events(one: type[BaseModel], *more: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """The 200 of a route that answers with JSON, or with an event stream where `stream` asks for one."""
+    schemas = [_reference(model) for model in (one, *more)]
+    content = {
+        "application/json": {"schema": schemas[0] if not more else {"anyOf": schemas}},
+        "text/event-stream": {"schema": {"type": "string"}},
+    }
+    return {200: {"description": "the answer", "content": content}}
+
+
+def query_parameter(name: str, kind: str, description: str) -> dict[str, Any]:
+    return {"name": name, "in": "query", "required": False, "schema": {"type": kind}, "description": description}
+
+
+def install(app: FastAPI) -> None:
+    """Make `app.openapi` add the schemas that routes refer to by name."""
+    generate = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = generate()
+        _, definitions = models_json_schema(
+            [(model, "validation") for model in _READ_BY_ROUTES], ref_template="#/components/schemas/{model}"
+        )
+        schemas = document.setdefault("components", {}).setdefault("schemas", {})
+        for name, schema in definitions["$defs"].items():
+            schemas.setdefault(name, schema)
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's documented way to extend its document
+
+
+def _reference(model: type[BaseModel]) -> dict[str, str]:
+    return {"$ref": f"#/components/schemas/{model.__name__}"}

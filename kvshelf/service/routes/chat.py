@@ -1,0 +1,125 @@
+"""/v1/chat/completions: OpenAI's shapes, with a stored cache as the beginning of the conversation."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+from kvshelf.client.openai import (
+    AssistantMessage,
+    ChatChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    ChatUsage,
+    ChunkChoice,
+    Delta,
+    PromptTokensDetails,
+)
+from kvshelf.errors import InvalidRequest
+from kvshelf.service import openapi
+from kvshelf.service.body import read_json
+from kvshelf.service.events import event_stream
+from kvshelf.service.routes.queries import stop_texts
+from kvshelf.service.state import TENANT, InService, off_loop, until_hangup
+from kvshelf.workers.generation import Sampling, Usage
+from kvshelf.workers.replica import Asked, Replied
+
+router = APIRouter(prefix="/v1/chat", tags=["chat"], responses=openapi.ERRORS)
+
+
+@router.post(
+    "/completions",
+    response_class=JSONResponse,
+    responses=openapi.json_or_events(ChatCompletion),
+    openapi_extra=openapi.body_of(ChatCompletionRequest),
+)
+async def complete(request: Request, service: InService) -> Response:
+    """Continue the conversation that a stored cache begins."""
+    body = await read_json(request, ChatCompletionRequest, service.settings)
+    assert body.cache_id is not None  # the type refuses a body without it
+    manifest = await off_loop(service.store.stat, body.cache_id, tenant=TENANT)
+    engine = service.engine_for(manifest)
+    if body.model not in (None, manifest.model, engine.model):
+        raise InvalidRequest(f"cache {body.cache_id} is of model {manifest.model!r}, not {body.model!r}", param="model")
+    head = _Head("chatcmpl-" + secrets.token_hex(12), int(time.time()), manifest.model)
+    asked, deadline_s = _asked(body), service.settings.request_deadline_s
+    if body.stream:
+        with_usage = body.stream_options is not None and body.stream_options.include_usage
+        replies = engine.stream(body.cache_id, asked, tenant=TENANT, deadline_s=deadline_s)
+        return await event_stream(request, _events(replies, head, with_usage=with_usage))
+    work = engine.query(body.cache_id, asked, tenant=TENANT, deadline_s=deadline_s)
+    (reply,) = await until_hangup(request, work)
+    choice = ChatChoice(message=AssistantMessage(content=reply.answer.text), finish_reason=reply.answer.finish_reason)
+    completion = ChatCompletion(
+        id=head.id, created=head.created, model=head.model, choices=[choice], usage=_usage(reply.answer.usage)
+    )
+    return JSONResponse(completion.model_dump(mode="json"))
+
+
+@dataclass(frozen=True)
+class _Head:
+    """What all chunks of one completion have in common."""
+
+    id: str
+    created: int
+    model: str
+
+    def chunk(self, delta: Delta, finish_reason: Any = None) -> dict[str, Any]:
+        choice = ChunkChoice(delta=delta, finish_reason=finish_reason)
+        chunk = ChatCompletionChunk(id=self.id, created=self.created, model=self.model, choices=[choice])
+        wire = chunk.model_dump(mode="json", exclude={"usage"})
+        # OpenAI's deltas hold only what is new: a delta without content has no content, not a null one.
+        wire["choices"][0]["delta"] = delta.model_dump(exclude_none=True)
+        return wire
+
+    def last(self, usage: ChatUsage) -> dict[str, Any]:
+        chunk = ChatCompletionChunk(id=self.id, created=self.created, model=self.model, choices=[], usage=usage)
+        return chunk.model_dump(mode="json")
+
+
+async def _events(
+    replies: AsyncGenerator[str | Replied, None], head: _Head, *, with_usage: bool
+) -> AsyncGenerator[dict[str, Any], None]:
+    # With usage asked for, every chunk but the last says that it has none: so OpenAI's streams do.
+    extra: dict[str, Any] = {"usage": None} if with_usage else {}
+    started = False
+    async with aclosing(replies):
+        async for piece in replies:
+            if not started:
+                yield head.chunk(Delta(role="assistant", content="")) | extra
+                started = True
+            if isinstance(piece, str):
+                yield head.chunk(Delta(content=piece)) | extra
+                continue
+            yield head.chunk(Delta(), piece.answer.finish_reason) | extra
+            if with_usage:
+                yield head.last(_usage(piece.answer.usage))
+
+
+def _asked(body: ChatCompletionRequest) -> Asked:
+    sampling = Sampling(
+        max_tokens=body.token_limit,
+        temperature=body.temperature or 0.0,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        seed=body.seed,
+        stop=stop_texts(body.stop),
+    )
+    return Asked(([message.plain().model_dump() for message in body.messages],), sampling)
+
+
+def _usage(usage: Usage) -> ChatUsage:
+    prompt = usage.cache_read_tokens + usage.prefill_tokens
+    return ChatUsage(
+        prompt_tokens=prompt,
+        completion_tokens=usage.completion_tokens,
+        total_tokens=prompt + usage.completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=usage.cache_read_tokens),
+    )

@@ -1,0 +1,93 @@
+"""What this service is and how it does: models, policies, limits, health."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import APIRouter, Response
+from fastapi.responses import JSONResponse
+
+from kvshelf.client.strict import MAX_PROMPTS
+from kvshelf.client.types import Limits, ModelList, PolicyList, PolicyObject, Readiness, ReadyPart
+from kvshelf.errors import KvshelfError, NoWorker, WorkerCrashed
+from kvshelf.service import openapi
+from kvshelf.service.state import InService, Service, off_loop
+from kvshelf.workers.policies import catalog
+from kvshelf.workers.remote import RemoteEngine, replicas_running
+
+router = APIRouter(tags=["service"], responses=openapi.ERRORS)
+
+_PROBE_S = 5.0
+
+
+@router.get("/v1/models")
+async def models(service: InService) -> ModelList:
+    """The models served; the first is the default."""
+    return ModelList(data=list(service.models))
+
+
+@router.get("/v1/policies")
+async def policies() -> PolicyList:
+    """The compression policies with their parameters and sources."""
+    described = [info.to_dict() for info in catalog()]
+    return PolicyList(data=[PolicyObject.model_validate({"id": info["name"]} | info) for info in described])
+
+
+@router.get("/v1/limits")
+async def limits(service: InService) -> Limits:
+    """What one request may ask of this service."""
+    settings = service.settings
+    return Limits(
+        max_body_bytes=settings.max_body_bytes,
+        max_prompts=MAX_PROMPTS,
+        max_queued_requests=settings.max_queued_requests,
+        upload_deadline_s=settings.upload_deadline_s,
+        request_deadline_s=settings.request_deadline_s,
+        models={model.id: model.max_tokens for model in service.models},
+    )
+
+
+@router.get("/livez", response_class=Response, responses={200: {"description": "this process answers"}})
+async def livez() -> Response:
+    """Whether the front end answers at all. It says nothing about workers and store: a restart would not help them."""
+    return Response("ok\n", media_type="text/plain")
+
+
+@router.get("/readyz", response_model=Readiness, responses={503: {"model": Readiness, "description": "not ready"}})
+async def readyz(service: InService) -> Response:
+    """Whether work that is sent now would be done; names each part that stands in its way."""
+    probes = [_store(service), *(_workers(engine, service.settings.replicas) for engine in service.engines.values())]
+    parts = await asyncio.gather(*probes)
+    ready = all(part.ready for part in parts)
+    content = Readiness(status="ready" if ready else "degraded", parts=parts).model_dump(mode="json")
+    return JSONResponse(content, status_code=200 if ready else 503)
+
+
+async def _store(service: Service) -> ReadyPart:
+    try:
+        async with asyncio.timeout(_PROBE_S):
+            await off_loop(service.store.usage)
+    except KvshelfError as error:
+        return ReadyPart(name="store", ready=False, reason=error.message)
+    except TimeoutError:
+        return ReadyPart(name="store", ready=False, reason=f"no answer within {_PROBE_S:g} s")
+    return ReadyPart(name="store", ready=True)
+
+
+async def _workers(engine: RemoteEngine, wanted: int) -> ReadyPart:
+    """Ray notices a dead replica only at its next health check, so a replica is also asked."""
+    name = f"workers:{engine.model}"
+    try:
+        async with asyncio.timeout(_PROBE_S):
+            running = await off_loop(replicas_running, engine.app)
+        if running == 0:
+            return ReadyPart(name=name, ready=False, reason=f"0 of {wanted} replicas run; a new one is being started")
+        await engine.describe(deadline_s=_PROBE_S)
+    except (NoWorker, WorkerCrashed) as error:
+        return ReadyPart(name=name, ready=False, reason=error.message)
+    except TimeoutError:
+        return ReadyPart(name=name, ready=False, reason=f"Ray gave no answer within {_PROBE_S:g} s")
+    except KvshelfError:
+        pass  # a full queue, say: busy, and therefore at work
+    reason = "" if running >= wanted else f"{running} of {wanted} replicas run"
+    return ReadyPart(name=name, ready=True, reason=reason)

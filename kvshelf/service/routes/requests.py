@@ -1,0 +1,59 @@
+"""/v1/requests: creations in the background."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request
+
+from kvshelf.client.types import ErrorBody, RequestObject
+from kvshelf.errors import InternalError, by_code
+from kvshelf.service import openapi
+from kvshelf.service.state import TENANT, InService, off_loop, until_hangup
+from kvshelf.store.ledger import Ledger, RequestRecord
+
+router = APIRouter(prefix="/v1/requests", tags=["requests"], responses=openapi.ERRORS)
+
+MAX_WAIT_S = 300.0
+_FIRST_POLL_S, _LAST_POLL_S = 0.05, 0.5
+
+
+@router.get("/{request_id}")
+async def get_request(
+    request_id: str,
+    request: Request,
+    service: InService,
+    wait_s: Annotated[float, Query(ge=0, le=MAX_WAIT_S, allow_inf_nan=False)] = 0.0,
+) -> RequestObject:
+    """How far a creation is. With `wait_s` the answer comes once it has ended, or after that many seconds."""
+    record = await until_hangup(request, _wait(service.store.ledger, request_id, wait_s))
+    return request_object(record)
+
+
+async def _wait(ledger: Ledger, request_id: str, wait_s: float) -> RequestRecord:
+    end = time.monotonic() + wait_s
+    pause_s = _FIRST_POLL_S
+    while True:
+        record = await off_loop(ledger.get_request, request_id, tenant=TENANT)
+        if record.state in ("done", "failed") or time.monotonic() >= end:
+            return record
+        await asyncio.sleep(min(pause_s, max(0.0, end - time.monotonic())))
+        pause_s = min(2 * pause_s, _LAST_POLL_S)
+
+
+def request_object(record: RequestRecord) -> RequestObject:
+    error = None
+    if record.error is not None:
+        cls = by_code().get(record.error.code, InternalError)
+        error = ErrorBody(message=record.error.message, type=cls.type, param=record.error.param, code=record.error.code)
+    return RequestObject(
+        id=record.id,
+        state=record.state,
+        cache_id=record.cache_ids[0] if record.cache_ids else None,
+        attempts=record.attempts,
+        error=error,
+        created_at=record.created_at,
+        updated_at=record.updated_at,
+    )

@@ -1,0 +1,140 @@
+"""`serve`: bring up the store, Ray, the workers and the HTTP server, in this order; take them down in reverse."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
+
+import structlog
+import uvicorn
+
+from kvshelf.errors import InvalidRequest
+from kvshelf.service import logs
+from kvshelf.service.settings import Settings
+from kvshelf.store.base import Store
+from kvshelf.store.url import open_store
+from kvshelf.workers.cluster import prepare_environment, ray_cluster
+
+READY = "kvshelf is ready at "
+"""Begins the one line on standard output that says where the service listens."""
+
+log = structlog.get_logger("kvshelf.service")
+
+
+def serve(settings: Settings) -> None:
+    """Run the service until SIGINT or SIGTERM, then take down what was started and return.
+
+    Raises errors of kvshelf when a part does not come up: a port in use, a store that does not work, an unknown model.
+    """
+    logs.configure(settings.log_level)
+    prepare_environment(settings.address)
+    with (
+        _stopped_by_signals(),
+        # What can be refused at once is refused before Ray is started, which takes seconds.
+        _bound(settings.host, settings.port) as listener,
+        open_store(settings.store) as store,
+    ):
+        log.info("starting", models=settings.models, store=settings.redacted()["store"])
+        replicas = settings.replicas * len(settings.models)
+        with ray_cluster(settings.address, min_cpus=replicas) as local, _stopped_by_signals():
+            _serve_on(listener, settings, store, local=local)
+
+
+def _serve_on(listener: socket.socket, settings: Settings, store: Store, *, local: bool) -> None:
+    # Imported here because they import ray, which reads the environment prepared above.
+    from kvshelf.service.app import create_app
+    from kvshelf.workers import deployment
+    from kvshelf.workers.scheduler import SchedulerLimits
+
+    threads = settings.threads or _share_of_cpus(settings) if local else settings.threads
+    configs = [
+        deployment.ReplicaConfig(
+            model=model,
+            store_url=settings.store,
+            device=settings.device,
+            dtype=settings.dtype,
+            threads=threads,
+            limits=SchedulerLimits(max_open=settings.max_open_generations, batch_share=settings.batch_share),
+        )
+        for model in settings.models
+    ]
+    limits = deployment.DeploymentLimits(settings.replicas, settings.max_ongoing_requests, settings.max_queued_requests)
+    engines = deployment.deploy(configs, limits)
+    try:
+        deployment.await_running(engines.values(), deadline_s=settings.startup_deadline_s)
+        _HttpServer(create_app(settings, engines, store), settings).run(sockets=[listener])
+    finally:
+        if not local:  # a cluster of one's own goes down as a whole
+            deployment.undeploy(engines.values())
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn, telling the world once it listens."""
+
+    def __init__(self, app: object, settings: Settings) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,  # type: ignore[arg-type]  # FastAPI is an ASGI application, uvicorn's own type is a union of Any
+                loop="asyncio",
+                lifespan="on",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=int(settings.shutdown_grace_s),
+            )
+        )
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started and sockets:
+            host, port = sockets[0].getsockname()[:2]
+            print(f"{READY}http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+
+
+@contextmanager
+def _bound(host: str, port: int) -> Iterator[socket.socket]:
+    """A socket that holds the port but does not listen yet: until the service is ready, connections are refused."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+        except OSError as error:
+            raise InvalidRequest(
+                f"cannot listen on {host} port {port}: {error.strerror}. Choose another --port, or 0 for a free one",
+                param="port",
+            ) from error
+        yield listener
+
+
+class _Leave(BaseException):
+    """A signal asked the service to stop. No `Exception`, so that nothing on the way mistakes it for a failure."""
+
+
+@contextmanager
+def _stopped_by_signals() -> Iterator[None]:
+    """Inside the block SIGINT and SIGTERM unwind the stack to its end, so that everything that was started is stopped.
+
+    Nested once more inside Ray, which puts its own handlers.
+    """
+
+    def leave(_number: int, _frame: FrameType | None) -> NoReturn:
+        raise _Leave
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    except _Leave:
+        pass
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _share_of_cpus(settings: Settings) -> int:
+    return max(1, (os.cpu_count() or 1) // (settings.replicas * len(settings.models)))

@@ -1,0 +1,119 @@
+"""The service's settings: from `KVSHELF_...` variables, overridden by the command line, frozen once they are read."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError, field_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from kvshelf.errors import InvalidRequest
+
+PREFIX = "KVSHELF_"
+
+CLIENT_VARIABLES = frozenset({"KVSHELF_URL", "KVSHELF_API_KEY"})
+"""Read by the clients. They may stand in the environment of a service, which has no use for them."""
+
+_URL_SECRET = re.compile(r"(?<=://)[^/@\s]*@")
+
+Seconds = Annotated[float, Field(gt=0, le=30 * 86400)]
+
+
+class Settings(BaseSettings):
+    """All settings of `kvshelf serve`. `_s` are seconds, `_bytes` bytes.
+
+    In the environment a setting is `KVSHELF_` and its name in capitals; lists are separated by commas.
+    """
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    store: str = Field("disk://kvshelf-home", description="URL of the store; the last tier is the home")
+    models: Annotated[tuple[str, ...], NoDecode] = Field(
+        ("kvshelf-tiny",), min_length=1, description="bundled names, folders or hub ids; the first is the default"
+    )
+    device: str = Field("auto", description="auto, cpu or cuda")
+    dtype: str = Field("auto", description="auto, float32, bfloat16 or float16")
+    replicas: int = Field(1, ge=1, le=1024, description="replicas of each model")
+    threads: int | None = Field(
+        None, ge=1, le=1024, description="CPU threads per replica; all CPUs shared out if unset"
+    )
+    address: str | None = Field(None, description="of a running Ray cluster; a local one is started if unset")
+    host: str = "127.0.0.1"
+    port: int = Field(8765, ge=0, le=65535, description="0 takes a free one")
+
+    max_body_bytes: int = Field(64 << 20, ge=1024)
+    upload_deadline_s: Seconds = Field(120.0, description="the whole body must have arrived by then")
+    min_upload_bytes_per_s: int = Field(1024, ge=1, description="slower than this, after a grace time, is refused")
+    upload_grace_s: Seconds = Field(10.0, description="before the minimum rate is asked for")
+    request_deadline_s: Seconds = Field(600.0, description="for one creation or one query, queueing included")
+
+    max_ongoing_requests: int = Field(64, ge=1, description="per replica, at work or queued inside it")
+    max_queued_requests: int = Field(256, ge=1, description="per model, waiting for a replica")
+    max_open_generations: int = Field(16, ge=1, description="questions that take decode steps in turns, per replica")
+    batch_share: float = Field(0.1, gt=0, lt=1, description="least share of a busy model's time for compression")
+
+    sweep_interval_s: Seconds = Field(60.0, description="between two removals of what has expired")
+    startup_deadline_s: Seconds = Field(300.0, description="for the models to be loaded")
+    shutdown_grace_s: Seconds = Field(10.0, description="for open requests when the service stops")
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @field_validator("models", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+    @field_validator("models")
+    @classmethod
+    def _no_duplicates(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(value)) != len(value):
+            raise ValueError("a model is listed twice")
+        return value
+
+    @field_validator("host")
+    @classmethod
+    def _loopback_only(cls, host: str) -> str:
+        if not _is_loopback(host):
+            raise ValueError(
+                f"{host!r} can be reached from other machines, and without API keys anyone could use the service. This "
+                "version has no API keys: bind 127.0.0.1, ::1 or localhost, and put an authenticating proxy in front"
+            )
+        return host
+
+    def redacted(self) -> dict[str, Any]:
+        """All settings, as they apply, for people: user and password in URLs are replaced by stars."""
+        return {name: _redact(value) for name, value in self.model_dump(mode="json").items()}
+
+
+def load_settings(**overrides: Any) -> Settings:
+    """Settings from the environment; `overrides` that are not None win. Raises `InvalidRequest` that names the setting.
+
+    A `KVSHELF_` variable that no setting reads is refused: it is a typing error whose author believes it took effect.
+    """
+    known = {PREFIX + name.upper() for name in Settings.model_fields} | CLIENT_VARIABLES
+    unknown = sorted(name for name in os.environ if name.upper().startswith(PREFIX) and name.upper() not in known)
+    if unknown:
+        raise InvalidRequest(
+            f"unknown setting {unknown[0]}; the settings are {', '.join(sorted(known))}", param=unknown[0]
+        )
+    try:
+        return Settings(**{name: value for name, value in overrides.items() if value is not None})
+    except ValidationError as exc:
+        first = exc.errors(include_url=False, include_input=False)[0]
+        name = ".".join(str(part) for part in first["loc"])
+        raise InvalidRequest(f"setting {name}: {first['msg']}", param=name) from exc
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _redact(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_redact(item) for item in value]
+    return _URL_SECRET.sub("***@", value) if isinstance(value, str) else value

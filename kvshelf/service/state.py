@@ -1,0 +1,103 @@
+"""What the routes work with, and how a route waits without losing sight of its caller."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+from fastapi import Depends, Request
+
+from kvshelf.client.types import CacheObject, ModelObject
+from kvshelf.errors import Cancelled, InvalidRequest
+from kvshelf.service.background import Background
+from kvshelf.service.settings import Settings
+from kvshelf.store.base import Store
+from kvshelf.store.identity import ModelIdentity
+from kvshelf.store.manifest import Manifest
+from kvshelf.workers.remote import RemoteEngine
+
+ResultT = TypeVar("ResultT")
+
+TENANT = "default"
+"""There are no API keys in this version, so there is one tenant, and an Authorization header says nothing."""
+
+
+@dataclass(frozen=True)
+class Service:
+    """The parts of a running front end. `engines` and `models` are in the order of the settings."""
+
+    settings: Settings
+    store: Store
+    engines: Mapping[str, RemoteEngine]
+    models: tuple[ModelObject, ...]
+    background: Background
+
+    def engine(self, model: str | None) -> RemoteEngine:
+        """The engine of a model by name, the first one served without a name."""
+        if model is None:
+            return next(iter(self.engines.values()))
+        if model not in self.engines:
+            raise InvalidRequest(
+                f"model {model!r} is not served here; there is {', '.join(self.engines)}", param="model"
+            )
+        return self.engines[model]
+
+    def engine_for(self, manifest: Manifest) -> RemoteEngine:
+        """The engine to ask about a stored cache: one that runs the model it was made under, by fingerprint.
+
+        Where none does, the one of the same name, or the first, which then says in what the models differ.
+        """
+        made_under = ModelIdentity(**manifest.identity["model"]).fingerprint()
+        same = [model.id for model in self.models if model.fingerprint == made_under]
+        return self.engines[same[0]] if same else self.engines.get(manifest.model) or self.engine(None)
+
+
+def _service(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+InService = Annotated[Service, Depends(_service)]
+
+
+async def off_loop(call: Callable[..., ResultT], *args: Any, **kwargs: Any) -> ResultT:
+    """Run something that blocks (the store) on a thread."""
+    return await asyncio.to_thread(call, *args, **kwargs)
+
+
+async def until_hangup(request: Request, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+    """The result of `work`, which is cancelled when the caller hangs up first. The body must have been read already.
+
+    Starlette does this for streamed responses only.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_hangup(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Cancelled("the caller hung up")
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _hangup(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def cache_object(manifest: Manifest, *, existing: bool = False) -> CacheObject:
+    """A manifest as the API shows it."""
+    same = CacheObject.model_fields.keys() - {"object", "tokens", "bytes", "existing"}
+    return CacheObject.model_validate(
+        manifest.model_dump(include=same)
+        | {
+            "tokens": {"document": manifest.num_tokens, "kept": manifest.kept_tokens},
+            "bytes": {"full": manifest.bytes_full, "stored": manifest.bytes_stored},
+            "existing": existing,
+        }
+    )

@@ -1,0 +1,45 @@
+"""The Ray cluster: connect to a running one, or start one on this machine and take it down again."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+def prepare_environment(address: str | None) -> None:
+    """Set what Ray reads while it is imported. Call before the first import of ray; what is set already stays.
+
+    A local cluster listens on the machine's network address, whatever one asks of it, and whoever reaches it can run
+    code. So it asks for a token, made up here and known to this process and its children alone. (Without a mode Ray
+    would write a token to the home folder and print a banner.) Nothing is reported to Ray's makers.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if address is None and "RAY_AUTH_MODE" not in os.environ:
+        os.environ["RAY_AUTH_MODE"] = "token"
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
+@contextmanager
+def ray_cluster(address: str | None, *, min_cpus: int) -> Iterator[bool]:
+    """Inside the block Ray is connected; gives whether the cluster is this process's own.
+
+    `min_cpus` are declared on a local cluster even if the machine has fewer: replicas are placed by declared CPUs, and
+    on a machine with one CPU two of them shall share it, not wait for ever.
+    """
+    import ray  # here, because it reads the environment when it is imported
+
+    local = address is None
+    ray.init(
+        address="local" if local else address,
+        num_cpus=max(os.cpu_count() or 1, min_cpus) if local else None,
+        include_dashboard=False if local else None,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
+    try:
+        yield local
+    finally:
+        ray.shutdown()

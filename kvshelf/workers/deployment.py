@@ -1,0 +1,124 @@
+"""Replicas as Ray Serve deployments: placement, restart, health checks and queue limits are Ray's.
+
+One deployment per model. Serve's own HTTP proxy stays off: callers use the `RemoteEngine` around its handle.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import ray
+import torch
+from ray import serve
+
+from kvshelf.errors import NoWorker
+from kvshelf.store.url import open_store
+from kvshelf.workers import model as models
+from kvshelf.workers.engine import Engine
+from kvshelf.workers.remote import RemoteEngine, replicas_running
+from kvshelf.workers.replica import Replica
+from kvshelf.workers.scheduler import Scheduler, SchedulerLimits
+
+
+@dataclass(frozen=True)
+class ReplicaConfig:
+    """What each replica of one model is made of.
+
+    model: bundled name, folder or hub id. threads: CPU threads for torch; None leaves Ray's choice.
+    """
+
+    model: str
+    store_url: str
+    device: str = "auto"
+    dtype: str = "auto"
+    threads: int | None = None
+    limits: SchedulerLimits = field(default_factory=SchedulerLimits)
+
+
+@dataclass(frozen=True)
+class DeploymentLimits:
+    """`max_ongoing_requests` per replica, `max_queued_requests` per model wait in the front end for one."""
+
+    replicas: int = 1
+    max_ongoing_requests: int = 64
+    max_queued_requests: int = 256
+
+
+class ServedReplica(Replica):
+    """A `Replica` that makes its own parts: Ray constructs it in the process it will live in."""
+
+    def __init__(self, config: ReplicaConfig) -> None:
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        model, tokenizer = models.load(config.model, device=config.device, dtype=config.dtype)
+        engine = Engine(model, tokenizer, name=served_name(config.model))
+        super().__init__(engine, open_store(config.store_url), Scheduler(engine, config.limits))
+        self.start()
+
+    def __del__(self) -> None:
+        self.stop()
+
+
+def served_name(model: str) -> str:
+    """The name a model goes by in the API: a folder's own name without the path, which is nobody's business."""
+    return Path(model).expanduser().name if Path(model).expanduser().is_dir() else model
+
+
+def deploy(configs: Sequence[ReplicaConfig], limits: DeploymentLimits) -> dict[str, RemoteEngine]:
+    """Start a deployment for each model, without waiting until they run; returns their callers by served name.
+
+    A replica takes one GPU where the cluster has GPUs, else one CPU.
+    """
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)  # each replica that starts is no news
+    serve.start(proxy_location="Disabled")
+    gpus = ray.cluster_resources().get("GPU", 0) > 0
+    resources = {"num_gpus": 1, "num_cpus": 0} if gpus else {"num_cpus": 1}
+    deployment = serve.deployment(ServedReplica).options(
+        num_replicas=limits.replicas,
+        ray_actor_options=resources,
+        max_ongoing_requests=limits.max_ongoing_requests,
+        max_queued_requests=limits.max_queued_requests,
+        health_check_period_s=1.0,
+        health_check_timeout_s=30.0,
+        graceful_shutdown_timeout_s=5.0,
+    )
+    targets = [
+        serve.RunTarget(target=deployment.bind(config), name=_app_name(config.model), route_prefix=None)
+        for config in configs
+    ]
+    handles = serve.run_many(targets, wait_for_ingress_deployment_creation=True, wait_for_applications_running=False)
+    names = [served_name(config.model) for config in configs]
+    return {
+        name: RemoteEngine(name, target.name, handle)
+        for name, target, handle in zip(names, targets, handles, strict=True)
+    }
+
+
+def await_running(engines: Iterable[RemoteEngine], *, deadline_s: float) -> None:
+    """Block until each model has a replica that takes requests. Raises `NoWorker` that says why one has not."""
+    end = time.monotonic() + deadline_s
+    for engine in engines:
+        while replicas_running(engine.app) == 0:
+            overview = serve.status().applications[engine.app]
+            if overview.status == "DEPLOY_FAILED" or time.monotonic() > end:
+                reasons = [d.message.strip() for d in overview.deployments.values() if d.message.strip()]
+                raise NoWorker(f"no worker of {engine.model!r} came up: {' '.join(reasons) or overview.message}")
+            time.sleep(0.1)
+
+
+def undeploy(engines: Iterable[RemoteEngine]) -> None:
+    """Take the deployments down. Not needed where the whole cluster goes down."""
+    for engine in engines:
+        serve.delete(engine.app)
+
+
+def _app_name(model: str) -> str:
+    # Readable in Ray's tools, and never that of another service on the same cluster.
+    readable = re.sub(r"[^A-Za-z0-9]+", "-", served_name(model)).strip("-")
+    return f"kvshelf-{readable[:40]}-{secrets.token_hex(4)}"

@@ -1,0 +1,314 @@
+"""One replica: an engine, its scheduler and the store, behind asynchronous methods. Knows no HTTP and no Ray.
+
+The event loop never computes: tokenization and the store run on threads, the model on the scheduler's. Keys and values
+go from here to the store and back; only ids, text and numbers leave this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from kvshelf.errors import (
+    CacheError,
+    CacheNotFound,
+    CallerError,
+    Cancelled,
+    DocumentTooLong,
+    InternalError,
+    KvshelfError,
+    StateConflict,
+)
+from kvshelf.store.artifact import CompressedCache
+from kvshelf.store.base import Store
+from kvshelf.store.manifest import Manifest, Timings
+from kvshelf.workers.engine import Engine, Job
+from kvshelf.workers.flights import Flights
+from kvshelf.workers.generation import Answer, Sampling
+from kvshelf.workers.scheduler import Scheduler, Ticket
+
+log = logging.getLogger("kvshelf.workers")
+
+ResultT = TypeVar("ResultT")
+
+MAX_ATTEMPTS = 3
+"""How often a request is tried before its failure is final."""
+
+LEASE_S = 10.0
+"""How long after its last sign of life a worker's request may be taken over by another."""
+
+
+@dataclass(frozen=True)
+class Created:
+    """A stored cache, and whether it was on the shelf already. `manifest` has JSON types only."""
+
+    manifest: dict[str, Any]
+    existing: bool
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a query asks of each of its prompts. A prompt is text, or messages of which the first is the user's."""
+
+    prompts: tuple[str | list[dict[str, str]], ...]
+    sampling: Sampling
+
+
+@dataclass(frozen=True)
+class Replied:
+    """One answer, with what is known about the cache it came from. `load_ms`: reading and checking the blob."""
+
+    answer: Answer
+    load_ms: float
+    policy: str
+    compression_ratio: float
+
+
+class Replica:
+    """See the module. `start` it on the event loop that will call it, `stop` it once."""
+
+    def __init__(self, engine: Engine, store: Store, scheduler: Scheduler) -> None:
+        self.name = f"{os.uname().nodename}:{os.getpid()}:{secrets.token_hex(4)}"
+        self._engine = engine
+        self._store = store
+        self._scheduler = scheduler
+        self._flights: Flights[Created] = Flights()
+        self._threads = ThreadPoolExecutor(max_workers=8, thread_name_prefix="replica")
+
+    def start(self) -> None:
+        self._scheduler.start()
+
+    def stop(self, *, drain_s: float = 0.0) -> None:
+        """End all work; whoever waits for it gets `NoWorker`."""
+        self._scheduler.stop(drain_s=drain_s)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def check_health(self) -> None:
+        """Raise if this replica can no longer work and must be replaced."""
+        if not self._scheduler.alive:
+            raise InternalError(f"the scheduler thread of {self._engine.name!r} has ended")
+
+    async def describe(self) -> dict[str, Any]:
+        """The model, for /v1/models. JSON types only."""
+        engine = self._engine
+        return {
+            "id": engine.name,
+            "max_tokens": engine.max_tokens,
+            "default_layout": engine.default_layout,
+            "fingerprint": engine.identity.fingerprint(),
+            "dtype": engine.identity.dtype,
+            "device": str(engine.model.device),
+        }
+
+    async def create(
+        self, spec: Mapping[str, Any], *, tenant: str, deadline_s: float | None = None, request_id: str | None = None
+    ) -> Created:
+        """Compress what `spec` describes (the fields of `CreateCache`) and store it, unless the shelf has it.
+
+        With `request_id`, a request of the ledger, the attempt is counted there before any work, and its end recorded.
+        """
+        if request_id is None:
+            with _named_errors():
+                return await self._create(spec, tenant, deadline_s)
+        self._scheduler.require_room()  # a full queue is no attempt
+        async with self._attempt(request_id) as attempt:
+            with _named_errors():
+                created = await self._create(spec, tenant, deadline_s)
+            finish = self._store.ledger.finish
+            await self._off_loop(finish, request_id, attempt, cache_ids=[created.manifest["id"]])
+            return created
+
+    async def query(
+        self, cache_id: str, asked: Asked, *, tenant: str, deadline_s: float | None = None
+    ) -> list[Replied]:
+        """Answer every prompt, in their order. The first error ends all of them."""
+        with _named_errors():
+            loaded = await self._load(cache_id, tenant)
+            queries = await self._encode(loaded.cache, asked)
+            tickets: list[Ticket[Answer]] = []
+            try:
+                for query in queries:
+                    tickets.append(self._scheduler.generate(loaded.cache, query, asked.sampling, deadline_s=deadline_s))
+                return [loaded.reply(await asyncio.wrap_future(ticket.future)) for ticket in tickets]
+            finally:
+                for ticket in tickets:
+                    ticket.cancel()
+
+    async def stream(
+        self, cache_id: str, asked: Asked, *, tenant: str, deadline_s: float | None = None
+    ) -> AsyncIterator[str | Replied]:
+        """The pieces of the answer to the one prompt as they become final, then the answer. Closing it cancels it."""
+        with _named_errors():
+            loaded = await self._load(cache_id, tenant)
+            (query,) = await self._encode(loaded.cache, asked)
+            loop = asyncio.get_running_loop()
+            pieces: asyncio.Queue[str | None] = asyncio.Queue()
+
+            def hand_over(piece: str | None) -> None:
+                loop.call_soon_threadsafe(pieces.put_nowait, piece)
+
+            ticket = self._scheduler.generate(
+                loaded.cache, query, asked.sampling, on_text=hand_over, deadline_s=deadline_s
+            )
+            ticket.future.add_done_callback(lambda _: hand_over(None))
+            try:
+                while (piece := await pieces.get()) is not None:
+                    yield piece
+                yield loaded.reply(ticket.future.result())
+            finally:
+                ticket.cancel()
+
+    async def _create(self, spec: Mapping[str, Any], tenant: str, deadline_s: float | None) -> Created:
+        job = await self._off_loop(_prepare, self._engine, spec)
+        cache_id = self._store.cache_id(job.identity, tenant=tenant, codec=spec["codec"])
+        created, began = await self._flights.join(
+            cache_id, lambda: self._compress(cache_id, job, spec, tenant, deadline_s)
+        )
+        if created.existing or not began:
+            manifest = await self._off_loop(_prolong, self._store, created.manifest, spec)
+            return Created(manifest, existing=True)
+        return created
+
+    async def _compress(
+        self, cache_id: str, job: Job, spec: Mapping[str, Any], tenant: str, deadline_s: float | None
+    ) -> Created:
+        try:
+            manifest = await self._off_loop(self._store.stat, cache_id, tenant=tenant)
+            return Created(_plain(manifest), existing=True)
+        except (CacheNotFound, CacheError):
+            pass  # not there, or there and of no use any more: `put` replaces it
+        ticket = self._scheduler.compress(job, deadline_s=deadline_s)
+        try:
+            compression = await asyncio.wrap_future(ticket.future)
+        finally:
+            ticket.cancel()
+        manifest = await self._off_loop(
+            self._store.put,
+            compression.cache,
+            codec=spec["codec"],
+            tenant=tenant,
+            ttl_s=spec["ttl_s"],
+            expires_at=spec["expires_at"],
+            labels=spec["labels"],
+            name=spec["name"],
+            timings=Timings(queue_s=ticket.queue_s, prefill_s=compression.prefill_s, compress_s=compression.compress_s),
+        )
+        return Created(_plain(manifest), existing=False)
+
+    @asynccontextmanager
+    async def _attempt(self, request_id: str) -> AsyncIterator[int]:
+        """Count an attempt in the ledger, keep its lease alive, and record it if the work inside fails."""
+        ledger = self._store.ledger
+        attempt = await self._off_loop(ledger.start_attempt, request_id, worker=self.name, lease_s=LEASE_S)
+        renewing = asyncio.ensure_future(self._renew(request_id, attempt))
+        try:
+            yield attempt
+        except asyncio.CancelledError:
+            # The service is stopping. Nobody is to blame, so it is never final; the write outlives the cancellation.
+            stopped = Cancelled("the service stopped")
+            await asyncio.shield(self._record_failure(request_id, attempt, stopped, final=False))
+            raise
+        except KvshelfError as error:
+            final = isinstance(error, CallerError) or attempt >= MAX_ATTEMPTS
+            await self._record_failure(request_id, attempt, error, final=final)
+            raise
+        finally:
+            renewing.cancel()
+
+    async def _renew(self, request_id: str, attempt: int) -> None:
+        while True:
+            await asyncio.sleep(LEASE_S / 3)
+            await self._off_loop(self._store.ledger.renew, request_id, attempt, lease_s=LEASE_S)
+
+    async def _record_failure(self, request_id: str, attempt: int, error: KvshelfError, *, final: bool) -> None:
+        fail = self._store.ledger.fail
+        try:
+            await self._off_loop(
+                fail, request_id, attempt, code=error.code, message=error.message, param=error.param, final=final
+            )
+        except StateConflict:
+            log.warning("attempt %d of %s was taken over by another worker", attempt, request_id)
+
+    async def _load(self, cache_id: str, tenant: str) -> _Loaded:
+        started = time.monotonic()
+        cache = await self._off_loop(self._store.get, cache_id, tenant=tenant)
+        load_ms = (time.monotonic() - started) * 1000
+        self._threads.submit(_touch, self._store, cache_id, tenant)
+        return _Loaded(cache, load_ms)
+
+    async def _encode(self, cache: CompressedCache, asked: Asked) -> list[list[int]]:
+        def encode() -> list[list[int]]:
+            return [self._engine.encode_query(cache, prompt) for prompt in asked.prompts]
+
+        return await self._off_loop(encode)
+
+    async def _off_loop(self, call: Callable[..., ResultT], *args: Any, **kwargs: Any) -> ResultT:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(call, *args, **kwargs))
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    cache: CompressedCache
+    load_ms: float
+
+    def reply(self, answer: Answer) -> Replied:
+        identity = self.cache.identity
+        return Replied(answer, self.load_ms, identity.policy, identity.compression_ratio)
+
+
+def _prepare(engine: Engine, spec: Mapping[str, Any]) -> Job:
+    document = next(spec[name] for name in ("document", "messages", "token_ids") if spec[name] is not None)
+    return engine.prepare(
+        document,
+        layout=spec["layout"],
+        policy=spec["policy"],
+        compression_ratio=spec["compression_ratio"],
+        budget_tokens=spec["budget_tokens"],
+        policy_params=spec["policy_params"],
+    )
+
+
+def _prolong(store: Store, manifest: dict[str, Any], spec: Mapping[str, Any]) -> dict[str, Any]:
+    """A cache that is there already lives at least as long as its newest request asks; never shorter."""
+    have, want = manifest["expires_at"], spec["expires_at"]
+    if spec["ttl_s"] is not None:
+        want = time.time() + spec["ttl_s"]
+    if have is None or (want is not None and want <= have):
+        return manifest
+    return _plain(store.update(manifest["id"], tenant=manifest["tenant"], expires_at=want))
+
+
+def _touch(store: Store, cache_id: str, tenant: str) -> None:
+    try:
+        store.touch(cache_id, tenant=tenant)
+    except KvshelfError:
+        log.warning("could not record the use of %s", cache_id, exc_info=True)
+
+
+def _plain(manifest: Manifest) -> dict[str, Any]:
+    return manifest.model_dump(mode="json")
+
+
+@contextmanager
+def _named_errors() -> Iterator[None]:
+    """What leaves a replica is an error of kvshelf: foreign ones may not survive the trip to another process."""
+    try:
+        yield
+    except KvshelfError:
+        raise
+    except torch.OutOfMemoryError as exc:
+        raise DocumentTooLong(f"this does not fit into the memory of the device: {str(exc)[:200]}") from exc
+    except Exception as exc:
+        log.exception("a bug in a replica")
+        raise InternalError(f"the worker failed unexpectedly ({type(exc).__name__}); its log has the details") from exc

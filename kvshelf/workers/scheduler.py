@@ -1,0 +1,330 @@
+"""One thread owns the model and divides its time: a prefill layer, or one decode step for every open generation.
+
+Online before batch: between two layers of a compression, waiting questions are prefilled and open generations take
+their steps. So a question is answered while a long document is still being prefilled, and a compression is never
+starved: `batch_share` of the time stays its own.
+
+Callers stay on their own threads. They hand work over, get a `Ticket` with a `concurrent.futures.Future`, and never
+wait for ever: work ends with its result, with its own error, with `Cancelled` or `DeadlineExceeded` at the next unit of
+work, or with `NoWorker` when the scheduler stops.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from kvshelf.errors import Cancelled, DeadlineExceeded, KvshelfError, NoWorker, QueueFull
+
+if TYPE_CHECKING:
+    from kvshelf.store.artifact import CompressedCache
+    from kvshelf.workers.engine import Compression, Engine, Job
+    from kvshelf.workers.generation import Answer, Generation, Sampling
+
+ResultT = TypeVar("ResultT")
+
+UNMEASURED_RETRY_S = 1.0
+"""What a full queue tells its caller before any work has been measured."""
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """`max_open` generations take steps at once, `max_waiting` more may queue; `max_compressions` documents may queue.
+
+    While both kinds of work want the model, compression gets at least `batch_share` of the time.
+    """
+
+    max_open: int = 16
+    max_waiting: int = 256
+    max_compressions: int = 64
+    batch_share: float = 0.1
+
+
+class Ticket(Generic[ResultT]):
+    """A caller's claim on one piece of work. `queue_s` is how long it waited for the model, in seconds."""
+
+    def __init__(self, deadline_s: float | None) -> None:
+        self.future: Future[ResultT] = Future()
+        self.queue_s = 0.0
+        self._submitted = time.monotonic()
+        self._deadline = math.inf if deadline_s is None else self._submitted + deadline_s
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        """Ask the work to stop. It does so before its next unit of work; the future then raises `Cancelled`."""
+        self._cancelled = True
+
+    def begin(self) -> None:
+        self.queue_s = time.monotonic() - self._submitted
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds since the work began."""
+        return time.monotonic() - self._submitted - self.queue_s
+
+    def check(self) -> None:
+        """Raise if this work shall not go on. Called between units of work."""
+        if self._cancelled:
+            raise Cancelled("the caller went away")
+        if time.monotonic() > self._deadline:
+            raise DeadlineExceeded(
+                f"the work was not done {self._deadline - self._submitted:.1f} s after it was asked for; ask for less, "
+                "or when the service is less busy"
+            )
+
+    def resolve(self, result: ResultT | None, error: BaseException | None = None) -> None:
+        """Deliver the result or the error. A future that its owner cancelled takes neither."""
+        if not self.future.set_running_or_notify_cancel():
+            return
+        if error is not None:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(result)  # type: ignore[arg-type]  # None only together with an error
+
+
+@dataclass(eq=False)
+class _Compressing:
+    ticket: Ticket[Compression]
+    job: Job
+
+
+@dataclass(eq=False)
+class _Generating:
+    ticket: Ticket[Answer]
+    cache: CompressedCache
+    query: Sequence[int]
+    sampling: Sampling
+    on_text: Callable[[str], None]
+    generation: Generation | None = None
+
+
+@dataclass
+class _Pace:
+    """A running mean of seconds per unit, recent work counting more. Tells a refused caller when to come back."""
+
+    seconds: float | None = None
+
+    def record(self, seconds: float, units: int = 1) -> None:
+        value = seconds / max(units, 1)
+        self.seconds = value if self.seconds is None else 0.7 * self.seconds + 0.3 * value
+
+    def estimate(self, units: float) -> float:
+        return UNMEASURED_RETRY_S if self.seconds is None else max(0.1, units * self.seconds)
+
+
+@dataclass
+class _Queues:
+    """What waits for the thread. Guarded by `changed`; the thread alone owns the work it has taken out."""
+
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    waiting: deque[_Generating] = field(default_factory=deque)
+    compressions: deque[_Compressing] = field(default_factory=deque)
+    accepting: bool = False
+    stop_at: float = math.inf
+
+
+class Scheduler:
+    """Runs all work of one engine. Every method may be called from any thread."""
+
+    def __init__(self, engine: Engine, limits: SchedulerLimits | None = None) -> None:
+        self._engine = engine
+        self._limits = limits or SchedulerLimits()
+        self._queues = _Queues()
+        self._thread = threading.Thread(target=self._run, name=f"scheduler-{engine.name}", daemon=True)
+        self._open: list[_Generating] = []
+        self._compressing: _Compressing | None = None
+        self._token_pace = _Pace()
+        self._answer_pace = _Pace()
+
+    def start(self) -> None:
+        self._queues.accepting = True
+        self._thread.start()
+
+    def stop(self, *, drain_s: float = 0.0) -> None:
+        """Refuse new work, let what runs go on for up to `drain_s` seconds, and end the rest with `NoWorker`."""
+        with self._queues.changed:
+            self._queues.accepting = False
+            self._queues.stop_at = time.monotonic() + drain_s
+            self._queues.changed.notify()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    @property
+    def alive(self) -> bool:
+        """Whether work that is handed over will be done."""
+        return self._queues.accepting and self._thread.is_alive()
+
+    def compress(self, job: Job, *, deadline_s: float | None = None) -> Ticket[Compression]:
+        """Queue a prepared document. Raises `QueueFull`, `NoWorker`."""
+        work = _Compressing(Ticket(deadline_s), job)
+        with self._queues.changed:
+            self.require_room()
+            self._queues.compressions.append(work)
+            self._queues.changed.notify()
+        return work.ticket
+
+    def require_room(self) -> None:
+        """Raise what `compress` would raise now: `QueueFull` or `NoWorker`."""
+        with self._queues.changed:
+            self._require_accepting()
+            queue = self._queues.compressions
+            if len(queue) >= self._limits.max_compressions:
+                tokens = sum(queued.job.num_tokens for queued in queue)
+                raise _queue_full("documents", len(queue), self._token_pace.estimate(tokens))
+
+    def generate(
+        self,
+        cache: CompressedCache,
+        query: Sequence[int],
+        sampling: Sampling,
+        *,
+        on_text: Callable[[str], None] = lambda _: None,
+        deadline_s: float | None = None,
+    ) -> Ticket[Answer]:
+        """Queue a question. `on_text` gets each piece of final text, on the scheduler's thread: it must only hand over.
+
+        Raises `QueueFull`, `NoWorker`; what the engine refuses arrives through the ticket.
+        """
+        work = _Generating(Ticket(deadline_s), cache, query, sampling, on_text)
+        with self._queues.changed:
+            self._require_accepting()
+            queue = self._queues.waiting
+            if len(queue) >= self._limits.max_waiting:
+                rounds = len(queue) / self._limits.max_open
+                raise _queue_full("questions", len(queue), self._answer_pace.estimate(rounds))
+            queue.append(work)
+            self._queues.changed.notify()
+        return work.ticket
+
+    def _require_accepting(self) -> None:
+        if not self.alive:
+            raise NoWorker(f"the worker of {self._engine.name!r} is stopping; try again in a moment", retry_after_s=1.0)
+
+    # Everything below runs on the scheduler's thread.
+
+    def _run(self) -> None:
+        try:
+            while self._wait_for_work():
+                self._generate_for(0.0)
+                self._compress_next()
+        finally:
+            self._refuse_rest()
+
+    def _wait_for_work(self) -> bool:
+        """Block until there is work. False once the scheduler is stopping and nothing is left, or its time is over."""
+        queues = self._queues
+        with queues.changed:
+            while queues.accepting and not (queues.waiting or queues.compressions or self._open):
+                queues.changed.wait()
+            left = bool(queues.waiting or queues.compressions or self._open)
+        return queues.accepting or (left and time.monotonic() < queues.stop_at)
+
+    def _compress_next(self) -> None:
+        with self._queues.changed:
+            if not self._queues.compressions:
+                return
+            self._compressing = work = self._queues.compressions.popleft()
+        work.ticket.begin()
+        last_unit = time.monotonic()
+
+        def between_layers() -> None:
+            nonlocal last_unit
+            self._check(work.ticket)
+            share = self._limits.batch_share
+            self._generate_for((time.monotonic() - last_unit) * (1 - share) / share)
+            self._check(work.ticket)
+            last_unit = time.monotonic()
+
+        try:
+            self._check(work.ticket)
+            result = self._engine.run(work.job, checkpoint=between_layers)
+        except Exception as exc:  # one document's error is that document's answer, whatever it is
+            work.ticket.resolve(None, exc)
+        else:
+            self._token_pace.record(result.prefill_s + result.compress_s, work.job.num_tokens)
+            work.ticket.resolve(result)
+        finally:
+            self._compressing = None
+
+    def _generate_for(self, seconds: float) -> None:
+        """Give every open generation a step, again and again: until none is left, or, when a compression wants the
+        model, for about `seconds` (one round at least)."""
+        end = time.monotonic() + seconds
+        while self._open_waiting():
+            for work in list(self._open):
+                self._step(work)
+            if time.monotonic() >= end and (self._compressing or self._queues.compressions):
+                return
+
+    def _open_waiting(self) -> bool:
+        with self._queues.changed:
+            self._drop_ended(self._queues.waiting)
+            self._drop_ended(self._queues.compressions)
+            while self._queues.waiting and len(self._open) < self._limits.max_open:
+                self._open.append(self._queues.waiting.popleft())
+        return bool(self._open)
+
+    def _drop_ended(self, queue: deque[Any]) -> None:
+        """Let queued work leave that was cancelled or ran out of time, so that it holds no place in the queue."""
+        for work in list(queue):
+            try:
+                self._check(work.ticket)
+            except KvshelfError as exc:
+                queue.remove(work)
+                work.ticket.resolve(None, exc)
+
+    def _step(self, work: _Generating) -> None:
+        try:
+            self._check(work.ticket)
+            if work.generation is None:
+                work.ticket.begin()
+                work.generation = self._engine.start(work.cache, list(work.query), work.sampling)
+            # Other generations do not run inside a question's prefill: questions are short, and nesting would let the
+            # stack grow with the number of waiting questions.
+            text = work.generation.step(checkpoint=lambda: self._check(work.ticket))
+            if text:
+                work.on_text(text)
+            if not work.generation.finished:
+                return
+            self._answer_pace.record(work.ticket.busy_s)
+            answer = work.generation.answer()
+        except Exception as exc:  # one question's error is that question's answer, whatever it is
+            self._open.remove(work)
+            work.ticket.resolve(None, exc)
+        else:
+            self._open.remove(work)
+            work.ticket.resolve(answer)
+
+    def _check(self, ticket: Ticket[Any]) -> None:
+        ticket.check()
+        if time.monotonic() >= self._queues.stop_at:
+            raise _stopped(self._engine.name)
+
+    def _refuse_rest(self) -> None:
+        with self._queues.changed:
+            self._queues.accepting = False
+            rest = [*self._open, *self._queues.waiting, *self._queues.compressions]
+            self._queues.waiting.clear()
+            self._queues.compressions.clear()
+        self._open.clear()
+        for work in rest:
+            work.ticket.resolve(None, _stopped(self._engine.name))
+
+
+def _queue_full(what: str, queued: int, retry_after_s: float) -> QueueFull:
+    retry_after_s = round(retry_after_s, 3)
+    return QueueFull(
+        f"{queued} {what} are waiting already, as many as may; try again in {retry_after_s:.1f} s",
+        retry_after_s=retry_after_s,
+        queued=queued,
+    )
+
+
+def _stopped(name: str) -> NoWorker:
+    return NoWorker(f"the worker of {name!r} stopped before this was done; ask again", retry_after_s=1.0)
