@@ -1,9 +1,15 @@
-"""What several rooms' tests share: small real models."""
+"""What several rooms' tests share: a small real model, and a real service that serves it."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -55,3 +61,78 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def soak() -> bool:
     """Whether the full counts are run (KVSHELF_SOAK=1, `make soak`) instead of the reduced ones."""
     return os.environ.get("KVSHELF_SOAK") == "1"
+
+
+@dataclass(frozen=True)
+class LiveService:
+    """A service process, started as a user would start it. `log` is its standard error."""
+
+    process: subprocess.Popen[str]
+    url: str
+    home: Path
+    log: Path
+
+    def replica_pids(self) -> list[int]:
+        """The processes that hold its models."""
+        return [pid for pid in _descendants(self.process.pid) if _title(pid).startswith("ray::ServeReplica")]
+
+
+@contextmanager
+def live_service(home: Path, model: Path | str, **settings: object) -> Iterator[LiveService]:
+    """`kvshelf serve` on a free port with a local Ray of its own, stopped at the end of the block."""
+    home.mkdir(parents=True, exist_ok=True)
+    log = home / f"service-{time.time_ns()}.log"
+    command = [sys.executable, "-m", "kvshelf", "serve", "--port", "0"]
+    command += ["--store", f"disk://{home}/shelf", "--model", str(model)]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("KVSHELF_")}
+    environment = clean | {f"KVSHELF_{name.upper()}": str(value) for name, value in settings.items()}
+    with log.open("w") as stderr:
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True)
+    try:
+        yield LiveService(process, _ready_url(process, log), home, log)
+    finally:
+        _stop(process)
+
+
+def _ready_url(process: subprocess.Popen[str], log: Path) -> str:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("kvshelf is ready at "):
+            return line.split()[-1]
+    raise AssertionError(f"the service did not start:\n{log.read_text()[-4000:]}")
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    process.terminate()
+    try:
+        process.wait(timeout=60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _title(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _descendants(pid: int) -> list[int]:
+    children = [
+        int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()
+    ]
+    return children + [below for child in children for below in _descendants(child)]
+
+
+@pytest.fixture(scope="session")
+def service(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveService]:
+    """One service for the whole test run. Its caps are small, so that tests can go beyond them."""
+    home = tmp_path_factory.mktemp("service")
+    with live_service(home, tiny_folder, max_body_bytes=1 << 20, upload_grace_s=1, sweep_interval_s=1) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def service_url(service: LiveService) -> str:
+    return service.url
