@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -36,6 +35,7 @@ from kvshelf import Client, CompressedCache, Engine
 from kvshelf.bench.tasks import Question, TaskDocument, make_facts, write_document
 from kvshelf.client.types import CacheObject
 from kvshelf.errors import ConnectionFailed, InternalError, KvshelfError
+from kvshelf.service.server import READY
 
 MODEL = "kvshelf-tiny"
 SEED = 11
@@ -101,13 +101,13 @@ def demo(folder: Path, out: Console, status: Status) -> None:
         own = in_own_process(engine, mine, document.questions[0])
     status.stop()
     tokens = shelves["full"].cache.tokens.document
-    out.print(f"[bold]report.txt[/]: {tokens:,} tokens of prose with {len(FACT_DIGITS)} facts spread through it.")
     out.print(
-        f"The service (started in {started_s:.0f} s) put it on the shelf three times with {MODEL}, {hardware()}.\n"
+        f"[bold]report.txt[/]: {tokens:,} tokens of prose, {len(FACT_DIGITS)} facts in it. {MODEL}, {hardware()}."
     )
-    out.print(sizes(shelves))
-    out.print(answers(shelves, document.questions))
-    out.print(times(shelves, again_s), own, sep="\n", markup=False)
+    out.print(f"A service was started (in {started_s:.0f} s) and put it on its shelf three times.")
+    for part in (sizes(shelves), answers(shelves, document.questions), times(shelves, again_s), own):
+        out.print()
+        out.print(part)
 
 
 def write(engine: Engine, path: Path) -> TaskDocument:
@@ -127,14 +127,13 @@ def write(engine: Engine, path: Path) -> TaskDocument:
 def hardware() -> str:
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    return f"on the CPU, {torch.get_num_threads()} threads"
+    return f"CPU, {torch.get_num_threads()} threads"
 
 
 @contextmanager
 def service(folder: Path) -> Iterator[tuple[Client, float]]:
     """A running service and the seconds it took to start; it is stopped when the block ends, however it ends."""
-    port = free_port()
-    command = [sys.executable, "-m", "kvshelf", "serve", "--store", f"disk://{folder}/home", "--port", str(port)]
+    command = [sys.executable, "-m", "kvshelf", "serve", "--store", f"disk://{folder}/home", "--port", "0"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("KVSHELF_")}
     log = folder / "service.log"
     began = time.perf_counter()
@@ -144,30 +143,26 @@ def service(folder: Path) -> Iterator[tuple[Client, float]]:
             command, stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=folder, start_new_session=True
         )
     try:
-        with Client(f"http://127.0.0.1:{port}") as client:
-            wait_until_ready(client, process, log, began + STARTUP_S)
+        with Client(address_of(process, log, began + STARTUP_S)) as client:
             yield client, time.perf_counter() - began
+    except KvshelfError as error:
+        raise type(error)(f"{error}\nthe service's last words:\n{last_words(log)}") from error
     finally:
         stop(process)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def wait_until_ready(client: Client, process: subprocess.Popen[bytes], log: Path, deadline: float) -> None:
+def address_of(process: subprocess.Popen[bytes], log: Path, deadline: float) -> str:
+    """Where the service listens; it says so once it is ready."""
     while time.perf_counter() < deadline and process.poll() is None:
-        try:
-            if client.ready().status == "ready":
-                return
-        except ConnectionFailed:
-            pass  # it does not listen yet
-        time.sleep(0.2)
-    last = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-    raise ConnectionFailed(f"the service did not become ready; its last words:\n{last}")
+        for line in log.read_text(errors="replace").splitlines():
+            if line.startswith(READY):
+                return line.removeprefix(READY)
+        time.sleep(0.1)
+    raise ConnectionFailed("the service did not become ready")
+
+
+def last_words(log: Path) -> str:
+    return "\n".join(line[:300] for line in log.read_text(errors="replace").splitlines()[-10:])
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
@@ -209,54 +204,55 @@ def prefill_again(engine: Engine, cache: CompressedCache, text: str, question: Q
     return time.perf_counter() - began
 
 
+def table(*headings: str) -> Table:
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", title_justify="left")
+    for heading in headings:
+        made.add_column(heading, no_wrap=True, overflow="ellipsis")
+    return made
+
+
 def sizes(shelves: dict[str, Shelf]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for heading in ("", *shelves):
-        table.add_column(heading)
+    made = table("", *shelves)
     full = shelves["full"].cache.bytes.stored
     caches = [shelf.cache for shelf in shelves.values()]
-    table.add_row("entries kept", *(f"{cache.tokens.kept:,}" for cache in caches))
-    table.add_row(
-        "size on the shelf",
-        *(f"{cache.bytes.stored / 1e6:.2f} MB, {cache.bytes.stored / full:.0%} of full" for cache in caches),
-    )
-    table.add_row("time to put it there", *(f"{shelf.put_s:.2f} s" for shelf in shelves.values()))
-    return table
+    made.add_row("entries kept", *(f"{cache.tokens.kept:,} of {cache.tokens.document:,}" for cache in caches))
+    made.add_row("size on the shelf", *(f"{c.bytes.stored / 1e6:.2f} MB, {c.bytes.stored / full:.0%}" for c in caches))
+    made.add_row("time to put it there", *(f"{shelf.put_s:.2f} s" for shelf in shelves.values()))
+    return made
 
 
 def answers(shelves: dict[str, Shelf], questions: Sequence[Question]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("\nquestion", no_wrap=True, overflow="ellipsis", max_width=52)
-    for title in shelves:
-        table.add_column("\n" + title.partition(",")[0], no_wrap=True, overflow="ellipsis", max_width=17)
+    made = table("question", "value", *(title.partition(",")[0] for title in shelves))
     for index, question in enumerate(questions):
-        table.add_row(question.text, *(mark(shelf.asked[index].text, question) for shelf in shelves.values()))
+        given = [mark(shelf.asked[index].text, question) for shelf in shelves.values()]
+        made.add_row(shortened(question.text, 40), question.answer, *given)
     right = [sum(asked.text == q.answer for asked, q in zip(s.asked, questions, strict=True)) for s in shelves.values()]
-    table.add_row("[bold]right answers", *(f"[bold]{count} of {len(questions)}" for count in right))
-    return table
+    made.add_row("[bold]right answers", "", *(f"[bold]{count} of {len(questions)}" for count in right))
+    return made
 
 
 def mark(text: str, question: Question) -> Text:
     """An answer is right when it is exactly the value."""
     if text == question.answer:
-        return Text(f"{text} right", style="green")
-    return Text(f"{text or 'nothing'} wrong", style="red")
+        return Text("right", style="green")
+    return Text("wrong: " + shortened(text.replace("\n", " "), 8), style="red")
 
 
-def times(shelves: dict[str, Shelf], again_s: Sequence[float]) -> str:
+def shortened(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def times(shelves: dict[str, Shelf], again_s: Sequence[float]) -> Table:
     again = statistics.median(again_s)
-    lines = [
-        f"\nTime to the first token, median of {len(again_s)} questions:",
-        f"  {again * 1e3:7.1f} ms  prefilling the document again: plain transformers, this process, no HTTP",
-    ]
+    tokens = shelves["full"].cache.tokens.document + shelves["full"].asked[0].prefill_tokens
+    made = table("time to the first token, median of the questions", "", "prefilled", "")
+    made.add_row("document prefilled again: plain transformers, no HTTP", f"{again * 1e3:.0f} ms", f"{tokens:,}")
     for title, shelf in shelves.items():
         first = statistics.median(asked.first_token_s for asked in shelf.asked)
-        prefilled = max(asked.prefill_tokens for asked in shelf.asked)
-        lines.append(
-            f"  {first * 1e3:7.1f} ms  from the shelf over HTTP, {title}: "
-            f"{again / first:.0f} times faster, at most {prefilled} tokens prefilled"
-        )
-    return "\n".join(lines)
+        prefilled = str(shelf.asked[0].prefill_tokens)
+        faster = f"{again / first:.0f} times faster"
+        made.add_row(f"from the shelf over HTTP: {title}", f"{first * 1e3:.0f} ms", prefilled, faster)
+    return made
 
 
 def in_own_process(engine: Engine, cache: CompressedCache, question: Question) -> str:

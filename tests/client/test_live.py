@@ -1,0 +1,159 @@
+"""Both clients against a real service over real HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvshelf import AsyncClient, Client, CompressedCache, errors
+from kvshelf.client.types import CacheObject
+
+TEXT = "The minutes were read and approved. The access code of the amber falcon is 482913. Ada Brown signed it. " * 3
+QUESTION = "What is the access code of the amber falcon?"
+
+
+@pytest.fixture(scope="module")
+def client(service_url: str) -> Iterator[Client]:
+    with Client(service_url) as client:
+        yield client
+
+
+@pytest.fixture
+async def aclient(service_url: str) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(service_url) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def cache(client: Client) -> CacheObject:
+    return client.caches.create(document=TEXT, policy="lagkv", policy_params={"lag": 16}, compression_ratio=0.5)
+
+
+def test_what_was_created_can_be_retrieved(client: Client, cache: CacheObject) -> None:
+    found = client.caches.retrieve(cache.id)
+    assert found.policy_params["lag"] == 16
+    assert found.model_copy(update={"existing": False, "last_used_at": None}) == cache.model_copy(
+        update={"existing": False, "last_used_at": None}
+    )
+
+
+def test_the_same_document_in_the_same_way_is_there_already(client: Client, cache: CacheObject) -> None:
+    again = client.caches.create(document=TEXT, policy="lagkv", policy_params={"lag": 16}, compression_ratio=0.5)
+    assert (again.id, again.existing) == (cache.id, True)
+    assert client.caches.create(document=TEXT, policy="full").id != cache.id
+
+
+def test_a_file_is_the_same_as_its_text(client: Client, cache: CacheObject, tmp_path: Path) -> None:
+    path = tmp_path / "Bericht für März.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    given = client.caches.create(file=path, policy="lagkv", policy_params={"lag": 16}, compression_ratio=0.5)
+    assert (given.id, given.existing) == (cache.id, True)
+
+
+def test_a_file_that_is_not_text_is_refused(client: Client, tmp_path: Path) -> None:
+    path = tmp_path / "picture.png"
+    path.write_bytes(b"\x89PNG\r\n\x1a\n")
+    with pytest.raises(errors.InvalidRequest, match="byte 0") as caught:
+        client.caches.create(file=path)
+    assert caught.value.param == "file"
+
+
+def test_token_ids_and_messages_are_documents_too(client: Client) -> None:
+    ids = client.caches.create(token_ids=tuple(range(100, 140)), policy="full")
+    assert (ids.tokens.document, ids.tokens.kept, ids.layout) == (40, 40, "plain")
+    talk = client.caches.create(messages=[{"role": "system", "content": "Be brief."}], policy="full")
+    assert talk.layout == "chat"
+    answer = client.caches.query(talk.id, messages=[{"role": "user", "content": "Hello."}], max_tokens=2)
+    assert answer.usage.cache_read_tokens == talk.tokens.document
+
+
+def test_one_question_and_several(client: Client, cache: CacheObject) -> None:
+    one = client.caches.query(cache.id, QUESTION, max_tokens=5)
+    assert one.usage.cache_read_tokens == cache.tokens.document
+    assert 0 < one.usage.prefill_tokens < cache.tokens.document
+    several = client.caches.query(cache.id, [QUESTION, "Who signed it?"], max_tokens=5)
+    assert [several[0].text, len(several)] == [one.text, 2]
+
+
+def test_a_stream_is_the_same_answer_in_pieces(client: Client, cache: CacheObject) -> None:
+    whole = client.caches.query(cache.id, QUESTION, max_tokens=8)
+    with client.caches.stream(cache.id, QUESTION, max_tokens=8) as stream:
+        pieces = list(stream)
+    assert len(pieces) > 1
+    assert "".join(pieces) == stream.answer.text == whole.text
+    assert stream.answer.usage == whole.usage
+
+
+def test_hanging_up_in_the_middle_does_no_harm(client: Client, cache: CacheObject) -> None:
+    for _ in range(3):
+        with client.caches.stream(cache.id, QUESTION, max_tokens=4000) as stream:
+            next(stream)
+    assert client.ready().status == "ready"
+    assert client.caches.query(cache.id, QUESTION, max_tokens=2).usage.completion_tokens == 2
+
+
+def test_a_download_is_the_cache(client: Client, cache: CacheObject) -> None:
+    blob = client.caches.download(cache.id)
+    assert len(blob) == cache.bytes.stored
+    mine = CompressedCache.from_bytes(blob)
+    assert (mine.num_tokens, mine.kept_tokens) == (cache.tokens.document, cache.tokens.kept)
+    assert mine.to_bytes() == blob
+
+
+def test_the_list_finds_by_label_page_by_page(client: Client) -> None:
+    made = [client.caches.create(document=f"Note {i}.", policy="full", labels={"list": "me"}).id for i in range(5)]
+    found = [cache.id for cache in client.caches.list(labels={"list": "me"}, limit=2)]
+    assert sorted(found) == sorted(made)
+    assert list(client.caches.list(labels={"list": "nobody"})) == []
+
+
+def test_a_creation_in_the_background_ends_on_the_shelf(client: Client) -> None:
+    request = client.caches.create(document="In the background. " + TEXT, policy="snapkv", respond_async=True)
+    done = client.requests.retrieve(request.id, wait_s=60)
+    assert done.state == "done"
+    assert done.cache_id is not None
+    assert client.caches.retrieve(done.cache_id).policy == "snapkv"
+
+
+def test_what_is_deleted_is_gone(client: Client) -> None:
+    gone = client.caches.create(document="Soon gone.", policy="full")
+    assert client.caches.delete(gone.id).deleted
+    for call in (client.caches.retrieve, client.caches.delete, client.caches.download):
+        with pytest.raises(errors.CacheNotFound):
+            call(gone.id)
+    with pytest.raises(errors.CacheNotFound):
+        client.caches.stream(gone.id, QUESTION)
+
+
+def test_the_errors_of_the_service_are_the_errors_here(client: Client) -> None:
+    with pytest.raises(errors.InvalidRequest, match="keydif") as caught:
+        client.caches.create(document=TEXT, policy="keydif")
+    assert caught.value.param == "policy"
+    assert caught.value.details["request_id"]
+    with pytest.raises(errors.DocumentTooShort):
+        client.caches.create(document="")
+    with pytest.raises(errors.DocumentTooLong):
+        client.caches.create(document="word " * 40_000)
+    with pytest.raises(errors.RequestNotFound):
+        client.requests.retrieve("req_nothing")
+
+
+def test_models_and_policies_are_listed(client: Client) -> None:
+    assert client.models.list()[0].max_tokens > 0
+    assert {"full", "keydiff", "lagkv", "snapkv", "streaming_llm"} <= {policy.id for policy in client.policies.list()}
+
+
+@pytest.mark.anyio
+async def test_the_asynchronous_client_does_the_same(aclient: AsyncClient, cache: CacheObject) -> None:
+    again = await aclient.caches.create(document=TEXT, policy="lagkv", policy_params={"lag": 16}, compression_ratio=0.5)
+    assert (again.id, again.existing) == (cache.id, True)
+    whole = await aclient.caches.query(cache.id, QUESTION, max_tokens=6)
+    stream = await aclient.caches.stream(cache.id, QUESTION, max_tokens=6)
+    assert "".join([piece async for piece in stream]) == whole.text == (await stream.final()).text
+    assert cache.id in [found.id async for found in aclient.caches.list(policy="lagkv", limit=1)]
+    assert CompressedCache.from_bytes(await aclient.caches.download(cache.id)).num_tokens == cache.tokens.document
+    with pytest.raises(errors.CacheNotFound):
+        await aclient.caches.retrieve("kvs_" + "0" * 40)
+    assert (await aclient.ready()).status == "ready"

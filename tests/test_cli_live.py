@@ -1,0 +1,113 @@
+"""The command line against a real service."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from kvshelf import CompressedCache
+from kvshelf.cli import app
+
+QUESTION = "What is the access code of the amber falcon?"
+
+
+@pytest.fixture(autouse=True)
+def _service(service_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSHELF_URL", service_url)
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> Path:
+    path = tmp_path / "report.txt"
+    path.write_text(f"[bold]{tmp_path}[/bold] The access code of the amber falcon is 482913.\n" * 4)
+    return path
+
+
+def run(*args: str | Path, code: int = 0, text: str | None = None) -> Result:
+    done = CliRunner().invoke(app, [str(arg) for arg in args], input=text)
+    assert done.exit_code == code, done.output
+    return done
+
+
+def test_put_prints_the_id_alone_on_stdout(report: Path) -> None:
+    first = run("put", report, "--policy", "streaming_llm", "--budget-tokens", "24", "--param", "sink=2")
+    assert first.stdout.startswith("kvs_")
+    assert first.stdout.count("\n") == 1
+    assert "24 kept by streaming_llm" in first.stderr
+    again = run("put", report, "--policy", "streaming_llm", "--budget-tokens", "24", "--param", "sink=2")
+    assert again.stdout == first.stdout
+    assert "already on the shelf" in again.stderr
+
+
+def test_put_carries_every_option(report: Path) -> None:
+    options = ("--ttl", "2h", "--label", "team=law", "--label", "year=2026", "--layout", "plain", "--codec", "none")
+    cache = json.loads(run("put", report, *options, "--name", "Report", "--policy", "full", "--json").stdout)
+    assert (cache["name"], cache["layout"], cache["labels"]) == ("Report", "plain", {"team": "law", "year": "2026"})
+    assert cache["expires_at"] == pytest.approx(cache["created_at"] + 7200, abs=60)
+
+
+def test_put_reads_standard_input(report: Path) -> None:
+    from_file = run("put", report, "--policy", "full").stdout
+    assert run("put", "-", "--policy", "full", text=report.read_text()).stdout == from_file
+
+
+def test_put_goes_on_after_a_bad_file(report: Path, tmp_path: Path) -> None:
+    empty = tmp_path / "empty.txt"
+    empty.write_text("")
+    done = run("put", empty, report, tmp_path / "none.txt", "--policy", "full", code=2)
+    assert done.stdout.startswith("kvs_")
+    assert done.stdout.count("\n") == 1
+
+
+def test_ask_streams_the_answer_and_reports_its_cost(report: Path) -> None:
+    id = run("put", report, "--policy", "full").stdout.strip()
+    asked = run("ask", id, QUESTION, "--max-tokens", "6")
+    assert "tokens from the shelf" in asked.stderr
+    as_json = json.loads(run("ask", id, QUESTION, "--max-tokens", "6", "--json").stdout)
+    assert asked.stdout == as_json["text"] + "\n"
+    several = run("ask", id, QUESTION, QUESTION, "--max-tokens", "6")
+    assert several.stdout == asked.stdout * 2
+
+
+def test_ls_show_and_rm(report: Path, tmp_path: Path) -> None:
+    id = run("put", report, "--policy", "full", "--label", f"of={tmp_path.name}").stdout.strip()
+    listed = run("ls", "--label", f"of={tmp_path.name}")
+    assert id in listed.stdout
+    assert "report.txt" in listed.stdout
+    assert [
+        json.loads(line)["id"] for line in run("ls", "--label", f"of={tmp_path.name}", "--json").stdout.splitlines()
+    ] == [id]
+    blob = tmp_path / "report.kvshelf"
+    shown = run("show", id, "--output", blob)
+    assert id in shown.stdout
+    assert (
+        CompressedCache.from_bytes(blob.read_bytes()).num_tokens
+        == json.loads(run("show", id, "--json").stdout)["tokens"]["document"]
+    )
+    assert run("rm", id).stdout == f"{id}\n"
+    assert id not in run("ls").stdout
+
+
+@pytest.mark.parametrize("command", [("show",), ("rm",), ("ask", QUESTION)])
+def test_an_unknown_id_ends_with_exit_code_3(command: tuple[str, ...]) -> None:
+    unknown = "kvs_" + "0" * 40
+    done = run(command[0], unknown, *command[1:], code=3)
+    assert unknown in done.stderr
+    as_json = run(command[0], unknown, *command[1:], "--json", code=3)
+    assert json.loads(as_json.stdout)["error"]["code"] == "cache_not_found"
+
+
+def test_policies_of_the_service() -> None:
+    assert "keydiff" in run("policies").stdout
+
+
+def test_doctor_looks_at_the_service_and_a_store(tmp_path: Path, service_url: str) -> None:
+    done = run("doctor", "--url", service_url, "--store", f"disk://{tmp_path}/home")
+    for found in ("ok    model", "ok    store", "ok    service"):
+        assert found in done.stdout
+    bad = run("doctor", "--url", "http://127.0.0.1:9", "--model", "no-such-model", "--json", code=1)
+    checks = {check["check"]: check["ok"] for check in map(json.loads, bad.stdout.splitlines())}
+    assert (checks["torch"], checks["model"], checks["service"]) == (True, False, False)
