@@ -136,3 +136,10 @@ def service(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 @pytest.fixture(scope="session")
 def service_url(service: LiveService) -> str:
     return service.url
+
+
+@pytest.fixture(scope="session")
+def bundled_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a service as the documentation starts it: the bundled model and all defaults."""
+    with live_service(tmp_path_factory.mktemp("bundled"), "kvshelf-tiny") as running:
+        yield running.url
