@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,12 @@ from kvshelf.workers.policies import catalog
 
 NOBODY = "http://127.0.0.1:9"
 """The discard port: nothing listens there."""
+
+
+@pytest.fixture(autouse=True)
+def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("KVSHELF_")]:
+        monkeypatch.delenv(name)
 
 
 def run(*args: str, **options: str) -> Result:

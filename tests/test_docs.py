@@ -8,6 +8,7 @@ checked and nothing is started; `pip install` and `make` are checked without bei
 from __future__ import annotations
 
 import os
+import random
 import re
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from kvshelf.bench.tasks import Fact, write_document
 from kvshelf.cli import app
 from kvshelf.client import DEFAULT_URL
 from kvshelf.workers.policies import catalog
@@ -24,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)#]+)[^)]*\)")
-REPORT = "The minutes were read and approved. The access code of the amber falcon is 482913. Ada Brown signed it.\n"
+FACT = Fact("access code", "the amber falcon", "482913")
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -41,13 +43,16 @@ def name(page: Path) -> str:
 
 @pytest.fixture
 def workdir(tmp_path: Path) -> Path:
-    (tmp_path / "report.txt").write_text(REPORT)
+    # Long enough that a quarter of it still holds the fact, as the documents are that the pages speak of.
+    report = write_document(random.Random(5), [FACT], "prose", 600, lambda text: len(text.split()))
+    (tmp_path / "report.txt").write_text(report.text)
     return tmp_path
 
 
 def environment(url: str) -> dict[str, str]:
     scripts = str(Path(sys.executable).parent)
-    return os.environ | {"KVSHELF_URL": url, "PATH": scripts + os.pathsep + os.environ["PATH"]}
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("KVSHELF_")}
+    return inherited | {"KVSHELF_URL": url, "PATH": scripts + os.pathsep + os.environ["PATH"]}
 
 
 def run(command: list[str], cwd: Path, url: str) -> str:
