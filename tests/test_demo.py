@@ -1,0 +1,67 @@
+"""`make demo` as its reader sees it: one screen, no noise, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+DEMO = Path(__file__).resolve().parent.parent / "scripts" / "demo.py"
+
+
+def processes_with(mark: str) -> list[str]:
+    """The commands of all processes that have `mark` in their environment, inherited by everything the demo starts."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (folder / "environ").read_bytes():
+                found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+        except OSError:
+            continue  # it has ended, or belongs to someone else
+    return found
+
+
+def demo_folders() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob("kvshelf-demo-*"))
+
+
+def gone_within(mark: str, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while processes_with(mark) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return not processes_with(mark)
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc to see what is left running")
+def test_the_demo_is_one_screen_and_leaves_nothing_behind() -> None:
+    before = demo_folders()
+    mark = secrets.token_hex(16)
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("KVSHELF_")}
+    environment = inherited | {"DEMO_MARK": mark}
+    process = subprocess.Popen(
+        [sys.executable, str(DEMO)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    seen_while_running = len(processes_with(mark))
+    out, err = process.communicate(timeout=250)
+    assert process.returncode == 0, err
+    assert err == ""
+    assert seen_while_running > 0, "the mark must reach what the demo starts, or the last check proves nothing"
+    lines = out.splitlines()
+    assert len(lines) <= 30
+    assert max(map(len, lines)) <= 100
+    tokens = re.match(r"report\.txt: ([\d,]+) tokens", lines[0])
+    assert tokens is not None
+    assert int(tokens[1].replace(",", "")) >= 4000
+    # Six questions to three caches, each marked, and the marks add up to the counts below them.
+    assert len(re.findall(r"\bright\b(?! answers)|\bwrong: ", out.split("time to the first token")[0])) == 18
+    counted = [int(count) for count in re.findall(r"(\d) of 6", out)]
+    assert sum(counted) == len(re.findall(r"(?<=\s)right(?=\s*$|\s{2,})", out.split("right answers")[0], re.MULTILINE))
+    assert demo_folders() <= before
+    assert gone_within(mark, seconds=15), processes_with(mark)
