@@ -86,9 +86,14 @@ def max_positions(config: Any) -> int:
     return int(config.max_position_embeddings)
 
 
+def bundled_folder(name: str) -> str:
+    """The folder of a model that comes with the package."""
+    return str(files("kvshelf") / "models" / name)
+
+
 def _source(name: str) -> str:
     if name in BUNDLED:
-        return str(files("kvshelf") / "models" / name)
+        return bundled_folder(name)
     looks_local = name.startswith((".", "/", "~")) or Path(name).is_absolute()
     if looks_local and not Path(name).expanduser().is_dir():
         raise InvalidRequest(f"the model folder {name!r} does not exist", param="model")

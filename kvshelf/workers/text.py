@@ -155,10 +155,10 @@ class TextFormat:
         return ids
 
     def _encode_text(self, text: str) -> list[int]:
-        return cast(list[int], self._text.encode(text, add_special_tokens=False).ids)
+        return self._text.encode(text, add_special_tokens=False).ids
 
     def _encode_control(self, text: str) -> list[int]:
-        return cast(list[int], self._control.encode(text, add_special_tokens=False).ids)
+        return self._control.encode(text, add_special_tokens=False).ids
 
     def _bos(self) -> list[int]:
         added = self._chat("").input_ids

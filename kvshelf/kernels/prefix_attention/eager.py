@@ -35,7 +35,7 @@ def prefix_attention(
     """
     visible = suffix_keys.shape[2] - queries.shape[2]
     outs = []
-    for block in queries.split(_QUERIES_PER_BLOCK, dim=2):
+    for block in torch.split(queries, _QUERIES_PER_BLOCK, dim=2):
         visible += block.shape[2]
         suffix_out, suffix_lse = _attend_suffix(
             block, suffix_keys[:, :, :visible], suffix_values[:, :, :visible], scale

@@ -32,6 +32,6 @@ def gather(states: Tensor, mask: Tensor) -> Tensor:
     """
     lengths = mask.sum(dim=1).tolist()
     packed = states.new_empty(sum(lengths), states.shape[-1])
-    for head_states, head_mask, out in zip(states, mask, packed.split(lengths), strict=True):
+    for head_states, head_mask, out in zip(states, mask, torch.split(packed, lengths), strict=True):
         torch.index_select(head_states, 0, head_mask.nonzero().squeeze(1), out=out)
     return packed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -72,5 +73,5 @@ def _info(cls: type[Policy]) -> PolicyInfo:
         )
         for f in fields(cls)
     }
-    summary = (cls.__doc__ or "").strip().split("\n", 1)[0]
+    summary = " ".join(inspect.cleandoc(cls.__doc__ or "").split("\n\n", 1)[0].split())
     return PolicyInfo(cls.name, cls.version, summary, cls.source, cls.takes_budget, parameters)
