@@ -119,6 +119,14 @@ def test_print_config_shows_options_over_variables(monkeypatch: pytest.MonkeyPat
     assert (shown["port"], shown["replicas"], shown["models"]) == (2222, 3, ["a", "b"])
 
 
+def test_the_default_store_can_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    url = json.loads(run("serve", "--print-config").stdout)["store"]
+    with kvshelf.open_store(url) as store:
+        assert store.check() == []
+    assert [folder.name for folder in tmp_path.iterdir()] == ["kvshelf"]
+
+
 def test_an_unknown_setting_refuses_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSHELF_PROT", "1111")
     done = run("serve", "--print-config")

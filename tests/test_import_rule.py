@@ -24,7 +24,7 @@ BELOW: dict[str, set[str]] = {
     "store": {"errors", "kernels"},
     "workers": {"errors", "kernels", "store"},
     "client": {"errors"},
-    "service": {"errors", "kernels", "store", "workers", "client"},
+    "service": {"errors", "kernels", "store", "workers", "client", ""},
     "bench": {"errors", "kernels", "store", "workers", "client"},
     "cli": {"errors", "_extras", "kernels", "store", "workers", "client", "service", "bench", ""},
     "__main__": {"cli"},
@@ -44,8 +44,8 @@ NO_FOREIGN = {
     "workers": {"fastapi", "starlette", "uvicorn", "httpx"},
 }
 
-RAY_MODULES = {"kvshelf.workers.deployment"}
-"""The engine is plain Python; Ray wraps it at the edge."""
+RAY_MODULES = {"kvshelf.workers.cluster", "kvshelf.workers.deployment", "kvshelf.workers.remote"}
+"""The engine and its scheduler are plain Python; Ray wraps them at the edge."""
 
 CODE_FROM_DATA = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 

@@ -55,9 +55,9 @@ def serve(
         if print_config:
             print(json.dumps(settings.redacted(), indent=2))
             return
-        from kvshelf.service import server
+        from kvshelf.service.server import serve as run
 
-        server.serve(settings)
+        run(settings)
 
 
 def policies(url: Url = None, as_json: AsJson = False) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator
@@ -30,7 +31,10 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid", hide_input_in_errors=True)
 
-    store: str = Field("disk://kvshelf-home", description="URL of the store; the last tier is the home")
+    store: str = Field(
+        default_factory=lambda: f"disk://{_data_folder() / 'kvshelf'}",
+        description="URL of the store; the user's data folder if unset",
+    )
     models: Annotated[tuple[str, ...], NoDecode] = Field(
         ("kvshelf-tiny",), min_length=1, description="bundled names, folders or hub ids; the first is the default"
     )
@@ -104,6 +108,11 @@ def load_settings(**overrides: Any) -> Settings:
         first = exc.errors(include_url=False, include_input=False)[0]
         name = ".".join(str(part) for part in first["loc"])
         raise InvalidRequest(f"setting {name}: {first['msg']}", param=name) from exc
+
+
+def _data_folder() -> Path:
+    """Where programs keep a user's data (XDG base directories): the same shelf, wherever the service is started."""
+    return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
 
 
 def _is_loopback(host: str) -> bool:
