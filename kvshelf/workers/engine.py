@@ -229,6 +229,12 @@ class Engine:
             generation.step()
         return generation.answer()
 
+    def require_text(self, param: str) -> TextFormat:
+        """The tokenizer and template; raises `InvalidRequest` about `param` where the engine has none."""
+        if self.text is None:
+            raise InvalidRequest("this engine has no tokenizer; give token ids", param=param)
+        return self.text
+
     # Parts
 
     def _attach(self, cache: CompressedCache) -> AttachedCache:
@@ -243,12 +249,12 @@ class Engine:
 
     def _encode_document(self, document: Document, layout: Layout | None) -> EncodedDocument:
         if isinstance(document, str):
-            encoded = self._require_text("document").document(document, self._checked_layout(layout))
+            encoded = self.require_text("document").document(document, self._checked_layout(layout))
             length = len(encoded.token_ids) - encoded.protected_prefix
         elif document and isinstance(document[0], Mapping):
             if layout == "plain":
                 raise InvalidRequest("messages need the layout 'chat'", param="layout")
-            encoded = self._require_text("messages").conversation(document)  # type: ignore[arg-type]
+            encoded = self.require_text("messages").conversation(document)  # type: ignore[arg-type]
             length = len(encoded.token_ids)
         else:
             if layout == "chat":
@@ -269,15 +275,10 @@ class Engine:
         if isinstance(prompt, str):
             if not prompt:
                 raise InvalidRequest("the prompt is empty; ask something", param="prompt")
-            return self._require_text("prompt").question(boundary, prompt)
+            return self.require_text("prompt").question(boundary, prompt)
         if prompt and isinstance(prompt[0], Mapping):
-            return self._require_text("messages").turns(boundary, prompt)  # type: ignore[arg-type]
+            return self.require_text("messages").turns(boundary, prompt)  # type: ignore[arg-type]
         return self._checked_ids(prompt, "prompt")
-
-    def _require_text(self, param: str) -> TextFormat:
-        if self.text is None:
-            raise InvalidRequest("this engine has no tokenizer; give token ids", param=param)
-        return self.text
 
     def _checked_layout(self, layout: Layout | None) -> Layout:
         if layout not in (None, "chat", "plain"):

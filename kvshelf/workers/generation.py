@@ -116,12 +116,15 @@ class Generation:
     def answer(self) -> Answer:
         """The finished answer."""
         assert self.finish_reason is not None
-        usage = Usage(
+        return Answer(self._text.text, list(self.token_ids), self.finish_reason, self.usage())
+
+    def usage(self) -> Usage:
+        """What the answer has cost so far."""
+        return Usage(
             cache_read_tokens=self._past.compressed.num_tokens,
             prefill_tokens=self._prefill_tokens,
             completion_tokens=len(self.token_ids),
         )
-        return Answer(self._text.text, list(self.token_ids), self.finish_reason, usage)
 
     def _forward(self, checkpoint: Checkpoint | None) -> Tensor:
         """Logits of the next token, `[vocabulary]`."""

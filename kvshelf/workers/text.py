@@ -70,6 +70,10 @@ class TextFormat:
         """The tokenizer that turns generated ids into text."""
         return self._control
 
+    def count_tokens(self, text: str) -> int:
+        """Tokens of a text by itself, without template or BOS."""
+        return len(self._encode_text(text))
+
     def document(self, text: str, layout: Layout) -> EncodedDocument:
         """Chat: the template up to the end of the document inside an open user turn. Plain: the text, after the BOS
         token where the tokenizer adds one."""

@@ -1,4 +1,4 @@
-"""Each operation in use against its naive reference: odd sizes, GQA groups, dtypes; uninitialised memory is poisoned."""
+"""Each operation in use against its naive reference: odd sizes, GQA groups, dtypes, poisoned uninitialised memory."""
 
 from __future__ import annotations
 

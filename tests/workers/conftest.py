@@ -1,4 +1,4 @@
-"""Small real models: the recorded ones of four architectures, and a tokenizer with a chat template."""
+"""The recorded models of four architectures."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 import transformers
 from safetensors import safe_open
 from torch import Tensor
@@ -55,13 +54,3 @@ def oracle(request: pytest.FixtureRequest) -> Oracle:
 def llama() -> Oracle:
     """The recorded Llama, for what does not depend on the architecture."""
     return load_oracle("llama")
-
-
-@pytest.fixture(scope="session")
-def tiny() -> Engine:
-    """The bundled model."""
-    return Engine.load("kvshelf-tiny", device="cpu")
-
-
-def ids_tensor(ids: list[int]) -> Tensor:
-    return torch.tensor([ids])
