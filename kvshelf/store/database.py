@@ -84,6 +84,7 @@ class Database:
         self._home = home
         self._busy_s = busy_s
         self._path = home / FILE_NAME
+        self._inode = 0
         self._idle: queue.LifoQueue[sqlite3.Connection] = queue.LifoQueue()
 
     def create(self) -> bytes:
@@ -136,6 +137,9 @@ class Database:
                 return
 
     def _borrow(self) -> sqlite3.Connection:
+        # An open connection goes on working on a file that was deleted, and what it acknowledges is lost.
+        if os.stat(self._path).st_ino != self._inode:
+            raise StoreUnavailable(f"{self._path} was replaced while it was in use; open the shelf again")
         try:
             return self._idle.get_nowait()
         except queue.Empty:
@@ -158,8 +162,10 @@ class Database:
         """The index holds the key: a regular file that only its owner may read. SQLite gives its WAL the same mode."""
         fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode):
                 raise StoreUnavailable(f"{self._path} is not a regular file")
+            self._inode = found.st_ino
         finally:
             os.close(fd)
 

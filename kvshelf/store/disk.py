@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Final, Self
 
-from kvshelf.errors import BlobError, CacheExpired, InvalidRequest, StoreUnavailable
+from kvshelf.errors import BlobError, CacheExpired, InvalidRequest, StoreError, StoreUnavailable
 from kvshelf.store import base, blob, catalog, housekeeping
 from kvshelf.store.artifact import CompressedCache
 from kvshelf.store.base import UNSET, BlobFile, Page, Receipt, Store, Swept, Unset, Usage
@@ -71,7 +71,7 @@ class DiskStore(Store):
     ) -> Self:
         """Open the shelf in a folder; both are made if they are missing. Raises `StoreUnavailable`, `StorageFull`.
 
-        busy_s: how long a writer waits for another one's turn. now: the wall clock, Unix seconds. Open it after forking:
+        busy_s: how long a writer waits for its turn. now: the wall clock, Unix seconds. Open it after forking:
         connections do not survive a fork.
         """
         with translated(home):
@@ -179,15 +179,10 @@ class DiskStore(Store):
                 raise StoreUnavailable("the cache took longer to write than orphans are kept; put it again")
             catalog.insert(tx, manifest, file)
         self._on_step("published")
-        self._discard(old)
+        if old is not None:
+            housekeeping.discard(self._folders, [old])
         self._on_step("replaced")
         return manifest
-
-    def _discard(self, entry: Entry | None) -> None:
-        """Remove the file of an entry that no longer counts."""
-        if entry is not None and entry.file is not None:
-            for folder in self._folders:
-                folder.remove(entry.file)
 
     # Reading
 
@@ -251,10 +246,10 @@ class DiskStore(Store):
         try:
             yield
         except BlobError as error:
-            assert entry.file is not None, "only an entry with a file is read"
-            with self._database.write() as tx:
+            # Where the shelf cannot be written to either, the verdict stands all the same and is reached again.
+            with suppress(StoreError), self._database.write() as tx:
                 current = catalog.find(tx, entry.id, entry.tenant)
-                if current is not None and current.file == entry.file and current.state == "ready":
+                if current is not None and current.state == "ready" and current.file == entry.file is not None:
                     self._blobs.move(entry.file, self._quarantine)
                     catalog.mark_corrupt(tx, entry.seq, error.message)
             raise base.corrupt(entry.id, error.message, error.reason) from error
@@ -316,12 +311,11 @@ class DiskStore(Store):
         base.require_id(cache_id)
         now = self._now()
         with translated(self.home):
-            with self._database.write() as tx:
-                entry = catalog.find(tx, cache_id, tenant)
-                if entry is None or entry.state == "deleted":
-                    raise base.not_found(cache_id)
-                catalog.bury(tx, entry.seq, "deleted", now)
-            self._discard(entry)
+            with self._database.read() as connection:
+                entry = catalog.find(connection, cache_id, tenant)
+            if entry is None or entry.state == "deleted":
+                raise base.not_found(cache_id)
+            housekeeping.bury(self._database, self._folders, [entry], "deleted", now)
         return Receipt(id=cache_id, deleted_at=now, bytes_freed=entry.nbytes, homes=("disk",))
 
     # Housekeeping

@@ -31,6 +31,13 @@ def is_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
+def _checked(name: str) -> str:
+    """Names come back from the index; whoever changed it there still cannot lead us out of the folder."""
+    if not is_name(name):
+        raise OSError(f"{name!r:.80} is not the name of a blob file")
+    return name
+
+
 class BlobFolder:
     """One folder, held open: files are found relative to it, whatever happens to its path. Raises `OSError`."""
 
@@ -59,9 +66,9 @@ class BlobFolder:
         try:
             file = self._file(name, os.O_RDONLY | os.O_NONBLOCK)  # a planted pipe must not make the opening wait
         except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ELOOP):
+            if error.errno in (errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENXIO):
                 return None
-            raise
+            raise  # anything else, too many open files for one, says nothing about the cache
         if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             return file
         file.close()
@@ -70,7 +77,7 @@ class BlobFolder:
     def size(self, name: str) -> int | None:
         """Bytes of a regular file; None when there is none of this name."""
         try:
-            found = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+            found = os.stat(_checked(name), dir_fd=self._fd, follow_symlinks=False)
         except FileNotFoundError:
             return None
         return found.st_size if stat.S_ISREG(found.st_mode) else None
@@ -78,15 +85,15 @@ class BlobFolder:
     def remove(self, name: str) -> bool:
         """Unlink a file if it is there; readers that have it open keep it."""
         try:
-            os.unlink(name, dir_fd=self._fd)
-        except FileNotFoundError:
-            return False
+            os.unlink(_checked(name), dir_fd=self._fd)
+        except (FileNotFoundError, IsADirectoryError):
+            return False  # a folder in a blob's place is not ours; `check` goes on naming it
         return True
 
     def move(self, name: str, to: BlobFolder) -> bool:
         """Move a file to another folder of the same home, if it is there."""
         try:
-            os.rename(name, name, src_dir_fd=self._fd, dst_dir_fd=to._fd)
+            os.rename(_checked(name), name, src_dir_fd=self._fd, dst_dir_fd=to._fd)
         except FileNotFoundError:
             return False
         return True
@@ -103,13 +110,10 @@ class BlobFolder:
         os.close(self._fd)
 
     def _file(self, name: str, flags: int) -> FileIO:
-        if not is_name(name):
-            raise OSError(f"{name!r:.80} is not the name of a blob file")
-
         def opener(path: str, mode: int) -> int:  # noqa: ARG001 - FileIO's own flags lack O_NOFOLLOW
             return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self._fd)
 
-        return FileIO(name, "w" if flags & os.O_WRONLY else "r", opener=opener)
+        return FileIO(_checked(name), "w" if flags & os.O_WRONLY else "r", opener=opener)
 
 
 def read_whole(file: FileIO, size: int) -> memoryview:

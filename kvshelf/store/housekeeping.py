@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Iterable, Sequence
+from typing import Final, Literal
 
+from kvshelf.errors import StorageFull
 from kvshelf.store import catalog
+from kvshelf.store.catalog import Entry
 from kvshelf.store.database import Database
 from kvshelf.store.files import BlobFolder, is_name
 
@@ -15,15 +17,44 @@ ORPHAN_GRACE_S: Final = 3600.0
 
 def expire(database: Database, folders: Iterable[BlobFolder], now: float) -> int:
     """Turn expired caches into tombstones, then remove their files; returns how many."""
-    with database.write() as tx:
-        ended = catalog.expired(tx, now)
-        for entry in ended:
-            catalog.bury(tx, entry.seq, "expired", now)
-    for folder in folders:
-        for entry in ended:
-            if entry.file is not None:
-                folder.remove(entry.file)
+    with database.read() as connection:
+        ended = catalog.expired(connection, now)
+    bury(database, folders, ended, "expired", now)
     return len(ended)
+
+
+def bury(
+    database: Database,
+    folders: Iterable[BlobFolder],
+    entries: Sequence[Entry],
+    state: Literal["deleted", "expired"],
+    now: float,
+) -> None:
+    """Turn entries into tombstones, then remove their files. One that was put again meanwhile is left alone."""
+
+    def tombstones() -> None:
+        with database.write() as tx:
+            for entry in entries:
+                catalog.bury(tx, entry.seq, state, now)
+
+    if not entries:
+        return
+    try:
+        tombstones()
+    except StorageFull:
+        # A full disk has no room for the tombstones, and deleting is how room is made: so the files go first this once.
+        # Should the process die in between, the next reader finds the file missing and says that the cache is corrupt.
+        discard(folders, entries)
+        tombstones()
+    discard(folders, entries)
+
+
+def discard(folders: Iterable[BlobFolder], entries: Iterable[Entry]) -> None:
+    """Remove the files of entries that no longer count."""
+    for entry in entries:
+        if entry.file is not None:
+            for folder in folders:
+                folder.remove(entry.file)
 
 
 def remove_orphans(database: Database, folders: Iterable[BlobFolder], now: float) -> int:

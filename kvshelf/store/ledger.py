@@ -57,9 +57,9 @@ class Ledger:
     def open_request(self, request_id: str, *, tenant: str, body: bytes, again: bool = False) -> RequestRecord:
         """Write a request down as queued. Durable when it returns; asking twice changes nothing.
 
-        A failed request is queued anew. A finished one is returned as it is,
-        unless `again` says that its caches are gone and it is to be done once more. Raises `StateConflict` for an id
-        that another tenant holds: ids must be hashes that include the tenant.
+        A failed request is queued anew. A finished one is returned as it is, unless `again` says that its caches are
+        gone and it is to be done once more. Raises `StateConflict` for an id that another tenant holds: ids must be
+        hashes that include the tenant.
         """
         now = self._now()
         with self._database.write() as tx:
@@ -75,7 +75,8 @@ class Ledger:
             elif row["state"] == "failed" or (row["state"] == "done" and again):
                 tx.execute(
                     "UPDATE requests SET state = 'queued', body = ?, attempts_before = attempts, cache_ids = '[]', "
-                    "worker = NULL, error_code = NULL, error_message = NULL, error_param = NULL, updated_at = ? WHERE id = ?",
+                    "worker = NULL, error_code = NULL, error_message = NULL, error_param = NULL, updated_at = ? "
+                    "WHERE id = ?",
                     (body, now, request_id),
                 )
             return _record(_require(tx, request_id))
@@ -171,8 +172,8 @@ class Ledger:
 
 
 _FIELDS = (
-    "id, tenant, state, attempts, attempts_before, worker, lease_until, cache_ids, error_code, error_message, error_param, "
-    "created_at, updated_at"
+    "id, tenant, state, attempts, attempts_before, worker, lease_until, cache_ids, "
+    "error_code, error_message, error_param, created_at, updated_at"
 )
 
 

@@ -1,0 +1,46 @@
+"""Child processes for tests, forked from this one: a fresh interpreter would spend seconds importing torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Child:
+    pid: int
+
+    def kill(self) -> None:
+        """kill -9."""
+        os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        """The exit status, negative for the signal that ended it."""
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def start_child(work: Callable[[], None]) -> Child:
+    """Fork and do `work` in the child, which must open a store of its own. A child that hangs is ended by an alarm."""
+    pid = os.fork()
+    if pid:
+        return Child(pid)
+    status = 1
+    try:
+        signal.alarm(100)
+        torch.set_num_threads(1)  # the other threads of torch's pool do not exist in a fork, and would be waited for
+        work()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)  # no clean-up of pytest's in the child
+
+
+def run_in_child(work: Callable[[], None]) -> None:
+    status = start_child(work).wait()
+    assert status == 0, f"the child ended with {status}; its traceback is in the output"

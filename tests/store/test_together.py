@@ -1,0 +1,147 @@
+"""Several processes and threads on one shelf."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvshelf.errors import CacheNotFound, StateConflict
+from kvshelf.store.disk import DiskStore
+from tests.store.caches import make_cache, require_equal
+from tests.store.processes import start_child
+
+
+class Gate:
+    """Lets children that wait at it go at the same moment."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+
+    def wait(self) -> None:
+        os.close(self._write)
+        os.read(self._read, 1)  # the end of the file, when the last writer closes
+
+    def open(self) -> None:
+        os.close(self._write)
+        os.close(self._read)
+
+
+def at_once(count: int, work: Callable[[int], None]) -> None:
+    """Run `work(0)`, `work(1)`, ... in processes of their own, started at the same moment."""
+    gate = Gate()
+
+    def child(number: int) -> Callable[[], None]:
+        def run() -> None:
+            gate.wait()
+            work(number)
+
+        return run
+
+    children = [start_child(child(number)) for number in range(count)]
+    gate.open()
+    assert [process.wait() for process in children] == [0] * count
+
+
+@pytest.mark.parametrize("attempt", range(5))
+def test_a_new_home_gets_one_key(tmp_path: Path, attempt: int) -> None:
+    identity = make_cache(attempt).identity
+
+    def work(number: int) -> None:
+        with DiskStore.open(tmp_path / "home") as store:
+            (tmp_path / f"id{number}").write_text(store.cache_id(identity))
+
+    at_once(4, work)
+    assert len({(tmp_path / f"id{number}").read_text() for number in range(4)}) == 1
+
+
+@pytest.mark.parametrize("attempt", range(5))
+def test_two_writers_of_one_cache_agree(tmp_path: Path, home: Path, attempt: int) -> None:
+    cache = make_cache(attempt, num_tokens=512, lengths=((256, 256),), dims=(64, 64))
+    DiskStore.open(home).close()
+
+    def work(number: int) -> None:
+        with DiskStore.open(home) as store:
+            (tmp_path / f"manifest{number}").write_text(store.put(cache, name=f"writer {number}").model_dump_json())
+            require_equal(cache, store.get(store.cache_id(cache.identity)))
+
+    at_once(2, work)
+    assert (tmp_path / "manifest0").read_text() == (tmp_path / "manifest1").read_text()
+    assert len(list((home / "blobs").iterdir())) == 1, "the loser's file is gone"
+    with DiskStore.open(home) as store:
+        assert store.check() == []
+
+
+def test_a_reader_beside_a_writer_that_deletes_and_puts_again(home: Path) -> None:
+    """Every read gives the right cache or says that there is none; both must have happened."""
+    cache = make_cache(num_tokens=512, lengths=((256, 256),), dims=(64, 64))
+    with DiskStore.open(home) as store:
+        cache_id = store.cache_id(cache.identity)
+
+    def work() -> None:
+        end = time.monotonic() + 1.5
+        with DiskStore.open(home) as store:
+            while time.monotonic() < end:
+                store.put(cache)
+                store.delete(cache_id)
+
+    writer = start_child(work)
+    found = missing = 0
+    with DiskStore.open(home) as store:
+        end = time.monotonic() + 1.5
+        while time.monotonic() < end:
+            try:
+                require_equal(cache, store.get(cache_id))
+                found += 1
+            except CacheNotFound:
+                missing += 1
+        assert writer.wait() == 0
+        assert store.check() == []
+    assert min(found, missing) > 0
+
+
+def test_threads_share_a_store(home: Path) -> None:
+    caches = [make_cache(seed) for seed in range(8)]
+    problems: list[BaseException] = []
+
+    def work(store: DiskStore, first: int) -> None:
+        try:
+            for step in range(10):
+                cache = caches[(first + step) % len(caches)]
+                manifest = store.put(cache)
+                require_equal(cache, store.get(manifest.id))
+                store.touch(manifest.id)
+        except BaseException as problem:
+            problems.append(problem)
+
+    with DiskStore.open(home) as store:
+        threads = [threading.Thread(target=work, args=(store, number)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert problems == []
+        assert store.usage().caches == len(caches)
+        assert store.check() == []
+
+
+def test_one_of_many_gets_the_lease(home: Path, tmp_path: Path) -> None:
+    with DiskStore.open(home) as store:
+        store.ledger.open_request("req_1", tenant="me", body=b"x")
+
+    def work(number: int) -> None:
+        with DiskStore.open(home) as store:
+            try:
+                store.ledger.start_attempt("req_1", worker=f"w{number}", lease_s=60)
+                (tmp_path / f"won{number}").touch()
+            except StateConflict:
+                pass
+
+    at_once(6, work)
+    assert len(list(tmp_path.glob("won*"))) == 1
+    with DiskStore.open(home) as store:
+        assert store.ledger.get_request("req_1", tenant="me").attempts == 1
