@@ -1,0 +1,76 @@
+"""What a type checker sees: every call has its own result type, although both clients share how a call is written."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HEAD = """
+from collections.abc import AsyncIterator, Iterator
+from typing import assert_type
+
+from kvshelf import AsyncClient, Client, CompressedCache, Engine, open_store
+from kvshelf.client import AnswerStream, AsyncAnswerStream
+from kvshelf.client.types import AnswerObject, CacheObject, Deleted, ModelObject, PolicyObject, RequestObject
+"""
+
+RIGHT = """
+def use(client: Client) -> None:
+    assert_type(client.caches.create(document="a", policy="full", ttl_s=60), CacheObject)
+    assert_type(client.caches.create(file="a.txt", respond_async=True), RequestObject)
+    assert_type(client.caches.retrieve("kvs_1"), CacheObject)
+    assert_type(client.caches.list(limit=5), Iterator[CacheObject])
+    assert_type(client.caches.query("kvs_1", "a"), AnswerObject)
+    assert_type(client.caches.query("kvs_1", ["a", "b"]), list[AnswerObject])
+    assert_type(client.caches.query("kvs_1", messages=[{"role": "user", "content": "a"}]), AnswerObject)
+    assert_type(client.caches.stream("kvs_1", prompt="a"), AnswerStream)
+    assert_type(client.caches.download("kvs_1"), bytes)
+    assert_type(client.caches.delete("kvs_1"), Deleted)
+    assert_type(client.requests.retrieve("req_1", wait_s=5), RequestObject)
+    assert_type(client.models.list(), list[ModelObject])
+    assert_type(client.policies.list(), list[PolicyObject])
+
+async def ause(client: AsyncClient) -> None:
+    assert_type(await client.caches.create(document="a"), CacheObject)
+    assert_type(await client.caches.create(document="a", respond_async=True), RequestObject)
+    assert_type(await client.caches.retrieve("kvs_1"), CacheObject)
+    assert_type(client.caches.list(), AsyncIterator[CacheObject])
+    assert_type(await client.caches.query("kvs_1", ["a", "b"]), list[AnswerObject])
+    assert_type(await client.caches.stream("kvs_1", "a"), AsyncAnswerStream)
+    assert_type(await client.caches.download("kvs_1"), bytes)
+
+assert_type(Engine.load("kvshelf-tiny"), Engine)
+assert_type(CompressedCache.from_bytes(b""), CompressedCache)
+assert_type(open_store("disk:///x").get("kvs_1"), CompressedCache)
+"""
+
+
+def check(source: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    (folder / "use.py").write_text(HEAD + source)
+    root = Path(__file__).resolve().parent.parent.parent
+    command = [sys.executable, "-m", "mypy", "--config-file", str(root / "pyproject.toml"), str(folder / "use.py")]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=250)
+
+
+def test_every_call_has_its_type(tmp_path: Path) -> None:
+    # Errors inside kvshelf itself are `make check`'s business.
+    told = check(RIGHT, tmp_path).stdout
+    assert "use.py" not in told
+    assert "Success" in told or "kvshelf/" in told
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        'Client().caches.create(documents="a")',
+        'Client().caches.create(document="a", compression_ratio="much")',
+        "Client().caches.retrieve(5)",
+        'Client().requests.retrieve("req_1", wait="long")',
+        'Client().caches.query("kvs_1", 5)',
+    ],
+)
+def test_a_wrong_call_is_seen(wrong: str, tmp_path: Path) -> None:
+    assert "use.py" in check(wrong, tmp_path).stdout
