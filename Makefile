@@ -34,7 +34,7 @@ test: setup  ## all tests, in under 15 minutes on 2 cores
 	$(BIN)/python -m pytest
 
 soak: setup  ## all tests with their full counts: kill loops, fuzzing, load
-	KVSHELF_SOAK=1 $(BIN)/python -m pytest
+	KVSHELF_SOAK=1 $(BIN)/python -m pytest --timeout 7200
 
 clean:  ## remove the environments and all caches
 	rm -rf $(VENV) .venv-* .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -45,7 +45,7 @@ class _Sender:
             await asyncio.sleep(pause_s)
 
 
-class _Room:
+class _Group:
     """A group of calls, such as `client.caches`."""
 
     def __init__(self, sender: _Sender) -> None:
@@ -58,10 +58,10 @@ class _Method(Generic[P, T]):
     def __init__(self, build: Callable[P, Call[T]]) -> None:
         self._build = build
 
-    def __get__(self, room: _Room, owner: type[_Room]) -> Callable[P, Awaitable[T]]:
+    def __get__(self, group: _Group, owner: type[_Group]) -> Callable[P, Awaitable[T]]:
         @functools.wraps(self._build)
         async def method(*args: P.args, **kwargs: P.kwargs) -> T:
-            return await room._sender.send(self._build(*args, **kwargs))
+            return await group._sender.send(self._build(*args, **kwargs))
 
         return method
 
@@ -108,7 +108,7 @@ class AsyncAnswerStream:
             await self._response.aclose()
 
 
-class AsyncCaches(_Room):
+class AsyncCaches(_Group):
     """The shelf: `client.caches`. Arguments, results and errors are those of `Client.caches`."""
 
     retrieve = _Method(_calls.retrieve_cache)
@@ -174,25 +174,25 @@ class AsyncCaches(_Room):
         return AsyncAnswerStream(await self._sender.exchange(call, stream=True), self._sender.connection.base_url)
 
 
-class AsyncRequests(_Room):
+class AsyncRequests(_Group):
     """Creations in the background: `client.requests`."""
 
     retrieve = _Method(_calls.retrieve_request)
 
 
-class AsyncModels(_Room):
+class AsyncModels(_Group):
     """`client.models`."""
 
     list = _Method(_calls.list_models)
 
 
-class AsyncPolicies(_Room):
+class AsyncPolicies(_Group):
     """`client.policies`."""
 
     list = _Method(_calls.list_policies)
 
 
-class AsyncClient(_Room):
+class AsyncClient(_Group):
     """`Client`, awaited: `await AsyncClient().caches.create(document=...)`. Close it, or use it in `async with`."""
 
     ready = _Method(_calls.readiness)

@@ -112,7 +112,7 @@ def download_cache(id: str) -> Call[bytes]:
 
 def query_cache(id: str, fields: Mapping[str, Any]) -> Call[types.AnswerObject | Answers]:
     """One prompt, or messages, has one answer; a list of prompts has as many, in the same order."""
-    several = isinstance(fields.get("prompt"), list)
+    several = isinstance(fields.get("prompt"), list | tuple)
     parse = _answers if several else parse_as(types.AnswerObject)
     return Call("POST", _cache_path(id) + "/query", parse, body={"json": _checked(types.Query, fields)})
 

@@ -45,7 +45,7 @@ class _Sender:
             time.sleep(pause_s)
 
 
-class _Room:
+class _Group:
     """A group of calls, such as `client.caches`."""
 
     def __init__(self, sender: _Sender) -> None:
@@ -58,10 +58,10 @@ class _Method(Generic[P, T]):
     def __init__(self, build: Callable[P, Call[T]]) -> None:
         self._build = build
 
-    def __get__(self, room: _Room, owner: type[_Room]) -> Callable[P, T]:
+    def __get__(self, group: _Group, owner: type[_Group]) -> Callable[P, T]:
         @functools.wraps(self._build)
         def method(*args: P.args, **kwargs: P.kwargs) -> T:
-            return room._sender.send(self._build(*args, **kwargs))
+            return group._sender.send(self._build(*args, **kwargs))
 
         return method
 
@@ -112,7 +112,7 @@ class AnswerStream:
             self._response.close()
 
 
-class Caches(_Room):
+class Caches(_Group):
     """The shelf: `client.caches`."""
 
     retrieve = _Method(_calls.retrieve_cache)
@@ -190,25 +190,25 @@ class Caches(_Room):
         return AnswerStream(self._sender.exchange(call, stream=True), self._sender.connection.base_url)
 
 
-class Requests(_Room):
+class Requests(_Group):
     """Creations in the background: `client.requests`."""
 
     retrieve = _Method(_calls.retrieve_request)
 
 
-class Models(_Room):
+class Models(_Group):
     """`client.models`."""
 
     list = _Method(_calls.list_models)
 
 
-class Policies(_Room):
+class Policies(_Group):
     """`client.policies`."""
 
     list = _Method(_calls.list_policies)
 
 
-class Client(_Room):
+class Client(_Group):
     """A kvshelf service: `Client().caches.create(document=...)`. Close it, or use it in a `with` block.
 
     `url` falls back to KVSHELF_URL, then to the local default port; `api_key` to KVSHELF_API_KEY. Calls that meet a
