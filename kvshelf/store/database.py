@@ -9,7 +9,7 @@ import secrets
 import sqlite3
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvshelf.errors import StoreUnavailable
@@ -160,14 +160,16 @@ class Database:
 
     def _require_private_file(self) -> None:
         """The index holds the key: a regular file that only its owner may read. SQLite gives its WAL the same mode."""
-        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
-            found = os.fstat(fd)
-            if not stat.S_ISREG(found.st_mode):
-                raise StoreUnavailable(f"{self._path} is not a regular file")
-            self._inode = found.st_ino
-        finally:
-            os.close(fd)
+        # An existing file is only looked at. To open and close it would drop the locks that other connections of this
+        # process hold on it: POSIX locks belong to the process, not to the descriptor.
+        with suppress(FileExistsError):
+            os.close(os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        found = os.lstat(self._path)
+        if not stat.S_ISREG(found.st_mode):
+            raise StoreUnavailable(f"{self._path} is not a regular file")
+        if not os.access(self._path, os.R_OK | os.W_OK):
+            raise StoreUnavailable(f"{self._path} cannot be written: the disk is read-only, or it is another user's")
+        self._inode = found.st_ino
 
     def _initialise(self) -> bytes:
         connection = self._connect()
