@@ -24,8 +24,11 @@ from kvshelf.workers.policies import DEFAULT_POLICY, LayerView, Policy, build
 from kvshelf.workers.policies.full import Full
 from kvshelf.workers.text import EncodedDocument, Message, TextFormat
 
-Document = str | Sequence[int] | Sequence[Message]
-"""A text, token ids, or the messages of a conversation."""
+Document = str | Sequence[int] | Sequence[Message] | Tensor
+"""A text, token ids (a list or a 1-D integer tensor), or the messages of a conversation."""
+
+Prompt = Document
+"""A question: a text, messages, or token ids that are appended as they are."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +189,7 @@ class Engine:
         with kvshelf_attention(self.model):
             yield past
 
-    def encode_query(self, cache: CompressedCache, prompt: str | Sequence[int] | Sequence[Message]) -> list[int]:
+    def encode_query(self, cache: CompressedCache, prompt: Prompt) -> list[int]:
         """Token ids that ask `prompt` (a text, messages, or ids to append as they are) after this cache.
         Thread-safe."""
         return self._encode_query(cache.identity.boundary, prompt)
@@ -214,7 +217,7 @@ class Engine:
     def answer(
         self,
         cache: CompressedCache,
-        prompt: str | Sequence[int] | Sequence[Message],
+        prompt: Prompt,
         *,
         max_new_tokens: int = 32,
         temperature: float = 0.0,
@@ -251,7 +254,7 @@ class Engine:
         if isinstance(document, str):
             encoded = self.require_text("document").document(document, self._checked_layout(layout))
             length = len(encoded.token_ids) - encoded.protected_prefix
-        elif document and isinstance(document[0], Mapping):
+        elif not isinstance(document, Tensor) and document and isinstance(document[0], Mapping):
             if layout == "plain":
                 raise InvalidRequest("messages need the layout 'chat'", param="layout")
             encoded = self.require_text("messages").conversation(document)  # type: ignore[arg-type]
@@ -271,12 +274,12 @@ class Engine:
             )
         return encoded
 
-    def _encode_query(self, boundary: Boundary, prompt: str | Sequence[int] | Sequence[Message]) -> list[int]:
+    def _encode_query(self, boundary: Boundary, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             if not prompt:
                 raise InvalidRequest("the prompt is empty; ask something", param="prompt")
             return self.require_text("prompt").question(boundary, prompt)
-        if prompt and isinstance(prompt[0], Mapping):
+        if not isinstance(prompt, Tensor) and prompt and isinstance(prompt[0], Mapping):
             return self.require_text("messages").turns(boundary, prompt)  # type: ignore[arg-type]
         return self._checked_ids(prompt, "prompt")
 
@@ -287,6 +290,13 @@ class Engine:
 
     def _checked_ids(self, ids: Any, param: str) -> list[int]:
         vocabulary = self.model.config.vocab_size
+        if isinstance(ids, Tensor):
+            if ids.dim() != 1 or ids.is_floating_point():
+                raise InvalidRequest(
+                    f"{param} is a tensor of shape {tuple(ids.shape)} and {ids.dtype}; give a list or a 1-D integer tensor",
+                    param=param,
+                )
+            ids = ids.tolist()
         for i, token in enumerate(ids):
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocabulary:
                 raise InvalidRequest(

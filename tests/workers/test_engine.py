@@ -97,6 +97,8 @@ def test_remote_code_is_not_run(tmp_path, tiny):
         ([5, 10**6], {}, InvalidRequest, "token_ids"),
         ([5, True], {}, InvalidRequest, "token_ids"),
         ([5, "6"], {}, InvalidRequest, "token_ids"),
+        (torch.tensor([[5, 6]]), {}, InvalidRequest, "token_ids"),
+        (torch.tensor([5.0, 6.0]), {}, InvalidRequest, "token_ids"),
         ([5, 6], {"layout": "chat"}, InvalidRequest, "layout"),
         ([{"role": "user", "content": "x"}], {"layout": "plain"}, InvalidRequest, "layout"),
         (TEXT, {"layout": "diagonal"}, InvalidRequest, "layout"),
@@ -115,6 +117,13 @@ def test_bad_documents_are_refused(tiny, document, options, error, param):
 def test_text_without_a_tokenizer_is_refused(llama):
     with pytest.raises(InvalidRequest, match="no tokenizer"):
         llama.engine.prepare("some text")
+
+
+def test_ids_may_be_a_tensor(tiny):
+    ids = tiny.text.document(TEXT, "plain").token_ids
+    cache = tiny.compress(torch.tensor(ids))
+    assert cache.identity == tiny.compress(ids).identity
+    assert tiny.answer(cache, torch.tensor(ids[:9])).token_ids == tiny.answer(cache, ids[:9]).token_ids
 
 
 def test_the_longest_document_is_accepted(tiny):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
@@ -24,6 +25,6 @@ class KeyDiff(ScoringPolicy):
     source: ClassVar[str] = "KeyDiff, arXiv 2504.15364"
 
     def score(self, layer: LayerView) -> Tensor:
-        keys = layer.keys.float()
-        anchor = F.normalize(keys, dim=-1).mean(dim=1, keepdim=True)  # [kv_heads, 1, D]
-        return -F.cosine_similarity(keys, anchor, dim=-1)
+        directions = F.normalize(layer.keys.float(), dim=-1)  # [kv_heads, N, D]
+        anchor = F.normalize(directions.mean(dim=1), dim=-1)  # [kv_heads, D]
+        return -torch.matmul(directions, anchor.unsqueeze(2)).squeeze(2)
