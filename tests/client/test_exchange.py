@@ -107,7 +107,14 @@ def test_an_unknown_code_of_a_newer_service_is_a_plain_error_that_keeps_it(call:
 
 
 @pytest.mark.parametrize(
-    ("status", "code"), [(429, "queue_full"), (429, "rate_limited"), (503, "no_worker"), (503, "store_unavailable")]
+    ("status", "code"),
+    [
+        (429, "queue_full"),
+        (429, "rate_limited"),
+        (503, "no_worker"),
+        (503, "worker_crashed"),
+        (503, "store_unavailable"),
+    ],
 )
 def test_a_busy_service_is_asked_again(call: Callable[..., Any], status: int, code: str) -> None:
     service = Script(wire_error(status, code), wire_error(status, code), httpx.Response(200, json=CACHE))
@@ -122,9 +129,7 @@ def test_after_the_last_repeat_the_error_is_raised(call: Callable[..., Any]) -> 
     assert len(service.requests) == 3
 
 
-@pytest.mark.parametrize(
-    ("status", "code"), [(503, "worker_crashed"), (429, "quota_exceeded"), (500, "internal"), (404, "cache_not_found")]
-)
+@pytest.mark.parametrize(("status", "code"), [(429, "quota_exceeded"), (500, "internal"), (404, "cache_not_found")])
 def test_what_a_repeat_cannot_cure_is_not_repeated(call: Callable[..., Any], status: int, code: str) -> None:
     service = Script(wire_error(status, code))
     with pytest.raises(errors.by_code()[code]):
