@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from kvshelf.workers.engine import Engine
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -76,6 +81,13 @@ class LiveService:
         """The processes that hold its models."""
         return [pid for pid in _descendants(self.process.pid) if _title(pid).startswith("ray::ServeReplica")]
 
+    def kill(self) -> None:
+        """Every process of the service dies where it stands, as in a power cut."""
+        for pid in [self.process.pid, *_descendants(self.process.pid)]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
 
 @contextmanager
 def live_service(home: Path, model: Path | str, **settings: object) -> Iterator[LiveService]:
@@ -126,6 +138,12 @@ def _descendants(pid: int) -> list[int]:
 
 
 @pytest.fixture(scope="session")
+def start_service() -> Callable[..., AbstractContextManager[LiveService]]:
+    """For tests that need a service of their own, to kill it."""
+    return live_service
+
+
+@pytest.fixture(scope="session")
 def service(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveService]:
     """One service for the whole test run. Its caps are small, so that tests can go beyond them."""
     home = tmp_path_factory.mktemp("service")
@@ -143,3 +161,11 @@ def bundled_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a service as the documentation starts it: the bundled model and all defaults."""
     with live_service(tmp_path_factory.mktemp("bundled"), "kvshelf-tiny") as running:
         yield running.url
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Engine:
+    """The bundled model on the CPU, in this process."""
+    from kvshelf.workers.engine import Engine
+
+    return Engine.load("kvshelf-tiny", device="cpu")

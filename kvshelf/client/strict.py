@@ -89,13 +89,16 @@ def refusal(exc: ValidationError) -> InvalidRequest:
 
 
 def _describe(error: ErrorDetails) -> tuple[str | None, str]:
-    path = [str(part) for part in error["loc"] if not str(part).startswith("(")]
-    if path and path[-1] == "[key]":
-        path.pop()
-    param = str(error.get("ctx", {}).get("param") or ".".join(path)) or None
+    param = str(error.get("ctx", {}).get("param") or _path(error["loc"])) or None
     if error["type"] == "extra_forbidden":
         return param, "unknown field. The fields of each request are listed in /openapi.json"
     return param, error["msg"] + _found(error)
+
+
+def _path(loc: tuple[int | str, ...]) -> str:
+    """A field as people write it: messages[0].role."""
+    parts = [part for part in loc if not str(part).startswith(("(", "[key]"))]
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".")
 
 
 def _found(error: ErrorDetails) -> str:

@@ -7,6 +7,7 @@ import math
 import secrets
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import structlog
 from fastapi import FastAPI
@@ -32,6 +33,7 @@ from kvshelf.errors import (
     MethodNotAllowed,
     ModelMismatch,
     NotFound,
+    RequestTimeout,
 )
 
 log = structlog.get_logger("kvshelf.service")
@@ -54,11 +56,15 @@ def envelope(error: KvshelfError) -> ErrorEnvelope:
     )
 
 
-def wire(error: KvshelfError) -> dict[str, object]:
-    """The envelope as JSON. `miss_reason` and `details` are there only when they say something; `param` always is."""
-    body = envelope(error).error
+def wire(error: KvshelfError) -> dict[str, Any]:
+    """The envelope as JSON."""
+    return {"error": error_json(envelope(error).error)}
+
+
+def error_json(body: ErrorBody) -> dict[str, Any]:
+    """An error object as JSON. `miss_reason` and `details` are there when they say something, `param` always."""
     silent = {name for name in ("miss_reason", "details") if getattr(body, name) is None}
-    return {"error": body.model_dump(mode="json", exclude=silent)}
+    return body.model_dump(mode="json", exclude=silent)
 
 
 def _miss_reason(error: KvshelfError) -> MissReason | None:
@@ -77,6 +83,8 @@ def error_response(error: KvshelfError) -> Response:
     retry_after_s = error.details.get("retry_after_s")
     if retry_after_s is not None:
         headers["retry-after"] = str(math.ceil(retry_after_s))  # whole seconds: RFC 9110, section 10.2.3
+    if isinstance(error, RequestTimeout):
+        headers["connection"] = "close"  # the rest of the body may come, but nobody reads it
     cls = _LingeringResponse if isinstance(error, BodyTooLarge) else JSONResponse
     return cls(wire(error), status_code=error.status, headers=headers)
 

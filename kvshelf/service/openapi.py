@@ -8,12 +8,13 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from kvshelf.client.openai import ChatCompletionChunk, ChatCompletionRequest
+from kvshelf.client.openai import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
 from kvshelf.client.types import AnswerDelta, AnswerList, CreateCache, ErrorEnvelope, Query, RequestObject
 
 _READ_BY_ROUTES: list[type[BaseModel]] = [
     AnswerDelta,
     AnswerList,
+    ChatCompletion,
     ChatCompletionChunk,
     ChatCompletionRequest,
     CreateCache,

@@ -30,6 +30,12 @@ from kvshelf.workers.replica import Asked, Created, Replied
 RESTART_S = 5.0
 """About how long Ray needs to replace a dead replica: what callers are told to wait."""
 
+_UNREACHABLE = (
+    ray_errors.ActorUnavailableError,
+    serve_errors.DeploymentUnavailableError,
+    serve_errors.ReplicaUnavailableError,
+)
+
 _GRACE_S = 5.0  # the replica keeps deadlines itself; this is for one that no longer answers
 
 
@@ -51,13 +57,13 @@ class RemoteEngine:
         self, spec: Mapping[str, Any], *, tenant: str, deadline_s: float, request_id: str | None = None
     ) -> Created:
         created: Created = await self._call(
-            "create", deadline_s, dict(spec), tenant=tenant, deadline_s=deadline_s, request_id=request_id
+            "create", deadline_s + _GRACE_S, dict(spec), tenant=tenant, deadline_s=deadline_s, request_id=request_id
         )
         return created
 
     async def query(self, cache_id: str, asked: Asked, *, tenant: str, deadline_s: float) -> list[Replied]:
         replied: list[Replied] = await self._call(
-            "query", deadline_s, cache_id, asked, tenant=tenant, deadline_s=deadline_s
+            "query", deadline_s + _GRACE_S, cache_id, asked, tenant=tenant, deadline_s=deadline_s
         )
         return replied
 
@@ -78,12 +84,17 @@ class RemoteEngine:
         described: dict[str, Any] = await self._call("describe", deadline_s)
         return described
 
+    async def refresh(self) -> int:
+        """Ask Ray how many replicas take requests. Ray itself notices a death at its next health check only."""
+        self.running = await asyncio.to_thread(replicas_running, self.app)
+        return self.running
+
     async def _call(self, method: str, limit_s: float, /, *args: Any, **kwargs: Any) -> Any:
         started = time.monotonic()
         with self._translated():
             response = getattr(self._handle, method).remote(*args, **kwargs)
             try:
-                async with asyncio.timeout(limit_s + _GRACE_S):
+                async with asyncio.timeout(limit_s):
                     result = await response
             except (asyncio.CancelledError, TimeoutError):
                 response.cancel()  # awaiting it is all that was cancelled; the work would go on
@@ -108,7 +119,7 @@ class RemoteEngine:
         if isinstance(exc, serve_errors.BackPressureError):
             retry_after_s = round(max(self._mean_s, 0.5), 3)
             return QueueFull(f"too many requests are waiting for {self.model!r}", retry_after_s=retry_after_s)
-        if isinstance(exc, ray_errors.ActorUnavailableError | serve_errors.DeploymentUnavailableError):
+        if isinstance(exc, _UNREACHABLE):
             return NoWorker(f"no worker of {self.model!r} can be reached", retry_after_s=RESTART_S)
         if isinstance(exc, ray_errors.RayActorError | ray_errors.WorkerCrashedError):
             return WorkerCrashed(
@@ -124,7 +135,7 @@ class RemoteEngine:
 
 
 def replicas_running(app: str) -> int:
-    """How many replicas of an application can take requests now. Blocks for a moment: call it off the event loop."""
+    """How many replicas of an application take requests. Blocks for a moment: call it off the event loop."""
     try:
         overview = serve.status().applications.get(app)
     except (ray_errors.RayError, serve_errors.RayServeException):
@@ -138,5 +149,5 @@ async def watch(engines: Iterable[RemoteEngine], *, interval_s: float = 1.0) -> 
     """Keep `running` of each engine up to date, for as long as this task lives."""
     while True:
         for engine in engines:
-            engine.running = await asyncio.to_thread(replicas_running, engine.app)
+            await engine.refresh()
         await asyncio.sleep(interval_s)

@@ -244,6 +244,7 @@ class Replica:
         started = time.monotonic()
         cache = await self._off_loop(self._store.get, cache_id, tenant=tenant)
         load_ms = (time.monotonic() - started) * 1000
+        self._engine.identity.require_match(cache.identity.model)
         self._threads.submit(_touch, self._store, cache_id, tenant)
         return _Loaded(cache, load_ms)
 

@@ -15,7 +15,7 @@ from kvshelf.errors import InvalidRequest
 from kvshelf.service import openapi
 from kvshelf.service.body import read_create
 from kvshelf.service.errors import error_response
-from kvshelf.service.routes.requests import request_object
+from kvshelf.service.routes.requests import request_json
 from kvshelf.service.state import TENANT, InService, cache_object, off_loop, until_hangup
 from kvshelf.store.base import BlobFile, require_expiry
 from kvshelf.store.manifest import Manifest
@@ -49,7 +49,7 @@ async def create(request: Request, service: InService, prefer: Annotated[str, He
     if "respond-async" in [wish.strip().lower() for wish in prefer.split(",")]:
         record = await service.background.submit(spec, TENANT)
         headers = {"location": f"/v1/requests/{record.id}", "preference-applied": "respond-async"}
-        return JSONResponse(request_object(record).model_dump(mode="json"), status_code=202, headers=headers)
+        return JSONResponse(request_json(record), status_code=202, headers=headers)
     deadline_s = service.settings.request_deadline_s
     created = await until_hangup(request, engine.create(spec, tenant=TENANT, deadline_s=deadline_s))
     cache = cache_object(Manifest.model_validate(created.manifest), existing=created.existing)

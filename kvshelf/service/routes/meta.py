@@ -9,15 +9,15 @@ from fastapi.responses import JSONResponse
 
 from kvshelf.client.strict import MAX_PROMPTS
 from kvshelf.client.types import Limits, ModelList, PolicyList, PolicyObject, Readiness, ReadyPart
-from kvshelf.errors import KvshelfError, NoWorker, WorkerCrashed
+from kvshelf.errors import DeadlineExceeded, KvshelfError, QueueFull
 from kvshelf.service import openapi
 from kvshelf.service.state import InService, Service, off_loop
 from kvshelf.workers.policies import catalog
-from kvshelf.workers.remote import RemoteEngine, replicas_running
+from kvshelf.workers.remote import RemoteEngine
 
 router = APIRouter(tags=["service"], responses=openapi.ERRORS)
 
-_PROBE_S = 5.0
+_PROBE_S = 2.0
 
 
 @router.get("/v1/models")
@@ -75,19 +75,19 @@ async def _store(service: Service) -> ReadyPart:
 
 
 async def _workers(engine: RemoteEngine, wanted: int) -> ReadyPart:
-    """Ray notices a dead replica only at its next health check, so a replica is also asked."""
+    """What Ray says, and what a replica says: Ray notices a death at its next health check only."""
     name = f"workers:{engine.model}"
     try:
         async with asyncio.timeout(_PROBE_S):
-            running = await off_loop(replicas_running, engine.app)
-        if running == 0:
-            return ReadyPart(name=name, ready=False, reason=f"0 of {wanted} replicas run; a new one is being started")
+            await engine.refresh()
         await engine.describe(deadline_s=_PROBE_S)
-    except (NoWorker, WorkerCrashed) as error:
+    except QueueFull:
+        pass  # busy, and therefore at work
+    except (DeadlineExceeded, TimeoutError):
+        # So busy that the question waits in the queue, or dead: by now Ray knows which.
+        if await engine.refresh() == 0:
+            return ReadyPart(name=name, ready=False, reason=f"0 of {wanted} replicas run; one is being started")
+    except KvshelfError as error:
         return ReadyPart(name=name, ready=False, reason=error.message)
-    except TimeoutError:
-        return ReadyPart(name=name, ready=False, reason=f"Ray gave no answer within {_PROBE_S:g} s")
-    except KvshelfError:
-        pass  # a full queue, say: busy, and therefore at work
-    reason = "" if running >= wanted else f"{running} of {wanted} replicas run"
-    return ReadyPart(name=name, ready=True, reason=reason)
+    running = engine.running
+    return ReadyPart(name=name, ready=True, reason="" if running >= wanted else f"{running} of {wanted} replicas run")

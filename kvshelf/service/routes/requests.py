@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Annotated
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import JSONResponse
 
 from kvshelf.client.types import ErrorBody, RequestObject
 from kvshelf.errors import InternalError, by_code
 from kvshelf.service import openapi
+from kvshelf.service.errors import error_json
 from kvshelf.service.state import TENANT, InService, off_loop, until_hangup
 from kvshelf.store.ledger import Ledger, RequestRecord
 
@@ -20,16 +22,16 @@ MAX_WAIT_S = 300.0
 _FIRST_POLL_S, _LAST_POLL_S = 0.05, 0.5
 
 
-@router.get("/{request_id}")
+@router.get("/{request_id}", response_model=RequestObject)
 async def get_request(
     request_id: str,
     request: Request,
     service: InService,
     wait_s: Annotated[float, Query(ge=0, le=MAX_WAIT_S, allow_inf_nan=False)] = 0.0,
-) -> RequestObject:
+) -> Response:
     """How far a creation is. With `wait_s` the answer comes once it has ended, or after that many seconds."""
     record = await until_hangup(request, _wait(service.store.ledger, request_id, wait_s))
-    return request_object(record)
+    return JSONResponse(request_json(record))
 
 
 async def _wait(ledger: Ledger, request_id: str, wait_s: float) -> RequestRecord:
@@ -43,12 +45,13 @@ async def _wait(ledger: Ledger, request_id: str, wait_s: float) -> RequestRecord
         pause_s = min(2 * pause_s, _LAST_POLL_S)
 
 
-def request_object(record: RequestRecord) -> RequestObject:
+def request_json(record: RequestRecord) -> dict[str, Any]:
+    """A request of the ledger as the API shows it."""
     error = None
     if record.error is not None:
         cls = by_code().get(record.error.code, InternalError)
         error = ErrorBody(message=record.error.message, type=cls.type, param=record.error.param, code=record.error.code)
-    return RequestObject(
+    request = RequestObject(
         id=record.id,
         state=record.state,
         cache_id=record.cache_ids[0] if record.cache_ids else None,
@@ -57,3 +60,4 @@ def request_object(record: RequestRecord) -> RequestObject:
         created_at=record.created_at,
         updated_at=record.updated_at,
     )
+    return request.model_dump(mode="json") | {"error": error and error_json(error)}

@@ -1,0 +1,181 @@
+"""/v1/caches: every form of a creation, listing, deleting, downloading."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from kvshelf import CompressedCache
+
+DOCUMENT = "The keeper of the northern light wrote down every ship. " * 12
+
+CACHE_FIELDS = {
+    "id", "object", "document_id", "model", "layout", "policy", "policy_params", "compression_ratio", "codec", "tokens",
+    "bytes", "quality", "created_at", "expires_at", "last_used_at", "pinned", "name", "labels", "has_source", "timings",
+    "existing",
+}  # fmt: skip
+
+
+def create(http: httpx.Client, **body: Any) -> dict[str, Any]:
+    response = http.post("/v1/caches", json=body)
+    assert response.status_code in (200, 201), response.text
+    found: dict[str, Any] = response.json()
+    return found
+
+
+def test_a_new_cache_is_201_and_the_same_again_200(http: httpx.Client) -> None:
+    body = {
+        "document": DOCUMENT,
+        "policy": "lagkv",
+        "compression_ratio": 0.5,
+        "labels": {"kind": "log"},
+        "name": "ships",
+    }
+    first, second = http.post("/v1/caches", json=body), http.post("/v1/caches", json=body)
+    assert (first.status_code, second.status_code) == (201, 200)
+    new, found = first.json(), second.json()
+    assert new.keys() == CACHE_FIELDS
+    assert (new["existing"], found["existing"]) == (False, True)
+    assert new | {"existing": True} == found
+    assert first.headers["location"] == f"/v1/caches/{new['id']}"
+    assert new["id"].startswith("kvs_")
+    assert new["document_id"].startswith("doc_")
+    assert (new["object"], new["model"], new["layout"], new["codec"]) == ("cache", "random-tiny", "chat", "none")
+    assert (new["policy"], new["compression_ratio"], new["name"]) == ("lagkv", 0.5, "ships")
+    assert new["policy_params"]["lag"] > 0
+    assert 0 < new["tokens"]["kept"] <= new["tokens"]["document"] / 2
+    assert 0 < new["bytes"]["stored"] < new["bytes"]["full"]
+    assert set(new["timings"]) == {"queue_s", "prefill_s", "compress_s", "store_s"}
+    assert new["timings"]["prefill_s"] > 0
+    assert http.get(f"/v1/caches/{new['id']}").json() == new
+
+
+def test_all_three_forms_and_a_file(http: httpx.Client) -> None:
+    text = create(http, document=DOCUMENT + "text", policy="full")
+    assert text["compression_ratio"] == 0
+    assert text["tokens"]["kept"] == text["tokens"]["document"]
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+    assert create(http, messages=messages, policy="full")["layout"] == "chat"
+    ids = create(http, token_ids=[7, 8, 9] * 10, policy="full")
+    assert (ids["layout"], ids["tokens"]["document"]) == ("plain", 30)
+    form = {"policy": "full", "labels": json.dumps({"from": "file"})}
+    file = {"file": ("a.txt", (DOCUMENT + "text").encode(), "text/plain")}
+    response = http.post("/v1/caches", data=form, files=file)
+    assert (response.status_code, response.json()["id"]) == (200, text["id"])
+
+
+def test_budgets_and_layouts_are_different_caches_of_one_document(http: httpx.Client) -> None:
+    by_tokens = create(http, document=DOCUMENT, budget_tokens=32)
+    assert by_tokens["tokens"]["kept"] == 32
+    by_ratio = create(http, document=DOCUMENT, compression_ratio=0.9)
+    assert by_ratio["id"] != by_tokens["id"]
+    assert by_ratio["document_id"] == by_tokens["document_id"]
+    assert create(http, document=DOCUMENT, layout="plain", budget_tokens=32)["document_id"] != by_tokens["document_id"]
+
+
+def test_twenty_equal_creations_at_once_are_one_prefill(http: httpx.Client) -> None:
+    body = {"document": "Twenty people ask for this at once. " * 40}
+
+    def post(_: int) -> httpx.Response:
+        return http.post("/v1/caches", json=body)
+
+    with ThreadPoolExecutor(20) as threads:
+        responses = list(threads.map(post, range(20)))
+    assert sorted(response.status_code for response in responses) == [200] * 19 + [201]
+    # A second prefill would have measured, and stored, another time.
+    assert len({json.dumps(response.json()["timings"]) for response in responses}) == 1
+
+
+def test_listing_filters_and_pages(http: httpx.Client) -> None:
+    ids = [
+        create(http, document=f"Page {n}. {DOCUMENT}", policy="full", labels={"suite": "paging", "n": str(n)})["id"]
+        for n in range(5)
+    ]
+    listed: list[str] = []
+    after: dict[str, str] = {}
+    pages = 0
+    while True:
+        page = http.get("/v1/caches", params={"label.suite": "paging", "limit": 2} | after).json()
+        assert page.keys() == {"object", "data", "has_more", "last_id"}
+        assert page["object"] == "list"
+        listed += [cache["id"] for cache in page["data"]]
+        pages += 1
+        assert page["last_id"] == listed[-1]
+        if not page["has_more"]:
+            break
+        after = {"after": page["last_id"]}
+    assert (listed, pages) == (ids[::-1], 3)
+    one = http.get("/v1/caches", params={"label.suite": "paging", "label.n": "3"}).json()["data"]
+    assert [cache["id"] for cache in one] == [ids[3]]
+    by_document = http.get("/v1/caches", params={"document_id": one[0]["document_id"]}).json()["data"]
+    assert [cache["id"] for cache in by_document] == [ids[3]]
+    nothing = http.get("/v1/caches", params={"label.suite": "paging", "policy": "snapkv"}).json()
+    assert nothing == {"object": "list", "data": [], "has_more": False, "last_id": None}
+
+
+@pytest.mark.parametrize(
+    ("params", "param"),
+    [
+        ({"limit": 0}, "limit"),
+        ({"limit": "many"}, "limit"),
+        ({"after": "kvs_nothing"}, "after"),
+        ({"polcy": "x"}, "polcy"),
+    ],
+)
+def test_bad_filters_are_refused_by_name(http: httpx.Client, params: dict[str, Any], param: str) -> None:
+    response = http.get("/v1/caches", params=params)
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "invalid_request"
+    assert response.json()["error"]["param"] == param
+
+
+def test_deleting(http: httpx.Client) -> None:
+    cache_id = create(http, document=DOCUMENT + "to be deleted", policy="full")["id"]
+    assert http.delete(f"/v1/caches/{cache_id}").json() == {"id": cache_id, "object": "cache", "deleted": True}
+    for response in (
+        http.get(f"/v1/caches/{cache_id}"),
+        http.delete(f"/v1/caches/{cache_id}"),
+        http.get(f"/v1/caches/{cache_id}/blob"),
+        http.post(f"/v1/caches/{cache_id}/query", json={"prompt": "?"}),
+    ):
+        assert (response.status_code, response.json()["error"]["code"]) == (404, "cache_not_found")
+
+
+def test_a_blob_is_the_cache(http: httpx.Client, cache: dict[str, Any]) -> None:
+    response = http.get(f"/v1/caches/{cache['id']}/blob")
+    assert response.status_code == 200
+    assert len(response.content) == cache["bytes"]["stored"] == int(response.headers["content-length"])
+    loaded = CompressedCache.from_bytes(response.content)
+    assert loaded.num_tokens == cache["tokens"]["document"]
+    assert loaded.to_bytes() == response.content
+
+
+@pytest.mark.parametrize(
+    ("header", "first", "last"),
+    [("bytes=0-99", 0, 99), ("bytes=100-", 100, -1), ("bytes=-50", -50, -1), ("bytes=10-999999999", 10, -1)],
+)
+def test_ranges(http: httpx.Client, cache: dict[str, Any], header: str, first: int, last: int) -> None:
+    whole = http.get(f"/v1/caches/{cache['id']}/blob").content
+    response = http.get(f"/v1/caches/{cache['id']}/blob", headers={"range": header})
+    first, last = first % len(whole), last % len(whole)
+    assert response.status_code == 206
+    assert response.content == whole[first : last + 1]
+    assert response.headers["content-range"] == f"bytes {first}-{last}/{len(whole)}"
+
+
+def test_ranges_that_are_none_and_etags(http: httpx.Client, cache: dict[str, Any]) -> None:
+    url = f"/v1/caches/{cache['id']}/blob"
+    whole = http.get(url)
+    for ignored in ("bytes=0-1,5-6", "lines=1-2", "bytes=9-3", "bytes=-"):
+        response = http.get(url, headers={"range": ignored})
+        assert (response.status_code, len(response.content)) == (200, len(whole.content))
+    outside = http.get(url, headers={"range": f"bytes={len(whole.content)}-"})
+    assert (outside.status_code, outside.headers["content-range"]) == (416, f"bytes */{len(whole.content)}")
+    etag = whole.headers["etag"]
+    assert http.get(url, headers={"if-none-match": etag}).status_code == 304
+    assert http.get(url, headers={"range": "bytes=0-9", "if-range": etag}).status_code == 206
+    assert http.get(url, headers={"range": "bytes=0-9", "if-range": '"another"'}).status_code == 200

@@ -1,0 +1,80 @@
+"""What the service says about itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import httpx
+
+from kvshelf.workers.policies import POLICIES
+
+if TYPE_CHECKING:
+    from conftest import LiveService
+
+DOCUMENT = "Xylophones are never mentioned in any log. " * 9
+
+
+def test_models_policies_and_limits(http: httpx.Client) -> None:
+    (model,) = http.get("/v1/models").json()["data"]
+    assert (model["id"], model["object"], model["owned_by"]) == ("random-tiny", "model", "kvshelf")
+    assert (model["max_tokens"], model["default_layout"], model["dtype"]) == (16384, "chat", "float32")
+    policies = http.get("/v1/policies").json()["data"]
+    assert {policy["id"] for policy in policies} == set(POLICIES)
+    lagkv = next(policy for policy in policies if policy["id"] == "lagkv")
+    assert lagkv["parameters"]["lag"]["type"] == "int"
+    assert http.get("/v1/limits").json()["models"] == {"random-tiny": 16384}
+
+
+def test_health(http: httpx.Client) -> None:
+    assert http.get("/livez").status_code == 200
+    response = http.get("/readyz")
+    assert response.status_code == 200
+    assert response.json() == {
+        "status": "ready",
+        "parts": [
+            {"name": "store", "ready": True, "reason": ""},
+            {"name": "workers:random-tiny", "ready": True, "reason": ""},
+        ],
+    }
+
+
+def test_openapi_describes_every_route_and_body(http: httpx.Client) -> None:
+    document = http.get("/openapi.json").json()
+    assert set(document["paths"]) == {
+        "/v1/caches", "/v1/caches/{cache_id}", "/v1/caches/{cache_id}/blob", "/v1/caches/{cache_id}/query",
+        "/v1/requests/{request_id}", "/v1/chat/completions", "/v1/models", "/v1/policies", "/v1/limits", "/livez",
+        "/readyz",
+    }  # fmt: skip
+    schemas = document["components"]["schemas"]
+    assert schemas["CreateCache"]["additionalProperties"] is False
+    references: list[str] = []
+
+    def collect(node: object) -> None:
+        if isinstance(node, dict):
+            references.extend(value for key, value in node.items() if key == "$ref")
+            for value in node.values():
+                collect(value)
+        elif isinstance(node, list):
+            for value in node:
+                collect(value)
+
+    collect(document)
+    assert references
+    assert {reference.removeprefix("#/components/schemas/") for reference in references} <= schemas.keys()
+
+
+def test_request_ids_differ_and_an_authorization_header_says_nothing(http: httpx.Client) -> None:
+    headers = {"authorization": "Bearer not-a-key"}
+    ids = {http.get("/livez", headers=headers).headers["x-request-id"] for _ in range(5)}
+    assert len(ids) == 5
+
+
+def test_the_log_has_every_request_and_no_text(http: httpx.Client, service: LiveService) -> None:
+    created = http.post("/v1/caches", json={"document": DOCUMENT})
+    asked = http.post(f"/v1/caches/{created.json()['id']}/query", json={"prompt": "Any Xylophones?", "max_tokens": 2})
+    http.post("/v1/caches", json={"document": "x", "policy": "Xylophones"})
+    log = Path(service.log).read_text()
+    assert created.headers["x-request-id"] in log
+    assert asked.headers["x-request-id"] in log
+    assert "Xylophones" not in log

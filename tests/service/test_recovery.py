@@ -1,0 +1,104 @@
+"""A replica is killed; callers are told the truth, and the service recovers by itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import LiveService
+
+LONG: dict[str, Any] = {"token_ids": [5 + n % 500 for n in range(16_000)], "policy": "streaming_llm"}
+
+
+def kill_replica(service: LiveService) -> None:
+    (pid,) = service.replica_pids()
+    os.kill(pid, signal.SIGKILL)
+
+
+def readiness(http: httpx.Client) -> tuple[int, dict[str, Any]]:
+    response = http.get("/readyz")
+    body: dict[str, Any] = response.json()
+    return response.status_code, {part["name"]: part for part in body["parts"]}
+
+
+def await_ready(http: httpx.Client) -> None:
+    end = time.monotonic() + 120
+    while readiness(http)[0] != 200:
+        assert time.monotonic() < end, "the replica was not replaced"
+        time.sleep(0.2)
+
+
+@pytest.mark.timeout(300)
+def test_a_killed_replica(http: httpx.Client, service: LiveService, cache: dict[str, Any]) -> None:
+    query = f"/v1/caches/{cache['id']}/query"
+    with ThreadPoolExecutor(1) as threads:
+        with http.stream("POST", query, json={"prompt": "tide", "max_tokens": 15_000, "stream": True}) as stream:
+            lines = stream.iter_lines()
+            assert "answer.delta" in next(lines)
+            creating = threads.submit(http.post, "/v1/caches", json=LONG)
+            time.sleep(1)
+            kill_replica(service)
+            rest = [line for line in lines if line]
+        created = creating.result()
+    assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "worker_crashed"
+    assert rest[-1] == "data: [DONE]"
+    assert (created.status_code, created.json()["error"]["code"]) == (503, "worker_crashed")
+    assert int(created.headers["retry-after"]) > 0
+
+    status, parts = readiness(http)
+    assert status == 503
+    assert parts["store"]["ready"]
+    assert not parts["workers:random-tiny"]["ready"]
+    assert parts["workers:random-tiny"]["reason"]
+    assert http.get("/livez").status_code == 200
+    assert http.get("/v1/caches").status_code == 200
+
+    await_ready(http)
+    assert http.post(query, json={"prompt": "tide", "max_tokens": 2}).status_code == 200
+
+
+@pytest.mark.timeout(300)
+def test_while_there_is_no_replica_queries_are_refused_at_once(
+    http: httpx.Client, service: LiveService, cache: dict[str, Any]
+) -> None:
+    kill_replica(service)
+    while readiness(http)[0] == 200:
+        time.sleep(0.1)
+    started = time.monotonic()
+    response = http.post(f"/v1/caches/{cache['id']}/query", json={"prompt": "tide", "max_tokens": 2})
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "no_worker")
+    assert int(response.headers["retry-after"]) > 0
+    assert time.monotonic() - started < 5
+    await_ready(http)
+    assert http.post(f"/v1/caches/{cache['id']}/query", json={"prompt": "tide", "max_tokens": 2}).status_code == 200
+
+
+@pytest.mark.timeout(400)
+def test_a_document_that_always_kills_its_worker_is_given_up(
+    http: httpx.Client, service: LiveService, soak: bool
+) -> None:
+    """Once in short, where the second attempt succeeds; with all counts until the document is given up."""
+    kills = 3 if soak else 1
+    accepted = http.post("/v1/caches", json=LONG, headers={"prefer": "respond-async"}).json()
+    url = f"/v1/requests/{accepted['id']}"
+    for attempt in range(1, kills + 1):
+        while (now := http.get(url).json())["attempts"] < attempt or now["state"] != "running":
+            assert now["state"] in ("queued", "running")
+            time.sleep(0.05)
+        kill_replica(service)
+    request = http.get(url, params={"wait_s": 200}).json()
+    if soak:
+        assert (request["state"], request["attempts"]) == ("failed", 3)
+        assert request["error"]["code"] == "worker_crashed"
+    else:
+        assert (request["state"], request["attempts"]) == ("done", 2)
+        http.delete(f"/v1/caches/{request['cache_id']}")
+    await_ready(http)

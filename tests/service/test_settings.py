@@ -1,0 +1,98 @@
+"""Settings: from the environment and the command line, checked, frozen, and shown without secrets."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from kvshelf.errors import InvalidRequest
+from kvshelf.service.settings import Settings, load_settings
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("KVSHELF_"):
+            monkeypatch.delenv(name)
+
+
+def test_the_environment_is_read_and_arguments_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSHELF_MODELS", "one, two")
+    monkeypatch.setenv("KVSHELF_PORT", "9000")
+    monkeypatch.setenv("KVSHELF_SWEEP_INTERVAL_S", "5")
+    settings = load_settings(port=9001, host=None)
+    assert (settings.models, settings.port, settings.sweep_interval_s) == (("one", "two"), 9001, 5.0)
+    assert settings.host == "127.0.0.1"
+
+
+def test_settings_do_not_change() -> None:
+    with pytest.raises(ValidationError):
+        load_settings().port = 1
+
+
+def test_a_variable_that_nobody_reads_refuses_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSHELF_PROT", "9000")
+    with pytest.raises(InvalidRequest, match="KVSHELF_PROT"):
+        load_settings()
+
+
+def test_the_client_s_variables_may_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSHELF_URL", "http://127.0.0.1:1")
+    assert load_settings() == Settings()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("port", 70000),
+        ("models", ()),
+        ("models", ("a", "a")),
+        ("replicas", 0),
+        ("batch_share", 1.0),
+        ("host", "0.0.0.0"),
+        ("host", "::"),
+        ("host", "example.org"),
+        ("log_level", "loud"),
+        ("colour", "red"),
+    ],
+)
+def test_bad_settings_are_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        load_settings(**{name: value})
+    assert refused.value.param == name
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
+def test_loopback_may_be_bound(host: str) -> None:
+    assert load_settings(host=host).host == host
+
+
+def test_secrets_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSHELF_STORE", "redis://me:hunter2@host:6379/0")
+    shown = load_settings(address="ray://token@head:1").redacted()
+    assert "hunter2" not in json.dumps(shown)
+    assert "token" not in json.dumps(shown)
+    assert shown["store"] == "redis://***@host:6379/0"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--store", "ftp://x"], "ftp"),
+        (["--port", "1", "--store", "disk:///dev/null/shelf"], ""),
+        (["--host", "0.0.0.0"], "API keys"),
+    ],
+)
+def test_serve_says_in_one_line_why_it_does_not_start(arguments: list[str], words: str) -> None:
+    command = [sys.executable, "-m", "kvshelf", "serve", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+    assert words in done.stderr
+    assert done.stdout == ""
