@@ -96,7 +96,7 @@ def test_serve_lines_are_found_and_defused() -> None:
 
 def test_the_extras_that_pages_install_exist() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    named = {found for page in PAGES for found in re.findall(r"kvshelf\[(\w+)\]", page.read_text())}
+    named = {found for page in PAGES for found in re.findall(r"(?:kvshelf|\.)\[(\w+)\]", page.read_text())}
     assert named <= extras.keys()
     assert "serve" in named
 

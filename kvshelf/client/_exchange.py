@@ -22,8 +22,8 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 
 _RETRIED_STATUSES = frozenset({429, 503})
 
-# A quota is not freed by waiting a few seconds. After a worker's crash a call is repeated on purpose: most of those that
-# it took with it were innocent, and a document that is to blame is given up after as many attempts as the service makes.
+# A quota is not freed by waiting a few seconds. After a worker's crash a call is repeated on purpose: most of those
+# that it took with it were innocent, and one that is to blame is given up after as many attempts as the service makes.
 _FINAL_CODES = frozenset({"quota_exceeded"})
 
 # The request never reached the service, so that repeating it repeats nothing.
