@@ -293,7 +293,7 @@ class Engine:
         if isinstance(ids, Tensor):
             if ids.dim() != 1 or ids.is_floating_point():
                 raise InvalidRequest(
-                    f"{param} is a tensor of shape {tuple(ids.shape)} and {ids.dtype}; give a list or a 1-D integer tensor",
+                    f"{param} is a tensor of shape {tuple(ids.shape)} and {ids.dtype}; give a 1-D tensor of integers",
                     param=param,
                 )
             ids = ids.tolist()

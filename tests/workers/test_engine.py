@@ -224,7 +224,7 @@ def tiny_config(**changes):
         "num_attention_heads": 4,
         "vocab_size": 64,
     }
-    return base | {"num_key_value_heads": 2, "max_position_embeddings": 256} | changes
+    return base | {"num_key_value_heads": 2, "max_position_embeddings": 256, "eos_token_id": None} | changes
 
 
 @pytest.mark.parametrize(
