@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 
 import kvshelf
 from kvshelf.cli import app
+from kvshelf.client import DEFAULT_URL
 from kvshelf.workers.policies import catalog
 
 NOBODY = "http://127.0.0.1:9"
@@ -125,6 +126,12 @@ def test_the_default_store_can_be_opened(tmp_path: Path, monkeypatch: pytest.Mon
     with kvshelf.open_store(url) as store:
         assert store.check() == []
     assert [folder.name for folder in tmp_path.iterdir()] == ["kvshelf"]
+
+
+def test_the_clients_look_where_the_service_listens() -> None:
+    settings = json.loads(run("serve", "--print-config").stdout)
+    assert f"http://{settings['host']}:{settings['port']}" == DEFAULT_URL
+    assert DEFAULT_URL in run("ls", "--help").stdout
 
 
 def test_an_unknown_setting_refuses_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
