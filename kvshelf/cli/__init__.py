@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 import kvshelf
+from kvshelf.bench.cli import app as bench
 from kvshelf.cli import _common, caches, doctor, serve
 
 app = typer.Typer(
@@ -28,6 +29,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Show the versi
 
 for command in (serve.serve, caches.put, caches.ask, caches.ls, caches.show, caches.rm, serve.policies, doctor.doctor):
     app.command()(command)
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:
