@@ -216,7 +216,9 @@ def sizes(shelves: dict[str, Shelf]) -> Table:
     full = shelves["full"].cache.bytes.stored
     caches = [shelf.cache for shelf in shelves.values()]
     made.add_row("entries kept", *(f"{cache.tokens.kept:,} of {cache.tokens.document:,}" for cache in caches))
-    made.add_row("size on the shelf", *(f"{c.bytes.stored / 1e6:.2f} MB, {c.bytes.stored / full:.0%}" for c in caches))
+    made.add_row(
+        "size (share of full)", *(f"{c.bytes.stored / 1e6:.2f} MB ({c.bytes.stored / full:.0%})" for c in caches)
+    )
     made.add_row("time to put it there", *(f"{shelf.put_s:.2f} s" for shelf in shelves.values()))
     return made
 
