@@ -36,7 +36,7 @@ def test_the_entry_points_are_the_same_program() -> None:
         assert done.stdout == f"kvshelf {kvshelf.__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["serve", "put", "ask", "ls", "show", "rm", "policies", "doctor"])
+@pytest.mark.parametrize("command", ["serve", "put", "ask", "ls", "show", "rm", "policies", "doctor", "bench"])
 def test_every_command_explains_itself(command: str) -> None:
     shown = run(command, "--help")
     assert shown.exit_code == 0
@@ -94,6 +94,13 @@ def test_bad_input_is_refused_with_exit_code_2(args: tuple[str, ...], named: str
     assert done.exit_code == 2, done.output
     assert named in done.stderr
     assert done.stdout == ""
+
+
+def test_an_error_that_a_command_lets_through_is_no_traceback() -> None:
+    command = [sys.executable, "-m", "kvshelf", "bench", "speed", "--model", "no-such-model"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.startswith("kvshelf: the model 'no-such-model'")
 
 
 def test_a_bad_file_does_not_stop_the_others() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
@@ -9,6 +10,7 @@ import typer
 import kvshelf
 from kvshelf.bench.cli import app as bench
 from kvshelf.cli import _common, caches, doctor, serve
+from kvshelf.errors import KvshelfError
 
 app = typer.Typer(
     name="kvshelf",
@@ -33,5 +35,8 @@ app.add_typer(bench, name="bench")
 
 
 def main() -> None:
-    """The entry point of `kvshelf`."""
-    app()
+    """The entry point of `kvshelf`. Errors of kvshelf that a command lets through end it as they do everywhere else."""
+    try:
+        app()
+    except KvshelfError as error:
+        sys.exit(_common.report(error, as_json=False))
