@@ -108,6 +108,6 @@ def test_doctor_looks_at_the_service_and_a_store(tmp_path: Path, service_url: st
     done = run("doctor", "--url", service_url, "--store", f"disk://{tmp_path}/home")
     for found in ("ok    model", "ok    store", "ok    service"):
         assert found in done.stdout
-    bad = run("doctor", "--url", "http://127.0.0.1:9", "--model", "no-such-model", "--json", code=1)
+    bad = run("doctor", "--url", "http://127.0.0.1:9", "--model", tmp_path / "no-model", "--json", code=1)
     checks = {check["check"]: check["ok"] for check in map(json.loads, bad.stdout.splitlines())}
     assert (checks["torch"], checks["model"], checks["service"]) == (True, False, False)
