@@ -101,7 +101,7 @@ def test_an_error_that_a_command_lets_through_is_no_traceback(tmp_path: Path) ->
     command = [sys.executable, "-m", "kvshelf", "bench", "speed", "--model", folder]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
-    assert done.stderr.startswith(f"kvshelf: the model '{folder}'")
+    assert done.stderr == f"kvshelf: the model folder '{folder}' does not exist\n"
 
 
 def test_a_bad_file_does_not_stop_the_others() -> None:
