@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvshelf.errors import InvalidRequest
@@ -58,6 +58,7 @@ def caches(draw: st.DrawFn) -> CompressedCache:
     )
 
 
+@settings(deadline=None)
 @given(caches())
 def test_every_cache_comes_back_bit_for_bit(cache: CompressedCache) -> None:
     data = cache.to_bytes()

@@ -172,6 +172,20 @@ def test_foreign_files_are_reported_and_left_alone(shelf: DiskStore, home: Path)
     assert all("is not a blob file" in problem for problem in problems)
 
 
+def test_what_the_disk_did_not_keep_is_not_published(home: Path) -> None:
+    """A disk that changes a bit between the write and the reading back."""
+
+    def lose_a_bit(step: str) -> None:
+        if step == "synced":
+            flip(next((home / "blobs").iterdir()), 0.5)
+
+    with DiskStore.open(home, on_step=lose_a_bit) as store:
+        with pytest.raises(StoreUnavailable, match="does not keep what is written to it"):
+            store.put(make_cache())
+        assert store.list().data == ()
+        assert list((home / "blobs").iterdir()) == []
+
+
 # Places that do not work
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvshelf.errors import BlobError, InvalidRequest
@@ -23,6 +23,7 @@ def flat(found: list[list[int]]) -> positions.Ints:
     return np.array([position for head in found for position in head], np.int64)
 
 
+@settings(deadline=None)
 @given(heads(st.integers(1, 50) | st.integers(1, 100_000)))
 def test_what_is_encoded_comes_back(case: tuple[int, list[list[int]]]) -> None:
     num_tokens, found = case
@@ -31,6 +32,7 @@ def test_what_is_encoded_comes_back(case: tuple[int, list[list[int]]]) -> None:
     assert positions.decode(name, memoryview(data), lengths, num_tokens).tolist() == flat(found).tolist()
 
 
+@settings(deadline=None)
 @given(heads(st.just(INT32_MAX)))
 def test_positions_of_the_longest_document_the_format_allows(case: tuple[int, list[list[int]]]) -> None:
     num_tokens, found = case
@@ -40,6 +42,7 @@ def test_positions_of_the_longest_document_the_format_allows(case: tuple[int, li
     assert positions.decode(name, memoryview(data), lengths, num_tokens).tolist() == flat(found).tolist()
 
 
+@settings(deadline=None)
 @given(heads(st.integers(1, 300)))
 def test_the_smallest_encoding_is_taken(case: tuple[int, list[list[int]]]) -> None:
     """Sizes computed here in the slow and obvious way: a varint has one byte per seven bits."""
