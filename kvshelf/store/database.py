@@ -43,6 +43,8 @@ CREATE TABLE caches (
     manifest TEXT
 ) STRICT;
 CREATE INDEX caches_of_tenant ON caches (tenant, state, seq);
+CREATE INDEX caches_of_document ON caches (document_id, tenant, seq);
+CREATE INDEX tombstones ON caches (ended_at) WHERE ended_at IS NOT NULL;
 CREATE INDEX caches_by_expiry ON caches (expires_at) WHERE state IN ('ready', 'corrupt') AND expires_at IS NOT NULL;
 
 CREATE TABLE labels (
