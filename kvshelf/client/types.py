@@ -128,19 +128,12 @@ class Query(RequestBody):
     compare: bool = False
     on_miss: Literal["error", "recompute"] = "error"
 
-    @field_validator("compare")
+    @field_validator("compare", "on_miss")
     @classmethod
-    def _no_compare(cls, compare: bool) -> bool:
-        if compare:
-            raise unsupported("comparing with the full cache")
-        return compare
-
-    @field_validator("on_miss")
-    @classmethod
-    def _no_recompute(cls, on_miss: str) -> str:
-        if on_miss == "recompute":
-            raise unsupported('on_miss "recompute" (documents are not kept)')
-        return on_miss
+    def _later(cls, value: Any) -> Any:
+        if value in (True, "recompute"):
+            raise unsupported(f"the value {value!r}")
+        return value
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -7,6 +7,7 @@ import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import quote
 
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
@@ -21,6 +22,12 @@ CLIENT_VARIABLES = frozenset({"KVSHELF_URL", "KVSHELF_API_KEY"})
 _URL_SECRET = re.compile(r"(?<=://)[^/@\s]*@")
 
 Seconds = Annotated[float, Field(gt=0, le=30 * 86400)]
+
+
+def _default_store() -> str:
+    """A shelf among the user's own data (XDG base directory specification)."""
+    data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+    return f"disk://{quote(str(Path(data) / 'kvshelf'))}"
 
 
 class Settings(BaseSettings):

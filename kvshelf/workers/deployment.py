@@ -17,7 +17,8 @@ import ray
 import torch
 from ray import serve
 
-from kvshelf.errors import NoWorker
+from kvshelf import errors
+from kvshelf.errors import InvalidRequest, KvshelfError, NoWorker
 from kvshelf.store.url import open_store
 from kvshelf.workers import model as models
 from kvshelf.workers.engine import Engine
@@ -75,6 +76,9 @@ def deploy(configs: Sequence[ReplicaConfig], limits: DeploymentLimits) -> dict[s
 
     A replica takes one GPU where the cluster has GPUs, else one CPU.
     """
+    names = [served_name(config.model) for config in configs]
+    if len(set(names)) != len(names):
+        raise InvalidRequest(f"two models go by one name: {', '.join(sorted(names))}", param="models")
     logging.getLogger("ray.serve").setLevel(logging.ERROR)  # each replica that starts is no news
     serve.start(proxy_location="Disabled")
     gpus = ray.cluster_resources().get("GPU", 0) > 0
@@ -87,13 +91,13 @@ def deploy(configs: Sequence[ReplicaConfig], limits: DeploymentLimits) -> dict[s
         health_check_period_s=1.0,
         health_check_timeout_s=30.0,
         graceful_shutdown_timeout_s=5.0,
+        max_constructor_retry_count=1,  # at the start, what fails once fails again; later Serve goes on trying anyway
     )
     targets = [
         serve.RunTarget(target=deployment.bind(config), name=_app_name(config.model), route_prefix=None)
         for config in configs
     ]
     handles = serve.run_many(targets, wait_for_ingress_deployment_creation=True, wait_for_applications_running=False)
-    names = [served_name(config.model) for config in configs]
     return {
         name: RemoteEngine(name, target.name, handle)
         for name, target, handle in zip(names, targets, handles, strict=True)
@@ -101,15 +105,26 @@ def deploy(configs: Sequence[ReplicaConfig], limits: DeploymentLimits) -> dict[s
 
 
 def await_running(engines: Iterable[RemoteEngine], *, deadline_s: float) -> None:
-    """Block until each model has a replica that takes requests. Raises `NoWorker` that says why one has not."""
+    """Block until each model has a replica that takes requests. Raises what kept one from starting, or `NoWorker`."""
     end = time.monotonic() + deadline_s
     for engine in engines:
         while replicas_running(engine.app) == 0:
             overview = serve.status().applications[engine.app]
-            if overview.status == "DEPLOY_FAILED" or time.monotonic() > end:
-                reasons = [d.message.strip() for d in overview.deployments.values() if d.message.strip()]
-                raise NoWorker(f"no worker of {engine.model!r} came up: {' '.join(reasons) or overview.message}")
+            if overview.status == "DEPLOY_FAILED":
+                raise _startup_error(engine.model, "\n".join(d.message for d in overview.deployments.values()))
+            if time.monotonic() > end:
+                raise NoWorker(f"no worker of {engine.model!r} came up within {deadline_s:g} s: {overview.message}")
             time.sleep(0.1)
+
+
+def _startup_error(model: str, message: str) -> KvshelfError:
+    """Why a replica could not be constructed. Serve has only a traceback's text, whose last error is the cause."""
+    found = re.search(r".*^kvshelf\.errors\.(\w+): (.+?)\s*\Z", message, re.MULTILINE | re.DOTALL)
+    if found:
+        cls: type[KvshelfError] = getattr(errors, found[1])
+        return cls(found[2])
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    return NoWorker(f"no worker of {model!r} came up: {lines[-1] if lines else 'Ray does not say why'}")
 
 
 def undeploy(engines: Iterable[RemoteEngine]) -> None:

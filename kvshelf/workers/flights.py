@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
 ResultT = TypeVar("ResultT")
@@ -33,7 +34,7 @@ class Flights(Generic[ResultT]):
             flight = _Flight(asyncio.ensure_future(_run(work)))
             self._flights[key] = flight
             # Removed the moment it ends: nobody joins work that has ended, and its result is on the shelf by then.
-            flight.task.add_done_callback(lambda _, ended=flight: self._forget(key, ended))
+            flight.task.add_done_callback(partial(self._forget, key, flight))
         flight.passengers += 1
         try:
             return await asyncio.shield(flight.task), began
@@ -43,7 +44,7 @@ class Flights(Generic[ResultT]):
                 flight.task.cancel()
                 self._forget(key, flight)
 
-    def _forget(self, key: str, flight: _Flight[ResultT]) -> None:
+    def _forget(self, key: str, flight: _Flight[ResultT], _: object = None) -> None:
         # A cancelled flight takes a moment to end, and whoever comes in that moment has begun a new one.
         if self._flights.get(key) is flight:
             del self._flights[key]

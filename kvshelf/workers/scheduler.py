@@ -309,7 +309,7 @@ class Scheduler:
     def _refuse_rest(self) -> None:
         with self._queues.changed:
             self._queues.accepting = False
-            rest = [*self._open, *self._queues.waiting, *self._queues.compressions]
+            rest: list[_Generating | _Compressing] = [*self._open, *self._queues.waiting, *self._queues.compressions]
             self._queues.waiting.clear()
             self._queues.compressions.clear()
         self._open.clear()

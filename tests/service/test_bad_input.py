@@ -16,7 +16,7 @@ import pytest
 from kvshelf import Engine, open_store
 
 if TYPE_CHECKING:
-    from conftest import LiveService
+    from tests.conftest import LiveService
 
 FINE = {"document": "A short note about nothing in particular."}
 

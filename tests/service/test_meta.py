@@ -10,7 +10,7 @@ import httpx
 from kvshelf.workers.policies import POLICIES
 
 if TYPE_CHECKING:
-    from conftest import LiveService
+    from tests.conftest import LiveService
 
 DOCUMENT = "Xylophones are never mentioned in any log. " * 9
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import pytest
 
 if TYPE_CHECKING:
-    from conftest import LiveService
+    from tests.conftest import LiveService
 
 ANSWER_FIELDS = {"id", "object", "cache_id", "text", "finish_reason", "usage", "load_ms", "policy", "compression_ratio"}
 
@@ -153,6 +155,34 @@ def test_a_question_is_answered_while_a_long_document_is_prefilled(http: httpx.C
     ended = http.get(f"/v1/requests/{request['id']}", params={"wait_s": 120}).json()
     assert ended["state"] == "done"
     http.delete(f"/v1/caches/{ended['cache_id']}")
+
+
+def test_a_creation_whose_caller_hung_up_is_not_finished(http: httpx.Client) -> None:
+    """A prefill of seconds; the caller leaves in its first one. What is cancelled never reaches the shelf."""
+    body = {"token_ids": [5 + n % 800 for n in range(16_000)], "policy": "streaming_llm", "labels": {"caller": "gone"}}
+    with pytest.raises(httpx.ReadTimeout):
+        http.post("/v1/caches", json=body, timeout=httpx.Timeout(60, read=0.5))
+    # Another compression has its turn only after the abandoned one has ended, one way or the other.
+    assert http.post("/v1/caches", json={"document": "The next one, please. " * 3}).status_code in (200, 201)
+    assert http.get("/v1/caches", params={"label.caller": "gone"}).json()["data"] == []
+
+
+def test_more_than_the_queue_holds_is_refused_with_a_time_to_come_back(
+    http: httpx.Client, cache: dict[str, Any]
+) -> None:
+    def query(_: int) -> httpx.Response:
+        return http.post(f"/v1/caches/{cache['id']}/query", json={"prompt": "tide", "max_tokens": 16})
+
+    with ThreadPoolExecutor(90) as threads:
+        responses = list(threads.map(query, range(90)))
+    served = [response for response in responses if response.status_code == 200]
+    refused = [response for response in responses if response.status_code == 429]
+    assert len(served) + len(refused) == 90
+    assert served
+    assert refused
+    assert all(response.json()["error"]["code"] == "queue_full" for response in refused)
+    assert all(int(response.headers["retry-after"]) >= 1 for response in refused)
+    assert len({response.json()["text"] for response in served}) == 1
 
 
 def chat(http: httpx.Client, cache: dict[str, Any], **more: Any) -> httpx.Response:

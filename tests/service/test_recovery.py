@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 if TYPE_CHECKING:
-    from conftest import LiveService
+    from tests.conftest import LiveService
 
 LONG: dict[str, Any] = {"token_ids": [5 + n % 500 for n in range(16_000)], "policy": "streaming_llm"}
 

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from tests.conftest import save_random_model
+
 if TYPE_CHECKING:
-    from conftest import LiveService
+    from tests.conftest import LiveService
 
 ASYNC = {"prefer": "respond-async"}
 FIELDS = {"id", "object", "state", "cache_id", "attempts", "error", "created_at", "updated_at"}
@@ -99,7 +101,11 @@ def test_waiting_ends_when_its_time_is_over(http: httpx.Client) -> None:
 def test_accepted_work_survives_the_death_of_the_whole_service(
     start_service: Callable[..., AbstractContextManager[LiveService]], tiny_folder: Path, tmp_path: Path
 ) -> None:
-    """kill -9 right after the 202s, in the middle of a prefill; the next start finishes what was accepted."""
+    """kill -9 right after the 202s, in the middle of a prefill; the next start finishes what was accepted.
+
+    That start serves a second model besides, which changes nothing for the first one's work.
+    """
+    other = save_random_model(tmp_path / "random-other", seed=1)
     with start_service(tmp_path, tiny_folder) as first, httpx.Client(base_url=first.url, timeout=60) as http:
         long = submit(http, token_ids=[5 + n % 600 for n in range(16_000)], policy="streaming_llm")
         short = [submit(http, document=f"Number {n} of the night shift. " * 9) for n in range(5)]
@@ -107,7 +113,7 @@ def test_accepted_work_survives_the_death_of_the_whole_service(
             time.sleep(0.02)
         assert http.get(f"/v1/requests/{long['id']}").json()["state"] == "running"
         first.kill()
-    with start_service(tmp_path, tiny_folder) as second, httpx.Client(base_url=second.url, timeout=60) as http:
+    with start_service(tmp_path, tiny_folder, other) as second, httpx.Client(base_url=second.url, timeout=60) as http:
         requests = [ended(http, accepted) for accepted in (long, *short)]
         assert [request["state"] for request in requests] == ["done"] * 6
         assert requests[0]["attempts"] == 2  # one was counted before the kill
@@ -115,3 +121,15 @@ def test_accepted_work_survives_the_death_of_the_whole_service(
         assert {cache["id"] for cache in listed} == {request["cache_id"] for request in requests}
         for cache in listed:
             assert http.get(f"/v1/caches/{cache['id']}/blob").status_code == 200  # complete: its digests are checked
+        _ask_both_models(http, listed[0]["id"])
+
+
+def _ask_both_models(http: httpx.Client, first_model_s: str) -> None:
+    assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["random-tiny", "random-other"]
+    created = http.post("/v1/caches", json={"document": "For the second model. " * 5, "model": "random-other"})
+    assert (created.status_code, created.json()["model"]) == (201, "random-other")
+    for cache_id in (created.json()["id"], first_model_s):
+        answer = http.post(f"/v1/caches/{cache_id}/query", json={"prompt": "tide", "max_tokens": 2})
+        assert answer.status_code == 200, answer.text
+    parts = [part["name"] for part in http.get("/readyz").json()["parts"]]
+    assert parts == ["store", "workers:random-tiny", "workers:random-other"]

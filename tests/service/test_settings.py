@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
+from kvshelf import open_store
 from kvshelf.errors import InvalidRequest
 from kvshelf.service.settings import Settings, load_settings
 
@@ -29,6 +31,12 @@ def test_the_environment_is_read_and_arguments_win(monkeypatch: pytest.MonkeyPat
     settings = load_settings(port=9001, host=None)
     assert (settings.models, settings.port, settings.sweep_interval_s) == (("one", "two"), 9001, 5.0)
     assert settings.host == "127.0.0.1"
+
+
+def test_the_shelf_is_among_the_user_s_data_unless_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "my data"))
+    with open_store(load_settings().store):
+        assert (tmp_path / "my data" / "kvshelf").is_dir()
 
 
 def test_settings_do_not_change() -> None:
