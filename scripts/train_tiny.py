@@ -386,9 +386,9 @@ def train(encoder: Encoder, checkpoint: Path, folder: Path) -> None:
 def export(training: Training, folder: Path) -> None:
     """Write the averaged weights and the configuration; the weights appear in one rename.
 
-    Written as a Llama with attention biases, which computes the same when the output projection's biases are zero. Under
-    the name of Qwen2 newer versions of transformers (5.23, in AutoTokenizer) replace the pre-tokenizer of tokenizer.json
-    by Qwen2's own, which splits numbers into single digits.
+    Written as a Llama with attention biases, which computes the same when the output projection's biases are zero.
+    Under the name of Qwen2 newer versions of transformers (5.23, in AutoTokenizer) replace the pre-tokenizer of
+    tokenizer.json by Qwen2's own, which splits numbers into single digits.
     """
     folder.mkdir(parents=True, exist_ok=True)
     trained = training.model.config
