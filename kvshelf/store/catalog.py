@@ -88,10 +88,10 @@ def mark_corrupt(connection: sqlite3.Connection, seq: int, problem: str) -> None
 
 
 def bury(connection: sqlite3.Connection, seq: int, state: str, now: float) -> None:
-    """Turn a row into a tombstone: nothing of what the caller wrote into it remains."""
+    """Turn a row into a tombstone: nothing of what the caller wrote into it remains. "deleted" is final."""
     connection.execute(
         "UPDATE caches SET state = ?, ended_at = ?, file = NULL, nbytes = 0, problem = NULL, manifest = NULL "
-        "WHERE seq = ?",
+        "WHERE seq = ? AND state != 'deleted'",
         (state, now, seq),
     )
     _set_labels(connection, seq, {})

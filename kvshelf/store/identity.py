@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from blake3 import blake3
 
-from kvshelf.errors import ModelMismatch
+from kvshelf.errors import InvalidRequest, ModelMismatch
 
 Layout = Literal["chat", "plain"]
 Boundary = Literal["text", "document", "after_system", "after_user", "after_assistant"]
@@ -134,8 +134,15 @@ class Identity:
         return canonical_json(data)
 
     def cache_id(self, *, key: bytes, tenant: str, codec: str, format_major: int) -> str:
-        """`kvs_...`, the content address of this artifact in one home, for one tenant, under one codec."""
-        return "kvs_" + digest("kvshelf.cache", self.content(), tenant, codec, str(format_major), key=key)
+        """`kvs_...`, the content address of this artifact in one home, for one tenant, under one codec.
+
+        Raises `InvalidRequest` for parameters or text that have no JSON form.
+        """
+        try:
+            content = self.content().encode()
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest(f"the identity of the cache cannot be written down: {error}") from error
+        return "kvs_" + digest("kvshelf.cache", content, tenant, codec, str(format_major), key=key)
 
     def document_id(self, *, key: bytes, tenant: str) -> str:
         """`doc_...`, shared by every cache of one document, whatever the policy or model weights."""

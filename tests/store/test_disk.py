@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvshelf.errors import CacheExpired, CacheNotFound, InvalidRequest, StoreUnavailable
-from kvshelf.store import Manifest, Timings, blob, open_store
+from kvshelf.store import Manifest, Timings, blob, catalog, housekeeping, open_store
 from kvshelf.store.disk import DiskStore
 from tests.store.caches import make_cache, require_equal
 from tests.store.conftest import Clock
@@ -302,6 +302,29 @@ def test_text_that_cannot_be_kept_is_refused(store: DiskStore, home: Path, field
         store.put(make_cache(), **{field: value})
     assert (refusal.value.param or "").startswith(field)
     assert blob_files(home) == []
+
+
+@pytest.mark.parametrize(
+    "params", [{"beta": float("nan")}, {"beta": {1, 2}}, {"text": "\ud800"}, {"pair": (1, 2)}, {"big": 2**64}]
+)
+def test_parameters_that_cannot_be_written_down_are_refused(
+    store: DiskStore, home: Path, params: dict[str, Any]
+) -> None:
+    with pytest.raises(InvalidRequest, match="cannot be written"):
+        store.put(make_cache(policy_params=params))
+    assert blob_files(home) == []
+
+
+def test_deleting_is_final_for_a_sweep_that_was_under_way(store: DiskStore, clock: Clock) -> None:
+    """The sweep has seen that the cache expired; before it says so, its owner deletes it."""
+    manifest = store.put(make_cache(), ttl_s=5)
+    clock.time += 5
+    with store._database.read() as connection:
+        seen = catalog.expired(connection, clock.time)
+    store.delete(manifest.id)
+    housekeeping.bury(store._database, store._folders, seen, "expired", clock.time)
+    with pytest.raises(CacheNotFound):
+        store.get(manifest.id)
 
 
 def test_delete_gives_a_receipt_and_frees_the_disk(store: DiskStore, clock: Clock, home: Path) -> None:
