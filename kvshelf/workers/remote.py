@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import ray.exceptions as ray_errors
@@ -53,6 +54,10 @@ class RemoteEngine:
         self.running = 1
         self._mean_s = 1.0
 
+    @cached_property
+    def _streaming(self) -> DeploymentHandle:
+        return self._handle.options(stream=True)
+
     async def create(
         self, spec: Mapping[str, Any], *, tenant: str, deadline_s: float, request_id: str | None = None
     ) -> Created:
@@ -70,9 +75,8 @@ class RemoteEngine:
     async def stream(
         self, cache_id: str, asked: Asked, *, tenant: str, deadline_s: float
     ) -> AsyncGenerator[str | Replied, None]:
-        method = self._handle.options(stream=True).stream
         with self._translated():
-            response = method.remote(cache_id, asked, tenant=tenant, deadline_s=deadline_s)
+            response = self._streaming.stream.remote(cache_id, asked, tenant=tenant, deadline_s=deadline_s)
             try:
                 async with asyncio.timeout(deadline_s + _GRACE_S):
                     async for piece in response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -104,3 +105,14 @@ def test_serve_says_in_one_line_why_it_does_not_start(arguments: list[str], word
     assert "Traceback" not in done.stderr
     assert words in done.stderr
     assert done.stdout == ""
+
+
+def test_a_port_in_use_is_refused_before_anything_is_started(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        command = [sys.executable, "-m", "kvshelf", "serve", "--port", port, "--store", f"disk://{tmp_path}/shelf"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode != 0
+    assert f"port {port}" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "shelf").exists()

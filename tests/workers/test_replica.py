@@ -16,6 +16,7 @@ from kvshelf.client.types import CreateCache
 from kvshelf.errors import (
     CacheCorrupt,
     CacheNotFound,
+    DeadlineExceeded,
     DocumentTooLong,
     DocumentTooShort,
     InternalError,
@@ -170,6 +171,16 @@ async def test_a_stream_is_the_answer_in_pieces(replica: Replica) -> None:
     assert last.answer == whole.answer
     assert len(texts) > 10
     assert "".join(texts) == whole.answer.text  # type: ignore[arg-type]  # all but the last are text
+
+
+async def test_work_that_takes_longer_than_its_caller_waits(replica: Replica) -> None:
+    with pytest.raises(DeadlineExceeded):
+        await replica.create(spec(), tenant="default", deadline_s=1e-6)
+    cache_id = (await replica.create(spec(), tenant="default")).manifest["id"]
+    for _ in range(2):
+        with pytest.raises(DeadlineExceeded):
+            await replica.query(cache_id, asked("tide", max_tokens=10_000), tenant="default", deadline_s=0.1)
+    assert await replica.query(cache_id, asked("tide"), tenant="default")
 
 
 async def test_leaving_a_stream_ends_its_work(replica: Replica) -> None:
