@@ -22,7 +22,7 @@ from kvshelf.workers.budgets import Budget, LayerBudget
 from kvshelf.workers.generation import Answer, Checkpoint, Generation, Sampling
 from kvshelf.workers.policies import DEFAULT_POLICY, LayerView, Policy, build
 from kvshelf.workers.policies.full import Full
-from kvshelf.workers.text import EncodedDocument, Message, TextFormat
+from kvshelf.workers.text import EncodedDocument, Message, TextFormat, check_messages
 
 Document = str | Sequence[int] | Sequence[Message] | Tensor
 """A text, token ids (a list or a 1-D integer tensor), or the messages of a conversation."""
@@ -252,12 +252,16 @@ class Engine:
 
     def _encode_document(self, document: Document, layout: Layout | None) -> EncodedDocument:
         if isinstance(document, str):
+            self._require_length(self.require_text("document").least_tokens(document), "at least ")
             encoded = self.require_text("document").document(document, self._checked_layout(layout))
             length = len(encoded.token_ids) - encoded.protected_prefix
         elif not isinstance(document, Tensor) and document and isinstance(document[0], Mapping):
             if layout == "plain":
                 raise InvalidRequest("messages need the layout 'chat'", param="layout")
-            encoded = self.require_text("messages").conversation(document)  # type: ignore[arg-type]
+            text = self.require_text("messages")
+            turns = check_messages(document, "messages")  # type: ignore[arg-type]
+            self._require_length(sum(text.least_tokens(content) for _, content in turns), "at least ")
+            encoded = text.conversation(document)  # type: ignore[arg-type]
             length = len(encoded.token_ids)
         else:
             if layout == "chat":
@@ -266,13 +270,15 @@ class Engine:
             length = len(encoded.token_ids)
         if length == 0:
             raise DocumentTooShort("the document is empty; send at least one token of text", param="document")
-        if len(encoded.token_ids) > self.max_tokens:
+        self._require_length(len(encoded.token_ids))
+        return encoded
+
+    def _require_length(self, num_tokens: int, bound: str = "") -> None:
+        if num_tokens > self.max_tokens:
             raise DocumentTooLong(
-                f"the document has {len(encoded.token_ids)} tokens, and {self.name!r} takes {self.max_tokens}; split "
-                "it",
+                f"the document has {bound}{num_tokens} tokens, and {self.name!r} takes {self.max_tokens}; split it",
                 param="document",
             )
-        return encoded
 
     def _encode_query(self, boundary: Boundary, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

@@ -59,6 +59,7 @@ class TextFormat:
         self._control = _plain_copy(backend)
         self._text = _plain_copy(backend)
         self._text.encode_special_tokens = True
+        self._longest_token = max(len(token.encode()) for token in backend.get_vocab())
         self.has_template = bool(tokenizer.chat_template)
 
     def digests(self) -> tuple[str, str]:
@@ -69,6 +70,10 @@ class TextFormat:
     def decoder(self) -> Tokenizer:
         """The tokenizer that turns generated ids into text."""
         return self._control
+
+    def least_tokens(self, text: str) -> int:
+        """A lower bound of `count_tokens` that costs next to nothing: no token is longer than the longest one."""
+        return len(text.encode()) // self._longest_token
 
     def count_tokens(self, text: str) -> int:
         """Tokens of a text by itself, without template or BOS."""

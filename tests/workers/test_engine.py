@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import time
 
 import pytest
 import torch
@@ -117,6 +118,16 @@ def test_bad_documents_are_refused(tiny, document, options, error, param):
 def test_text_without_a_tokenizer_is_refused(llama):
     with pytest.raises(InvalidRequest, match="no tokenizer"):
         llama.engine.prepare("some text")
+
+
+def test_a_document_far_too_long_is_refused_without_tokenizing_it(tiny):
+    """Tokenizing 40 MB takes a minute."""
+    started = time.process_time()
+    with pytest.raises(DocumentTooLong, match="at least"):
+        tiny.prepare("word and " * 4_500_000)
+    with pytest.raises(DocumentTooLong, match="at least"):
+        tiny.prepare([{"role": "user", "content": "word and " * 4_500_000}])
+    assert time.process_time() - started < 2
 
 
 def test_ids_may_be_a_tensor(tiny):
