@@ -95,7 +95,7 @@ class Background:
             # A worker is at it that this process did not ask, or one that died: then its lease runs out.
             if record.lease_until is not None and record.lease_until > time.time():
                 return _POLL_S
-            if record.attempts >= MAX_ATTEMPTS:
+            if record.tries >= MAX_ATTEMPTS:
                 await asyncio.to_thread(self._give_up, record)
                 return None
         try:
@@ -115,7 +115,7 @@ class Background:
         await engine.create(spec, tenant=record.tenant, deadline_s=self._deadline_s, request_id=record.id)
 
     def _give_up(self, record: RequestRecord) -> None:
-        message = f"the worker died in each of {record.attempts} attempts; this document seems to be the cause"
+        message = f"the worker died in each of {record.tries} attempts; this document seems to be the cause"
         self._store.ledger.fail(record.id, record.attempts, code=WorkerCrashed.code, message=message, final=True)
 
     def _refuse(self, record: RequestRecord, message: str) -> None:

@@ -46,6 +46,11 @@ class RequestRecord(Record):
     created_at: float
     updated_at: float
 
+    @property
+    def tries(self) -> int:
+        """Attempts since the request was last queued anew."""
+        return self.attempts - self.attempts_before
+
 
 class Ledger:
     """The requests of one disk home. Leases use the wall clock, which all processes of a machine share."""

@@ -122,7 +122,7 @@ class Replica:
             with _named_errors():
                 return await self._create(spec, tenant, deadline_s)
         self._scheduler.require_room()  # a full queue is no attempt
-        async with self._attempt(request_id) as attempt:
+        async with self._attempt(request_id, tenant) as attempt:
             with _named_errors():
                 created = await self._create(spec, tenant, deadline_s)
             finish = self._store.ledger.finish
@@ -207,7 +207,7 @@ class Replica:
         return Created(_plain(manifest), existing=False)
 
     @asynccontextmanager
-    async def _attempt(self, request_id: str) -> AsyncIterator[int]:
+    async def _attempt(self, request_id: str, tenant: str) -> AsyncIterator[int]:
         """Count an attempt in the ledger, keep its lease alive, and record it if the work inside fails."""
         ledger = self._store.ledger
         attempt = await self._off_loop(ledger.start_attempt, request_id, worker=self.name, lease_s=LEASE_S)
@@ -220,7 +220,8 @@ class Replica:
             await asyncio.shield(self._record_failure(request_id, attempt, stopped, final=False))
             raise
         except KvshelfError as error:
-            final = isinstance(error, CallerError) or attempt >= MAX_ATTEMPTS
+            record = await self._off_loop(ledger.get_request, request_id, tenant=tenant)
+            final = isinstance(error, CallerError) or record.tries >= MAX_ATTEMPTS
             await self._record_failure(request_id, attempt, error, final=final)
             raise
         finally:

@@ -115,7 +115,7 @@ def test_a_failed_request_that_is_sent_again_starts_anew(ledger: Ledger) -> None
     ledger.start_attempt("req_1", worker="w1", lease_s=10)
     ledger.fail("req_1", 1, code="internal", message="oops", final=True)
     again = ledger.open_request("req_1", tenant="me", body=b"x")
-    assert (again.state, again.attempts - again.attempts_before, again.error) == ("queued", 0, None)
+    assert (again.state, again.tries, again.error) == ("queued", 0, None)
 
 
 def test_a_fence_holds_across_a_new_start(ledger: Ledger, clock: Clock) -> None:

@@ -256,13 +256,14 @@ async def test_a_failure_of_the_caller_is_final_and_one_of_ours_is_tried_again(
         raise ZeroDivisionError
 
     engine.on_layer = broken
-    ledger.open_request("req_bug", tenant="default", body=b"{}")
-    seen = []
-    for _ in range(3):
-        with pytest.raises(InternalError):
-            await replica.create(spec(), tenant="default", request_id="req_bug")
-        seen.append(ledger.get_request("req_bug", tenant="default").state)
-    assert seen == ["queued", "queued", "failed"]
+    for _ in range(2):  # asked for once more it has all its tries again
+        ledger.open_request("req_bug", tenant="default", body=b"{}")
+        seen = []
+        for _ in range(3):
+            with pytest.raises(InternalError):
+                await replica.create(spec(), tenant="default", request_id="req_bug")
+            seen.append(ledger.get_request("req_bug", tenant="default").state)
+        assert seen == ["queued", "queued", "failed"]
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ def request_json(record: RequestRecord) -> dict[str, Any]:
         id=record.id,
         state=record.state,
         cache_id=record.cache_ids[0] if record.cache_ids else None,
-        attempts=record.attempts,
+        attempts=record.tries,
         error=error,
         created_at=record.created_at,
         updated_at=record.updated_at,
