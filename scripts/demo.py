@@ -21,8 +21,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-# Before transformers is imported: one screen, no log lines.
-os.environ.update(TRANSFORMERS_VERBOSITY="error", TOKENIZERS_PARALLELISM="false")
+# Before torch and transformers are imported. No log lines on the one screen; and threads that sleep while they wait, as
+# the service's do: on a busy machine spinning threads would slow down the side that the shelf is compared with.
+os.environ.update(TRANSFORMERS_VERBOSITY="error", TOKENIZERS_PARALLELISM="false", OMP_WAIT_POLICY="PASSIVE")
 
 import torch
 import transformers
