@@ -40,7 +40,14 @@ def load(name: str, *, device: str, dtype: str) -> tuple[PreTrainedModel, Any]:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise InvalidRequest(f"the model {name!r} cannot be loaded: {error}", param="model") from error
-    return model.to(_device(device)).eval(), tokenizer
+    target = _device(device)
+    try:
+        return model.to(target).eval(), tokenizer
+    except torch.OutOfMemoryError as error:
+        raise PolicyUnsupported(
+            f"the weights of {name!r} do not fit into {target}; models spread over several devices are not supported yet",
+            param="model",
+        ) from error
 
 
 def identify(model: PreTrainedModel, text: TextFormat | None, name: str) -> ModelIdentity:
@@ -74,6 +81,10 @@ def require_attachable(model: PreTrainedModel) -> None:
     if foreign:
         raise PolicyUnsupported(
             f"{kind} has layers of kind {', '.join(sorted(foreign))}, which kvshelf cannot attach yet", param="model"
+        )
+    if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
+        raise PolicyUnsupported(
+            f"{kind} is spread over several devices, and kvshelf attaches to models on one device so far", param="model"
         )
     if not model._can_set_attn_implementation():
         raise PolicyUnsupported(
