@@ -45,7 +45,7 @@ def load(name: str, *, device: str, dtype: str) -> tuple[PreTrainedModel, Any]:
         return model.to(target).eval(), tokenizer
     except torch.OutOfMemoryError as error:
         raise PolicyUnsupported(
-            f"the weights of {name!r} do not fit into {target}; models spread over several devices are not supported yet",
+            f"the weights of {name!r} do not fit into {target}, and kvshelf cannot spread a model over several yet",
             param="model",
         ) from error
 
