@@ -13,7 +13,7 @@ The model can do one thing: find a number in a long text when asked for it. Ever
 - Part of the batches repeat random tokens (`repeated_tokens`), which teaches copying by content within minutes.
 - The other batches are documents of `kvshelf.bench.tasks` with several questions each, and only answers are scored
   (`questioned_document`). Document and questions are tokenized apart, as they are when a stored cache is queried.
-- Lengths grow from 96 to 4,096 tokens by the stages in `PLAN`; every stage keeps some of the shorter lengths.
+- Lengths grow from 96 to 5,120 tokens by the stages in `PLAN`; every stage keeps some of the shorter lengths.
 
 Exported weights are the moving average of the trained ones. Batches depend only on the seed and the step, so a run
 that was interrupted goes on where it was. Evaluation documents come from seeds that training cannot draw.
@@ -88,8 +88,9 @@ PLAN: Final = (
     Stage(500, 8192, {512: 1, 1024: 2, 2048: 3}, copying=0.05, rate=1.5e-3),
     Stage(100, 8192, {512: 1, 1024: 1, 2048: 2, 4096: 3}, copying=0.05, rate=1.2e-3),
     Stage(100, 10240, {512: 1, 1024: 2, 2048: 2, 5120: 3}, copying=0.05, rate=1.2e-3),
-    Stage(100, 10240, {512: 1, 1024: 2, 2048: 3, 5120: 3}, copying=0.05, rate=1.2e-3),
-    Stage(900, 10240, {512: 1, 1024: 3, 2048: 3, 5120: 3}, copying=0.05, rate=1.1e-3, last_rate=5e-5),
+    Stage(200, 10240, {512: 1, 1024: 2, 2048: 3, 5120: 3}, copying=0.05, rate=1.2e-3, last_rate=1e-3),
+    Stage(600, 10240, {512: 1, 1024: 3, 2048: 3, 5120: 3}, copying=0.05, rate=9.8e-4, last_rate=2.8e-4),
+    Stage(350, 10240, {512: 1, 1024: 3, 2048: 3, 5120: 3}, copying=0.05, rate=4e-4, last_rate=3e-5),
 )
 WARMUP_STEPS: Final = 50
 
@@ -229,9 +230,9 @@ def repeated_tokens(rng: random.Random, length: int, vocab_size: int) -> Example
 
 
 def questioned_document(rng: random.Random, encoder: Encoder, length: int) -> Example:
-    """A document of the tasks with as many questions as fit into a fifth of `length`; the answers are scored."""
+    """A document of the tasks with a question per 50 tokens of `length`, 48 at most; the answers are scored."""
     plain = rng.random() < 0.12
-    haystack: Haystack = "filler" if rng.random() < 0.2 else "prose"
+    haystack: Haystack = "filler" if rng.random() < 0.3 else "prose"
     asked = max(2, min(48, length // 50))
     document_tokens = length - 24 * asked
     stated = rng.randint(max(1, asked // 2), 2 * asked) if rng.random() < 0.9 else 1
