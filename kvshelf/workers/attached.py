@@ -81,8 +81,7 @@ class AttachedLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.start + self._length
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        """Logical length after `query_length` more tokens, and offset 0. transformers before 5.6 passes their
-        positions."""
+        """Logical length after `query_length` more tokens, and offset 0. transformers 5.2 passes their positions."""
         added = query_length if isinstance(query_length, int) else query_length.shape[0]
         if added == 0:
             _refuse_positions(self.get_seq_length())

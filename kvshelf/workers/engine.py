@@ -21,6 +21,7 @@ from kvshelf.workers.attention import CONTEXT, kvshelf_attention
 from kvshelf.workers.budgets import Budget, LayerBudget
 from kvshelf.workers.generation import Answer, Checkpoint, Generation, Sampling
 from kvshelf.workers.policies import DEFAULT_POLICY, LayerView, Policy, build
+from kvshelf.workers.policies.base import Observes
 from kvshelf.workers.policies.full import Full
 from kvshelf.workers.text import EncodedDocument, Message, TextFormat, check_messages
 
@@ -325,7 +326,8 @@ class _LayerReducer:
 
     def after_attention(self, layer_idx: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
         started = time.perf_counter()
-        layer = LayerView(layer_idx, keys[0], values[0], queries[0], scaling, self._job.protected_prefix)
+        observed = queries[0] if self._policy.observes is Observes.WINDOW_QUERIES else None
+        layer = LayerView(layer_idx, keys[0], values[0], observed, scaling, self._job.protected_prefix)
         budget = LayerBudget.uniform(layer.kv_heads, self._job.budget.tokens)
         self._records[layer_idx] = self._policy.reduce(layer, budget)
         reduced = time.perf_counter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from kvshelf.errors import DocumentTooShort, InvalidRequest, PolicyUnsupported
 from kvshelf.workers.budgets import Budget, LayerBudget
 from kvshelf.workers.policies import POLICIES, LayerView, build, catalog
+from kvshelf.workers.policies.base import Observes
 
 REDUCING = [name for name, policy in POLICIES.items() if policy.takes_budget]
 
@@ -96,6 +98,17 @@ def test_a_budget_of_everything_keeps_everything(llama, name):
     assert cache.identity.compression_ratio == 0
     full = llama.engine.compress(llama.ids[:90], policy="full")
     assert all(torch.equal(a.keys, b.keys) for a, b in zip(cache.layers, full.layers, strict=True))
+
+
+def test_a_policy_sees_the_queries_only_if_it_says_so(llama):
+    """What `observes` says is what the prefill must hand over; a policy that reads more fails at once."""
+
+    class Undeclared(POLICIES["snapkv"]):
+        observes = Observes.NOTHING
+
+    job = llama.engine.prepare(llama.ids, policy="snapkv")
+    with pytest.raises(AssertionError, match="observes"):
+        llama.engine.run(replace(job, policy=Undeclared()))
 
 
 def test_streaming_llm_keeps_sinks_and_the_most_recent():

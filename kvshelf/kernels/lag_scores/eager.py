@@ -19,7 +19,7 @@ def lag_scores(states: Tensor) -> Tensor:
     partition p + 1 (eq. 7, 8, 9), and the standard deviation is the unbiased one. Returns `[heads, partitions - 1,
     lag]` fp32: the last partition has no successor and no score.
     """
-    # Minimum and maximum apart, standard deviation as a norm: torch.aminmax and torch.std take 15 times as long.
+    # Minimum and maximum apart, standard deviation as a norm: torch.aminmax and torch.std take ten times as long.
     following = states[:, 1:]
     low = following.amin(dim=2, keepdim=True).float()  # [heads, partitions - 1, 1, D]
     spread = following.amax(dim=2, keepdim=True).float() - low

@@ -43,13 +43,14 @@ class LayerView:
     """One layer of a prefilled document, as a policy sees it. Read-only; it is freed when the layer is reduced.
 
     keys: `[kv_heads, N, D]` and values: `[kv_heads, N, Dv]`, after RoPE and any key norm. queries: `[q_heads, N, D]`,
-    likewise. `protected_prefix` counts the tokens the chat template put before the document; they are never evicted.
+    likewise, and None unless the policy observes them. `protected_prefix` counts the tokens the chat template put
+    before the document; they are never evicted.
     """
 
     layer_idx: int
     keys: Tensor
     values: Tensor
-    queries: Tensor
+    queries: Tensor | None
     scaling: float
     protected_prefix: int
 
@@ -68,6 +69,7 @@ class LayerView:
 
     def window_queries(self, window: int) -> Tensor:
         """Queries of the last `window` tokens, `[q_heads, w, D]`."""
+        assert self.queries is not None, "the policy must say that it observes them"
         return self.queries[:, -window:]
 
 
