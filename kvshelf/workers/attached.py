@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvshelf.errors import InvalidRequest, StateConflict
-from kvshelf.kernels.prefix_attention import prefix_attention
+from kvshelf.kernels.prefix_attention import DensePrefix, prefix_attention
 from kvshelf.store.artifact import CompressedCache, LayerRecord
 
 _FIRST_CAPACITY = 64
@@ -153,7 +153,8 @@ class AttachedStates:
     def attend(self, queries: Tensor, scaling: float) -> Tensor:
         """Attention of this call's queries `[B, q_heads, T, D]` over document and suffix. Returns `[B, q_heads, T,
         Dv]`."""
-        return prefix_attention(queries, self._record.heads(), self._keys, self._values, scaling)
+        prefix = [[DensePrefix(k, v)] for k, v in self._record.heads()]
+        return prefix_attention(queries, prefix, self._keys, self._values, scaling)
 
     def check_positions(self, position_ids: Tensor | None) -> None:
         """Refuse a call whose positions do not continue where the cache ends.

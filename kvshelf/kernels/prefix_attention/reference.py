@@ -7,10 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvshelf.kernels.prefix_attention.prefixes import DensePrefix, MergedPrefix, Prefix, StreamedPrefix
+
 
 def prefix_attention(
     queries: Tensor,
-    prefix: Sequence[tuple[Tensor, Tensor]],
+    prefix: Sequence[Sequence[Prefix]],
     suffix_keys: Tensor,
     suffix_values: Tensor,
     scale: float,
@@ -22,11 +24,26 @@ def prefix_attention(
     for b in range(batch):
         for h in range(q_heads):
             kv = h // (q_heads // kv_heads)
-            prefix_keys, prefix_values = prefix[kv]
+            tokens = [token_states(part) for part in prefix[kv]]
             for t in range(num_queries):
                 visible = suffix_len - num_queries + t + 1
-                keys = torch.cat([prefix_keys, suffix_keys[b, kv, :visible]]).double()
-                values = torch.cat([prefix_values, suffix_values[b, kv, :visible]]).double()
+                keys = torch.cat([*(keys for keys, _ in tokens), suffix_keys[b, kv, :visible].double()])
+                values = torch.cat([*(values for _, values in tokens), suffix_values[b, kv, :visible].double()])
                 weights = torch.softmax(scale * (keys @ queries[b, h, t].double()), dim=0)
                 out[b, h, t] = weights @ values
     return out
+
+
+def token_states(prefix: Prefix) -> tuple[Tensor, Tensor]:
+    """The key and the value of every token of a prefix, fp64: `[tokens, D]`, `[tokens, Dv]`."""
+    match prefix:
+        case DensePrefix(keys, values):
+            return keys.double(), values.double()
+        case StreamedPrefix(num_rows, block):
+            keys, values = block(0, num_rows)
+            return keys.double(), values.double()
+        case MergedPrefix(num_classes, block, slot_scales, slot_classes):
+            keys, values = block(0, num_classes)
+            return slot_scales.double()[:, None] * keys.double()[slot_classes], values.double()[slot_classes]
+        case _:
+            raise TypeError(f"no reference for a prefix of type {type(prefix).__name__}")
