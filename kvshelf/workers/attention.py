@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
+from kvshelf.kernels.prefix_attention import DensePrefix, prefix_attention
 from kvshelf.workers.attached import AttachedStates
 
 IMPLEMENTATION = "kvshelf"
@@ -29,9 +30,15 @@ _CHANGES_THE_RESULT = ("softcap", "s_aux", "position_bias", "cu_seq_lens_q", "cu
 
 
 class ForwardContext(Protocol):
-    """What one forward pass carries along. Called after each layer's attention; may raise to end the pass."""
+    """What one forward pass carries along. Called after each layer's attention; may raise to end the pass.
 
-    def after_attention(self, layer_idx: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
+    `probe_lengths`: the last tokens of the call are that many probe passes of these lengths. Each pass sees the tokens
+    before all of them and its own, and no other pass.
+    """
+
+    probe_lengths: tuple[int, ...]
+
+    def after_attention(self, module: nn.Module, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
         """queries: `[B, q_heads, T, D]`, keys: `[B, kv_heads, T, D]`, values: `[B, kv_heads, T, Dv]`: this call's
         tokens."""
 
@@ -66,6 +73,7 @@ def attention(
     """The registered function. query: `[B, q_heads, T, D]`; returns `[B, T, q_heads, Dv]` and no weights."""
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     _refuse_what_is_not_causal_attention(module, attention_mask, kwargs)
+    context: ForwardContext | None = kwargs.get(CONTEXT)
     if isinstance(key, AttachedStates):
         key.check_positions(kwargs.get("position_ids"))
         _refuse_beyond_window(kwargs.get("sliding_window"), key.logical_length)
@@ -75,10 +83,9 @@ def attention(
         assert isinstance(value, Tensor)
         _refuse_beyond_window(kwargs.get("sliding_window"), key.shape[2])
         new_keys, new_values = key, value
-        out = _causal(query, key, value, scaling)
-    context: ForwardContext | None = kwargs.get(CONTEXT)
+        out = _with_probes(query, key, value, scaling, context.probe_lengths if context is not None else ())
     if context is not None:
-        context.after_attention(module.layer_idx, query, new_keys, new_values, scaling)  # type: ignore[arg-type]
+        context.after_attention(module, query, new_keys, new_values, scaling)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -96,6 +103,19 @@ def causal_mask(*, attention_mask: Tensor | None = None, allow_is_causal_skip: b
         )
     if not allow_is_causal_skip:
         raise PolicyUnsupported("the model asks for a mask that is not plainly causal, and kvshelf cannot attach to it")
+
+
+def _with_probes(query: Tensor, key: Tensor, value: Tensor, scaling: float, probe_lengths: tuple[int, ...]) -> Tensor:
+    """Causal attention of a document, and of each probe pass behind it over the document and itself."""
+    document, *probes = torch.split(query, [query.shape[2] - sum(probe_lengths), *probe_lengths], dim=2)
+    start = document.shape[2]
+    prefix = [[DensePrefix(keys, values)] for keys, values in zip(key[0, :, :start], value[0, :, :start], strict=True)]
+    outs = [_causal(document, key[:, :, :start], value[:, :, :start], scaling)]
+    for probe in probes:
+        own = slice(start, start + probe.shape[2])
+        outs.append(prefix_attention(probe, prefix, key[:, :, own], value[:, :, own], scaling))
+        start = own.stop
+    return torch.cat(outs, dim=2) if probes else outs[0]
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:

@@ -80,3 +80,8 @@ class LayerBudget:
     def uniform(cls, kv_heads: int, tokens: int) -> LayerBudget:
         """The same for every head."""
         return cls((tokens,) * kv_heads)
+
+    @property
+    def total(self) -> int:
+        """Entries of the whole layer."""
+        return sum(self.per_head)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,16 +13,19 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvshelf.errors import DocumentTooLong, DocumentTooShort, InvalidRequest, PolicyUnsupported
-from kvshelf.store.artifact import CompressedCache, LayerRecord
+from kvshelf.store.artifact import CompressedCache
 from kvshelf.store.identity import Boundary, Identity, Layout, digest
 from kvshelf.workers import model as models
 from kvshelf.workers.attached import AttachedCache
 from kvshelf.workers.attention import CONTEXT, kvshelf_attention
-from kvshelf.workers.budgets import Budget, LayerBudget
+from kvshelf.workers.budgets import Budget
 from kvshelf.workers.generation import Answer, Checkpoint, Generation, Sampling
-from kvshelf.workers.policies import DEFAULT_POLICY, LayerView, Policy, build
+from kvshelf.workers.policies import DEFAULT_POLICY, Policy, build
 from kvshelf.workers.policies.base import Observes
 from kvshelf.workers.policies.full import Full
+from kvshelf.workers.policies.view import ProbePass, Source
+from kvshelf.workers.reducing import LayerReducer
+from kvshelf.workers.rope import Rope
 from kvshelf.workers.text import EncodedDocument, Message, TextFormat, check_messages
 
 Document = str | Sequence[int] | Sequence[Message] | Tensor
@@ -36,15 +39,15 @@ Prompt = Document
 class Job:
     """A checked and tokenized document, ready to be compressed. Its identity is known before any work is done."""
 
-    token_ids: list[int]
-    protected_prefix: int
+    source: Source
     policy: Policy
     budget: Budget
+    passes: tuple[ProbePass, ...]
     identity: Identity
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids)
+        return self.source.num_tokens
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ class Engine:
         self.name = name or model.config.name_or_path or type(model).__name__
         self.identity = models.identify(model, self.text, self.name)
         self.max_tokens = models.max_positions(model.config)
+        self.rope = Rope.of(model)
 
     @classmethod
     def load(cls, name: str, *, device: str = "auto", dtype: str = "auto") -> Engine:
@@ -96,12 +100,14 @@ class Engine:
         compression_ratio: float | None = None,
         budget_tokens: int | None = None,
         layout: Layout | None = None,
+        expected_questions: Sequence[str] = (),
         **policy_params: Any,
     ) -> CompressedCache:
         """Prefill `document` and reduce its KV cache. The arguments are those of `prepare`."""
         job = self.prepare(
             document,
             layout=layout,
+            expected_questions=expected_questions,
             policy=policy,
             compression_ratio=compression_ratio,
             budget_tokens=budget_tokens,
@@ -118,11 +124,13 @@ class Engine:
         compression_ratio: float | None = None,
         budget_tokens: int | None = None,
         policy_params: Mapping[str, Any] | None = None,
+        expected_questions: Sequence[str] = (),
     ) -> Job:
         """Check and tokenize; no work of the model. Thread-safe.
 
         `compression_ratio` is the fraction removed, `budget_tokens` the entries kept per KV head; give at most one
-        (default: half is removed). Raises `InvalidRequest`, `DocumentTooLong`, `DocumentTooShort` or
+        (default: half is removed). `expected_questions` guide the policies that score by the end of the prompt; any
+        question can be asked later. Raises `InvalidRequest`, `DocumentTooLong`, `DocumentTooShort` or
         `PolicyUnsupported`.
         """
         given = dict(policy_params or {})
@@ -131,13 +139,18 @@ class Engine:
             param = "budget_tokens" if compression_ratio is None else "compression_ratio"
             raise InvalidRequest(f"policy {policy!r} keeps everything and takes no {param}", param=param)
         encoded = self._encode_document(document, layout)
-        num_tokens = len(encoded.token_ids)
+        source = self._source(encoded, expected_questions)
+        num_tokens = source.num_tokens
         if chosen.takes_budget:
             budget = Budget.resolve(num_tokens, compression_ratio=compression_ratio, budget_tokens=budget_tokens)
         else:
             budget = Budget.full(num_tokens)
+        passes: tuple[ProbePass, ...] = ()
         if budget.tokens < num_tokens:
+            self._require_observable(chosen)
             chosen = chosen.fitted(num_tokens, budget, encoded.protected_prefix, frozenset(given))
+            passes = tuple(chosen.probe_passes(source))
+            self._require_room_for(passes)
         identity = Identity(
             model=self.identity,
             document=_ids_digest(encoded.token_ids),
@@ -150,8 +163,10 @@ class Engine:
             policy_params=chosen.parameters(),
             budget_tokens=budget.tokens,
             compression_ratio=budget.compression_ratio,
+            probe=chosen.probe_text(source) if passes else "",
+            expected_questions=tuple(expected_questions),
         )
-        return Job(encoded.token_ids, encoded.protected_prefix, chosen, budget, identity)
+        return Job(source, chosen, budget, passes, identity)
 
     def run(self, job: Job, *, checkpoint: Checkpoint | None = None) -> Compression:
         """Prefill the document in one pass and reduce each layer as soon as its attention is done.
@@ -159,18 +174,24 @@ class Engine:
         `checkpoint` is called between layers. It may raise to end the work, and it may use this engine: run a step of a
         `Generation`, say.
         """
-        # With a budget of the whole document every policy keeps everything.
-        policy = job.policy if job.budget.tokens < job.num_tokens else Full()
-        reducer = _LayerReducer(policy, job, checkpoint or _no_pause)
+        reducer = LayerReducer(
+            # With a budget of the whole document every policy keeps everything.
+            job.policy if job.budget.tokens < job.num_tokens else Full(),
+            job.source,
+            job.budget,
+            num_layers=self.model.config.num_hidden_layers,
+            probe_lengths=[len(probe.token_ids) for probe in job.passes],
+            rope=self.rope,
+            checkpoint=checkpoint or (lambda: None),
+        )
         started = time.perf_counter()
         with torch.no_grad(), kvshelf_attention(self.model):
-            input_ids = torch.tensor([job.token_ids], device=self.model.device)
-            self.model.base_model(input_ids=input_ids, use_cache=False, **{CONTEXT: reducer})
+            self.model.base_model(**self._prefill_inputs(job), use_cache=False, **{CONTEXT: reducer})
         elapsed = time.perf_counter() - started
         cache = CompressedCache(
-            layers=reducer.records(self.model.config.num_hidden_layers),
+            layers=reducer.records(),
             num_tokens=job.num_tokens,
-            next_position=job.num_tokens,
+            next_position=job.policy.next_position(job.num_tokens, job.budget),
             identity=job.identity,
         )
         return Compression(cache, elapsed - reducer.compress_s - reducer.paused_s, reducer.compress_s)
@@ -240,6 +261,61 @@ class Engine:
         return self.text
 
     # Parts
+
+    def _source(self, encoded: EncodedDocument, expected_questions: Sequence[str]) -> Source:
+        for i, question in enumerate(expected_questions):
+            if not isinstance(question, str) or not question:
+                raise InvalidRequest(
+                    f"expected_questions[{i}] is {question!r}; it must be a text that is not empty",
+                    param=f"expected_questions[{i}]",
+                )
+        return Source(
+            token_ids=encoded.token_ids,
+            protected_prefix=encoded.protected_prefix,
+            suffix=tuple(self.text.suffix(encoded.boundary)) if self.text is not None else (),
+            questions=tuple(tuple(self._encode_query(encoded.boundary, text)) for text in expected_questions),
+            text=self.text,
+        )
+
+    def _require_observable(self, policy: Policy) -> None:
+        """Refuse a policy that needs what this model or this engine cannot give."""
+        if Observes.ROPE in policy.observes and (self.rope is None or self.rope.length_dependent):
+            raise PolicyUnsupported(
+                f"policy {policy.name!r} has to undo the model's rotary embedding, and that of {self.name!r} "
+                f"{'is not to be had' if self.rope is None else 'changes with the length of the sequence'}; choose a "
+                "policy that does not",
+                param="policy",
+            )
+        if Observes.TEXT in policy.observes and self.text is None:
+            raise PolicyUnsupported(
+                f"policy {policy.name!r} reads the document's text, and this engine has no tokenizer; choose a policy "
+                "that does not",
+                param="policy",
+            )
+
+    def _require_room_for(self, passes: Sequence[ProbePass]) -> None:
+        for probe in passes:
+            end = probe.first_position + len(probe.token_ids)
+            if end > self.max_tokens:
+                raise DocumentTooLong(
+                    f"the policy runs {len(probe.token_ids)} tokens behind the document, up to position {end}, and "
+                    f"{self.name!r} takes {self.max_tokens} tokens; shorten the document or the probe",
+                    param="document",
+                )
+
+    def _prefill_inputs(self, job: Job) -> dict[str, Tensor]:
+        """Ids and positions of the document and, behind it, of every probe pass."""
+        ids, positions = list(job.source.token_ids), list(range(job.num_tokens))
+        for probe in job.passes:
+            ids += probe.token_ids
+            positions += range(probe.first_position, probe.first_position + len(probe.token_ids))
+        input_ids = torch.tensor([ids], device=self.model.device)
+        # With a mask given, transformers does not take positions that start again for packed rows.
+        return {
+            "input_ids": input_ids,
+            "position_ids": torch.tensor([positions], device=self.model.device),
+            "attention_mask": torch.ones_like(input_ids),
+        }
 
     def _attach(self, cache: CompressedCache) -> AttachedCache:
         self.identity.require_match(cache.identity.model)
@@ -312,44 +388,5 @@ class Engine:
         return list(ids)
 
 
-class _LayerReducer:
-    """The `ForwardContext` of a compression: reduces each layer when its attention is done, then gives others a
-    turn."""
-
-    def __init__(self, policy: Policy, job: Job, checkpoint: Callable[[], None]) -> None:
-        self._policy = policy
-        self._job = job
-        self._checkpoint = checkpoint
-        self._records: dict[int, LayerRecord] = {}
-        self.compress_s = 0.0
-        self.paused_s = 0.0
-
-    def after_attention(self, layer_idx: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
-        started = time.perf_counter()
-        observed = queries[0] if self._policy.observes is Observes.WINDOW_QUERIES else None
-        layer = LayerView(layer_idx, keys[0], values[0], observed, scaling, self._job.protected_prefix)
-        budget = LayerBudget.uniform(layer.kv_heads, self._job.budget.tokens)
-        self._records[layer_idx] = self._policy.reduce(layer, budget)
-        reduced = time.perf_counter()
-        self._checkpoint()
-        self.compress_s += reduced - started
-        self.paused_s += time.perf_counter() - reduced
-
-    def records(self, num_layers: int) -> tuple[LayerRecord, ...]:
-        """All layers, in order. A layer whose attention was not seen would be missing from every answer."""
-        if sorted(self._records) != list(range(num_layers)):
-            raise PolicyUnsupported(
-                f"only the layers {sorted(self._records)} of {num_layers} ran through transformers' attention "
-                "interface; "
-                "this model cannot be compressed",
-                param="model",
-            )
-        return tuple(self._records[i] for i in range(num_layers))
-
-
 def _ids_digest(token_ids: Sequence[int]) -> str:
     return digest("kvshelf.tokens", torch.tensor(token_ids, dtype=torch.int64).numpy().tobytes())
-
-
-def _no_pause() -> None:
-    pass

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvshelf.errors import InvalidRequest
@@ -139,10 +139,12 @@ class Generation:
 class _Pause:
     """A `ForwardContext` that only gives others a turn between layers."""
 
+    probe_lengths = ()
+
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
 
-    def after_attention(self, layer_idx: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:  # noqa: ARG002
+    def after_attention(self, module: nn.Module, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:  # noqa: ARG002
         self._checkpoint()
 
 

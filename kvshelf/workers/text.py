@@ -125,6 +125,27 @@ class TextFormat:
             return self._encode_text(QUESTION_SEPARATOR + added[0][1]) + self._encode_pieces(pieces, added[1:])
         return self._appended(boundary.removeprefix("after_"), added)
 
+    def suffix(self, boundary: Boundary) -> list[int]:
+        """What the template writes between the cached tokens and the model's answer; nothing where a question must come
+        first, or where there is no template."""
+        match boundary:
+            case "document":
+                return self._encode_control(self._template_pieces([("user", "")], opening=True)[-1])
+            case "after_user":
+                before = self._template_pieces([("user", "")], opening=False)[-1]
+                after = self._template_pieces([("user", "")], opening=True)[-1]
+                return self._encode_control(after.removeprefix(before))
+            case _:
+                return []
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text by itself; special tokens in it are text."""
+        return self._encode_text(text)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids, control tokens written out."""
+        return self._control.decode(list(token_ids), skip_special_tokens=False)
+
     def _appended(self, last_role: str, added: list[tuple[str, str]]) -> list[int]:
         # The cached turns themselves are not kept. A stand-in with the same last role shows what the template writes
         # after it.

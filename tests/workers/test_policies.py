@@ -15,6 +15,7 @@ from kvshelf.errors import DocumentTooShort, InvalidRequest, PolicyUnsupported
 from kvshelf.workers.budgets import Budget, LayerBudget
 from kvshelf.workers.policies import POLICIES, LayerView, build, catalog
 from kvshelf.workers.policies.base import Observes
+from kvshelf.workers.policies.view import Source
 
 REDUCING = [name for name, policy in POLICIES.items() if policy.takes_budget]
 
@@ -22,7 +23,8 @@ REDUCING = [name for name, policy in POLICIES.items() if policy.takes_budget]
 def view(tokens, *, kv_heads=2, group=2, dim=8, protected=0, seed=0, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
     make = lambda heads: torch.randn(tokens, heads, dim, generator=generator).to(dtype).transpose(0, 1)  # noqa: E731
-    return LayerView(0, make(kv_heads), make(kv_heads), make(kv_heads * group), dim**-0.5, protected)
+    source = Source(range(tokens), protected)
+    return LayerView(0, make(kv_heads), make(kv_heads), make(kv_heads * group), dim**-0.5, source)
 
 
 def reduced(name, layer, budget, **params):
@@ -55,6 +57,7 @@ def test_what_holds_for_every_policy(name, tokens, share, protected, seed):
         assert positions[:protected].tolist() == list(range(protected)), "the template's tokens stay"
         assert torch.equal(keys, layer.keys[head, positions])
         assert torch.equal(values, layer.values[head, positions])
+    assert record.importance is not None, "codecs of mixed precision need it"
     again = policy.reduce(layer, LayerBudget.uniform(layer.kv_heads, budget))
     assert torch.equal(again.keys, record.keys)
     assert torch.equal(again.entry_positions, record.entry_positions)
@@ -72,10 +75,10 @@ def test_scores_are_fp32_whatever_the_dtype(name):
         exact.values.bfloat16(),
         exact.queries.bfloat16(),
         exact.scaling,
-        exact.protected_prefix,
+        exact.source,
     )
     in_fp32 = LayerView(
-        0, rounded.keys.float(), rounded.values.float(), rounded.queries.float(), exact.scaling, exact.protected_prefix
+        0, rounded.keys.float(), rounded.values.float(), rounded.queries.float(), exact.scaling, exact.source
     )
     kept = [set(reduced(name, layer, 100)[1].positions[0].tolist()) for layer in (rounded, in_fp32)]
     # snapkv multiplies in the model's dtype; the others see equal numbers.
@@ -155,7 +158,8 @@ def test_lagkv_gives_the_remainder_to_the_earliest_partitions(tokens):
 def test_lagkv_of_a_longer_document_keeps_the_same_of_earlier_partitions():
     """Streaming: what a partition keeps depends on nothing after its successor, at equal shares."""
     long = view(4 + 32 * 12)
-    short = LayerView(0, long.keys[:, : 4 + 32 * 6], long.values[:, : 4 + 32 * 6], long.queries, long.scaling, 0)
+    early = slice(4 + 32 * 6)
+    short = LayerView(0, long.keys[:, early], long.values[:, early], long.queries, long.scaling, Source(range(196)))
     share = 10
     _, kept_long = reduced("lagkv", long, 4 + 11 * share + 32, sink=4, lag=32)
     _, kept_short = reduced("lagkv", short, 4 + 5 * share + 32, sink=4, lag=32)
@@ -201,7 +205,7 @@ def test_given_parameters_the_budget_cannot_hold_are_refused(llama, policy, para
 
 def test_defaults_shrink_to_a_short_document_and_are_recorded(llama):
     job = llama.engine.prepare(llama.ids[:60], policy="snapkv", compression_ratio=0.5)
-    assert job.identity.policy_params == {"window": 15, "kernel": 5, "pooling": "avg"}
+    assert job.identity.policy_params == {"window": 15, "probe": None, "kernel": 5, "pooling": "avg"}
     job = llama.engine.prepare(llama.ids[:60], policy="lagkv", compression_ratio=0.5)
     assert job.identity.policy_params == {"sink": 4, "lag": 16}
 

@@ -1,5 +1,5 @@
-"""How much the last rows of a document attend to each of its tokens."""
+"""How much the last rows of a sequence attend to each token of a document."""
 
-from kvshelf.kernels.window_scores.eager import window_scores
+from kvshelf.kernels.window_scores.eager import window_attention
 
-__all__ = ["window_scores"]
+__all__ = ["window_attention"]

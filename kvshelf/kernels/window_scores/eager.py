@@ -1,7 +1,7 @@
 """Observation-window attention with the keys read once per KV head, never repeated per query head.
 
-Bytes: the keys once. FLOPs: 2 * q_heads * window * N * D. The logits of a GQA group, `[group * window, N]` fp32, are
-the only large buffer: 8 MiB per KV head at window 64, group 4 and 8k tokens.
+Bytes: the keys of one head once. FLOPs: 2 * group * R * N * D. The weights of a GQA group, `[group, R, N]` fp32, are
+the only large buffer: 8 MiB at 64 rows, group 4 and 8k tokens.
 """
 
 from __future__ import annotations
@@ -10,17 +10,26 @@ import torch
 from torch import Tensor
 
 
-def window_scores(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
-    """Mean attention weight of the window's rows on each token before the window (SnapKV, section 3, "voting").
+def window_attention(queries: Tensor, keys: Tensor, scale: float, own_keys: Tensor | None = None) -> Tensor:
+    """Softmax weights of the rows of one GQA group on the tokens of a document.
 
-    queries: `[q_heads, w, D]`, the last w rows of the document. keys: `[kv_heads, N, D]`. The softmax runs over all
-    tokens a row may see, window included (its columns take part in the denominator), and is reduced by the mean over
-    rows and over the GQA group. Returns `[kv_heads, N - w]` fp32.
+    queries: `[group, R, D]`, keys: `[N, D]`. Without `own_keys` the rows are the document's last R tokens, and each
+    sees the keys up to its own. With `own_keys` `[T, D]`, T >= R, they are the last R of T tokens after the document:
+    each sees all of the document and those of the T up to its own, which take part in the denominator and are not
+    returned. Returns `[group, R, N]` fp32; rows sum to at most 1.
     """
-    q_heads, window, dim = queries.shape
-    kv_heads, num_tokens, _ = keys.shape
-    rows = queries.reshape(kv_heads, -1, dim) * scale  # [kv_heads, group * w, D]
-    logits = torch.matmul(rows, keys.transpose(1, 2)).float()  # [kv_heads, group * w, N]
-    future = torch.ones(window, window, dtype=torch.bool, device=keys.device).triu(1)
-    logits[..., -window:].masked_fill_(future.repeat(q_heads // kv_heads, 1), -torch.inf)
-    return torch.softmax(logits, dim=-1)[..., : num_tokens - window].mean(dim=1)
+    rows = queries.reshape(-1, queries.shape[-1]) * scale  # [group * R, D]
+    logits = torch.matmul(rows, keys.T).float()  # [group * R, N]
+    if own_keys is None:
+        _hide_future(logits, *queries.shape[:2])
+        return torch.softmax(logits, dim=-1).view(*queries.shape[:2], -1)
+    own = torch.matmul(rows, own_keys.T).float()
+    _hide_future(own, *queries.shape[:2])
+    lse = torch.logaddexp(logits.logsumexp(dim=-1), own.logsumexp(dim=-1))
+    return logits.sub_(lse.unsqueeze(1)).exp_().view(*queries.shape[:2], -1)
+
+
+def _hide_future(logits: Tensor, group: int, num_rows: int) -> None:
+    """Row r of the last `num_rows` tokens sees nothing after itself. logits: `[group * R, keys]`, changed in place."""
+    future = torch.ones(num_rows, num_rows, dtype=torch.bool, device=logits.device).triu(1)
+    logits[:, -num_rows:].masked_fill_(future.repeat(group, 1), -torch.inf)

@@ -1,4 +1,4 @@
-"""The naive form: the whole causal attention matrix of the last rows, head by head, with the keys repeated."""
+"""The naive form: one softmax per row over every key the row may see."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import torch
 from torch import Tensor
 
 
-def window_scores(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
-    """See `kvshelf.kernels.window_scores.eager.window_scores`; computed in fp64."""
-    q_heads, window, _ = queries.shape
-    kv_heads, num_tokens, _ = keys.shape
-    group = q_heads // kv_heads
-    scores = torch.zeros(kv_heads, num_tokens - window, dtype=torch.float64)
-    for h in range(q_heads):
-        logits = scale * queries[h].double() @ keys[h // group].double().T
-        for row in range(window):
-            last_visible = num_tokens - window + row
-            weights = torch.softmax(logits[row, : last_visible + 1], dim=0)
-            scores[h // group] += weights[: num_tokens - window] / (window * group)
-    return scores
+def window_attention(queries: Tensor, keys: Tensor, scale: float, own_keys: Tensor | None = None) -> Tensor:
+    """See `kvshelf.kernels.window_scores.eager.window_attention`; computed in fp64."""
+    group, num_rows, _ = queries.shape
+    num_tokens = keys.shape[0]
+    every = keys if own_keys is None else torch.cat([keys, own_keys])
+    weights = torch.zeros(group, num_rows, every.shape[0], dtype=torch.float64)
+    for head in range(group):
+        for row in range(num_rows):
+            visible = every[: every.shape[0] - num_rows + row + 1].double()
+            logits = scale * visible @ queries[head, row].double()
+            weights[head, row, : visible.shape[0]] = torch.softmax(logits, dim=0)
+    return weights[:, :, :num_tokens]

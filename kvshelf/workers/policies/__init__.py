@@ -8,12 +8,13 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from kvshelf.errors import InvalidRequest
-from kvshelf.workers.policies.base import LayerView, Policy, ScoringPolicy, parameter
+from kvshelf.workers.policies.base import Policy, ScoringPolicy, legal_values, parameter, parameter_types
 from kvshelf.workers.policies.full import Full
 from kvshelf.workers.policies.keydiff import KeyDiff
 from kvshelf.workers.policies.lagkv import LagKV
 from kvshelf.workers.policies.snapkv import SnapKV
 from kvshelf.workers.policies.streaming_llm import StreamingLLM
+from kvshelf.workers.policies.view import LayerView
 
 __all__ = ["POLICIES", "LayerView", "Policy", "PolicyInfo", "ScoringPolicy", "build", "catalog", "parameter"]
 
@@ -29,7 +30,9 @@ class ParameterInfo:
     type: str
     default: Any
     help: str
+    legal: str
     minimum: float | None
+    maximum: float | None
     choices: tuple[Any, ...] | None
     odd: bool
 
@@ -62,14 +65,13 @@ def catalog() -> list[PolicyInfo]:
 
 
 def _info(cls: type[Policy]) -> PolicyInfo:
+    types = parameter_types(cls)
     parameters = {
         f.name: ParameterInfo(
-            type=type(f.default).__name__,
+            type=" or ".join("null" if kind is type(None) else kind.__name__ for kind in types[f.name]),
             default=f.default,
-            help=f.metadata["help"],
-            minimum=f.metadata["minimum"],
-            choices=f.metadata["choices"],
-            odd=f.metadata["odd"],
+            legal=legal_values(types[f.name], f.metadata),
+            **f.metadata,
         )
         for f in fields(cls)
     }

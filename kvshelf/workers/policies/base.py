@@ -1,5 +1,5 @@
-"""What a policy is: the mechanism (`Policy`), its one common case (`ScoringPolicy`), and what a policy may look at
-(`LayerView`).
+"""What a policy is: the mechanism (`Policy`), its common case (`ScoringPolicy`), and the form of it that scores by the
+end of the prompt (`TailPolicy`).
 
 A policy is a frozen dataclass in a file of its own. Its fields are its parameters; `parameter()` gives each one its
 default, range and help text, from which requests are checked and `kvshelf policies` is printed.
@@ -8,76 +8,56 @@ default, range and help text, from which requests are checked and `kvshelf polic
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from enum import Enum
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum, Flag, auto
 from itertools import accumulate
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, get_args, get_type_hints
 
 import torch
 from torch import Tensor
 
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.kernels.select import gather, select
-from kvshelf.store.artifact import Kept
+from kvshelf.store.artifact import Kept, LayerRecord
 from kvshelf.workers.budgets import Budget, LayerBudget
+from kvshelf.workers.plans import CachePlan
+from kvshelf.workers.policies.view import LayerView, ProbePass, Source
 
 
 class Phase(Enum):
-    """When a policy can act. So far every policy needs one layer at a time."""
+    """When a policy can act."""
 
     DURING = "during"
     """At once, as each layer's attention is done: the peak is one full layer beside what was kept of the others."""
 
-
-class Observes(Enum):
-    """What of the prefill a policy must see besides keys and values."""
-
-    NOTHING = "nothing"
-    WINDOW_QUERIES = "window_queries"
+    CASCADE = "cascade"
+    """At once too, but what is kept shrinks again while later layers claim their part of a budget shared by all: the
+    peak is one full layer beside the budget of the whole cache."""
 
 
-@dataclass(frozen=True, eq=False)
-class LayerView:
-    """One layer of a prefilled document, as a policy sees it. Read-only; it is freed when the layer is reduced.
+class Observes(Flag):
+    """What of the prefill a policy must see besides keys and values. The engine hands over nothing else, and refuses
+    before the prefill where the model cannot give it."""
 
-    keys: `[kv_heads, N, D]` and values: `[kv_heads, N, Dv]`, after RoPE and any key norm. queries: `[q_heads, N, D]`,
-    likewise, and None unless the policy observes them. `protected_prefix` counts the tokens the chat template put
-    before the document; they are never evicted.
-    """
-
-    layer_idx: int
-    keys: Tensor
-    values: Tensor
-    queries: Tensor | None
-    scaling: float
-    protected_prefix: int
-
-    @property
-    def kv_heads(self) -> int:
-        return self.keys.shape[0]
-
-    @property
-    def num_tokens(self) -> int:
-        return self.keys.shape[1]
-
-    @cached_property
-    def positions(self) -> Tensor:
-        """Original positions `[N]`."""
-        return torch.arange(self.num_tokens, device=self.keys.device)
-
-    def window_queries(self, window: int) -> Tensor:
-        """Queries of the last `window` tokens, `[q_heads, w, D]`."""
-        assert self.queries is not None, "the policy must say that it observes them"
-        return self.queries[:, -window:]
+    NOTHING = 0
+    QUERIES = auto()
+    ROPE = auto()
+    TEXT = auto()
 
 
 def parameter(
-    default: Any, help: str, *, minimum: float | None = None, choices: tuple[Any, ...] | None = None, odd: bool = False
+    default: Any,
+    help: str,
+    *,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    choices: tuple[Any, ...] | None = None,
+    odd: bool = False,
 ) -> Any:
-    """A policy's parameter: a dataclass field that knows its legal range."""
-    return field(default=default, metadata={"help": help, "minimum": minimum, "choices": choices, "odd": odd})
+    """A policy's parameter: a dataclass field that knows its legal range, both ends of which are legal."""
+    rule = {"help": help, "minimum": minimum, "maximum": maximum, "choices": choices, "odd": odd}
+    return field(default=default, metadata=rule)
 
 
 @dataclass(frozen=True)
@@ -91,13 +71,30 @@ class Policy(ABC):
     name: ClassVar[str]
     source: ClassVar[str]
     version: ClassVar[int] = 1
-    phase: ClassVar[Phase] = Phase.DURING
     observes: ClassVar[Observes] = Observes.NOTHING
     takes_budget: ClassVar[bool] = True
 
     @abstractmethod
-    def reduce(self, layer: LayerView, budget: LayerBudget) -> Kept:
+    def reduce(self, layer: LayerView, budget: LayerBudget) -> LayerRecord:
         """Reduce one layer to its budget. Must not modify the view; same view, same result."""
+
+    @property
+    def phase(self) -> Phase:
+        """When it can act."""
+        return Phase.DURING
+
+    def probe_passes(self, source: Source) -> Sequence[ProbePass]:  # noqa: ARG002
+        """What to run behind the document for this policy to observe."""
+        return ()
+
+    def probe_text(self, source: Source) -> str:  # noqa: ARG002
+        """The text of the probe passes, for the identity, where it does not follow from the document and the
+        parameters."""
+        return ""
+
+    def next_position(self, num_tokens: int, budget: Budget) -> int:  # noqa: ARG002
+        """Where the first token of a question stands."""
+        return num_tokens
 
     def fitted(self, num_tokens: int, budget: Budget, protected_prefix: int, given: frozenset[str]) -> Self:  # noqa: ARG002
         """This policy with the defaults that were not `given` shrunk to the document and the budget.
@@ -107,8 +104,7 @@ class Policy(ABC):
         if budget.tokens <= protected_prefix:
             raise PolicyUnsupported(
                 f"the budget of {budget.tokens} entries per KV head is filled by the {protected_prefix} tokens of the "
-                "chat "
-                "template, which are always kept; lower compression_ratio or raise budget_tokens",
+                "chat template, which are always kept; lower compression_ratio or raise budget_tokens",
                 param="compression_ratio",
             )
         return self
@@ -127,7 +123,7 @@ class Policy(ABC):
                     f"policy {cls.name!r} has no parameter {name!r}; it has {', '.join(known) or 'none'}",
                     param=f"policy_params.{name}",
                 )
-            _check(cls.name, name, value, type(known[name].default), known[name].metadata)
+            _check(cls.name, name, value, parameter_types(cls)[name], known[name].metadata)
         return cls(**given)
 
 
@@ -143,32 +139,133 @@ class ScoringPolicy(Policy):
         """`[N]` bool: tokens kept whatever their score. A mask, because no score is safely above all others."""
         return layer.positions < layer.protected_prefix
 
+    def counts(self, layer: LayerView, scores: Tensor, protected: Tensor, budget: LayerBudget) -> Sequence[int]:  # noqa: ARG002
+        """Entries each head of this layer keeps. The default is the same for all."""
+        return budget.per_head
+
+    @property
+    def plan(self) -> CachePlan | None:
+        """How the layers share one budget; None when each has its own. A policy with a plan is reduced in cascade."""
+        return None
+
+    def weight(self, layer: LayerView) -> float:  # noqa: ARG002
+        """What this layer brings to a plan that shares by layer."""
+        return 1.0
+
+    @property
+    def phase(self) -> Phase:
+        return Phase.DURING if self.plan is None else Phase.CASCADE
+
+    def importance(self, layer: LayerView) -> Tensor:
+        """The scores, infinite where a token is protected: `[kv_heads, N]` fp32."""
+        return self.score(layer).masked_fill(self.protected(layer), torch.inf)
+
     def reduce(self, layer: LayerView, budget: LayerBudget) -> Kept:
-        return keep(layer, select(self.score(layer), self.protected(layer), budget.per_head))
+        scores, protected = self.score(layer), self.protected(layer)
+        counts = self.counts(layer, scores, protected, budget)
+        return keep(layer, select(scores, protected, counts), scores.masked_fill(protected, torch.inf))
 
 
-def keep(layer: LayerView, mask: Tensor) -> Kept:
-    """The record of the entries where `mask` `[kv_heads, N]` is set."""
+@dataclass(frozen=True)
+class TailPolicy(ScoringPolicy):
+    """Scores by what the end of the prompt attends to.
+
+    The papers put the question there. Here it is not known yet, so the end is, in this order: the questions the caller
+    expects, the text of `probe`, what the chat template writes before the answer. An empty `probe`, or a document
+    without template, leaves the document's own last tokens. The identity of the cache says which it was.
+    """
+
+    observes: ClassVar[Observes] = Observes.QUERIES
+
+    window: int = parameter(64, "last tokens that observe; those of the document are kept", minimum=1)
+    probe: str | None = parameter(None, "text put behind the document to observe; null: the chat template's suffix")
+
+    def probe_passes(self, source: Source) -> Sequence[ProbePass]:
+        end = source.num_tokens
+        if source.questions:
+            return [ProbePass(ids, end) for ids in source.questions]
+        ids = source.suffix if self.probe is None else encoded(self.probe, source, "policy_params.probe")
+        return [ProbePass(ids, end)] if ids else []
+
+    def probe_text(self, source: Source) -> str:
+        if self.probe is not None or source.text is None:
+            return self.probe or ""
+        return "" if source.questions else source.text.decode(source.suffix)
+
+    def fitted(self, num_tokens: int, budget: Budget, protected_prefix: int, given: frozenset[str]) -> Self:
+        super().fitted(num_tokens, budget, protected_prefix, given)
+        largest = budget.tokens - protected_prefix
+        if "window" not in given:
+            return replace(self, window=min(self.window, max(1, budget.tokens // 2), largest))
+        if self.window > largest:
+            raise PolicyUnsupported(
+                f"window is {self.window}, and the budget of {budget.tokens} entries per KV head has room for "
+                f"{largest}; lower window or raise the budget",
+                param="policy_params.window",
+            )
+        return self
+
+    def protected(self, layer: LayerView) -> Tensor:
+        return super().protected(layer) | layer.window(self.window).protect_tail()
+
+
+def keep(layer: LayerView, mask: Tensor, importance: Tensor | None = None) -> Kept:
+    """The record of the entries where `mask` `[kv_heads, N]` is set. `importance` `[kv_heads, N]` fp32 ranks them for
+    codecs that treat some better than others; without one the most recent rank highest."""
     lengths = mask.sum(dim=1).tolist()
+    positions = mask.nonzero()[:, 1]
+    ranked = positions.float() if importance is None else importance[mask]
     return Kept(
         keys=gather(layer.keys, mask),
         values=gather(layer.values, mask),
-        entry_positions=mask.nonzero()[:, 1].to(torch.int32),
+        entry_positions=positions.to(torch.int32),
         offsets=tuple(accumulate(lengths, initial=0)),
+        importance=ranked,
     )
 
 
-def _check(policy: str, name: str, value: Any, expected: type, rule: Mapping[str, Any]) -> None:
-    legal = f"one of {', '.join(map(repr, rule['choices']))}" if rule["choices"] else expected.__name__
-    if rule["odd"]:
-        legal = f"an odd {legal}"
-    if rule["minimum"] is not None:
-        legal += f" from {rule['minimum']}"
-    numeric = expected is float and isinstance(value, int) and not isinstance(value, bool)
-    fits = type(value) is expected or numeric
-    fits = fits and (rule["choices"] is None or value in rule["choices"])
-    fits = fits and (rule["minimum"] is None or value >= rule["minimum"]) and (not rule["odd"] or value % 2 == 1)
+def encoded(text: str, source: Source, param: str) -> tuple[int, ...]:
+    """Token ids of a probe text. Raises `InvalidRequest` for a text without a tokenizer to read it."""
+    if not text:
+        return ()
+    if source.text is None:
+        raise InvalidRequest(f"{param} is a text, and this engine has no tokenizer to encode it", param=param)
+    return tuple(source.text.encode(text))
+
+
+def parameter_types(cls: type[Policy]) -> dict[str, tuple[type, ...]]:
+    """The types each parameter may have."""
+    hints = get_type_hints(cls)
+    return {f.name: get_args(hints[f.name]) or (hints[f.name],) for f in fields(cls)}
+
+
+def legal_values(types: tuple[type, ...], rule: Mapping[str, Any]) -> str:
+    """What a parameter may be, in words."""
+    names = ["null" if kind is type(None) else kind.__name__ for kind in types]
+    if rule["choices"]:
+        return f"one of {', '.join(map(repr, rule['choices']))}"
+    legal = ("an odd " if rule["odd"] else "") + " or ".join(names)
+    match rule["minimum"], rule["maximum"]:
+        case None, None:
+            return legal
+        case minimum, None:
+            return f"{legal} from {minimum}"
+        case None, maximum:
+            return f"{legal} to {maximum}"
+        case minimum, maximum:
+            return f"{legal} from {minimum} to {maximum}"
+
+
+def _check(policy: str, name: str, value: Any, types: tuple[type, ...], rule: Mapping[str, Any]) -> None:
+    numeric = float in types and isinstance(value, int) and not isinstance(value, bool)
+    fits = type(value) in types or numeric
+    if fits and value is not None:
+        fits = rule["choices"] is None or value in rule["choices"]
+        fits = fits and (rule["minimum"] is None or value >= rule["minimum"])  # false for NaN
+        fits = fits and (rule["maximum"] is None or value <= rule["maximum"])
+        fits = fits and (not rule["odd"] or value % 2 == 1)
     if not fits:
         raise InvalidRequest(
-            f"parameter {name!r} of policy {policy!r} is {value!r}; it must be {legal}", param=f"policy_params.{name}"
+            f"parameter {name!r} of policy {policy!r} is {value!r}; it must be {legal_values(types, rule)}",
+            param=f"policy_params.{name}",
         )

@@ -9,12 +9,16 @@ import torch
 
 from kvshelf.store.artifact import Kept
 from kvshelf.workers.budgets import LayerBudget
-from kvshelf.workers.policies.base import LayerView, Policy
+from kvshelf.workers.policies.base import Policy
+from kvshelf.workers.policies.view import LayerView
 
 
 @dataclass(frozen=True)
 class Full(Policy):
-    """Keep every entry: the answers of the plain model, without its prefill."""
+    """Keep every entry: the answers of the plain model, without its prefill.
+
+    It ranks nothing; codecs that treat some entries better than others take the most recent ones for the better.
+    """
 
     name: ClassVar[str] = "full"
     source: ClassVar[str] = "the model itself"
@@ -28,4 +32,5 @@ class Full(Policy):
             values=layer.values.reshape(heads * num_tokens, -1).contiguous(),
             entry_positions=layer.positions.to(torch.int32).repeat(heads),
             offsets=tuple(range(0, heads * num_tokens + 1, num_tokens)),
+            importance=layer.positions.float().repeat(heads),
         )

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from kvshelf.workers.policies.base import LayerView, ScoringPolicy
+from kvshelf.workers.policies.base import ScoringPolicy
+from kvshelf.workers.policies.view import LayerView
 
 
 @dataclass(frozen=True)

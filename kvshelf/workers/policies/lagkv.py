@@ -13,7 +13,8 @@ from kvshelf.kernels.lag_scores import lag_scores
 from kvshelf.kernels.select import select
 from kvshelf.store.artifact import Kept
 from kvshelf.workers.budgets import Budget, LayerBudget
-from kvshelf.workers.policies.base import LayerView, Policy, keep, parameter
+from kvshelf.workers.policies.base import Policy, keep, parameter
+from kvshelf.workers.policies.view import LayerView
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,9 @@ class LagKV(Policy):
         chosen = select(scores.flatten(0, 1), nothing, shares).view(layer.kv_heads, -1)
         mask = chosen.new_ones(layer.kv_heads, layer.num_tokens)
         mask[:, sink : sink + chosen.shape[1]] = chosen
-        return keep(layer, mask)
+        importance = torch.full(mask.shape, torch.inf, device=mask.device)
+        importance[:, sink : sink + chosen.shape[1]] = scores.flatten(1)
+        return keep(layer, mask, importance)
 
     def _scores(self, states: Tensor) -> Tensor:
         heads, length, dim = states.shape

@@ -10,7 +10,8 @@ import torch
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.store.artifact import Kept
 from kvshelf.workers.budgets import Budget, LayerBudget
-from kvshelf.workers.policies.base import LayerView, Policy, keep, parameter
+from kvshelf.workers.policies.base import Policy, keep, parameter
+from kvshelf.workers.policies.view import LayerView
 
 
 @dataclass(frozen=True)
@@ -43,4 +44,6 @@ class StreamingLLM(Policy):
         sinks = max(self.sink, layer.protected_prefix)
         counts = torch.tensor(budget.per_head, device=layer.keys.device).unsqueeze(1)  # [kv_heads, 1]
         recent = layer.positions >= layer.num_tokens - (counts - sinks)  # [kv_heads, N]
-        return keep(layer, recent | (layer.positions < sinks))
+        first = layer.positions < sinks
+        importance = layer.positions.float().masked_fill(first, torch.inf)
+        return keep(layer, recent | first, importance.repeat(layer.kv_heads, 1))

@@ -1,0 +1,187 @@
+"""What a policy may look at: the document before the prefill (`Source`), and one prefilled layer (`LayerView`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from kvshelf.errors import PolicyUnsupported
+from kvshelf.kernels.window_scores import window_attention
+
+if TYPE_CHECKING:  # a view is also made without a model
+    from kvshelf.workers.rope import Rope
+    from kvshelf.workers.text import TextFormat
+
+
+@dataclass(frozen=True)
+class ProbePass:
+    """Tokens run behind the document, to see what they attend to. Nothing of them is stored.
+
+    They see the whole document and, of the pass, what comes before them; several passes do not see each other. Their
+    positions count on from `first_position`.
+    """
+
+    token_ids: tuple[int, ...]
+    first_position: int
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A tokenized document before its prefill.
+
+    The first `protected_prefix` tokens come from the chat template and are never evicted. `suffix` is what the template
+    writes between the document and the model's answer: the last thing the model reads before it answers any question.
+    `questions` are the expected ones, as the tokens that would ask them. `text` is None for an engine without
+    tokenizer.
+    """
+
+    token_ids: Sequence[int]
+    protected_prefix: int = 0
+    suffix: tuple[int, ...] = ()
+    questions: tuple[tuple[int, ...], ...] = ()
+    text: TextFormat | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, eq=False)
+class Probed:
+    """What a probe pass left at one layer: queries `[q_heads, T, D]` and keys `[kv_heads, T, D]`."""
+
+    queries: Tensor
+    keys: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class LayerView:
+    """One layer of a prefilled document, as a policy sees it. Read-only; it is freed when the layer is reduced.
+
+    keys: `[kv_heads, N, D]` and values: `[kv_heads, N, Dv]`, after RoPE and any key norm. queries: `[q_heads, N, D]`,
+    likewise, and None unless the policy observes them; so are `probes`. `module` is the model's attention module.
+    """
+
+    layer_idx: int
+    keys: Tensor
+    values: Tensor
+    queries: Tensor | None
+    scaling: float
+    source: Source
+    num_layers: int = 1
+    probes: tuple[Probed, ...] = ()
+    rope: Rope | None = None
+    module: nn.Module | None = field(default=None, repr=False)
+
+    @property
+    def kv_heads(self) -> int:
+        return self.keys.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.keys.shape[1]
+
+    @property
+    def protected_prefix(self) -> int:
+        return self.source.protected_prefix
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """Original positions `[N]`."""
+        return torch.arange(self.num_tokens, device=self.keys.device)
+
+    @cached_property
+    def all_queries(self) -> Tensor:
+        """Queries of every document token, `[q_heads, N, D]`."""
+        assert self.queries is not None, "the policy must say that it observes them"
+        return self.queries
+
+    def grouped(self, per_query_head: Tensor) -> Tensor:
+        """`[q_heads, ...]` as `[kv_heads, group, ...]`: query head h reads KV head h // group."""
+        return per_query_head.reshape(self.kv_heads, -1, *per_query_head.shape[1:])
+
+    def window(self, rows: int) -> Window:
+        """The observation window of `rows` rows."""
+        return Window(self, rows)
+
+    def column_sums(self, local_rows: int = 0) -> tuple[Tensor, Tensor]:
+        """Attention each document token receives, summed over all rows and over the last `local_rows`, each `[q_heads,
+        N]` fp32."""
+        from kvshelf.kernels.column_sums import column_sums
+
+        return column_sums(self.all_queries, self.keys, self.scaling, local_rows)
+
+    def keys_unrotated(self) -> Tensor:
+        """Keys before RoPE, `[kv_heads, N, D]` fp32."""
+        return self._rope().unrotate(self.keys, self.positions)
+
+    def queries_unrotated(self) -> Tensor:
+        """Queries before RoPE, `[q_heads, N, D]` fp32."""
+        return self._rope().unrotate(self.all_queries, self.positions)
+
+    def output_projection(self) -> Tensor:
+        """The rows of W_o that each query head's output meets, `[q_heads, Dv, hidden]`."""
+        weight = getattr(getattr(self.module, "o_proj", None), "weight", None)
+        if weight is None:
+            raise PolicyUnsupported(
+                f"{type(self.module).__name__} has no o_proj weight for the policy to read", param="policy"
+            )
+        return torch.as_tensor(weight).T.reshape(self.all_queries.shape[0], -1, weight.shape[0])
+
+    def _rope(self) -> Rope:
+        assert self.rope is not None, "the policy must say that it observes RoPE"
+        return self.rope
+
+
+class Window:
+    """The rows that observe a document: what a paper calls the end of the prompt.
+
+    With probe passes they are the last rows of each pass; where the shortest pass has fewer than `rows`, the document's
+    own last `tail` tokens fill up. Without a pass all of them are the document's. Those `tail` tokens cannot be judged
+    by rows that come before them, so whoever scores by a window keeps them.
+    """
+
+    def __init__(self, layer: LayerView, rows: int) -> None:
+        self._layer = layer
+        self._rows = rows
+        shortest = min((probed.queries.shape[1] for probed in layer.probes), default=0)
+        self.tail = min(max(0, rows - shortest), layer.num_tokens)
+
+    @property
+    def columns(self) -> int:
+        """Document tokens that can be judged: all but the tail."""
+        return self._layer.num_tokens - self.tail
+
+    def attention(self, kv_head: int) -> Tensor:
+        """Softmax weights `[group, R, columns]` fp32 of every observing row of one GQA group.
+
+        One head at a time: all of them together would take R times the memory of a layer's scores.
+        """
+        layer = self._layer
+        keys = layer.keys[kv_head]
+        parts = []
+        if self.tail:
+            queries = layer.grouped(layer.all_queries)[kv_head, :, -self.tail :]
+            parts.append(window_attention(queries, keys, layer.scaling)[..., : self.columns])
+        for probed in layer.probes:
+            queries = layer.grouped(probed.queries)[kv_head, :, -self._rows :]
+            weights = window_attention(queries, keys, layer.scaling, probed.keys[kv_head])
+            parts.append(weights[..., : self.columns])
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def mean(self) -> Tensor:
+        """Mean weight over the rows and the group, `[kv_heads, columns]` fp32."""
+        return torch.stack([self.attention(head).mean(dim=(0, 1)) for head in range(self._layer.kv_heads)])
+
+    def pad(self, scores: Tensor) -> Tensor:
+        """`scores` `[..., columns]` with zeros for the tail, which is protected: its score is never read."""
+        return torch.nn.functional.pad(scores, (0, self.tail))
+
+    def protect_tail(self) -> Tensor:
+        """`[N]` bool: the tail."""
+        return self._layer.positions >= self.columns

@@ -1,0 +1,150 @@
+"""What happens to each layer of a prefill as its attention is done: the policy reduces it, and it is freed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor, nn
+
+from kvshelf.errors import PolicyUnsupported
+from kvshelf.kernels.select import select
+from kvshelf.store.artifact import Kept, LayerRecord
+from kvshelf.workers.budgets import Budget, LayerBudget
+from kvshelf.workers.plans import CachePlan, LayerStats
+from kvshelf.workers.policies.base import Observes, Policy, ScoringPolicy, keep
+from kvshelf.workers.policies.view import LayerView, Probed, Source
+from kvshelf.workers.rope import Rope
+
+_SLACK = 1.125
+"""How far a cascade may exceed its budget before it is cut: cutting copies what stays, so not after every layer."""
+
+
+class LayerReducer:
+    """The `ForwardContext` of a compression: reduces each layer when its attention is done, then gives others a
+    turn."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        source: Source,
+        budget: Budget,
+        *,
+        num_layers: int,
+        probe_lengths: Sequence[int] = (),
+        rope: Rope | None = None,
+        checkpoint: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.probe_lengths = tuple(probe_lengths)
+        self._policy = policy
+        self._source = source
+        self._budget = budget
+        self._num_layers = num_layers
+        self._rope = rope
+        self._checkpoint = checkpoint
+        self._records: dict[int, LayerRecord] = {}
+        self._cascade: Cascade | None = None
+        if isinstance(policy, ScoringPolicy) and policy.plan is not None:
+            self._cascade = Cascade(policy.plan, budget, num_layers)
+        self.compress_s = 0.0
+        self.paused_s = 0.0
+
+    def after_attention(self, module: nn.Module, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
+        started = time.perf_counter()
+        layer = self._view(module, queries[0], keys[0], values[0], scaling)
+        if self._cascade is None:
+            self._records[layer.layer_idx] = self._policy.reduce(
+                layer, LayerBudget.uniform(layer.kv_heads, self._budget.tokens)
+            )
+        else:
+            assert isinstance(self._policy, ScoringPolicy)
+            self._cascade.add(layer, self._policy.importance(layer), self._policy.weight(layer))
+        reduced = time.perf_counter()
+        self._checkpoint()
+        self.compress_s += reduced - started
+        self.paused_s += time.perf_counter() - reduced
+
+    def records(self) -> tuple[LayerRecord, ...]:
+        """All layers, in order. A layer whose attention was not seen would be missing from every answer."""
+        records = self._records if self._cascade is None else self._cascade.records
+        if sorted(records) != list(range(self._num_layers)):
+            raise PolicyUnsupported(
+                f"only the layers {sorted(records)} of {self._num_layers} ran through transformers' attention "
+                "interface; this model cannot be compressed",
+                param="model",
+            )
+        return tuple(records[i] for i in range(self._num_layers))
+
+    def _view(self, module: nn.Module, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> LayerView:
+        """The document's part of a layer, and what each probe pass behind it left."""
+        num_tokens = self._source.num_tokens
+        observed = Observes.QUERIES in self._policy.observes
+        ends = list(accumulate(self.probe_lengths, initial=num_tokens))
+        probes = [Probed(queries[:, start:end], keys[:, start:end]) for start, end in pairwise(ends)]
+        return LayerView(
+            layer_idx=int(module.layer_idx),  # type: ignore[arg-type]
+            keys=keys[:, :num_tokens],
+            values=values[:, :num_tokens],
+            queries=queries[:, :num_tokens] if observed else None,
+            scaling=scaling,
+            source=self._source,
+            num_layers=self._num_layers,
+            probes=tuple(probes) if observed else (),
+            rope=self._rope if Observes.ROPE in self._policy.observes else None,
+            module=module,
+        )
+
+
+class Cascade:
+    """Layers that share one budget: each is reduced as it arrives, and those before it shrink to make room."""
+
+    def __init__(self, plan: CachePlan, budget: Budget, num_layers: int) -> None:
+        self._plan = plan
+        self._budget = budget
+        self._num_layers = num_layers
+        self._weights: dict[int, float] = {}
+        self.records: dict[int, Kept] = {}
+
+    def add(self, layer: LayerView, importance: Tensor, weight: float) -> None:
+        """Take a layer with the importance of its entries, `[kv_heads, N]` fp32."""
+        stats = [_stats(record, self._weights[index]) for index, record in self.records.items()]
+        stats.append(LayerStats(list(importance), weight))
+        *earlier, own = self._plan.counts(stats, self._budget, self._num_layers)
+        held = sum(own) + sum(record.entries for record in self.records.values())
+        last = len(stats) == self._num_layers
+        if last or held > _SLACK * self._budget.tokens * layer.kv_heads * self._num_layers:
+            for index, counts in zip(list(self.records), earlier, strict=True):
+                self.records[index] = shrunk(self.records[index], counts)
+        free = torch.zeros(layer.num_tokens, dtype=torch.bool, device=importance.device)
+        self.records[layer.layer_idx] = keep(layer, select(importance, free, own), importance)
+        self._weights[layer.layer_idx] = weight
+
+
+def _stats(record: Kept, weight: float) -> LayerStats:
+    assert record.importance is not None
+    return LayerStats(torch.split(record.importance, [len(head) for head in record.positions]), weight)
+
+
+def shrunk(record: Kept, counts: Sequence[int]) -> Kept:
+    """The most important `counts[h]` entries of each head; equal ones by the smaller position."""
+    assert record.importance is not None
+    assert isinstance(record.keys, Tensor)
+    assert isinstance(record.values, Tensor)
+    if list(accumulate(counts, initial=0)) == list(record.offsets):
+        return record
+    chosen = []
+    for (start, end), count in zip(pairwise(record.offsets), counts, strict=True):
+        assert count <= end - start, "a share can only shrink"
+        best = record.importance[start:end].sort(descending=True, stable=True).indices[:count]
+        chosen.append(best.sort().values + start)
+    rows = torch.cat(chosen)
+    return Kept(
+        keys=record.keys[rows],
+        values=record.values[rows],
+        entry_positions=record.entry_positions[rows],
+        offsets=tuple(accumulate(counts, initial=0)),
+        rope_mode=record.rope_mode,
+        importance=record.importance[rows],
+    )
