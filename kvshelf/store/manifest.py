@@ -112,6 +112,6 @@ def describe(
 
 def _bytes_full(cache: CompressedCache) -> int:
     return sum(
-        layer.kv_heads * cache.num_tokens * (layer.keys.shape[1] + layer.values.shape[1]) * layer.keys.element_size()
+        layer.kv_heads * cache.num_tokens * (layer.key_dim + layer.value_dim) * layer.dtype.itemsize
         for layer in cache.layers
     )

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from kvshelf.store.artifact import CompressedCache, Kept
+from kvshelf.store.artifact import CompressedCache, Kept, Merged, PackedRecord, Parts, RopeMode
 from kvshelf.store.identity import Identity, ModelIdentity
+from kvshelf.store.rows import offsets_of
 
 MODEL = ModelIdentity(
     name="tiny",
@@ -52,15 +53,54 @@ def make_layer(
         torch.randperm(num_tokens, generator=generator)[:length].sort().values.to(torch.int32) for length in lengths
     ]
     entries = sum(lengths)
-    offsets = [0]
-    for length in lengths:
-        offsets.append(offsets[-1] + length)
     return Kept(
         keys=torch.randn(entries, dims[0], generator=generator).to(dtype),
         values=torch.randn(entries, dims[1], generator=generator).to(dtype),
         entry_positions=torch.cat(positions),
-        offsets=tuple(offsets),
+        offsets=offsets_of(lengths),
     )
+
+
+def make_merged(
+    lengths: Sequence[int],
+    num_tokens: int,
+    *,
+    dims: tuple[int, int] = (8, 8),
+    dtype: torch.dtype = torch.float32,
+    rope_mode: RopeMode = "baked",
+    generator: torch.Generator,
+) -> Merged:
+    """A layer whose heads keep `lengths` classes, each with its center as a slot of scale 1, and up to twice as many
+    slots in all."""
+    slots: list[list[tuple[int, int, float]]] = []  # of each head: position, class, scale
+    for length in lengths:
+        chosen = torch.randperm(num_tokens, generator=generator)[: 2 * length].tolist()
+        centers, members = sorted(chosen[:length]), chosen[length:]
+        head = [(position, index, 1.0) for index, position in enumerate(centers)]
+        for position in members:
+            index = int(torch.randint(length, (1,), generator=generator))
+            head.append((position, index, 0.5 + float(torch.rand(1, generator=generator))))
+        slots.append(sorted(head))
+    centers = [[position for position, _, scale in head if scale == 1.0] for head in slots]
+    flat = [slot for head in slots for slot in head]
+    entries = sum(lengths)
+    return Merged(
+        keys=torch.randn(entries, dims[0], generator=generator).to(dtype),
+        values=torch.randn(entries, dims[1], generator=generator).to(dtype),
+        entry_positions=torch.tensor([p for head in centers for p in head], dtype=torch.int32),
+        offsets=offsets_of(lengths),
+        rope_mode=rope_mode,
+        slot_scales=torch.tensor([scale for _, _, scale in flat], dtype=torch.float32),
+        slot_classes=torch.tensor([index for _, index, _ in flat], dtype=torch.int32),
+        slot_positions=torch.tensor([position for position, _, _ in flat], dtype=torch.int32),
+        slot_offsets=offsets_of([len(head) for head in slots]),
+    )
+
+
+def split_at_random(record: PackedRecord, generator: torch.Generator) -> Parts:
+    """The same entries as two parts."""
+    chosen = torch.rand(record.entries, generator=generator) < 0.5
+    return Parts((record.select(chosen), record.select(~chosen)))
 
 
 def make_cache(

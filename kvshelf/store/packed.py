@@ -1,0 +1,183 @@
+"""What every record that holds entries has: rows packed by head, and where they stood in the document."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from kvshelf.errors import StateConflict
+from kvshelf.store.rows import HeadRows, QuantizedRows, Rows, by_head, offsets_of, plain
+
+RopeMode = Literal["baked", "pre"]
+
+Rotate = Callable[[Tensor, Tensor], Tensor]
+"""Applies the model's RoPE: keys `[n, D]` fp32 and positions `[n]` int64 to keys `[n, D]`."""
+
+
+class HeadView(NamedTuple):
+    """One head's entries as views: keys `[kept, D]`, values `[kept, Dv]`, positions `[kept]` int32."""
+
+    keys: Tensor | HeadRows
+    values: Tensor | HeadRows
+    positions: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """Entries of a layer, packed by head. Head h owns rows `offsets[h]` to `offsets[h + 1]`.
+
+    Packed instead of padded: heads that keep different numbers of entries cost no fake keys, on disk or in memory, and
+    equal heads can still be viewed as `[kv_heads, kept, D]` without a copy.
+
+    keys: `[entries, D]` and values: `[entries, Dv]`, in the model's dtype, contiguous, each head's rows in ascending
+    position; or the same as `QuantizedRows`. entry_positions: `[entries]` int32, original positions in the document.
+    `rope_mode` says whether the rotation of RoPE is in the keys ("baked") or still to be applied ("pre").
+
+    importance: `[entries]` fp32, higher is more important, or None: what codec `mixed` chooses by. It lives in memory
+    only: never in a blob, and not in `nbytes`.
+    """
+
+    keys: Rows
+    values: Rows
+    entry_positions: Tensor
+    offsets: tuple[int, ...]
+    rope_mode: RopeMode = "baked"
+    importance: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        entries = self.offsets[-1]
+        # Internal invariants; bytes from outside are checked by the blob reader, with named errors.
+        assert self.offsets[0] == 0
+        assert list(self.offsets) == sorted(self.offsets)
+        assert self.keys.shape[0] == self.values.shape[0] == self.entry_positions.shape[0] == entries
+        assert self.importance is None or self.importance.shape == (entries,)
+
+    @property
+    def kv_heads(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def key_dim(self) -> int:
+        """D."""
+        return self.keys.shape[1]
+
+    @property
+    def value_dim(self) -> int:
+        """Dv."""
+        return self.values.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the keys, once dequantized."""
+        return self.keys.dtype
+
+    @property
+    def entries(self) -> int:
+        """Stored entries over all heads: what a budget counts."""
+        return self.offsets[-1]
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Entries of each head."""
+        return [end - start for start, end in zip(self.offsets, self.offsets[1:], strict=False)]
+
+    @cached_property
+    def uniform(self) -> bool:
+        """Whether every head keeps the same number of entries."""
+        return len(set(self.lengths)) <= 1
+
+    @property
+    def quantized(self) -> bool:
+        """Whether keys or values are codes."""
+        return isinstance(self.keys, QuantizedRows) or isinstance(self.values, QuantizedRows)
+
+    @property
+    def positions(self) -> list[Tensor]:
+        """One ascending int tensor of original positions per KV head."""
+        return list(torch.split(self.entry_positions, self.lengths))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held in memory: everything but `importance`."""
+        return sum(getattr(self, name).nbytes for name in self._tensors())
+
+    def heads(self) -> list[tuple[Tensor, Tensor]]:
+        """Keys `[kept_h, D]` and values `[kept_h, Dv]` of each KV head, as views. Quantized records have none."""
+        if not isinstance(self.keys, Tensor) or not isinstance(self.values, Tensor):
+            raise StateConflict("a quantized record has no views of its keys and values; use dense() or prefixes()")
+        return list(zip(torch.split(self.keys, self.lengths), torch.split(self.values, self.lengths), strict=True))
+
+    def views(self) -> list[HeadView]:
+        """Keys, values and positions of each KV head, quantized where the record is."""
+        keys, values = by_head(self.keys, self.lengths), by_head(self.values, self.lengths)
+        return [HeadView(*head) for head in zip(keys, values, self.positions, strict=True)]
+
+    def plain_heads(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Keys `[kept_h, D]` and values `[kept_h, Dv]` of each KV head, dequantized."""
+        return (
+            list(torch.split(plain(self.keys), self.lengths)),
+            list(torch.split(plain(self.values), self.lengths)),
+        )
+
+    def dense(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys `[kv_heads, max_kept, D]`, values `[kv_heads, max_kept, Dv]`, and valid `[kv_heads, max_kept]` bool.
+
+        Entries in ascending position, dequantized. Rows past a head's own length are zero and not valid. For
+        inspection; attention never pads.
+        """
+        return padded(*self.plain_heads())
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same record on another device; itself when it is there already."""
+        if self.entry_positions.device == torch.device(device):
+            return self
+        moved = {name: getattr(self, name).to(device) for name in self._tensors()}
+        importance = None if self.importance is None else self.importance.to(device)
+        return replace(self, **moved, importance=importance)
+
+    def _tensors(self) -> tuple[str, ...]:
+        """Names of the fields that hold tensors and belong to the artifact."""
+        return ("keys", "values", "entry_positions")
+
+    def _selected(self, chosen: Tensor) -> dict[str, Any]:
+        """The fields of this class for the entries that `chosen` `[entries]` bool marks."""
+        assert isinstance(self.keys, Tensor)
+        assert isinstance(self.values, Tensor)
+        return {
+            "keys": self.keys[chosen],
+            "values": self.values[chosen],
+            "entry_positions": self.entry_positions[chosen],
+            "offsets": offsets_of([int(head.sum()) for head in torch.split(chosen, self.lengths)]),
+            "rope_mode": self.rope_mode,
+            "importance": None if self.importance is None else self.importance[chosen],
+        }
+
+
+def padded(keys: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """One tensor each for all heads, rows past a head's own length zero, and which rows are valid."""
+    lengths = [head.shape[0] for head in keys]
+    widest = max(lengths)
+    all_keys = keys[0].new_zeros(len(keys), widest, keys[0].shape[1])
+    all_values = values[0].new_zeros(len(values), widest, values[0].shape[1])
+    for head, length in enumerate(lengths):
+        all_keys[head, :length] = keys[head]
+        all_values[head, :length] = values[head]
+    columns = torch.arange(widest, device=keys[0].device)
+    return all_keys, all_values, columns < torch.tensor(lengths, device=keys[0].device).unsqueeze(1)
+
+
+def rotation(rope_mode: RopeMode, rotate: Rotate | None) -> Rotate | None:
+    """The rotation these keys still need, None if they carry it. Raises `StateConflict` if they need one in vain."""
+    if rope_mode == "baked":
+        return None
+    if rotate is None:
+        raise StateConflict(
+            "the keys of this cache are stored without their rotation, and the model it is attached to has none to "
+            "apply"
+        )
+    return rotate
