@@ -1,0 +1,160 @@
+"""Quantization against the fp64 reference, its error bound, and partial dequantization."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvshelf.kernels import quantize
+from kvshelf.kernels.quantize import reference
+from tests.kernels.tensors import random
+
+BITS = [2, 4, 8]
+QUANTIZE = {"tokens": quantize.quantize_tokens, "channels": quantize.quantize_channels}
+DEQUANTIZE = {"tokens": quantize.dequantize_tokens, "channels": quantize.dequantize_channels}
+REFERENCE = {"tokens": reference.quantize_tokens, "channels": reference.quantize_channels}
+REFERENCE_BACK = {"tokens": reference.dequantize_tokens, "channels": reference.dequantize_channels}
+AXES = list(QUANTIZE)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+finite = st.floats(-(2.0**126), 2.0**126, width=32)
+
+
+@st.composite
+def rows(draw):
+    """Rows of any shape, empty ones included: of few values (constant groups), of near and of far magnitudes."""
+    num_rows, num_channels = draw(st.integers(0, 40)), draw(st.integers(1, 20))
+    elements = draw(
+        st.sampled_from(
+            [
+                finite,
+                st.sampled_from([0.0, 1001.0, -7e-3]),
+                st.floats(-4, 4, width=16),
+                st.floats(1000, 1001, width=32),
+            ]
+        )
+    )
+    values = draw(st.lists(elements, min_size=num_rows * num_channels, max_size=num_rows * num_channels))
+    return torch.tensor(values, dtype=torch.float32).view(num_rows, num_channels)
+
+
+def per_element(scales, axis, group, shape):
+    """The scale of each element's group."""
+    repeated = scales.float().repeat_interleave(group, dim=0 if axis == "tokens" else 1)
+    return repeated[: shape[0], : shape[1]]
+
+
+@pytest.mark.parametrize("axis", AXES)
+@settings(max_examples=150, deadline=None)
+@given(x=rows(), bits=st.sampled_from(BITS), group=st.sampled_from([1, 3, 8, 16, 32]))
+def test_error_is_at_most_half_a_step(axis, x, bits, group):
+    codes, scales, zeros = QUANTIZE[axis](x, bits, group)
+    back = DEQUANTIZE[axis](codes, scales, zeros, bits, group, x.shape[1], torch.float32)
+    assert back.shape == x.shape
+    assert not back.isnan().any()
+    half = per_element(scales, axis, group, x.shape).double() / 2
+    # 8-bit codes are up to 255 times the rounding of (x - zero) away from a tie; the sum itself rounds to 2^-24 of x.
+    bound = half * (1 + 2**-13) + 2**-23 * (x.double().abs() + 2 * half)
+    assert ((back.double() - x.double()).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("axis", AXES)
+@settings(max_examples=60, deadline=None)
+@given(x=rows(), bits=st.sampled_from(BITS), group=st.sampled_from([1, 8, 32]))
+def test_equals_the_reference(axis, x, bits, group):
+    """Scales within one bf16 step (fp32 and fp64 may fall on two sides of a bf16), and codes never far from a tie."""
+    codes, scales, zeros = QUANTIZE[axis](x, bits, group)
+    expected_codes, expected_scales, expected_zeros = REFERENCE[axis](x, bits, group)
+    assert codes.shape == expected_codes.shape
+    assert torch.equal(zeros, expected_zeros)
+    assert scales.shape == expected_scales.shape
+    assert torch.allclose(scales.double(), expected_scales.double(), rtol=2**-7, atol=0.0)
+    if torch.equal(scales, expected_scales):
+        args = (bits, group, x.shape[1])
+        ours = REFERENCE_BACK[axis](codes, scales, zeros, *args)
+        expected = REFERENCE_BACK[axis](expected_codes, scales, zeros, *args)
+        # Codes differ only where x is on the tie of two.
+        tie = (ours != expected) & ((ours + expected) / 2 - x.double()).abs().gt(
+            2**-13 * per_element(scales, axis, group, x.shape).double()
+        )
+        assert not tie.any()
+
+
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize(("num_rows", "num_channels", "group"), [(64, 16, 32), (33, 7, 8), (1, 1, 8), (5, 33, 32)])
+def test_dequantized_is_the_reference_rounded_once(axis, dtype, bits, num_rows, num_channels, group):
+    x = random(num_rows, num_channels, dtype=dtype)
+    codes, scales, zeros = QUANTIZE[axis](x, bits, group)
+    assert (codes.dtype, scales.dtype, zeros.dtype) == (torch.uint8, torch.bfloat16, torch.bfloat16)
+    assert codes.shape == (num_rows, math.ceil(num_channels * bits / 8))
+    groups = (math.ceil(num_rows / group), num_channels), (num_rows, math.ceil(num_channels / group))
+    assert scales.shape == zeros.shape == groups[AXES.index(axis)]
+    ours = DEQUANTIZE[axis](codes, scales, zeros, bits, group, num_channels, dtype)
+    expected = REFERENCE_BACK[axis](codes, scales, zeros, bits, group, num_channels)
+    assert ours.dtype == dtype
+    if dtype == torch.float32:
+        assert torch.equal(ours, expected.float())
+    else:
+        assert torch.equal(ours, expected.float().to(dtype))
+
+
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("bits", BITS)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_a_range_of_rows_equals_that_range_of_all_rows(axis, bits, data):
+    num_rows, num_channels = data.draw(st.integers(0, 100)), data.draw(st.integers(1, 40))
+    start = data.draw(st.integers(0, num_rows))
+    stop = data.draw(st.none() | st.integers(start, num_rows))
+    group = data.draw(st.sampled_from([1, 5, 8, 32]))
+    stored = QUANTIZE[axis](random(num_rows, num_channels), bits, group)
+    args = (bits, group, num_channels, torch.bfloat16)
+    everything = DEQUANTIZE[axis](*stored, *args)
+    assert torch.equal(DEQUANTIZE[axis](*stored, *args, start, stop), everything[start:stop])
+
+
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("value", [0.0, 1.0, -1.0, 1001.0, -1001.0, 3.1415927, -1e-20, 65504.0])
+def test_a_constant_group_is_closer_than_bf16(axis, bits, value):
+    x = torch.full((9, 11), value)
+    back = DEQUANTIZE[axis](*QUANTIZE[axis](x, bits, 8), bits, 8, 11, torch.float32)
+    gap = abs(value) * 2**-7  # between neighbouring bf16
+    assert float((back - x).abs().max()) <= gap / (2**bits - 1)
+    if torch.equal(x.bfloat16().float(), x):
+        assert torch.equal(back, x)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("num_channels", [1, 2, 3, 4, 5, 7, 8, 64])
+def test_codes_lie_little_end_first_and_padding_is_zero(bits, num_channels):
+    levels = 2**bits - 1
+    x = torch.randint(levels + 1, (6, num_channels), generator=torch.Generator().manual_seed(0)).float()
+    x[0], x[1] = 0, levels  # so that zero is 0 and step is 1: the codes are x
+    codes, scales, zeros = quantize.quantize_tokens(x, bits, 8)
+    assert (scales == 1).all()
+    assert (zeros == 0).all()
+    assert torch.equal(codes, reference.pack(x.long(), bits))
+
+
+def test_outlying_channels_do_not_disturb_the_others():
+    x = random(64, 8)
+    x[:, 3] *= 1000
+    back = quantize.dequantize_tokens(*quantize.quantize_tokens(x, 8, 32), 8, 32, 8, torch.float32)
+    others = [c for c in range(8) if c != 3]
+    assert float((back - x)[:, others].abs().max()) < 0.02
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_strided_input_is_not_changed(axis):
+    x = random(8, 40).T  # [40, 8], as a transposed view
+    before = x.clone()
+    for ours, expected in zip(QUANTIZE[axis](x, 4, 16), QUANTIZE[axis](x.contiguous(), 4, 16), strict=True):
+        assert torch.equal(ours, expected)
+    assert torch.equal(x, before)
