@@ -39,6 +39,9 @@ def put(
     ttl: Annotated[str | None, typer.Option(help="How long to keep it: 90s, 15m, 2h, 7d.")] = None,
     name: Annotated[str | None, typer.Option(help="A name for people.  [default: the file's]")] = None,
     label: Labels = None,
+    expected_question: Annotated[
+        list[str] | None, typer.Option(help="A question to come, for policies that look at questions. May be repeated.")
+    ] = None,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
@@ -57,6 +60,7 @@ def put(
             "model": model,
             "layout": layout,
             "codec": codec,
+            "expected_questions": expected_question,
             "ttl_s": _common.seconds(ttl),
             "labels": _common.pairs(label, "--label"),
         }

@@ -43,6 +43,7 @@ class CreateFields(TypedDict, total=False):
     compression_ratio: float | None
     budget_tokens: int | None
     codec: str | None
+    expected_questions: Sequence[str] | None
     ttl_s: float | None
     expires_at: float | None
     name: str | None

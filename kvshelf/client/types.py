@@ -71,7 +71,9 @@ class CreateCache(RequestBody):
     codec: Literal["none", "int8", "int4", "int2", "mixed"] = "none"
     levels: list[Ratio] | None = None
     min_quality: Annotated[float, Field(ge=0, le=1)] | None = None
-    expected_questions: list[Text] = Field(default_factory=list)
+    expected_questions: list[Text] = Field(
+        default_factory=list, max_length=256, description="guide the policies that score by the end of the prompt"
+    )
     ttl_s: Annotated[float, Field(gt=0, le=MAX_TTL_S)] | None = Field(
         None, description="seconds until the cache expires"
     )
@@ -94,7 +96,7 @@ class CreateCache(RequestBody):
             raise unsupported(f'codec "{codec}" (only "none" is)')
         return codec
 
-    @field_validator("levels", "min_quality", "expected_questions", "keep_source")
+    @field_validator("levels", "min_quality", "keep_source")
     @classmethod
     def _later(cls, value: Any) -> Any:
         if value not in (None, [], False):

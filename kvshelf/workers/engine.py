@@ -34,6 +34,9 @@ Document = str | Sequence[int] | Sequence[Message] | Tensor
 Prompt = Document
 """A question: a text, messages, or token ids that are appended as they are."""
 
+MAX_QUESTION_BYTES = 64 * 1024
+"""UTF-8 bytes of all expected questions of a document, which become part of its blob."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -139,6 +142,12 @@ class Engine:
             param = "budget_tokens" if compression_ratio is None else "compression_ratio"
             raise InvalidRequest(f"policy {policy!r} keeps everything and takes no {param}", param=param)
         encoded = self._encode_document(document, layout)
+        if expected_questions and not chosen.takes_questions:
+            raise InvalidRequest(
+                f"policy {policy!r} does not look at questions; leave expected_questions out, or choose a policy that "
+                "scores by the end of the prompt, snapkv say",
+                param="expected_questions",
+            )
         source = self._source(encoded, expected_questions)
         num_tokens = source.num_tokens
         if chosen.takes_budget:
@@ -263,6 +272,12 @@ class Engine:
     # Parts
 
     def _source(self, encoded: EncodedDocument, expected_questions: Sequence[str]) -> Source:
+        size = sum(len(question.encode()) for question in expected_questions if isinstance(question, str))
+        if size > MAX_QUESTION_BYTES:
+            raise InvalidRequest(
+                f"expected_questions have {size} bytes together, and {MAX_QUESTION_BYTES} are taken; give fewer",
+                param="expected_questions",
+            )
         for i, question in enumerate(expected_questions):
             if not isinstance(question, str) or not question:
                 raise InvalidRequest(

@@ -278,6 +278,7 @@ def _prepare(engine: Engine, spec: Mapping[str, Any]) -> Job:
         compression_ratio=spec["compression_ratio"],
         budget_tokens=spec["budget_tokens"],
         policy_params=spec["policy_params"],
+        expected_questions=spec["expected_questions"],
     )
 
 

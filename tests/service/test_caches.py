@@ -77,6 +77,17 @@ def test_budgets_and_layouts_are_different_caches_of_one_document(http: httpx.Cl
     assert create(http, document=DOCUMENT, layout="plain", budget_tokens=32)["document_id"] != by_tokens["document_id"]
 
 
+def test_expected_questions_make_another_cache(http: httpx.Client) -> None:
+    plain = create(http, document=DOCUMENT, policy="snapkv")
+    guided = create(http, document=DOCUMENT, policy="snapkv", expected_questions=["What is the code?"])
+    assert guided["id"] != plain["id"]
+    assert guided["document_id"] == plain["document_id"]
+    again = http.post(
+        "/v1/caches", json={"document": DOCUMENT, "policy": "snapkv", "expected_questions": ["What is the code?"]}
+    )
+    assert (again.status_code, again.json()["id"]) == (200, guided["id"])
+
+
 def test_twenty_equal_creations_at_once_are_one_prefill(http: httpx.Client) -> None:
     body = {"document": "Twenty people ask for this at once. " * 40}
 

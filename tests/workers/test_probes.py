@@ -127,5 +127,11 @@ def test_what_cannot_be_probed_is_refused_before_the_prefill(tiny, llama):
     with pytest.raises(InvalidRequest, match="not empty") as refused:
         tiny.prepare("a long text " * 50, policy="snapkv", expected_questions=["ok", ""])
     assert refused.value.param == "expected_questions[1]"
+    with pytest.raises(InvalidRequest, match="does not look at questions"):
+        tiny.prepare("a long text " * 50, policy="keydiff", expected_questions=["why?"])
+    with pytest.raises(InvalidRequest, match="65536"):
+        tiny.prepare("a long text " * 50, policy="snapkv", expected_questions=["why? " * 500] * 40)
+    with pytest.raises(InvalidRequest, match="16384"):
+        tiny.prepare("a long text " * 50, policy="snapkv", policy_params={"probe": "why? " * 4000})
     with pytest.raises(DocumentTooLong, match="16384"):
         tiny.prepare("a long text " * 50, policy="snapkv", expected_questions=["why? " * 9000])

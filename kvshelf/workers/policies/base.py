@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum, Flag, auto
 from itertools import accumulate
-from typing import Any, ClassVar, Self, get_args, get_type_hints
+from typing import Any, ClassVar, Protocol, Self, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -23,6 +23,10 @@ from kvshelf.store.artifact import Kept, LayerRecord
 from kvshelf.workers.budgets import Budget, LayerBudget
 from kvshelf.workers.plans import CachePlan
 from kvshelf.workers.policies.view import LayerView, ProbePass, Source
+
+
+MAX_PROBE_BYTES = 16 * 1024
+"""UTF-8 bytes of a probe text, which becomes part of every blob made with it."""
 
 
 class Phase(Enum):
@@ -60,6 +64,25 @@ def parameter(
     return field(default=default, metadata=rule)
 
 
+class Absorber(Protocol):
+    """How a policy compresses while the document is still being read, chunk by chunk."""
+
+    @property
+    def mode(self) -> str:
+        """Its name in the identity of a cache: whatever of it changes the numbers of the prefill."""
+
+    @property
+    def chunks(self) -> Sequence[int]:
+        """Tokens of each forward pass; they add up to the document."""
+
+    def absorb(self, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Which of the oldest tokens that are still whole stay, or None until more tokens are there.
+
+        keys: `[kv_heads, T, D]`, values: `[kv_heads, T, Dv]`: what is still whole, from position `start`. Returns a
+        mask `[kv_heads, n]` with as many set in every head, and the importance of those n tokens, the same shape, fp32.
+        """
+
+
 @dataclass(frozen=True)
 class Policy(ABC):
     """One layer in, one reduced layer out.
@@ -71,8 +94,12 @@ class Policy(ABC):
     name: ClassVar[str]
     source: ClassVar[str]
     version: ClassVar[int] = 1
-    observes: ClassVar[Observes] = Observes.NOTHING
     takes_budget: ClassVar[bool] = True
+
+    @property
+    def observes(self) -> Observes:
+        """What it must see of the prefill; a plain class attribute where the parameters do not change it."""
+        return Observes.NOTHING
 
     @abstractmethod
     def reduce(self, layer: LayerView, budget: LayerBudget) -> LayerRecord:
@@ -82,6 +109,11 @@ class Policy(ABC):
     def phase(self) -> Phase:
         """When it can act."""
         return Phase.DURING
+
+    @property
+    def takes_questions(self) -> bool:
+        """Whether expected questions guide it."""
+        return False
 
     def probe_passes(self, source: Source) -> Sequence[ProbePass]:  # noqa: ARG002
         """What to run behind the document for this policy to observe."""
@@ -95,6 +127,11 @@ class Policy(ABC):
     def next_position(self, num_tokens: int, budget: Budget) -> int:  # noqa: ARG002
         """Where the first token of a question stands."""
         return num_tokens
+
+    def absorber(self, source: Source, budget: Budget) -> Absorber | None:  # noqa: ARG002
+        """How to compress during a prefill in chunks; None: the prefill is one pass, and `reduce` follows each
+        layer."""
+        return None
 
     def fitted(self, num_tokens: int, budget: Budget, protected_prefix: int, given: frozenset[str]) -> Self:  # noqa: ARG002
         """This policy with the defaults that were not `given` shrunk to the document and the budget.
@@ -175,10 +212,16 @@ class TailPolicy(ScoringPolicy):
     without template, leaves the document's own last tokens. The identity of the cache says which it was.
     """
 
-    observes: ClassVar[Observes] = Observes.QUERIES
-
     window: int = parameter(64, "last tokens that observe; those of the document are kept", minimum=1)
     probe: str | None = parameter(None, "text put behind the document to observe; null: the chat template's suffix")
+
+    @property
+    def observes(self) -> Observes:
+        return Observes.QUERIES
+
+    @property
+    def takes_questions(self) -> bool:
+        return True
 
     def probe_passes(self, source: Source) -> Sequence[ProbePass]:
         end = source.num_tokens
@@ -228,6 +271,10 @@ def encoded(text: str, source: Source, param: str) -> tuple[int, ...]:
     """Token ids of a probe text. Raises `InvalidRequest` for a text without a tokenizer to read it."""
     if not text:
         return ()
+    if len(text.encode()) > MAX_PROBE_BYTES:
+        raise InvalidRequest(
+            f"{param} has {len(text.encode())} bytes, and a probe may have {MAX_PROBE_BYTES}; shorten it", param=param
+        )
     if source.text is None:
         raise InvalidRequest(f"{param} is a text, and this engine has no tokenizer to encode it", param=param)
     return tuple(source.text.encode(text))
