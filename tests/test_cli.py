@@ -118,6 +118,9 @@ def test_policies_are_those_of_this_version() -> None:
     for info in catalog():
         assert info.name in shown.stdout
         assert found[info.name]["parameters"].keys() == info.parameters.keys()
+        one = run("policies", info.name).stdout
+        assert all(name in one for name in info.parameters)
+    assert "nothing" in run("policies", "nothing").stderr
 
 
 def test_print_config_shows_options_over_variables(monkeypatch: pytest.MonkeyPatch) -> None:

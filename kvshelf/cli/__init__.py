@@ -9,7 +9,7 @@ import typer
 
 import kvshelf
 from kvshelf.bench.cli import app as bench
-from kvshelf.cli import _common, caches, doctor, serve
+from kvshelf.cli import _common, caches, doctor, policies, serve
 from kvshelf.errors import KvshelfError
 
 app = typer.Typer(
@@ -29,7 +29,16 @@ def root(version: Annotated[bool, typer.Option("--version", help="Show the versi
         raise typer.Exit
 
 
-for command in (serve.serve, caches.put, caches.ask, caches.ls, caches.show, caches.rm, serve.policies, doctor.doctor):
+for command in (
+    serve.serve,
+    caches.put,
+    caches.ask,
+    caches.ls,
+    caches.show,
+    caches.rm,
+    policies.policies,
+    doctor.doctor,
+):
     app.command()(command)
 app.add_typer(bench, name="bench")
 

@@ -1,19 +1,15 @@
-"""serve and policies: what the service is, and what it can do."""
+"""serve: the service in the foreground."""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from kvshelf._extras import needs_extra
 from kvshelf.cli import _common
-from kvshelf.cli._common import AsJson, Store, Url
-
-if TYPE_CHECKING:
-    from kvshelf.client.types import PolicyObject
+from kvshelf.cli._common import Store
 
 
 def serve(
@@ -58,38 +54,3 @@ def serve(
         from kvshelf.service.server import serve as run
 
         run(settings)
-
-
-def policies(url: Url = None, as_json: AsJson = False) -> None:
-    """List the compression policies and their parameters: this version's, or with --url those of a service."""
-    if url is not None:
-        with _common.connected(url, as_json=as_json) as client:
-            found = client.policies.list()
-    else:
-        with _common.named_errors(as_json=as_json), needs_extra("serve", purpose="kvshelf policies without --url"):
-            found = _installed_policies()
-    if as_json:
-        for policy in found:
-            _common.print_object(policy)
-    else:
-        _common.table_console().print(_table(found))
-
-
-def _installed_policies() -> list[PolicyObject]:
-    from kvshelf.client.types import PolicyObject
-    from kvshelf.workers.policies import catalog
-
-    described = [info.to_dict() for info in catalog()]
-    return [PolicyObject.model_validate({"id": info["name"]} | info) for info in described]
-
-
-def _table(policies: list[PolicyObject]) -> Table:
-    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 1, 0))
-    table.add_column("POLICY", no_wrap=True)
-    table.add_column("WHAT IT KEEPS", ratio=3)
-    table.add_column("PARAMETERS", ratio=2)
-    table.add_column("SOURCE", ratio=2)
-    for policy in policies:
-        parameters = ", ".join(f"{name}={about['default']}" for name, about in policy.parameters.items())
-        table.add_row(policy.id, policy.summary, parameters or "-", policy.source)
-    return table

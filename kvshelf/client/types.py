@@ -310,12 +310,18 @@ class ModelList(ResponseBody):
 
 
 class PolicyObject(ResponseBody):
-    """`parameters` maps a name to its type, default, minimum, maximum, choices and help."""
+    """`parameters` maps a name to its type, default, legal values and help. `measured` are rows of the quality bench on
+    the bundled model: the share of exact answers where the full cache gives nearly all, and the bytes it took."""
 
     id: str
     object: Literal["policy"] = "policy"
     summary: str
+    advice: str = ""
     source: str
+    phase: str = "during"
+    takes_budget: bool = True
+    takes_questions: bool = False
+    measured: list[dict[str, Any]] = Field(default_factory=list)
     parameters: dict[str, dict[str, Any]]
 
 
