@@ -91,7 +91,7 @@ def _model(name: str, device: str, dtype: str) -> str:
 
     transformers.utils.logging.disable_progress_bar()
     engine = Engine.load(name, device=device, dtype=dtype)
-    document = make_document("needle", "prose", NEEDLE_TOKENS, 0, lambda text: len(engine.prepare(text).token_ids))
+    document = make_document("needle", "prose", NEEDLE_TOKENS, 0, lambda text: engine.prepare(text).num_tokens)
     question = document.questions[0]
     cache = engine.compress(document.text, policy="full")
     answer = engine.answer(cache, question.text).text.strip()
