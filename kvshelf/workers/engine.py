@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,13 +15,15 @@ from transformers import PreTrainedModel
 from kvshelf.errors import DocumentTooLong, DocumentTooShort, InvalidRequest, PolicyUnsupported
 from kvshelf.store.artifact import CompressedCache
 from kvshelf.store.identity import Boundary, Identity, Layout, digest
+from kvshelf.workers import calibration
 from kvshelf.workers import model as models
 from kvshelf.workers.attached import AttachedCache
 from kvshelf.workers.attention import CONTEXT, kvshelf_attention
 from kvshelf.workers.budgets import Budget
+from kvshelf.workers.chunked import ChunkedPrefill
 from kvshelf.workers.generation import Answer, Checkpoint, Generation, Sampling
 from kvshelf.workers.policies import DEFAULT_POLICY, Policy, build
-from kvshelf.workers.policies.base import Observes
+from kvshelf.workers.policies.base import Absorber, Observes
 from kvshelf.workers.policies.full import Full
 from kvshelf.workers.policies.view import ProbePass, Source
 from kvshelf.workers.reducing import LayerReducer
@@ -46,6 +48,7 @@ class Job:
     policy: Policy
     budget: Budget
     passes: tuple[ProbePass, ...]
+    absorber: Absorber | None
     identity: Identity
 
     @property
@@ -155,55 +158,51 @@ class Engine:
         else:
             budget = Budget.full(num_tokens)
         passes: tuple[ProbePass, ...] = ()
+        absorber: Absorber | None = None
         if budget.tokens < num_tokens:
             self._require_observable(chosen)
+            source = self._calibrated(source, chosen)
             chosen = chosen.fitted(num_tokens, budget, encoded.protected_prefix, frozenset(given))
+            chosen = chosen.informed(source, frozenset(given))
             passes = tuple(chosen.probe_passes(source))
             self._require_room_for(passes)
+            absorber = chosen.absorber(source, budget)
         identity = Identity(
             model=self.identity,
             document=_ids_digest(encoded.token_ids),
             num_tokens=num_tokens,
             layout=encoded.layout,
             boundary=encoded.boundary,
-            prefill="whole",
+            prefill="whole" if absorber is None else absorber.mode,
             policy=chosen.name,
-            policy_version=chosen.version,
+            policy_version=chosen.revision,
             policy_params=chosen.parameters(),
             budget_tokens=budget.tokens,
             compression_ratio=budget.compression_ratio,
             probe=chosen.probe_text(source) if passes else "",
             expected_questions=tuple(expected_questions),
         )
-        return Job(source, chosen, budget, passes, identity)
+        return Job(source, chosen, budget, passes, absorber, identity)
 
     def run(self, job: Job, *, checkpoint: Checkpoint | None = None) -> Compression:
-        """Prefill the document in one pass and reduce each layer as soon as its attention is done.
+        """Prefill the document and reduce each layer as soon as its attention is done: in one pass, or chunk by chunk
+        where the policy asks for it.
 
         `checkpoint` is called between layers. It may raise to end the work, and it may use this engine: run a step of a
         `Generation`, say.
         """
-        reducer = LayerReducer(
-            # With a budget of the whole document every policy keeps everything.
-            job.policy if job.budget.tokens < job.num_tokens else Full(),
-            job.source,
-            job.budget,
-            num_layers=self.model.config.num_hidden_layers,
-            probe_lengths=[len(probe.token_ids) for probe in job.passes],
-            rope=self.rope,
-            checkpoint=checkpoint or (lambda: None),
-        )
+        prefill = self._prefill_whole if job.absorber is None else self._prefill_in_chunks
         started = time.perf_counter()
         with torch.no_grad(), kvshelf_attention(self.model):
-            self.model.base_model(**self._prefill_inputs(job), use_cache=False, **{CONTEXT: reducer})
+            reduced = prefill(job, checkpoint or (lambda: None))
         elapsed = time.perf_counter() - started
         cache = CompressedCache(
-            layers=reducer.records(),
+            layers=reduced.records(),
             num_tokens=job.num_tokens,
             next_position=job.policy.next_position(job.num_tokens, job.budget),
             identity=job.identity,
         )
-        return Compression(cache, elapsed - reducer.compress_s - reducer.paused_s, reducer.compress_s)
+        return Compression(cache, elapsed - reduced.compress_s - reduced.paused_s, reduced.compress_s)
 
     # Attaching
 
@@ -290,7 +289,16 @@ class Engine:
             suffix=tuple(self.text.suffix(encoded.boundary)) if self.text is not None else (),
             questions=tuple(tuple(self._encode_query(encoded.boundary, text)) for text in expected_questions),
             text=self.text,
+            max_tokens=self.max_tokens,
         )
+
+    def _calibrated(self, source: Source, policy: Policy) -> Source:
+        """With what is known of the model's heads, for a policy that needs it. Read anew each time: a calibration made
+        while the engine runs counts at once."""
+        if Observes.CALIBRATION not in policy.observes:
+            return source
+        found = calibration.find(self.identity, self.model.config.name_or_path)
+        return replace(source, calibration=found)
 
     def _require_observable(self, policy: Policy) -> None:
         """Refuse a policy that needs what this model or this engine cannot give."""
@@ -318,6 +326,27 @@ class Engine:
                     param="document",
                 )
 
+    def _prefill_whole(self, job: Job, checkpoint: Checkpoint) -> LayerReducer:
+        reducer = LayerReducer(
+            # With a budget of the whole document every policy keeps everything.
+            job.policy if job.budget.tokens < job.num_tokens else Full(),
+            job.source,
+            job.budget,
+            num_layers=self.model.config.num_hidden_layers,
+            probe_lengths=[len(probe.token_ids) for probe in job.passes],
+            rope=self.rope,
+            checkpoint=checkpoint,
+        )
+        self.model.base_model(**self._prefill_inputs(job), use_cache=False, **{CONTEXT: reducer})
+        return reducer
+
+    def _prefill_in_chunks(self, job: Job, checkpoint: Checkpoint) -> ChunkedPrefill:
+        assert job.absorber is not None
+        layers = self.model.config.num_hidden_layers
+        prefill = ChunkedPrefill(job.absorber, job.budget.tokens, num_layers=layers, checkpoint=checkpoint)
+        prefill.run(self.model, job.source.token_ids)
+        return prefill
+
     def _prefill_inputs(self, job: Job) -> dict[str, Tensor]:
         """Ids and positions of the document and, behind it, of every probe pass."""
         ids, positions = list(job.source.token_ids), list(range(job.num_tokens))
@@ -334,7 +363,8 @@ class Engine:
 
     def _attach(self, cache: CompressedCache) -> AttachedCache:
         self.identity.require_match(cache.identity.model)
-        return AttachedCache(cache.to(self.model.device))
+        rotate = None if self.rope is None or self.rope.length_dependent else self.rope.rotate
+        return AttachedCache(cache.to(self.model.device), rotate)
 
     def _end_ids(self) -> frozenset[int]:
         configured = self.model.generation_config.eos_token_id if self.model.generation_config is not None else None

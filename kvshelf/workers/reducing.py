@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
 
 import torch
@@ -69,12 +69,7 @@ class LayerReducer:
     def records(self) -> tuple[LayerRecord, ...]:
         """All layers, in order. A layer whose attention was not seen would be missing from every answer."""
         records = self._records if self._cascade is None else self._cascade.records
-        if sorted(records) != list(range(self._num_layers)):
-            raise PolicyUnsupported(
-                f"only the layers {sorted(records)} of {self._num_layers} ran through transformers' attention "
-                "interface; this model cannot be compressed",
-                param="model",
-            )
+        require_every_layer(records, self._num_layers)
         return tuple(records[i] for i in range(self._num_layers))
 
     def _view(self, module: nn.Module, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> LayerView:
@@ -82,7 +77,7 @@ class LayerReducer:
         num_tokens = self._source.num_tokens
         observed = Observes.QUERIES in self._policy.observes
         ends = list(accumulate(self.probe_lengths, initial=num_tokens))
-        probes = [Probed(queries[:, start:end], keys[:, start:end]) for start, end in pairwise(ends)]
+        probes = [Probed(queries[:, a:b], keys[:, a:b], values[:, a:b]) for a, b in pairwise(ends)]
         return LayerView(
             layer_idx=int(module.layer_idx),  # type: ignore[arg-type]
             keys=keys[:, :num_tokens],
@@ -94,6 +89,16 @@ class LayerReducer:
             probes=tuple(probes) if observed else (),
             rope=self._rope if Observes.ROPE in self._policy.observes else None,
             module=module,
+        )
+
+
+def require_every_layer(seen: Iterable[int], num_layers: int) -> None:
+    """Refuse a model of which some layers did not run through kvshelf's attention."""
+    if sorted(seen) != list(range(num_layers)):
+        raise PolicyUnsupported(
+            f"only the layers {sorted(seen)} of {num_layers} ran through transformers' attention interface; this model "
+            "cannot be compressed",
+            param="model",
         )
 
 

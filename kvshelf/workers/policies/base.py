@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from enum import Enum, Flag, auto
 from itertools import accumulate
 from typing import Any, ClassVar, Protocol, Self, get_args, get_type_hints
@@ -23,7 +23,6 @@ from kvshelf.store.artifact import Kept, LayerRecord
 from kvshelf.workers.budgets import Budget, LayerBudget
 from kvshelf.workers.plans import CachePlan
 from kvshelf.workers.policies.view import LayerView, ProbePass, Source
-
 
 MAX_PROBE_BYTES = 16 * 1024
 """UTF-8 bytes of a probe text, which becomes part of every blob made with it."""
@@ -48,6 +47,8 @@ class Observes(Flag):
     QUERIES = auto()
     ROPE = auto()
     TEXT = auto()
+    WEIGHTS = auto()
+    CALIBRATION = auto()
 
 
 def parameter(
@@ -88,13 +89,20 @@ class Policy(ABC):
     """One layer in, one reduced layer out.
 
     `version` is raised by hand whenever the entries a policy chooses can change; it is part of a cache's identity.
-    `source` names the paper. The class docstring's first line is the summary people are shown.
+    `source` names the paper, `advice` says when to choose it. The class docstring's first paragraph is the summary
+    people are shown.
     """
 
     name: ClassVar[str]
     source: ClassVar[str]
+    advice: ClassVar[str] = ""
     version: ClassVar[int] = 1
     takes_budget: ClassVar[bool] = True
+
+    @property
+    def revision(self) -> int:
+        """The version that caches are identified by: that of the class, and of whatever policy it is made around."""
+        return self.version
 
     @property
     def observes(self) -> Observes:
@@ -146,14 +154,21 @@ class Policy(ABC):
             )
         return self
 
+    def informed(self, source: Source, given: frozenset[str]) -> Self:  # noqa: ARG002
+        """This policy with the defaults that were not `given` set to what the model and its calibration allow.
+
+        Follows `fitted`. Raises `PolicyUnsupported` where given values contradict them.
+        """
+        return self
+
     def parameters(self) -> dict[str, Any]:
         """The parameters as used."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        return {f.name: getattr(self, f.name) for f in parameter_fields(type(self))}
 
     @classmethod
     def build(cls, given: Mapping[str, Any]) -> Self:
         """Make the policy from a request's parameters. Raises `InvalidRequest` naming the parameter and its range."""
-        known = {f.name: f for f in fields(cls)}
+        known = {f.name: f for f in parameter_fields(cls)}
         for name, value in given.items():
             if name not in known:
                 raise InvalidRequest(
@@ -166,7 +181,12 @@ class Policy(ABC):
 
 @dataclass(frozen=True)
 class ScoringPolicy(Policy):
-    """The common case: score every token of every head, keep the best."""
+    """The common case: score every token of every head, keep the best.
+
+    `shared_by_heads` says that the scores are the same for every head of a layer, so that budgets per head mean nothing.
+    """
+
+    shared_by_heads: ClassVar[bool] = False
 
     @abstractmethod
     def score(self, layer: LayerView) -> Tensor:
@@ -197,7 +217,7 @@ class ScoringPolicy(Policy):
         """The scores, infinite where a token is protected: `[kv_heads, N]` fp32."""
         return self.score(layer).masked_fill(self.protected(layer), torch.inf)
 
-    def reduce(self, layer: LayerView, budget: LayerBudget) -> Kept:
+    def reduce(self, layer: LayerView, budget: LayerBudget) -> LayerRecord:
         scores, protected = self.score(layer), self.protected(layer)
         counts = self.counts(layer, scores, protected, budget)
         return keep(layer, select(scores, protected, counts), scores.masked_fill(protected, torch.inf))
@@ -280,10 +300,15 @@ def encoded(text: str, source: Source, param: str) -> tuple[int, ...]:
     return tuple(source.text.encode(text))
 
 
+def parameter_fields(cls: type[Policy]) -> list[Field[Any]]:
+    """The fields that `parameter` made. A policy may hold others, which are not given by requests."""
+    return [f for f in fields(cls) if f.metadata]
+
+
 def parameter_types(cls: type[Policy]) -> dict[str, tuple[type, ...]]:
     """The types each parameter may have."""
     hints = get_type_hints(cls)
-    return {f.name: get_args(hints[f.name]) or (hints[f.name],) for f in fields(cls)}
+    return {f.name: get_args(hints[f.name]) or (hints[f.name],) for f in parameter_fields(cls)}
 
 
 def legal_values(types: tuple[type, ...], rule: Mapping[str, Any]) -> str:

@@ -14,6 +14,7 @@ from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.window_scores import window_attention
 
 if TYPE_CHECKING:  # a view is also made without a model
+    from kvshelf.workers.calibration import Calibration
     from kvshelf.workers.rope import Rope
     from kvshelf.workers.text import TextFormat
 
@@ -37,7 +38,8 @@ class Source:
     The first `protected_prefix` tokens come from the chat template and are never evicted. `suffix` is what the template
     writes between the document and the model's answer: the last thing the model reads before it answers any question.
     `questions` are the expected ones, as the tokens that would ask them. `text` is None for an engine without
-    tokenizer.
+    tokenizer. `max_tokens` is the longest sequence that the model takes; `calibration` is what was found out about its
+    heads beforehand, for a policy that observes it.
     """
 
     token_ids: Sequence[int]
@@ -45,6 +47,8 @@ class Source:
     suffix: tuple[int, ...] = ()
     questions: tuple[tuple[int, ...], ...] = ()
     text: TextFormat | None = None
+    max_tokens: int | None = None
+    calibration: Calibration | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -53,10 +57,12 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class Probed:
-    """What a probe pass left at one layer: queries `[q_heads, T, D]` and keys `[kv_heads, T, D]`."""
+    """What a probe pass left at one layer: queries `[q_heads, T, D]`, keys `[kv_heads, T, D]` and values `[kv_heads, T,
+    Dv]`."""
 
     queries: Tensor
     keys: Tensor
+    values: Tensor
 
 
 @dataclass(frozen=True, eq=False)
