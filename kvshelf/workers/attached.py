@@ -9,8 +9,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvshelf.errors import InvalidRequest, StateConflict
-from kvshelf.kernels.prefix_attention import DensePrefix, prefix_attention
-from kvshelf.store.artifact import CompressedCache, LayerRecord
+from kvshelf.kernels.prefix_attention import Prefix, prefix_attention
+from kvshelf.store.artifact import CompressedCache
+from kvshelf.store.records import Rotate
 
 _FIRST_CAPACITY = 64
 
@@ -21,10 +22,14 @@ class AttachedCache(Cache):  # type: ignore[misc]
     It reports the logical length (document tokens, whether kept or not, plus the suffix), so that positions continue at
     the document's end. Several may share one `CompressedCache`. It works only inside `engine.attached(...)`: a model
     that runs any other attention function gets an error instead of an answer without the document.
+
+    `rotate` applies the model's RoPE; records whose keys carry no rotation need it, and raise `StateConflict` without.
     """
 
-    def __init__(self, cache: CompressedCache) -> None:
-        super().__init__(layers=[AttachedLayer(record, cache.next_position) for record in cache.layers])
+    def __init__(self, cache: CompressedCache, rotate: Rotate | None = None) -> None:
+        super().__init__(
+            layers=[AttachedLayer(record.prefixes(rotate), cache.next_position) for record in cache.layers]
+        )
         self.compressed = cache
 
     @property
@@ -43,7 +48,7 @@ class AttachedCache(Cache):  # type: ignore[misc]
 
 
 class AttachedLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer of an `AttachedCache`.
+    """One layer of an `AttachedCache`. `prefix`: for each KV head what every query sees, in the logical length `start`.
 
     `keys` and `values` are the suffix buffers `[B, kv_heads, capacity, D]`, of which the first `_length` rows are in
     use. They double when full: appending to an exact-size tensor would copy the suffix at every token.
@@ -51,9 +56,9 @@ class AttachedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     is_sliding = False
 
-    def __init__(self, record: LayerRecord, start: int) -> None:
+    def __init__(self, prefix: list[list[Prefix]], start: int) -> None:
         super().__init__()
-        self.record = record
+        self.prefix = prefix
         self.start = start
         self._length = 0
 
@@ -72,7 +77,7 @@ class AttachedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.values = _grown(self.values, end, self._length)
         self.keys[:, :, self._length : end] = key_states
         self.values[:, :, self._length : end] = value_states
-        states = AttachedStates(self.record, self.keys[:, :, :end], self.values[:, :, :end], self.start, self._length)
+        states = AttachedStates(self.prefix, self.keys[:, :, :end], self.values[:, :, :end], self.start, self._length)
         self._length = end
         return states, states
 
@@ -126,10 +131,12 @@ class AttachedStates:
     silence, and the answer would be given without the document.
     """
 
-    __slots__ = ("_keys", "_record", "_start", "_suffix_before", "_values")
+    __slots__ = ("_keys", "_prefix", "_start", "_suffix_before", "_values")
 
-    def __init__(self, record: LayerRecord, keys: Tensor, values: Tensor, start: int, suffix_before: int) -> None:
-        self._record = record
+    def __init__(
+        self, prefix: list[list[Prefix]], keys: Tensor, values: Tensor, start: int, suffix_before: int
+    ) -> None:
+        self._prefix = prefix
         self._keys = keys  # suffix, this call's tokens included: [B, kv_heads, S, D]
         self._values = values
         self._start = start
@@ -153,8 +160,7 @@ class AttachedStates:
     def attend(self, queries: Tensor, scaling: float) -> Tensor:
         """Attention of this call's queries `[B, q_heads, T, D]` over document and suffix. Returns `[B, q_heads, T,
         Dv]`."""
-        prefix = [[DensePrefix(k, v)] for k, v in self._record.heads()]
-        return prefix_attention(queries, prefix, self._keys, self._values, scaling)
+        return prefix_attention(queries, self._prefix, self._keys, self._values, scaling)
 
     def check_positions(self, position_ids: Tensor | None) -> None:
         """Refuse a call whose positions do not continue where the cache ends.

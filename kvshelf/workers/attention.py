@@ -108,7 +108,7 @@ def causal_mask(*, attention_mask: Tensor | None = None, allow_is_causal_skip: b
 def _with_probes(query: Tensor, key: Tensor, value: Tensor, scaling: float, probe_lengths: tuple[int, ...]) -> Tensor:
     """Causal attention of a document, and of each probe pass behind it over the document and itself."""
     document, *probes = torch.split(query, [query.shape[2] - sum(probe_lengths), *probe_lengths], dim=2)
-    start = document.shape[2]
+    start = key.shape[2] - sum(probe_lengths)  # more than the call's own tokens behind a cache of transformers
     prefix = [[DensePrefix(keys, values)] for keys, values in zip(key[0, :, :start], value[0, :, :start], strict=True)]
     outs = [_causal(document, key[:, :, :start], value[:, :, :start], scaling)]
     for probe in probes:

@@ -19,16 +19,17 @@ from tests.kernels.tensors import TOLERANCE, error, random
 def test_lag_scores(dtype, heads, partitions, lag, dim):
     states = random(heads, partitions, lag, dim, dtype=dtype)
     before = states.clone()
-    ours = lag_eager.lag_scores(states)
-    assert error(ours, lag_reference.lag_scores(states)) < 1e-5
+    for scale in (states.roll(-1, dims=1), states):  # the next partition's, its own
+        ours = lag_eager.lag_scores(states, scale)
+        assert error(ours, lag_reference.lag_scores(states, scale)) < 1e-5
     assert torch.equal(states, before)
 
 
 def test_lag_scores_of_a_constant_channel_are_finite():
     states = random(1, 3, 8, 4)
     states[..., 2] = 1.5
-    ours = lag_eager.lag_scores(states)
-    assert error(ours, lag_reference.lag_scores(states)) < 1e-5
+    ours = lag_eager.lag_scores(states[:, :-1], states[:, 1:])
+    assert error(ours, lag_reference.lag_scores(states[:, :-1], states[:, 1:])) < 1e-5
 
 
 @settings(max_examples=60, deadline=None)

@@ -45,8 +45,8 @@ def test_what_holds_for_every_policy(name, tokens, share, protected, seed):
     try:
         policy, record = reduced(name, layer, budget)
     except PolicyUnsupported:
-        # Only lagkv, and only where sink and two partitions of the smallest lag do not fit.
-        assert name == "lagkv"
+        # Only these two, and only where sink and two partitions of the smallest lag do not fit.
+        assert name in ("lagkv", "localkv")
         assert budget < protected + 4 + 2 * 2
         return
     lengths = [len(head) for head in record.positions]
@@ -122,7 +122,7 @@ def test_streaming_llm_keeps_sinks_and_the_most_recent():
 def test_ragged_budgets_are_kept_per_head():
     layer = view(120)
     for name in REDUCING:
-        policy = build(name, {"window": 8} if name == "snapkv" else {"lag": 8} if name == "lagkv" else {})
+        policy = build(name, {"window": 8} if name == "snapkv" else {"lag": 8} if name in ("lagkv", "localkv") else {})
         record = policy.reduce(layer, LayerBudget((30, 61)))
         assert [len(head) for head in record.positions] == [30, 61]
 
@@ -207,7 +207,7 @@ def test_defaults_shrink_to_a_short_document_and_are_recorded(llama):
     job = llama.engine.prepare(llama.ids[:60], policy="snapkv", compression_ratio=0.5)
     assert job.identity.policy_params == {"window": 15, "probe": None, "kernel": 5, "pooling": "avg"}
     job = llama.engine.prepare(llama.ids[:60], policy="lagkv", compression_ratio=0.5)
-    assert job.identity.policy_params == {"sink": 4, "lag": 16}
+    assert job.identity.policy_params == {"sink": 4, "lag": 16, "prefill": "whole"}
 
 
 @pytest.mark.parametrize("ratio", [-0.1, 1, 1.0, 2, float("nan"), "0.5", True])

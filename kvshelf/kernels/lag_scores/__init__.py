@@ -1,4 +1,4 @@
-"""How unusual each token of a partition is in the scale of the partition that follows it."""
+"""How unusual each token of a partition is in the scale of the partition that follows it, or in its own."""
 
 from kvshelf.kernels.lag_scores.eager import lag_scores
 

@@ -12,6 +12,7 @@ from kvshelf.workers.policies.base import Policy, ScoringPolicy, legal_values, p
 from kvshelf.workers.policies.full import Full
 from kvshelf.workers.policies.keydiff import KeyDiff
 from kvshelf.workers.policies.lagkv import LagKV
+from kvshelf.workers.policies.localkv import LocalKV
 from kvshelf.workers.policies.snapkv import SnapKV
 from kvshelf.workers.policies.streaming_llm import StreamingLLM
 from kvshelf.workers.policies.view import LayerView
@@ -20,7 +21,7 @@ __all__ = ["POLICIES", "LayerView", "Policy", "PolicyInfo", "ScoringPolicy", "bu
 
 DEFAULT_POLICY = "keydiff"
 
-POLICIES: Mapping[str, type[Policy]] = {cls.name: cls for cls in (Full, KeyDiff, LagKV, SnapKV, StreamingLLM)}
+POLICIES: Mapping[str, type[Policy]] = {cls.name: cls for cls in (Full, KeyDiff, LagKV, LocalKV, SnapKV, StreamingLLM)}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,128 @@
+"""A prefill chunk by chunk: each chunk sees what was kept of those before it, and the KV cache never grows past the
+budget and what the policy buffers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from kvshelf.kernels.prefix_attention import DensePrefix
+from kvshelf.kernels.select import gather
+from kvshelf.store.artifact import Kept
+from kvshelf.workers.attached import AttachedLayer
+from kvshelf.workers.attention import CONTEXT
+from kvshelf.workers.policies.base import Absorber
+from kvshelf.workers.reducing import require_every_layer
+
+
+class ChunkedPrefill:
+    """The `ForwardContext` of such a prefill: after each layer's attention the oldest tokens that are still whole are
+    absorbed, then others get a turn."""
+
+    probe_lengths: tuple[int, ...] = ()
+
+    def __init__(
+        self,
+        absorber: Absorber,
+        budget_tokens: int,
+        *,
+        num_layers: int,
+        checkpoint: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._chunks = list(absorber.chunks)
+        self._layers = [ChunkedLayer(absorber, budget_tokens) for _ in range(num_layers)]
+        self._checkpoint = checkpoint
+        self.compress_s = 0.0
+        self.paused_s = 0.0
+
+    def run(self, model: PreTrainedModel, token_ids: Sequence[int]) -> None:
+        """One forward pass per chunk, at the tokens' true positions."""
+        cache = Cache(layers=self._layers)
+        ids = torch.tensor([token_ids], device=model.device)
+        positions = torch.arange(len(token_ids), device=model.device).unsqueeze(0)
+        for chunk, at in zip(torch.split(ids, self._chunks, 1), torch.split(positions, self._chunks, 1), strict=True):
+            model.base_model(input_ids=chunk, position_ids=at, past_key_values=cache, use_cache=True, **{CONTEXT: self})
+
+    def after_attention(self, module: nn.Module, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:  # noqa: ARG002
+        started = time.perf_counter()
+        self._layers[int(module.layer_idx)].absorb()  # type: ignore[arg-type]
+        absorbed = time.perf_counter()
+        self._checkpoint()
+        self.compress_s += absorbed - started
+        self.paused_s += time.perf_counter() - absorbed
+
+    def records(self) -> tuple[Kept, ...]:
+        """All layers, in order; what was still whole at the end stays whole."""
+        require_every_layer([i for i, layer in enumerate(self._layers) if layer.is_initialized], len(self._layers))
+        return tuple(layer.record() for layer in self._layers)
+
+
+class ChunkedLayer(AttachedLayer):
+    """One layer while the document is read: what was kept is the prefix, what is still whole the suffix.
+
+    What is kept stands in buffers `[kv_heads, capacity, ...]` of the final size, which become the record without a
+    copy. The suffix buffers hold as many tokens as the policy waits for, because absorbed ones make room at once.
+    """
+
+    def __init__(self, absorber: Absorber, capacity: int) -> None:
+        super().__init__([], 0)
+        self._absorber = absorber
+        self._capacity = capacity
+        self._kept = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        shape = key_states.shape[1], self._capacity
+        self._kept_keys = key_states.new_empty(*shape, key_states.shape[-1])
+        self._kept_values = value_states.new_empty(*shape, value_states.shape[-1])
+        self._positions = torch.empty(shape, dtype=torch.int32, device=key_states.device)
+        self._importance = torch.empty(shape, dtype=torch.float32, device=key_states.device)
+        self.prefix = [[] for _ in range(shape[0])]
+
+    def absorb(self) -> None:
+        """Reduce the oldest whole tokens for as long as the policy has enough of them."""
+        while self._length:
+            chosen = self._absorber.absorb(
+                self.start, self.keys[0, :, : self._length], self.values[0, :, : self._length]
+            )
+            if chosen is None:
+                break
+            self._take(*chosen)
+        kept = zip(self._kept_keys[:, : self._kept], self._kept_values[:, : self._kept], strict=True)
+        self.prefix = [[DensePrefix(keys, values)] if self._kept else [] for keys, values in kept]
+
+    def record(self) -> Kept:
+        """What was kept of the whole document."""
+        if self._length:
+            rest = torch.ones(self._kept_keys.shape[0], self._length, dtype=torch.bool, device=self._kept_keys.device)
+            self._take(rest, torch.full(rest.shape, torch.inf, device=rest.device))
+        assert self._kept == self._capacity, "an absorber keeps exactly the budget"
+        heads = self._kept_keys.shape[0]
+        return Kept(
+            keys=self._kept_keys.flatten(0, 1),
+            values=self._kept_values.flatten(0, 1),
+            entry_positions=self._positions.flatten(),
+            offsets=tuple(range(0, heads * self._capacity + 1, self._capacity)),
+            importance=self._importance.flatten(),
+        )
+
+    def _take(self, mask: Tensor, importance: Tensor) -> None:
+        """Move the marked ones of the first whole tokens to what is kept, and forget the others."""
+        heads, taken = mask.shape
+        count = int(mask[0].sum())
+        new = slice(self._kept, self._kept + count)
+        self._kept_keys[:, new] = gather(self.keys[0, :, :taken], mask).view(heads, count, -1)
+        self._kept_values[:, new] = gather(self.values[0, :, :taken], mask).view(heads, count, -1)
+        self._positions[:, new] = (mask.nonzero()[:, 1] + self.start).view(heads, count).to(torch.int32)
+        self._importance[:, new] = importance[mask].view(heads, count)
+        left = self._length - taken
+        for buffer in (self.keys, self.values):
+            buffer[:, :, :left] = buffer[:, :, taken : self._length].clone()  # the two ranges may overlap
+        self._kept += count
+        self.start += taken
+        self._length = left

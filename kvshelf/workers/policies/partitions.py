@@ -1,0 +1,153 @@
+"""What LagKV and LocalKV share: a document cut into partitions, each judged by numbers of its neighbourhood alone.
+
+Because a partition needs nothing that comes later than its successor, the same choice can be made with the whole
+document at hand, or while it is read: one-shot, recursive and streaming selection agree on equal keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from kvshelf.errors import PolicyUnsupported
+from kvshelf.kernels.lag_scores import lag_scores
+from kvshelf.kernels.select import select
+from kvshelf.store.artifact import Kept
+from kvshelf.workers.budgets import Budget, LayerBudget
+from kvshelf.workers.policies.base import Absorber, Policy, keep, parameter
+from kvshelf.workers.policies.view import LayerView, Source
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A document of `num_tokens`: `sink` tokens, partitions of `lag`, and a remainder shorter than one. All partitions
+    but the last are reduced; the rest stays whole."""
+
+    num_tokens: int
+    sink: int
+    lag: int
+
+    @property
+    def reduced(self) -> int:
+        """Partitions that are reduced."""
+        return max(0, (self.num_tokens - self.sink) // self.lag - 1)
+
+    @property
+    def whole(self) -> int:
+        """Tokens that stay: sink, last partition and remainder."""
+        return self.num_tokens - self.reduced * self.lag
+
+    def shares(self, entries: int) -> list[int]:
+        """What each reduced partition keeps so that `entries` stay in all (eq. 12 solved for the share). What does not
+        divide goes to the earliest: fixed by the length, so that it is known while the document is read."""
+        share, left = divmod(entries - self.whole, self.reduced)
+        return [share + (index < left) for index in range(self.reduced)]
+
+
+@dataclass(frozen=True)
+class PartitionPolicy(Policy):
+    """Equations 7 to 15 of the LagKV paper; a subclass says whose scale a partition is judged in."""
+
+    own_scale: ClassVar[bool]
+
+    sink: int = parameter(4, "first tokens always kept", minimum=0)
+    lag: int = parameter(128, "tokens per partition", minimum=2)
+    prefill: str = parameter(
+        "whole",
+        "whole: one pass, then reduce; chunked: lag tokens a pass, each behind what was kept of those before it",
+        choices=("whole", "chunked"),
+    )
+
+    def fitted(self, num_tokens: int, budget: Budget, protected_prefix: int, given: frozenset[str]) -> Self:
+        super().fitted(num_tokens, budget, protected_prefix, given)
+        policy = self
+        if "sink" not in given:
+            policy = replace(policy, sink=min(self.sink, budget.tokens // 2))
+        if "lag" not in given:
+            # Halving keeps partitions aligned with those of the default; any smaller lag that fits would do.
+            while policy.lag > 2 and policy._cut(num_tokens, protected_prefix).whole > budget.tokens:
+                policy = replace(policy, lag=policy.lag // 2)
+        cut = policy._cut(num_tokens, protected_prefix)
+        if cut.whole > budget.tokens:
+            raise PolicyUnsupported(
+                f"sink and the last partitions stay whole and take {cut.sink} + {cut.whole - cut.sink} entries at lag "
+                f"{policy.lag}, more than the {budget.tokens} per KV head of the budget; lower lag or sink, or raise "
+                "the budget",
+                param="policy_params.lag",
+            )
+        return policy
+
+    def reduce(self, layer: LayerView, budget: LayerBudget) -> Kept:
+        cut = self._cut(layer.num_tokens, layer.protected_prefix)
+        judged = slice(cut.sink, cut.sink + cut.reduced * self.lag)
+        with_next = slice(cut.sink, judged.stop + self.lag)
+        scores = self.scores(layer.keys[:, with_next], layer.values[:, with_next])
+        mask = torch.ones(layer.kv_heads, layer.num_tokens, dtype=torch.bool, device=layer.keys.device)
+        mask[:, judged] = self.choose(scores, [cut.shares(count) for count in budget.per_head])
+        importance = torch.full(mask.shape, torch.inf, device=mask.device)
+        importance[:, judged] = scores.flatten(1)
+        return keep(layer, mask, importance)
+
+    def scores(self, keys: Tensor, values: Tensor) -> Tensor:
+        """Equation 11 for all partitions but the last: `[kv_heads, partitions - 1, lag]` fp32 of keys `[kv_heads,
+        partitions * lag, D]` and values `[kv_heads, partitions * lag, Dv]`."""
+        return self._scores(keys) + self._scores(values)
+
+    def choose(self, scores: Tensor, shares: Sequence[Sequence[int]]) -> Tensor:
+        """The best `shares[h][p]` of each head and partition: bool `[kv_heads, partitions * lag]`."""
+        none_protected = torch.zeros(self.lag, dtype=torch.bool, device=scores.device)
+        flat = [share for head in shares for share in head]
+        return select(scores.flatten(0, 1), none_protected, flat).view(scores.shape[0], -1)
+
+    def absorber(self, source: Source, budget: Budget) -> Absorber | None:
+        if self.prefill == "whole":
+            return None
+        cut = self._cut(source.num_tokens, source.protected_prefix)
+        return PartitionAbsorber(self, cut, tuple(cut.shares(budget.tokens)))
+
+    def _scores(self, states: Tensor) -> Tensor:
+        partitions = states.reshape(states.shape[0], -1, self.lag, states.shape[2])
+        judged = partitions[:, :-1]
+        return lag_scores(judged, judged if self.own_scale else partitions[:, 1:])
+
+    def _cut(self, num_tokens: int, protected_prefix: int) -> Cut:
+        return Cut(num_tokens, max(self.sink, protected_prefix), self.lag)
+
+
+@dataclass(frozen=True)
+class PartitionAbsorber:
+    """The recursive form: whenever two partitions are buffered, the first of them is reduced and then never changes.
+
+    A first pass of sink and two partitions, then one partition a pass, as in the paper. A pass still sees what it lets
+    go of (the paper's use, then compress).
+    """
+
+    policy: PartitionPolicy
+    cut: Cut
+    shares: tuple[int, ...]
+
+    @property
+    def mode(self) -> str:
+        return f"chunked:lag={self.cut.lag}"
+
+    @property
+    def chunks(self) -> list[int]:
+        first = self.cut.sink + 2 * self.cut.lag
+        full, remainder = divmod(self.cut.num_tokens - first, self.cut.lag)
+        return [first, *[self.cut.lag] * full, *[remainder] * (remainder > 0)]
+
+    def absorb(self, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
+        heads, buffered, _ = keys.shape
+        if start < self.cut.sink:
+            everything = torch.ones(heads, min(buffered, self.cut.sink - start), dtype=torch.bool, device=keys.device)
+            return everything, torch.full(everything.shape, torch.inf, device=keys.device)
+        partition = (start - self.cut.sink) // self.cut.lag
+        two = slice(2 * self.cut.lag)
+        if buffered < two.stop or partition == len(self.shares):
+            return None
+        scores = self.policy.scores(keys[:, two], values[:, two])
+        return self.policy.choose(scores, [[self.shares[partition]]] * heads), scores.flatten(1)
