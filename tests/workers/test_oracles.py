@@ -14,6 +14,7 @@ SETS: dict[str, tuple[str, dict[str, Any]]] = {
     "snapkv": ("snapkv", {"window": 64, "kernel": 5}),
     "snapkv_w32_k7": ("snapkv", {"window": 32, "kernel": 7}),
     "keydiff": ("keydiff", {}),
+    "h2o_rows": ("h2o", {"normalize": "rows", "recent": 0}),
 }
 LAG_SETS = {"lagkv_s4_l64": (4, 64), "lagkv_s16_l128": (16, 128)}
 

@@ -122,7 +122,7 @@ def test_streaming_llm_keeps_sinks_and_the_most_recent():
 def test_ragged_budgets_are_kept_per_head():
     layer = view(120)
     for name in REDUCING:
-        policy = build(name, {"window": 8} if name == "snapkv" else {"lag": 8} if name in ("lagkv", "localkv") else {})
+        policy = build(name, {}).fitted(120, Budget(30, 0.75), 0, frozenset())
         record = policy.reduce(layer, LayerBudget((30, 61)))
         assert [len(head) for head in record.positions] == [30, 61]
 
