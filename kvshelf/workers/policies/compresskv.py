@@ -1,0 +1,100 @@
+"""CompressKV: what a few heads known to retrieve attend to (Lin et al., 2025, arXiv 2508.02401)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from kvshelf.errors import PolicyUnsupported
+from kvshelf.workers.budgets import LayerBudget
+from kvshelf.workers.calibration import Calibration
+from kvshelf.workers.plans import fill, largest_remainders
+from kvshelf.workers.policies.base import Observes, TailPolicy, parameter
+from kvshelf.workers.policies.snapkv import pooled
+from kvshelf.workers.policies.view import LayerView, Source
+
+_LEAST = 32  # entries of a layer, whatever its error
+_MOST = 3  # times an even share
+
+
+@dataclass(frozen=True)
+class CompressKV(TailPolicy):
+    """Keep what each layer's retrieval heads attend to from the end of the prompt; more in layers that suffer more.
+
+    Which query heads retrieve, and how much each layer's output suffers (e_l, adding up to 1), is found out once per
+    model by `kvshelf calibrate`. The weights of the last `window` rows in the `heads` best heads of a layer are summed
+    over the rows, pooled over neighbours (average) and averaged over these heads: one set of tokens for all KV heads.
+    Layer l of L keeps 32 + e_l (B L - 32 L) entries, 3 B at most.
+
+    Departures: the prompt's end is that of `TailPolicy`; the 4 heads of the paper, whose models have 32, become an
+    eighth of the heads of a smaller model; what a layer cannot hold goes to the others in proportion, and shares are
+    rounded by largest remainders, so that the total is exact; 32 shrinks to the budget, and a layer holds its window
+    and the chat template's tokens at least.
+    """
+
+    name: ClassVar[str] = "compresskv"
+    source: ClassVar[str] = "CompressKV, arXiv 2508.02401"
+    advice: ClassVar[str] = (
+        "Models that have a calibration; one set of tokens per layer suits engines that store heads alike."
+    )
+    shared_by_heads: ClassVar[bool] = True
+
+    window: int = parameter(8, "last tokens that observe; those of the document are kept", minimum=1)
+    heads: int = parameter(4, "query heads of each layer that are asked", minimum=1)
+    kernel: int = parameter(5, "width of the pooling over neighbouring tokens", minimum=1, odd=True)
+    calibration: str | None = parameter(None, "digest of the calibration to use; null: the one that is there")
+
+    @property
+    def observes(self) -> Observes:
+        return Observes.QUERIES | Observes.CALIBRATION
+
+    def informed(self, source: Source, given: frozenset[str]) -> Self:
+        found = _calibration(source)
+        if self.calibration not in (None, found.digest):
+            raise PolicyUnsupported(
+                f"calibration {self.calibration!r} is not this model's, which is {found.digest!r}; leave it out",
+                param="policy_params.calibration",
+            )
+        if "heads" in given and self.heads > found.query_heads:
+            raise PolicyUnsupported(
+                f"heads is {self.heads}, and the layers of this model have {found.query_heads}",
+                param="policy_params.heads",
+            )
+        heads = self.heads if "heads" in given else min(self.heads, max(1, found.query_heads // 8))
+        return replace(self, heads=heads, calibration=found.digest)
+
+    def score(self, layer: LayerView) -> Tensor:
+        window = layer.window(self.window)
+        group = layer.all_queries.shape[0] // layer.kv_heads
+        best = _calibration(layer.source).best_heads(layer.layer_idx, self.heads)
+        rows = [
+            window.attention(kv_head)[[head % group for head in best if head // group == kv_head]].sum(dim=1)
+            for kv_head in sorted({head // group for head in best})
+        ]  # each [chosen heads of the group, columns]
+        scores = pooled(torch.cat(rows), self.kernel).mean(dim=0)
+        return window.pad(scores).repeat(layer.kv_heads, 1)
+
+    def counts(self, layer: LayerView, scores: Tensor, protected: Tensor, budget: LayerBudget) -> Sequence[int]:  # noqa: ARG002
+        mean = budget.total // layer.kv_heads
+        errors = _calibration(layer.source).layer_errors
+        lowest = min(mean, max(_LEAST, int(protected.sum())))
+        highest = min(_MOST * mean, layer.num_tokens)
+        return (layer_counts(errors, mean * len(errors), lowest, highest)[layer.layer_idx],) * layer.kv_heads
+
+
+def layer_counts(errors: Sequence[float], total: int, lowest: int, highest: int) -> list[int]:
+    """Share `total` among layers: `lowest` each, and the rest in proportion to their errors, but `highest` at most.
+
+    Adds up to `total`, which must lie within what `lowest` and `highest` allow.
+    """
+    rest = fill(errors, total - lowest * len(errors), highest - lowest)
+    return [lowest + share for share in largest_remainders(rest)]
+
+
+def _calibration(source: Source) -> Calibration:
+    assert source.calibration is not None, "the policy says that it observes the calibration"
+    return source.calibration

@@ -1,0 +1,62 @@
+"""DapQ: pseudo queries at the positions where the answer will be written (Tian et al., 2026, arXiv 2603.11564)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvshelf.workers.policies.base import Observes, ScoringPolicy, encoded, parameter
+from kvshelf.workers.policies.snapkv import pooled
+from kvshelf.workers.policies.view import LayerView, ProbePass, Source
+
+
+@dataclass(frozen=True)
+class DapQ(ScoringPolicy):
+    """Keep what pseudo queries attend to that stand where questions and answers will stand.
+
+    That the position of a query says more of what it attends to than its content is the paper's; the rest is ours,
+    made from its abstract. Some fixed text is repeated to `pseudo` tokens and run once behind the document, from
+    position N + `offset` on. The score is the mean weight of these rows on each document token, over the GQA group,
+    pooled over neighbours (average). No token is kept for standing at the document's end, as with SnapKV.
+
+    The text is, in this order: the questions that the caller expects (not repeated; where they differ in length, the
+    last rows of each, as many as the shortest has), `probe`, what the chat template writes before the answer, and for
+    a document without template its own last tokens again.
+    """
+
+    name: ClassVar[str] = "dapq"
+    source: ClassVar[str] = "DapQ, arXiv 2603.11564"
+    advice: ClassVar[str] = (
+        "A cheap probe at the answer's positions, where the document's end says nothing of the questions."
+    )
+    observes: ClassVar[Observes] = Observes.QUERIES
+
+    pseudo: int = parameter(32, "pseudo tokens", minimum=1, maximum=4096)
+    offset: int = parameter(0, "tokens between the document and the first pseudo token", minimum=0)
+    probe: str | None = parameter(None, "text of the pseudo tokens; null: the chat template's suffix")
+    kernel: int = parameter(5, "width of the pooling over neighbouring tokens", minimum=1, odd=True)
+
+    @property
+    def takes_questions(self) -> bool:
+        return True
+
+    def probe_passes(self, source: Source) -> Sequence[ProbePass]:
+        start = source.num_tokens + self.offset
+        if source.questions:
+            return [ProbePass(ids, start) for ids in source.questions]
+        ids = source.suffix if self.probe is None else encoded(self.probe, source, "policy_params.probe")
+        text = ids or source.token_ids[-self.pseudo :]
+        return [ProbePass(tuple(islice(cycle(text), self.pseudo)), start)]
+
+    def probe_text(self, source: Source) -> str:
+        if source.questions or source.text is None:
+            return ""
+        return self.probe or source.text.decode(source.suffix)
+
+    def score(self, layer: LayerView) -> Tensor:
+        rows = min(probed.queries.shape[1] for probed in layer.probes)
+        return pooled(layer.window(rows).mean(), self.kernel)

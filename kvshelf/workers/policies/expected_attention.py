@@ -1,0 +1,106 @@
+"""Expected Attention: what questions that are still to come will attend to (Devoto et al., 2025, arXiv 2510.00636)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from kvshelf.errors import PolicyUnsupported
+from kvshelf.workers.budgets import Budget
+from kvshelf.workers.policies.base import Observes, ScoringPolicy, parameter
+from kvshelf.workers.policies.view import LayerView
+
+
+@dataclass(frozen=True)
+class ExpectedAttention(ScoringPolicy):
+    """Keep what future queries are expected to attend to, judged by the distribution of the document's own queries.
+
+    Queries before RoPE are taken as Gaussian with the mean mu and covariance Sigma of the document's tokens after the
+    sinks (divided by their number), and moved to the positions N .. N + n_future - 1 by the mean R of their rotation
+    matrices. The expected weight of key j is then softmax_j(s k_j . R mu + s^2/2 k_j^T R Sigma R^T k_j), s being the
+    model's attention scale; the score is (its mean over the GQA group + eps) * ||v_j||. This is kvpress's
+    ExpectedAttentionPress, with R made of the model's own RoPE tables, whatever their scaling, and in fp32, for the
+    quadratic term leaves the range of half precision. Departure: the chat template's tokens count as sinks when there
+    are more of them than `sink`; sinks stay, and neither queries nor softmax include them. The published results take
+    per-head budgets and eps 0.01 on top.
+    """
+
+    name: ClassVar[str] = "expected_attention"
+    source: ClassVar[str] = "Expected Attention, arXiv 2510.00636"
+    advice: ClassVar[str] = "One pass, no probe text, no calibration: for unknown questions where KVzip costs too much."
+    observes: ClassVar[Observes] = Observes.QUERIES | Observes.ROPE
+
+    n_future: int = parameter(512, "future positions that are averaged over", minimum=1)
+    sink: int = parameter(4, "first tokens always kept, and left out of the statistics", minimum=0)
+    covariance: bool = parameter(True, "use the queries' covariance, not only their mean")
+    value_norm: bool = parameter(True, "weigh by the norm of the values")
+    eps: float = parameter(0.0, "added to the expected weight before it is weighed by the values", minimum=0)
+
+    def fitted(self, num_tokens: int, budget: Budget, protected_prefix: int, given: frozenset[str]) -> Self:
+        super().fitted(num_tokens, budget, protected_prefix, given)
+        if self.sink < budget.tokens:
+            return self
+        if "sink" in given:
+            raise PolicyUnsupported(
+                f"sink is {self.sink}, and the budget holds {budget.tokens} entries per KV head; lower sink to at most "
+                f"{budget.tokens - 1} or raise the budget",
+                param="policy_params.sink",
+            )
+        return replace(self, sink=budget.tokens - 1)
+
+    def score(self, layer: LayerView) -> Tensor:
+        first = self._first(layer)
+        keys = layer.keys[:, first:].float()  # [kv_heads, n, D]
+        mean, covariance = self._future_queries(layer, first)
+        scores = torch.stack(
+            [
+                _expected_weights(head_keys, head_mean, head_covariance, layer.scaling)
+                for head_keys, head_mean, head_covariance in zip(
+                    keys, layer.grouped(mean), layer.grouped(covariance), strict=True
+                )
+            ]
+        )
+        if self.value_norm:
+            scores = (scores + self.eps) * layer.values[:, first:].float().norm(dim=-1)
+        return torch.nn.functional.pad(scores, (first, 0))
+
+    def protected(self, layer: LayerView) -> Tensor:
+        return layer.positions < self._first(layer)
+
+    def _first(self, layer: LayerView) -> int:
+        return max(self.sink, layer.protected_prefix)
+
+    def _future_queries(self, layer: LayerView, first: int) -> tuple[Tensor, Tensor]:
+        """Mean `[q_heads, D]` and covariance `[q_heads, D, D]` of the queries at the future positions, fp32."""
+        queries = layer.queries_unrotated()[:, first:]
+        rotation = _mean_rotation(layer, self.n_future)
+        mean = queries.mean(dim=1)
+        covariance = mean.new_zeros(*mean.shape, mean.shape[-1])
+        if self.covariance:
+            centered = queries - mean.unsqueeze(1)
+            covariance = rotation @ (centered.mT @ centered / queries.shape[1]) @ rotation.T
+        return mean @ rotation.T, covariance
+
+
+def _mean_rotation(layer: LayerView, n_future: int) -> Tensor:
+    """The mean of the rotation matrices at the `n_future` positions after the document, `[D, D]` fp32. Made by rotating
+    the unit vectors, because layouts differ: halves or pairs, all channels or some."""
+    assert layer.rope is not None, "the policy says that it observes RoPE"
+    size = layer.keys.shape[-1]
+    start = layer.num_tokens
+    positions = torch.arange(start, start + n_future, device=layer.keys.device)
+    units = torch.eye(size, device=layer.keys.device).unsqueeze(1).expand(size, n_future, size)
+    return layer.rope.rotate(units, positions).mean(dim=1).T  # column i is what became of unit vector i
+
+
+def _expected_weights(keys: Tensor, mean: Tensor, covariance: Tensor, scaling: float) -> Tensor:
+    """The mean over one GQA group of softmax(s k.m + s^2/2 k^T C k). keys: `[n, D]`, mean: `[group, D]`, covariance:
+    `[group, D, D]`. Returns `[n]`."""
+    scaled = keys * scaling
+    logits = mean @ scaled.T  # [group, n]
+    for row, matrix in zip(logits, covariance, strict=True):
+        row += ((scaled @ matrix) * scaled).sum(dim=-1) / 2
+    return torch.softmax(logits, dim=-1).mean(dim=0)

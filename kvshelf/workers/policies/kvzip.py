@@ -1,0 +1,129 @@
+"""KVzip: what the model reads to write the document down again (Kim et al., 2025, arXiv 2505.23416)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from kvshelf.errors import PolicyUnsupported
+from kvshelf.kernels.window_scores import window_attention
+from kvshelf.workers.budgets import Budget, LayerBudget
+from kvshelf.workers.plans import CachePlan, GlobalPlan, flat_counts
+from kvshelf.workers.policies.base import Observes, ScoringPolicy, parameter
+from kvshelf.workers.policies.view import LayerView, ProbePass, Source
+
+_FIRST = "\n\nRepeat the previous context exactly."
+_NEXT = "\n\nRepeat the part of the previous context exactly, starting with"
+_LEAD = 8  # last tokens of the chunk before, which say where to start
+_LEAST_CHUNK = 256
+_ROWS = 128
+"""Replay rows that are scored at a time: their weights are `[group, rows, 2 chunks]` fp32, 8 MiB at chunks of 2,048."""
+
+
+@dataclass(frozen=True)
+class KVzip(ScoringPolicy):
+    """Keep what the model attends to while it repeats the document word for word, chunk by chunk.
+
+    For each chunk of the document a pass runs behind it: a prompt that asks to repeat it (for all but the first: from
+    the last 8 tokens of the chunk before on), what the chat template writes before the answer, and the chunk itself.
+    The passes see the whole document; the score of token j of chunk i is the largest weight that any row of pass i, of
+    any head of the GQA group, gives it in a softmax over the first `sink` tokens, the chunk and the pass. All layers
+    and heads share one budget (`across="cache"`, the authors' "pair"), or each layer has one, or each head
+    ("pair-uniform"). The forward pass has 2 N tokens and more, which must fit into the model's longest sequence.
+
+    Departures: the sink block is the chat template's tokens or the first `sink`, whichever are more, and always stays;
+    softmax in fp32; the kept total is exact where the authors' threshold drops ties; without a tokenizer there are no
+    prompt words, only the 8 tokens. A default chunk shrinks (to 256 at least) to what the model has room for.
+    """
+
+    name: ClassVar[str] = "kvzip"
+    source: ClassVar[str] = "KVzip, arXiv 2505.23416"
+    advice: ClassVar[str] = (
+        "Documents compressed once and asked often: the most faithful at high compression, for about twice the prefill."
+    )
+    observes: ClassVar[Observes] = Observes.QUERIES
+
+    chunk: int = parameter(2048, "document tokens repeated at a time", minimum=1)
+    sink: int = parameter(4, "first tokens in every softmax, always kept", minimum=0)
+    across: str = parameter("cache", "who shares a budget", choices=("cache", "layer", "head"))
+
+    @property
+    def plan(self) -> CachePlan | None:
+        return GlobalPlan() if self.across == "cache" else None
+
+    def counts(self, layer: LayerView, scores: Tensor, protected: Tensor, budget: LayerBudget) -> Sequence[int]:  # noqa: ARG002
+        if self.across != "layer":
+            return budget.per_head
+        heads = list(scores.masked_fill(protected, torch.inf))
+        return flat_counts(heads, budget.total, [int(protected.sum())] * len(heads))
+
+    def fitted(self, num_tokens: int, budget: Budget, protected_prefix: int, given: frozenset[str]) -> Self:
+        super().fitted(num_tokens, budget, protected_prefix, given)
+        if self.sink < budget.tokens:
+            return self
+        if "sink" in given:
+            raise PolicyUnsupported(
+                f"sink is {self.sink}, and the budget holds {budget.tokens} entries per KV head; lower sink to at most "
+                f"{budget.tokens - 1} or raise the budget",
+                param="policy_params.sink",
+            )
+        return replace(self, sink=budget.tokens - 1)
+
+    def informed(self, source: Source, given: frozenset[str]) -> Self:
+        if "chunk" in given or source.max_tokens is None:
+            return self
+        words = [self._ask(source, None), self._ask(source, (0,) * _LEAD)]
+        room = source.max_tokens - source.num_tokens - max(map(len, words))
+        return replace(self, chunk=min(self.chunk, max(room, _LEAST_CHUNK)))
+
+    def probe_passes(self, source: Source) -> Sequence[ProbePass]:
+        passes = []
+        lead: tuple[int, ...] | None = None
+        for start, end in self._chunks(source):
+            tokens = tuple(source.token_ids[start:end])
+            passes.append(ProbePass((*self._ask(source, lead), *tokens), source.num_tokens))
+            lead = tokens[-_LEAD:]
+        return passes
+
+    def probe_text(self, source: Source) -> str:
+        return "" if source.text is None else source.text.decode(self._ask(source, None))
+
+    def score(self, layer: LayerView) -> Tensor:
+        scores = torch.zeros(layer.kv_heads, layer.num_tokens, device=layer.keys.device)
+        for index, (start, end) in enumerate(self._chunks(layer.source)):
+            before = min(self._sinks(layer.source), start)
+            for head in range(layer.kv_heads):
+                keys = torch.cat([layer.keys[head, :before], layer.keys[head, start:end]])
+                scores[head, start:end] = self._largest(layer, index, head, keys)[before:]
+        return scores
+
+    def protected(self, layer: LayerView) -> Tensor:
+        return layer.positions < self._sinks(layer.source)
+
+    def _largest(self, layer: LayerView, index: int, head: int, keys: Tensor) -> Tensor:
+        """The largest weight that pass `index` gives to each of `keys` `[n, D]` in one GQA group: `[n]` fp32."""
+        probed = layer.probes[index]
+        queries, own = layer.grouped(probed.queries)[head], probed.keys[head]
+        largest = torch.zeros(keys.shape[0], device=keys.device)
+        for first in range(0, own.shape[0], _ROWS):
+            last = min(first + _ROWS, own.shape[0])
+            weights = window_attention(queries[:, first:last], keys, layer.scaling, own[:last])
+            largest = torch.maximum(largest, weights.amax(dim=(0, 1)))
+        return largest
+
+    def _sinks(self, source: Source) -> int:
+        return max(self.sink, source.protected_prefix)
+
+    def _chunks(self, source: Source) -> Iterator[tuple[int, int]]:
+        """Bounds of the chunks: what follows the chat template's tokens."""
+        for start in range(source.protected_prefix, source.num_tokens, self.chunk):
+            yield start, min(start + self.chunk, source.num_tokens)
+
+    def _ask(self, source: Source, lead: tuple[int, ...] | None) -> tuple[int, ...]:
+        """The tokens that ask for a chunk, for the one after `lead`."""
+        words = () if source.text is None else source.text.encode(_FIRST if lead is None else _NEXT)
+        return (*words, *(lead or ()), *source.suffix)
