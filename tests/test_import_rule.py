@@ -25,7 +25,7 @@ BELOW: dict[str, set[str]] = {
     "workers": {"errors", "kernels", "store"},
     "client": {"errors"},
     "service": {"errors", "kernels", "store", "workers", "client", ""},
-    "bench": {"errors", "kernels", "store", "workers", "client"},
+    "bench": {"errors", "_extras", "kernels", "store", "workers", "client"},
     "cli": {"errors", "_extras", "kernels", "store", "workers", "client", "service", "bench", ""},
     "__main__": {"cli"},
     "": {"errors", "_extras", "client", "store", "workers"},  # kvshelf/__init__.py: the public names, loaded lazily

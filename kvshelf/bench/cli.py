@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 
-app = typer.Typer(help="Measure models, policies and speed on this machine.", no_args_is_help=True)
+from kvshelf.bench.cli_quality import memory, quality
+from kvshelf.bench.options import (
+    Device,
+    Dtype,
+    Json,
+    Model,
+    Output,
+    Threads,
+    choices,
+    load_engine,
+    numbers,
+    progress_bar,
+    publish,
+)
 
-Model = Annotated[str, typer.Option("--model", help="Bundled name, local folder or hub id.")]
-Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda:0 ...")]
-Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
-Threads = Annotated[int, typer.Option("--threads", min=0, help="Threads of torch; 0 leaves its own choice.")]
-Output = Annotated[Path | None, typer.Option("--output", help="Write the result as JSON to this file.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+app = typer.Typer(help="Measure models, policies and speed on this machine.", no_args_is_help=True)
+app.command()(quality)
+app.command()(memory)
 
 
 @app.command()
@@ -42,15 +48,15 @@ def retrieval(
     from kvshelf.bench import retrieval as bench
     from kvshelf.bench.measure import machine
 
-    engine = _engine(model, device, dtype, threads)
+    engine = load_engine(model, device, dtype, threads)
     compress: dict[str, Any] = {"policy": policy}
     if compression_ratio is not None:
         compress["compression_ratio"] = compression_ratio
     chosen = bench.cells(
-        _choices(tasks, bench.TASKS, "--tasks"), _choices(haystacks, bench.HAYSTACKS, "--haystacks"), _lengths(lengths)
+        choices(tasks, bench.TASKS, "--tasks"), choices(haystacks, bench.HAYSTACKS, "--haystacks"), numbers(lengths)
     )
     results = []
-    with _progress() as progress:
+    with progress_bar() as progress:
         bar = progress.add_task(f"{model}, {policy}", total=documents * len(chosen))
         for task, haystack, tokens in chosen:
             cell = bench.measure_cell(
@@ -64,7 +70,7 @@ def retrieval(
     for cell in results:
         interval = f"{cell.low:.1%} - {cell.high:.1%}"
         table.add_row(cell.task, cell.haystack, f"{cell.tokens}", f"{cell.documents}", f"{cell.share:.1%}", interval)
-    _publish(report, [table], output, as_json)
+    publish(report, [table], output, as_json)
 
 
 @app.command()
@@ -84,7 +90,7 @@ def speed(
     from kvshelf.bench.measure import machine
     from kvshelf.store import open_store
 
-    engine = _engine(model, device, dtype, threads)
+    engine = load_engine(model, device, dtype, threads)
     levels = [("full", 0.0), ("keydiff", 0.5), ("keydiff", 0.75), ("lagkv", 0.75), ("snapkv", 0.75)]
     with tempfile.TemporaryDirectory(prefix="kvshelf-bench-") as folder:
         home = open_store(store or f"disk://{folder}/shelf")
@@ -102,7 +108,7 @@ def speed(
     }
     report["first_token"] = [row.to_dict() for row in first]
     report["compression"] = [row.to_dict() for row in costs]
-    _publish(report, [_first_token_table(first, tokens), _cost_table(costs)], output, as_json)
+    publish(report, [_first_token_table(first, tokens), _cost_table(costs)], output, as_json)
 
 
 def _first_token_table(rows: list[Any], tokens: int) -> Table:
@@ -134,52 +140,3 @@ def _cost_table(rows: list[Any]) -> Table:
 
 def _level(row: Any) -> str:
     return f"{row.policy}, {row.compression_ratio:.0%} removed" if row.compression_ratio else row.policy
-
-
-def _engine(model: str, device: str, dtype: str, threads: int) -> Any:
-    import torch
-
-    from kvshelf.workers.engine import Engine
-
-    if threads:
-        torch.set_num_threads(threads)
-    return Engine.load(model, device=device, dtype=dtype)
-
-
-def _choices(text: str, known: tuple[Any, ...], option: str) -> list[Any]:
-    chosen = [word.strip() for word in text.split(",")]
-    for word in chosen:
-        if word not in known:
-            raise typer.BadParameter(f"{word!r} is not one of {', '.join(known)}", param_hint=option)
-    return chosen
-
-
-def _lengths(text: str) -> list[int]:
-    try:
-        return [int(word) for word in text.split(",")]
-    except ValueError as error:
-        raise typer.BadParameter(f"{text!r} is not a list of numbers", param_hint="--lengths") from error
-
-
-def _progress() -> Progress:
-    return Progress(
-        "{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=Console(stderr=True)
-    )
-
-
-def _publish(report: dict[str, Any], tables: list[Table], output: Path | None, as_json: bool) -> None:
-    text = json.dumps(report, indent=2)
-    if output is not None:
-        output.write_text(text + "\n")
-    if as_json:
-        typer.echo(text)
-        return
-    console = Console()
-    for table in tables:
-        console.print(table)
-    where = report["machine"]
-    console.print(
-        f"{where['processor']}, {where['threads']} of {where['cores']} cores, load {where['load']:.1f}, "
-        f"{where['gpu'] or 'no GPU'}, torch {where['torch']}, transformers {where['transformers']}",
-        style="dim",
-    )

@@ -56,7 +56,9 @@ def first_token(
     manifests = {level: store.put(engine.compress(document, **_options(*level))) for level in levels}
     query = engine.encode_query(store.get(manifests[levels[0]].id), question)
     job = engine.prepare(document, policy="full")
-    variants: dict[str, Callable[[], float]] = {"again": lambda: _prefill_again(engine, list(job.source.token_ids) + query)}
+    variants: dict[str, Callable[[], float]] = {
+        "again": lambda: _prefill_again(engine, list(job.source.token_ids) + query)
+    }
     counted: dict[str, int] = {}
     for level, manifest in manifests.items():
         variants[_name(*level)] = lambda level=level, id=manifest.id: _from_shelf(  # type: ignore[misc]

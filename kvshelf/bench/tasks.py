@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
@@ -93,15 +93,20 @@ def make_document(
 
 def make_facts(rng: random.Random, digits: Sequence[int]) -> list[Fact]:
     """Draw one fact per entry of `digits`, its value having that many digits; no thing and no value occurs twice."""
-    facts: dict[str, Fact] = {}
+    return list(distinct_facts(rng, digits))
+
+
+def distinct_facts(rng: random.Random, digits: Iterable[int]) -> Iterator[Fact]:
+    """The facts of `make_facts`, each drawn when it is asked for, so that `digits` may have no end."""
+    things: set[str] = set()
     values: set[str] = set()
     for length in digits:
         value, thing = _value(rng, length), _thing(rng)
-        while thing in facts or value in values:
+        while thing in things or value in values:
             value, thing = _value(rng, length), _thing(rng)
         values.add(value)
-        facts[thing] = Fact(rng.choice(words.ATTRIBUTES), thing, value)
-    return list(facts.values())
+        things.add(thing)
+        yield Fact(rng.choice(words.ATTRIBUTES), thing, value)
 
 
 def write_document(
@@ -111,23 +116,50 @@ def write_document(
 
     In one document of ten, the first or the last sentence is a fact.
     """
-    placed = [" " + fact.sentence(rng) for fact in facts]
+    sentences = [fact.sentence(rng) for fact in facts]
+    hay = haystack_pieces(rng, haystack, [fact.thing for fact in facts])
+    text = spread(rng, sentences, hay, num_tokens, count_tokens)
+    questions = [fact.question(rng) for fact in facts]
+    rng.shuffle(questions)
+    return TaskDocument(text, questions)
+
+
+def haystack_pieces(rng: random.Random, haystack: Haystack, things: Sequence[str] = ()) -> Iterator[str]:
+    """Sentences of a haystack without end, each with the space or line break before it; prose mentions `things`."""
+    return _filler(rng) if haystack == "filler" else _prose(rng, things)
+
+
+def spread(
+    rng: random.Random,
+    sentences: Sequence[str],
+    pieces: Iterable[str],
+    num_tokens: int,
+    count_tokens: CountTokens,
+    *,
+    in_order: bool = False,
+) -> str:
+    """Put `sentences` at random places among as many `pieces` as fit into `num_tokens`; `in_order` keeps their order.
+
+    Raises ValueError when the sentences alone are longer than `num_tokens`.
+    """
+    placed = [" " + sentence for sentence in sentences]
     left = num_tokens - sum(map(count_tokens, placed))
     hay: list[str] = []
-    for piece in _filler(rng) if haystack == "filler" else _prose(rng, [fact.thing for fact in facts]):
+    for piece in pieces:
         left -= count_tokens(piece)
         if left < 0:
             break
         hay.append(piece)
-    text = _joined(hay, placed, gaps := _gaps(rng, len(placed), len(hay)))
+    gaps = _gaps(rng, len(placed), len(hay))
+    if in_order:
+        gaps.sort()
+    text = _joined(hay, placed, gaps)
     while count_tokens(text) > num_tokens:  # the tokens of the pieces need not add up exactly
         if not hay:
-            raise ValueError(f"{len(facts)} facts do not fit into {num_tokens} tokens")
+            raise ValueError(f"{len(placed)} facts do not fit into {num_tokens} tokens")
         hay.pop()
         text = _joined(hay, placed, gaps)
-    questions = [fact.question(rng) for fact in facts]
-    rng.shuffle(questions)
-    return TaskDocument(text, questions)
+    return text
 
 
 def _gaps(rng: random.Random, num_facts: int, num_pieces: int) -> list[int]:

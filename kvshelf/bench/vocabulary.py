@@ -123,6 +123,16 @@ QUESTION_PATTERNS: Final = (
     "Find the {a} of {e}.",
 )
 
+# Questions of the quality bench that ask for several things at once. The bundled model was not trained on them.
+ALL_VALUES_PATTERNS: Final = (
+    "What are all the {a}s of {e}?",
+    "List every {a} of {e} that the document gives.",
+    "Find all {a}s of {e}.",
+)
+SEVERAL_THINGS_PATTERNS: Final = ("What are {list}?", "Please state {list}.", "Find {list}.")
+VARIABLES_QUESTION: Final = "Find all variables that are assigned the value {v} in the document, directly or not."
+COMMON_WORDS_QUESTION: Final = "What are the {n} most common words in the list?"
+
 # The haystack of the passkey test (Mohtashami and Jaggi, 2023), which RULER repeats as well.
 FILLER: Final = (
     "The grass is green.",

@@ -1,0 +1,77 @@
+"""What the bench commands share: options with one meaning everywhere, the progress bar, and where output goes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+from rich.table import Table
+
+Model = Annotated[str, typer.Option("--model", help="Bundled name, local folder or hub id.")]
+Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda:0 ...")]
+Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
+Threads = Annotated[int, typer.Option("--threads", min=0, help="Threads of torch; 0 leaves its own choice.")]
+Output = Annotated[Path | None, typer.Option("--output", help="Write the result as JSON to this file.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+_PIPE_WIDTH = 120
+
+
+def load_engine(model: str, device: str, dtype: str, threads: int) -> Any:
+    import torch
+
+    from kvshelf.workers.engine import Engine
+
+    if threads:
+        torch.set_num_threads(threads)
+    return Engine.load(model, device=device, dtype=dtype)
+
+
+def choices(text: str, known: tuple[Any, ...], option: str) -> list[Any]:
+    chosen = [word.strip() for word in text.split(",")]
+    for word in chosen:
+        if word not in known:
+            raise typer.BadParameter(f"{word!r} is not one of {', '.join(known)}", param_hint=option)
+    return chosen
+
+
+def numbers(text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is not a list of numbers", param_hint="--lengths") from error
+
+
+def progress_bar() -> Progress:
+    return Progress(
+        "{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=Console(stderr=True)
+    )
+
+
+def publish(
+    report: dict[str, Any], tables: list[Table], output: Path | None, as_json: bool, *, notes: str = ""
+) -> None:
+    """The report as JSON to a file, and to the terminal as JSON or as tables with `notes` and the machine below."""
+    text = json.dumps(report, indent=2)
+    if output is not None:
+        output.write_text(text + "\n")
+    if as_json:
+        typer.echo(text)
+        return
+    console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
+    for table in tables:
+        console.print(table)
+        console.print()
+    if notes:
+        console.print(notes, style="dim")
+    where = report["machine"]
+    console.print(
+        f"{where['processor']}, {where['threads']} of {where['cores']} cores, load {where['load']:.1f}, "
+        f"{where['gpu'] or 'no GPU'}, torch {where['torch']}, transformers {where['transformers']}",
+        style="dim",
+    )

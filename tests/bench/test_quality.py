@@ -1,0 +1,339 @@
+"""`kvshelf bench quality`: what is measured, kept, taken up again, refused and drawn."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvshelf.bench.cli import app
+from kvshelf.bench.crew import Source
+from kvshelf.bench.journal import Journal
+from kvshelf.bench.measure import clustered_wilson, wilson
+from kvshelf.bench.outcome import Outcome, Protocol, measure_unit
+from kvshelf.bench.plan import BASELINE, SIZES, Block, Cell, Plan, Row, Variant, make_plan
+from kvshelf.bench.quality import run
+from kvshelf.bench.summary import Summary, pareto
+from kvshelf.bench.tables import quality_tables
+from kvshelf.errors import InvalidRequest, KvshelfError, StateConflict
+from kvshelf.workers.policies import POLICIES
+
+PROSE = Cell(1024, "multikey", "prose")
+FULL = Row(Variant("full"), 0.0)
+KEYDIFF = Row(Variant("keydiff"), 0.5)
+TINY = Block(("needle",), ("prose", "dense"), (300,), 2, ("keydiff", "streaming_llm"), (0.5, 0.9))
+
+
+def outcome(*exact: int, stored_bytes: int = 1000, refused: str | None = None) -> Outcome:
+    return Outcome("key", refused, exact, tuple(map(float, exact)), 100, stored_bytes, 1.0, 0.1)
+
+
+def bench(options: str, *more: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["quality", *options.split(), *map(str, more)])
+    if isinstance(result.exception, KvshelfError):
+        raise result.exception
+    return result.exit_code, result.stdout
+
+
+# The plan
+
+
+def test_every_policy_ratio_and_cell_is_planned_and_the_baseline_in_every_cell():
+    plan = make_plan("default")
+    rows = plan.rows()
+    assert {row.variant.policy for row in rows} == set(POLICIES)
+    for block in plan.blocks:
+        assert FULL in block.rows(export=False)
+    assert {(unit.cell, row) for unit in plan.units() for row in unit.rows} >= {(cell, FULL) for cell in plan.cells()}
+    assert {row.removed for row in rows if row.variant.policy == "keydiff"} == {0.5, 0.75, 0.875, 0.9375}
+
+
+def test_a_prefill_is_planned_once_for_all_codecs_and_blocks():
+    block = Block(("multikey",), ("prose",), (1024,), 2, ("keydiff",), (0.5,), ("none", "int4"))
+    wider = Block(
+        ("multikey",),
+        ("prose",),
+        (1024,),
+        3,
+        ("keydiff",),
+        (0.5,),
+        ("none", "int2"),
+    )
+    units = Plan((block, wider)).units()
+    assert len(units) == len({(unit.cell, unit.document, unit.variant, unit.removed) for unit in units}) == 3 * 2
+    first = next(unit for unit in units if unit.variant.policy == "keydiff")
+    assert sorted(row.codec for row in first.rows) == ["int2", "int4", "none"]
+    last = [unit for unit in units if unit.document == 2 and unit.variant.policy == "keydiff"]
+    assert [sorted(row.codec for row in unit.rows) for unit in last] == [["int2", "none"]]
+
+
+def test_given_options_replace_those_of_the_size():
+    plan = make_plan("small", tasks=["vt"], lengths=[512], policies=["lagkv:lag=64,sink=8"], ratios=[0.25], documents=3)
+    assert {cell.task for cell in plan.cells()} == {"vt"}
+    assert [(row.variant.label, row.removed) for row in plan.rows()] == [("full", 0.0), ("lagkv:lag=64,sink=8", 0.25)]
+    assert max(unit.document for unit in plan.units()) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"tasks": ["chess"]}, "tasks"),
+        ({"haystacks": ["hay"]}, "haystacks"),
+        ({"lengths": [0]}, "lengths"),
+        ({"ratios": [1.0]}, "ratios"),
+        ({"documents": 0}, "documents"),
+        ({"codecs": ["int3"]}, "codec"),
+        ({"policies": ["magic"]}, "policy"),
+        ({"policies": ["lagkv:leg=3"]}, "policy_params.leg"),
+        ({"policies": ["lagkv:lag"]}, "policies"),
+        ({"tasks": ["cwe"], "haystacks": ["prose"]}, "haystacks"),
+    ],
+)
+def test_bad_choices_are_refused_before_any_work(given, param):
+    with pytest.raises(InvalidRequest) as refusal:
+        make_plan("small", **given)
+    assert refusal.value.param == param
+
+
+def test_unknown_sizes_are_refused():
+    with pytest.raises(InvalidRequest, match="small, default, large"):
+        make_plan("huge")
+    assert set(SIZES) == {"small", "default", "large"}
+
+
+# Putting outcomes together
+
+
+def test_questions_of_one_document_count_for_less_than_documents():
+    alone = [(1, 1)] * 30 + [(0, 1)] * 10
+    assert clustered_wilson(alone) == pytest.approx(wilson(30, 40), abs=0.005)
+    together = [(4, 4)] * 30 + [(0, 4)] * 10  # the four answers of a document stand or fall together
+    assert clustered_wilson(together) == pytest.approx(wilson(30, 40), abs=0.005)
+    spread = [(3, 4)] * 40  # all documents alike: never narrower than independent questions
+    assert clustered_wilson(spread) == pytest.approx(wilson(120, 160))
+    assert clustered_wilson([(4, 4)] * 25) == wilson(100, 100)
+    assert clustered_wilson([(3, 4)]) == wilson(0.75, 1)
+
+
+def test_a_cell_is_the_mean_of_its_questions_and_able_with_the_baseline():
+    other = Cell(1024, "vt", "prose")
+    found = [(FULL, PROSE, outcome(1, 1, 1, 1)), (KEYDIFF, PROSE, outcome(1, 1, 0, 0, stored_bytes=500))]
+    found += [(KEYDIFF, PROSE, outcome(1, 1, 1, 0, stored_bytes=700))]
+    found += [(FULL, other, outcome(1, 0, 0, 0)), (KEYDIFF, other, outcome(1, 1, 1, 1))]
+    summary = Summary.of([PROSE, other], [FULL, KEYDIFF], found)
+    entry = summary.entries[KEYDIFF, PROSE]
+    assert (entry.documents, entry.questions, entry.exact, entry.bytes_per_token) == (2, 8, 0.625, 6.0)
+    assert entry.compress_share == pytest.approx(0.1)
+    assert summary.able(PROSE)
+    assert not summary.able(other)
+    assert summary.common() == [PROSE]
+    assert summary.overall(KEYDIFF).exact == 0.625
+
+
+def test_a_refused_document_refuses_its_cell_and_the_mean_of_its_row():
+    found = [(FULL, PROSE, outcome(1)), (FULL, PROSE, outcome(1))]
+    found += [(KEYDIFF, PROSE, outcome(1)), (KEYDIFF, PROSE, outcome(refused="no room"))]
+    summary = Summary.of([PROSE], [FULL, KEYDIFF], found)
+    assert summary.entries[KEYDIFF, PROSE].refused == "no room"
+    assert summary.overall(KEYDIFF) is None
+    assert summary.refusals() == {"no room": [(KEYDIFF, PROSE)]}
+
+
+def test_the_front_holds_what_no_other_point_beats():
+    points = [(100, 0.5), (200, 0.4), (200, 0.8), (300, 0.8), (400, 0.9), (100, 0.2)]
+    assert pareto(points) == [(100, 0.5), (200, 0.8), (400, 0.9)]
+
+
+# Measuring
+
+
+def test_a_unit_measures_the_policy_and_not_only_the_model(tiny):
+    """Keeping 5 % of a document's ends cannot answer what the whole cache can; chance has one in 10^3 per answer."""
+    plan = make_plan("small", haystacks=["prose"], policies=["streaming_llm"], ratios=[0.95], documents=3)
+    protocol = Protocol.of(tiny, plan.questions, plan.seed)
+    hits = {BASELINE: 0, "streaming_llm": 0}
+    for unit in plan.units():
+        (found,) = measure_unit(tiny, unit, protocol)
+        assert found.refused is None
+        assert len(found.exact) == len(found.partial) == 4
+        assert found.stored_bytes > 0
+        assert found.prefill_s > 0
+        hits[unit.variant.policy] += sum(found.exact)
+    assert hits[BASELINE] >= 10
+    assert hits["streaming_llm"] <= 4
+
+
+def test_the_key_changes_with_whatever_the_result_depends_on(tiny):
+    protocol = Protocol.of(tiny, 4, 0)
+    (unit,) = Plan((Block(("needle",), ("prose",), (300,), 1, ("keydiff",), (0.5,)),)).units()[1:]
+    row = unit.rows[0]
+    others = [
+        Protocol.of(tiny, 3, 0).key(unit, row),
+        Protocol.of(tiny, 4, 1).key(unit, row),
+        Protocol("other weights", "cpu", 4, 0).key(unit, row),
+        protocol.key(unit, Row(row.variant, row.removed, "int4")),
+        protocol.key(unit, Row(row.variant, row.removed, exported=True)),
+    ]
+    for changed in (
+        make_plan("small", tasks=["needle"], haystacks=["prose"], lengths=[301], policies=["keydiff"], ratios=[0.5]),
+        make_plan("small", tasks=["needle"], haystacks=["prose"], lengths=[300], policies=["keydiff"], ratios=[0.6]),
+        make_plan("small", tasks=["needle"], haystacks=["prose"], lengths=[300], policies=["lagkv"], ratios=[0.5]),
+        make_plan(
+            "small", tasks=["needle"], haystacks=["prose"], lengths=[300], policies=["lagkv:lag=8"], ratios=[0.5]
+        ),
+    ):
+        other = changed.units()[1]
+        others.append(protocol.key(other, other.rows[0]))
+    assert len({protocol.key(unit, row), *others}) == 1 + len(others)
+    assert Protocol.of(tiny, 4, 0).key(unit, row) == protocol.key(unit, row)
+
+
+def test_a_policy_that_refuses_gives_a_refused_cell_and_the_run_goes_on(tmp_path):
+    plan = Plan((Block(("needle",), ("prose",), (300,), 1, ("lagkv:lag=512", "keydiff"), (0.5,)),))
+    summary = run(plan, Source(), tmp_path / "journal.jsonl", processes=1)
+    (refused,) = [row for row in summary.rows if row.variant.policy == "lagkv"]
+    assert "lag" in summary.entries[refused, plan.cells()[0]].refused
+    assert summary.entries[KEYDIFF, plan.cells()[0]].refused is None
+    reasons = quality_tables(summary, "title")[-1]
+    assert any("lag 512" in str(cell) for column in reasons.columns for cell in column.cells)
+
+
+def test_a_length_that_cannot_hold_the_facts_is_refused_before_any_work(tmp_path):
+    journal = tmp_path / "journal.jsonl"
+    with pytest.raises(InvalidRequest, match="16 facts do not fit into 40 tokens"):
+        run(make_plan("small", lengths=[40]), Source(), journal)
+    assert not journal.exists()
+
+
+# The journal
+
+
+def test_a_line_cut_off_by_a_kill_is_removed_and_the_rest_kept(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    with Journal(path) as journal:
+        journal.append(outcome(1, 0), {"policy": "ü"})
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[: len(whole) // 2])
+    with Journal(path) as journal:
+        assert journal.load() == {"key": outcome(1, 0)}
+        journal.append(outcome(1), {})
+    assert path.read_bytes().startswith(whole)
+    assert len(path.read_bytes().splitlines()) == 2
+
+
+@pytest.mark.parametrize("text", ["not json\n", "[1]\n", '{"key": "a"}\n', "12\n"])
+def test_a_file_that_is_no_journal_is_refused_and_left_as_it_is(tmp_path, text):
+    path = tmp_path / "journal.jsonl"
+    path.write_text(text)
+    with Journal(path) as journal, pytest.raises(InvalidRequest, match="line 1 of"):
+        journal.load()
+    assert path.read_text() == text
+
+
+def test_two_runs_do_not_write_one_journal(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    with Journal(path), pytest.raises(StateConflict, match="another run"), Journal(path):
+        pass
+
+
+# The command
+
+
+def figures(report: Path) -> object:
+    """Everything in a report but times and the machine."""
+    cells = ("documents", "questions", "exact", "low", "high", "partial", "bytes_per_token", "refused")
+    rows = json.loads(report.read_text())["rows"]
+    return [
+        (row["policy"], row["removed"], {name: [cell[key] for key in cells] for name, cell in row["cells"].items()})
+        for row in rows
+    ]
+
+
+def test_a_killed_run_goes_on_where_it_stopped_with_any_number_of_processes(tmp_path):
+    options = "--tasks needle --haystacks prose --lengths 400 --documents 15 --policies keydiff --ratios 0.5"
+    journal, report, fresh = tmp_path / "journal.jsonl", tmp_path / "report.json", tmp_path / "fresh.json"
+    command = [sys.executable, "-m", "kvshelf", "bench", "quality", *options.split(), "--resume", str(journal)]
+    process = subprocess.Popen([*command, "--processes", "2"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    workers = _killed_after(process, journal, lines=4)
+    kept = journal.read_bytes().rpartition(b"\n")[0]
+    assert 4 <= len(kept.splitlines()) < 30, "the run was over before it was killed"
+    assert _gone(workers), "a process of the killed run is still there"
+    assert bench(options, "--resume", journal, "--processes", 1, "--output", report)[0] == 0
+    assert journal.read_bytes().startswith(kept)
+    keys = [json.loads(line)["key"] for line in journal.read_text().splitlines()]
+    assert len(keys) == len(set(keys)) == 30, "something was measured twice"
+    assert bench(options, "--resume", tmp_path / "other.jsonl", "--processes", 2, "--output", fresh)[0] == 0
+    assert figures(report) == figures(fresh)
+
+
+def _killed_after(process: subprocess.Popen[bytes], journal: Path, *, lines: int) -> list[int]:
+    """Kill -9 the run once its journal has so many lines; the pids of its workers."""
+    deadline = time.monotonic() + 60
+    while not (journal.exists() and journal.read_bytes().count(b"\n") >= lines):
+        assert process.poll() is None, "the run ended by itself"
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert len(children) >= 2
+    return list(map(int, children))
+
+
+def _gone(pids: list[int]) -> bool:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        if not any(_alive(pid) for pid in pids):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def _alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def test_the_command_writes_a_table_a_report_and_a_picture(tmp_path):
+    report = tmp_path / "report.json"
+    options = "--size small --lengths 512 --documents 2 --policies keydiff,streaming_llm --ratios 0.5,0.9"
+    more = ["--processes", "1", "--resume", tmp_path / "journal.jsonl"]
+    for picture in (tmp_path / "quality.png", tmp_path / "quality.svg"):
+        code, text = bench(options, *more, "--output", report, "--picture", picture)
+        assert code == 0
+        assert picture.stat().st_size > 10_000
+    assert "keydiff" in (tmp_path / "quality.svg").read_text()
+    assert max(map(len, text.splitlines())) <= 120
+    rows = json.loads(report.read_text())["rows"]
+    assert [(row["policy"], row["removed"]) for row in rows] == [
+        ("full", 0.0), ("keydiff", 0.5), ("keydiff", 0.9), ("streaming_llm", 0.5), ("streaming_llm", 0.9),
+    ]  # fmt: skip
+    full = rows[0]["cells"]["multikey prose 512"]
+    assert full["questions"] == 8
+    assert full["low"] <= full["exact"] <= full["high"]
+    for row in rows:
+        assert any(row["policy"] in line for line in text.splitlines())
+    assert rows[2]["overall"]["bytes_per_token"] < 0.25 * rows[0]["overall"]["bytes_per_token"]
+
+
+@pytest.mark.parametrize("picture", ["quality.gif", "nowhere/quality.png"])
+def test_a_picture_that_cannot_be_drawn_is_refused_before_any_work(tmp_path, picture):
+    with pytest.raises(InvalidRequest, match="--picture"):
+        bench("--size small", "--picture", tmp_path / picture, "--resume", tmp_path / "journal.jsonl")
+    assert not (tmp_path / "journal.jsonl").exists()
+
+
+def test_json_is_printed_alone(tmp_path):
+    options = "--tasks needle --haystacks prose --lengths 300 --documents 1 --policies full --json"
+    code, text = bench(options, "--resume", tmp_path / "journal.jsonl")
+    assert code == 0
+    assert json.loads(text)["rows"][0]["policy"] == "full"
