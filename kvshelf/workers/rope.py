@@ -22,16 +22,19 @@ class Rope:
 
     The model's function is called rather than written again here, because layouts differ: halves or interleaved pairs,
     all of a head or a part of it. A rotation is always made once, from un-rotated states: repeated rotation by
-    differences drifts.
+    differences drifts. `channels`: the first channels of a head, where the model cuts them off before it calls its
+    function (Phi); None where the function itself knows (GLM, Phi-3).
     """
 
     embedding: nn.Module
     apply: Callable[..., tuple[Tensor, Tensor]]
     length_dependent: bool
+    channels: int | None = None
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Rope | None:
-        """The RoPE of a model; None where it has none, or one per kind of layer, that can be undone from outside."""
+        """The RoPE of a model; None where it has none, or not the same in every layer, or none that can be undone from
+        outside."""
         base = model.base_model
         embedding = getattr(base, "rotary_emb", None)
         layers = getattr(base, "layers", None)
@@ -39,8 +42,15 @@ class Rope:
         apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
         if embedding is None or apply is None or "layer_type" in inspect.signature(embedding.forward).parameters:
             return None
+        if _differs_by_layer(model):
+            return None
         kind = getattr(embedding, "rope_type", "default")
-        return cls(embedding, apply, length_dependent=kind in _CHANGES_WITH_LENGTH)
+        return cls(
+            embedding,
+            apply,
+            length_dependent=any(changing in kind for changing in _CHANGES_WITH_LENGTH),
+            channels=getattr(attention, "rotary_ndims", None),
+        )
 
     def rotate(self, states: Tensor, positions: Tensor) -> Tensor:
         """`states` `[..., N, D]` un-rotated, at `positions` `[N]`. Returns them rotated, fp32."""
@@ -63,5 +73,19 @@ class Rope:
 
     def _turned(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         flat = states.reshape(1, -1, *states.shape[-2:]).float()
-        turned, _ = self.apply(flat, flat[:, :1], cos.unsqueeze(0), sin.unsqueeze(0))
+        part = flat[..., : self.channels]
+        turned, _ = self.apply(part, part[:, :1], cos.unsqueeze(0), sin.unsqueeze(0))
+        if self.channels is not None:
+            turned = torch.cat([turned, flat[..., self.channels :]], dim=-1)
         return turned.reshape(states.shape)
+
+
+def _differs_by_layer(model: PreTrainedModel) -> bool:
+    """Whether some layers may go without RoPE.
+
+    Some models say so per layer (SmolLM3); others rotate in sliding layers only (Cohere 2, EXAONE 4) and do not say so
+    anywhere, so a mixture of layer kinds is refused although a few of them rotate alike in both.
+    """
+    mixed = len(set(getattr(model.config, "layer_types", None) or ())) > 1
+    layers: Any = model.base_model.layers
+    return mixed or not all(getattr(getattr(layer, "self_attn", None), "use_rope", True) for layer in layers)
