@@ -9,7 +9,7 @@ import typer
 
 import kvshelf
 from kvshelf.bench.cli import app as bench
-from kvshelf.cli import _common, caches, doctor, policies, serve
+from kvshelf.cli import _common, caches, calibrate, doctor, policies, serve
 from kvshelf.errors import KvshelfError
 
 app = typer.Typer(
@@ -37,6 +37,7 @@ for command in (
     caches.show,
     caches.rm,
     policies.policies,
+    calibrate.calibrate,
     doctor.doctor,
 ):
     app.command()(command)

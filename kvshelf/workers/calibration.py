@@ -101,7 +101,9 @@ def load(path: Path) -> Calibration:
     """Read and check a calibration. Raises `PolicyUnsupported` with what is wrong with the file."""
     try:
         if path.stat().st_size > _LARGEST_FILE:
-            raise PolicyUnsupported(f"the calibration {path} has over {_LARGEST_FILE} bytes and is none", param="policy")
+            raise PolicyUnsupported(
+                f"the calibration {path} has over {_LARGEST_FILE} bytes and is none", param="policy"
+            )
         return Calibration.model_validate_json(path.read_bytes())
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]

@@ -65,6 +65,18 @@ class Rope:
         square = (cos[:, :1] ** 2 + sin[:, :1] ** 2).mean()
         return self._turned(states, cos / square, -sin / square)
 
+    def moved(self, states: Tensor, positions: Tensor, to: Tensor) -> Tensor:
+        """`states` `[..., N, D]` rotated to `positions` `[N]`, as if they stood at `to` `[N]`. Rotated once, fp32."""
+        return self.rotate(self.unrotate(states, positions), to)
+
+    def mean_rotation(self, size: int, positions: Tensor) -> Tensor:
+        """The mean over `positions` of the matrices that rotate a state of `size` channels, `[size, size]` fp32.
+
+        A rotation is linear in its tables, so the unit vectors are turned once, by the mean tables.
+        """
+        cos, sin = (table.mean(dim=0).expand(size, -1) for table in self.tables(positions))
+        return self._turned(torch.eye(size, device=positions.device), cos, sin).T  # column i: what unit vector i became
+
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin at `positions` `[N]`: `[N, rotated channels]`, fp32, as the model makes them."""
         like: Any = torch.zeros(1, 1, device=positions.device)

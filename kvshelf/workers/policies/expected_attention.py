@@ -75,25 +75,16 @@ class ExpectedAttention(ScoringPolicy):
 
     def _future_queries(self, layer: LayerView, first: int) -> tuple[Tensor, Tensor]:
         """Mean `[q_heads, D]` and covariance `[q_heads, D, D]` of the queries at the future positions, fp32."""
+        assert layer.rope is not None, "the policy says that it observes RoPE"
         queries = layer.queries_unrotated()[:, first:]
-        rotation = _mean_rotation(layer, self.n_future)
+        future = torch.arange(layer.num_tokens, layer.num_tokens + self.n_future, device=queries.device)
+        rotation = layer.rope.mean_rotation(queries.shape[-1], future)
         mean = queries.mean(dim=1)
         covariance = mean.new_zeros(*mean.shape, mean.shape[-1])
         if self.covariance:
             centered = queries - mean.unsqueeze(1)
             covariance = rotation @ (centered.mT @ centered / queries.shape[1]) @ rotation.T
         return mean @ rotation.T, covariance
-
-
-def _mean_rotation(layer: LayerView, n_future: int) -> Tensor:
-    """The mean of the rotation matrices at the `n_future` positions after the document, `[D, D]` fp32. Made by rotating
-    the unit vectors, because layouts differ: halves or pairs, all channels or some."""
-    assert layer.rope is not None, "the policy says that it observes RoPE"
-    size = layer.keys.shape[-1]
-    start = layer.num_tokens
-    positions = torch.arange(start, start + n_future, device=layer.keys.device)
-    units = torch.eye(size, device=layer.keys.device).unsqueeze(1).expand(size, n_future, size)
-    return layer.rope.rotate(units, positions).mean(dim=1).T  # column i is what became of unit vector i
 
 
 def _expected_weights(keys: Tensor, mean: Tensor, covariance: Tensor, scaling: float) -> Tensor:
