@@ -9,6 +9,7 @@ from typing import Any
 
 from kvshelf.errors import InvalidRequest
 from kvshelf.workers.policies.base import Policy, ScoringPolicy, legal_values, parameter, parameter_types
+from kvshelf.workers.policies.ems import EMS
 from kvshelf.workers.policies.full import Full
 from kvshelf.workers.policies.h2o import H2O
 from kvshelf.workers.policies.keydiff import KeyDiff
@@ -23,7 +24,7 @@ __all__ = ["POLICIES", "LayerView", "Policy", "PolicyInfo", "ScoringPolicy", "bu
 DEFAULT_POLICY = "keydiff"
 
 POLICIES: Mapping[str, type[Policy]] = {
-    cls.name: cls for cls in (Full, H2O, KeyDiff, LagKV, LocalKV, SnapKV, StreamingLLM)
+    cls.name: cls for cls in (Full, EMS, H2O, KeyDiff, LagKV, LocalKV, SnapKV, StreamingLLM)
 }
 
 

@@ -1,0 +1,148 @@
+"""EMS: evict, then merge into what is kept (Li et al., 2024, arXiv 2412.08521)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from kvshelf.kernels.merge import merge_weighted, nearest_pair
+from kvshelf.kernels.select import select
+from kvshelf.store.artifact import Kept, Merged
+from kvshelf.store.rows import offsets_of
+from kvshelf.workers.budgets import LayerBudget
+from kvshelf.workers.policies.base import Observes, TailPolicy, keep, parameter
+from kvshelf.workers.policies.snapkv import pooled
+from kvshelf.workers.policies.view import LayerView
+
+
+@dataclass(frozen=True)
+class EMS(TailPolicy):
+    """Evict by global and local attention, then merge the next best tokens into the most similar ones that are kept.
+
+    Score per query head (eq. 2): s = max(s_glo * mean(s_loc) / mean(s_glo), s_loc), where s_glo is the attention a
+    token receives from all rows of the document, s_loc that from the observing rows; then pooled. Of B entries the
+    protected tokens and the best by s are kept; the latter are class centers. Each of the next (gamma - 1) * B tokens
+    looks for the center j of greatest cos(k_i, k_j) * cos(v_i, v_j) (eq. 5) and joins its class if that is at least
+    tau. All others are evicted. A class has one key direction, the mean of k / |k| weighted by s, and one value, the
+    mean weighted by s; each of its tokens keeps a slot with the length of its own key.
+
+    A budget counts classes. Slots are extra: at most gamma * B a head, 12 bytes each (scale, class, position), which
+    at gamma 4 and D = 128 in bfloat16 is up to 9 % of the entries' bytes.
+
+    `pos="post"` compares and merges keys as attention sees them. With "pre" RoPE is undone first, so more is similar,
+    and each slot is rotated to its own position whenever it is read: better for gist and worse for retrieval (the
+    paper's "w.o. pos" and "w. pos"), and slower to attend to.
+
+    Departures: a GQA group shares the mean of its scores, where the authors repeat KV heads; the local rows are those
+    of the probe passes where there are any (eq. 2's means then leave out the tail); the tokens of the chat template
+    and of the tail take no members; keys that point apart never merge, though two negative cosines have a positive
+    product; nothing is updated while decoding. Ours: the mean direction is made as long as the center's key; evicted
+    tokens have no slot, for the key of a "zero class" has logit 0, and so a share of the softmax; a token alone in its
+    class keeps key and value bit by bit.
+    """
+
+    name: ClassVar[str] = "ems"
+    source: ClassVar[str] = "EMS, arXiv 2412.08521"
+    advice: ClassVar[str] = "Where many tokens nearly repeat each other and a longer prefill does not matter."
+
+    window: int = parameter(32, "last tokens that observe for the local score; the document's are kept", minimum=1)
+    kernel: int = parameter(7, "width of the pooling over neighbouring tokens", minimum=1, odd=True)
+    gamma: float = parameter(4.0, "most tokens that still take part, as a multiple of the budget", minimum=1)
+    tau: float = parameter(0.6, "least similarity at which tokens merge; above 1 none do", minimum=0)
+    pos: str = parameter("post", "merge keys with RoPE (post) or without (pre)", choices=("post", "pre"))
+    merge: bool = parameter(True, "false: only evict")
+
+    @property
+    def observes(self) -> Observes:
+        return super().observes | (Observes.ROPE if self.unrotated else Observes.NOTHING)
+
+    @property
+    def unrotated(self) -> bool:
+        """Whether keys are merged, and stored, without their rotation."""
+        return self.merge and self.pos == "pre"
+
+    def score(self, layer: LayerView) -> Tensor:
+        window = layer.window(self.window)
+        if layer.probes:
+            everywhere, _ = layer.column_sums()
+            heads = [window.attention(head).sum(dim=1) for head in range(layer.kv_heads)]
+            local, judged = window.pad(torch.cat(heads)), window.columns
+        else:
+            everywhere, local = layer.column_sums(self.window)
+            judged = layer.num_tokens
+        ratio = local[:, :judged].mean(dim=1, keepdim=True) / everywhere[:, :judged].mean(dim=1, keepdim=True)
+        scores = torch.maximum(everywhere * ratio, local)  # [q_heads, N]
+        return pooled(layer.grouped(scores).mean(dim=1), self.kernel)
+
+    def reduce(self, layer: LayerView, budget: LayerBudget) -> Kept | Merged:
+        scores, protected = self.score(layer), self.protected(layer)
+        kept = select(scores, protected, budget.per_head)
+        importance = scores.masked_fill(protected, torch.inf)
+        if not self.merge:
+            return keep(layer, kept, importance)
+        slots = [int(min(self.gamma * count, layer.num_tokens)) for count in budget.per_head]
+        candidates = select(scores, protected, slots) & ~kept
+        keys = layer.keys_unrotated() if self.unrotated else layer.keys
+        heads = zip(keys, layer.values, kept, candidates, strict=True)
+        classes = torch.stack([classified(*head, ~protected, self.tau) for head in heads])
+        class_keys, class_values, scales = merged(keys, layer.values, scores, kept, classes)
+        return Merged(
+            keys=class_keys.to(layer.keys.dtype),
+            values=class_values,
+            entry_positions=kept.nonzero()[:, 1].to(torch.int32),
+            offsets=offsets_of(budget.per_head),
+            rope_mode="pre" if self.unrotated else "baked",
+            importance=importance[kept],
+            slot_scales=scales,
+            slot_classes=classes[classes >= 0].to(torch.int32),
+            slot_positions=(classes >= 0).nonzero()[:, 1].to(torch.int32),
+            slot_offsets=offsets_of((classes >= 0).sum(dim=1).tolist()),
+        )
+
+
+def classified(
+    keys: Tensor, values: Tensor, kept: Tensor, candidates: Tensor, takes_members: Tensor, tau: float
+) -> Tensor:
+    """The class of each token of one head, as an index into the kept ones, -1 if it is evicted: `[N]` int64.
+
+    keys: `[N, D]`, values: `[N, Dv]`; kept, candidates, takes_members: `[N]` bool.
+    """
+    classes = torch.where(kept, kept.cumsum(0) - 1, -1)
+    members = candidates.nonzero().squeeze(1)
+    centers = (kept & takes_members).nonzero().squeeze(1)
+    if len(centers):
+        similarity, index = nearest_pair(keys[members], values[members], keys[centers], values[centers])
+        nearest = centers[index]
+        # Two keys and two values that both point apart have a positive product, and no direction in common.
+        towards = (keys[members].float() * keys[nearest].float()).sum(dim=1) > 0
+        joins = towards & (similarity >= tau)
+        classes[members[joins]] = classes[nearest[joins]]
+    return classes
+
+
+def merged(
+    keys: Tensor, values: Tensor, scores: Tensor, kept: Tensor, classes: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What the classes of all heads share, keys `[entries, D]` fp32 and values `[entries, Dv]`, and `[slots]` scales.
+
+    kept: `[kv_heads, N]` bool, classes: `[kv_heads, N]` int64, as from `classified`.
+    """
+    slots, counts = classes >= 0, kept.sum(dim=1, keepdim=True)
+    owners = (classes + counts.cumsum(0) - counts)[slots]  # rows of all heads' entries
+    norms, centers = keys[slots].float().norm(dim=1), keys[kept].float()
+    # No weight may be zero: scores can underflow, and a class of zeros has no mean.
+    weights = scores[slots].clamp_min(1e-30)
+    directions = merge_weighted(F.normalize(keys[slots].float(), dim=1), weights, owners, len(centers))
+    means = merge_weighted(values[slots], weights, owners, len(centers)).to(values.dtype)
+    # As long as the center, not of length 1: among keys of length 10 a codec's channel groups would round it away.
+    lengths = centers.norm(dim=1)
+    alone = (torch.bincount(owners) == 1).unsqueeze(1)
+    return (
+        torch.where(alone, centers, F.normalize(directions, dim=1) * lengths.unsqueeze(1)),
+        torch.where(alone, values[kept], means),
+        torch.where(kept[slots], 1.0, norms / lengths[owners]),
+    )
