@@ -11,7 +11,7 @@ from kvshelf.kernels.lag_scores import eager as lag_eager
 from kvshelf.kernels.lag_scores import reference as lag_reference
 from kvshelf.kernels.select import eager as select_eager
 from kvshelf.kernels.select import reference as select_reference
-from tests.kernels.tensors import TOLERANCE, error, random
+from tests.kernels.tensors import error, random
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

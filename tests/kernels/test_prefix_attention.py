@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from kvshelf.kernels.prefix_attention import DensePrefix, MergedPrefix, StreamedPrefix, prefix_attention, reference
 from kvshelf.kernels.prefix_attention import attend as attend_module
 from kvshelf.kernels.prefix_attention.attend import attend, attend_in_blocks, combine
-from tests.kernels.tensors import TOLERANCE, error, random
+from kvshelf.kernels.quantize import dequantize_channels, dequantize_tokens, quantize_channels, quantize_tokens
+from tests.kernels.tensors import TOLERANCE, LargestTensor, error, random
 
 
 def dense(num_rows, dim, value_dim, dtype=torch.float32, seed=0):
@@ -126,6 +127,32 @@ def test_merged_prefix_with_a_slot_of_scale_one_per_class_is_dense():
 def test_merged_prefix_takes_rows_in_blocks(monkeypatch):
     monkeypatch.setattr(attend_module, "_LOGITS_PER_BLOCK", 100)  # 3 rows of 29 slots
     check(random(1, 4, 5, 16, seed=1), [[merged(7, 29, 16, 16)]], *suffix(1, 1, 5, 16, 16))
+
+
+def test_merged_prefix_makes_nothing_of_slots_times_head_size():
+    part, q = merged(10, 5000, 64, 64), random(4, 64, seed=1)
+    with LargestTensor() as largest:
+        part.attend(q, 0.3)
+    assert largest.numel == 4 * 5000
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_quantized_rows_are_attended_to_a_block_at_a_time(bits):
+    states, q = dense(3000, 64, 64), random(4, 64, seed=1)
+    keys, values = quantize_tokens(states.keys, bits, 32), quantize_channels(states.values, bits, 32)
+
+    def block(start, stop):
+        return (
+            dequantize_tokens(*keys, bits, 32, 64, torch.float32, start, stop),
+            dequantize_channels(*values, bits, 32, 64, torch.float32, start, stop),
+        )
+
+    with LargestTensor() as largest:
+        out, lse = StreamedPrefix(3000, block).attend(q, 0.3)
+    assert largest.bytes == 1024 * 64 * 4  # of 3000 rows
+    expected_out, expected_lse = DensePrefix(*block(0, 3000)).attend(q, 0.3)
+    assert error(out, expected_out) < 2e-6
+    assert error(lse, expected_lse) < 2e-6
 
 
 def test_large_logits_do_not_overflow():
