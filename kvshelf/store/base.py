@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, Final, Literal, Self
 
 from kvshelf.errors import CacheCorrupt, CacheNotFound, InvalidRequest
 from kvshelf.store.artifact import CompressedCache
-from kvshelf.store.blob import CODECS
+from kvshelf.store.codecs import Codec
 from kvshelf.store.identity import Identity
 from kvshelf.store.ledger import Ledger
 from kvshelf.store.manifest import Manifest, Placement, Record, Timings
@@ -111,10 +111,12 @@ class Store(abc.ABC):
     ) -> Manifest:
         """Store a cache: write, verify what was written, then make it visible. Durable when it returns.
 
+        `codec` is a text of `kvshelf.store.codecs`; "none" adds no encoding to what the cache has. The manifest and the
+        id hold the canonical text of the codec that is stored.
         When this cache is on the shelf already, nothing is written and the existing manifest is returned unchanged, its
         labels and expiry included. One that has expired or is corrupt is replaced. `store_s` of the manifest's timings
-        is filled in. Raises `InvalidRequest` (arguments, or a cache the format cannot hold), `StorageFull`; nothing is
-        visible after an error.
+        is filled in. Raises `InvalidRequest` (arguments, or a cache that the codec or the format cannot hold),
+        `StorageFull`; nothing is visible after an error.
         """
 
     @abc.abstractmethod
@@ -182,7 +184,10 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def cache_id(self, identity: Identity, *, tenant: str = "default", codec: str = "none") -> str:
-        """The id a cache with this identity has here, whether it is stored or not."""
+        """The id a cache with this identity has here under a codec, whether it is stored or not.
+
+        Texts of the same codec give the same id. Raises `InvalidRequest` for a text that is no codec.
+        """
 
     @abc.abstractmethod
     def document_id(self, identity: Identity, *, tenant: str = "default") -> str:
@@ -232,7 +237,7 @@ def corrupt(cache_id: str, problem: str, reason: str) -> CacheCorrupt:
 
 def placement(
     tenant: str,
-    codec: str,
+    codec: Codec,
     expires_at: float | None,
     labels: Mapping[str, str],
     name: str,
@@ -242,7 +247,7 @@ def placement(
     """Check what a caller of `put` gave; raises `InvalidRequest`."""
     return Placement(
         tenant=require_text(tenant, "tenant", empty=False),
-        codec=require_codec(codec),
+        codec=str(codec),
         expires_at=expires_at,
         labels=require_labels(labels),
         name=require_text(name, "name"),
@@ -271,12 +276,6 @@ def changes(
     if not isinstance(pinned, Unset):
         found["pinned"] = bool(pinned)
     return found
-
-
-def require_codec(codec: str) -> str:
-    if codec not in CODECS:
-        raise InvalidRequest(f"unknown codec {codec!r}; this version has {', '.join(CODECS)}", param="codec")
-    return codec
 
 
 def require_text(value: str, param: str, *, limit: int = TEXT_LIMIT, empty: bool = True) -> str:

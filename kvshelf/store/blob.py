@@ -2,7 +2,7 @@
 
     fixed part   magic, major, minor, header length                          16 bytes
     header       msgpack, then zeros up to a multiple of 64
-    body         one segment per layer: keys, values, positions, each aligned to 64 and padded with zeros
+    body         one segment per layer: its records' arrays, each aligned to 64 and padded with zeros
     trailer      total length, root digest                                   40 bytes
 
 Each segment's digest lies in the header, and the root digest covers the fixed part, the header, its padding and the
@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from kvshelf.errors import BlobError, InvalidRequest
-from kvshelf.store import blob_frame, blob_header, positions
+from kvshelf.store import blob_frame, blob_header, blob_segment
 from kvshelf.store.artifact import CompressedCache, Kept, LayerRecord
 from kvshelf.store.blob_frame import (
     FIXED,
@@ -35,10 +35,10 @@ from kvshelf.store.blob_frame import (
     body_offset,
     open_frame,
 )
-from kvshelf.store.blob_header import DtypeName, Header, IdentityHeader, LayerHeader, Part, aligned
+from kvshelf.store.blob_header import Header
+from kvshelf.store.blob_layer import KeptLayer, Layer, Part, RecordsLayer, aligned
 
 __all__ = [
-    "CODECS",
     "FORMAT_MAJOR",
     "FORMAT_MINOR",
     "BlobSummary",
@@ -52,11 +52,6 @@ __all__ = [
     "verify_file",
 ]
 
-CODECS = ("none",)
-"""Codecs of segments. The header names the codec of each layer, so that more can come without a new major version."""
-
-_DTYPES: dict[DtypeName, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _CHUNK = 1 << 20  # stays in the cache between reading and hashing
 
 
@@ -77,7 +72,7 @@ def encode(cache: CompressedCache) -> bytes:
     """The blob of a cache. Equal caches give equal bytes: there is no time and no nonce in it.
 
     Raises `InvalidRequest` for a cache that the format cannot hold (a dtype that is not float32, bfloat16 or float16,
-    or a header over 256 KiB).
+    a header over 256 KiB, records that contradict themselves).
     """
     return b"".join(pack(cache).buffers)
 
@@ -98,10 +93,11 @@ def decode(data: Buffer) -> CompressedCache:
         _require_zeros(index, layer, segment)
     storage = _as_tensor(view)
     layers = []
-    for layer, segment in zip(header.layers, segments, strict=True):
+    for index, (layer, segment) in enumerate(zip(header.layers, segments, strict=True)):
         start = body + layer.offset
-        layers.append(_layer(layer, segment, storage[start : start + layer.nbytes], header.num_tokens))
-    return CompressedCache(tuple(layers), header.num_tokens, header.next_position, header.to_identity())
+        part = storage[start : start + layer.nbytes]
+        layers.append(blob_segment.read(f"layer {index}", layer, segment, part, header.num_tokens))
+    return CompressedCache(tuple(layers), header.num_tokens, header.next_position, header.to_identity(), header.codec)
 
 
 def root(data: Buffer) -> bytes:
@@ -137,7 +133,7 @@ def verify_file(file: BinaryIO, size: int) -> BlobSummary:
 
 def pack(cache: CompressedCache) -> PackedBlob:
     """Lay a cache out as a blob and compute its digests. Raises as `encode` does."""
-    layers: list[LayerHeader] = []
+    layers: list[Layer] = []
     body: list[memoryview] = []
     offset = 0
     for record in cache.layers:
@@ -146,22 +142,17 @@ def pack(cache: CompressedCache) -> PackedBlob:
         body.extend(buffers)
         offset += layer.nbytes
     header, packed = _header(cache, layers)
-    head, trailer = blob_frame.close(packed, offset)
+    head, trailer = blob_frame.close(packed, header.minor, offset)
     nbytes = len(head) + offset + len(trailer)
     return PackedBlob((memoryview(head), *body, memoryview(trailer)), nbytes, root(trailer), header)
 
 
-def _header(cache: CompressedCache, layers: list[LayerHeader]) -> tuple[Header, bytes]:
+def _header(cache: CompressedCache, layers: list[Layer]) -> tuple[Header, bytes]:
     """The header and its bytes, read back once: what is written can be read, or is refused before it is stored."""
     try:
-        header = Header(
-            identity=IdentityHeader.model_validate(cache.identity.to_dict()),
-            num_tokens=cache.num_tokens,
-            next_position=cache.next_position,
-            layers=layers,
-        )
+        header = blob_header.describe(cache.identity, cache.num_tokens, cache.next_position, cache.codec, layers)
         packed = blob_header.pack(header)
-        blob_header.parse(packed)
+        blob_header.parse(packed, header.minor)
     except (ValueError, OverflowError, BlobError) as error:
         raise InvalidRequest(f"the cache cannot be written as a blob: {error}") from error
     if len(packed) > blob_header.HEADER_LIMIT:
@@ -179,49 +170,25 @@ def _view(data: Buffer) -> memoryview:
         raise InvalidRequest(f"a blob is a run of bytes, not {type(data).__name__}", param="blob") from error
 
 
-def _segment(record: LayerRecord, num_tokens: int, offset: int) -> tuple[LayerHeader, list[memoryview]]:
+def _segment(record: LayerRecord, num_tokens: int, offset: int) -> tuple[Layer, list[memoryview]]:
     """One layer's header and the buffers of its segment, padding included."""
-    if record.keys.dtype not in _DTYPE_NAMES or record.values.dtype != record.keys.dtype:
-        raise InvalidRequest(
-            f"keys are {record.keys.dtype} and values {record.values.dtype}; a blob holds one of "
-            f"{', '.join(_DTYPES)} for both"
-        )
-    lengths = [head.shape[0] for head in record.positions]
-    entry_positions = record.entry_positions.cpu().numpy().astype(np.int64)
-    encoding, position_bytes = positions.encode(entry_positions, lengths, num_tokens)
+    dims, records = blob_segment.write(record, num_tokens)
     buffers: list[memoryview] = []
-    parts: list[Part] = []
+    parts: dict[str, Any] = {}
     end = 0
-    for data in (_raw(record.keys), _raw(record.values), memoryview(position_bytes)):
-        parts.append(Part(offset=end, nbytes=len(data)))
-        padding = aligned(len(data)) - len(data)
-        buffers.extend((data, memoryview(bytes(padding))))
-        end += len(data) + padding
     digest = blake3()
-    for data in buffers:
-        digest.update(data)
-    layer = LayerHeader(
-        kind=record.kind,
-        rope_mode=record.rope_mode,
-        codec="none",
-        dtype=_DTYPE_NAMES[record.keys.dtype],
-        key_dim=record.keys.shape[1],
-        value_dim=record.values.shape[1],
-        lengths=lengths,
-        position_encoding=encoding,
-        offset=offset,
-        nbytes=end,
-        keys=parts[0],
-        values=parts[1],
-        positions=parts[2],
-        digest=digest.digest(),
-    )
-    return layer, buffers
-
-
-def _raw(tensor: Tensor) -> memoryview:
-    """A tensor's bytes, without a copy when it is contiguous and on the CPU."""
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+    for name, data in ((name, data) for _, arrays in records for name, data in arrays.items()):
+        parts[name] = Part(offset=end, nbytes=len(data))  # 1.0 writes them down; its one record has no name twice
+        padding = memoryview(bytes(aligned(len(data)) - len(data)))
+        buffers.extend((data, padding))
+        digest.update(data).update(padding)
+        end += len(data) + len(padding)
+    place: dict[str, Any] = {**dims._asdict(), "offset": offset, "nbytes": end, "digest": digest.digest()}
+    header = records[0][0]
+    if isinstance(record, Kept) and header.codec == "none":
+        plain = header.model_dump(include={"kind", "rope_mode", "codec", "lengths", "position_encoding"})
+        return KeptLayer(**plain, **place, **parts), buffers
+    return RecordsLayer(kind="records", **place, records=[header for header, _ in records]), buffers
 
 
 def _require_digest(what: str, actual: bytes, expected: bytes) -> None:
@@ -229,9 +196,9 @@ def _require_digest(what: str, actual: bytes, expected: bytes) -> None:
         raise BlobError(f"{what} is not what was written: its digest differs", reason="digest_mismatch")
 
 
-def _require_zeros(index: int, layer: LayerHeader, segment: memoryview) -> None:
-    for _, part in layer.parts():
-        end = part.offset + part.nbytes
+def _require_zeros(index: int, layer: Layer, segment: memoryview) -> None:
+    for span in (span for _, spans in layer.contents() for span in spans.values()):
+        end = span.offset + span.nbytes
         if any(segment[end : aligned(end)]):
             raise BlobError(f"padding in segment {index} is not zero", reason="nonzero_padding")
 
@@ -271,26 +238,3 @@ class _SharedBytes:
 def _as_tensor(view: memoryview) -> Tensor:
     """`[bytes]` uint8, sharing memory with `view`."""
     return torch.from_numpy(np.asarray(_SharedBytes(view)))
-
-
-def _layer(layer: LayerHeader, segment: memoryview, storage: Tensor, num_tokens: int) -> Kept:
-    part = layer.positions
-    encoded = segment[part.offset : part.offset + part.nbytes]
-    entry_positions = positions.decode(layer.position_encoding, encoded, layer.lengths, num_tokens)
-    offsets = (0, *np.cumsum(layer.lengths).tolist())
-    return Kept(
-        keys=_tensor(layer, layer.keys, storage, layer.key_dim),
-        values=_tensor(layer, layer.values, storage, layer.value_dim),
-        entry_positions=torch.from_numpy(entry_positions.astype(np.int32)),
-        offsets=offsets,
-        rope_mode=layer.rope_mode,
-    )
-
-
-def _tensor(layer: LayerHeader, part: Part, storage: Tensor, dim: int) -> Tensor:
-    flat = storage[part.offset : part.offset + part.nbytes]
-    dtype = _DTYPES[layer.dtype]
-    if flat.data_ptr() % dtype.itemsize:
-        # Bytes that lie at an odd address (a slice of a larger message) cannot be viewed as numbers.
-        flat = flat.clone()
-    return flat.view(dtype).view(layer.entries, dim)

@@ -12,10 +12,11 @@ from blake3 import blake3
 
 from kvshelf.errors import BlobError
 from kvshelf.store import blob_header
-from kvshelf.store.blob_header import Header, aligned
+from kvshelf.store.blob_header import Header, body_bytes
+from kvshelf.store.blob_layer import aligned
 
 FORMAT_MAJOR = 1
-FORMAT_MINOR = 0
+FORMAT_MINOR = 1
 
 MAGIC = b"KVSHELF\n"
 """Eight bytes; the line feed shows damage by a text-mode transfer at once."""
@@ -35,11 +36,11 @@ class BlobSummary:
     nbytes: int
 
 
-def close(packed_header: bytes, body_bytes: int) -> tuple[bytes, bytes]:
-    """All that stands before a body of `body_bytes`, and all that stands after it."""
-    fixed = FIXED.pack(MAGIC, FORMAT_MAJOR, FORMAT_MINOR, len(packed_header)) + packed_header
+def close(packed_header: bytes, minor: int, body: int) -> tuple[bytes, bytes]:
+    """All that stands before a body of `body` bytes, and all that stands after it."""
+    fixed = FIXED.pack(MAGIC, FORMAT_MAJOR, minor, len(packed_header)) + packed_header
     head = fixed.ljust(aligned(len(fixed)), b"\0")
-    total = len(head) + body_bytes + TRAILER.size
+    total = len(head) + body + TRAILER.size
     return head, TRAILER.pack(total, _root(head, total))
 
 
@@ -72,12 +73,12 @@ def open_frame(head: Buffer, trailer: Buffer, size: int) -> BlobSummary:
     total, root = TRAILER.unpack(trailer)
     if _root(head, total) != root:
         raise _damaged(head, size)
-    length = FIXED.unpack(head[: FIXED.size])[3]
+    _, _, minor, length = FIXED.unpack(head[: FIXED.size])
     end = FIXED.size + length
-    header = blob_header.parse(bytes(head[FIXED.size : end]))
+    header = blob_header.parse(bytes(head[FIXED.size : end]), minor)
     if any(head[end:]):
         raise BlobError("the padding after the header is not zero", reason="nonzero_padding")
-    _require_size(len(head) + header.body_bytes + TRAILER.size, size)
+    _require_size(len(head) + body_bytes(header) + TRAILER.size, size)
     if total != size:
         raise BlobError(f"the trailer says {total} bytes, the blob has {size}", reason="length_mismatch")
     return BlobSummary(header, root, size)
@@ -85,10 +86,10 @@ def open_frame(head: Buffer, trailer: Buffer, size: int) -> BlobSummary:
 
 def _damaged(head: Buffer, size: int) -> BlobError:
     """Why the root digest differs. A readable header tells a cut or extended blob from a changed one."""
-    length = FIXED.unpack(head[: FIXED.size])[3]
+    _, _, minor, length = FIXED.unpack(head[: FIXED.size])
     try:
-        header = blob_header.parse(bytes(head[FIXED.size : FIXED.size + length]))
-        _require_size(len(head) + header.body_bytes + TRAILER.size, size)
+        header = blob_header.parse(bytes(head[FIXED.size : FIXED.size + length]), minor)
+        _require_size(len(head) + body_bytes(header) + TRAILER.size, size)
     except BlobError as error:
         if error.reason in ("truncated", "trailing_bytes"):
             return error

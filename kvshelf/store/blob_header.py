@@ -7,83 +7,26 @@ they are parsed, every field has one type, and each refusal has one name (docs/f
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Final
 
 import msgpack
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import Field, JsonValue, ValidationError
 
-from kvshelf.errors import BlobError
-from kvshelf.store import positions
-from kvshelf.store.artifact import RopeMode
+from kvshelf.errors import BlobError, InvalidRequest
+from kvshelf.store.blob_layer import MAX_ARRAY, Count, KeptLayer, Layer, RecordsLayer, Size, Strict, check_place
+from kvshelf.store.codecs import Codec
 from kvshelf.store.identity import Boundary, Identity, Layout
 
-ALIGNMENT = 64
-"""Bytes. A cache line, and the widest vector register: every tensor and every segment begins at a multiple of it."""
-
-HEADER_LIMIT = 256 * 1024
+HEADER_LIMIT: Final = 256 * 1024
 """Bytes. 200 layers of 128 ragged KV heads need about 160 KiB; 256 KiB of msgpack unpack to at most 20 MB."""
 
-_MAX_ARRAY = 4096
 _MAX_MAP = 256
-_INT32_MAX = 2**31 - 1
 
-Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
-Size = Annotated[int, Field(ge=1, le=_INT32_MAX)]
 Text = Annotated[str, Field(max_length=HEADER_LIMIT)]
-Digest = Annotated[bytes, Field(min_length=32, max_length=32)]
-DtypeName = Literal["float32", "bfloat16", "float16"]
-_ITEM_BYTES: dict[DtypeName, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def aligned(size: int) -> int:
-    """The next multiple of `ALIGNMENT`."""
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-class _Record(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-
-class Part(_Record):
-    """Where one tensor lies. Bytes, counted from the start of its segment; `nbytes` is without padding."""
-
-    offset: Count
-    nbytes: Count
-
-
-class LayerHeader(_Record):
-    """One layer and its segment.
-
-    offset: bytes from the start of the body (the first aligned byte after the header), so that it does not depend on
-    the header's own length. nbytes: the segment with its padding. digest: BLAKE3 of those bytes. lengths: entries of
-    each KV head.
-    """
-
-    kind: Literal["kept"]
-    rope_mode: RopeMode
-    codec: Literal["none"]
-    dtype: DtypeName
-    key_dim: Size
-    value_dim: Size
-    lengths: Annotated[list[Annotated[int, Field(ge=0, le=_INT32_MAX)]], Field(min_length=1, max_length=_MAX_ARRAY)]
-    position_encoding: positions.Encoding
-    offset: Count
-    nbytes: Count
-    keys: Part
-    values: Part
-    positions: Part
-    digest: Digest
-
-    @property
-    def entries(self) -> int:
-        return sum(self.lengths)
-
-    def parts(self) -> tuple[tuple[str, Part], ...]:
-        """The parts in the order in which they lie in the segment."""
-        return (("keys", self.keys), ("values", self.values), ("positions", self.positions))
-
-
-class ModelHeader(_Record):
+class ModelHeader(Strict):
     """The fields of `ModelIdentity`."""
 
     name: Text
@@ -95,7 +38,7 @@ class ModelHeader(_Record):
     template: Text
 
 
-class IdentityHeader(_Record):
+class IdentityHeader(Strict):
     """The fields of `Identity`, written out again on purpose: a new field there changes the format."""
 
     model: ModelHeader
@@ -113,21 +56,54 @@ class IdentityHeader(_Record):
     expected_questions: list[str]
 
 
-class Header(_Record):
-    """The whole header."""
+class _Header(Strict):
+    """What the header of every minor version has."""
 
     identity: IdentityHeader
     num_tokens: Size
     next_position: Size
-    layers: Annotated[list[LayerHeader], Field(min_length=1, max_length=_MAX_ARRAY)]
-
-    @property
-    def body_bytes(self) -> int:
-        """Bytes of all segments, when they follow each other without holes."""
-        return sum(layer.nbytes for layer in self.layers)
 
     def to_identity(self) -> Identity:
         return Identity.from_dict(self.identity.model_dump())
+
+
+class Header0(_Header):
+    """The whole header of format 1.0."""
+
+    minor: ClassVar[int] = 0
+    codec: ClassVar[str] = "none"
+
+    layers: Annotated[list[KeptLayer], Field(min_length=1, max_length=MAX_ARRAY)]
+
+
+class Header1(_Header):
+    """The whole header of format 1.1. codec: the canonical text of the codec that the cache is under."""
+
+    minor: ClassVar[int] = 1
+
+    codec: Text
+    layers: Annotated[list[Annotated[Layer, Field(discriminator="kind")]], Field(min_length=1, max_length=MAX_ARRAY)]
+
+
+Header = Header0 | Header1
+
+
+def describe(identity: Identity, num_tokens: int, next_position: int, codec: str, layers: Sequence[Layer]) -> Header:
+    """The header of a cache, of the lowest minor version that can express it. Raises `ValueError`."""
+    fields: dict[str, Any] = {
+        "identity": IdentityHeader.model_validate(identity.to_dict()),
+        "num_tokens": num_tokens,
+        "next_position": next_position,
+        "layers": list(layers),
+    }
+    if _needs_1_1(num_tokens, next_position, codec, layers):
+        return Header1(codec=codec, **fields)
+    return Header0(**fields)
+
+
+def body_bytes(header: Header) -> int:
+    """Bytes of all segments, when they follow each other without holes."""
+    return sum(layer.nbytes for layer in header.layers)
 
 
 def pack(header: Header) -> bytes:
@@ -136,14 +112,15 @@ def pack(header: Header) -> bytes:
     return data
 
 
-def parse(data: bytes) -> Header:
-    """Read a header and check all of it that needs no segment. Raises `BlobError`."""
+def parse(data: bytes, minor: int) -> Header:
+    """Read a header of format 1.`minor` and check all of it that needs no segment. Raises `BlobError`."""
     _refuse_foreign(fields := _unpack(data))
     try:
-        header = Header.model_validate(fields)
+        header: Header = (Header1 if minor else Header0).model_validate(fields)
     except ValidationError as error:
         raise _named(error) from error
     _check_identity(header)
+    _check_codec(header)  # before the layout, which divides by the groups
     _check_layout(header)
     if pack(header) != data:
         raise BlobError(
@@ -151,6 +128,11 @@ def parse(data: bytes) -> Header:
             reason="not_canonical",
         )
     return header
+
+
+def _needs_1_1(num_tokens: int, next_position: int, codec: str, layers: Sequence[Layer]) -> bool:
+    plain = all(isinstance(layer, KeptLayer) for layer in layers)
+    return codec != "none" or next_position < num_tokens or not plain
 
 
 def _sorted(value: Any) -> Any:
@@ -165,7 +147,7 @@ def _unpack(data: bytes) -> Any:
             data,
             strict_map_key=True,
             object_pairs_hook=_unique,
-            max_array_len=_MAX_ARRAY,
+            max_array_len=MAX_ARRAY,
             max_map_len=_MAX_MAP,
         )
     except (ValueError, msgpack.UnpackException, RecursionError) as error:
@@ -212,13 +194,22 @@ def _named(error: ValidationError) -> BlobError:
         case "literal_error" if isinstance(first["input"], str):
             return BlobError(
                 f"the header says {where} = {first['input'][:40]!r}; this version knows {first['ctx']['expected']}",
-                reason=f"unknown_{name}",
+                reason=f"unknown_{name.removeprefix('slot_')}",
+            )
+        case "union_tag_not_found":
+            return BlobError(f"the header has no field '{where}.kind'", reason="missing_field")
+        case "union_tag_invalid" if isinstance(first["input"]["kind"], str):
+            return BlobError(
+                f"the header says {where}.kind = {first['input']['kind'][:40]!r}; this version knows "
+                f"{first['ctx']['expected_tags']}",
+                reason="unknown_kind",
             )
     return BlobError(f"header field {where}: {first['msg']}", reason="field_malformed")
 
 
 def _check_identity(header: Header) -> None:
-    if header.identity.num_tokens != header.num_tokens or header.next_position < header.num_tokens:
+    inside = header.next_position < header.num_tokens and not header.minor
+    if header.identity.num_tokens != header.num_tokens or inside:
         raise BlobError(
             f"the header contradicts itself: {header.num_tokens} tokens, {header.identity.num_tokens} in the identity, "
             f"next position {header.next_position}",
@@ -226,43 +217,31 @@ def _check_identity(header: Header) -> None:
         )
 
 
+def _check_codec(header: Header) -> None:
+    if not isinstance(header, Header1):
+        return
+    try:
+        codec = Codec.parse(header.codec)
+    except InvalidRequest as error:
+        raise BlobError(f"the header's codec: {error}", reason="unknown_codec") from error
+    if str(codec) != header.codec:
+        raise BlobError(f"the header says codec {header.codec!r} for {str(codec)!r}", reason="not_canonical")
+    for index, layer in enumerate(header.layers):
+        records = layer.records if isinstance(layer, RecordsLayer) else ()
+        for record in records:
+            if (record.codec, record.group) not in codec.precisions:
+                raise BlobError(
+                    f"layer {index} is under {record.codec} in groups of {record.group}; codec {codec} makes no such "
+                    "layer",
+                    reason="inconsistent",
+                )
+    if not _needs_1_1(header.num_tokens, header.next_position, header.codec, header.layers):
+        raise BlobError("the blob says format 1.1 though 1.0 can hold it", reason="not_canonical")
+
+
 def _check_layout(header: Header) -> None:
     end = 0
     for index, layer in enumerate(header.layers):
-        _check_place(f"segment {index}", layer.offset, end)
-        _check_parts(index, layer)
+        check_place(f"segment {index}", layer.offset, end)
+        layer.check(index, header.num_tokens)
         end = layer.offset + layer.nbytes
-        if any(length > header.num_tokens for length in layer.lengths):
-            raise BlobError(
-                f"layer {index} has {max(layer.lengths)} entries in a head, the document {header.num_tokens} tokens",
-                reason="positions_count",
-            )
-
-
-def _check_parts(index: int, layer: LayerHeader) -> None:
-    row = layer.entries * _ITEM_BYTES[layer.dtype]
-    for name, part, expected in (
-        ("keys", layer.keys, row * layer.key_dim),
-        ("values", layer.values, row * layer.value_dim),
-    ):
-        if part.nbytes != expected:
-            raise BlobError(
-                f"layer {index} says {part.nbytes} bytes of {name}, its shape and dtype make {expected}",
-                reason="size_mismatch",
-            )
-    end = 0
-    for name, part in layer.parts():
-        _check_place(f"{name} of layer {index}", part.offset, end)
-        end = aligned(part.offset + part.nbytes)
-    if layer.nbytes != end:
-        raise BlobError(f"segment {index} says {layer.nbytes} bytes, its parts make {end}", reason="size_mismatch")
-
-
-def _check_place(what: str, offset: int, expected: int) -> None:
-    """Parts follow each other with no byte between them but the padding to the next multiple of 64."""
-    if offset % ALIGNMENT:
-        raise BlobError(f"{what} begins at byte {offset}, not a multiple of {ALIGNMENT}", reason="misaligned")
-    if offset < expected:
-        raise BlobError(f"{what} begins at byte {offset}, inside what ends at {expected}", reason="overlap")
-    if offset > expected:
-        raise BlobError(f"{what} begins at byte {offset}, leaving a hole after {expected}", reason="hole")

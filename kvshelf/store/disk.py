@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final, Self
 
 from kvshelf.errors import BlobError, CacheExpired, InvalidRequest, StoreError, StoreUnavailable
-from kvshelf.store import base, blob, catalog, housekeeping
+from kvshelf.store import base, blob, catalog, codecs, housekeeping
 from kvshelf.store.artifact import CompressedCache
 from kvshelf.store.base import UNSET, BlobFile, Page, Receipt, Store, Swept, Unset, Usage
 from kvshelf.store.catalog import Entry
@@ -32,10 +32,6 @@ from kvshelf.store.manifest import Manifest, Placement, Timings, describe
 
 KEEP_ENDED_S: Final = 30 * 86400.0
 """How long an expired id still answers "expired", and an ended request can be looked up."""
-
-
-def _no_step(name: str) -> None:
-    """Nobody watches."""
 
 
 class DiskStore(Store):
@@ -67,7 +63,7 @@ class DiskStore(Store):
         *,
         busy_s: float = 10.0,
         now: Callable[[], float] = time.time,
-        on_step: Step = _no_step,
+        on_step: Step = lambda _: None,
     ) -> Self:
         """Open the shelf in a folder; both are made if they are missing. Raises `StoreUnavailable`, `StorageFull`.
 
@@ -89,7 +85,8 @@ class DiskStore(Store):
     # Ids
 
     def cache_id(self, identity: Identity, *, tenant: str = "default", codec: str = "none") -> str:
-        return identity.cache_id(key=self._key, tenant=tenant, codec=codec, format_major=blob.FORMAT_MAJOR)
+        text = str(codecs.Codec.parse(codec))
+        return identity.cache_id(key=self._key, tenant=tenant, codec=text, format_major=blob.FORMAT_MAJOR)
 
     def document_id(self, identity: Identity, *, tenant: str = "default") -> str:
         return identity.document_id(key=self._key, tenant=tenant)
@@ -110,8 +107,9 @@ class DiskStore(Store):
         timings: Timings | None = None,
     ) -> Manifest:
         expiry = base.require_expiry(ttl_s, expires_at, self._now())
-        placement = base.placement(tenant, codec, expiry, labels or {}, name, pinned, timings or Timings())
-        cache_id = self.cache_id(cache.identity, tenant=tenant, codec=codec)
+        stored_as = codecs.resolve(cache.codec, codec)
+        placement = base.placement(tenant, stored_as, expiry, labels or {}, name, pinned, timings or Timings())
+        cache_id = self.cache_id(cache.identity, tenant=tenant, codec=placement.codec)
         with translated(self.home):
             existing = self._whole(cache_id, tenant)
             return existing.manifest() if existing is not None else self._store(cache, cache_id, placement)
@@ -132,7 +130,7 @@ class DiskStore(Store):
 
     def _store(self, cache: CompressedCache, cache_id: str, placement: Placement) -> Manifest:
         started = time.perf_counter()
-        packed = blob.pack(cache)
+        packed = blob.pack(cache.encoded(placement.codec))
         file = new_name(cache_id)
         try:
             self._blobs.write(file, packed.buffers, self._on_step)
@@ -193,7 +191,7 @@ class DiskStore(Store):
                 data = read_whole(file, entry.nbytes)
                 cache = blob.decode(data)
                 _require_root(entry, blob.root(data))
-                if self.cache_id(cache.identity, tenant=tenant, codec=entry.manifest().codec) != cache_id:
+                if self.cache_id(cache.identity, tenant=tenant, codec=cache.codec) != cache_id:
                     raise BlobError("its blob belongs to another cache", reason="wrong_identity")
             return cache
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from kvshelf.store.artifact import CompressedCache, Kept, Merged, PackedRecord, Parts, RopeMode
+from kvshelf.store.artifact import CompressedCache, Kept, LayerRecord, Merged, PackedRecord, Parts, RopeMode
 from kvshelf.store.identity import Identity, ModelIdentity
-from kvshelf.store.rows import offsets_of
+from kvshelf.store.rows import QuantizedRows, offsets_of
 
 MODEL = ModelIdentity(
     name="tiny",
@@ -119,28 +120,56 @@ def make_cache(
     return CompressedCache(layers, num_tokens, num_tokens, make_identity(num_tokens, **fields))
 
 
+def parts_of(record: LayerRecord) -> tuple[PackedRecord, ...]:
+    return record.parts if isinstance(record, Parts) else (record,)
+
+
+def tensors_of(record: PackedRecord) -> dict[str, Tensor]:
+    """Everything a record holds, by name."""
+    found = {"positions": record.entry_positions}
+    for name, rows in (("keys", record.keys), ("values", record.values)):
+        if isinstance(rows, Tensor):
+            found[name] = rows
+        else:
+            found |= {f"{name} {what}": getattr(rows, what) for what in ("codes", "scales", "zeros")}
+    if isinstance(record, Merged):
+        found |= {name: getattr(record, name) for name in ("slot_scales", "slot_classes", "slot_positions")}
+    return found
+
+
 def require_equal(left: CompressedCache, right: CompressedCache) -> None:
     """Every bit of two caches is equal, NaNs and signed zeros included."""
-    assert (left.num_tokens, left.next_position, left.identity) == (
-        right.num_tokens,
-        right.next_position,
-        right.identity,
-    )
+    for name in ("num_tokens", "next_position", "identity", "codec"):
+        assert getattr(left, name) == getattr(right, name)
     assert len(left.layers) == len(right.layers)
     for ours, theirs in zip(left.layers, right.layers, strict=True):
-        assert (ours.offsets, ours.rope_mode) == (theirs.offsets, theirs.rope_mode)
-        for a, b in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
-            assert a.dtype == b.dtype
-            assert a.shape == b.shape
-            assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-        assert torch.equal(ours.entry_positions, theirs.entry_positions)
-        assert theirs.entry_positions.dtype == torch.int32
+        assert type(ours) is type(theirs)
+        for a, b in zip(parts_of(ours), parts_of(theirs), strict=True):
+            require_equal_records(a, b)
+
+
+def require_equal_records(ours: PackedRecord, theirs: PackedRecord) -> None:
+    assert type(ours) is type(theirs)
+    assert (ours.offsets, ours.rope_mode) == (theirs.offsets, theirs.rope_mode)
+    if isinstance(ours, Merged) and isinstance(theirs, Merged):
+        assert ours.slot_offsets == theirs.slot_offsets
+    for a, b in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+        if isinstance(a, QuantizedRows) and isinstance(b, QuantizedRows):
+            layouts = [(r.bits, r.group, r.axis, r.num_channels, r.dtype, r.lengths) for r in (a, b)]
+            assert layouts[0] == layouts[1]
+    mine, other = tensors_of(ours), tensors_of(theirs)
+    assert mine.keys() == other.keys()
+    for name, tensor in mine.items():
+        assert tensor.dtype == other[name].dtype
+        assert tensor.shape == other[name].shape
+        if tensor.numel():  # torch cannot view nothing as bytes
+            assert torch.equal(tensor.contiguous().view(torch.uint8), other[name].contiguous().view(torch.uint8)), name
 
 
 def golden_caches() -> dict[str, CompressedCache]:
     """Caches whose blobs are committed. Made by counting: torch's random numbers may change between versions."""
 
-    def layer(heads: Sequence[Sequence[int]], dims: tuple[int, int], dtype: torch.dtype, rope_mode: str) -> Kept:
+    def layer(heads: Sequence[Sequence[int]], dims: tuple[int, int], dtype: torch.dtype, rope_mode: RopeMode) -> Kept:
         entries = sum(len(head) for head in heads)
         keys = torch.arange(entries * dims[0], dtype=torch.float32).view(entries, dims[0]) / 8 - 3
         return Kept.from_heads(
@@ -151,12 +180,12 @@ def golden_caches() -> dict[str, CompressedCache]:
         )
 
     every, some, few = list(range(24)), list(range(0, 24, 2)), [3, 20]
-    shapes: dict[str, tuple[Sequence[Sequence[Sequence[int]]], tuple[int, int], torch.dtype, str]] = {
+    shapes: dict[str, tuple[Sequence[Sequence[Sequence[int]]], tuple[int, int], torch.dtype, RopeMode]] = {
         "range-float32": ([[every, every]], (4, 4), torch.float32, "baked"),
         "bitmap-bfloat16": ([[some, every], [every, some]], (6, 4), torch.bfloat16, "baked"),
         "delta-float16": ([[few, [0]], [[], [23]], [[], []]], (3, 5), torch.float16, "pre"),
     }
-    return {
+    plain = {
         name: CompressedCache(
             tuple(layer(heads, dims, dtype, rope) for heads in layers),
             24,
@@ -165,6 +194,55 @@ def golden_caches() -> dict[str, CompressedCache]:
         )
         for name, (layers, dims, dtype, rope) in shapes.items()
     }
+    return plain | golden_caches_of_1_1(plain)
+
+
+def golden_caches_of_1_1(plain: Mapping[str, CompressedCache]) -> dict[str, CompressedCache]:
+    """What the second minor version added: codecs, merged records, several records per layer, relative positions."""
+    ragged, whole, sparse = plain["bitmap-bfloat16"], plain["range-float32"], plain["delta-float16"]
+    ranked = tuple(
+        replace(record, importance=torch.arange(record.entries).remainder(7).float()) for record in ragged.layers
+    )
+    merged = golden_merged()
+    merged_layers = CompressedCache((merged, replace(merged, rope_mode="pre")), 24, 24, make_identity(24, policy="ems"))
+    return {
+        "int4-residual": ragged.encoded("int4:group=8,residual=5"),
+        "int8-float32": whole.encoded("int8:residual=0"),
+        "int2-float16": replace(sparse, layers=(sparse.layers[0], ragged_float16())).encoded(
+            "int2:group=16,residual=1"
+        ),
+        "mixed-bfloat16": replace(ragged, layers=ranked).encoded("mixed:low=int4,share=0.25,group=8"),
+        "residual-only": sparse.encoded("int4"),
+        "merged": merged_layers,
+        "merged-int4": merged_layers.encoded("int4:group=8,residual=1"),
+        "relative": replace(whole, next_position=3),
+    }
+
+
+def golden_merged() -> Merged:
+    """Three heads: two classes with five slots, no class, one class with one slot."""
+    return Merged(
+        keys=torch.arange(9, dtype=torch.float32).view(3, 3) / 8 - 0.5,
+        values=torch.arange(15, dtype=torch.float32).view(3, 5) - 7,
+        entry_positions=torch.tensor([4, 20, 7], dtype=torch.int32),
+        offsets=(0, 2, 2, 3),
+        slot_scales=torch.tensor([0.5, 1, 1.25, 1, 0.75, 1]),
+        slot_classes=torch.tensor([1, 0, 1, 1, 0, 0], dtype=torch.int32),
+        slot_positions=torch.tensor([2, 4, 9, 20, 23, 7], dtype=torch.int32),
+        slot_offsets=(0, 5, 5, 6),
+    )
+
+
+def ragged_float16() -> Kept:
+    """Two heads of 19 and 3 entries, of odd dimensions."""
+    numbers = torch.arange(22 * 5, dtype=torch.float32).view(22, 5)
+    return Kept(
+        keys=(numbers[:, :3] * 37 % 11 - 5).to(torch.float16),
+        values=(numbers * 29 % 17 / 4).to(torch.float16),
+        entry_positions=torch.cat([torch.arange(5, 24), torch.tensor([0, 11, 12])]).to(torch.int32),
+        offsets=(0, 19, 22),
+        rope_mode="pre",
+    )
 
 
 if __name__ == "__main__":  # python -m tests.store.caches: only ever for a new minor version of the format

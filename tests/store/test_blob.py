@@ -15,9 +15,19 @@ from hypothesis import strategies as st
 
 from kvshelf.errors import InvalidRequest
 from kvshelf.store import blob, blob_header
-from kvshelf.store.artifact import CompressedCache, Kept
+from kvshelf.store.artifact import CompressedCache, Kept, LayerRecord, Merged, Parts
+from kvshelf.store.codecs import Codec
 from kvshelf.store.identity import Identity, ModelIdentity
-from tests.store.caches import golden_caches, make_cache, make_identity, require_equal
+from tests.store.caches import (
+    golden_caches,
+    golden_merged,
+    make_cache,
+    make_identity,
+    make_layer,
+    make_merged,
+    require_equal,
+    split_at_random,
+)
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -44,18 +54,62 @@ def caches(draw: st.DrawFn) -> CompressedCache:
             rope_mode=draw(st.sampled_from(["baked", "pre"])),
         )
 
+    return CompressedCache(
+        tuple(layer() for _ in range(draw(st.integers(1, 3)))),
+        num_tokens,
+        num_tokens + draw(st.integers(0, 3)),
+        draw(identities(num_tokens)),
+    )
+
+
+@st.composite
+def identities(draw: st.DrawFn, num_tokens: int) -> Identity:
     params = draw(
         st.dictionaries(
             st.text(max_size=5), st.integers(-(2**63), 2**63) | st.floats(allow_nan=False, allow_infinity=False)
         )
     )
     questions = tuple(draw(st.lists(st.text(max_size=9), max_size=3)))
-    return CompressedCache(
+    return make_identity(num_tokens, policy_params=params, expected_questions=questions)
+
+
+@st.composite
+def encoded_caches(draw: st.DrawFn) -> CompressedCache:
+    """Any cache of 1.1: kept and merged records and parts of them, ragged, under every codec, at any next position."""
+    num_tokens = draw(st.integers(1, 80))
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+
+    def layer() -> LayerRecord:
+        dims = draw(st.tuples(st.integers(1, 17), st.integers(1, 17)))
+        lengths = draw(st.lists(st.integers(0, num_tokens), min_size=1, max_size=4))
+        make = draw(st.sampled_from([make_layer, make_merged]))
+        record = make(lengths, num_tokens, dims=dims, dtype=dtype, generator=generator)
+        record = replace(
+            record,
+            rope_mode=draw(st.sampled_from(["baked", "pre"])),
+            importance=torch.rand(record.entries, generator=generator),
+        )
+        return split_at_random(record, generator) if draw(st.booleans()) else record
+
+    group = draw(st.sampled_from([8, 16, 32, 1024]))
+    names = st.sampled_from(["int8", "int4", "int2"])
+    integers = st.builds(Codec, names, group=st.just(group), residual=st.integers(0, 90))
+    mixed = st.builds(
+        Codec,
+        st.just("mixed"),
+        group=st.just(group),
+        high=st.sampled_from(["none", "int8"]),
+        low=st.sampled_from(["int2", "int4"]),
+        share=st.integers(1, 9999).map(lambda n: n / 10_000),
+    )
+    cache = CompressedCache(
         tuple(layer() for _ in range(draw(st.integers(1, 3)))),
         num_tokens,
-        num_tokens + draw(st.integers(0, 3)),
-        make_identity(num_tokens, policy_params=params, expected_questions=questions),
+        draw(st.integers(1, num_tokens + 3)),
+        make_identity(num_tokens),
     )
+    return cache.encoded(str(draw(st.just(Codec()) | integers | mixed)))
 
 
 @settings(deadline=None)
@@ -66,6 +120,19 @@ def test_every_cache_comes_back_bit_for_bit(cache: CompressedCache) -> None:
     require_equal(cache, found)
     assert found.to_bytes() == data
     assert found.to_bytes(codec="none") == data
+    assert data[10:12] == b"\0\0", "format 1.0 can hold it"
+
+
+@settings(deadline=None, max_examples=200)
+@given(encoded_caches())
+def test_every_encoded_cache_comes_back_bit_for_bit(cache: CompressedCache) -> None:
+    data = cache.to_bytes()
+    found = CompressedCache.from_bytes(data)
+    require_equal(cache, found)
+    assert found.to_bytes() == found.to_bytes(codec=cache.codec) == found.to_bytes(codec="none") == data
+    plain = all(isinstance(layer, Kept) and not layer.quantized for layer in cache.layers)
+    lowest = 0 if plain and cache.codec == "none" and cache.next_position >= cache.num_tokens else 1
+    assert data[10:12] == bytes([lowest, 0])
 
 
 @pytest.mark.parametrize("name", sorted(golden_caches()))
@@ -75,13 +142,33 @@ def test_blobs_of_the_past_are_read_and_written_the_same(name: str) -> None:
     require_equal(golden_caches()[name], blob.decode(data))
 
 
-def test_golden_blobs_show_every_encoding_and_dtype() -> None:
+def test_golden_blobs_show_everything_that_the_format_has() -> None:
     headers = [blob.inspect(path.read_bytes()).header for path in GOLDEN.glob("*.kvb")]
     layers = [layer for header in headers for layer in header.layers]
-    assert {layer.position_encoding for layer in layers} == {"range", "bitmap", "delta"}
+    records = [record for layer in layers for record, _ in layer.contents()]
+    assert len(headers) == len(golden_caches())
+    assert {header.minor for header in headers} == {0, 1}
+    assert {layer.kind for layer in layers} == {"kept", "records"}
     assert {layer.dtype for layer in layers} == {"float32", "bfloat16", "float16"}
-    assert {layer.rope_mode for layer in layers} == {"baked", "pre"}
-    assert any(0 in layer.lengths for layer in layers)
+    assert {record.position_encoding for record in records} == {"range", "bitmap", "delta"}
+    merged = {(r.kind, r.rope_mode, r.codec) for r in records if r.kind == "merged"}
+    assert merged == {("merged", mode, codec) for mode in ("baked", "pre") for codec in ("none", "int4")}
+    assert {record.codec for record in records if record.kind == "kept"} == {"none", "int8", "int4", "int2"}
+    assert {len(layer.contents()) for layer in layers} == {1, 2}
+    assert any(0 in record.lengths for record in records)
+    assert any(header.next_position < header.num_tokens for header in headers)
+
+
+def test_codecs_take_the_bytes_that_docs_format_names() -> None:
+    """64 dimensions, bfloat16, a thousand entries in each of two heads: bytes per entry, positions left out."""
+    cache = make_cache(num_tokens=2048, lengths=((1024, 1024),), dims=(64, 64), dtype=torch.bfloat16)
+    cache = replace(cache, layers=(replace(cache.layers[0], importance=torch.rand(2048)),))
+    found = {}
+    for codec in ("none", "int8:residual=0", "int4:residual=0", "int2:residual=0", "mixed"):
+        (layer,) = blob.inspect(cache.to_bytes(codec)).header.layers
+        arrays = [span.nbytes for _, spans in layer.contents() for name, span in spans.items() if name != "positions"]
+        found[codec] = sum(arrays) / 2048
+    assert found == {"none": 256, "int8:residual=0": 144, "int4:residual=0": 80, "int2:residual=0": 48, "mixed": 96}
 
 
 def test_equal_caches_give_equal_bytes_whatever_the_order_of_their_parameters() -> None:
@@ -167,7 +254,8 @@ def test_the_header_has_every_field_of_an_identity() -> None:
 def test_two_hundred_layers_of_128_ragged_heads_fit() -> None:
     lengths = [[(head * 7 + layer) % 30 for head in range(128)] for layer in range(200)]
     cache = make_cache(num_tokens=30, lengths=lengths, dims=(1, 1))
-    require_equal(cache, blob.decode(blob.encode(cache)))
+    for codec in ("none", "int4:residual=5"):
+        require_equal(cache.encoded(codec), blob.decode(cache.to_bytes(codec)))
 
 
 @pytest.mark.parametrize(
@@ -188,10 +276,9 @@ def test_a_description_that_cannot_be_read_back_is_not_written(changes: dict[str
         make_cache(**changes).to_bytes()
 
 
-@pytest.mark.parametrize("changes", [{"num_tokens": 41}, {"next_position": 39}])
-def test_a_cache_that_contradicts_its_identity_is_not_written(changes: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequest, match=r"contradicts itself: 4\d tokens, 40 in the identity"):
-        replace(make_cache(lengths=((40, 3),)), **changes).to_bytes()
+def test_a_cache_that_contradicts_its_identity_is_not_written() -> None:
+    with pytest.raises(InvalidRequest, match=r"contradicts itself: 41 tokens, 40 in the identity"):
+        replace(make_cache(lengths=((40, 3),)), num_tokens=41).to_bytes()
 
 
 def test_other_dtypes_are_refused_by_name() -> None:
@@ -200,8 +287,76 @@ def test_other_dtypes_are_refused_by_name() -> None:
 
 
 def test_unknown_codecs_are_refused_by_name() -> None:
-    with pytest.raises(InvalidRequest, match="unknown codec 'int3'; this version has none"):
+    with pytest.raises(InvalidRequest, match="unknown codec 'int3'; this version has none, int8, int4, int2, mixed"):
         make_cache().to_bytes(codec="int3")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"slot_classes": torch.tensor([1, 0, 2, 1, 0, 0], dtype=torch.int32)}, "slot 2 names class 2 of a head of 2"),
+        ({"slot_classes": torch.tensor([0, 0, 0, 0, 0, 0], dtype=torch.int32)}, "a class has no slot"),
+        ({"slot_scales": torch.tensor([1, 1, 1, 1, torch.inf, 1])}, "a slot whose scale is not finite"),
+        ({"slot_positions": torch.tensor([2, 2, 9, 20, 23, 7], dtype=torch.int32)}, "must ascend"),
+        ({"slot_positions": torch.tensor([2, 4, 9, 20, 24, 7], dtype=torch.int32)}, "at most 23"),
+        ({"entry_positions": torch.tensor([20, 4, 7], dtype=torch.int32)}, "must ascend"),
+    ],
+)
+def test_merged_records_that_make_no_sense_are_not_written(changes: dict[str, Any], message: str) -> None:
+    cache = CompressedCache((replace(golden_merged(), **changes),), 24, 24, make_identity(24))
+    with pytest.raises(InvalidRequest, match=message):
+        cache.to_bytes()
+
+
+def test_parts_that_hold_a_token_twice_are_not_written() -> None:
+    generator = torch.Generator().manual_seed(1)
+    record = make_layer((9, 9), 20, generator=generator)
+    merged = make_merged((9, 9), 20, generator=generator)
+    chosen = torch.zeros(18, dtype=torch.bool)
+    chosen[7:13] = True
+    other = replace(
+        merged.select(chosen), slot_positions=merged.select(~chosen).slot_positions[: merged.select(chosen).slots]
+    )
+    for parts in ((record.select(chosen), record), (merged.select(~chosen), other)):
+        with pytest.raises(InvalidRequest, match="of a head in two records"):
+            CompressedCache((Parts(parts),), 20, 20, make_identity(20)).to_bytes()
+
+
+def test_keys_and_values_under_different_codecs_are_not_written() -> None:
+    record = make_layer((40, 9), 60, generator=torch.Generator().manual_seed(1))
+    four, eight = (Codec.parse(f"{name}:residual=0").encode(record) for name in ("int4", "int8"))
+    assert isinstance(four, Kept)
+    assert isinstance(eight, Kept)
+    for keys, values in ((four.keys, eight.values), (four.keys, record.values), (four.values, four.values)):
+        cache = CompressedCache(
+            (replace(record, keys=keys, values=values),), 60, 60, make_identity(60), "int4:residual=0"
+        )
+        with pytest.raises(InvalidRequest, match="keys and values under one codec"):
+            cache.to_bytes()
+
+
+def test_a_cache_that_lies_about_its_codec_is_not_written() -> None:
+    cache = make_cache(num_tokens=100, lengths=((90, 80),)).encoded("int4")
+    for codec in ("none", "int8", "int4:group=64", "int5", "int4:group=32"):
+        with pytest.raises(InvalidRequest, match="codec"):
+            replace(cache, codec=codec).to_bytes()
+
+
+def test_more_classes_than_two_bytes_can_count() -> None:
+    classes = (1 << 16) + 1
+    record = Merged(
+        keys=torch.zeros(classes, 1),
+        values=torch.zeros(classes, 1),
+        entry_positions=torch.arange(classes, dtype=torch.int32),
+        offsets=(0, classes),
+        slot_scales=torch.ones(classes),
+        slot_classes=torch.arange(classes, dtype=torch.int32),
+        slot_positions=torch.arange(classes, dtype=torch.int32),
+        slot_offsets=(0, classes),
+    )
+    for layer in (record, record.select(torch.arange(classes) < 1 << 16)):
+        cache = CompressedCache((layer,), classes, classes, make_identity(classes))
+        require_equal(cache, blob.decode(cache.to_bytes()))
 
 
 @pytest.mark.parametrize("data", ["text", None, 3, [1, 2]])

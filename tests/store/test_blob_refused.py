@@ -6,16 +6,21 @@ import random
 import re
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgpack
+import numpy as np
 import pytest
+import torch
 from blake3 import blake3
 
 from kvshelf.errors import BlobError, CacheCorrupt
 from kvshelf.store import blob
-from tests.store.caches import make_cache
+from kvshelf.store.artifact import Kept
+from kvshelf.store.artifact import Parts as PartsRecord
+from tests.store.caches import make_cache, make_merged, parts_of, tensors_of
 
 ROOT = Path(__file__).parent.parent.parent
 Fields = dict[str, Any]
@@ -48,6 +53,17 @@ class Parts:
         self.body[part["offset"] :] = data.ljust(aligned(len(data)), b"\0")
         self.first["nbytes"] = len(self.body)
 
+    def array(self, record: int, name: str) -> memoryview:
+        """One array of the first layer of 1.1, found by walking all before it as docs/format.md says; it may be written
+        to."""
+        start = self.first["offset"]
+        for index, fields in enumerate(self.first["records"]):
+            for found, size in zip(_names(fields), fields["sizes"], strict=True):
+                if (index, found) == (record, name):
+                    return memoryview(self.body)[start : start + size]
+                start += aligned(size)
+        raise KeyError(name)
+
     def join(self) -> bytes:
         for layer in self.fields.get("layers", ()):
             if isinstance(layer, dict) and {"offset", "nbytes", "digest"} <= layer.keys():
@@ -65,22 +81,62 @@ def _sorted(value: Any) -> Any:
     return [_sorted(item) for item in value] if isinstance(value, list) else value
 
 
+def _names(record: Fields) -> list[str]:
+    """The arrays of a record of 1.1, in the order of docs/format.md."""
+    names = ["keys", "values"]
+    if record["codec"] != "none":
+        names = [f"{rows} {what}" for rows in names for what in ("codes", "scales", "zeros")]
+    names.append("positions")
+    return [*names, "slot positions", "slot classes", "slot scales"] if record["kind"] == "merged" else names
+
+
 def some_blob() -> bytes:
     # One layer; its positions are a bitmap of 2 * 5 bytes, keys 29 * 3 * 4 bytes: every part is followed by padding.
     return make_cache(lengths=((20, 9),), dims=(3, 5)).to_bytes()
 
 
-def test_a_blob_put_together_again_is_the_same() -> None:
+def encoded_blob() -> bytes:
+    # One layer of 1.1 with two merged records: [8, 5] classes under int4 and the residual's [4, 4]. Rows of 3 and 5
+    # codes leave four bits of their last byte unused.
+    generator = torch.Generator().manual_seed(4)
+    layer = make_merged((12, 9), 40, dims=(3, 5), generator=generator)
+    cache = replace(make_cache(), layers=(layer,))
+    return cache.to_bytes("int4:group=8,residual=4")
+
+
+def kept_blob() -> bytes:
+    # One layer of 1.1 with two plain `Kept` records that share no position: [0, 2, 4, ...] and [1, 3, 5, ...].
+    def record(first: int) -> Kept:
+        positions = [torch.arange(first, 30, 2)] * 2
+        rows = [torch.ones(15, 2)] * 2
+        return Kept.from_heads(rows, rows, positions)
+
+    return replace(make_cache(), layers=(PartsRecord((record(0), record(1))),)).to_bytes()
+
+
+@pytest.mark.parametrize("make", [some_blob, encoded_blob, kept_blob])
+def test_a_blob_put_together_again_is_the_same(make: Callable[[], bytes]) -> None:
     """Otherwise the cases below would be refused for the wrong cause."""
-    assert Parts(some_blob()).join() == some_blob()
+    assert Parts(make()).join() == make()
 
 
-CASES: dict[str, tuple[str, Callable[[Parts], None]]] = {}
+def test_the_arrays_are_where_the_format_says() -> None:
+    """Otherwise the cases below would change other bytes than they say."""
+    (layer,) = blob.decode(encoded_blob()).layers
+    parts = Parts(encoded_blob())
+    for index, part in enumerate(parts_of(layer)):
+        for name, tensor in tensors_of(part).items():
+            if name.startswith(("keys", "values", "slot_scales")):
+                expected = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+                assert bytes(parts.array(index, name.replace("_", " "))) == expected, name
 
 
-def case(reason: str) -> Callable[[Callable[[Parts], None]], None]:
+CASES: dict[str, tuple[str, Callable[[], bytes], Callable[[Parts], None]]] = {}
+
+
+def case(reason: str, make: Callable[[], bytes] = some_blob) -> Callable[[Callable[[Parts], None]], None]:
     def add(edit: Callable[[Parts], None]) -> None:
-        CASES[edit.__name__] = (reason, edit)
+        CASES[edit.__name__] = (reason, make, edit)
 
     return add
 
@@ -91,6 +147,16 @@ def field(name: str, value: Any) -> Callable[[Parts], None]:
     def edit(parts: Parts) -> None:
         assert name in parts.first
         parts.first[name] = value
+
+    return edit
+
+
+def record_field(name: str, value: Any) -> Callable[[Parts], None]:
+    """An edit of one field of the first record of the first layer."""
+
+    def edit(parts: Parts) -> None:
+        assert name in parts.first["records"][0]
+        parts.first["records"][0][name] = value
 
     return edit
 
@@ -112,7 +178,7 @@ def major_zero(p: Parts) -> None:
 
 @case("newer_minor")
 def next_minor(p: Parts) -> None:
-    p.minor = 1
+    p.minor = 2
 
 
 @case("header_too_large")
@@ -282,7 +348,209 @@ for name, value in (
     ("rope_mode", "post"),
     ("position_encoding", "int64"),
 ):
-    CASES[f"other {name}"] = (f"unknown_{name}", field(name, value))
+    CASES[f"other {name}"] = (f"unknown_{name}", some_blob, field(name, value))
+
+for name, value, reason in (
+    ("kind", "channels", "unknown_kind"),
+    ("kind", None, "field_malformed"),
+    ("codec", "int3", "unknown_codec"),
+    ("codec", "none", "inconsistent"),
+    ("codec", "int8", "inconsistent"),
+    ("group", 16, "inconsistent"),
+    ("group", 0, "inconsistent"),
+    ("group", -8, "field_malformed"),
+    ("group", 8.0, "field_malformed"),
+    ("rope_mode", "post", "unknown_rope_mode"),
+    ("position_encoding", "int64", "unknown_position_encoding"),
+    ("slot_position_encoding", "int64", "unknown_position_encoding"),
+    ("lengths", [8, 5, 0], "inconsistent"),
+    ("lengths", [9, 5], "size_mismatch"),
+    ("lengths", [2**31 - 1] * 2, "size_mismatch"),
+    ("slot_lengths", [0, 0], "size_mismatch"),
+    ("sizes", [], "size_mismatch"),
+    ("sizes", [2**63 - 1] * 10, "size_mismatch"),
+    ("sizes", [2**63], "field_malformed"),
+):
+    CASES[f"record {name} {value}"] = (reason, encoded_blob, record_field(name, value))
+
+for name, value, reason in (
+    ("kind", "mixed", "unknown_kind"),
+    ("kind", 7, "field_malformed"),
+    ("kind", ["kept"], "field_malformed"),
+    ("dtype", "float64", "unknown_dtype"),
+    ("key_dim", 2**31 - 1, "size_mismatch"),
+    ("value_dim", 6, "size_mismatch"),
+    ("records", [], "field_malformed"),
+    ("nbytes", 64, "size_mismatch"),
+    ("offset", 64, "hole"),
+):
+    CASES[f"layer {name} {value}"] = (reason, encoded_blob, field(name, value))
+
+
+@case("missing_field", encoded_blob)
+def no_kind(p: Parts) -> None:
+    del p.first["kind"]
+
+
+@case("missing_field", encoded_blob)
+def no_kind_of_a_record(p: Parts) -> None:
+    del p.first["records"][0]["kind"]
+
+
+@case("missing_field", encoded_blob)
+def no_slots(p: Parts) -> None:
+    del p.first["records"][0]["slot_lengths"]
+
+
+@case("unknown_field", kept_blob)
+def slots_of_kept(p: Parts) -> None:
+    p.first["records"][0]["slot_lengths"] = [15, 15]
+
+
+@case("unknown_field", encoded_blob)
+def places_of_arrays(p: Parts) -> None:
+    p.first["records"][0]["keys"] = {"offset": 0, "nbytes": 20}
+
+
+@case("unknown_field")
+def codec_in_a_header_of_1_0(p: Parts) -> None:
+    p.fields["codec"] = "none"
+
+
+@case("missing_field")
+def no_codec_in_a_header_of_1_1(p: Parts) -> None:
+    p.minor = 1
+
+
+@case("not_canonical")
+def needless_minor(p: Parts) -> None:
+    p.minor, p.fields["codec"] = 1, "none"
+
+
+@case("unknown_kind", kept_blob)
+def records_in_1_0(p: Parts) -> None:
+    p.minor = 0
+
+
+@case("not_canonical", kept_blob)
+def one_plain_record(p: Parts) -> None:
+    del p.first["records"][1]
+    del p.body[p.first["nbytes"] // 2 :]
+    p.first["nbytes"] //= 2
+
+
+@case("field_malformed", kept_blob)
+def seventeen_records(p: Parts) -> None:
+    p.first["records"] *= 9
+
+
+@case("unknown_codec", encoded_blob)
+def other_codec_of_the_cache(p: Parts) -> None:
+    p.fields["codec"] = "int3"
+
+
+@case("unknown_codec", encoded_blob)
+def other_parameter_of_the_codec(p: Parts) -> None:
+    p.fields["codec"] = "int4:group=9"
+
+
+@case("not_canonical", encoded_blob)
+def default_in_the_codec(p: Parts) -> None:
+    p.fields["codec"] = "int4:residual=4,group=8"
+
+
+@case("inconsistent", encoded_blob)
+def codes_under_no_codec(p: Parts) -> None:
+    p.fields["codec"] = "none"
+
+
+@case("inconsistent", encoded_blob)
+def codes_under_another_codec(p: Parts) -> None:
+    p.fields["codec"] = "int8:group=8"
+
+
+@case("inconsistent", encoded_blob)
+def groups_of_another_size(p: Parts) -> None:
+    p.fields["codec"] = "int4:residual=4"
+
+
+@case("inconsistent", kept_blob)
+def other_number_of_heads(p: Parts) -> None:
+    p.first["records"][0]["lengths"] = [10, 10, 10]
+
+
+@case("class_out_of_range", encoded_blob)
+def class_past_the_last(p: Parts) -> None:
+    p.array(0, "slot classes")[0:2] = (8).to_bytes(2, "little")
+
+
+@case("class_without_slot", encoded_blob)
+def class_that_nobody_reads(p: Parts) -> None:
+    classes = p.array(0, "slot classes").cast("H")
+    for slot in range(len(classes)):
+        classes[slot] = 0
+
+
+@case("not_finite", encoded_blob)
+def slot_scale_that_is_none(p: Parts) -> None:
+    p.array(1, "slot scales")[0:4] = struct.pack("<f", float("nan"))
+
+
+@case("not_finite", encoded_blob)
+def zero_that_is_none(p: Parts) -> None:
+    p.array(0, "keys zeros")[0:2] = b"\x80\xff"  # -infinity
+
+
+@case("not_finite", encoded_blob)
+def scale_whose_codes_reach_infinity(p: Parts) -> None:
+    p.array(0, "values scales")[-2:] = b"\x7f\x7f"  # the largest number; 15 times that is not one
+
+
+@case("nonzero_padding", encoded_blob)
+def unused_bits_of_keys(p: Parts) -> None:
+    p.array(0, "keys codes")[1] |= 0x10
+
+
+@case("nonzero_padding", encoded_blob)
+def unused_bits_of_values(p: Parts) -> None:
+    p.array(0, "values codes")[-1] |= 0x80
+
+
+@case("nonzero_padding", encoded_blob)
+def padding_between_records(p: Parts) -> None:
+    p.body[sum(map(aligned, p.first["records"][0]["sizes"])) - 1] = 1
+
+
+@case("positions_overlap", kept_blob)
+def position_in_two_records(p: Parts) -> None:
+    p.array(1, "positions")[:] = bytes(p.array(0, "positions"))
+
+
+@case("positions_overlap", encoded_blob)
+def slot_in_two_records(p: Parts) -> None:
+    assert {record["slot_position_encoding"] for record in p.first["records"]} == {"bitmap"}
+    first, second = (np.unpackbits(p.array(i, "slot positions")[:5], bitorder="little") for i in (0, 1))
+    second[second.argmax()] = 0
+    second[first.argmax()] = 1
+    p.array(1, "slot positions")[:5] = np.packbits(second, bitorder="little").tobytes()
+
+
+@case("positions_out_of_range", encoded_blob)
+def center_past_the_document(p: Parts) -> None:
+    record = p.first["records"][1]
+    assert (record["position_encoding"], record["lengths"]) == ("delta", [4, 4])
+    p.array(1, "positions")[3] = 39
+
+
+@case("positions_count", encoded_blob)
+def more_slots_than_the_document_has_tokens(p: Parts) -> None:
+    p.fields["num_tokens"] = p.fields["identity"]["num_tokens"] = max(p.first["records"][0]["slot_lengths"]) - 1
+
+
+@case("inconsistent", encoded_blob)
+def slots_of_one_head(p: Parts) -> None:
+    record = p.first["records"][0]
+    record["slot_lengths"] = [sum(record["slot_lengths"])]
 
 
 @case("unknown_layout")
@@ -446,8 +714,8 @@ def body_too_long(p: Parts) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_each_fault_has_one_name(name: str) -> None:
-    reason, edit = CASES[name]
-    parts = Parts(some_blob())
+    reason, make, edit = CASES[name]
+    parts = Parts(make())
     edit(parts)
     with pytest.raises(BlobError) as refusal:
         blob.decode(parts.join())
@@ -468,15 +736,16 @@ def test_every_reason_is_tested_and_documented() -> None:
     source = "".join(path.read_text() for path in (ROOT / "kvshelf/store").glob("blob*.py"))
     source += (ROOT / "kvshelf/store/positions.py").read_text()
     named = set(re.findall(r'reason="(\w+)"', source))
-    tested = {reason for reason, _ in CASES.values()} | {"digest_mismatch"}
+    tested = {reason for reason, _, _ in CASES.values()} | {"digest_mismatch"}
     section = (ROOT / "docs/format.md").read_text().partition("## What is refused")[2]
     documented = set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE))
     assert tested == documented
     assert named <= tested
 
 
-def test_every_truncation_is_refused_as_such() -> None:
-    data = some_blob()
+@pytest.mark.parametrize("make", [some_blob, encoded_blob])
+def test_every_truncation_is_refused_as_such(make: Callable[[], bytes]) -> None:
+    data = make()
     for size in range(len(data)):
         with pytest.raises(BlobError) as refusal:
             blob.decode(data[:size])
@@ -490,9 +759,10 @@ def test_nothing_may_follow(extra: bytes) -> None:
     assert refusal.value.reason == "trailing_bytes"
 
 
-def test_every_bit_of_a_small_blob_counts() -> None:
+@pytest.mark.parametrize("make", [some_blob, encoded_blob])
+def test_every_bit_of_a_small_blob_counts(make: Callable[[], bytes]) -> None:
     """Not a sample: all of them. The first 16 bytes have their own reasons, the rest are found by digests."""
-    data = bytearray(some_blob())
+    data = bytearray(make())
     for bit in range(len(data) * 8):
         data[bit // 8] ^= 1 << bit % 8
         with pytest.raises(BlobError) as refusal:
@@ -502,9 +772,10 @@ def test_every_bit_of_a_small_blob_counts() -> None:
     blob.decode(data)
 
 
-def test_random_bit_flips_of_a_large_blob_are_refused(soak: bool) -> None:
+@pytest.mark.parametrize("codec", ["none", "int2"])
+def test_random_bit_flips_of_a_large_blob_are_refused(soak: bool, codec: str) -> None:
     rng = random.Random(20261120)
-    data = bytearray(make_cache(num_tokens=4096, lengths=((2048, 1024),) * 4, dims=(32, 32)).to_bytes())
+    data = bytearray(make_cache(num_tokens=4096, lengths=((2048, 1024),) * 4, dims=(32, 32)).to_bytes(codec))
     refused = 0
     for _ in range(1000 if soak else 50):
         bit = rng.randrange(len(data) * 8)

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvshelf.errors import InvalidRequest
-from kvshelf.store.artifact import Kept, LayerRecord, Merged, PackedRecord, Parts
+from kvshelf.store.artifact import Kept, Merged, PackedRecord, Parts
 from kvshelf.store.codecs import BITS, Codec, resolve
 from kvshelf.store.rows import QuantizedRows
-from tests.store.caches import make_cache, make_layer, make_merged, split_at_random
+from tests.store.caches import make_cache, make_layer, make_merged, parts_of, split_at_random
 
 
 @pytest.mark.parametrize(
@@ -203,10 +203,6 @@ def originals(record: PackedRecord) -> dict[tuple[int, int], tuple[Tensor, Tenso
         for head, positions in enumerate(record.positions)
         for i, position in enumerate(positions.tolist())
     }
-
-
-def parts_of(record: LayerRecord) -> tuple[PackedRecord, ...]:
-    return record.parts if isinstance(record, Parts) else (record,)
 
 
 @pytest.mark.parametrize("kind", ["kept", "merged"])

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import stat
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kvshelf.errors import CacheExpired, CacheNotFound, InvalidRequest, StoreUnavailable
 from kvshelf.store import Manifest, Timings, blob, catalog, housekeeping, open_store
@@ -313,6 +315,59 @@ def test_parameters_that_cannot_be_written_down_are_refused(
     with pytest.raises(InvalidRequest, match="cannot be written"):
         store.put(make_cache(policy_params=params))
     assert blob_files(home) == []
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4:group=8,residual=3", "int2:residual=0", "mixed:share=0.25"])
+def test_a_cache_is_kept_under_a_codec(store: DiskStore, home: Path, codec: str) -> None:
+    cache = make_cache(num_tokens=100, lengths=((90, 80), (70, 60)))
+    ranked = [replace(layer, importance=torch.rand(layer.entries)) for layer in cache.layers]
+    cache = replace(cache, layers=tuple(ranked))
+    plain, manifest = store.put(cache), store.put(cache, codec=codec)
+    assert (manifest.codec, plain.codec) == (codec, "none")
+    assert manifest.id == store.cache_id(cache.identity, codec=codec) != plain.id
+    assert (manifest.bytes_full, manifest.kept_tokens) == (plain.bytes_full, plain.kept_tokens)
+    assert manifest.bytes_stored < plain.bytes_stored
+    found = store.get(manifest.id)
+    require_equal(cache.encoded(codec), found)
+    assert found.codec == codec
+    assert store.put(found).id == store.put(found, codec=codec).id == manifest.id, "nothing is encoded twice"
+    assert len(blob_files(home)) == 2
+
+
+def test_texts_of_one_codec_are_one_cache(store: DiskStore, home: Path) -> None:
+    cache = make_cache(num_tokens=100, lengths=((90, 80),))
+    manifests = [store.put(cache, codec=text) for text in ("int4", "int4:group=32", "int4:residual=032,group=32")]
+    assert {(manifest.id, manifest.codec) for manifest in manifests} == {(manifests[0].id, "int4")}
+    assert store.cache_id(cache.identity, codec="int4:residual=32") == manifests[0].id
+    assert len(blob_files(home)) == 1
+
+
+@pytest.mark.parametrize("codec", ["int3", "int4:group=7", "none:group=32", "", None])
+def test_no_id_is_made_of_what_is_no_codec(store: DiskStore, codec: Any) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        store.cache_id(make_cache().identity, codec=codec)
+    assert refusal.value.param == "codec"
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4:group=64", "mixed"])
+def test_an_encoded_cache_is_not_kept_under_another_codec(store: DiskStore, home: Path, codec: str) -> None:
+    cache = make_cache(num_tokens=100, lengths=((90, 80),)).encoded("int4")
+    with pytest.raises(InvalidRequest, match="not encoded again") as refusal:
+        store.put(cache, codec=codec)
+    assert refusal.value.param == "codec"
+    assert blob_files(home) == []
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_numbers_that_a_codec_cannot_hold_are_not_kept(store: DiskStore, home: Path, value: float) -> None:
+    cache = make_cache()
+    layer = replace(cache.layers[1], keys=torch.full((40, 8), value))
+    cache = replace(cache, layers=(cache.layers[0], layer))
+    with pytest.raises(InvalidRequest, match="layer 1") as refusal:
+        store.put(cache, codec="int4")
+    assert refusal.value.param == "codec"
+    assert blob_files(home) == []
+    assert store.put(cache).codec == "none", "without a codec any number is kept"
 
 
 def test_deleting_is_final_for_a_sweep_that_was_under_way(store: DiskStore, clock: Clock) -> None:

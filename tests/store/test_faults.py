@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -126,9 +127,11 @@ def test_a_put_notices_that_the_file_is_gone_or_short(shelf: DiskStore, home: Pa
     assert shelf.check() == []
 
 
-def test_a_blob_under_another_id_is_refused(shelf: DiskStore, home: Path) -> None:
-    """An index that was tampered with: the row names another cache's file, with a manifest that fits it."""
-    mine, theirs = shelf.put(make_cache(0), tenant="me"), shelf.put(make_cache(1), tenant="you")
+@pytest.mark.parametrize("other", [{"cache": make_cache(1)}, {"cache": make_cache(0), "codec": "int4"}])
+def test_a_blob_under_another_id_is_refused(shelf: DiskStore, home: Path, other: dict[str, Any]) -> None:
+    """An index that was tampered with: the row names another cache's file, or that of the same cache under another
+    codec, with a manifest that fits it."""
+    mine, theirs = shelf.put(make_cache(0), tenant="me"), shelf.put(**other, tenant="me")
     with sqlite3.connect(home / "shelf.sqlite3") as connection:
         connection.execute(
             "UPDATE caches SET (file, manifest) = (SELECT file, manifest FROM caches WHERE id = ?) WHERE id = ?",

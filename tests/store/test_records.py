@@ -14,7 +14,7 @@ from kvshelf.kernels.prefix_attention import DensePrefix, MergedPrefix
 from kvshelf.store.artifact import Kept, LayerRecord, Merged, Parts
 from kvshelf.store.codecs import Codec
 from kvshelf.store.packed import Rotate
-from tests.store.caches import make_layer, make_merged, split_at_random
+from tests.store.caches import make_layer, make_merged, parts_of, split_at_random, tensors_of
 
 LENGTHS = (45, 0, 1, 33)  # ragged, one head empty, one with a single entry, two with a short last group
 CODECS = ("none", "int8", "int4:group=8,residual=5", "int2:group=16,residual=0", "int4:residual=1000")
@@ -194,17 +194,7 @@ def test_moving_to_another_device_moves_all_of_a_record() -> None:
         moved = record.to("meta")
         assert moved.nbytes == record.nbytes
         assert record.to("cpu") is record
-        parts = moved.parts if isinstance(moved, Parts) else (moved,)
-        assert {tensor.device.type for part in parts for tensor in _tensors(part)} == {"meta"}
-
-
-def _tensors(record: Kept | Merged) -> list[Tensor]:
-    found = [record.entry_positions]
-    for rows in (record.keys, record.values):
-        found += [rows] if isinstance(rows, Tensor) else [rows.codes, rows.scales, rows.zeros]
-    if isinstance(record, Merged):
-        found += [record.slot_scales, record.slot_classes, record.slot_positions]
-    return found
+        assert {t.device.type for part in parts_of(moved) for t in tensors_of(part).values()} == {"meta"}
 
 
 def test_quantized_records_have_no_views() -> None:
