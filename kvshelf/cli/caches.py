@@ -35,7 +35,12 @@ def put(
     param: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="A parameter of the policy.")] = None,
     model: Annotated[str | None, typer.Option(help="One of the service's models.")] = None,
     layout: Annotated[str | None, typer.Option(help="chat or plain.")] = None,
-    codec: Annotated[str | None, typer.Option(help="How the cache is stored: none.")] = None,
+    codec: Annotated[
+        str | None,
+        typer.Option(
+            help="How it is stored: none, int8, int4, int2 or mixed; int4:group=64,residual=128 with parameters."
+        ),
+    ] = None,
     ttl: Annotated[str | None, typer.Option(help="How long to keep it: 90s, 15m, 2h, 7d.")] = None,
     name: Annotated[str | None, typer.Option(help="A name for people.  [default: the file's]")] = None,
     label: Labels = None,

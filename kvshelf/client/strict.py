@@ -25,6 +25,15 @@ Text = Annotated[str, Field(min_length=1)]
 ModelName = Annotated[str, Field(min_length=1, max_length=512)]
 LabelKey = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.\-/]{1,64}$")]
 LabelValue = Annotated[str, Field(max_length=512)]
+CodecText = Annotated[
+    str,
+    Field(
+        pattern=r"^(none|int8|int4|int2|mixed)(:[a-z]+=[a-z0-9.]+(,[a-z]+=[a-z0-9.]+)*)?$",
+        max_length=128,
+        description="none, int8, int4, int2 or mixed, with parameters if any: int4:group=64,residual=128",
+    ),
+]
+"""The parameters and their ranges are the store's to check."""
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Ratio = Annotated[float, Field(ge=0, lt=1)]
 MaxTokens = Annotated[int, Field(ge=1, le=1_000_000)]

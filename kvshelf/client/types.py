@@ -18,6 +18,7 @@ from kvshelf.client.strict import (
     MAX_LABELS,
     MAX_MESSAGES,
     MAX_TTL_S,
+    CodecText,
     FinishReason,
     LabelKey,
     LabelValue,
@@ -68,7 +69,7 @@ class CreateCache(RequestBody):
     policy_params: dict[str, Any] = Field(default_factory=dict, max_length=64)
     compression_ratio: Ratio | None = None
     budget_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    codec: Literal["none", "int8", "int4", "int2", "mixed"] = "none"
+    codec: CodecText = "none"
     levels: list[Ratio] | None = None
     min_quality: Annotated[float, Field(ge=0, le=1)] | None = None
     expected_questions: list[Text] = Field(
@@ -88,13 +89,6 @@ class CreateCache(RequestBody):
         if policy == "auto":
             raise unsupported('policy "auto" (choosing the policy for you)')
         return policy
-
-    @field_validator("codec")
-    @classmethod
-    def _no_codec(cls, codec: str) -> str:
-        if codec != "none":
-            raise unsupported(f'codec "{codec}" (only "none" is)')
-        return codec
 
     @field_validator("levels", "min_quality", "keep_source")
     @classmethod

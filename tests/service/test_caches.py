@@ -54,6 +54,26 @@ def test_a_new_cache_is_201_and_the_same_again_200(http: httpx.Client) -> None:
     assert http.get(f"/v1/caches/{new['id']}").json() == new
 
 
+@pytest.mark.parametrize(
+    ("codec", "canonical"),
+    [("int4", "int4"), ("int2:residual=8,group=32", "int2:residual=8"), ("mixed:share=.25", "mixed:share=0.25")],
+)
+def test_a_codec_is_stored_named_and_read_back(http: httpx.Client, codec: str, canonical: str) -> None:
+    plain = create(http, document=DOCUMENT, compression_ratio=0.5)
+    coded = create(http, document=DOCUMENT, compression_ratio=0.5, codec=codec)
+    again = create(http, document=DOCUMENT, compression_ratio=0.5, codec=canonical)
+    assert (coded["codec"], again["id"], again["existing"]) == (canonical, coded["id"], True)
+    assert coded["id"] != plain["id"]
+    assert coded["tokens"] == plain["tokens"]
+    assert coded["bytes"]["full"] == plain["bytes"]["full"]
+    assert coded["bytes"]["stored"] < plain["bytes"]["stored"]
+    cache = CompressedCache.from_bytes(http.get(f"/v1/caches/{coded['id']}/blob").content)
+    assert cache.codec == canonical
+    answer = http.post(f"/v1/caches/{coded['id']}/query", json={"prompt": "Which ships?", "max_tokens": 4})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["cache_read_tokens"] == coded["tokens"]["document"]
+
+
 def test_all_three_forms_and_a_file(http: httpx.Client) -> None:
     text = create(http, document=DOCUMENT + "text", policy="full")
     assert text["compression_ratio"] == 0
