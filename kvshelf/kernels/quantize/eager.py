@@ -106,7 +106,7 @@ def _quantize(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     # Minimum and maximum apart: torch.aminmax takes ten times as long.
     zeros = _round_to_bf16(x.amin(dim, keepdim=True), -torch.inf)
     scales = _round_to_bf16((x.amax(dim, keepdim=True) - zeros) / levels, torch.inf)
-    divisor = scales.float().masked_fill_(scales == 0, 1.0)
+    divisor = scales.float().masked_fill_(scales == 0, 1.0)  # 0 / 0 is NaN, and a NaN's uint8 is undefined
     codes = (x - zeros).div_(divisor).round_().clamp_(0, levels).to(torch.uint8)
     return codes, scales.squeeze(dim), zeros.squeeze(dim)
 
