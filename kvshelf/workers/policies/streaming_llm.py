@@ -10,7 +10,7 @@ import torch
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.store.artifact import Kept
 from kvshelf.workers.budgets import Budget, LayerBudget
-from kvshelf.workers.policies.base import Policy, keep, parameter
+from kvshelf.workers.policies.base import Observes, Policy, keep, parameter
 from kvshelf.workers.policies.view import LayerView
 
 
@@ -18,15 +18,28 @@ from kvshelf.workers.policies.view import LayerView
 class StreamingLLM(Policy):
     """Keep the first tokens (attention sinks) and the most recent ones; the middle is gone.
 
-    Positions stay absolute. Departures: the chat template's tokens before the document count as sinks when there are
-    more of them than `sink`. The paper streams without end with positions renumbered in the cache; here the document is
-    finite.
+    With `positions` "absolute" keys keep the angles of their places in the document, and a question continues at its
+    end. With "cache", as in the paper (section 3.2), keys are un-rotated and rotated once in fp32 to their places in
+    the cache, and a question continues at the number of kept entries.
+
+    Departures: the chat template's tokens before the document count as sinks when there are more of them than `sink`.
+    The paper streams without end and so rotates at every step; here the document is finite, and once is enough.
     """
 
     name: ClassVar[str] = "streaming_llm"
     source: ClassVar[str] = "StreamingLLM, arXiv 2309.17453"
 
     sink: int = parameter(4, "first tokens always kept", minimum=0)
+    positions: str = parameter(
+        "absolute", "angles of the keys: places in the document or in the cache", choices=("absolute", "cache")
+    )
+
+    @property
+    def observes(self) -> Observes:
+        return Observes.ROPE if self.positions == "cache" else Observes.NOTHING
+
+    def next_position(self, num_tokens: int, budget: Budget) -> int:
+        return budget.tokens if self.positions == "cache" else num_tokens
 
     def fitted(self, num_tokens: int, budget: Budget, protected_prefix: int, given: frozenset[str]) -> Self:
         super().fitted(num_tokens, budget, protected_prefix, given)
@@ -46,4 +59,16 @@ class StreamingLLM(Policy):
         recent = layer.positions >= layer.num_tokens - (counts - sinks)  # [kv_heads, N]
         first = layer.positions < sinks
         importance = layer.positions.float().masked_fill(first, torch.inf)
-        return keep(layer, recent | first, importance.repeat(layer.kv_heads, 1))
+        record = keep(layer, recent | first, importance.repeat(layer.kv_heads, 1))
+        return record if self.positions == "absolute" else _in_cache(layer, record)
+
+
+def _in_cache(layer: LayerView, record: Kept) -> Kept:
+    """The record with every key rotated to its slot instead of its position."""
+    assert layer.rope is not None
+    assert record.uniform, "a slot of the cache is the same place in every head"
+    assert isinstance(record.keys, torch.Tensor)
+    positions = record.positions[0]
+    keys = record.keys.view(layer.kv_heads, len(positions), -1)
+    slots = torch.arange(len(positions), device=keys.device)
+    return replace(record, keys=layer.rope.moved(keys, positions, slots).to(keys.dtype).flatten(0, 1))
