@@ -131,7 +131,7 @@ class Codec:
         for start, length, head in zip(
             record.offsets, record.lengths, torch.split(record.importance, record.lengths), strict=False
         ):
-            # The small term keeps 0.3 of 10 from becoming 2, as in budgets.
+            # The small term keeps 0.29 of 100 from becoming 28, as in budgets.
             count = int(length * self.share + 1e-9)
             chosen[start + head.argsort(descending=True, stable=True)[:count]] = True
         return chosen

@@ -267,11 +267,11 @@ def test_mixed_keeps_the_important_entries_better(high: str, kind: str) -> None:
 
 
 def test_a_share_is_a_floor_that_forgives_binary_fractions() -> None:
-    record = make_layer((10,), 20, generator=torch.Generator().manual_seed(1))
-    record = replace(record, importance=torch.arange(10.0))
-    best, _ = parts_of(Codec.parse("mixed:share=0.3").encode(record))
-    assert int(10 * 0.3 * 1.0000001) == 3
-    assert best.lengths == [3]
+    record = make_layer((100, 99), 200, generator=torch.Generator().manual_seed(1))
+    record = replace(record, importance=torch.arange(199.0))
+    best, _ = parts_of(Codec.parse("mixed:share=0.29").encode(record))
+    assert int(100 * 0.29) == 28
+    assert best.lengths == [29, 28]
 
 
 def test_mixed_needs_to_know_what_is_important() -> None:
