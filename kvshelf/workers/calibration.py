@@ -6,8 +6,8 @@ looked for in the user's data folder, under the digest of the weights, and then 
 
 from __future__ import annotations
 
+import json
 import os
-from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -65,7 +65,7 @@ class Calibration(BaseModel):
         """Query heads of each layer."""
         return len(self.head_scores[0])
 
-    @cached_property
+    @property
     def digest(self) -> str:
         """Hex digest of what a policy reads of it: part of the identity of every cache made with it."""
         content = self.model_dump(mode="json", include={"weights", "head_scores", "layer_errors"})
@@ -130,6 +130,14 @@ def _of(model: ModelIdentity, found: Calibration, path: Path) -> Calibration:
         raise PolicyUnsupported(
             f"the calibration {path} is of other weights ({found.weights[:16]}) than those of {model.name!r} as "
             f"{model.dtype} ({model.weights[:16]}); make one for these: {_command(model)}",
+            param="policy",
+        )
+    shape = json.loads(model.attention)
+    if (len(found.head_scores), found.query_heads) != (shape["num_hidden_layers"], shape["num_attention_heads"]):
+        raise PolicyUnsupported(
+            f"the calibration {path} has {len(found.head_scores)} layers of {found.query_heads} query heads, and "
+            f"{model.name!r} has {shape['num_hidden_layers']} of {shape['num_attention_heads']}; make it again: "
+            f"{_command(model)}",
             param="policy",
         )
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
@@ -23,7 +24,8 @@ class ExpectedAttention(ScoringPolicy):
     matrices. The expected weight of key j is then softmax_j(s k_j . R mu + s^2/2 k_j^T R Sigma R^T k_j), s being the
     model's attention scale; the score is (its mean over the GQA group + eps) * ||v_j||. This is kvpress's
     ExpectedAttentionPress, with R made of the model's own RoPE tables, whatever their scaling, and in fp32, for the
-    quadratic term leaves the range of half precision. Departure: the chat template's tokens count as sinks when there
+    quadratic term leaves the range of half precision. Departures: scores are logarithms, the same order without the
+    underflow in which most tokens of some heads would tie at zero; the chat template's tokens count as sinks when there
     are more of them than `sink`; sinks stay, and neither queries nor softmax include them. The published results take
     per-head budgets and eps 0.01 on top.
     """
@@ -33,7 +35,7 @@ class ExpectedAttention(ScoringPolicy):
     advice: ClassVar[str] = "One pass, no probe text, no calibration: for unknown questions where KVzip costs too much."
     observes: ClassVar[Observes] = Observes.QUERIES | Observes.ROPE
 
-    n_future: int = parameter(512, "future positions that are averaged over", minimum=1)
+    n_future: int = parameter(512, "future positions that are averaged over", minimum=1, maximum=65536)
     sink: int = parameter(4, "first tokens always kept, and left out of the statistics", minimum=0)
     covariance: bool = parameter(True, "use the queries' covariance, not only their mean")
     value_norm: bool = parameter(True, "weigh by the norm of the values")
@@ -57,14 +59,15 @@ class ExpectedAttention(ScoringPolicy):
         mean, covariance = self._future_queries(layer, first)
         scores = torch.stack(
             [
-                _expected_weights(head_keys, head_mean, head_covariance, layer.scaling)
+                _log_weights(head_keys, head_mean, head_covariance, layer.scaling)
                 for head_keys, head_mean, head_covariance in zip(
                     keys, layer.grouped(mean), layer.grouped(covariance), strict=True
                 )
             ]
         )
         if self.value_norm:
-            scores = (scores + self.eps) * layer.values[:, first:].float().norm(dim=-1)
+            least = scores.new_tensor(self.eps).log()  # -inf for 0, which adds nothing
+            scores = torch.logaddexp(scores, least) + layer.values[:, first:].float().norm(dim=-1).log()
         return torch.nn.functional.pad(scores, (first, 0))
 
     def protected(self, layer: LayerView) -> Tensor:
@@ -87,11 +90,11 @@ class ExpectedAttention(ScoringPolicy):
         return mean @ rotation.T, covariance
 
 
-def _expected_weights(keys: Tensor, mean: Tensor, covariance: Tensor, scaling: float) -> Tensor:
-    """The mean over one GQA group of softmax(s k.m + s^2/2 k^T C k). keys: `[n, D]`, mean: `[group, D]`, covariance:
-    `[group, D, D]`. Returns `[n]`."""
+def _log_weights(keys: Tensor, mean: Tensor, covariance: Tensor, scaling: float) -> Tensor:
+    """The log of the mean over one GQA group of softmax(s k.m + s^2/2 k^T C k). keys: `[n, D]`, mean: `[group, D]`,
+    covariance: `[group, D, D]`. Returns `[n]`."""
     scaled = keys * scaling
     logits = mean @ scaled.T  # [group, n]
     for row, matrix in zip(logits, covariance, strict=True):
         row += ((scaled @ matrix) * scaled).sum(dim=-1) / 2
-    return torch.softmax(logits, dim=-1).mean(dim=0)
+    return torch.log_softmax(logits, dim=-1).logsumexp(dim=0) - math.log(len(logits))

@@ -47,7 +47,7 @@ class KVzip(ScoringPolicy):
     )
     observes: ClassVar[Observes] = Observes.QUERIES
 
-    chunk: int = parameter(2048, "document tokens repeated at a time", minimum=1)
+    chunk: int = parameter(2048, "document tokens repeated at a time", minimum=64)
     sink: int = parameter(4, "first tokens in every softmax, always kept", minimum=0)
     across: str = parameter("cache", "who shares a budget", choices=("cache", "layer", "head"))
 
