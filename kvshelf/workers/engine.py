@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from kvshelf.errors import DocumentTooLong, DocumentTooShort, InvalidRequest, PolicyUnsupported
 from kvshelf.store.artifact import CompressedCache
@@ -21,6 +21,7 @@ from kvshelf.workers.attached import AttachedCache
 from kvshelf.workers.attention import CONTEXT, kvshelf_attention
 from kvshelf.workers.budgets import Budget
 from kvshelf.workers.chunked import ChunkedPrefill
+from kvshelf.workers.export import Positions, export
 from kvshelf.workers.generation import Answer, Checkpoint, Generation, Sampling
 from kvshelf.workers.policies import DEFAULT_POLICY, Policy, build
 from kvshelf.workers.policies.base import Absorber, Observes
@@ -218,6 +219,20 @@ class Engine:
         past = self._attach(cache)
         with kvshelf_attention(self.model):
             yield past
+
+    def export(self, cache: CompressedCache, positions: Positions = "contiguous") -> DynamicCache:
+        """`cache` as a plain transformers `DynamicCache`, batch 1, for code that runs without kvshelf's attention.
+
+        "contiguous": every key is rotated once, in fp32, from its place in the document to its slot 0..K-1. The result
+        is an ordinary prefix of K tokens: positions, masks and `generate()` need nothing else. "absolute": keys as they
+        are stored; only for code that sets position ids itself, the first of them `cache.next_position`. Quantized
+        caches are dequantized.
+
+        Raises `ModelMismatch`, and `PolicyUnsupported` for what is no such prefix: heads or layers of different
+        lengths, merged tokens, and, where keys have to move, a RoPE that cannot be undone.
+        """
+        self.identity.require_match(cache.identity.model)
+        return export(cache.to(self.model.device), positions, rope=self.rope, config=self.model.config)
 
     def encode_query(self, cache: CompressedCache, prompt: Prompt) -> list[int]:
         """Token ids that ask `prompt` (a text, messages, or ids to append as they are) after this cache.
