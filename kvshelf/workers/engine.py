@@ -26,7 +26,7 @@ from kvshelf.workers.generation import Answer, Checkpoint, Generation, Sampling
 from kvshelf.workers.policies import DEFAULT_POLICY, Policy, build
 from kvshelf.workers.policies.base import Absorber, Observes
 from kvshelf.workers.policies.full import Full
-from kvshelf.workers.policies.view import ProbePass, Source
+from kvshelf.workers.policies.view import ProbePass, Source, output_weight
 from kvshelf.workers.reducing import LayerReducer
 from kvshelf.workers.rope import Rope
 from kvshelf.workers.text import EncodedDocument, Message, TextFormat, check_messages
@@ -328,6 +328,13 @@ class Engine:
             raise PolicyUnsupported(
                 f"policy {policy.name!r} reads the document's text, and this engine has no tokenizer; choose a policy "
                 "that does not",
+                param="policy",
+            )
+        attention = [getattr(layer, "self_attn", None) for layer in getattr(self.model.base_model, "layers", [None])]
+        if Observes.WEIGHTS in policy.observes and any(output_weight(module) is None for module in attention):
+            raise PolicyUnsupported(
+                f"policy {policy.name!r} weighs values by the attention's output projection, and {self.name!r} has no "
+                "o_proj weight in every layer that could be read; choose a policy that does not",
                 param="policy",
             )
 

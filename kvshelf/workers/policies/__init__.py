@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvshelf.errors import InvalidRequest
-from kvshelf.workers.policies.base import Policy, ScoringPolicy, legal_values, parameter, parameter_types
+from kvshelf.workers.policies.ada import Ada
+from kvshelf.workers.policies.base import (
+    Policy,
+    ScoringPolicy,
+    legal_values,
+    parameter,
+    parameter_fields,
+    parameter_types,
+)
+from kvshelf.workers.policies.cake import Cake
+from kvshelf.workers.policies.defensivekv import DefensiveKV
 from kvshelf.workers.policies.ems import EMS
 from kvshelf.workers.policies.full import Full
 from kvshelf.workers.policies.h2o import H2O
 from kvshelf.workers.policies.keydiff import KeyDiff
 from kvshelf.workers.policies.lagkv import LagKV
+from kvshelf.workers.policies.layer_defensivekv import LayerDefensiveKV
 from kvshelf.workers.policies.localkv import LocalKV
+from kvshelf.workers.policies.pyramidkv import PyramidKV
 from kvshelf.workers.policies.snapkv import SnapKV
 from kvshelf.workers.policies.streaming_llm import StreamingLLM
 from kvshelf.workers.policies.view import LayerView
@@ -24,7 +36,22 @@ __all__ = ["POLICIES", "LayerView", "Policy", "PolicyInfo", "ScoringPolicy", "bu
 DEFAULT_POLICY = "keydiff"
 
 POLICIES: Mapping[str, type[Policy]] = {
-    cls.name: cls for cls in (Full, EMS, H2O, KeyDiff, LagKV, LocalKV, SnapKV, StreamingLLM)
+    cls.name: cls
+    for cls in (
+        Full,
+        Ada,
+        Cake,
+        DefensiveKV,
+        EMS,
+        H2O,
+        KeyDiff,
+        LagKV,
+        LayerDefensiveKV,
+        LocalKV,
+        PyramidKV,
+        SnapKV,
+        StreamingLLM,
+    )
 }
 
 
@@ -78,7 +105,7 @@ def _info(cls: type[Policy]) -> PolicyInfo:
             legal=legal_values(types[f.name], f.metadata),
             **f.metadata,
         )
-        for f in fields(cls)
+        for f in parameter_fields(cls)
     }
     summary = " ".join(inspect.cleandoc(cls.__doc__ or "").split("\n\n", 1)[0].split())
     return PolicyInfo(cls.name, cls.version, summary, cls.source, cls.takes_budget, parameters)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.window_scores import window_attention
 
 if TYPE_CHECKING:  # a view is also made without a model
@@ -132,16 +131,20 @@ class LayerView:
 
     def output_projection(self) -> Tensor:
         """The rows of W_o that each query head's output meets, `[q_heads, Dv, hidden]`."""
-        weight = getattr(getattr(self.module, "o_proj", None), "weight", None)
-        if weight is None:
-            raise PolicyUnsupported(
-                f"{type(self.module).__name__} has no o_proj weight for the policy to read", param="policy"
-            )
-        return torch.as_tensor(weight).T.reshape(self.all_queries.shape[0], -1, weight.shape[0])
+        weight = output_weight(self.module)
+        assert weight is not None, "the policy must say that it observes weights"
+        return weight.T.reshape(self.all_queries.shape[0], -1, weight.shape[0])
 
     def _rope(self) -> Rope:
         assert self.rope is not None, "the policy must say that it observes RoPE"
         return self.rope
+
+
+def output_weight(attention: nn.Module | None) -> Tensor | None:
+    """The weight of an attention module's output projection, `[hidden, q_heads * Dv]`; None where it has none that can
+    be read: it has another name, or is packed by quantization."""
+    weight = getattr(getattr(attention, "o_proj", None), "weight", None)
+    return weight if isinstance(weight, Tensor) and weight.is_floating_point() else None
 
 
 class Window:

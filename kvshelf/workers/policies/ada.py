@@ -1,0 +1,128 @@
+"""Ada-KV: heads share a budget by their scores (Feng et al., 2024, arXiv 2407.11550)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Self
+
+from torch import Tensor
+
+from kvshelf.errors import InvalidRequest
+from kvshelf.workers.budgets import Budget, LayerBudget
+from kvshelf.workers.plans import GlobalPlan, flat_counts, least
+from kvshelf.workers.policies.base import Observes, ScoringPolicy, parameter, parameter_fields
+from kvshelf.workers.policies.snapkv import SnapKV
+from kvshelf.workers.policies.view import LayerView, ProbePass, Source
+
+
+@dataclass(frozen=True)
+class Ada(ScoringPolicy):
+    """Let another policy score, and give heads with more high scores more of the budget: those of a layer share its
+    budget, or all heads of all layers that of the cache.
+
+    Algorithm 1 of the paper with the safeguard as kvpress has it: each head keeps its best `floor` of an even share
+    whatever its scores, and the rest goes to the best scores of all heads together, so that the total is exact. (The
+    authors' code mixes the two counts and rounds, which can miss it by a few.) Where the base gives layers unequal
+    budgets (pyramidkv), the heads of a layer share that. `across="cache"` is not in the paper.
+
+    Scores must mean the same in every head, and with `across="cache"` in every layer. Those that are parts of an
+    attention row do (snapkv, h2o). Norms and cosines of keys (knorm, keydiff) do not: a head with long keys would take
+    the budget from others for no merit.
+
+    The parameters of the base are given beside these.
+    """
+
+    name: ClassVar[str] = "ada"
+    source: ClassVar[str] = "Ada-KV, arXiv 2407.11550"
+    advice: ClassVar[str] = "Around a policy that scores by attention, where heads differ in how much they look at."
+
+    base: str = parameter("snapkv", "the policy that scores; its own parameters are given beside this one")
+    floor: float = parameter(
+        0.2, "part of an even share that each head keeps whatever its scores", minimum=0, maximum=1
+    )
+    across: str = parameter("layer", "the heads that share a budget", choices=("layer", "cache"))
+    scoring: ScoringPolicy = field(default_factory=SnapKV)
+
+    @classmethod
+    def build(cls, given: Mapping[str, Any]) -> Self:
+        own = {f.name for f in parameter_fields(cls)}
+        ada = super().build({name: value for name, value in given.items() if name in own})
+        scoring = _scoring_policy(ada.base).build({name: given[name] for name in given if name not in own})
+        if ada.across == "cache" and type(scoring).counts is not ScoringPolicy.counts:
+            raise InvalidRequest(
+                f"policy {ada.base!r} shares the budget among layers or heads itself, which across 'cache' would undo; "
+                "give across 'layer', or another base",
+                param="policy_params.across",
+            )
+        return replace(ada, scoring=scoring)
+
+    def parameters(self) -> dict[str, Any]:
+        return super().parameters() | self.scoring.parameters()
+
+    def fitted(self, num_tokens: int, budget: Budget, protected_prefix: int, given: frozenset[str]) -> Self:
+        return replace(self, scoring=self.scoring.fitted(num_tokens, budget, protected_prefix, given))
+
+    def informed(self, source: Source, given: frozenset[str]) -> Self:
+        return replace(self, scoring=self.scoring.informed(source, given))
+
+    def score(self, layer: LayerView) -> Tensor:
+        return self.scoring.score(layer)
+
+    def protected(self, layer: LayerView) -> Tensor:
+        return self.scoring.protected(layer)
+
+    def counts(self, layer: LayerView, scores: Tensor, protected: Tensor, budget: LayerBudget) -> Sequence[int]:
+        total = sum(self.scoring.counts(layer, scores, protected, budget))
+        floor = least(self.floor, total // layer.kv_heads, int(protected.sum()))
+        return flat_counts(list(scores.masked_fill(protected, float("inf"))), total, [floor] * layer.kv_heads)
+
+    @property
+    def plan(self) -> GlobalPlan | None:
+        return GlobalPlan(self.floor) if self.across == "cache" else None
+
+    # What the base needs
+
+    @property
+    def revision(self) -> int:
+        return 1000 * self.version + self.scoring.revision
+
+    @property
+    def observes(self) -> Observes:
+        return self.scoring.observes
+
+    @property
+    def takes_questions(self) -> bool:
+        return self.scoring.takes_questions
+
+    @property
+    def exact(self) -> bool:
+        return self.scoring.exact
+
+    def probe_passes(self, source: Source) -> Sequence[ProbePass]:
+        return self.scoring.probe_passes(source)
+
+    def probe_text(self, source: Source) -> str:
+        return self.scoring.probe_text(source)
+
+    def next_position(self, num_tokens: int, budget: Budget) -> int:
+        return self.scoring.next_position(num_tokens, budget)
+
+
+def _scoring_policy(name: str) -> type[ScoringPolicy]:
+    """The policy of that name, if budgets per head can be built around it. Raises `InvalidRequest`."""
+    from kvshelf.workers.policies import POLICIES  # which has this module's policy among them
+
+    legal = {
+        cls.name: cls
+        for cls in POLICIES.values()
+        if issubclass(cls, ScoringPolicy) and cls.reduce is ScoringPolicy.reduce and cls is not Ada
+        if not cls.shared_by_heads and cls.plan is ScoringPolicy.plan
+    }
+    if name not in legal:
+        raise InvalidRequest(
+            f"base is {name!r}; heads can share a budget around a policy that scores the tokens of each head by itself "
+            f"and leaves the sharing to ada: one of {', '.join(legal)}",
+            param="policy_params.base",
+        )
+    return legal[name]

@@ -1,0 +1,80 @@
+"""PyramidKV: the budget per layer, and SnapKV's choice within it. tests/workers/test_oracles.py has the golden sets."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvshelf.errors import InvalidRequest, PolicyUnsupported
+from kvshelf.workers.budgets import LayerBudget
+from kvshelf.workers.policies import build
+from tests.workers.views import best, observed, pooled_mean, random_layer
+
+
+def naive_share(tokens, mean, layer, num_layers, window, beta):
+    """kvpress's `get_layer_budget`, from its description: a line from the first layer to the last around the mean."""
+    last = mean / beta
+    first = 2 * mean - last
+    if first >= tokens - window:
+        first, last = tokens - window, 2 * mean - (tokens - window)
+    if not tokens >= first >= last >= window:
+        return mean
+    return round(first - layer * (first - last) / (num_layers - 1))
+
+
+def share(policy, layer, mean):
+    counts = policy.counts(layer, None, policy.protected(layer), LayerBudget.uniform(layer.kv_heads, mean))
+    assert len(set(counts)) == 1
+    return counts[0]
+
+
+@settings(deadline=None, max_examples=100)
+@given(data=st.data(), tokens=st.integers(40, 120), num_layers=st.integers(2, 9), window=st.integers(1, 20))
+def test_shares_fall_in_a_line_and_are_kvpress_shares(data, tokens, num_layers, window):
+    mean, beta = data.draw(st.integers(window, tokens - 1)), data.draw(st.integers(1, 30))
+    policy = build("pyramidkv", {"window": window, "beta": beta})
+    layers = [random_layer(tokens, index=i, num_layers=num_layers, dim=2) for i in range(num_layers)]
+    shares = [share(policy, layer, mean) for layer in layers]
+    assert shares == [naive_share(tokens, mean, i, num_layers, window, beta) for i in range(num_layers)]
+    assert shares == sorted(shares, reverse=True)
+    assert all(window <= count <= tokens for count in shares)
+    assert abs(sum(shares) - mean * num_layers) <= num_layers / 2, "half an entry a layer is what rounding may cost"
+
+
+def test_a_steep_pyramid():
+    """100 on average, the last layer a twentieth, in steps of 47.5; Python rounds halves to the even."""
+    policy = build("pyramidkv", {"window": 4})
+    assert [share(policy, random_layer(400, index=i, num_layers=5), 100) for i in range(5)] == [195, 148, 100, 52, 5]
+
+
+def test_the_last_layer_holds_what_is_protected_or_all_are_alike():
+    policy = build("pyramidkv", {"window": 4})
+    layers = [random_layer(400, index=i, num_layers=5, protected=2) for i in range(5)]
+    assert [share(policy, layer, 100) for layer in layers] == [100] * 5, "a last layer of 5 cannot hold 4 + 2"
+    assert [share(policy, layer, 120) for layer in layers] == [234, 177, 120, 63, 6]
+    assert share(policy, random_layer(400), 100) == 100, "one layer has nobody to take from"
+
+
+@pytest.mark.parametrize(("probes", "protected"), [((), 0), ((), 3), ((9,), 2), ((3, 5), 0)])
+def test_keeps_what_the_formula_says(probes, protected):
+    window, mean = 4, 40
+    policy = build("pyramidkv", {"window": window, "kernel": 3, "beta": 5})
+    for index in range(3):
+        layer = random_layer(90, index=index, num_layers=3, protected=protected, probes=probes)
+        record = policy.reduce(layer, LayerBudget.uniform(2, mean))
+        scores = pooled_mean(observed(layer, window).unflatten(0, (2, -1)).mean(dim=(1, 2)), 3)  # [kv_heads, columns]
+        columns = scores.shape[1]
+        always = {*range(protected), *range(columns, 90)}
+        count = naive_share(90, mean, index, 3, window, 5)
+        expected = [best([*head, *[0.0] * (90 - columns)], always, count) for head in scores.tolist()]
+        assert [head.tolist() for head in record.positions] == expected
+
+
+def test_what_is_refused(llama):
+    with pytest.raises(InvalidRequest, match="from 1") as refused:
+        build("pyramidkv", {"beta": 0})
+    assert refused.value.param == "policy_params.beta"
+    with pytest.raises(PolicyUnsupported, match="window is 200") as refused:
+        llama.engine.prepare(llama.ids, policy="pyramidkv", budget_tokens=100, policy_params={"window": 200})
+    assert refused.value.param == "policy_params.window"
