@@ -36,7 +36,9 @@ def test_the_entry_points_are_the_same_program() -> None:
         assert done.stdout == f"kvshelf {kvshelf.__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["serve", "put", "ask", "ls", "show", "rm", "policies", "doctor", "bench"])
+@pytest.mark.parametrize(
+    "command", ["serve", "put", "ask", "ls", "show", "rm", "policies", "calibrate", "doctor", "bench"]
+)
 def test_every_command_explains_itself(command: str) -> None:
     shown = run(command, "--help")
     assert shown.exit_code == 0
@@ -164,3 +166,33 @@ def test_parameters_are_json_where_they_can_be() -> None:
 
     given = parameters(["window=64", "beta=0.5", "normalize=rows", "on=true", "text=a=b"])
     assert given == {"window": 64, "beta": 0.5, "normalize": "rows", "on": True, "text": "a=b"}
+
+
+def test_calibrate_writes_where_engines_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvshelf.workers.engine import Engine
+
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    made = run("calibrate", "--model", "kvshelf-tiny", "--documents", "2", "--tokens", "200", "--device", "cpu")
+    assert made.exit_code == 0, made.output
+    engine = Engine.load("kvshelf-tiny", device="cpu")
+    path = tmp_path / "kvshelf" / "calibrations" / f"{engine.identity.weights}.json"
+    assert str(path) in made.stdout.replace("\n", "")
+    job = engine.prepare("One two three. " * 40, policy="compresskv")
+    assert job.source.calibration is not None
+    assert job.source.calibration.origin.documents == 2
+    printed = run(
+        "calibrate", "--model", "kvshelf-tiny", "--documents", "2", "--tokens", "200", "--device", "cpu",
+        "--output", str(tmp_path / "elsewhere" / "it.json"), "--json",
+    )  # fmt: skip
+    assert json.loads(printed.stdout.strip().splitlines()[-1]) == json.loads(path.read_text())
+    assert (tmp_path / "elsewhere" / "it.json").read_text() == path.read_text()
+
+
+def test_calibrate_refuses_a_model_that_finds_nothing(tiny_folder: Path, tmp_path: Path) -> None:
+    failed = run(
+        "calibrate", "--model", str(tiny_folder), "--documents", "1", "--tokens", "128", "--device", "cpu",
+        "--output", str(tmp_path / "it.json"),
+    )  # fmt: skip
+    assert failed.exit_code == 2
+    assert "answered none of 1 questions" in " ".join(failed.stderr.split())
+    assert not (tmp_path / "it.json").exists()
