@@ -196,3 +196,11 @@ def test_calibrate_refuses_a_model_that_finds_nothing(tiny_folder: Path, tmp_pat
     assert failed.exit_code == 2
     assert "answered none of 1 questions" in " ".join(failed.stderr.split())
     assert not (tmp_path / "it.json").exists()
+
+
+def test_calibrate_refuses_an_output_that_cannot_be_written_before_the_search(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for output in (tmp_path, tmp_path / "file" / "it.json"):
+        failed = run("calibrate", "--model", "kvshelf-tiny", "--output", str(output), "--documents", "1000000")
+        assert failed.exit_code == 2
+        assert "cannot be written" in " ".join(failed.stderr.split())

@@ -36,6 +36,8 @@ def calibrate(
 
         engine = Engine.load(model, device=device, dtype=dtype)
         count = engine.require_text("model").count_tokens
+        path = output or calibration.data_folder() / f"{engine.identity.weights}.json"
+        calibration.require_writable(path)
         with Progress(
             "{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=_common.notes
         ) as progress:
@@ -43,7 +45,6 @@ def calibrate(
             found = head_search.calibrate(
                 engine, list(needles(documents, tokens, count)), lambda: progress.advance(bar)
             )
-        path = output or calibration.data_folder() / f"{found.weights}.json"
         calibration.save(found, path)
     if as_json:
         print(found.model_dump_json())

@@ -13,7 +13,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from kvshelf.errors import PolicyUnsupported
+from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.store.identity import ModelIdentity, canonical_json, digest
 
 BESIDE_THE_WEIGHTS = "compresskv.json"
@@ -117,9 +117,18 @@ def load(path: Path) -> Calibration:
         raise PolicyUnsupported(f"the calibration {path} cannot be read: {error}", param="policy") from error
 
 
+def require_writable(path: Path) -> None:
+    """Raise `InvalidRequest` where a calibration could not be saved: better before the search than after it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidRequest(f"{path} cannot be written: {error}", param="output") from error
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise InvalidRequest(f"{path} is a folder, or in one that cannot be written to; name a file", param="output")
+
+
 def save(calibration: Calibration, path: Path) -> None:
     """Write a calibration, the whole file or nothing of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     partial.write_text(calibration.model_dump_json(indent=1) + "\n")
     partial.replace(path)

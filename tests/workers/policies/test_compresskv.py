@@ -144,7 +144,9 @@ def test_the_calibration_is_part_of_the_identity(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     found = job.source.calibration
     other = Calibration(**(dict(found) | {"head_scores": tuple(reversed(found.head_scores))}))
-    calibrations.save(other, calibrations.data_folder() / f"{found.weights}.json")
+    path = calibrations.data_folder() / f"{found.weights}.json"
+    calibrations.require_writable(path)
+    calibrations.save(other, path)
     changed = tiny.prepare(TEXT, policy="compresskv")
     assert changed.source.calibration == other
     assert changed.identity.content() != job.identity.content()
