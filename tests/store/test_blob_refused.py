@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,6 +49,49 @@ def test_each_fault_has_one_name(name: str) -> None:
     assert refusal.value.reason == reason, refusal.value
     assert refusal.value.details["reason"] == reason
     assert isinstance(refusal.value, CacheCorrupt)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of everything in nested maps and arrays."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield (*path, key)
+        yield from places(item, (*path, key))
+
+
+STRANGE = (
+    None, True, -1, 0, 1, 2, 3, 5, 7, 8, 9, 16, 63, 64, 128, 2**16, 2**31 - 1, 2**31, 2**62, 2**63, 0.5, b"", b"x" * 32,
+    "", "none", "kept", "merged", "records", "int2", "int8", "mixed:high=none", "range", "bitmap", "delta", "pre",
+    "float16", [], [0], [1, 1], [2**31 - 1] * 4, {}, {"kind": "kept"},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [some_blob, encoded_blob, kept_blob])
+def test_a_writer_that_signs_anything_gets_a_named_refusal(make: Make, soak: bool) -> None:
+    """Random changes of header and body under digests that fit: refused as a blob, or taken and written the same."""
+    rng = random.Random(20261120)
+    taken = 0
+    for _ in range(20_000 if soak else 1500):
+        parts = Parts(make())
+        for _ in range(rng.choice((0, 1, 1, 1, 2))):
+            *path, last = rng.choice(list(places(parts.fields)))
+            within = parts.fields
+            for key in path:
+                within = within[key]
+            within[last] = copy.deepcopy(rng.choice(STRANGE))
+        for _ in range(rng.choice((0, 0, 1, 3))):
+            parts.body[rng.randrange(len(parts.body))] = rng.choice((0, 1, 0x7F, 0x80, 0xFF, rng.randrange(256)))
+        try:
+            data = parts.join()
+        except (TypeError, AttributeError):  # no header can say this, or no digest can be put into it
+            continue
+        try:
+            cache = blob.decode(data)
+        except BlobError:
+            continue
+        taken += 1
+        assert cache.to_bytes() == data
+    assert taken > 20, "changes of numbers and of free text are fine"
 
 
 def test_a_changed_segment_is_found_by_its_own_digest() -> None:
