@@ -144,7 +144,8 @@ def output_weight(attention: nn.Module | None) -> Tensor | None:
     """The weight of an attention module's output projection, `[hidden, q_heads * Dv]`; None where it has none that can
     be read: it has another name, or is packed by quantization."""
     weight = getattr(getattr(attention, "o_proj", None), "weight", None)
-    return weight if isinstance(weight, Tensor) and weight.is_floating_point() else None
+    plain = isinstance(weight, Tensor) and weight.is_floating_point() and weight.dtype.itemsize > 1  # fp8 needs scales
+    return weight if plain else None
 
 
 class Window:

@@ -16,6 +16,7 @@ from kvshelf.workers.engine import Engine
 from kvshelf.workers.policies import build
 from kvshelf.workers.policies.base import Phase
 from kvshelf.workers.policies.defensivekv import projected_norms
+from kvshelf.workers.policies.view import output_weight
 from tests.workers.views import observed, pooled_mean, random_layer
 
 CASES = [
@@ -213,6 +214,14 @@ def test_a_model_without_readable_output_projections_is_refused_before_the_prefi
         attention.o_proj = projection
     assert refused.value.param == "policy"
     engine.prepare(oracle.ids, policy=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_packed_weights_are_none_that_can_be_read(dtype):
+    layer = random_layer(8)
+    assert output_weight(layer.module) is layer.module.o_proj.weight
+    layer.module.o_proj.weight = nn.Parameter(layer.module.o_proj.weight.to(dtype), requires_grad=False)
+    assert output_weight(layer.module) is None
 
 
 @pytest.mark.parametrize("ratio", [0.5, 0.875])
