@@ -76,7 +76,10 @@ class ChunkedLayer(AttachedLayer):
         self._kept = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        super().lazy_initialization(key_states, value_states)
+        # The first chunk is the longest, and what is absorbed makes room for the next: the buffers never grow.
+        self.keys = key_states.new_empty(key_states.shape)
+        self.values = value_states.new_empty(value_states.shape)
+        self.is_initialized = True
         shape = key_states.shape[1], self._capacity
         self._kept_keys = key_states.new_empty(*shape, key_states.shape[-1])
         self._kept_values = value_states.new_empty(*shape, value_states.shape[-1])
@@ -116,8 +119,8 @@ class ChunkedLayer(AttachedLayer):
         heads, taken = mask.shape
         count = int(mask[0].sum())
         new = slice(self._kept, self._kept + count)
-        self._kept_keys[:, new] = gather(self.keys[0, :, :taken], mask).view(heads, count, -1)
-        self._kept_values[:, new] = gather(self.values[0, :, :taken], mask).view(heads, count, -1)
+        for kept, whole in ((self._kept_keys, self.keys), (self._kept_values, self.values)):
+            kept[:, new] = gather(whole[0, :, :taken], mask).view(heads, count, kept.shape[-1])
         self._positions[:, new] = (mask.nonzero()[:, 1] + self.start).view(heads, count).to(torch.int32)
         self._importance[:, new] = importance[mask].view(heads, count)
         left = self._length - taken
