@@ -69,7 +69,7 @@ def refused(response: httpx.Response, status: int, code: str) -> dict[str, Any]:
         ({"levels": [0.5]}, "levels"),
         ({"min_quality": 0.9}, "min_quality"),
         ({"expected_questions": ["why?"], "policy": "keydiff"}, "expected_questions"),
-        ({"expected_questions": [""], "policy": "snapkv"}, "expected_questions"),
+        ({"expected_questions": [""], "policy": "snapkv"}, "expected_questions[0]"),
         ({"keep_source": True}, "keep_source"),
         ({"ttl_s": 0}, "ttl_s"),
         ({"ttl_s": 5, "expires_at": 5}, "expires_at"),
