@@ -27,7 +27,9 @@ def quality(
     dtype: Dtype = "auto",
     threads: Threads = 1,
     processes: Annotated[int, typer.Option("--processes", min=0, help="0: one per core, or one for a GPU.")] = 0,
-    size: Annotated[str, typer.Option("--size", help="small (minutes), default (an hour) or large (all).")] = "default",
+    size: Annotated[
+        str, typer.Option("--size", help="small (minutes), default (an hour) or large (a day).")
+    ] = "default",
     policies: Annotated[str, typer.Option("--policies", help="Such as ems,lagkv:lag=64,sink=8.  [default: all]")] = "",
     ratios: Annotated[str, typer.Option("--ratios", help="Fractions removed, comma-separated.")] = "",
     codecs: Annotated[str, typer.Option("--codecs", help="Comma-separated.")] = "",

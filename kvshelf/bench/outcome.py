@@ -5,10 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
-from transformers import DynamicCache
 
 from kvshelf.bench.plan import Row, Unit
 from kvshelf.bench.retrieval import EVALUATION_SEED, counter
@@ -131,8 +129,7 @@ def _attached_answer(engine: Engine, cache: CompressedCache, ask: Ask) -> str:
 
 def _exported_answer(engine: Engine, cache: CompressedCache, ask: Ask) -> str:
     """What plain transformers says after an ordinary prefix: the model's own attention, positions 0, 1, 2 ..."""
-    exporter: Any = engine
-    past: DynamicCache = exporter.export(cache, positions="contiguous")
+    past = engine.export(cache, positions="contiguous")
     prefix = past.get_seq_length()
     # generate() takes the whole sequence and skips what the cache covers: those ids are never looked at.
     ids = torch.tensor([[0] * prefix + engine.encode_query(cache, ask.text)], device=engine.model.device)

@@ -1,16 +1,17 @@
-"""Score against bytes: one line a policy, and the Pareto front."""
+"""Score against bytes: one line a policy and the Pareto front, and a small picture of each cell below."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import wrap
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
 
-from kvshelf.bench.plan import BASELINE, Row
+from kvshelf.bench.plan import BASELINE, Cell, Row
 from kvshelf.bench.summary import Summary, pareto
 from kvshelf.bench.tables import removed_label, row_name
 
@@ -18,6 +19,7 @@ from kvshelf.bench.tables import removed_label, row_name
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A3E9D")
 _REST = "#9A9A9A"
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+_PANELS_A_ROW, _MOST_PANELS = 6, 24
 _LABEL_HEIGHT = 0.026
 """Least distance of two labels, as a share of the height of the picture."""
 
@@ -50,8 +52,11 @@ def draw(summary: Summary, path: Path, title: str) -> bool:
     ]
     if not points:
         return False
-    figure = Figure(figsize=(11, 7), layout="constrained")
-    axes = figure.subplots()
+    shown = summary.cells[:_MOST_PANELS]
+    panel_rows = -(-len(shown) // _PANELS_A_ROW)
+    figure = Figure(figsize=(11, 7 + 1.9 * panel_rows), layout="constrained")
+    grid = figure.add_gridspec(1 + panel_rows, _PANELS_A_ROW, height_ratios=[7, *[1.9] * panel_rows])
+    axes = figure.add_subplot(grid[0, :])
     lines = _lines(points)
     _draw_front(axes, points)
     for line in lines:
@@ -59,6 +64,8 @@ def draw(summary: Summary, path: Path, title: str) -> bool:
     _draw_encoded(axes, points, lines)
     _finish(axes, summary, title)
     _label(axes, lines)
+    for place, cell in enumerate(shown):
+        _draw_panel(figure.add_subplot(grid[1 + place // _PANELS_A_ROW, place % _PANELS_A_ROW]), summary, cell, lines)
     figure.savefig(path, dpi=160)
     return True
 
@@ -91,7 +98,10 @@ def _draw_front(axes: Axes, points: Sequence[_Point]) -> None:
         row = named[place]
         codec = "" if row.codec == "none" else row.codec
         text = " ".join(filter(None, (row_name(row), removed_label(row), codec)))
-        axes.annotate(text, place, (-5, 6), textcoords="offset points", ha="right", fontsize=6.5, color="#444444")
+        axes.annotate(  # slanted, as the front is often crowded at its left end
+            text, place, (-3, 6), textcoords="offset points", fontsize=6.5, color="#444444",
+            ha="right", va="bottom", rotation=-35, rotation_mode="anchor",
+        )  # fmt: skip
     axes.annotate("Pareto front", front[0], (0, -14), textcoords="offset points", fontsize=8, color="#777777")
 
 
@@ -124,10 +134,37 @@ def _draw_encoded(axes: Axes, points: Sequence[_Point], lines: Sequence[_Line]) 
     )
 
 
+def _draw_panel(axes: Axes, summary: Summary, cell: Cell, lines: Sequence[_Line]) -> None:
+    """One cell; grey where the model itself cannot do it."""
+    able = summary.able(cell)
+    for line in lines:
+        entries = [summary.entries.get((point.row, cell)) for point in line.points]
+        measured = [entry for entry in entries if entry is not None and entry.refused is None]
+        sizes, scores = [entry.bytes_per_token for entry in measured], [entry.exact for entry in measured]
+        colour = line.colour if able else _REST
+        axes.plot(sizes, scores, color=colour, marker=line.marker, markersize=3, linewidth=1.1 if line.best else 0.5)
+    axes.set_title(cell.label, fontsize=7.5, color="black" if able else _REST)
+    axes.set_facecolor("white" if able else "#EFEFEF")
+    if not able:
+        axes.text(0.5, 0.5, "the model itself\ncannot do this", transform=axes.transAxes, fontsize=7, color="#777777",
+                  ha="center", va="center")  # fmt: skip
+    axes.set_xscale("log")
+    axes.set_ylim(-0.05, 1.05)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.yaxis.set_ticks([0, 0.5, 1])
+    axes.xaxis.set_major_locator(LogLocator(base=10, subs=(1, 4)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.tick_params(labelsize=6.5, length=2)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
 def _finish(axes: Axes, summary: Summary, title: str) -> None:
     cells = ", ".join(cell.label for cell in summary.common())
-    axes.set_title(f"{title}\nmean over {cells}; hollow: under a codec", fontsize=10, loc="left", wrap=True)
+    below = "\n".join(wrap(f"mean over {cells}; hollow: under a codec", 130))
+    axes.set_title(f"{title}\n{below}", fontsize=10, loc="left")
     axes.set_xscale("log")
+    axes.set_xlim(left=axes.get_xlim()[0] * 0.75)  # room for the names at the left end of the front
     axes.set_ylim(-0.02, 1.04)
     axes.set_xlabel("stored bytes per document token (log scale)")
     axes.set_ylabel("exact answers")

@@ -24,7 +24,9 @@ BASELINE = "full"
 RATIOS = (0.5, 0.75, 0.875, 0.9375)
 CODECS = ("none", "int8", "int4", "int2", "mixed")
 FEATURED = ("full", "keydiff", "lagkv", "snapkv", "sage", "sablock", "ems", "kvzip", "expected_attention")
-"""Policies that the default size measures more closely (those of them that this version has)."""
+ENCODED = ("full", "keydiff", "lagkv", "ems", "kvzip")
+VARIANTS = ("ems:merge=false", "ems:pos=pre", "ada:base=keydiff")
+"""What the default size measures at further lengths, under codecs, and beside the policies as they are."""
 
 
 @dataclass(frozen=True, order=True)
@@ -94,7 +96,8 @@ class Unit:
 
 @dataclass(frozen=True)
 class Block:
-    """Every cell under every row, `documents` documents a cell. No `policies` means every policy there is."""
+    """Every cell under every row, `documents` documents a cell. No `policies` means every policy there is, and the
+    `variants`."""
 
     tasks: tuple[TaskName, ...]
     haystacks: tuple[HaystackName, ...]
@@ -103,6 +106,7 @@ class Block:
     policies: tuple[str, ...] = ()
     ratios: tuple[float, ...] = RATIOS
     codecs: tuple[str, ...] = ("none",)
+    variants: tuple[str, ...] = ()
 
     def cells(self) -> list[Cell]:
         chosen = product(self.lengths, self.tasks, self.haystacks)
@@ -110,7 +114,7 @@ class Block:
 
     def rows(self, *, export: bool) -> list[Row]:
         """The baseline first, then policy by policy in the order given."""
-        variants = list(dict.fromkeys(map(Variant.parse, (BASELINE, *(self.policies or POLICIES)))))
+        variants = list(dict.fromkeys(map(Variant.parse, (BASELINE, *(self.policies or (*POLICIES, *self.variants))))))
         rows = []
         for variant in variants:
             codecs = self.codecs if variant.label != BASELINE else tuple(dict.fromkeys(("none", *self.codecs)))
@@ -180,9 +184,7 @@ def make_plan(
     given: dict[str, Any] = {"policies": tuple(policies), "ratios": tuple(ratios), "documents": documents}
     given["codecs"] = tuple(str(Codec.parse(codec)) for codec in codecs)
     _require_legal(tasks, haystacks, lengths, ratios, documents)
-    blocks = tuple(
-        _featured(replace(block, **{key: value for key, value in given.items() if value})) for block in blocks
-    )
+    blocks = tuple(replace(block, **{key: value for key, value in given.items() if value}) for block in blocks)
     plan = Plan(blocks, seed=seed, export=export)
     if not plan.cells():
         raise InvalidRequest("no cell is left: the task cwe stands in the haystack dense only", param="haystacks")
@@ -192,13 +194,6 @@ def make_plan(
 
 def length_label(tokens: int) -> str:
     return f"{tokens // 1024}k" if tokens % 1024 == 0 else f"{tokens}"
-
-
-def _featured(block: Block) -> Block:
-    """Leave out featured policies that this version does not have; names that were asked for are never left out."""
-    if block.policies != FEATURED:
-        return block
-    return replace(block, policies=tuple(name for name in FEATURED if name in POLICIES))
 
 
 def _require_legal(
@@ -237,13 +232,20 @@ def _text(value: Any) -> str:
 
 SIZES: dict[str, tuple[Block, ...]] = {
     # Two minutes on two cores.
-    "small": (Block(("multikey",), ("filler", "prose", "dense"), (1024,), 4, ratios=(0.5, 0.875)),),
-    # Within an hour on two cores.
+    "small": (Block(("multikey",), HAYSTACK_NAMES, (1024,), 4, ratios=(0.5, 0.875)),),
+    # Within an hour on two cores, for the bundled model: all policies where it is sure of itself, then a closer look at
+    # some of them: codecs, lengths, and what it cannot do.
     "default": (
-        Block(("multikey", "digits64"), HAYSTACK_NAMES, (2048,), 25),
-        Block(("multikey",), HAYSTACK_NAMES, (2048,), 25, FEATURED, codecs=CODECS),
-        Block(("multikey",), ("prose", "dense"), (1024, 4096, 8192), 10, FEATURED),
-        Block(("needle", "multivalue", "multiquery", "vt", "cwe"), ("dense",), (2048,), 10, FEATURED, (0.5, 0.875)),
+        Block(("multikey",), HAYSTACK_NAMES, (2048,), 25, variants=VARIANTS),
+        Block(("digits32",), ("dense",), (2048,), 25, variants=VARIANTS),
+        Block(("digits64",), ("prose",), (2048,), 25, variants=VARIANTS),
+        Block(("multikey",), HAYSTACK_NAMES, (2048,), 25, ENCODED, codecs=CODECS),
+        Block(("digits32",), ("dense",), (2048,), 25, ENCODED, codecs=CODECS),
+        Block(("digits64",), ("prose",), (2048,), 25, ENCODED, codecs=CODECS),
+        Block(("multikey",), ("prose", "dense"), (1024, 4096), 10, FEATURED, (0.5, 0.875)),
+        Block(("multikey",), ("prose",), (8192,), 10, FEATURED, (0.5, 0.875)),
+        Block(("multivalue", "multiquery", "vt"), ("prose",), (2048,), 10, FEATURED, (0.5, 0.875)),
+        Block(("cwe",), ("dense",), (2048,), 10, FEATURED, (0.5, 0.875)),
     ),
-    "large": (Block(TASK_NAMES, HAYSTACK_NAMES, (1024, 2048, 4096, 8192), 40, codecs=CODECS),),
+    "large": (Block(TASK_NAMES, HAYSTACK_NAMES, (1024, 2048, 4096, 8192), 10, codecs=CODECS, variants=VARIANTS),),
 }
