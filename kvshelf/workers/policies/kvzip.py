@@ -108,11 +108,13 @@ class KVzip(ScoringPolicy):
         """The largest weight that pass `index` gives to each of `keys` `[n, D]` in one GQA group: `[n]` fp32."""
         probed = layer.probes[index]
         queries, own = layer.grouped(probed.queries)[head], probed.keys[head]
-        largest = torch.zeros(keys.shape[0], device=keys.device)
+        every = torch.cat([keys, own])  # in one piece: its rows are then the last ones of what they see
+        count = keys.shape[0]
+        largest = torch.zeros(count, device=keys.device)
         for first in range(0, own.shape[0], _ROWS):
             last = min(first + _ROWS, own.shape[0])
-            weights = window_attention(queries[:, first:last], keys, layer.scaling, own[:last])
-            largest = torch.maximum(largest, weights.amax(dim=(0, 1)))
+            weights = window_attention(queries[:, first:last], every[: count + last], layer.scaling)
+            largest = torch.maximum(largest, weights[..., :count].amax(dim=(0, 1)))
         return largest
 
     def _sinks(self, source: Source) -> int:
