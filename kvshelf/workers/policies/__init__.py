@@ -18,11 +18,15 @@ from kvshelf.workers.policies.base import (
     parameter_types,
 )
 from kvshelf.workers.policies.cake import Cake
+from kvshelf.workers.policies.compresskv import CompressKV
+from kvshelf.workers.policies.dapq import DapQ
 from kvshelf.workers.policies.defensivekv import DefensiveKV
 from kvshelf.workers.policies.ems import EMS
+from kvshelf.workers.policies.expected_attention import ExpectedAttention
 from kvshelf.workers.policies.full import Full
 from kvshelf.workers.policies.h2o import H2O
 from kvshelf.workers.policies.keydiff import KeyDiff
+from kvshelf.workers.policies.kvzip import KVzip
 from kvshelf.workers.policies.lagkv import LagKV
 from kvshelf.workers.policies.layer_defensivekv import LayerDefensiveKV
 from kvshelf.workers.policies.localkv import LocalKV
@@ -41,10 +45,14 @@ POLICIES: Mapping[str, type[Policy]] = {
         Full,
         Ada,
         Cake,
+        CompressKV,
+        DapQ,
         DefensiveKV,
         EMS,
+        ExpectedAttention,
         H2O,
         KeyDiff,
+        KVzip,
         LagKV,
         LayerDefensiveKV,
         LocalKV,
