@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -84,7 +85,8 @@ class Rope:
         return cos[0].float(), sin[0].float()
 
     def _turned(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        flat = states.reshape(1, -1, *states.shape[-2:]).float()
+        heads = math.prod(states.shape[:-2])  # not -1, which is ambiguous where a head keeps nothing
+        flat = states.reshape(1, heads, *states.shape[-2:]).float()
         part = flat[..., : self.channels]
         turned, _ = self.apply(part, part[:, :1], cos.unsqueeze(0), sin.unsqueeze(0))
         if self.channels is not None:

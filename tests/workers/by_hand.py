@@ -7,9 +7,11 @@ whole document's keys, of which those that were not kept are hidden.
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import AttentionInterface, DynamicCache
 
 
@@ -30,12 +32,18 @@ def turned(keys: Tensor, by: Tensor, inv_freq: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
+@dataclass(frozen=True)
 class Prefix:
-    """The whole document's keys and values, layer by layer `[kv_heads, N, D]`, and which of them are visible."""
+    """Keys and values of each layer, fp64 `[kv_heads, N, D]`, and which of them are visible, `[kv_heads, N]`."""
 
-    def __init__(self, full, cache, *, slots_by=None):
-        """`full`: the cache of everything. `slots_by`: RoPE frequencies to move the kept keys to their slots with."""
-        self.layers, self.visible = [], []
+    layers: list[tuple[Tensor, Tensor]]
+    visible: list[Tensor]
+
+    @classmethod
+    def kept(cls, full, cache, *, slots_by=None) -> Prefix:
+        """`full`: the cache of everything, of which `cache` kept some. `slots_by`: RoPE frequencies to move the kept
+        keys to their slots with."""
+        layers, masks = [], []
         for record, reduced in zip(full.layers, cache.layers, strict=True):
             keys, values, _ = (tensor.double() for tensor in record.dense())
             visible = torch.zeros(keys.shape[:2], dtype=torch.bool)
@@ -45,12 +53,39 @@ class Prefix:
                 if slots_by is not None:
                     by = torch.arange(len(positions)) - positions
                     keys[head, positions] = turned(keys[head, positions], by, slots_by)
-            self.layers.append((keys, values))
-            self.visible.append(visible)
+            layers.append((keys, values))
+            masks.append(visible)
+        return cls(layers, masks)
 
-    @property
-    def length(self) -> int:
-        return self.visible[0].shape[1]
+    @classmethod
+    def spelled_out(cls, cache, inv_freq: Tensor) -> Prefix:
+        """Every token that a cache of any kind of record stands for, as an entry of its own."""
+        layers, masks = [], []
+        for record in cache.layers:
+            parts = [_tokens(part, inv_freq) for part in getattr(record, "parts", (record,))]
+            heads = [[torch.cat(tensors) for tensors in zip(*head, strict=True)] for head in zip(*parts, strict=True)]
+            longest = max(len(keys) for keys, _ in heads)
+            padded = [[functional.pad(x, (0, 0, 0, longest - len(x))) for x in head] for head in heads]
+            layers.append(tuple(torch.stack(tensors) for tensors in zip(*padded, strict=True)))
+            masks.append(torch.stack([torch.arange(longest) < len(keys) for keys, _ in heads]))
+        return cls(layers, masks)
+
+    def lengths(self, layer: int) -> tuple[int, Tensor]:
+        """Entries of a layer, visible or not, and which are."""
+        return self.visible[layer].shape[1], self.visible[layer]
+
+
+def _tokens(part, inv_freq: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values of each token of a `Kept` or `Merged`, head by head, fp64."""
+    heads = []
+    for head, (keys, values) in enumerate(zip(*part.plain_heads(), strict=True)):
+        keys, values, positions = keys.double(), values.double(), part.positions[head]
+        if part.kind == "merged":
+            own = slice(part.slot_offsets[head], part.slot_offsets[head + 1])
+            classes, positions = part.slot_classes[own].long(), part.slot_positions[own]
+            keys, values = part.slot_scales[own].double()[:, None] * keys[classes], values[classes]
+        heads.append((turned(keys, positions, inv_freq) if part.rope_mode == "pre" else keys, values))
+    return heads
 
 
 def logits_after(model, prefix: Prefix, tokens: list[int], first_position: int) -> Tensor:
@@ -62,7 +97,8 @@ def logits_after(model, prefix: Prefix, tokens: list[int], first_position: int) 
         logits = query @ keys.transpose(2, 3) * scaling
         length, width = logits.shape[-2:]
         shown = torch.ones(length, width, dtype=torch.bool).tril(width - length).repeat(logits.shape[1], 1, 1)
-        shown[:, :, : prefix.length] = prefix.visible[module.layer_idx].repeat_interleave(group, 0)[:, None]
+        entries, visible = prefix.lengths(module.layer_idx)
+        shown[:, :, :entries] = visible.repeat_interleave(group, 0)[:, None]
         weights = torch.softmax(logits.masked_fill(~shown, -torch.inf), dim=-1)
         return (weights @ values).transpose(1, 2).contiguous(), None
 

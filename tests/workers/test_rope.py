@@ -141,10 +141,15 @@ def test_bf16_keys_move_within_their_own_rounding():
     assert error(moved, expected.float()) < 0.02
 
 
-def test_positions_may_repeat_and_go_backwards():
+def test_positions_may_repeat_go_backwards_and_be_none():
     rope = Rope.of(random_model("llama"))
     states, positions = torch.randn(2, 4, 16), torch.tensor([7, 0, 7, 3])
     turned = rope.rotate(states, positions)
+    assert (
+        rope.rotate(states[:, :0], positions[:0]).shape
+        == rope.unrotate(states[:, :0], positions[:0]).shape
+        == (2, 0, 16)
+    )
     for column, position in enumerate(positions.tolist()):
         one = rope.rotate(states[:, column : column + 1], torch.tensor([position]))
         assert torch.allclose(turned[:, column : column + 1], one, atol=1e-6)

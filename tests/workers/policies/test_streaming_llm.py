@@ -52,7 +52,7 @@ def test_a_question_continues_where_the_cache_ends(oracle):
     with oracle.engine.attached(cached) as past, torch.no_grad():
         assert past.get_seq_length() == KEPT
         ours = oracle.model(torch.tensor([question]), past_key_values=past).logits[0]
-    by_hand = Prefix(full, cached, slots_by=frequencies(oracle.model))
+    by_hand = Prefix.kept(full, cached, slots_by=frequencies(oracle.model))
     assert relative_error(ours, logits_after(oracle.model, by_hand, question, KEPT)) < 1e-4
     elsewhere = logits_after(oracle.model, by_hand, question, TOKENS)
     assert relative_error(ours, elsewhere) > 1e-2, "the distance to the question matters"
@@ -64,7 +64,7 @@ def test_absolute_positions_leave_the_gap(oracle):
     assert cache.next_position == TOKENS
     with oracle.engine.attached(cache) as past, torch.no_grad():
         ours = oracle.model(torch.tensor([question]), past_key_values=past).logits[0]
-    assert relative_error(ours, logits_after(oracle.model, Prefix(full, cache), question, TOKENS)) < 1e-4
+    assert relative_error(ours, logits_after(oracle.model, Prefix.kept(full, cache), question, TOKENS)) < 1e-4
 
 
 def test_a_budget_of_everything_counts_alike_either_way(llama):
