@@ -20,8 +20,12 @@ from kvshelf.store.identity import Boundary, Layout, canonical_json, digest
 QUESTION_SEPARATOR = "\n\n"
 """Stands between a document and the question that follows it in the same user turn."""
 
+SENTENCE_ENDS = tuple(".?!\n。？！")  # noqa: RUF001  the full-width ones are meant
+SEGMENT_ENDS = (*SENTENCE_ENDS, *",;:，、；：")  # noqa: RUF001
+
 ROLES = ("system", "user", "assistant")
 
+_NO_CHARACTER = "\ufffd"  # what the decoder writes for bytes that are not a whole character
 _MARK = "\ue000{}\ue001"  # private-use characters: no template contains them, and content is never rendered through one
 _MARKS = re.compile("\ue000(\\d+)\ue001")
 
@@ -61,6 +65,7 @@ class TextFormat:
         self._text.encode_special_tokens = True
         self._longest_token = max(len(token.encode()) for token in backend.get_vocab())
         self.has_template = bool(tokenizer.chat_template)
+        self._token_texts: dict[int, str] = {}  # filled by use; two threads may write the same, which does no harm
 
     def digests(self) -> tuple[str, str]:
         """Hex digests of the tokenizer and of the chat template ("" without one)."""
@@ -145,6 +150,27 @@ class TextFormat:
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, control tokens written out."""
         return self._control.decode(list(token_ids), skip_special_tokens=False)
+
+    def segment_ends(self, token_ids: Sequence[int], endings: tuple[str, ...] = SEGMENT_ENDS) -> list[bool]:
+        """Which tokens are the last of a segment: their text ends with one of `endings`. The point of "3.14" ends none.
+
+        Tokens of single bytes split a character ("。" has three bytes): its last token is then the one that ends it.
+        """
+        texts = {i: self._token_text(i) for i in set(token_ids)}
+        ends = {i: text.endswith(endings) for i, text in texts.items()}
+        flags = [ends[i] for i in token_ids]
+        bytes_, points = ({i for i, text in texts.items() if text.endswith(end)} for end in (_NO_CHARACTER, "."))
+        for at in (at for at, i in enumerate(token_ids) if i in bytes_):
+            flags[at] = self.decode(token_ids[max(0, at - 2) : at + 1]).endswith(endings)
+        for at in (at for at, i in enumerate(token_ids[:-1]) if i in points and flags[at]):
+            before = (texts[token_ids[at - 1]] if at else "") + texts[token_ids[at]]
+            flags[at] = not (before[-2:-1].isdigit() and texts[token_ids[at + 1]][:1].isdigit())
+        return flags
+
+    def _token_text(self, token_id: int) -> str:
+        if token_id not in self._token_texts:
+            self._token_texts[token_id] = self.decode([token_id])
+        return self._token_texts[token_id]
 
     def _appended(self, last_role: str, added: list[tuple[str, str]]) -> list[int]:
         # The cached turns themselves are not kept. A stand-in with the same last role shows what the template writes

@@ -110,7 +110,8 @@ def test_what_holds_for_every_policy(name, tokens, share, protected, seed):
         assert budget < protected + 4 + 2 * 2
         return
     lengths = [len(head) for head in record.positions]
-    assert sum(lengths) == budget * layer.kv_heads, "the kept total is exact"
+    if policy.exact:
+        assert sum(lengths) == budget * layer.kv_heads, "the kept total is exact"
     if getattr(type(policy), "counts", ScoringPolicy.counts) is ScoringPolicy.counts:
         assert lengths == [budget] * layer.kv_heads
     for head, (keys, values) in enumerate(record.heads()):

@@ -12,12 +12,12 @@ from kvshelf.workers.policies.ada import Ada
 from kvshelf.workers.policies.base import (
     Policy,
     ScoringPolicy,
-    legal_values,
     parameter,
     parameter_fields,
     parameter_types,
 )
 from kvshelf.workers.policies.cake import Cake
+from kvshelf.workers.policies.chunkkv import ChunkKV
 from kvshelf.workers.policies.compresskv import CompressKV
 from kvshelf.workers.policies.dapq import DapQ
 from kvshelf.workers.policies.defensivekv import DefensiveKV
@@ -26,13 +26,20 @@ from kvshelf.workers.policies.expected_attention import ExpectedAttention
 from kvshelf.workers.policies.full import Full
 from kvshelf.workers.policies.h2o import H2O
 from kvshelf.workers.policies.keydiff import KeyDiff
+from kvshelf.workers.policies.knorm import Knorm
 from kvshelf.workers.policies.kvzip import KVzip
 from kvshelf.workers.policies.lagkv import LagKV
 from kvshelf.workers.policies.layer_defensivekv import LayerDefensiveKV
 from kvshelf.workers.policies.localkv import LocalKV
+from kvshelf.workers.policies.measured import measured_rows
+from kvshelf.workers.policies.parameters import legal_values
 from kvshelf.workers.policies.pyramidkv import PyramidKV
+from kvshelf.workers.policies.sablock import SABlock
+from kvshelf.workers.policies.sage import Sage
+from kvshelf.workers.policies.sentencekv import SentenceKV
 from kvshelf.workers.policies.snapkv import SnapKV
 from kvshelf.workers.policies.streaming_llm import StreamingLLM
+from kvshelf.workers.policies.tova import Tova
 from kvshelf.workers.policies.view import LayerView
 
 __all__ = ["POLICIES", "LayerView", "Policy", "PolicyInfo", "ScoringPolicy", "build", "catalog", "parameter"]
@@ -45,6 +52,7 @@ POLICIES: Mapping[str, type[Policy]] = {
         Full,
         Ada,
         Cake,
+        ChunkKV,
         CompressKV,
         DapQ,
         DefensiveKV,
@@ -52,13 +60,18 @@ POLICIES: Mapping[str, type[Policy]] = {
         ExpectedAttention,
         H2O,
         KeyDiff,
+        Knorm,
         KVzip,
         LagKV,
         LayerDefensiveKV,
         LocalKV,
         PyramidKV,
+        SABlock,
+        Sage,
+        SentenceKV,
         SnapKV,
         StreamingLLM,
+        Tova,
     )
 }
 
@@ -84,8 +97,13 @@ class PolicyInfo:
     name: str
     version: int
     summary: str
+    details: list[str]
+    advice: str
     source: str
+    phase: str
     takes_budget: bool
+    takes_questions: bool
+    measured: list[dict[str, Any]]
     parameters: dict[str, ParameterInfo]
 
     def to_dict(self) -> dict[str, Any]:
@@ -115,5 +133,18 @@ def _info(cls: type[Policy]) -> PolicyInfo:
         )
         for f in parameter_fields(cls)
     }
-    summary = " ".join(inspect.cleandoc(cls.__doc__ or "").split("\n\n", 1)[0].split())
-    return PolicyInfo(cls.name, cls.version, summary, cls.source, cls.takes_budget, parameters)
+    summary, *details = (" ".join(part.split()) for part in inspect.cleandoc(cls.__doc__ or "").split("\n\n"))
+    default = cls.build({})
+    return PolicyInfo(
+        name=cls.name,
+        version=cls.version,
+        summary=summary,
+        details=details,
+        advice=cls.advice,
+        source=cls.source,
+        phase=default.phase.value,
+        takes_budget=cls.takes_budget,
+        takes_questions=default.takes_questions,
+        measured=[asdict(row) for row in measured_rows() if row.policy == cls.name],
+        parameters=parameters,
+    )

@@ -1,5 +1,5 @@
-"""What a policy is: the mechanism (`Policy`), its common case (`ScoringPolicy`), and the form of it that scores by the
-end of the prompt (`TailPolicy`).
+"""What a policy is: the mechanism (`Policy`), its common case (`ScoringPolicy`), and those that judge by the end of
+the prompt (`ProbedPolicy`, `TailPolicy`).
 
 A policy is a frozen dataclass in a file of its own. Its fields are its parameters; `parameter()` gives each one its
 default, range and help text, from which requests are checked and `kvshelf policies` is printed.
@@ -22,6 +22,7 @@ from kvshelf.kernels.select import gather, select
 from kvshelf.store.artifact import Kept, LayerRecord
 from kvshelf.workers.budgets import Budget, LayerBudget
 from kvshelf.workers.plans import CachePlan
+from kvshelf.workers.policies.parameters import check
 from kvshelf.workers.policies.view import LayerView, ProbePass, Source
 
 MAX_PROBE_BYTES = 16 * 1024
@@ -123,6 +124,12 @@ class Policy(ABC):
         """Whether expected questions guide it."""
         return False
 
+    @property
+    def exact(self) -> bool:
+        """Whether the entries kept add up to the budget. The docstring of a policy that says no states its
+        granularity."""
+        return True
+
     def probe_passes(self, source: Source) -> Sequence[ProbePass]:  # noqa: ARG002
         """What to run behind the document for this policy to observe."""
         return ()
@@ -175,7 +182,7 @@ class Policy(ABC):
                     f"policy {cls.name!r} has no parameter {name!r}; it has {', '.join(known) or 'none'}",
                     param=f"policy_params.{name}",
                 )
-            _check(cls.name, name, value, parameter_types(cls)[name], known[name].metadata)
+            check(cls.name, name, value, parameter_types(cls)[name], known[name].metadata)
         return cls(**given)
 
 
@@ -183,7 +190,7 @@ class Policy(ABC):
 class ScoringPolicy(Policy):
     """The common case: score every token of every head, keep the best.
 
-    `shared_by_heads` says that the scores are the same for every head of a layer, so that budgets per head mean nothing.
+    `shared_by_heads` says that every head of a layer has the same scores, so that budgets per head mean nothing.
     """
 
     shared_by_heads: ClassVar[bool] = False
@@ -224,15 +231,14 @@ class ScoringPolicy(Policy):
 
 
 @dataclass(frozen=True)
-class TailPolicy(ScoringPolicy):
-    """Scores by what the end of the prompt attends to.
+class ProbedPolicy(Policy):
+    """Judges by what the end of the prompt attends to.
 
     The papers put the question there. Here it is not known yet, so the end is, in this order: the questions the caller
     expects, the text of `probe`, what the chat template writes before the answer. An empty `probe`, or a document
     without template, leaves the document's own last tokens. The identity of the cache says which it was.
     """
 
-    window: int = parameter(64, "last tokens that observe; those of the document are kept", minimum=1)
     probe: str | None = parameter(None, "text put behind the document to observe; null: the chat template's suffix")
 
     @property
@@ -254,6 +260,13 @@ class TailPolicy(ScoringPolicy):
         if self.probe is not None or source.text is None:
             return self.probe or ""
         return "" if source.questions else source.text.decode(source.suffix)
+
+
+@dataclass(frozen=True)
+class TailPolicy(ProbedPolicy, ScoringPolicy):
+    """Scores by the last `window` rows of the prompt, and keeps those of them that are the document's."""
+
+    window: int = parameter(64, "last tokens that observe; those of the document are kept", minimum=1)
 
     def fitted(self, num_tokens: int, budget: Budget, protected_prefix: int, given: frozenset[str]) -> Self:
         super().fitted(num_tokens, budget, protected_prefix, given)
@@ -309,35 +322,3 @@ def parameter_types(cls: type[Policy]) -> dict[str, tuple[type, ...]]:
     """The types each parameter may have."""
     hints = get_type_hints(cls)
     return {f.name: get_args(hints[f.name]) or (hints[f.name],) for f in parameter_fields(cls)}
-
-
-def legal_values(types: tuple[type, ...], rule: Mapping[str, Any]) -> str:
-    """What a parameter may be, in words."""
-    names = ["null" if kind is type(None) else kind.__name__ for kind in types]
-    if rule["choices"]:
-        return f"one of {', '.join(map(repr, rule['choices']))}"
-    legal = ("an odd " if rule["odd"] else "") + " or ".join(names)
-    match rule["minimum"], rule["maximum"]:
-        case None, None:
-            return legal
-        case minimum, None:
-            return f"{legal} from {minimum}"
-        case None, maximum:
-            return f"{legal} to {maximum}"
-        case minimum, maximum:
-            return f"{legal} from {minimum} to {maximum}"
-
-
-def _check(policy: str, name: str, value: Any, types: tuple[type, ...], rule: Mapping[str, Any]) -> None:
-    numeric = float in types and isinstance(value, int) and not isinstance(value, bool)
-    fits = type(value) in types or numeric
-    if fits and value is not None:
-        fits = rule["choices"] is None or value in rule["choices"]
-        fits = fits and (rule["minimum"] is None or value >= rule["minimum"])  # false for NaN
-        fits = fits and (rule["maximum"] is None or value <= rule["maximum"])
-        fits = fits and (not rule["odd"] or value % 2 == 1)
-    if not fits:
-        raise InvalidRequest(
-            f"parameter {name!r} of policy {policy!r} is {value!r}; it must be {legal_values(types, rule)}",
-            param=f"policy_params.{name}",
-        )

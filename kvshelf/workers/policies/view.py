@@ -53,6 +53,20 @@ class Source:
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
+    @cached_property
+    def segment_ends(self) -> list[bool]:
+        """Which tokens end a part of a sentence, by its punctuation."""
+        assert self.text is not None, "the policy must say that it observes text"
+        return self.text.segment_ends(self.token_ids)
+
+    @cached_property
+    def sentence_ends(self) -> list[bool]:
+        """Which tokens end a sentence."""
+        from kvshelf.workers.text import SENTENCE_ENDS
+
+        assert self.text is not None, "the policy must say that it observes text"
+        return self.text.segment_ends(self.token_ids, SENTENCE_ENDS)
+
 
 @dataclass(frozen=True, eq=False)
 class Probed:
@@ -183,6 +197,13 @@ class Window:
             weights = window_attention(queries, keys, layer.scaling, probed.keys[kv_head])
             parts.append(weights[..., : self.columns])
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def queries(self, kv_head: int) -> Tensor:
+        """Queries `[group, R, D]` of the same rows."""
+        layer = self._layer
+        tail = layer.grouped(layer.all_queries)[kv_head, :, layer.num_tokens - self.tail :]
+        ends = [layer.grouped(probed.queries)[kv_head, :, -self._rows :] for probed in layer.probes]
+        return torch.cat([tail, *ends], dim=1)
 
     def mean(self) -> Tensor:
         """Mean weight over the rows and the group, `[kv_heads, columns]` fp32."""

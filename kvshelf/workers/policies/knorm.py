@@ -1,0 +1,30 @@
+"""Knorm: keep the keys of smallest norm (Devoto et al., 2024, arXiv 2406.11430)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvshelf.workers.policies.base import ScoringPolicy
+from kvshelf.workers.policies.view import LayerView
+
+
+@dataclass(frozen=True)
+class Knorm(ScoringPolicy):
+    """Keep the keys of smallest norm: they tend to be attended to most. Sees no query.
+
+    score_j = -|k_j|_2 per KV head; a rotation changes no norm, so RoPE plays no part. Models that normalise their keys
+    (Qwen3) leave little to tell tokens apart by. Departure: no layer is left out, as in kvpress; the paper keeps the
+    first two whole.
+    """
+
+    name: ClassVar[str] = "knorm"
+    source: ClassVar[str] = "L2 norm, arXiv 2406.11430"
+    advice: ClassVar[str] = "As the cheapest baseline; not for retrieval."
+
+    def score(self, layer: LayerView) -> Tensor:
+        norms: Tensor = torch.linalg.vector_norm(layer.keys.float(), dim=-1)  # [kv_heads, N]
+        return -norms

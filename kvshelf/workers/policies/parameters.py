@@ -1,0 +1,41 @@
+"""Which values a policy's parameter may have: told in words, and checked. `base.parameter` makes the rules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvshelf.errors import InvalidRequest
+
+
+def legal_values(types: tuple[type, ...], rule: Mapping[str, Any]) -> str:
+    """What a parameter may be, in words."""
+    names = ["null" if kind is type(None) else kind.__name__ for kind in types]
+    if rule["choices"]:
+        return f"one of {', '.join(map(repr, rule['choices']))}"
+    legal = ("an odd " if rule["odd"] else "") + " or ".join(names)
+    match rule["minimum"], rule["maximum"]:
+        case None, None:
+            return legal
+        case minimum, None:
+            return f"{legal} from {minimum}"
+        case None, maximum:
+            return f"{legal} to {maximum}"
+        case minimum, maximum:
+            return f"{legal} from {minimum} to {maximum}"
+
+
+def check(policy: str, name: str, value: Any, types: tuple[type, ...], rule: Mapping[str, Any]) -> None:
+    """Raises `InvalidRequest`, which names the parameter and its range, for a value that is not legal."""
+    numeric = float in types and isinstance(value, int) and not isinstance(value, bool)
+    fits = type(value) in types or numeric
+    if fits and value is not None:
+        fits = rule["choices"] is None or value in rule["choices"]
+        fits = fits and (rule["minimum"] is None or value >= rule["minimum"])  # false for NaN
+        fits = fits and (rule["maximum"] is None or value <= rule["maximum"])
+        fits = fits and (not rule["odd"] or value % 2 == 1)
+    if not fits:
+        raise InvalidRequest(
+            f"parameter {name!r} of policy {policy!r} is {value!r}; it must be {legal_values(types, rule)}",
+            param=f"policy_params.{name}",
+        )

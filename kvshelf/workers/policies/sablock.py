@@ -1,0 +1,123 @@
+"""SABlock: segments guide the scores, and each is kept in blocks as large as it bears (Chen et al., 2025, arXiv
+2510.22556)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from kvshelf.kernels.select import select
+from kvshelf.store.artifact import Kept
+from kvshelf.workers.budgets import LayerBudget
+from kvshelf.workers.policies.base import Observes, TailPolicy, keep, parameter
+from kvshelf.workers.policies.segments import Segments
+from kvshelf.workers.policies.view import LayerView
+
+MAX_SEGMENT = 64
+"""Tokens; a longer segment is cut. Text without punctuation, a table say, would be a single one."""
+
+_EPSILON = 1e-8  # of eq. 6
+_TINY = 1e-30  # attention to a whole segment can underflow to 0
+
+
+@dataclass(frozen=True)
+class SABlock(TailPolicy):
+    """Give each part of a sentence its share of the budget by attention, and fill the share with blocks of neighbours
+    as large as lose little of it; the same tokens in every head of a layer.
+
+    Segments end at punctuation. s_j is the attention of the observing rows on token j, the mean over all query heads
+    and rows (eq. 3, 4); I_k is its mean over segment k (eq. 5), D_k the entropy of its distribution in there (eq. 6).
+    W_k joins the two with weight `diversity`, lambda (eq. 7), and guides the scores with strength `alpha` to s~_j (eq.
+    8). The best tokens by s~ give each segment its count m_k (eq. 9, 10). For each block size b, the segment is cut
+    into blocks of b tokens, the best of which by their mean s~ give m_k tokens (the last one its best only); the
+    largest b <= m_k is taken whose tokens have at least `tau` of the s~ that the m_k best tokens have (eq. 11, 12).
+    What stays is their union and the window (eq. 13), exactly the budget.
+
+    Ours, since no code is public and the formulas are not to be had: eq. 7 is W_k = I_k / max I * (1 + lambda * D_k /
+    log |S_k|); eq. 8 is s~_j = s_j * (1 + alpha * W_k), or s_j * W_k ** alpha with `form="power"`; the block sizes are
+    the odd ones up to `block`; segments end at . , ; : ? ! and the line's end, but for the point within a number, and
+    are cut after 64 tokens; all defaults. Departure: the chat template's tokens stay and are in no segment.
+    """
+
+    name: ClassVar[str] = "sablock"
+    source: ClassVar[str] = "SABlock, arXiv 2510.22556"
+    advice: ClassVar[str] = "With expected questions, where words without their neighbours say little."
+    shared_by_heads: ClassVar[bool] = True
+
+    window: int = parameter(8, "last tokens that observe; those of the document are kept", minimum=1)
+    alpha: float = parameter(0.5, "how strongly segments guide the scores of their tokens", minimum=0)
+    diversity: float = parameter(0.5, "weight of the entropy within a segment (lambda)", minimum=0)
+    block: int = parameter(9, "largest block", minimum=1, maximum=MAX_SEGMENT - 1, odd=True)
+    tau: float = parameter(0.9, "part of the score that blocks must hold", minimum=0, maximum=1)
+    form: str = parameter("scaled", "how eq. 8 applies the weight of a segment", choices=("scaled", "power"))
+
+    @property
+    def observes(self) -> Observes:
+        return Observes.QUERIES | Observes.TEXT
+
+    def score(self, layer: LayerView) -> Tensor:
+        return self._guided(layer)[0].repeat(layer.kv_heads, 1)
+
+    def reduce(self, layer: LayerView, budget: LayerBudget) -> Kept:
+        (scores, segments), protected = self._guided(layer), self.protected(layer)
+        masks = {}
+        for count in set(budget.per_head):
+            best = select(scores.unsqueeze(0), protected, [count])[0]  # eq. 9
+            blocks = self._blocks(segments.rows(scores[~protected]), segments, segments.rows(best[~protected]))
+            masks[count] = protected.masked_scatter(~protected, segments.tokens(blocks))
+        importance = scores.masked_fill(protected, torch.inf).repeat(layer.kv_heads, 1)
+        return keep(layer, torch.stack([masks[count] for count in budget.per_head]), importance)
+
+    def _guided(self, layer: LayerView) -> tuple[Tensor, Segments]:
+        """s~ `[N]`, and the segments of all tokens that are not protected."""
+        window, region = layer.window(self.window), ~self.protected(layer)
+        attention = window.pad(window.mean().mean(dim=0))  # s, eq. 3 and 4
+        ends = torch.tensor(layer.source.segment_ends, device=attention.device)
+        segments = Segments.cut(ends[region], MAX_SEGMENT)
+        rows = segments.rows(attention[region])  # [segments, width]
+        total = rows.sum(dim=1)
+        parts = rows / total.clamp_min(_TINY).unsqueeze(1)
+        entropy = -(parts * (parts + _EPSILON).log()).sum(dim=1)  # D, eq. 6
+        importance = total / segments.lengths  # I, eq. 5
+        weight = importance / importance.max().clamp_min(_TINY)
+        weight = weight * (1 + self.diversity * entropy / segments.lengths.clamp_min(2).log())  # W, eq. 7
+        guide = weight**self.alpha if self.form == "power" else 1 + self.alpha * weight
+        return attention.masked_scatter(region, segments.tokens(rows * guide.unsqueeze(1))), segments  # eq. 8
+
+    def _blocks(self, scores: Tensor, segments: Segments, best: Tensor) -> Tensor:
+        """Exchange the best tokens of each segment for blocks where those hold enough. All: `[segments, width]`."""
+        chosen, counts = best.clone(), best.sum(dim=1)  # blocks of 1; m, eq. 10
+        wanted = self.tau * (scores * best).double().sum(dim=1)
+        is_open = torch.ones_like(counts, dtype=torch.bool)
+        for size in range(self.block, 1, -2):
+            rows = (is_open & (counts >= size)).nonzero().squeeze(1)
+            blocks = best_blocks(scores[rows], segments.inside[rows], counts[rows], size)
+            # Multiplied out, so that a segment without any score needs no division: eq. 11 and 12.
+            enough = (scores[rows] * blocks).double().sum(dim=1) >= wanted[rows]
+            chosen[rows[enough]] = blocks[enough]
+            is_open[rows[enough]] = False
+        return chosen
+
+
+def best_blocks(scores: Tensor, inside: Tensor, counts: Tensor, size: int) -> Tensor:
+    """Tokens of the best blocks of each row until there are `counts` of them: `[rows, width]` bool.
+
+    scores: `[rows, width]` from 0, zero where `inside` is not set. A block is `size` neighbours, counted from the first
+    token of the row; the last can be shorter. It is as good as its mean. Of a block that would give too many, the best
+    tokens are taken.
+    """
+    rows, width = scores.shape
+    shape = (rows, -(-width // size), size)
+    tokens, valid = (F.pad(values, (0, -width % size)).view(shape) for values in (scores, inside))
+    lengths = valid.sum(dim=2)  # [rows, blocks]
+    means = (tokens.sum(dim=2) / lengths.clamp_min(1)).masked_fill(lengths == 0, -1)
+    order = means.sort(dim=1, descending=True, stable=True).indices
+    ordered = lengths.gather(1, order)
+    left = counts.unsqueeze(1) - (ordered.cumsum(dim=1) - ordered)  # tokens still wanted when a block's turn comes
+    taken = torch.zeros_like(left).scatter_(1, order, left)
+    ranks = tokens.masked_fill(~valid, -1).sort(dim=2, descending=True, stable=True).indices.argsort(dim=2)
+    return ((ranks < taken.unsqueeze(2)) & valid).flatten(1)[:, :width]

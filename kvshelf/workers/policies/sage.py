@@ -1,0 +1,95 @@
+"""SAGE-KV: sinks, what each query head asks for, and the most recent (Wang et al., 2025, arXiv 2503.08879)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from kvshelf.errors import PolicyUnsupported
+from kvshelf.kernels.select import select
+from kvshelf.store.artifact import Kept
+from kvshelf.workers.budgets import Budget, LayerBudget
+from kvshelf.workers.policies.base import ProbedPolicy, keep, parameter
+from kvshelf.workers.policies.view import LayerView
+
+
+@dataclass(frozen=True)
+class Sage(ProbedPolicy):
+    """Keep the first tokens, the most recent ones, and in between what each query head asks for by the last token of
+    the prompt.
+
+    Of the B entries of a KV head with G query heads, S = floor(B / 4) are the first tokens, G * k with k = B / (2G),
+    rounded down to a `multiple`, are chosen between, and R = B - S - G * k are the most recent (the paper's Qwen row,
+    G = 7 and B = 8192, has k = 512 and R = 2560: a multiple of 512). Query head h chooses the k tokens of greatest
+    q_h . k_j, and the KV head keeps the union of what its query heads chose. Original positions.
+
+    Where heads choose alike the union is smaller than G * k. Ours, for the paper leaves it open: `union="refill"` goes
+    on with the tokens of greatest max_h q_h . k_j; `union="ragged"` leaves the places empty, and keeps between
+    B - (G - 1) * k and B entries.
+
+    Departures: the last token of the document counts as one of the recent, where the paper keeps it beside B; a chat
+    template of more than B / 4 tokens takes its place out of all shares (the chosen get two thirds of what is left);
+    with several expected questions a token counts by the best of their last rows; nothing leaves the recent while
+    decoding, because what is stored is never changed. `ProbedPolicy` says what the last token is while no question is
+    known.
+    """
+
+    name: ClassVar[str] = "sage"
+    source: ClassVar[str] = "SAGE-KV, arXiv 2503.08879"
+    advice: ClassVar[str] = "With expected questions; at other times its sinks and recent tokens carry it."
+
+    multiple: int = parameter(1, "what each query head chooses is rounded down to a multiple of this", minimum=1)
+    union: str = parameter("refill", "what follows when heads choose alike", choices=("refill", "ragged"))
+
+    @property
+    def exact(self) -> bool:
+        return self.union == "refill"
+
+    def fitted(self, num_tokens: int, budget: Budget, protected_prefix: int, given: frozenset[str]) -> Self:
+        super().fitted(num_tokens, budget, protected_prefix, given)
+        largest = max(1, budget.tokens // 2)
+        if self.multiple > largest:
+            raise PolicyUnsupported(
+                f"multiple is {self.multiple}, and half of the budget of {budget.tokens} entries per KV head is "
+                f"chosen: none would be; lower multiple to at most {largest} divided by the query heads of a KV head",
+                param="policy_params.multiple",
+            )
+        return self
+
+    def reduce(self, layer: LayerView, budget: LayerBudget) -> Kept:
+        masks, importance = [], []
+        for head, count in enumerate(budget.per_head):
+            logits = self._logits(layer, head)  # [group, columns]
+            sinks, chosen, recent = self.shares(count, len(logits), layer.protected_prefix)
+            between = slice(sinks, layer.num_tokens - recent)
+            mask = torch.ones_like(layer.positions, dtype=torch.bool)
+            mask[between] = self._chosen(logits[:, between], chosen)
+            masks.append(mask)
+            importance.append(torch.full(mask.shape, torch.inf, device=mask.device))
+            importance[-1][between] = logits[:, between].amax(dim=0)
+        return keep(layer, torch.stack(masks), torch.stack(importance))
+
+    def shares(self, budget: int, group: int, protected_prefix: int) -> tuple[int, int, int]:
+        """(S, k, R) of a KV head with `group` query heads: S + group * k + R = budget."""
+        sinks = max(budget // 4, protected_prefix)
+        # Two thirds of what the sinks leave: the second is the smaller only where the template is more than B / 4.
+        chosen = min(budget // (2 * group), 2 * (budget - sinks) // (3 * group))
+        chosen -= chosen % self.multiple
+        return sinks, chosen, budget - sinks - group * chosen
+
+    def _chosen(self, logits: Tensor, count: int) -> Tensor:
+        """The union `[M]` bool of the best `count` of each query head. logits: `[group, M]`, M >= group * count."""
+        nothing = torch.zeros(logits.shape[1], dtype=torch.bool, device=logits.device)
+        union = select(logits, nothing, [count] * len(logits)).any(dim=0)
+        if self.union == "ragged":
+            return union
+        return select(logits.amax(dim=0, keepdim=True), union, [count * len(logits)])[0]
+
+    def _logits(self, layer: LayerView, kv_head: int) -> Tensor:
+        """q_h . k_j of the last row, `[group, columns]` fp32: within a head its order is that of the softmax."""
+        window = layer.window(1)
+        keys = layer.keys[kv_head, : window.columns].float()  # [columns, D]
+        return torch.matmul(window.queries(kv_head).float(), keys.T).amax(dim=1)
