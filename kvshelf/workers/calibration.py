@@ -84,11 +84,13 @@ def data_folder() -> Path:
 
 
 def find(model: ModelIdentity, folder: str) -> Calibration:
-    """The calibration of a model whose weights were loaded from `folder` (or whatever else its name is).
+    """The calibration of a model whose weights were loaded from `folder`, which may also be a hub id, or "" for a model
+    made in memory.
 
     Raises `PolicyUnsupported` where there is none, where it is of other weights, or where its file is broken.
     """
-    for path in (data_folder() / f"{model.weights}.json", Path(folder) / BESIDE_THE_WEIGHTS):
+    beside = [Path(folder) / BESIDE_THE_WEIGHTS] if folder else []
+    for path in (data_folder() / f"{model.weights}.json", *beside):
         if path.is_file():
             return _of(model, load(path), path)
     raise PolicyUnsupported(

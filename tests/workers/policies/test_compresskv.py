@@ -179,6 +179,14 @@ def test_a_model_without_one_is_refused_with_the_command(folder):
     assert engine.compress(TEXT, policy="compresskv", compression_ratio=0).num_tokens, "nothing to choose"
 
 
+def test_a_model_made_in_memory_has_none_beside_it(folder, monkeypatch, llama):
+    """Whatever lies in the working directory is not its own."""
+    monkeypatch.chdir(folder)
+    assert llama.model.config.name_or_path == ""
+    with pytest.raises(PolicyUnsupported, match="there is none"):
+        llama.engine.prepare(llama.ids, policy="compresskv")
+
+
 def test_one_of_other_weights_is_refused(folder):
     engine = Engine.load(str(folder), device="cpu", dtype="bfloat16")
     with pytest.raises(PolicyUnsupported, match=r"of other weights .* --dtype bfloat16"):
