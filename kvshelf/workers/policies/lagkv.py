@@ -25,4 +25,7 @@ class LagKV(PartitionPolicy):
 
     name: ClassVar[str] = "lagkv"
     source: ClassVar[str] = "LagKV, arXiv 2504.04704"
+    advice: ClassVar[str] = (
+        "Unknown questions about long documents; prefill=chunked where the full cache does not fit into memory."
+    )
     own_scale: ClassVar[bool] = False
