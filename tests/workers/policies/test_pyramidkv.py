@@ -48,6 +48,12 @@ def test_a_steep_pyramid():
     assert [share(policy, random_layer(400, index=i, num_layers=5), 100) for i in range(5)] == [195, 148, 100, 52, 5]
 
 
+def test_no_layer_gets_more_than_the_document_without_its_window():
+    """A first layer of 82.5 among 100 tokens is 80, and the last one gets what that leaves: 30 and not 27.5."""
+    policy = build("pyramidkv", {"window": 20, "beta": 2})
+    assert [share(policy, random_layer(100, index=i, num_layers=3), 55) for i in range(3)] == [80, 55, 30]
+
+
 def test_the_last_layer_holds_what_is_protected_or_all_are_alike():
     policy = build("pyramidkv", {"window": 4})
     layers = [random_layer(400, index=i, num_layers=5, protected=2) for i in range(5)]
