@@ -53,6 +53,17 @@ def test_keeps_the_best_chunks(case, tokens, ratio, kernel, chunk):
     assert kept(layer, ratio, window=6, kernel=kernel, chunk=chunk) == [expected] * 3
 
 
+def test_the_remainder_competes_by_its_own_mean():
+    """Its 6 tokens against chunks of 20; judged like a whole chunk it would always lose."""
+    wins = 0
+    for seed in range(8):
+        layer = random_layer(146, probes=(6,), seed=seed)
+        first, second = kept(layer, 0.5, window=6, kernel=1)
+        assert first == second == naive(layer, 0.5, 6, 1, 20)
+        wins += 145 in first
+    assert wins, "or nothing was shown"
+
+
 @settings(max_examples=60, deadline=None)
 @given(tokens=st.integers(20, 400), ratio=st.floats(0.05, 0.95), chunk=st.integers(1, 30), protected=st.integers(0, 9))
 def test_counts_chunks_as_kvpress_does(tokens, ratio, chunk, protected):
@@ -73,6 +84,8 @@ def test_counts_chunks_as_kvpress_does(tokens, ratio, chunk, protected):
 def test_the_share_is_the_request_s_not_that_of_its_rounded_budget():
     """Half of 20 chunks are 10, though half of 399 tokens are 199, which hold only 9.97."""
     assert len({j // 20 for j in kept(random_layer(399), 0.5)[0]}) == 10
+    assert 20 * (1 - 0.9) < 2
+    assert len({j // 20 for j in kept(random_layer(400), 0.9, window=5)[0]}) == 2
 
 
 def test_defaults_shrink_until_the_budget_holds_what_must_stay():
