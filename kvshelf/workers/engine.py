@@ -9,12 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from kvshelf.errors import DocumentTooLong, DocumentTooShort, InvalidRequest, PolicyUnsupported
+from kvshelf.errors import DocumentTooLong, InvalidRequest, PolicyUnsupported
 from kvshelf.store.artifact import CompressedCache
-from kvshelf.store.identity import Boundary, Identity, Layout, digest
+from kvshelf.store.identity import Identity, Layout, digest
 from kvshelf.workers import calibration
 from kvshelf.workers import model as models
 from kvshelf.workers.attached import AttachedCache
@@ -23,38 +22,15 @@ from kvshelf.workers.budgets import Budget
 from kvshelf.workers.chunked import ChunkedPrefill
 from kvshelf.workers.export import Positions, export
 from kvshelf.workers.generation import Answer, Checkpoint, Generation, Sampling
+from kvshelf.workers.intake import Document, Intake, Prompt
+from kvshelf.workers.job import Job
 from kvshelf.workers.policies import DEFAULT_POLICY, Policy, build
 from kvshelf.workers.policies.base import Absorber, Observes
 from kvshelf.workers.policies.full import Full
 from kvshelf.workers.policies.view import ProbePass, Source, output_weight
 from kvshelf.workers.reducing import LayerReducer
 from kvshelf.workers.rope import Rope
-from kvshelf.workers.text import EncodedDocument, Message, TextFormat, check_messages
-
-Document = str | Sequence[int] | Sequence[Message] | Tensor
-"""A text, token ids (a list or a 1-D integer tensor), or the messages of a conversation."""
-
-Prompt = Document
-"""A question: a text, messages, or token ids that are appended as they are."""
-
-MAX_QUESTION_BYTES = 64 * 1024
-"""UTF-8 bytes of all expected questions of a document, which become part of its blob."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """A checked and tokenized document, ready to be compressed. Its identity is known before any work is done."""
-
-    source: Source
-    policy: Policy
-    budget: Budget
-    passes: tuple[ProbePass, ...]
-    absorber: Absorber | None
-    identity: Identity
-
-    @property
-    def num_tokens(self) -> int:
-        return self.source.num_tokens
+from kvshelf.workers.text import TextFormat
 
 
 @dataclass(frozen=True)
@@ -82,6 +58,7 @@ class Engine:
         self.identity = models.identify(model, self.text, self.name)
         self.max_tokens = models.max_positions(model.config)
         self.rope = Rope.of(model)
+        self._intake = Intake(self.name, self.text, self.max_tokens, model.config.vocab_size)
 
     @classmethod
     def load(cls, name: str, *, device: str = "auto", dtype: str = "auto") -> Engine:
@@ -95,7 +72,11 @@ class Engine:
     @property
     def default_layout(self) -> Layout:
         """ "chat" where the tokenizer has a chat template, else "plain"."""
-        return "chat" if self.text is not None and self.text.has_template else "plain"
+        return self._intake.default_layout
+
+    def require_text(self, param: str) -> TextFormat:
+        """The tokenizer and template; raises `InvalidRequest` about `param` where the engine has none."""
+        return self._intake.require_text(param)
 
     # Compressing
 
@@ -145,14 +126,14 @@ class Engine:
         if not chosen.takes_budget and (compression_ratio is not None or budget_tokens is not None):
             param = "budget_tokens" if compression_ratio is None else "compression_ratio"
             raise InvalidRequest(f"policy {policy!r} keeps everything and takes no {param}", param=param)
-        encoded = self._encode_document(document, layout)
+        encoded = self._intake.document(document, layout)
         if expected_questions and not chosen.takes_questions:
             raise InvalidRequest(
                 f"policy {policy!r} does not look at questions; leave expected_questions out, or choose a policy that "
                 "scores by the end of the prompt, snapkv say",
                 param="expected_questions",
             )
-        source = self._source(encoded, expected_questions)
+        source = self._intake.source(encoded, expected_questions)
         num_tokens = source.num_tokens
         if chosen.takes_budget:
             budget = Budget.resolve(num_tokens, compression_ratio=compression_ratio, budget_tokens=budget_tokens)
@@ -237,7 +218,7 @@ class Engine:
     def encode_query(self, cache: CompressedCache, prompt: Prompt) -> list[int]:
         """Token ids that ask `prompt` (a text, messages, or ids to append as they are) after this cache.
         Thread-safe."""
-        return self._encode_query(cache.identity.boundary, prompt)
+        return self._intake.query(cache.identity.boundary, prompt)
 
     def start(self, cache: CompressedCache, query: Sequence[int], sampling: Sampling | None = None) -> Generation:
         """Begin an answer to the token ids `query`. No forward runs before the first `step()`.
@@ -277,35 +258,7 @@ class Engine:
             generation.step()
         return generation.answer()
 
-    def require_text(self, param: str) -> TextFormat:
-        """The tokenizer and template; raises `InvalidRequest` about `param` where the engine has none."""
-        if self.text is None:
-            raise InvalidRequest("this engine has no tokenizer; give token ids", param=param)
-        return self.text
-
     # Parts
-
-    def _source(self, encoded: EncodedDocument, expected_questions: Sequence[str]) -> Source:
-        size = sum(len(question.encode()) for question in expected_questions if isinstance(question, str))
-        if size > MAX_QUESTION_BYTES:
-            raise InvalidRequest(
-                f"expected_questions have {size} bytes together, and {MAX_QUESTION_BYTES} are taken; give fewer",
-                param="expected_questions",
-            )
-        for i, question in enumerate(expected_questions):
-            if not isinstance(question, str) or not question:
-                raise InvalidRequest(
-                    f"expected_questions[{i}] is {question!r}; it must be a text that is not empty",
-                    param=f"expected_questions[{i}]",
-                )
-        return Source(
-            token_ids=encoded.token_ids,
-            protected_prefix=encoded.protected_prefix,
-            suffix=tuple(self.text.suffix(encoded.boundary)) if self.text is not None else (),
-            questions=tuple(tuple(self._encode_query(encoded.boundary, text)) for text in expected_questions),
-            text=self.text,
-            max_tokens=self.max_tokens,
-        )
 
     def _calibrated(self, source: Source, policy: Policy) -> Source:
         """With what is known of the model's heads, for a policy that needs it. Read anew each time: a calibration made
@@ -359,7 +312,7 @@ class Engine:
             rope=self.rope,
             checkpoint=checkpoint,
         )
-        self.model.base_model(**self._prefill_inputs(job), use_cache=False, **{CONTEXT: reducer})
+        self.model.base_model(**job.inputs(self.model.device), use_cache=False, **{CONTEXT: reducer})
         return reducer
 
     def _prefill_in_chunks(self, job: Job, checkpoint: Checkpoint) -> ChunkedPrefill:
@@ -368,20 +321,6 @@ class Engine:
         prefill = ChunkedPrefill(job.absorber, job.budget.tokens, num_layers=layers, checkpoint=checkpoint)
         prefill.run(self.model, job.source.token_ids)
         return prefill
-
-    def _prefill_inputs(self, job: Job) -> dict[str, Tensor]:
-        """Ids and positions of the document and, behind it, of every probe pass."""
-        ids, positions = list(job.source.token_ids), list(range(job.num_tokens))
-        for probe in job.passes:
-            ids += probe.token_ids
-            positions += range(probe.first_position, probe.first_position + len(probe.token_ids))
-        input_ids = torch.tensor([ids], device=self.model.device)
-        # With a mask given, transformers does not take positions that start again for packed rows.
-        return {
-            "input_ids": input_ids,
-            "position_ids": torch.tensor([positions], device=self.model.device),
-            "attention_mask": torch.ones_like(input_ids),
-        }
 
     def _attach(self, cache: CompressedCache) -> AttachedCache:
         self.identity.require_match(cache.identity.model)
@@ -393,66 +332,6 @@ class Engine:
         if configured is None:
             configured = self.model.config.eos_token_id
         return frozenset([configured] if isinstance(configured, int) else configured or [])
-
-    def _encode_document(self, document: Document, layout: Layout | None) -> EncodedDocument:
-        if isinstance(document, str):
-            self._require_length(self.require_text("document").least_tokens(document), "at least ")
-            encoded = self.require_text("document").document(document, self._checked_layout(layout))
-            length = len(encoded.token_ids) - encoded.protected_prefix
-        elif not isinstance(document, Tensor) and document and isinstance(document[0], Mapping):
-            if layout == "plain":
-                raise InvalidRequest("messages need the layout 'chat'", param="layout")
-            text = self.require_text("messages")
-            turns = check_messages(document, "messages")  # type: ignore[arg-type]
-            self._require_length(sum(text.least_tokens(content) for _, content in turns), "at least ")
-            encoded = text.conversation(document)  # type: ignore[arg-type]
-            length = len(encoded.token_ids)
-        else:
-            if layout == "chat":
-                raise InvalidRequest("token_ids are taken as they are, in the layout 'plain'", param="layout")
-            encoded = EncodedDocument(self._checked_ids(document, "token_ids"), 0, "plain", "text")
-            length = len(encoded.token_ids)
-        if length == 0:
-            raise DocumentTooShort("the document is empty; send at least one token of text", param="document")
-        self._require_length(len(encoded.token_ids))
-        return encoded
-
-    def _require_length(self, num_tokens: int, bound: str = "") -> None:
-        if num_tokens > self.max_tokens:
-            raise DocumentTooLong(
-                f"the document has {bound}{num_tokens} tokens, and {self.name!r} takes {self.max_tokens}; split it",
-                param="document",
-            )
-
-    def _encode_query(self, boundary: Boundary, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            if not prompt:
-                raise InvalidRequest("the prompt is empty; ask something", param="prompt")
-            return self.require_text("prompt").question(boundary, prompt)
-        if not isinstance(prompt, Tensor) and prompt and isinstance(prompt[0], Mapping):
-            return self.require_text("messages").turns(boundary, prompt)  # type: ignore[arg-type]
-        return self._checked_ids(prompt, "prompt")
-
-    def _checked_layout(self, layout: Layout | None) -> Layout:
-        if layout not in (None, "chat", "plain"):
-            raise InvalidRequest(f"unknown layout {layout!r}; one of chat, plain", param="layout")
-        return layout or self.default_layout
-
-    def _checked_ids(self, ids: Any, param: str) -> list[int]:
-        vocabulary = self.model.config.vocab_size
-        if isinstance(ids, Tensor):
-            if ids.dim() != 1 or ids.is_floating_point():
-                raise InvalidRequest(
-                    f"{param} is a tensor of shape {tuple(ids.shape)} and {ids.dtype}; give a 1-D tensor of integers",
-                    param=param,
-                )
-            ids = ids.tolist()
-        for i, token in enumerate(ids):
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocabulary:
-                raise InvalidRequest(
-                    f"{param}[{i}] is {token!r}; a token id is an integer from 0 to {vocabulary - 1}", param=param
-                )
-        return list(ids)
 
 
 def _ids_digest(token_ids: Sequence[int]) -> str:

@@ -19,7 +19,8 @@ from kvshelf.kernels.select import select
 from kvshelf.store.artifact import Kept
 from kvshelf.workers.budgets import Budget, LayerBudget
 from kvshelf.workers.calibration import Calibration, Origin
-from kvshelf.workers.engine import Engine, Job
+from kvshelf.workers.engine import Engine
+from kvshelf.workers.job import Job
 from kvshelf.workers.policies.base import Observes, Policy, keep
 from kvshelf.workers.policies.compresskv import CompressKV
 from kvshelf.workers.policies.view import LayerView, ProbePass

@@ -33,9 +33,10 @@ from kvshelf.errors import (
 from kvshelf.store.artifact import CompressedCache
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest, Timings
-from kvshelf.workers.engine import Engine, Job
+from kvshelf.workers.engine import Engine
 from kvshelf.workers.flights import Flights
 from kvshelf.workers.generation import Answer, Sampling
+from kvshelf.workers.job import Job
 from kvshelf.workers.scheduler import Scheduler, Ticket
 
 log = logging.getLogger("kvshelf.workers")

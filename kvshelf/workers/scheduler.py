@@ -24,8 +24,9 @@ from kvshelf.errors import Cancelled, DeadlineExceeded, KvshelfError, NoWorker, 
 
 if TYPE_CHECKING:
     from kvshelf.store.artifact import CompressedCache
-    from kvshelf.workers.engine import Compression, Engine, Job
+    from kvshelf.workers.engine import Compression, Engine
     from kvshelf.workers.generation import Answer, Generation, Sampling
+    from kvshelf.workers.job import Job
 
 ResultT = TypeVar("ResultT")
 

@@ -25,8 +25,9 @@ from kvshelf.errors import (
     StateConflict,
 )
 from kvshelf.store.disk import DiskStore
-from kvshelf.workers.engine import Compression, Engine, Job
+from kvshelf.workers.engine import Compression, Engine
 from kvshelf.workers.generation import Sampling
+from kvshelf.workers.job import Job
 from kvshelf.workers.replica import Asked, Replica, Replied
 from kvshelf.workers.scheduler import Scheduler
 

@@ -12,8 +12,9 @@ import pytest
 
 from kvshelf.errors import Cancelled, DeadlineExceeded, InvalidRequest, NoWorker, QueueFull
 from kvshelf.store.artifact import CompressedCache
-from kvshelf.workers.engine import Compression, Engine, Job
+from kvshelf.workers.engine import Compression, Engine
 from kvshelf.workers.generation import Sampling
+from kvshelf.workers.job import Job
 from kvshelf.workers.scheduler import Scheduler, SchedulerLimits
 
 DOCUMENT = "The harbour master keeps the tide tables in a green book. " * 20
