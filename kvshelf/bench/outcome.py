@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -29,7 +29,8 @@ _SPARE_TOKENS = 24
 class Outcome:
     """One document under one row. `key` is a digest of everything the result depends on.
 
-    exact and partial: one entry per question. stored_bytes: length of the blob. `refused` says why there is no result;
+    exact and partial: one entry per question. stored_bytes: length of the blob. probe_tokens: run behind the document
+    for the policy's sake, within the prefill. `refused` says why there is no result;
     all measurements are then empty or 0.
     """
 
@@ -39,6 +40,7 @@ class Outcome:
     partial: tuple[float, ...] = ()
     document_tokens: int = 0
     stored_bytes: int = 0
+    probe_tokens: int = 0
     prefill_s: float = 0.0
     compress_s: float = 0.0
     encode_s: float = 0.0
@@ -97,7 +99,9 @@ def measure_unit(engine: Engine, unit: Unit, protocol: Protocol) -> list[Outcome
         compression = engine.run(job)
     except KvshelfError as error:
         return [Outcome(protocol.key(unit, row), refused=error.message) for row in unit.rows]
-    return [_measured_row(engine, compression, row, case.asks, protocol.key(unit, row)) for row in unit.rows]
+    probe_tokens = sum(len(probe.token_ids) for probe in job.passes)
+    rows = [_measured_row(engine, compression, row, case.asks, protocol.key(unit, row)) for row in unit.rows]
+    return [replace(measured, probe_tokens=probe_tokens) for measured in rows]
 
 
 def _measured_row(engine: Engine, compression: Compression, row: Row, asks: Sequence[Ask], key: str) -> Outcome:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from textwrap import wrap
 
@@ -20,6 +21,7 @@ _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#
 _REST = "#9A9A9A"
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _PANELS_A_ROW, _MOST_PANELS = 6, 24
+_SAME_SIZE = 1.02  # of points on the front as close as this, only the best is named
 _LABEL_HEIGHT = 0.026
 """Least distance of two labels, as a share of the height of the picture."""
 
@@ -94,7 +96,9 @@ def _draw_front(axes: Axes, points: Sequence[_Point]) -> None:
     sizes, scores = zip(*front, strict=True)
     axes.step(sizes, scores, where="post", color="#D9D9D9", linewidth=7, solid_capstyle="round", zorder=1)
     named = {(point.bytes_per_token, point.exact): point.row for point in points}
-    for place in front:
+    for place, after in zip(front, [*front[1:], (inf, 1.0)], strict=True):
+        if after[0] < place[0] * _SAME_SIZE:
+            continue
         row = named[place]
         codec = "" if row.codec == "none" else row.codec
         text = " ".join(filter(None, (row_name(row), removed_label(row), codec)))
@@ -165,7 +169,7 @@ def _finish(axes: Axes, summary: Summary, title: str) -> None:
     axes.set_title(f"{title}\n{below}", fontsize=10, loc="left")
     axes.set_xscale("log")
     axes.set_xlim(left=axes.get_xlim()[0] * 0.75)  # room for the names at the left end of the front
-    axes.set_ylim(-0.02, 1.04)
+    axes.set_ylim(-0.02, 1.08)
     axes.set_xlabel("stored bytes per document token (log scale)")
     axes.set_ylabel("exact answers")
     axes.xaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))

@@ -15,15 +15,18 @@ from kvshelf.bench.plan import BASELINE, Cell, Row, Variant
 ABLE = 0.9
 """Share of exact answers with the full cache under which a cell says nothing about a policy."""
 
+_PLAIN = Row(Variant(BASELINE), 0.0)
+
 
 @dataclass(frozen=True)
 class Entry:
     """One row in one cell. Shares lie between 0 and 1; `low` and `high` bound `exact` (95 %, see `clustered_wilson`:
-    the documents are the independent units).
+    the documents are the independent units). `compress_share` is what the policy adds to a prefill that keeps
+    everything, over that prefill: its own time over that of the prefill it ran in, or, where it runs more tokens than
+    the document's, all that it takes beyond the baseline in the same cell.
 
     `refused` is the reason where a document was refused: the others alone would be another set of documents than that
-    of the other rows. `compress_share` is the time of the policy over that of
-    the prefill it ran in.
+    of the other rows.
     """
 
     documents: int
@@ -38,13 +41,12 @@ class Entry:
     refused: str | None = None
 
     @classmethod
-    def of(cls, outcomes: Sequence[Outcome]) -> Entry:
+    def of(cls, outcomes: Sequence[Outcome], baseline: Sequence[Outcome]) -> Entry:
         refused = [outcome.refused for outcome in outcomes if outcome.refused is not None]
         if refused:
             return cls(len(outcomes), 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, refused=refused[0])
         exact = [hit for outcome in outcomes for hit in outcome.exact]
         low, high = clustered_wilson([(sum(outcome.exact), len(outcome.exact)) for outcome in outcomes])
-        prefill_s = sum(outcome.prefill_s for outcome in outcomes)
         return cls(
             documents=len(outcomes),
             questions=len(exact),
@@ -53,8 +55,8 @@ class Entry:
             high=high,
             partial=fmean(part for outcome in outcomes for part in outcome.partial),
             bytes_per_token=fmean(outcome.stored_bytes / outcome.document_tokens for outcome in outcomes),
-            prefill_s=prefill_s / len(outcomes),
-            compress_share=sum(outcome.compress_s for outcome in outcomes) / prefill_s,
+            prefill_s=fmean(outcome.prefill_s for outcome in outcomes),
+            compress_share=_added(outcomes, baseline),
         )
 
 
@@ -84,11 +86,12 @@ class Summary:
         grouped: dict[tuple[Row, Cell], list[Outcome]] = defaultdict(list)
         for row, cell, outcome in outcomes:
             grouped[row, cell].append(outcome)
-        return cls(sorted(cells), list(rows), {place: Entry.of(found) for place, found in grouped.items()})
+        entries = {place: Entry.of(found, grouped.get((_PLAIN, place[1]), ())) for place, found in grouped.items()}
+        return cls(sorted(cells), list(rows), entries)
 
     def able(self, cell: Cell) -> bool:
         """Whether the model itself answers this cell, from the full cache, at least `ABLE` of the time."""
-        entry = self.entries.get((Row(Variant(BASELINE), 0.0), cell))
+        entry = self.entries.get((_PLAIN, cell))
         return entry is not None and entry.refused is None and entry.exact >= ABLE
 
     def common(self) -> list[Cell]:
@@ -141,6 +144,16 @@ class Summary:
                 names[cell]: asdict(self.entries[row, cell]) for cell in self.cells if (row, cell) in self.entries
             },
         }
+
+
+def _added(outcomes: Sequence[Outcome], baseline: Sequence[Outcome]) -> float:
+    """See `Entry.compress_share`. Within one prefill wherever possible: two of them differ by the noise of the machine,
+    which is more than most policies take."""
+    compress_s, prefill_s = (fmean(getattr(one, name) for one in outcomes) for name in ("compress_s", "prefill_s"))
+    plain = [outcome.prefill_s for outcome in baseline if outcome.refused is None]
+    if not plain or not any(outcome.probe_tokens for outcome in outcomes):
+        return compress_s / prefill_s
+    return (compress_s + max(prefill_s - fmean(plain), 0.0)) / fmean(plain)
 
 
 def pareto(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -25,7 +25,7 @@ def notes(summary: Summary) -> str:
     """How to read the table."""
     text = (
         "Cells: exact answers in % (95 % interval over questions, documents being the independent units). "
-        "B/token: bytes of the stored blob per document token. time: compression over its prefill. "
+        "B/token: bytes of the stored blob per document token. time: what compression adds to a plain prefill. "
         "mean: over the cells marked +, which all rows have."
     )
     if any(not summary.able(cell) for cell in summary.cells):

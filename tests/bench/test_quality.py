@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,8 @@ TINY = Block(("needle",), ("prose", "dense"), (300,), 2, ("keydiff", "streaming_
 
 
 def outcome(*exact: int, stored_bytes: int = 1000, refused: str | None = None) -> Outcome:
-    return Outcome("key", refused, exact, tuple(map(float, exact)), 100, stored_bytes, 1.0, 0.1)
+    partial = tuple(map(float, exact))
+    return Outcome("key", refused, exact, partial, 100, stored_bytes, prefill_s=1.0, compress_s=0.1)
 
 
 def bench(options: str, *more: object) -> tuple[int, str]:
@@ -134,6 +136,16 @@ def test_a_cell_is_the_mean_of_its_questions_and_able_with_the_baseline():
     assert not summary.able(other)
     assert summary.common() == [PROSE]
     assert summary.overall(KEYDIFF).exact == 0.625
+
+
+def test_tokens_that_a_policy_runs_behind_the_document_are_paid_by_the_policy():
+    kvzip = Row(Variant("kvzip"), 0.5)
+    slow = [replace(outcome(1), probe_tokens=200, prefill_s=seconds) for seconds in (3.0, 4.0)]
+    found = [(FULL, PROSE, outcome(1)), (FULL, PROSE, outcome(1)), *((kvzip, PROSE, one) for one in slow)]
+    found += [(KEYDIFF, PROSE, replace(outcome(1), prefill_s=2.0))]  # a slow moment of the machine, not of KeyDiff
+    summary = Summary.of([PROSE], [FULL, KEYDIFF, kvzip], found)
+    assert summary.entries[kvzip, PROSE].compress_share == pytest.approx(2.5 + 0.1)
+    assert summary.entries[KEYDIFF, PROSE].compress_share == pytest.approx(0.05)
 
 
 def test_a_refused_document_refuses_its_cell_and_the_mean_of_its_row():
