@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
 
 from kvshelf.bench.plan import BASELINE, Cell, Row
-from kvshelf.bench.summary import Summary, pareto
+from kvshelf.bench.summary import ABLE, Summary, pareto
 from kvshelf.bench.tables import removed_label, row_name
 
 # Okabe and Ito (2008): told apart under every common form of colour blindness. Black is the front's, yellow too pale.
@@ -150,8 +150,8 @@ def _draw_panel(axes: Axes, summary: Summary, cell: Cell, lines: Sequence[_Line]
     axes.set_title(cell.label, fontsize=7.5, color="black" if able else _REST)
     axes.set_facecolor("white" if able else "#EFEFEF")
     if not able:
-        axes.text(0.5, 0.5, "the model itself\ncannot do this", transform=axes.transAxes, fontsize=7, color="#777777",
-                  ha="center", va="center")  # fmt: skip
+        text = f"the model itself:\nunder {ABLE:.0%}"
+        axes.text(0.5, 0.5, text, transform=axes.transAxes, fontsize=7, color="#777777", ha="center", va="center")
     axes.set_xscale("log")
     axes.set_ylim(-0.05, 1.05)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
@@ -169,7 +169,7 @@ def _finish(axes: Axes, summary: Summary, title: str) -> None:
     axes.set_title(f"{title}\n{below}", fontsize=10, loc="left")
     axes.set_xscale("log")
     axes.set_xlim(left=axes.get_xlim()[0] * 0.75)  # room for the names at the left end of the front
-    axes.set_ylim(-0.02, 1.08)
+    axes.set_ylim(-0.02, 1.12)
     axes.set_xlabel("stored bytes per document token (log scale)")
     axes.set_ylabel("exact answers")
     axes.xaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))

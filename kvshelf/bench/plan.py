@@ -233,15 +233,15 @@ def _text(value: Any) -> str:
 SIZES: dict[str, tuple[Block, ...]] = {
     # Two minutes on two cores.
     "small": (Block(("multikey",), HAYSTACK_NAMES, (1024,), 4, ratios=(0.5, 0.875)),),
-    # Within an hour on two cores, for the bundled model: all policies where it is sure of itself, then a closer look at
+    # Half an hour on two cores with the bundled model: all policies where it is sure of itself, then a closer look at
     # some of them: codecs, lengths, and what it cannot do.
     "default": (
-        Block(("multikey",), HAYSTACK_NAMES, (2048,), 25, variants=VARIANTS),
-        Block(("digits32",), ("dense",), (2048,), 25, variants=VARIANTS),
-        Block(("digits64",), ("prose",), (2048,), 25, variants=VARIANTS),
-        Block(("multikey",), HAYSTACK_NAMES, (2048,), 25, ENCODED, codecs=CODECS),
-        Block(("digits32",), ("dense",), (2048,), 25, ENCODED, codecs=CODECS),
-        Block(("digits64",), ("prose",), (2048,), 25, ENCODED, codecs=CODECS),
+        Block(("multikey",), HAYSTACK_NAMES, (2048,), 20, variants=VARIANTS),
+        Block(("digits32",), ("dense",), (2048,), 20, variants=VARIANTS),
+        Block(("digits64",), ("prose",), (2048,), 20, variants=VARIANTS),
+        Block(("multikey",), HAYSTACK_NAMES, (2048,), 20, ENCODED, codecs=CODECS),
+        Block(("digits32",), ("dense",), (2048,), 20, ENCODED, codecs=CODECS),
+        Block(("digits64",), ("prose",), (2048,), 20, ENCODED, codecs=CODECS),
         Block(("multikey",), ("prose", "dense"), (1024, 4096), 10, FEATURED, (0.5, 0.875)),
         Block(("multikey",), ("prose",), (8192,), 10, FEATURED, (0.5, 0.875)),
         Block(("multivalue", "multiquery", "vt"), ("prose",), (2048,), 10, FEATURED, (0.5, 0.875)),

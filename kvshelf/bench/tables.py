@@ -11,13 +11,21 @@ from rich.table import Table
 from kvshelf.bench.plan import Cell, Row, length_label
 from kvshelf.bench.summary import ABLE, Entry, Summary
 
-_CELLS_A_TABLE = 6
+_CELLS_A_TABLE = 5
 
 
 def quality_tables(summary: Summary, title: str) -> list[Table]:
-    """Rows are policies, columns cells, as many tables as the width asks for, and the refusals below them."""
+    """Rows are policies, columns cells: as many tables as the width asks for, then those of policies under codecs, and
+    the refusals below them."""
     reasons = {reason: number for number, reason in enumerate(summary.refusals(), 1)}
-    tables = [_table(summary, cells, title, reasons) for cells in _columns(summary)]
+    encoded = {(row.variant, row.removed) for row in summary.rows if row.codec != "none"}
+    plain_rows = [row for row in summary.rows if row.codec == "none"]
+    encoded_rows = [row for row in summary.rows if (row.variant, row.removed) in encoded]
+    tables = [_table(summary, plain_rows, cells, title, reasons) for cells in _columns(summary, plain_rows)]
+    if encoded_rows:
+        under = f"{title}, under codecs"
+        only = [row for row in encoded_rows if row.codec != "none"]
+        tables += [_table(summary, encoded_rows, cells, under, reasons) for cells in _columns(summary, only)]
     return tables + ([_refusals(summary, reasons)] if reasons else [])
 
 
@@ -43,19 +51,19 @@ def removed_label(row: Row) -> str:
     return f"{row.removed * 100:g} %" if row.variant.takes_budget else ""
 
 
-def _columns(summary: Summary) -> list[tuple[Cell, ...]]:
-    """The cells of each table: those that are measured in the same rows stand together, six at most."""
+def _columns(summary: Summary, rows: Sequence[Row]) -> list[tuple[Cell, ...]]:
+    """The cells of each table: those that are measured in the same rows stand together, those in most rows first."""
     groups: dict[tuple[Row, ...], list[Cell]] = {}
     for cell in summary.cells:
-        groups.setdefault(tuple(row for row in summary.rows if (row, cell) in summary.entries), []).append(cell)
+        groups.setdefault(tuple(row for row in rows if (row, cell) in summary.entries), []).append(cell)
     return [
-        tuple(group[first : first + _CELLS_A_TABLE])
-        for group in groups.values()
-        for first in range(0, len(group), _CELLS_A_TABLE)
+        tuple(groups[measured][first : first + _CELLS_A_TABLE])
+        for measured in sorted(filter(None, groups), key=len, reverse=True)
+        for first in range(0, len(groups[measured]), _CELLS_A_TABLE)
     ]
 
 
-def _table(summary: Summary, cells: Sequence[Cell], title: str, reasons: dict[str, int]) -> Table:
+def _table(summary: Summary, rows: Sequence[Row], cells: Sequence[Cell], title: str, reasons: dict[str, int]) -> Table:
     table = Table(title=title, title_justify="left", padding=(0, 1, 0, 0), box=None, header_style="bold")
     for name in ("policy", "removed", "codec"):
         table.add_column(name, no_wrap=name != "policy", max_width=26)
@@ -65,8 +73,8 @@ def _table(summary: Summary, cells: Sequence[Cell], title: str, reasons: dict[st
     for cell in cells:
         heading = f"{cell.task}\n{cell.haystack}\n{length_label(cell.tokens)}{'+' if cell in common else ''}"
         table.add_column(heading, justify="right", no_wrap=True, style=None if summary.able(cell) else "bright_black")
-    rows = [row for row in summary.rows if any((row, cell) in summary.entries for cell in cells)]
-    for row, after in pairwise([*rows, None]):
+    shown = [row for row in rows if any((row, cell) in summary.entries for cell in cells)]
+    for row, after in pairwise([*shown, None]):
         assert row is not None
         entries = [summary.entries.get((row, cell)) for cell in cells]
         last = after is not None and after.variant != row.variant

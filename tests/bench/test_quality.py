@@ -8,9 +8,11 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from kvshelf.bench.cli import app
@@ -155,6 +157,24 @@ def test_a_refused_document_refuses_its_cell_and_the_mean_of_its_row():
     assert summary.entries[KEYDIFF, PROSE].refused == "no room"
     assert summary.overall(KEYDIFF) is None
     assert summary.refusals() == {"no room": [(KEYDIFF, PROSE)]}
+
+
+def test_tables_fit_the_terminal_and_show_every_row_once_and_codecs_apart():
+    cells = [Cell(1024, "multikey", haystack) for haystack in ("filler", "prose", "dense")]
+    cells += [Cell(tokens, "digits64", "prose") for tokens in (1024, 2048, 4096)]
+    encoded = Row(KEYDIFF.variant, KEYDIFF.removed, "int4")
+    found = [(row, cell, outcome(1, 1, 1, 1)) for row in (FULL, KEYDIFF) for cell in cells]
+    found += [(encoded, cells[0], outcome(1, 1, 1, 0))]
+    console = Console(width=120, record=True, file=StringIO())
+    tables = quality_tables(Summary.of(cells, [FULL, KEYDIFF, encoded], found), "title")
+    for table in tables:
+        console.print(table)
+    text = console.export_text()
+    assert [len(table.columns) for table in tables] == [6 + 5, 6 + 1, 6 + 1]
+    assert [table.row_count for table in tables] == [2, 2, 2]
+    assert text.count("int4") == 1
+    assert "75 (" in text
+    assert "…" not in text
 
 
 def test_the_front_holds_what_no_other_point_beats():
