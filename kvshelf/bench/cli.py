@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -109,6 +110,40 @@ def speed(
     report["first_token"] = [row.to_dict() for row in first]
     report["compression"] = [row.to_dict() for row in costs]
     publish(report, [_first_token_table(first, tokens), _cost_table(costs)], output, as_json)
+
+
+@app.command()
+def column_sums(
+    tokens: Annotated[int, typer.Option("--tokens", min=16, help="Tokens of the sequence.")] = 8192,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Repeats; medians are printed.")] = 5,
+    threads: Threads = 1,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Exact attention column sums beside plain attention and two other ways to the same sums, on the CPU.
+
+    One layer of 8 query and 2 KV heads of 128 channels.
+    """
+    import torch
+
+    from kvshelf.bench.column_sums import time_column_sums
+    from kvshelf.bench.measure import machine
+
+    if threads:
+        torch.set_num_threads(threads)
+    dtypes = (torch.float32, torch.bfloat16)
+    times = {
+        str(dtype).removeprefix("torch."): time_column_sums(tokens, dtype=dtype, repeats=rounds) for dtype in dtypes
+    }
+    table = Table("dtype", "plain attention", "column sums", "second flash call", "naive")
+    table.title = f"attention column sums of {tokens} tokens, CPU time beside plain causal attention"
+    for name, row in times.items():
+        others = (row.column_sums, row.second_attention, row.naive)
+        shown = [f"{seconds:.3f} s, {seconds / row.attention:.2f}x" for seconds in others]
+        table.add_row(name, f"{row.attention:.3f} s", *shown)
+    rows = [{"dtype": name, **asdict(row)} for name, row in times.items()]
+    report = {"bench": "column-sums", "tokens": tokens, "rounds": rounds, "machine": machine(), "rows": rows}
+    publish(report, [table], output, as_json)
 
 
 def _first_token_table(rows: list[Any], tokens: int) -> Table:

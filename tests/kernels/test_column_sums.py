@@ -8,13 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvshelf.kernels.column_sums import column_sums, reference
-from kvshelf.kernels.column_sums.timing import (
-    _flash,
-    _repeated,
-    column_sums_by_attention,
-    column_sums_of_whole_weights,
-    time_column_sums,
-)
 from tests.kernels.tensors import LargestTensor, error, random
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -109,18 +102,3 @@ def test_memory_is_bounded_by_a_block_of_rows():
     with LargestTensor() as largest:
         column_sums(q, k, 1.0, local_rows=300)
     assert 0 < largest.numel <= 128 * 1000
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_forms_that_are_timed_give_the_same_sums(dtype):
-    q, k = random(4, 130, 16, dtype=dtype), random(2, 130, 16, dtype=dtype, seed=1)
-    expected, _ = reference.column_sums(q, k, 0.25)
-    _, lse = _flash(q, _repeated(k, 4), _repeated(k, 4), 0.25)
-    tolerance = {torch.float32: 2e-6, torch.bfloat16: 2e-2}[dtype]  # bf16 logits in the naive form
-    assert error(column_sums_of_whole_weights(q, k, 0.25), expected) < tolerance
-    assert error(column_sums_by_attention(q, k, 0.25, lse), expected) < tolerance
-
-
-def test_times_are_of_all_four():
-    times = time_column_sums(num_tokens=64, repeats=1, head_dim=16)
-    assert min(times.attention, times.column_sums, times.naive, times.second_attention) > 0

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvshelf.kernels.column_sums.eager import column_sums
+from kvshelf.kernels.column_sums import column_sums
 
 
 @dataclass(frozen=True)
