@@ -88,7 +88,7 @@ def memory(
     device: Device = "auto",
     dtype: Dtype = "auto",
     threads: Threads = 1,
-    tokens: Annotated[int, typer.Option("--tokens", min=64, help="Tokens of the document, template included.")] = 16384,
+    tokens: Annotated[int, typer.Option("--tokens", min=64, help="Tokens of the document, template included.")] = 16000,
     policies: Annotated[str, typer.Option("--policies", help="Comma-separated.  [default: all]")] = "",
     removed: Annotated[float, typer.Option("--removed", help="Fraction removed.")] = 0.75,
     output: Output = None,
@@ -108,14 +108,18 @@ def memory(
         for row in bench.peaks(Source(model, device, dtype, threads), tokens, chosen, removed):
             rows.append(row)
             progress.advance(bar)
-    table = Table("policy", "removed", "peak", "of full", "cache", "prefill", "compression", title=f"{tokens} tokens")
+    table = Table(
+        "policy", "phase", "removed", "peak", "of full", "cache", "prefill", "compression", title=f"{tokens} tokens"
+    )
     for row in rows:
         share = f"{row.peak_bytes / rows[0].peak_bytes:.0%}" if rows[0].peak_bytes else ""
         if row.refused is not None:
-            table.add_row(row.policy, f"{row.removed:.0%}", f"refused: {row.refused}")
+            table.add_row(row.policy, row.phase, f"{row.removed:.0%}", f"refused: {row.refused}")
             continue
         cells = (f"{row.peak_bytes / 1e6:,.1f} MB", share, f"{row.cache_bytes / 1e6:,.1f} MB")
-        table.add_row(row.policy, f"{row.removed:.0%}", *cells, f"{row.prefill_s:.2f} s", f"{row.compress_s:.2f} s")
+        table.add_row(
+            row.policy, row.phase, f"{row.removed:.0%}", *cells, f"{row.prefill_s:.2f} s", f"{row.compress_s:.2f} s"
+        )
     report: dict[str, Any] = {"bench": "memory", "model": model, "machine": machine()}
     publish(report | {"rows": [row.to_dict() for row in rows]}, [table], output, as_json)
 

@@ -18,6 +18,7 @@ from kvshelf.bench.retrieval import EVALUATION_SEED, counter
 from kvshelf.bench.suite import make_case
 from kvshelf.errors import InvalidRequest, KvshelfError
 from kvshelf.workers.engine import Engine
+from kvshelf.workers.policies import build
 
 _WARM_UP_TOKENS = 512
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -28,11 +29,13 @@ _RESET_PEAK = "5"  # proc(5): sets the peak resident set size back to the presen
 class Peak:
     """One compression in a process of its own.
 
+    phase: when the policy acts, of which the peak is a matter: "during" the prefill, in "cascade" or "after" it.
     peak_bytes: the most that was allocated (GPU) or resident (CPU) beyond what the loaded, warm model takes.
     cache_bytes: what the compressed cache holds in the end. `refused` says why there is no result.
     """
 
     policy: str
+    phase: str
     removed: float
     tokens: int = 0
     peak_bytes: int = 0
@@ -54,23 +57,27 @@ def peaks(source: Source, tokens: int, policies: Sequence[str], removed: float) 
         raise InvalidRequest(f"--removed is {removed}; it must be a fraction from 0 to below 1", param="removed")
     for variant in dict.fromkeys(map(Variant.parse, (BASELINE, *policies))):
         share = removed if variant.takes_budget else 0.0
+        phase = _phase(variant)
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as alone:
             try:
                 yield alone.submit(_peak, source, tokens, variant, share).result()
             except BrokenProcessPool:
-                yield Peak(variant.label, share, tokens, refused="the process was killed: there was not enough memory")
+                yield Peak(
+                    variant.label, phase, share, tokens, refused="the process was killed: there was not enough memory"
+                )
 
 
 def _peak(source: Source, tokens: int, variant: Variant, removed: float) -> Peak:
-    engine = source.load()
+    engine, phase = source.load(), _phase(variant)
     try:
         _compress(engine, min(tokens, _WARM_UP_TOKENS), variant, removed)
         compression, peak_bytes = _with_peak(engine, lambda: _compress(engine, tokens, variant, removed))
     except KvshelfError as error:
-        return Peak(variant.label, removed, tokens, refused=error.message)
+        return Peak(variant.label, phase, removed, tokens, refused=error.message)
     cache = compression.cache
     return Peak(
         variant.label,
+        phase,
         removed,
         cache.num_tokens,
         peak_bytes,
@@ -78,6 +85,10 @@ def _peak(source: Source, tokens: int, variant: Variant, removed: float) -> Peak
         compression.prefill_s,
         compression.compress_s,
     )
+
+
+def _phase(variant: Variant) -> str:
+    return build(variant.policy, dict(variant.params)).phase.value
 
 
 def _compress(engine: Engine, tokens: int, variant: Variant, removed: float) -> Any:

@@ -35,6 +35,7 @@ def test_each_policy_has_its_peak_and_refusals_are_rows(tmp_path):
     full, streaming, refused = json.loads(report.read_text())["rows"]
     assert (full["policy"], streaming["policy"], refused["policy"]) == ("full", "streaming_llm", "lagkv:lag=4096")
     assert full["tokens"] == streaming["tokens"]
+    assert streaming["phase"] == "during"
     assert 1900 < full["tokens"] <= 2048
     # Four layers of 2 KV heads, 64 channels, keys and values, float32, and what finds them: 4,096 bytes and some.
     assert 4096 <= full["cache_bytes"] / full["tokens"] < 4200
