@@ -7,30 +7,21 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
-from io import StringIO
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from kvshelf.bench.cli import app
 from kvshelf.bench.crew import Source
 from kvshelf.bench.journal import Journal
-from kvshelf.bench.measure import clustered_wilson, wilson
 from kvshelf.bench.outcome import Outcome, Protocol, measure_unit
-from kvshelf.bench.plan import BASELINE, SIZES, Block, Cell, Plan, Row, Variant, make_plan
+from kvshelf.bench.plan import BASELINE, Block, Plan, Row, Variant, make_plan
 from kvshelf.bench.quality import run
-from kvshelf.bench.summary import Summary, pareto
 from kvshelf.bench.tables import quality_tables
 from kvshelf.errors import InvalidRequest, KvshelfError, StateConflict
-from kvshelf.workers.policies import POLICIES
 
-PROSE = Cell(1024, "multikey", "prose")
-FULL = Row(Variant("full"), 0.0)
 KEYDIFF = Row(Variant("keydiff"), 0.5)
-TINY = Block(("needle",), ("prose", "dense"), (300,), 2, ("keydiff", "streaming_llm"), (0.5, 0.9))
 
 
 def outcome(*exact: int, stored_bytes: int = 1000, refused: str | None = None) -> Outcome:
@@ -43,143 +34,6 @@ def bench(options: str, *more: object) -> tuple[int, str]:
     if isinstance(result.exception, KvshelfError):
         raise result.exception
     return result.exit_code, result.stdout
-
-
-# The plan
-
-
-def test_every_policy_ratio_and_cell_is_planned_and_the_baseline_in_every_cell():
-    plan = make_plan("default")
-    rows = plan.rows()
-    assert {row.variant.policy for row in rows} == set(POLICIES)
-    for block in plan.blocks:
-        assert FULL in block.rows(export=False)
-    assert {(unit.cell, row) for unit in plan.units() for row in unit.rows} >= {(cell, FULL) for cell in plan.cells()}
-    assert {row.removed for row in rows if row.variant.policy == "keydiff"} == {0.5, 0.75, 0.875, 0.9375}
-
-
-def test_a_prefill_is_planned_once_for_all_codecs_and_blocks():
-    block = Block(("multikey",), ("prose",), (1024,), 2, ("keydiff",), (0.5,), ("none", "int4"))
-    wider = Block(
-        ("multikey",),
-        ("prose",),
-        (1024,),
-        3,
-        ("keydiff",),
-        (0.5,),
-        ("none", "int2"),
-    )
-    units = Plan((block, wider)).units()
-    assert len(units) == len({(unit.cell, unit.document, unit.variant, unit.removed) for unit in units}) == 3 * 2
-    first = next(unit for unit in units if unit.variant.policy == "keydiff")
-    assert sorted(row.codec for row in first.rows) == ["int2", "int4", "none"]
-    last = [unit for unit in units if unit.document == 2 and unit.variant.policy == "keydiff"]
-    assert [sorted(row.codec for row in unit.rows) for unit in last] == [["int2", "none"]]
-
-
-def test_given_options_replace_those_of_the_size():
-    plan = make_plan("small", tasks=["vt"], lengths=[512], policies=["lagkv:lag=64,sink=8"], ratios=[0.25], documents=3)
-    assert {cell.task for cell in plan.cells()} == {"vt"}
-    assert [(row.variant.label, row.removed) for row in plan.rows()] == [("full", 0.0), ("lagkv:lag=64,sink=8", 0.25)]
-    assert max(unit.document for unit in plan.units()) == 2
-
-
-@pytest.mark.parametrize(
-    ("given", "param"),
-    [
-        ({"tasks": ["chess"]}, "tasks"),
-        ({"haystacks": ["hay"]}, "haystacks"),
-        ({"lengths": [0]}, "lengths"),
-        ({"ratios": [1.0]}, "ratios"),
-        ({"documents": 0}, "documents"),
-        ({"codecs": ["int3"]}, "codec"),
-        ({"policies": ["magic"]}, "policy"),
-        ({"policies": ["lagkv:leg=3"]}, "policy_params.leg"),
-        ({"policies": ["lagkv:lag"]}, "policies"),
-        ({"tasks": ["cwe"], "haystacks": ["prose"]}, "haystacks"),
-    ],
-)
-def test_bad_choices_are_refused_before_any_work(given, param):
-    with pytest.raises(InvalidRequest) as refusal:
-        make_plan("small", **given)
-    assert refusal.value.param == param
-
-
-def test_unknown_sizes_are_refused():
-    with pytest.raises(InvalidRequest, match="small, default, large"):
-        make_plan("huge")
-    assert set(SIZES) == {"small", "default", "large"}
-
-
-# Putting outcomes together
-
-
-def test_questions_of_one_document_count_for_less_than_documents():
-    alone = [(1, 1)] * 30 + [(0, 1)] * 10
-    assert clustered_wilson(alone) == pytest.approx(wilson(30, 40), abs=0.005)
-    together = [(4, 4)] * 30 + [(0, 4)] * 10  # the four answers of a document stand or fall together
-    assert clustered_wilson(together) == pytest.approx(wilson(30, 40), abs=0.005)
-    spread = [(3, 4)] * 40  # all documents alike: never narrower than independent questions
-    assert clustered_wilson(spread) == pytest.approx(wilson(120, 160))
-    assert clustered_wilson([(4, 4)] * 25) == wilson(100, 100)
-    assert clustered_wilson([(3, 4)]) == wilson(0.75, 1)
-
-
-def test_a_cell_is_the_mean_of_its_questions_and_able_with_the_baseline():
-    other = Cell(1024, "vt", "prose")
-    found = [(FULL, PROSE, outcome(1, 1, 1, 1)), (KEYDIFF, PROSE, outcome(1, 1, 0, 0, stored_bytes=500))]
-    found += [(KEYDIFF, PROSE, outcome(1, 1, 1, 0, stored_bytes=700))]
-    found += [(FULL, other, outcome(1, 0, 0, 0)), (KEYDIFF, other, outcome(1, 1, 1, 1))]
-    summary = Summary.of([PROSE, other], [FULL, KEYDIFF], found)
-    entry = summary.entries[KEYDIFF, PROSE]
-    assert (entry.documents, entry.questions, entry.exact, entry.bytes_per_token) == (2, 8, 0.625, 6.0)
-    assert entry.compress_share == pytest.approx(0.1)
-    assert summary.able(PROSE)
-    assert not summary.able(other)
-    assert summary.common() == [PROSE]
-    assert summary.overall(KEYDIFF).exact == 0.625
-
-
-def test_tokens_that_a_policy_runs_behind_the_document_are_paid_by_the_policy():
-    kvzip = Row(Variant("kvzip"), 0.5)
-    slow = [replace(outcome(1), probe_tokens=200, prefill_s=seconds) for seconds in (3.0, 4.0)]
-    found = [(FULL, PROSE, outcome(1)), (FULL, PROSE, outcome(1)), *((kvzip, PROSE, one) for one in slow)]
-    found += [(KEYDIFF, PROSE, replace(outcome(1), prefill_s=2.0))]  # a slow moment of the machine, not of KeyDiff
-    summary = Summary.of([PROSE], [FULL, KEYDIFF, kvzip], found)
-    assert summary.entries[kvzip, PROSE].compress_share == pytest.approx(2.5 + 0.1)
-    assert summary.entries[KEYDIFF, PROSE].compress_share == pytest.approx(0.05)
-
-
-def test_a_refused_document_refuses_its_cell_and_the_mean_of_its_row():
-    found = [(FULL, PROSE, outcome(1)), (FULL, PROSE, outcome(1))]
-    found += [(KEYDIFF, PROSE, outcome(1)), (KEYDIFF, PROSE, outcome(refused="no room"))]
-    summary = Summary.of([PROSE], [FULL, KEYDIFF], found)
-    assert summary.entries[KEYDIFF, PROSE].refused == "no room"
-    assert summary.overall(KEYDIFF) is None
-    assert summary.refusals() == {"no room": [(KEYDIFF, PROSE)]}
-
-
-def test_tables_fit_the_terminal_and_show_every_row_once_and_codecs_apart():
-    cells = [Cell(1024, "multikey", haystack) for haystack in ("filler", "prose", "dense")]
-    cells += [Cell(tokens, "digits64", "prose") for tokens in (1024, 2048, 4096)]
-    encoded = Row(KEYDIFF.variant, KEYDIFF.removed, "int4")
-    found = [(row, cell, outcome(1, 1, 1, 1)) for row in (FULL, KEYDIFF) for cell in cells]
-    found += [(encoded, cells[0], outcome(1, 1, 1, 0))]
-    console = Console(width=120, record=True, file=StringIO())
-    tables = quality_tables(Summary.of(cells, [FULL, KEYDIFF, encoded], found), "title")
-    for table in tables:
-        console.print(table)
-    text = console.export_text()
-    assert [len(table.columns) for table in tables] == [6 + 5, 6 + 1, 6 + 1]
-    assert [table.row_count for table in tables] == [2, 2, 2]
-    assert text.count("int4") == 1
-    assert "75 (" in text
-    assert "…" not in text
-
-
-def test_the_front_holds_what_no_other_point_beats():
-    points = [(100, 0.5), (200, 0.4), (200, 0.8), (300, 0.8), (400, 0.9), (100, 0.2)]
-    assert pareto(points) == [(100, 0.5), (200, 0.8), (400, 0.9)]
 
 
 # Measuring
