@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -135,3 +136,17 @@ def test_the_map_fits_on_a_page_and_names_files_that_exist() -> None:
     assert len(text.splitlines()) <= 50
     for path in re.findall(r"`([a-z_/]+(?:\.py|/))`", text):
         assert (ROOT / "kvshelf" / path).exists(), path
+
+
+def test_the_page_of_policies_is_made_of_their_docstrings_and_the_packaged_numbers() -> None:
+    publish = runpy.run_path(str(ROOT / "scripts" / "publish_quality.py"))
+    text = (ROOT / "docs" / "policies.md").read_text()
+    assert publish["page"](text) == text, "run scripts/publish_quality.py"
+
+
+def test_every_policy_says_when_to_choose_it_and_what_it_cost() -> None:
+    for info in catalog():
+        assert info.advice, info.name
+        removed = {row["removed"] for row in info.measured if row["codec"] == "none"}
+        assert removed == ({0.5, 0.75, 0.875, 0.9375} if info.takes_budget else {0.0}), info.name
+        assert all(0 <= row["exact"] <= 1 and row["bytes_per_token"] > 0 for row in info.measured)

@@ -35,7 +35,7 @@ class Ada(ScoringPolicy):
 
     name: ClassVar[str] = "ada"
     source: ClassVar[str] = "Ada-KV, arXiv 2407.11550"
-    advice: ClassVar[str] = "Around a policy that scores by attention, where heads differ in how much they look at."
+    advice: ClassVar[str] = "around a policy that scores by attention, where heads differ in how much they look at."
 
     base: str = parameter("snapkv", "the policy that scores; its own parameters are given beside this one")
     floor: float = parameter(

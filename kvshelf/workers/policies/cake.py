@@ -35,7 +35,7 @@ class Cake(TailPolicy):
 
     name: ClassVar[str] = "cake"
     source: ClassVar[str] = "CAKE, arXiv 2503.12491"
-    advice: ClassVar[str] = "Small budgets on deep models, where layers differ in how widely they attend."
+    advice: ClassVar[str] = "with small budgets on deep models, where layers differ in how widely they attend."
 
     window: int = parameter(32, "last tokens that observe; those of the document are kept", minimum=1)
     kernel: int = parameter(5, "width of the pooling over neighbouring tokens", minimum=1, odd=True)

@@ -38,7 +38,7 @@ class ChunkKV(TailPolicy):
 
     name: ClassVar[str] = "chunkkv"
     source: ClassVar[str] = "ChunkKV, arXiv 2502.00299"
-    advice: ClassVar[str] = "With expected questions, where passages must stay whole."
+    advice: ClassVar[str] = "with expected questions, where passages must stay whole."
     shared_by_heads: ClassVar[bool] = True
 
     window: int = parameter(32, "last tokens that observe; those of the document are kept", minimum=1)

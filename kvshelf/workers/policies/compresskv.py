@@ -39,7 +39,7 @@ class CompressKV(TailPolicy):
     name: ClassVar[str] = "compresskv"
     source: ClassVar[str] = "CompressKV, arXiv 2508.02401"
     advice: ClassVar[str] = (
-        "Models that have a calibration; one set of tokens per layer suits engines that store heads alike."
+        "for models that have a calibration; one set of tokens per layer suits engines that store heads alike."
     )
     shared_by_heads: ClassVar[bool] = True
 

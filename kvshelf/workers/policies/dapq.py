@@ -30,9 +30,7 @@ class DapQ(ScoringPolicy):
 
     name: ClassVar[str] = "dapq"
     source: ClassVar[str] = "DapQ, arXiv 2603.11564"
-    advice: ClassVar[str] = (
-        "A cheap probe at the answer's positions, where the document's end says nothing of the questions."
-    )
+    advice: ClassVar[str] = "as a cheap step up from snapkv when the questions are unknown."
     observes: ClassVar[Observes] = Observes.QUERIES
 
     pseudo: int = parameter(32, "pseudo tokens", minimum=1, maximum=4096)

@@ -42,7 +42,9 @@ class DefensiveKV(TailPolicy):
 
     name: ClassVar[str] = "defensivekv"
     source: ClassVar[str] = "DefensiveKV, arXiv 2510.13334"
-    advice: ClassVar[str] = "The question is unknown and one prefill is all you can pay."
+    advice: ClassVar[str] = (
+        "when the questions are unknown, one prefill is all you can pay, and no more than half has to go."
+    )
 
     window: int = parameter(32, "last tokens that observe; those of the document are kept", minimum=1)
     kernel: int = parameter(5, "width of the pooling over neighbouring tokens", minimum=1, odd=True)

@@ -47,7 +47,7 @@ class EMS(TailPolicy):
 
     name: ClassVar[str] = "ems"
     source: ClassVar[str] = "EMS, arXiv 2412.08521"
-    advice: ClassVar[str] = "Where many tokens nearly repeat each other and a longer prefill does not matter."
+    advice: ClassVar[str] = "where many tokens nearly repeat each other and a longer prefill does not matter."
 
     window: int = parameter(32, "last tokens that observe for the local score; the document's are kept", minimum=1)
     kernel: int = parameter(7, "width of the pooling over neighbouring tokens", minimum=1, odd=True)

@@ -32,7 +32,7 @@ class ExpectedAttention(ScoringPolicy):
 
     name: ClassVar[str] = "expected_attention"
     source: ClassVar[str] = "Expected Attention, arXiv 2510.00636"
-    advice: ClassVar[str] = "One pass, no probe text, no calibration: for unknown questions where KVzip costs too much."
+    advice: ClassVar[str] = "to compare with its published results; on kvshelf-tiny it does not retrieve."
     observes: ClassVar[Observes] = Observes.QUERIES | Observes.ROPE
 
     n_future: int = parameter(512, "future positions that are averaged over", minimum=1, maximum=65536)

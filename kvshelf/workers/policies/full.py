@@ -22,6 +22,9 @@ class Full(Policy):
 
     name: ClassVar[str] = "full"
     source: ClassVar[str] = "the model itself"
+    advice: ClassVar[str] = (
+        "when nothing may be lost; with the codec int4 it takes a sixth of fp32, a third of bf16, and answers the same."
+    )
     takes_budget: ClassVar[bool] = False
 
     def reduce(self, layer: LayerView, budget: LayerBudget) -> Kept:  # noqa: ARG002

@@ -28,7 +28,7 @@ class H2O(ScoringPolicy):
 
     name: ClassVar[str] = "h2o"
     source: ClassVar[str] = "H2O, arXiv 2306.14048"
-    advice: ClassVar[str] = "As the baseline that attention-based eviction is measured by; it favours early tokens."
+    advice: ClassVar[str] = "as the baseline of eviction by attention; it favours early tokens."
     observes: ClassVar[Observes] = Observes.QUERIES
 
     recent: int | None = parameter(None, "last tokens always kept; null: half of the budget", minimum=0)

@@ -24,6 +24,9 @@ class KeyDiff(ScoringPolicy):
 
     name: ClassVar[str] = "keydiff"
     source: ClassVar[str] = "KeyDiff, arXiv 2504.15364"
+    advice: ClassVar[str] = (
+        "first: it costs next to nothing, and of the cheap ones it holds longest; not where every sentence is a fact."
+    )
 
     def score(self, layer: LayerView) -> Tensor:
         directions = F.normalize(layer.keys.float(), dim=-1)  # [kv_heads, N, D]

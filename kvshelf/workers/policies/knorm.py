@@ -23,7 +23,7 @@ class Knorm(ScoringPolicy):
 
     name: ClassVar[str] = "knorm"
     source: ClassVar[str] = "L2 norm, arXiv 2406.11430"
-    advice: ClassVar[str] = "As the cheapest baseline; not for retrieval."
+    advice: ClassVar[str] = "as the cheapest baseline; not for retrieval."
 
     def score(self, layer: LayerView) -> Tensor:
         norms: Tensor = torch.linalg.vector_norm(layer.keys.float(), dim=-1)  # [kv_heads, N]

@@ -26,6 +26,6 @@ class LagKV(PartitionPolicy):
     name: ClassVar[str] = "lagkv"
     source: ClassVar[str] = "LagKV, arXiv 2504.04704"
     advice: ClassVar[str] = (
-        "Unknown questions about long documents; prefill=chunked where the full cache does not fit into memory."
+        "for unknown questions on long documents, with prefill=chunked where the full cache does not fit into memory."
     )
     own_scale: ClassVar[bool] = False

@@ -20,7 +20,9 @@ class LayerDefensiveKV(DefensiveKV):
 
     name: ClassVar[str] = "layer_defensivekv"
     source: ClassVar[str] = "Layer-DefensiveKV, arXiv 2510.13334"
-    advice: ClassVar[str] = "The first to try of those that score by the prompt's end when the question is unknown."
+    advice: ClassVar[str] = (
+        "as defensivekv, where heads may be ragged: with half removed, closest to the full cache without a replay."
+    )
 
     @property
     def plan(self) -> GlobalPlan:

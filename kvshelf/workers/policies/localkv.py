@@ -19,5 +19,5 @@ class LocalKV(PartitionPolicy):
 
     name: ClassVar[str] = "localkv"
     source: ClassVar[str] = "LagKV, arXiv 2504.04704, eq. 14 and 15"
-    advice: ClassVar[str] = "To see what LagKV's look at the next partition is worth."
+    advice: ClassVar[str] = "to see what LagKV's look at the next partition is worth."
     own_scale: ClassVar[bool] = True

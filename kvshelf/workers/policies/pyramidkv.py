@@ -27,7 +27,7 @@ class PyramidKV(SnapKV):
 
     name: ClassVar[str] = "pyramidkv"
     source: ClassVar[str] = "PyramidKV, arXiv 2406.02069"
-    advice: ClassVar[str] = "As a baseline: lower layers get more, whatever the document."
+    advice: ClassVar[str] = "as a baseline: lower layers get more, whatever the document."
     version: ClassVar[int] = 1
 
     beta: int = parameter(20, "how steep: the last layer gets about 1 / beta of the mean budget", minimum=1)

@@ -45,7 +45,7 @@ class SABlock(TailPolicy):
 
     name: ClassVar[str] = "sablock"
     source: ClassVar[str] = "SABlock, arXiv 2510.22556"
-    advice: ClassVar[str] = "With expected questions, where words without their neighbours say little."
+    advice: ClassVar[str] = "with expected questions, where words without their neighbours say little."
     shared_by_heads: ClassVar[bool] = True
 
     window: int = parameter(8, "last tokens that observe; those of the document are kept", minimum=1)

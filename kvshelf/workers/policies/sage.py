@@ -39,7 +39,7 @@ class Sage(ProbedPolicy):
 
     name: ClassVar[str] = "sage"
     source: ClassVar[str] = "SAGE-KV, arXiv 2503.08879"
-    advice: ClassVar[str] = "With expected questions; at other times its sinks and recent tokens carry it."
+    advice: ClassVar[str] = "with expected questions; at other times its sinks and recent tokens carry it."
 
     multiple: int = parameter(1, "what each query head chooses is rounded down to a multiple of this", minimum=1)
     union: str = parameter("refill", "what follows when heads choose alike", choices=("refill", "ragged"))

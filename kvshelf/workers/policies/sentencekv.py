@@ -44,7 +44,7 @@ class SentenceKV(TailPolicy):
 
     name: ClassVar[str] = "sentencekv"
     source: ClassVar[str] = "SentenceKV, arXiv 2504.00970"
-    advice: ClassVar[str] = "As SnapKV, where first tokens and wider neighbourhoods should stay."
+    advice: ClassVar[str] = "as snapkv, where first tokens and wider neighbourhoods should stay."
 
     window: int = parameter(32, "last tokens that observe; those of the document are kept", minimum=1)
     kernel: int = parameter(7, "width of the pooling over neighbouring tokens", minimum=1, odd=True)

@@ -23,6 +23,9 @@ class SnapKV(TailPolicy):
 
     name: ClassVar[str] = "snapkv"
     source: ClassVar[str] = "SnapKV, arXiv 2404.14469"
+    advice: ClassVar[str] = (
+        "when you know the questions (expected_questions); without them it looks where the template's last words look."
+    )
     version: ClassVar[int] = 2
 
     kernel: int = parameter(5, "width of the pooling over neighbouring tokens", minimum=1, odd=True)

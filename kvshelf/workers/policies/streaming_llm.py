@@ -28,7 +28,7 @@ class StreamingLLM(Policy):
 
     name: ClassVar[str] = "streaming_llm"
     source: ClassVar[str] = "StreamingLLM, arXiv 2309.17453"
-    advice: ClassVar[str] = "Where only the end of a document matters, and as the baseline that chooses nothing."
+    advice: ClassVar[str] = "where only the end of a document matters, and as the baseline that chooses nothing."
 
     sink: int = parameter(4, "first tokens always kept", minimum=0)
     positions: str = parameter(

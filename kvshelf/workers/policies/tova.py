@@ -23,7 +23,7 @@ class Tova(ProbedPolicy, ScoringPolicy):
 
     name: ClassVar[str] = "tova"
     source: ClassVar[str] = "TOVA, arXiv 2401.06104"
-    advice: ClassVar[str] = "With expected questions, or as the baseline of all that look from one last token."
+    advice: ClassVar[str] = "with expected questions, or as the baseline that looks from the last token alone."
     shared_by_heads: ClassVar[bool] = True
 
     def score(self, layer: LayerView) -> Tensor:
