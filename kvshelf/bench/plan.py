@@ -25,8 +25,9 @@ RATIOS = (0.5, 0.75, 0.875, 0.9375)
 CODECS = ("none", "int8", "int4", "int2", "mixed")
 FEATURED = ("full", "keydiff", "lagkv", "snapkv", "sage", "sablock", "ems", "kvzip", "expected_attention")
 ENCODED = ("full", "keydiff", "lagkv", "ems", "kvzip")
+EXPORTED = ("full", "keydiff")
 VARIANTS = ("ems:merge=false", "ems:pos=pre", "ada:base=keydiff")
-"""What the default size measures at further lengths, under codecs, and beside the policies as they are."""
+"""What the default size measures at further lengths, under codecs, exported, and beside the policies as they are."""
 
 
 @dataclass(frozen=True, order=True)
@@ -107,20 +108,21 @@ class Block:
     ratios: tuple[float, ...] = RATIOS
     codecs: tuple[str, ...] = ("none",)
     variants: tuple[str, ...] = ()
+    export: bool = False
 
     def cells(self) -> list[Cell]:
         chosen = product(self.lengths, self.tasks, self.haystacks)
         return [Cell(tokens, task, haystack) for tokens, task, haystack in chosen if fits(task, haystack)]
 
     def rows(self, *, export: bool) -> list[Row]:
-        """The baseline first, then policy by policy in the order given."""
+        """The baseline first, then policy by policy in the order given, and each exported where that is asked for."""
         variants = list(dict.fromkeys(map(Variant.parse, (BASELINE, *(self.policies or (*POLICIES, *self.variants))))))
         rows = []
         for variant in variants:
             codecs = self.codecs if variant.label != BASELINE else tuple(dict.fromkeys(("none", *self.codecs)))
             for removed in self.ratios if variant.takes_budget else (0.0,):
                 rows += [Row(variant, removed, codec) for codec in codecs]
-                if export:
+                if export or self.export:
                     rows.append(Row(variant, removed, exported=True))
         return rows
 
@@ -242,6 +244,9 @@ SIZES: dict[str, tuple[Block, ...]] = {
         Block(("multikey",), HAYSTACK_NAMES, (2048,), 20, ENCODED, codecs=CODECS),
         Block(("digits32",), ("dense",), (2048,), 20, ENCODED, codecs=CODECS),
         Block(("digits64",), ("prose",), (2048,), 20, ENCODED, codecs=CODECS),
+        Block(("multikey",), HAYSTACK_NAMES, (2048,), 20, EXPORTED, export=True),
+        Block(("digits32",), ("dense",), (2048,), 20, EXPORTED, export=True),
+        Block(("digits64",), ("prose",), (2048,), 20, EXPORTED, export=True),
         Block(("multikey",), ("prose", "dense"), (1024, 4096), 10, FEATURED, (0.5, 0.875)),
         Block(("multikey",), ("prose",), (8192,), 10, FEATURED, (0.5, 0.875)),
         Block(("multivalue", "multiquery", "vt"), ("prose",), (2048,), 10, FEATURED, (0.5, 0.875)),

@@ -1,0 +1,140 @@
+"""Write what `kvshelf bench quality` measured into the package and into docs/policies.md.
+
+    python scripts/publish_quality.py report.json     # the report written by --output
+    python scripts/publish_quality.py                 # the page again, from the numbers in the package
+
+The numbers of the package (kvshelf/models/kvshelf-tiny/quality.json) are what `kvshelf policies` prints. The page keeps
+everything outside its two marks; what stands between them follows from the policies' docstrings and these numbers, and
+a test holds it to that.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from kvshelf.workers.policies import PolicyInfo, catalog
+
+ROOT = Path(__file__).parents[1]
+NUMBERS = ROOT / "kvshelf" / "models" / "kvshelf-tiny" / "quality.json"
+PAGE = ROOT / "docs" / "policies.md"
+BEGIN, END = "<!-- from here on written by scripts/publish_quality.py -->", "<!-- up to here -->"
+REMOVED = (0.5, 0.75, 0.875, 0.9375)
+
+
+def main() -> None:
+    if len(sys.argv) > 1:
+        NUMBERS.write_text(json.dumps(packaged(json.loads(Path(sys.argv[1]).read_text())), indent=1) + "\n")
+    PAGE.write_text(page(PAGE.read_text()))
+
+
+def packaged(report: dict[str, Any]) -> dict[str, Any]:
+    """What the package brings of a report: where it was measured, over which cells, and one line a row."""
+    rows = [
+        {name: row[name] for name in ("policy", "removed", "codec")}
+        | {name: round(value, 5) for name, value in row["overall"].items()}
+        for row in report["rows"]
+        if row["overall"] is not None and not row["exported"] and not row["policy_params"]
+    ]
+    cells = [cell["name"] for cell in report["cells"] if cell["common"]]
+    return {"model": report["model"], "machine": report["machine"], "cells": cells, "rows": rows}
+
+
+def page(text: str) -> str:
+    """The page with its generated part made new."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return before + BEGIN + "\n\n" + generated(catalog()) + "\n" + END + after
+
+
+def generated(policies: list[PolicyInfo]) -> str:
+    return "\n".join([glance(policies), codecs(policies), *(section(policy) for policy in policies)])
+
+
+def glance(policies: list[PolicyInfo]) -> str:
+    """All policies beside each other, the best at the first share first."""
+    lines = [
+        "## At a glance",
+        "",
+        "Exact answers in per cent by the share removed, and the time a policy adds to a plain prefill.",
+        "",
+        "| policy | " + " | ".join(f"{100 * share:.4g} %" for share in REMOVED) + " | time |",
+        "|---|" + "---|" * (len(REMOVED) + 1),
+    ]
+    for policy in sorted(
+        policies, key=lambda policy: -max((row["exact"] for row in plain(policy).values()), default=0)
+    ):
+        rows = plain(policy)
+        shares = REMOVED if policy.takes_budget else (0.0,) * len(REMOVED)
+        if rows:
+            cells = [f"{100 * rows[share]['exact']:.1f}" for share in shares]
+            time = f"{100 * max(row['compress_share'] for row in rows.values()):.0f} %"
+            lines.append(f"| `{policy.name}` | " + " | ".join(cells) + f" | {time} |")
+    return "\n".join([*lines, ""])
+
+
+def codecs(policies: list[PolicyInfo]) -> str:
+    """The policies that were measured under every codec: exact answers, and bytes per document token."""
+    names = ("none", "int8", "int4", "int2", "mixed")
+    lines = [
+        "## Codecs",
+        "",
+        "Exact answers, and bytes per document token. kvshelf-tiny computes in fp32: `none` takes four bytes a number.",
+        "",
+        "| policy, removed | " + " | ".join(names) + " |",
+        "|---|" + "---|" * len(names),
+    ]
+    for policy in policies:
+        rows = {(row["removed"], row["codec"]): row for row in policy.measured}
+        for removed in sorted({removed for removed, codec in rows if codec == names[-1]}):
+            cells = [rows[removed, name] for name in names]
+            shown = [f"{row['exact']:.1%}, {row['bytes_per_token']:.0f} B" for row in cells]
+            lines.append(f"| `{policy.name}`, {100 * removed:.4g} % | " + " | ".join(shown) + " |")
+    return "\n".join([*lines, ""])
+
+
+def plain(policy: PolicyInfo) -> dict[float, dict[str, Any]]:
+    """The rows of a policy without a codec, by the share removed."""
+    return {row["removed"]: row for row in policy.measured if row["codec"] == "none"}
+
+
+def section(policy: PolicyInfo) -> str:
+    """One policy: what it keeps, when to choose it, what it cost."""
+    lines = [f"## `{policy.name}`", "", policy.summary, "", *(line for part in policy.details for line in (part, ""))]
+    if policy.advice:
+        lines += [f"**Choose it** {policy.advice}", ""]
+    lines += [f"Source: {policy.source}. Parameters: {parameters(policy)}. Acts {acts(policy)}.", ""]
+    return "\n".join([*lines, *measured(policy)])
+
+
+def parameters(policy: PolicyInfo) -> str:
+    shown = [f"`{name}` = {json.dumps(about.default)} ({about.legal})" for name, about in policy.parameters.items()]
+    return ", ".join(shown) or "none"
+
+
+def acts(policy: PolicyInfo) -> str:
+    return {"during": "layer by layer", "cascade": "in cascade: all layers share one budget"}[policy.phase]
+
+
+def measured(policy: PolicyInfo) -> list[str]:
+    """The table of a policy: one row, a column for every share removed."""
+    rows = plain(policy)
+    if not rows:
+        return []
+    if not policy.takes_budget:
+        (row,) = rows.values()
+        return [f"Measured: {row['exact']:.1%} exact, {row['bytes_per_token']:.0f} bytes per document token.", ""]
+    removed = [share for share in REMOVED if share in rows]
+    cells = [f"{rows[s]['exact']:.1%} at {rows[s]['bytes_per_token']:.0f} bytes" for s in removed]
+    return [
+        "| removed | " + " | ".join(f"{100 * share:.4g} %" for share in removed) + " | time, of the prefill |",
+        "|---|" + "---|" * (len(removed) + 1),
+        "| exact, bytes per token | " + " | ".join(cells) + f" | {rows[removed[0]]['compress_share']:.1%} |",
+        "",
+    ]
+
+
+if __name__ == "__main__":
+    main()
