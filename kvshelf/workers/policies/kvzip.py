@@ -43,7 +43,7 @@ class KVzip(ScoringPolicy):
     name: ClassVar[str] = "kvzip"
     source: ClassVar[str] = "KVzip, arXiv 2505.23416"
     advice: ClassVar[str] = (
-        "for documents compressed once and asked often: closest to the full cache, for two to four times the prefill."
+        "for documents compressed once and asked often: closest to the full cache, for two to five times the prefill."
     )
     observes: ClassVar[Observes] = Observes.QUERIES
 
