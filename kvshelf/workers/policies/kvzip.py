@@ -9,11 +9,11 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.window_scores import window_attention
 from kvshelf.workers.budgets import Budget, LayerBudget
 from kvshelf.workers.plans import CachePlan, GlobalPlan, flat_counts
 from kvshelf.workers.policies.base import Observes, ScoringPolicy, parameter
+from kvshelf.workers.policies.parameters import fitted_sink
 from kvshelf.workers.policies.view import LayerView, ProbePass, Source
 
 _FIRST = "\n\nRepeat the previous context exactly."
@@ -63,15 +63,8 @@ class KVzip(ScoringPolicy):
 
     def fitted(self, num_tokens: int, budget: Budget, protected_prefix: int, given: frozenset[str]) -> Self:
         super().fitted(num_tokens, budget, protected_prefix, given)
-        if self.sink < budget.tokens:
-            return self
-        if "sink" in given:
-            raise PolicyUnsupported(
-                f"sink is {self.sink}, and the budget holds {budget.tokens} entries per KV head; lower sink to at most "
-                f"{budget.tokens - 1} or raise the budget",
-                param="policy_params.sink",
-            )
-        return replace(self, sink=budget.tokens - 1)
+        sink = fitted_sink(self.sink, budget.tokens, room=budget.tokens - 1, given="sink" in given)
+        return replace(self, sink=sink)
 
     def informed(self, source: Source, given: frozenset[str]) -> Self:
         if "chunk" in given or source.max_tokens is None:

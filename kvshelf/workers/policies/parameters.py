@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvshelf.errors import InvalidRequest
+from kvshelf.errors import InvalidRequest, PolicyUnsupported
 
 
 def legal_values(types: tuple[type, ...], rule: Mapping[str, Any]) -> str:
@@ -39,3 +39,17 @@ def check(policy: str, name: str, value: Any, types: tuple[type, ...], rule: Map
             f"parameter {name!r} of policy {policy!r} is {value!r}; it must be {legal_values(types, rule)}",
             param=f"policy_params.{name}",
         )
+
+
+def fitted_sink(sink: int, budget_tokens: int, *, room: int, given: bool) -> int:
+    """A sink that the budget can hold: at most `room`.
+
+    A default shrinks to it; raises `PolicyUnsupported` where a given one is larger.
+    """
+    if given and sink > room:
+        raise PolicyUnsupported(
+            f"sink is {sink}, and the budget holds {budget_tokens} entries per KV head; lower sink to at most {room} "
+            "or raise the budget",
+            param="policy_params.sink",
+        )
+    return min(sink, room)

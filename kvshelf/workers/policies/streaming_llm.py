@@ -7,10 +7,10 @@ from typing import ClassVar, Self
 
 import torch
 
-from kvshelf.errors import PolicyUnsupported
 from kvshelf.store.artifact import Kept
 from kvshelf.workers.budgets import Budget, LayerBudget
 from kvshelf.workers.policies.base import Observes, Policy, keep, parameter
+from kvshelf.workers.policies.parameters import fitted_sink
 from kvshelf.workers.policies.view import LayerView
 
 
@@ -44,15 +44,8 @@ class StreamingLLM(Policy):
 
     def fitted(self, num_tokens: int, budget: Budget, protected_prefix: int, given: frozenset[str]) -> Self:
         super().fitted(num_tokens, budget, protected_prefix, given)
-        if self.sink <= budget.tokens:
-            return self
-        if "sink" in given:
-            raise PolicyUnsupported(
-                f"sink is {self.sink}, and the budget holds {budget.tokens} entries per KV head; lower sink to at most "
-                f"{budget.tokens} or raise the budget",
-                param="policy_params.sink",
-            )
-        return replace(self, sink=budget.tokens)
+        sink = fitted_sink(self.sink, budget.tokens, room=budget.tokens, given="sink" in given)
+        return replace(self, sink=sink)
 
     def reduce(self, layer: LayerView, budget: LayerBudget) -> Kept:
         sinks = max(self.sink, layer.protected_prefix)
