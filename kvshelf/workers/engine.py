@@ -141,6 +141,7 @@ class Engine:
             budget = Budget.full(num_tokens)
         passes: tuple[ProbePass, ...] = ()
         absorber: Absorber | None = None
+        self._require_within_window(num_tokens)
         if budget.tokens < num_tokens:
             self._require_observable(chosen)
             source = self._calibrated(source, chosen)
@@ -289,6 +290,15 @@ class Engine:
                 f"policy {policy.name!r} weighs values by the attention's output projection, and {self.name!r} has no "
                 "o_proj weight in every layer that could be read; choose a policy that does not",
                 param="policy",
+            )
+
+    def _require_within_window(self, num_tokens: int) -> None:
+        window = models.sliding_window(self.model.config)
+        if window is not None and num_tokens > window:
+            raise PolicyUnsupported(
+                f"the sliding window is {window} tokens in layers of {self.name!r}, and the document has {num_tokens}; "
+                "kvshelf does not store sliding windows yet. Send a document that fits into the window",
+                param="model",
             )
 
     def _require_room_for(self, passes: Sequence[ProbePass]) -> None:

@@ -97,6 +97,15 @@ def max_positions(config: Any) -> int:
     return int(config.max_position_embeddings)
 
 
+def sliding_window(config: Any) -> int | None:
+    """Tokens that the model's sliding layers see; None where it has none."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and "sliding_attention" not in kinds:
+        return None
+    window = getattr(config, "sliding_window", None)
+    return None if window is None else int(window)
+
+
 def bundled_folder(name: str) -> str:
     """The folder of a model that comes with the package."""
     return str(files("kvshelf") / "models" / name)

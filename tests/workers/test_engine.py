@@ -272,7 +272,7 @@ def test_a_document_beyond_the_sliding_window_is_refused():
     with pytest.raises(PolicyUnsupported, match="sliding window is 40"):
         engine.answer(cache, [1, 2, 3], max_new_tokens=20)
     with pytest.raises(PolicyUnsupported, match="sliding window is 40"):
-        engine.compress(list(range(50)), policy="full")
+        engine.prepare(list(range(50)), policy="full")  # before any work
 
 
 def test_a_model_with_another_kind_of_attention_score_is_refused():
