@@ -235,7 +235,7 @@ def _text(value: Any) -> str:
 SIZES: dict[str, tuple[Block, ...]] = {
     # Two minutes on two cores.
     "small": (Block(("multikey",), HAYSTACK_NAMES, (1024,), 4, ratios=(0.5, 0.875)),),
-    # Half an hour on two cores with the bundled model: all policies where it is sure of itself, then a closer look at
+    # Within an hour on two cores with the bundled model: all policies where it is sure of itself, then a closer look at
     # some of them: codecs, lengths, and what it cannot do.
     "default": (
         Block(("multikey",), HAYSTACK_NAMES, (2048,), 20, variants=VARIANTS),

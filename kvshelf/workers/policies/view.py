@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from kvshelf.kernels.column_sums import column_sums
 from kvshelf.kernels.window_scores import window_attention
 
 if TYPE_CHECKING:  # a view is also made without a model
@@ -131,8 +132,6 @@ class LayerView:
     def column_sums(self, local_rows: int = 0) -> tuple[Tensor, Tensor]:
         """Attention each document token receives, summed over all rows and over the last `local_rows`, each `[q_heads,
         N]` fp32."""
-        from kvshelf.kernels.column_sums import column_sums
-
         return column_sums(self.all_queries, self.keys, self.scaling, local_rows)
 
     def keys_unrotated(self) -> Tensor:
