@@ -40,6 +40,7 @@
     ├── ConnectionFailed                the client could not reach the service
     ├── MissingExtra                    an optional part is not installed; the message has the pip command
     └── InternalError                   500  internal              (a bug of ours)
+        └── InvalidTensor                internal, with the shapes a kernel was given
 
 A message says what was wrong, with which value, and what to do. This module imports nothing of kvshelf: every room
 may import it, and the client raises the same classes that the service raised.
@@ -249,6 +250,10 @@ class MissingExtra(KvshelfError):
 
 class InternalError(KvshelfError):
     """A bug of ours. The message names the request id to report, never the inner state."""
+
+
+class InvalidTensor(InternalError):
+    """An operation of `kvshelf.kernels` was given tensors it does not take. The message has their shapes."""
 
 
 def by_code() -> dict[str, type[KvshelfError]]:

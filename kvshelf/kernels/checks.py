@@ -1,0 +1,41 @@
+"""What every operation asks of its tensors before any work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from kvshelf.errors import InvalidTensor
+
+FLOATING = (torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes of states. The reference forms compute in fp64 whatever they are given."""
+
+
+def require(holds: bool, operation: str, problem: str, **tensors: Tensor) -> None:
+    """Raise `InvalidTensor` unless `holds`: what is wrong, and shape, dtype and strides of each tensor."""
+    if holds:
+        return
+    shown = ", ".join(
+        f"{name} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} strides {list(tensor.stride())}"
+        for name, tensor in tensors.items()
+    )
+    raise InvalidTensor(f"{operation}: {problem}; given {shown}")
+
+
+def require_states(operation: str, dims: Mapping[str, int], **tensors: Tensor) -> None:
+    """Check what all states have in common: `dims` dimensions, one floating dtype and device, and a contiguous last
+    dimension (others may have any stride: models hand over transposed views, which are read in place)."""
+    first = next(iter(tensors.values()))
+    for name, tensor in tensors.items():
+        require(tensor.dim() == dims[name], operation, f"{name} must have {dims[name]} dimensions", **tensors)
+        require(tensor.dtype in FLOATING, operation, f"{name} must be float32, bfloat16 or float16", **tensors)
+        require(tensor.dtype == first.dtype, operation, "all must have one dtype", **tensors)
+        require(tensor.device == first.device, operation, "all must be on one device", **tensors)
+        require(
+            tensor.stride(-1) == 1 or tensor.shape[-1] <= 1,
+            operation,
+            f"the last dimension of {name} must be contiguous; call .contiguous() on it",
+            **tensors,
+        )
