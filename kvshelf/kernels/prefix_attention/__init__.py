@@ -1,6 +1,79 @@
-"""Attention over a read-only, possibly ragged prefix followed by a causal suffix."""
+"""Attention of a flat batch of tokens over read-only, shared, possibly ragged prefixes, and over each row's own suffix.
 
-from kvshelf.kernels.prefix_attention.eager import prefix_attention
-from kvshelf.kernels.prefix_attention.prefixes import Block, DensePrefix, MergedPrefix, Prefix, StreamedPrefix
+    out_t = softmax(scale * q_t [prefix_keys; suffix_keys_<=t]^T) [prefix_values; suffix_values_<=t]
 
-__all__ = ["Block", "DensePrefix", "MergedPrefix", "Prefix", "StreamedPrefix", "prefix_attention"]
+computed over the two parts apart and combined by their log-sum-exps, so that prefixes are read in place: nothing is
+padded, copied or repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from kvshelf.kernels.checks import require, require_states
+from kvshelf.kernels.dispatch import implementation
+from kvshelf.kernels.prefix_attention.prefixes import (
+    BatchLayout,
+    Block,
+    MergedPrefix,
+    PackedPrefix,
+    Prefix,
+    StreamedPrefix,
+    SuffixRows,
+)
+
+__all__ = [
+    "BatchLayout",
+    "Block",
+    "MergedPrefix",
+    "PackedPrefix",
+    "Prefix",
+    "StreamedPrefix",
+    "SuffixRows",
+    "prefix_attention",
+]
+
+
+def prefix_attention(
+    queries: Tensor,
+    prefixes: Sequence[Sequence[Prefix]],
+    suffixes: Sequence[tuple[Tensor, Tensor]],
+    layout: BatchLayout,
+    scale: float,
+) -> Tensor:
+    """Attention of every token of a batch over the prefixes of its share and the suffix of its row.
+
+    queries: `[N, q_heads, D]`, the new tokens of all rows. layout: which tokens share what. prefixes: for each of
+    `layout.shares` the prefixes of its document at this layer; their tokens are disjoint, and all visible to every token
+    of the share; none, or empty ones, are allowed, and so is a head without entries. suffixes: for each of
+    `layout.suffixes` keys `[rows, kv_heads, capacity, D]` and values `[rows, kv_heads, capacity, Dv]`, new tokens
+    included; token t of the new ones of a row sees the first length - new + t + 1. What lies beyond a row's length is
+    not attended to, but must be finite. Query head h reads KV head h // (q_heads // kv_heads). Returns `[N, q_heads, Dv]`
+    in the dtype of the queries; logits and sums in fp32. Raises `InvalidTensor` for other shapes.
+
+    Bytes: every prefix once per share, whatever the number of its tokens, every suffix once. FLOPs: 2 * N * q_heads *
+    (K + S) * (D + Dv) for plain prefixes; `prefixes.py` says what the other kinds cost.
+    """
+    keys, values = suffixes[0]
+    require_states("prefix_attention", {"queries": 3, "keys": 4, "values": 4}, queries=queries, keys=keys, values=values)
+    require(
+        queries.shape[0] == layout.num_tokens
+        and queries.shape[1] % keys.shape[1] == 0
+        and queries.shape[2] == keys.shape[3]
+        and len(prefixes) == len(layout.shares)
+        and len(suffixes) == len(layout.suffixes)
+        and all(k.shape[0] == len(rows.first) for rows, (k, _) in zip(layout.suffixes, suffixes, strict=True))
+        and all(k.shape[2] >= max(rows.lengths) for rows, (k, _) in zip(layout.suffixes, suffixes, strict=True)),
+        "prefix_attention",
+        f"queries must be [N, q_heads, D] and suffixes [rows, kv_heads, capacity, D] of a batch of {layout.num_tokens} "
+        f"tokens in {len(layout.shares)} shares and {len(layout.suffixes)} suffixes",
+        queries=queries,
+        keys=keys,
+        values=values,
+    )
+    out: Tensor = implementation("prefix_attention", queries.device).prefix_attention(
+        queries, prefixes, suffixes, layout, scale
+    )
+    return out.to(queries.dtype)

@@ -14,14 +14,16 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """softmax(scale * q k^T + mask) v for each batch row and head apart.
 
-    queries: `[B, H, R, D]`, keys: `[B, H, K, D]`, values: `[B, H, K, Dv]`, all of one dtype; additive mask: `[R, K]`.
-    Returns the output `[B, H, R, Dv]` in that dtype and the log-sum-exp of the logits `[B, H, R]` in fp32, which is
-    -inf (and the output 0) where K is 0.
+    queries: `[B, H, R, D]`, keys: `[B, H, K, D]`, values: `[B, H, K, Dv]`, all of one dtype; additive fp32 mask:
+    `[B or 1, 1, R or 1, K]`. Returns the output `[B, H, R, Dv]` in that dtype and the log-sum-exp of the logits
+    `[B, H, R]` in fp32, which is -inf (and the output 0) where K is 0.
     """
     if keys.shape[2] == 0:
         out = queries.new_zeros(*queries.shape[:3], values.shape[-1])
         return out, out.new_full(queries.shape[:3], -torch.inf, dtype=torch.float32)
     if queries.device.type == "cpu" and keys.shape[-1] == values.shape[-1]:
+        if mask is not None:
+            mask = mask.to(queries.dtype).expand(*queries.shape[:3], keys.shape[2])
         # The only CPU attention of torch that returns the log-sum-exp; it aborts the process on an empty key tensor.
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             queries, keys, values, 0.0, False, attn_mask=mask, scale=scale
@@ -41,7 +43,7 @@ def attend_in_blocks(
     for start in range(0, num_rows, step):
         logits = torch.matmul(queries[:, :, start : start + step].float() * scale, keys_t)  # [B, H, rows, K]
         if mask is not None:
-            logits += mask[start : start + step]
+            logits += mask if mask.shape[2] == 1 else mask[:, :, start : start + step]
         lse = logits.logsumexp(dim=-1)
         outs.append(torch.matmul(logits.sub_(lse.unsqueeze(-1)).exp_(), values))
         lses.append(lse)

@@ -1,7 +1,7 @@
-"""Prefix and suffix attended apart and combined by log-sum-exp, so that the prefix is read in place.
+"""Prefix and suffix attended apart and combined by log-sum-exp, with torch's own operations.
 
-Bytes: every prefix key and value once per 512 queries, for all rows of the batch together. FLOPs: 2 * q_heads * T * (K
-+ S) * (D + Dv) for a dense prefix; `prefixes.py` says what the other kinds cost.
+Quantized prefixes, and those that are made when read, go 1024 rows at a time: a long prefix never stands in memory at
+full size.
 """
 
 from __future__ import annotations
@@ -11,73 +11,168 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvshelf.kernels.prefix_attention.attend import attend, combine
-from kvshelf.kernels.prefix_attention.prefixes import Prefix
+from kvshelf.kernels.prefix_attention.attend import attend, combine, rows_per_block
+from kvshelf.kernels.prefix_attention.prefixes import (
+    BatchLayout,
+    MergedPrefix,
+    PackedPrefix,
+    Prefix,
+    StreamedPrefix,
+    SuffixRows,
+)
+
+_ROWS_PER_BLOCK = 1024
+"""Rows of a prefix made at once: keys and values are 512 KiB at D = 128 in bf16, and stay in the L2 cache."""
 
 _QUERIES_PER_BLOCK = 512
-"""Longer questions go in blocks of rows, so that the causal mask of the suffix stays small."""
+"""Longer questions meet their own suffix in blocks of rows, so that the causal mask stays small."""
 
 
 def prefix_attention(
     queries: Tensor,
-    prefix: Sequence[Sequence[Prefix]],
-    suffix_keys: Tensor,
-    suffix_values: Tensor,
+    prefixes: Sequence[Sequence[Prefix]],
+    suffixes: Sequence[tuple[Tensor, Tensor]],
+    layout: BatchLayout,
     scale: float,
 ) -> Tensor:
-    """softmax(scale * q [prefix_keys; suffix_keys]^T) [prefix_values; suffix_values], the suffix causal.
-
-    queries: `[B, q_heads, T, D]`, the last T tokens of the suffix. prefix: for each KV head a sequence of prefixes with
-    disjoint tokens, all visible to every query of every batch row; a sequence, or a prefix in it, may be empty.
-    suffix_keys: `[B, kv_heads, S, D]`, suffix_values: `[B, kv_heads, S, Dv]`, with S >= T >= 1; query t sees the first
-    S - T + t + 1 of them. Query head h reads KV head h // (q_heads // kv_heads). Returns `[B, q_heads, T, Dv]` in the
-    dtype of the queries; softmax in fp32.
-    """
-    visible = suffix_keys.shape[2] - queries.shape[2]
-    outs = []
-    for block in torch.split(queries, _QUERIES_PER_BLOCK, dim=2):
-        visible += block.shape[2]
-        suffix = _attend_suffix(block, suffix_keys[:, :, :visible], suffix_values[:, :, :visible], scale)
-        out, _ = combine(*_attend_prefix(block, prefix, suffix_values.shape[-1], scale), *suffix)
-        outs.append(out.to(queries.dtype))
-    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
+    """See `kvshelf.kernels.prefix_attention.prefix_attention`."""
+    num_tokens, q_heads, dim = queries.shape
+    kv_heads, value_dim = suffixes[0][1].shape[1], suffixes[0][1].shape[3]
+    grouped = queries.reshape(num_tokens, kv_heads, -1, dim)  # [N, kv_heads, group, D]
+    out, lse = _attend_suffixes(grouped, suffixes, layout, scale)
+    if any(prefixes):
+        out, _ = combine(*_attend_shares(grouped, prefixes, value_dim, layout, scale), out, lse)
+    return out.to(queries.dtype).reshape(num_tokens, q_heads, value_dim)
 
 
-def _attend_prefix(
-    queries: Tensor, prefix: Sequence[Sequence[Prefix]], value_dim: int, scale: float
+def _attend_shares(
+    queries: Tensor, prefixes: Sequence[Sequence[Prefix]], value_dim: int, layout: BatchLayout, scale: float
 ) -> tuple[Tensor, Tensor]:
-    batch, q_heads, num_queries, dim = queries.shape
-    kv_heads = len(prefix)
-    group = q_heads // kv_heads
-    # Every row of the batch and every query head of a group reads the same keys, and nothing is masked: they fold into
-    # one long list of rows per KV head. [kv_heads, B * group * T, D]
-    rows = queries.view(batch, kv_heads, group, num_queries, dim).transpose(0, 1).reshape(kv_heads, -1, dim)
-    heads = [_attend_all(row, parts, value_dim, scale) for row, parts in zip(rows, prefix, strict=True)]
-    shape = (kv_heads, batch, group, num_queries)
-    out = torch.cat([out for out, _ in heads]).reshape(*shape, value_dim).transpose(0, 1)
-    lse = torch.cat([lse for _, lse in heads]).reshape(shape).transpose(0, 1)
-    return out.reshape(batch, q_heads, num_queries, value_dim), lse.reshape(batch, q_heads, num_queries)
+    """Attention of each share's tokens over its prefixes: `[N, kv_heads, group, Dv]` and `[N, kv_heads, group]`."""
+    _, kv_heads, group, dim = queries.shape
+    outs, lses = [], []
+    for parts, count, end in zip(prefixes, layout.shares, layout.share_ends, strict=True):
+        # All tokens and query heads of a group read the same keys, and nothing is masked: one list of rows per KV head.
+        rows = queries[end - count : end].transpose(0, 1).reshape(kv_heads, count * group, dim)
+        out, lse = _attend_all(rows, parts, value_dim, scale)
+        outs.append(out.view(kv_heads, count, group, value_dim).transpose(0, 1))
+        lses.append(lse.view(kv_heads, count, group).transpose(0, 1))
+    return (outs[0], lses[0]) if len(outs) == 1 else (torch.cat(outs), torch.cat(lses))
 
 
 def _attend_all(rows: Tensor, parts: Sequence[Prefix], value_dim: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of one KV head's rows `[R, D]` over the union of its prefixes."""
+    """Attention of rows `[kv_heads, R, D]` over the union of prefixes."""
     if not parts:
-        return rows.new_zeros(rows.shape[0], value_dim), rows.new_full(rows.shape[:1], -torch.inf, dtype=torch.float32)
-    out, lse = parts[0].attend(rows, scale)
+        out = rows.new_zeros(*rows.shape[:2], value_dim)
+        return out, out.new_full(rows.shape[:2], -torch.inf, dtype=torch.float32)
+    out, lse = attend_prefix(rows, parts[0], scale)
     for part in parts[1:]:
-        out, lse = combine(out, lse, *part.attend(rows, scale))
+        out, lse = combine(out, lse, *attend_prefix(rows, part, scale))
     return out, lse
 
 
-def _attend_suffix(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    batch, q_heads, num_queries, dim = queries.shape
-    kv_heads, suffix_len = keys.shape[1:3]
-    group = q_heads // kv_heads
-    rows = queries.reshape(batch, kv_heads, group * num_queries, dim)
-    mask = None
-    if num_queries > 1:
-        visible = torch.ones(num_queries, suffix_len, dtype=torch.bool, device=keys.device)
-        visible = visible.tril(suffix_len - num_queries).repeat(group, 1)  # [group * T, S]
-        mask = torch.zeros(visible.shape, dtype=queries.dtype, device=keys.device).masked_fill_(~visible, -torch.inf)
-    out, lse = attend(rows, keys, values, scale, mask)
-    return out.reshape(batch, q_heads, num_queries, -1), lse.reshape(batch, q_heads, num_queries)
+def attend_prefix(rows: Tensor, prefix: Prefix, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of rows `[kv_heads, R, D]` over one prefix alone: output `[kv_heads, R, Dv]`, in fp32 or in the dtype of
+    the rows, and log-sum-exp `[kv_heads, R]` fp32, -inf (and 0) for a head without entries."""
+    match prefix:
+        case PackedPrefix() if prefix.stacked is not None:
+            keys, values = prefix.stacked
+            out, lse = attend(rows.unsqueeze(0), keys, values, scale)
+            return out[0], lse[0]
+        case PackedPrefix(lengths=lengths):
+            heads = [_attend_packed(rows[h], prefix, h, lengths[h], scale) for h in range(len(lengths))]
+        case StreamedPrefix(lengths=lengths):
+            heads = [_attend_streamed(rows[h], prefix, h, lengths[h], scale) for h in range(len(lengths))]
+        case MergedPrefix():
+            heads = [_attend_merged(rows[h], *head, scale) for h, head in enumerate(prefix.heads)]
+    return torch.stack([out.float() for out, _ in heads]), torch.stack([lse for _, lse in heads])
+
+
+def _attend_packed(rows: Tensor, prefix: PackedPrefix, head: int, length: int, scale: float) -> tuple[Tensor, Tensor]:
+    keys, values = prefix.heads[head]
+    if isinstance(keys, Tensor) and isinstance(values, Tensor):
+        return _attend_head(rows, keys, values, scale)
+    out, lse = _attend_head(rows, keys[:_ROWS_PER_BLOCK], values[:_ROWS_PER_BLOCK], scale)
+    for start in range(_ROWS_PER_BLOCK, length, _ROWS_PER_BLOCK):
+        block = slice(start, start + _ROWS_PER_BLOCK)
+        out, lse = combine(out, lse, *_attend_head(rows, keys[block], values[block], scale))
+    return out, lse
+
+
+def _attend_streamed(
+    rows: Tensor, prefix: StreamedPrefix, head: int, length: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    out, lse = _attend_head(rows, *prefix.block(head, 0, min(_ROWS_PER_BLOCK, length)), scale)
+    for start in range(_ROWS_PER_BLOCK, length, _ROWS_PER_BLOCK):
+        block = prefix.block(head, start, min(start + _ROWS_PER_BLOCK, length))
+        out, lse = combine(out, lse, *_attend_head(rows, *block, scale))
+    return out, lse
+
+
+def _attend_merged(
+    rows: Tensor, keys: Tensor, values: Tensor, scales: Tensor, classes: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """All classes of the head at once, for they are few; the queries in blocks of rows."""
+    keys_t, values = keys[:].float().T, values[:].float()
+    outs, lses = [], []
+    for block in torch.split(rows, rows_per_block(scales.shape[0])):
+        logits = torch.matmul(block.float() * scale, keys_t)  # [rows, classes]
+        slots = logits.index_select(1, classes).mul_(scales)  # [rows, slots]
+        lse = slots.logsumexp(dim=-1)
+        mass = torch.zeros_like(logits).index_add_(1, classes, slots.sub_(lse.unsqueeze(-1)).exp_())
+        outs.append(torch.matmul(mass, values))
+        lses.append(lse)
+    return torch.cat(outs), torch.cat(lses)
+
+
+def _attend_head(rows: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """`attend` for one head: rows `[R, D]`, keys `[K, D]`, values `[K, Dv]`."""
+    out, lse = attend(rows[None, None], keys[None, None], values[None, None], scale)
+    return out[0, 0], lse[0, 0]
+
+
+def _attend_suffixes(
+    queries: Tensor, suffixes: Sequence[tuple[Tensor, Tensor]], layout: BatchLayout, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention of each token over the suffix of its row up to itself, in the order of the batch."""
+    outs, lses = [], []
+    for i, (rows, (keys, values)) in enumerate(zip(layout.suffixes, suffixes, strict=True)):
+        gather = layout.gathers[i]
+        own = queries if gather is None else queries.index_select(0, gather)
+        longest = max(rows.lengths)
+        keys, values = keys[:, :, :longest], values[:, :, :longest]
+        if rows.new == 1:
+            out, lse = attend(own, keys, values, scale, layout.length_masks[i])
+        else:
+            out, lse = _attend_causal(own, keys, values, rows, scale)
+        outs.append(out)
+        lses.append(lse)
+    out, lse = (outs[0], lses[0]) if len(outs) == 1 else (torch.cat(outs), torch.cat(lses))
+    if layout.scatter is not None:
+        out, lse = out.index_select(0, layout.scatter), lse.index_select(0, layout.scatter)
+    return out, lse
+
+
+def _attend_causal(
+    queries: Tensor, keys: Tensor, values: Tensor, rows: SuffixRows, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Rows of equal length with several new tokens each: token t sees the first length - new + t + 1 of its row.
+
+    queries: `[rows * new, kv_heads, group, D]`. The query heads of a group fold into the rows of one product.
+    """
+    _, kv_heads, group, dim = queries.shape
+    num_rows, new = len(rows.first), rows.new
+    visible = rows.lengths[0] - new
+    own = queries.view(num_rows, new, kv_heads, group, dim).permute(0, 2, 3, 1, 4)  # [rows, kv_heads, group, new, D]
+    outs, lses = [], []
+    for block in torch.split(own, _QUERIES_PER_BLOCK, dim=3):
+        count = block.shape[3]
+        visible += count
+        future = torch.ones(count, visible, dtype=torch.bool, device=keys.device).triu_(visible - count + 1)
+        mask = torch.zeros(future.shape, device=keys.device).masked_fill_(future, -torch.inf).repeat(group, 1)
+        flat = block.reshape(num_rows, kv_heads, group * count, dim)
+        out, lse = attend(flat, keys[:, :, :visible], values[:, :, :visible], scale, mask[None, None])
+        outs.append(out.view(num_rows, kv_heads, group, count, -1))
+        lses.append(lse.view(num_rows, kv_heads, group, count))
+    out, lse = torch.cat(outs, dim=3), torch.cat(lses, dim=3)
+    return out.permute(0, 3, 1, 2, 4).flatten(0, 1), lse.permute(0, 3, 1, 2).flatten(0, 1)

@@ -1,104 +1,180 @@
-"""What a KV head may attend to before the suffix: tensors as they are, rows made when read, and merged tokens."""
+"""What the tokens of a batch may attend to before their own suffix: the prefixes of one layer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from kvshelf.kernels.prefix_attention.attend import attend, combine, rows_per_block
+from kvshelf.kernels.quantize.rows import HeadRows, Rows, by_head
 
-_ROWS_PER_BLOCK = 1024
-"""Rows of a `StreamedPrefix` made at once: keys and values are 512 KiB at D = 128 in bf16, and stay in the L2 cache."""
-
-Block = Callable[[int, int], tuple[Tensor, Tensor]]
-"""`block(start, stop)` makes the keys `[stop - start, D]` and values `[stop - start, Dv]` of these rows, in the dtype
-and on the device of the queries. It is called anew at every attention; what it returns is not kept."""
+Block = Callable[[int, int, int], tuple[Tensor, Tensor]]
+"""`block(head, start, stop)` makes the keys `[stop - start, D]` and values `[stop - start, Dv]` of these rows of a KV
+head, in the dtype and on the device of the queries. It is called anew at every attention; nothing it returns is kept."""
 
 
-class Prefix(Protocol):
-    """Tokens that every query sees, for one KV head."""
+@dataclass(frozen=True, eq=False)
+class PackedPrefix:
+    """Entries packed by KV head: keys `[entries, D]`, values `[entries, Dv]`, head h owning `lengths[h]` rows.
 
-    def attend(self, rows: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Attention of `[R, D]` queries over these tokens alone: the output `[R, Dv]` in a floating dtype of its choice
-        and the log-sum-exp of the logits `[R]` in fp32, which is -inf (and the output 0) if there are no tokens."""
-        ...
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class DensePrefix:
-    """Keys `[K, D]` and values `[K, Dv]`, read in place, in the dtype of the queries.
-
-    Bytes: every key and value once. FLOPs: 2 * R * K * (D + Dv).
+    Plain tensors are read in place, in the dtype of the queries; quantized rows are dequantized where they are used.
+    Bytes: every key and value once per share, whatever the number of queries. FLOPs: 2 * R * K * (D + Dv) for R queries
+    of a KV head with K entries.
     """
 
-    keys: Tensor
-    values: Tensor
+    keys: Rows
+    values: Rows
+    lengths: tuple[int, ...]
 
-    def attend(self, rows: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """See `Prefix.attend`. The output has the dtype of the queries."""
-        out, lse = attend(rows[None, None], self.keys[None, None], self.values[None, None], scale)
-        return out[0, 0], lse[0, 0]
+    @property
+    def value_dim(self) -> int:
+        return self.values.shape[1]
+
+    @cached_property
+    def heads(self) -> list[tuple[Tensor | HeadRows, Tensor | HeadRows]]:
+        """Keys and values of each head, as views."""
+        return list(zip(by_head(self.keys, self.lengths), by_head(self.values, self.lengths), strict=True))
+
+    @cached_property
+    def stacked(self) -> tuple[Tensor, Tensor] | None:
+        """Keys `[1, kv_heads, K, D]` and values of all heads as views, where they are plain and equally long."""
+        if not isinstance(self.keys, Tensor) or not isinstance(self.values, Tensor) or len(set(self.lengths)) > 1:
+            return None
+        shape = (1, len(self.lengths), self.lengths[0])
+        return self.keys.view(*shape, self.keys.shape[1]), self.values.view(*shape, self.values.shape[1])
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False)
 class StreamedPrefix:
-    """Rows that exist only while they are read: quantized ones, or keys that are still to be rotated.
+    """Rows that exist only while they are read: keys that are still to be rotated. `lengths[h]` rows of head h.
 
-    1024 rows are made, attended to and thrown away at a time, so that a long prefix never stands in memory at full
-    size. Bytes: what `block` reads, plus each block written and read once in cache. FLOPs: 2 * R * K * (D + Dv) and
-    those of `block`, which do not depend on R.
+    Bytes: what `block` reads, plus each block written and read once in cache. FLOPs: those of a `PackedPrefix` and those
+    of `block`, which do not depend on R. On every device `block` is made of torch's operations.
     """
 
-    num_rows: int
+    lengths: tuple[int, ...]
+    value_dim: int
     block: Block
 
-    def attend(self, rows: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """See `Prefix.attend`. The blocks are summed in fp32; the output is fp32 unless there is only one."""
-        out, lse = self._attend_block(0, rows, scale)
-        for start in range(_ROWS_PER_BLOCK, self.num_rows, _ROWS_PER_BLOCK):
-            out, lse = combine(out, lse, *self._attend_block(start, rows, scale))
-        return out, lse
 
-    def _attend_block(self, start: int, rows: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        keys, values = self.block(start, min(start + _ROWS_PER_BLOCK, self.num_rows))
-        return DensePrefix(keys, values).attend(rows, scale)
-
-
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False)
 class MergedPrefix:
     """Tokens (slots) that share the key direction and the value of a class.
 
-    Slot i stands for a token with key `slot_scales[i] * keys[c]` and value `values[c]`, c = `slot_classes[i]`:
+    Slot i stands for a token with key `slot_scales[i] * keys[c]` and value `values[c]`, c = `slot_classes[i]`, counted
+    within its head:
 
         logit_i = slot_scales[i] * (scale * q . keys[c]),  mass_c = sum of softmax(logit)_i over the slots of c,
         out = mass @ values.
 
-    This is exact, and nothing of size slots x D is made: the keys are multiplied once per class. `block(0,
-    num_classes)` makes all classes of the head at once, for they are few. slot_scales: `[slots]` fp32; slot_classes:
-    `[slots]` int64 in 0..num_classes-1. A class without a slot has no mass.
-    Bytes: each class once, slots * 12, and 3 passes over R * slots fp32 logits. FLOPs: 2 * R * classes * (D + Dv) +
-    about 5 * R * slots.
+    This is exact, and nothing of size slots x D is made: the keys are multiplied once per class. keys: `[classes, D]`,
+    values: `[classes, Dv]`, head h owning `lengths[h]` classes; slot_scales: `[slots]` fp32 and slot_classes: `[slots]`
+    int32, head h owning `slot_lengths[h]` slots. A class without a slot has no mass.
+    Bytes: each class once, slots * 8, and on the CPU 3 passes over R * slots fp32 logits. FLOPs: 2 * R * classes * (D +
+    Dv) + about 5 * R * slots.
     """
 
-    num_classes: int
-    block: Block
+    keys: Rows
+    values: Rows
+    lengths: tuple[int, ...]
     slot_scales: Tensor
     slot_classes: Tensor
+    slot_lengths: tuple[int, ...]
 
-    def attend(self, rows: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """See `Prefix.attend`. Logits, masses and output are fp32; the queries go in blocks of rows."""
-        keys, values = self.block(0, self.num_classes)
-        keys_t, values = keys.float().T, values.float()
-        outs, lses = [], []
-        for block in torch.split(rows, rows_per_block(self.slot_scales.shape[0])):
-            logits = torch.matmul(block.float() * scale, keys_t)  # [rows, classes]
-            slots = logits.index_select(1, self.slot_classes).mul_(self.slot_scales)  # [rows, slots]
-            lse = slots.logsumexp(dim=-1)
-            mass = torch.zeros_like(logits).index_add_(1, self.slot_classes, slots.sub_(lse.unsqueeze(-1)).exp_())
-            outs.append(torch.matmul(mass, values))
-            lses.append(lse)
-        return torch.cat(outs), torch.cat(lses)
+    @property
+    def value_dim(self) -> int:
+        return self.values.shape[1]
+
+    @cached_property
+    def heads(self) -> list[tuple[Tensor | HeadRows, Tensor | HeadRows, Tensor, Tensor]]:
+        """Keys, values, slot scales and slot classes (int64) of each head; views but for the classes."""
+        slots = list(self.slot_lengths)
+        return list(
+            zip(
+                by_head(self.keys, self.lengths),
+                by_head(self.values, self.lengths),
+                torch.split(self.slot_scales, slots),
+                torch.split(self.slot_classes.long(), slots),
+                strict=True,
+            )
+        )
+
+
+Prefix = PackedPrefix | StreamedPrefix | MergedPrefix
+
+
+@dataclass(frozen=True, eq=False)
+class SuffixRows:
+    """Rows of a batch whose private suffixes lie in one pair of tensors `[rows, kv_heads, capacity, D]`.
+
+    Row r has `lengths[r]` suffix tokens, the last `new` of which are in the batch: tokens `first[r]` to `first[r] + new`.
+    A row that takes no part has first -1: its place in the tensors is not read. With `new` above 1 all lengths are equal.
+    """
+
+    lengths: tuple[int, ...]
+    first: tuple[int, ...]
+    new: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class BatchLayout:
+    """Which tokens of a flat batch belong together; made once per forward pass and shared by all its layers.
+
+    shares: consecutive tokens that see the same prefix, as counts that add up to N, the tokens of the batch. suffixes:
+    every token is a new token of exactly one row.
+    """
+
+    shares: tuple[int, ...]
+    suffixes: tuple[SuffixRows, ...]
+    device: torch.device
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.shares)
+
+    @cached_property
+    def share_ends(self) -> list[int]:
+        return list(accumulate(self.shares))
+
+    @cached_property
+    def gathers(self) -> list[Tensor | None]:
+        """For each of `suffixes`, the batch token of every row and new token, `[rows * new]`; None if it is simply the
+        whole batch in order. Rows that take no part borrow token 0; what comes of it is dropped."""
+        found: list[Tensor | None] = []
+        for rows in self.suffixes:
+            tokens = [max(first, 0) + t for first in rows.first for t in range(rows.new)]
+            in_order = tokens == list(range(self.num_tokens)) and min(rows.first) >= 0
+            found.append(None if in_order else torch.tensor(tokens, device=self.device))
+        return found
+
+    @cached_property
+    def scatter(self) -> Tensor | None:
+        """Where each token of the batch stands among the gathered tokens of all suffixes, `[N]`; None if in order."""
+        places = [0] * self.num_tokens
+        start = 0
+        for rows in self.suffixes:
+            for r, first in enumerate(rows.first):
+                for t in range(rows.new if first >= 0 else 0):
+                    places[first + t] = start + r * rows.new + t
+            start += len(rows.first) * rows.new
+        if start == self.num_tokens and places == list(range(start)):
+            return None
+        return torch.tensor(places, device=self.device)
+
+    @cached_property
+    def length_masks(self) -> list[Tensor | None]:
+        """For each of `suffixes` with one new token per row: 0 where a row has a token and -inf beyond, `[rows, 1, 1,
+        longest]` fp32; None if all are equally long."""
+        masks: list[Tensor | None] = []
+        for rows in self.suffixes:
+            if len(set(rows.lengths)) == 1:
+                masks.append(None)
+                continue
+            lengths = torch.tensor(rows.lengths, device=self.device).clamp_min(1)  # a row of nothing would be NaN
+            beyond = torch.arange(max(rows.lengths), device=self.device) >= lengths.unsqueeze(1)
+            masks.append(torch.zeros(beyond.shape, device=self.device).masked_fill_(beyond, -torch.inf)[:, None, None])
+        return masks

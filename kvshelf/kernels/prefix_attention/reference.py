@@ -1,4 +1,4 @@
-"""The naive form: for each row and head, one softmax over the prefix and the visible part of the suffix."""
+"""The naive form: for each token and head, one softmax over the prefix and the visible part of the suffix."""
 
 from __future__ import annotations
 
@@ -7,43 +7,44 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvshelf.kernels.prefix_attention.prefixes import DensePrefix, MergedPrefix, Prefix, StreamedPrefix
+from kvshelf.kernels.prefix_attention.prefixes import BatchLayout, MergedPrefix, PackedPrefix, Prefix, StreamedPrefix
 
 
 def prefix_attention(
     queries: Tensor,
-    prefix: Sequence[Sequence[Prefix]],
-    suffix_keys: Tensor,
-    suffix_values: Tensor,
+    prefixes: Sequence[Sequence[Prefix]],
+    suffixes: Sequence[tuple[Tensor, Tensor]],
+    layout: BatchLayout,
     scale: float,
 ) -> Tensor:
-    """See `kvshelf.kernels.prefix_attention.eager.prefix_attention`; computed in fp64, a row at a time."""
-    batch, q_heads, num_queries, _ = queries.shape
-    kv_heads, suffix_len = suffix_keys.shape[1:3]
-    out = queries.new_zeros(batch, q_heads, num_queries, suffix_values.shape[-1], dtype=torch.float64)
-    for b in range(batch):
-        for h in range(q_heads):
-            kv = h // (q_heads // kv_heads)
-            tokens = [token_states(part) for part in prefix[kv]]
-            for t in range(num_queries):
-                visible = suffix_len - num_queries + t + 1
-                keys = torch.cat([*(keys for keys, _ in tokens), suffix_keys[b, kv, :visible].double()])
-                values = torch.cat([*(values for _, values in tokens), suffix_values[b, kv, :visible].double()])
-                weights = torch.softmax(scale * (keys @ queries[b, h, t].double()), dim=0)
-                out[b, h, t] = weights @ values
+    """See `kvshelf.kernels.prefix_attention.prefix_attention`; computed in fp64, a row at a time."""
+    num_tokens, q_heads, _ = queries.shape
+    kv_heads, value_dim = suffixes[0][1].shape[1], suffixes[0][1].shape[3]
+    out = queries.new_zeros(num_tokens, q_heads, value_dim, dtype=torch.float64)
+    share_of = [share for share, count in enumerate(layout.shares) for _ in range(count)]
+    for rows, (keys, values) in zip(layout.suffixes, suffixes, strict=True):
+        for r, (first, length) in enumerate(zip(rows.first, rows.lengths, strict=True)):
+            for t in range(rows.new if first >= 0 else 0):
+                visible = length - rows.new + t + 1
+                for h in range(q_heads):
+                    kv = h // (q_heads // kv_heads)
+                    parts = [token_states(prefix, kv) for prefix in prefixes[share_of[first + t]]]
+                    all_keys = torch.cat([*(k for k, _ in parts), keys[r, kv, :visible].double()])
+                    all_values = torch.cat([*(v for _, v in parts), values[r, kv, :visible].double()])
+                    weights = torch.softmax(scale * (all_keys @ queries[first + t, h].double()), dim=0)
+                    out[first + t, h] = weights @ all_values
     return out
 
 
-def token_states(prefix: Prefix) -> tuple[Tensor, Tensor]:
-    """The key and the value of every token of a prefix, fp64: `[tokens, D]`, `[tokens, Dv]`."""
+def token_states(prefix: Prefix, head: int) -> tuple[Tensor, Tensor]:
+    """The key and the value of every token of one head of a prefix, fp64: `[tokens, D]`, `[tokens, Dv]`."""
     match prefix:
-        case DensePrefix(keys, values):
-            return keys.double(), values.double()
-        case StreamedPrefix(num_rows, block):
-            keys, values = block(0, num_rows)
-            return keys.double(), values.double()
-        case MergedPrefix(num_classes, block, slot_scales, slot_classes):
-            keys, values = block(0, num_classes)
-            return slot_scales.double()[:, None] * keys.double()[slot_classes], values.double()[slot_classes]
-        case _:
-            raise TypeError(f"no reference for a prefix of type {type(prefix).__name__}")
+        case PackedPrefix():
+            keys, values = prefix.heads[head]
+            return keys[:].double(), values[:].double()
+        case StreamedPrefix(lengths=lengths, block=block):
+            made_keys, made_values = block(head, 0, lengths[head])
+            return made_keys.double(), made_values.double()
+        case MergedPrefix():
+            keys, values, scales, classes = prefix.heads[head]
+            return scales.double()[:, None] * keys[:].double()[classes], values[:].double()[classes]

@@ -1,0 +1,166 @@
+"""Rows of keys or values that stay quantized in memory, and are dequantized where they are used.
+
+Asymmetric round to nearest in groups, after KIVI (arXiv 2402.02750): keys per channel in groups of consecutive entries,
+because a few channels of the keys are large at every token; values per token in groups of channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvshelf.kernels.quantize import dequantize_channels, dequantize_tokens, quantize_channels, quantize_tokens
+
+Axis = Literal["tokens", "channels"]
+"""What a group is made of: consecutive rows of one channel, or consecutive channels of one row."""
+
+
+@dataclass(frozen=True, eq=False)
+class HeadRows:
+    """The rows of one KV head, `[length, num_channels]` once dequantized. Indexed like a tensor, by its rows only."""
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor
+    bits: int
+    group: int
+    axis: Axis
+    num_channels: int
+    dtype: torch.dtype
+
+    def __len__(self) -> int:
+        return self.codes.shape[0]
+
+    def __getitem__(self, rows: slice | Tensor) -> Tensor:
+        """A contiguous range of rows, or the rows `[n]` an int64 tensor names, dequantized: `[n, num_channels]`."""
+        if isinstance(rows, Tensor):
+            return self._picked(rows)
+        start, stop, step = rows.indices(len(self))
+        assert step == 1
+        dequantize = dequantize_tokens if self.axis == "tokens" else dequantize_channels
+        layout = (self.bits, self.group, self.num_channels, self.dtype)
+        return dequantize(self.codes, self.scales, self.zeros, *layout, start, max(start, stop))
+
+    def _picked(self, rows: Tensor) -> Tensor:
+        """Rows in any order. With its group's scales beside it, a row is a group of its own."""
+        if self.axis == "channels":
+            own = replace(self, codes=self.codes[rows], scales=self.scales[rows], zeros=self.zeros[rows])
+        else:
+            groups = rows // self.group
+            own = replace(self, codes=self.codes[rows], scales=self.scales[groups], zeros=self.zeros[groups], group=1)
+        return own[:]
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedRows:
+    """Rows `[entries, num_channels]` of all heads of a record, as codes of `bits` bits. Every row is quantized.
+
+    codes: `[entries, ceil(num_channels * bits / 8)]` uint8, little end first within a byte. scales and zeros, bfloat16:
+    `[groups, num_channels]` with axis "tokens", where a head of n rows has ceil(n / group) groups, so that no group
+    crosses a head; `[entries, ceil(num_channels / group)]` with axis "channels". The last group of a head or row may be
+    short. lengths: rows of each head. A row is `codes * scales + zeros`, computed in fp32 and given in `dtype`.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor
+    bits: int
+    group: int
+    axis: Axis
+    num_channels: int
+    dtype: torch.dtype
+    lengths: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        entries = sum(self.lengths)
+        # Internal invariants; bytes from outside are checked by the blob reader, with named errors.
+        assert self.codes.shape == (entries, -(-self.num_channels * self.bits // 8))
+        assert (
+            self.scales.shape
+            == self.zeros.shape
+            == scales_shape(self.axis, self.group, self.lengths, self.num_channels)
+        )
+
+    @classmethod
+    def quantize(cls, rows: Tensor, lengths: Sequence[int], *, bits: int, group: int, axis: Axis) -> QuantizedRows:
+        """Quantize rows `[entries, C]`, packed by head. They must be finite; see `finite` for a dtype's extremes."""
+        if axis == "channels":
+            codes, scales, zeros = quantize_channels(rows, bits, group)
+        else:
+            heads = [quantize_tokens(head, bits, group) for head in torch.split(rows, list(lengths))]
+            codes, scales, zeros = (torch.cat(parts) for parts in zip(*heads, strict=True))
+        return cls(codes, scales, zeros, bits, group, axis, rows.shape[1], rows.dtype, tuple(lengths))
+
+    @property
+    def shape(self) -> torch.Size:
+        """`[entries, num_channels]`: the shape of what it stands for."""
+        return torch.Size((self.codes.shape[0], self.num_channels))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held in memory."""
+        return sum(tensor.nbytes for tensor in (self.codes, self.scales, self.zeros))
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    @property
+    def finite(self) -> bool:
+        """Whether every code stands for a finite number of `dtype`.
+
+        A range that ends near the largest number of a dtype can reach past it once its step is rounded up.
+        """
+        bottom = self.zeros.float()
+        top = bottom + self.scales.float() * (2**self.bits - 1)
+        return all(bool(torch.isfinite(end.to(self.dtype)).all()) for end in (bottom, top))
+
+    def to(self, device: torch.device | str) -> QuantizedRows:
+        """The same rows on another device."""
+        moved = {name: getattr(self, name).to(device) for name in ("codes", "scales", "zeros")}
+        return replace(self, **moved)
+
+    def head(self, index: int) -> HeadRows:
+        """The rows of one KV head, as views."""
+        return self.heads()[index]
+
+    def heads(self) -> list[HeadRows]:
+        """The rows of every KV head, as views."""
+        lengths = list(self.lengths)
+        groups = [-(-length // self.group) for length in lengths] if self.axis == "tokens" else lengths
+        parts = zip(
+            torch.split(self.codes, lengths),
+            torch.split(self.scales, groups),
+            torch.split(self.zeros, groups),
+            strict=True,
+        )
+        return [HeadRows(*part, self.bits, self.group, self.axis, self.num_channels, self.dtype) for part in parts]
+
+    def dequantize(self) -> Tensor:
+        """All rows, `[entries, num_channels]` in `dtype`."""
+        return torch.cat([head[:] for head in self.heads()])
+
+
+def scales_shape(axis: Axis, group: int, lengths: Sequence[int], num_channels: int) -> tuple[int, int]:
+    """The shape of the scales, and of the zeros."""
+    if axis == "tokens":
+        return sum(-(-length // group) for length in lengths), num_channels
+    return sum(lengths), -(-num_channels // group)
+
+
+Rows = Tensor | QuantizedRows
+"""Keys or values of a record: `[entries, C]`, packed by head."""
+
+
+def by_head(rows: Rows, lengths: Sequence[int]) -> Sequence[Tensor | HeadRows]:
+    """The rows of each head, as views. Both kinds take a slice or an int64 tensor of rows as their index."""
+    return torch.split(rows, list(lengths)) if isinstance(rows, Tensor) else rows.heads()
+
+
+def plain(rows: Rows) -> Tensor:
+    """The rows as a tensor `[entries, C]`, dequantized if they are not one already."""
+    return rows if isinstance(rows, Tensor) else rows.dequantize()
