@@ -18,7 +18,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvshelf.kernels.prefix_attention.prefixes import DensePrefix, MergedPrefix, Prefix, StreamedPrefix
+from kvshelf.kernels.prefix_attention.prefixes import MergedPrefix, PackedPrefix, Prefix, StreamedPrefix
 from kvshelf.store.packed import HeadView, Packed, RopeMode, Rotate, padded, rotation
 from kvshelf.store.rows import offsets_of
 
@@ -48,20 +48,17 @@ class Kept(Packed):
             rope_mode=rope_mode,
         )
 
-    def prefixes(self, rotate: Rotate | None = None) -> list[list[Prefix]]:
-        """What each KV head shows to attention. `rotate` is needed for keys that carry no rotation yet.
+    def prefixes(self, rotate: Rotate | None = None) -> tuple[Prefix, ...]:
+        """What this layer shows to attention. `rotate` is needed for keys that carry no rotation yet.
 
-        Plain keys are read in place; quantized or un-rotated ones are made, and thrown away, a block of rows at a time.
+        Rows are read in place, quantized or not; un-rotated keys are made, and thrown away, a block of rows at a time.
         Raises `StateConflict` when the model has no rotation to apply.
         """
         rotate = rotation(self.rope_mode, rotate)
-        return [[self._prefix(view, rotate)] for view in self.views()]
-
-    @staticmethod
-    def _prefix(view: HeadView, rotate: Rotate | None) -> Prefix:
-        if rotate is None and isinstance(view.keys, Tensor) and isinstance(view.values, Tensor):
-            return DensePrefix(view.keys, view.values)
-        return StreamedPrefix(len(view.positions), partial(_block, view, rotate))
+        lengths = tuple(self.lengths)
+        if rotate is None:
+            return (PackedPrefix(self.keys, self.values, lengths),)
+        return (StreamedPrefix(lengths, self.value_dim, partial(_block, self.views(), rotate)),)
 
     def select(self, chosen: Tensor) -> Kept:
         """The entries that `chosen` `[entries]` bool marks. For records that are not quantized."""
@@ -110,28 +107,26 @@ class Merged(Packed):
         """Slots of each head."""
         return [end - start for start, end in zip(self.slot_offsets, self.slot_offsets[1:], strict=False)]
 
-    def prefixes(self, rotate: Rotate | None = None) -> list[list[Prefix]]:
-        """What each KV head shows to attention: its slots. See `Kept.prefixes`.
+    def prefixes(self, rotate: Rotate | None = None) -> tuple[Prefix, ...]:
+        """What this layer shows to attention: its slots. See `Kept.prefixes`.
 
         Where slots need no rotation, those of a class differ by a factor only and are never expanded. Otherwise they
         are made a block of rows at a time.
         """
         rotate = rotation(self.rope_mode, rotate)
+        lengths, slot_lengths = tuple(self.lengths), tuple(self.slot_lengths)
+        if rotate is None:
+            return (
+                MergedPrefix(self.keys, self.values, lengths, self.slot_scales, self.slot_classes, slot_lengths),
+            )
         slots = zip(
             torch.split(self.slot_scales, self.slot_lengths),
-            torch.split(self.slot_classes, self.slot_lengths),
+            torch.split(self.slot_classes.long(), self.slot_lengths),
             torch.split(self.slot_positions, self.slot_lengths),
             strict=True,
         )
-        heads: list[list[Prefix]] = []
-        for view, (scales, classes, positions) in zip(self.views(), slots, strict=True):
-            classes = classes.long()
-            if rotate is None:
-                heads.append([MergedPrefix(len(view.keys), partial(_block, view, None), scales, classes)])
-            else:
-                block = partial(_slot_block, view, scales, classes, positions, rotate)
-                heads.append([StreamedPrefix(len(positions), block)])
-        return heads
+        heads = list(zip(self.views(), slots, strict=True))
+        return (StreamedPrefix(slot_lengths, self.value_dim, partial(_slot_block, heads, rotate)),)
 
     def select(self, chosen: Tensor) -> Merged:
         """The classes that `chosen` `[entries]` bool marks, and their slots. For records that are not quantized."""
@@ -219,10 +214,9 @@ class Parts:
             [head[index] for head, index in zip(values, order, strict=True)],
         )
 
-    def prefixes(self, rotate: Rotate | None = None) -> list[list[Prefix]]:
-        """What each KV head shows to attention: the prefixes of its parts. See `Kept.prefixes`."""
-        parts = [part.prefixes(rotate) for part in self.parts]
-        return [[prefix for head in heads for prefix in head] for heads in zip(*parts, strict=True)]
+    def prefixes(self, rotate: Rotate | None = None) -> tuple[Prefix, ...]:
+        """What this layer shows to attention: the prefixes of all its parts. See `Kept.prefixes`."""
+        return tuple(prefix for part in self.parts for prefix in part.prefixes(rotate))
 
     def to(self, device: torch.device | str) -> Parts:
         """The same record on another device; itself when it is there already."""
@@ -239,18 +233,18 @@ LayerRecord = Kept | Merged | Parts
 """Every kind of layer record. Attention, blob and export each handle all of them and refuse others by name."""
 
 
-def _block(view: HeadView, rotate: Rotate | None, start: int, stop: int) -> tuple[Tensor, Tensor]:
+def _block(views: Sequence[HeadView], rotate: Rotate, head: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
     """Keys and values of some entries of a head, dequantized and rotated."""
+    view = views[head]
     keys, values = view.keys[start:stop], view.values[start:stop]
-    if rotate is not None:
-        keys = rotate(keys.float(), view.positions[start:stop].long()).to(values.dtype)
-    return keys, values
+    return rotate(keys.float(), view.positions[start:stop].long()).to(values.dtype), values
 
 
 def _slot_block(
-    view: HeadView, scales: Tensor, classes: Tensor, positions: Tensor, rotate: Rotate, start: int, stop: int
+    heads: Sequence[tuple[HeadView, tuple[Tensor, Tensor, Tensor]]], rotate: Rotate, head: int, start: int, stop: int
 ) -> tuple[Tensor, Tensor]:
     """Keys and values of some slots of a head, expanded from their classes and rotated to their own positions."""
+    view, (scales, classes, positions) = heads[head]
     chosen = classes[start:stop]
     values = view.values[chosen]
     keys = view.keys[chosen].float() * scales[start:stop, None]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from kvshelf.kernels.prefix_attention import DensePrefix
+from kvshelf.kernels.prefix_attention import StackedPrefix
 from kvshelf.kernels.select import gather
 from kvshelf.store.artifact import Kept
 from kvshelf.workers.attached import AttachedLayer
@@ -70,7 +70,7 @@ class ChunkedLayer(AttachedLayer):
     """
 
     def __init__(self, absorber: Absorber, capacity: int) -> None:
-        super().__init__([], 0)
+        super().__init__((), 0)
         self._absorber = absorber
         self._capacity = capacity
         self._kept = 0
@@ -85,7 +85,6 @@ class ChunkedLayer(AttachedLayer):
         self._kept_values = value_states.new_empty(*shape, value_states.shape[-1])
         self._positions = torch.empty(shape, dtype=torch.int32, device=key_states.device)
         self._importance = torch.empty(shape, dtype=torch.float32, device=key_states.device)
-        self.prefix = [[] for _ in range(shape[0])]
 
     def absorb(self) -> None:
         """Reduce the oldest whole tokens for as long as the policy has enough of them."""
@@ -96,8 +95,8 @@ class ChunkedLayer(AttachedLayer):
             if chosen is None:
                 break
             self._take(*chosen)
-        kept = zip(self._kept_keys[:, : self._kept], self._kept_values[:, : self._kept], strict=True)
-        self.prefix = [[DensePrefix(keys, values)] if self._kept else [] for keys, values in kept]
+        if self._kept:
+            self.prefix = (StackedPrefix(self._kept_keys[:, : self._kept], self._kept_values[:, : self._kept]),)
 
     def record(self) -> Kept:
         """What was kept of the whole document."""

@@ -20,6 +20,7 @@ from kvshelf.kernels.prefix_attention.prefixes import (
     MergedPrefix,
     PackedPrefix,
     Prefix,
+    StackedPrefix,
     StreamedPrefix,
     SuffixRows,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "MergedPrefix",
     "PackedPrefix",
     "Prefix",
+    "StackedPrefix",
     "StreamedPrefix",
     "SuffixRows",
     "prefix_attention",

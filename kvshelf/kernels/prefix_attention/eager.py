@@ -17,6 +17,7 @@ from kvshelf.kernels.prefix_attention.prefixes import (
     MergedPrefix,
     PackedPrefix,
     Prefix,
+    StackedPrefix,
     StreamedPrefix,
     SuffixRows,
 )
@@ -75,10 +76,11 @@ def attend_prefix(rows: Tensor, prefix: Prefix, scale: float) -> tuple[Tensor, T
     """Attention of rows `[kv_heads, R, D]` over one prefix alone: output `[kv_heads, R, Dv]`, in fp32 or in the dtype of
     the rows, and log-sum-exp `[kv_heads, R]` fp32, -inf (and 0) for a head without entries."""
     match prefix:
-        case PackedPrefix() if prefix.stacked is not None:
-            keys, values = prefix.stacked
-            out, lse = attend(rows.unsqueeze(0), keys, values, scale)
+        case StackedPrefix(keys, values):
+            out, lse = attend(rows.unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0), scale)
             return out[0], lse[0]
+        case PackedPrefix() if prefix.stacked is not None:
+            return attend_prefix(rows, prefix.stacked, scale)
         case PackedPrefix(lengths=lengths):
             heads = [_attend_packed(rows[h], prefix, h, lengths[h], scale) for h in range(len(lengths))]
         case StreamedPrefix(lengths=lengths):

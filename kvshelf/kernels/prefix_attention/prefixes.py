@@ -40,12 +40,25 @@ class PackedPrefix:
         return list(zip(by_head(self.keys, self.lengths), by_head(self.values, self.lengths), strict=True))
 
     @cached_property
-    def stacked(self) -> tuple[Tensor, Tensor] | None:
-        """Keys `[1, kv_heads, K, D]` and values of all heads as views, where they are plain and equally long."""
+    def stacked(self) -> StackedPrefix | None:
+        """The same entries as views, where they are plain and every head has as many."""
         if not isinstance(self.keys, Tensor) or not isinstance(self.values, Tensor) or len(set(self.lengths)) > 1:
             return None
-        shape = (1, len(self.lengths), self.lengths[0])
-        return self.keys.view(*shape, self.keys.shape[1]), self.values.view(*shape, self.values.shape[1])
+        shape = (len(self.lengths), self.lengths[0])
+        return StackedPrefix(self.keys.view(*shape, self.keys.shape[1]), self.values.view(*shape, self.value_dim))
+
+
+@dataclass(frozen=True, eq=False)
+class StackedPrefix:
+    """As many plain entries in every head: keys `[kv_heads, K, D]`, values `[kv_heads, K, Dv]`, views of any stride with
+    a contiguous last dimension. The document of a probe pass, or what a prefill in chunks has kept so far."""
+
+    keys: Tensor
+    values: Tensor
+
+    @property
+    def value_dim(self) -> int:
+        return self.values.shape[2]
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +117,7 @@ class MergedPrefix:
         )
 
 
-Prefix = PackedPrefix | StreamedPrefix | MergedPrefix
+Prefix = PackedPrefix | StackedPrefix | StreamedPrefix | MergedPrefix
 
 
 @dataclass(frozen=True, eq=False)

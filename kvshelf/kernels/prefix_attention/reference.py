@@ -7,7 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvshelf.kernels.prefix_attention.prefixes import BatchLayout, MergedPrefix, PackedPrefix, Prefix, StreamedPrefix
+from kvshelf.kernels.prefix_attention.prefixes import (
+    BatchLayout,
+    MergedPrefix,
+    PackedPrefix,
+    Prefix,
+    StackedPrefix,
+    StreamedPrefix,
+)
 
 
 def prefix_attention(
@@ -42,6 +49,8 @@ def token_states(prefix: Prefix, head: int) -> tuple[Tensor, Tensor]:
         case PackedPrefix():
             keys, values = prefix.heads[head]
             return keys[:].double(), values[:].double()
+        case StackedPrefix():
+            return prefix.keys[head].double(), prefix.values[head].double()
         case StreamedPrefix(lengths=lengths, block=block):
             made_keys, made_values = block(head, 0, lengths[head])
             return made_keys.double(), made_values.double()
