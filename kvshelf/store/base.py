@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, Final, Literal, Self
 
 from kvshelf.errors import CacheCorrupt, CacheNotFound, InvalidRequest
+from kvshelf.store.arriving import ArrivingCache
 from kvshelf.store.artifact import CompressedCache
 from kvshelf.store.codecs import Codec
 from kvshelf.store.identity import Identity
@@ -119,12 +120,22 @@ class Store(abc.ABC):
         `StorageFull`; nothing is visible after an error.
         """
 
-    @abc.abstractmethod
     def get(self, cache_id: str, *, tenant: str = "default") -> CompressedCache:
         """Read a cache; every digest and its content address are checked on every read.
 
         Raises `CacheNotFound` (unknown, deleted, another tenant's), `CacheExpired`, `CacheCorrupt`. A corrupt one is
         set aside and stays `CacheCorrupt` until it is deleted or put again.
+        """
+        with self.open_cache(cache_id, tenant=tenant) as arriving:
+            arriving.read()
+            return arriving.cache()
+
+    @abc.abstractmethod
+    def open_cache(self, cache_id: str, *, tenant: str = "default") -> ArrivingCache:
+        """A cache whose header and content address are checked, to be read layer by layer while it is used.
+
+        Raises as `get` does; what is wrong with a layer is found when it is read. It can be read to its end when the
+        cache is deleted meanwhile. Close it before the store.
         """
 
     @abc.abstractmethod

@@ -44,10 +44,13 @@ __all__ = [
     "BlobSummary",
     "Buffer",
     "PackedBlob",
+    "check_segment",
     "decode",
     "encode",
     "inspect",
+    "open_file",
     "pack",
+    "read_segment",
     "root",
     "verify_file",
 ]
@@ -89,15 +92,29 @@ def decode(data: Buffer) -> CompressedCache:
     header = open_frame(view[:body], view[-TRAILER.size :], len(view)).header
     segments = [view[body + layer.offset : body + layer.offset + layer.nbytes] for layer in header.layers]
     for index, (layer, segment) in enumerate(zip(header.layers, segments, strict=True)):
-        _require_digest(f"segment {index}", blake3(segment).digest(), layer.digest)
-        _require_zeros(index, layer, segment)
-    storage = _as_tensor(view)
-    layers = []
-    for index, (layer, segment) in enumerate(zip(header.layers, segments, strict=True)):
-        start = body + layer.offset
-        part = storage[start : start + layer.nbytes]
-        layers.append(blob_segment.read(f"layer {index}", layer, segment, part, header.num_tokens))
-    return CompressedCache(tuple(layers), header.num_tokens, header.next_position, header.to_identity(), header.codec)
+        check_segment(index, layer, segment)
+    layers = tuple(
+        read_segment(index, layer, segment, header.num_tokens)
+        for index, (layer, segment) in enumerate(zip(header.layers, segments, strict=True))
+    )
+    return CompressedCache(layers, header.num_tokens, header.next_position, header.to_identity(), header.codec)
+
+
+def check_segment(index: int, layer: Layer, segment: memoryview) -> None:
+    """Raise `BlobError` unless the segment of a layer has its digest and zeros for padding."""
+    _require_digest(f"segment {index}", blake3(segment).digest(), layer.digest)
+    for span in (span for _, spans in layer.contents() for span in spans.values()):
+        end = span.offset + span.nbytes
+        if any(segment[end : aligned(end)]):
+            raise BlobError(f"padding in segment {index} is not zero", reason="nonzero_padding")
+
+
+def read_segment(index: int, layer: Layer, segment: memoryview, num_tokens: int) -> LayerRecord:
+    """The layer in a segment that `check_segment` has taken; its tensors are views of it, as `decode` says.
+
+    Raises `BlobError` for what the digest cannot know: a writer's fault.
+    """
+    return blob_segment.read(f"layer {index}", layer, segment, _as_tensor(segment), num_tokens)
 
 
 def root(data: Buffer) -> bytes:
@@ -112,18 +129,23 @@ def inspect(data: Buffer) -> BlobSummary:
     return open_frame(view[:body], view[-TRAILER.size :], len(view))
 
 
-def verify_file(file: BinaryIO, size: int) -> BlobSummary:
-    """Check every digest of a blob in a seekable file of `size` bytes, in constant memory. Raises `BlobError`."""
+def open_file(file: BinaryIO, size: int) -> BlobSummary:
+    """`inspect` a blob in a seekable file that must have `size` bytes; leaves it at the first byte of the body."""
     end = file.seek(0, os.SEEK_END)
     if end != size:
         raise BlobError(
             f"the file has {end} bytes, {size} were written", reason="truncated" if end < size else "trailing_bytes"
         )
     body = body_offset(_read_at(file, 0, min(size, FIXED.size)), size)
-    summary = open_frame(_read_at(file, 0, body), _read_at(file, size - TRAILER.size, TRAILER.size), size)
+    trailer = _read_at(file, size - TRAILER.size, TRAILER.size)
+    return open_frame(_read_at(file, 0, body), trailer, size)
+
+
+def verify_file(file: BinaryIO, size: int) -> BlobSummary:
+    """Check every digest of a blob in a seekable file of `size` bytes, in constant memory. Raises `BlobError`."""
+    summary = open_file(file, size)
     buffer = bytearray(_CHUNK)
-    for index, layer in enumerate(summary.header.layers):
-        file.seek(body + layer.offset)
+    for index, layer in enumerate(summary.header.layers):  # segments follow each other without holes
         digest = blake3()
         for chunk in _chunks(file, buffer, layer.nbytes):
             digest.update(chunk)
@@ -194,13 +216,6 @@ def _segment(record: LayerRecord, num_tokens: int, offset: int) -> tuple[Layer, 
 def _require_digest(what: str, actual: bytes, expected: bytes) -> None:
     if actual != expected:
         raise BlobError(f"{what} is not what was written: its digest differs", reason="digest_mismatch")
-
-
-def _require_zeros(index: int, layer: Layer, segment: memoryview) -> None:
-    for span in (span for _, spans in layer.contents() for span in spans.values()):
-        end = span.offset + span.nbytes
-        if any(segment[end : aligned(end)]):
-            raise BlobError(f"padding in segment {index} is not zero", reason="nonzero_padding")
 
 
 def _read_at(file: BinaryIO, offset: int, size: int) -> bytes:

@@ -14,18 +14,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Final, Self
 
 from kvshelf.errors import BlobError, CacheExpired, InvalidRequest, StoreError, StoreUnavailable
 from kvshelf.store import base, blob, catalog, codecs, housekeeping
+from kvshelf.store.arriving import ArrivingCache
 from kvshelf.store.artifact import CompressedCache
 from kvshelf.store.base import UNSET, BlobFile, Page, Receipt, Store, Swept, Unset, Usage
 from kvshelf.store.catalog import Entry
 from kvshelf.store.database import Database
 from kvshelf.store.faults import translated
-from kvshelf.store.files import BlobFolder, Step, new_name, read_whole
+from kvshelf.store.files import BlobFolder, Step, new_name
 from kvshelf.store.identity import Identity
 from kvshelf.store.ledger import Ledger
 from kvshelf.store.manifest import Manifest, Placement, Timings, describe
@@ -184,29 +186,33 @@ class DiskStore(Store):
 
     # Reading
 
-    def get(self, cache_id: str, *, tenant: str = "default") -> CompressedCache:
-        with translated(self.home):
-            entry, file = self._open(cache_id, tenant)
-            with file, self._quarantining(entry):
-                data = read_whole(file, entry.nbytes)
-                cache = blob.decode(data)
-                _require_root(entry, blob.root(data))
-                if self.cache_id(cache.identity, tenant=tenant, codec=cache.codec) != cache_id:
-                    raise BlobError("its blob belongs to another cache", reason="wrong_identity")
-            return cache
+    def open_cache(self, cache_id: str, *, tenant: str = "default") -> ArrivingCache:
+        with self._opening(cache_id, tenant) as (entry, file):
+            summary = blob.open_file(file, entry.nbytes)
+            _require_root(entry, summary.root)
+            arriving = ArrivingCache(summary, file, partial(self._quarantining, entry))
+            if self.cache_id(arriving.identity, tenant=tenant, codec=arriving.codec) != cache_id:
+                raise BlobError("its blob belongs to another cache", reason="wrong_identity")
+            return arriving
 
     def open_blob(self, cache_id: str, *, tenant: str = "default") -> BlobFile:
+        with self._opening(cache_id, tenant) as (entry, file):
+            summary = blob.verify_file(file, entry.nbytes)
+            _require_root(entry, summary.root)
+            file.seek(0)
+            return BlobFile(BufferedReader(file), summary.nbytes, summary.root.hex())
+
+    @contextmanager
+    def _opening(self, cache_id: str, tenant: str) -> Iterator[tuple[Entry, FileIO]]:
+        """The file of a cache, for the caller of the block. It is closed when the block raises."""
         with translated(self.home):
             entry, file = self._open(cache_id, tenant)
             try:
                 with self._quarantining(entry):
-                    summary = blob.verify_file(file, entry.nbytes)
-                    _require_root(entry, summary.root)
-                file.seek(0)
+                    yield entry, file
             except BaseException:
                 file.close()
                 raise
-            return BlobFile(BufferedReader(file), summary.nbytes, summary.root.hex())
 
     def stat(self, cache_id: str, *, tenant: str = "default") -> Manifest:
         return self._ready(cache_id, tenant).manifest()
@@ -242,7 +248,8 @@ class DiskStore(Store):
     def _quarantining(self, entry: Entry) -> Iterator[None]:
         """Inside the block, a `BlobError` sets the cache aside: who asks again hears the same without reading it."""
         try:
-            yield
+            with translated(self.home):
+                yield
         except BlobError as error:
             # Where the shelf cannot be written to either, the verdict stands all the same and is reached again.
             with suppress(StoreError), self._database.write() as tx:

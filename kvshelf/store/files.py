@@ -9,7 +9,7 @@ import re
 import secrets
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from io import FileIO
+from io import FileIO, RawIOBase
 from pathlib import Path
 from typing import Self
 
@@ -116,27 +116,27 @@ class BlobFolder:
         return FileIO(_checked(name), "w" if flags & os.O_WRONLY else "r", opener=opener)
 
 
-def read_whole(file: FileIO, size: int) -> memoryview:
-    """A file of `size` bytes, in memory of its own. Raises `BlobError` when it has another size.
+def fresh_memory(size: int) -> memoryview:
+    """Zeros to read `size` bytes of a file into.
 
-    Not a map of the file: its bytes could change after they were verified. Huge pages, because the first touch of fresh
-    memory page by page takes several times as long as the reading itself (39 against 5 ms for 64 MiB).
+    Not a map of the file: its bytes could change after they were verified, and a file cut short would kill the process.
+    Huge pages, because the first touch of fresh memory page by page takes several times as long as the reading itself
+    (39 against 5 ms for 64 MiB).
     """
-    if os.fstat(file.fileno()).st_size != size:
-        found = os.fstat(file.fileno()).st_size
-        reason = "truncated" if found < size else "trailing_bytes"
-        raise BlobError(f"the file has {found} bytes, {size} were written", reason=reason)
     memory = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
         memory.madvise(mmap.MADV_HUGEPAGE)
-    buffer = memoryview(memory)[:size]
+    return memoryview(memory)[:size]
+
+
+def fill(file: RawIOBase, buffer: memoryview) -> None:
+    """Read on in a file until the buffer is full. Raises `BlobError` where the file ends before."""
     done = 0
-    while done < size:
+    while done < len(buffer):
         count = file.readinto(buffer[done:])
         if not count:
-            raise BlobError(f"the file ended after {done} of {size} bytes", reason="truncated")
+            raise BlobError(f"the file ended {len(buffer) - done} bytes early while it was read", reason="truncated")
         done += count
-    return buffer
 
 
 def _write_all(file: FileIO, buffer: memoryview) -> None:

@@ -1,0 +1,112 @@
+"""A stored cache while it is being read: each layer can be used as soon as its own digest is checked.
+
+The header alone says what the cache is, and the manifest's root digest vouches for it before the first segment is read
+(docs/format.md). So the forward of a question can pass layer 0 while layer 1 is still being read and hashed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import AbstractContextManager, suppress
+from io import RawIOBase
+from types import TracebackType
+from typing import Self
+
+from kvshelf.errors import StoreUnavailable
+from kvshelf.store import blob
+from kvshelf.store.artifact import CompressedCache, LayerRecord
+from kvshelf.store.blob import BlobSummary
+from kvshelf.store.blob_header import body_bytes
+from kvshelf.store.files import fill, fresh_memory
+
+Guard = Callable[[], AbstractContextManager[None]]
+"""Makes a block within which errors of a store's bytes and of its medium become the errors that the store promises."""
+
+
+class ArrivingCache:
+    """A stored cache whose header is verified and whose layers come one after the other.
+
+    One thread calls `read`; any others wait for `layers`, each of which is there as soon as its digest is checked, or
+    call `cache` for all. Whoever loses interest calls `close`. Made by `Store.open_cache`; close it, or use it in a
+    `with` block.
+    """
+
+    def __init__(self, summary: BlobSummary, body: RawIOBase, guard: Guard) -> None:
+        """`body` stands at the first byte of the body. It is read once, from front to end, and closed."""
+        self._summary = summary
+        self._body = body
+        self._guard = guard
+        self._turn = threading.Lock()  # of whoever uses the file: a file is not closed while it is read
+        self.identity = summary.header.to_identity()
+        self.num_tokens = summary.header.num_tokens
+        self.next_position = summary.header.next_position
+        self.codec = summary.header.codec
+        self.num_layers = len(summary.header.layers)
+        self.nbytes = body_bytes(summary.header)
+        """Bytes of all layers together, which is what `read` allocates."""
+        self.root = summary.root
+        """The blob's root digest: equal roots mean equal content. `Manifest.blob_digest` is its hex form."""
+        self.layers: tuple[Future[LayerRecord], ...] = tuple(Future() for _ in range(self.num_layers))
+        """The layers in order. When reading fails, the layer at fault and all after it have the error."""
+        for layer in self.layers:
+            layer.set_running_or_notify_cancel()  # one waiter must not cancel what others wait for
+
+    def read(self) -> None:
+        """Read, verify and resolve the layers in order, on the caller's thread. To be called once.
+
+        Raises nothing of what can go wrong with the cache: the futures have it, `CacheCorrupt` or `StoreUnavailable`.
+        A corrupt cache is set aside before they say so. All tensors share one buffer of `nbytes`.
+        """
+        with self._turn:
+            try:
+                with self._guard():
+                    self._read_layers()
+            except Exception as error:  # whatever it is, those who wait must hear of it
+                self._refuse(error)
+            finally:
+                self.close()
+                self._body.close()
+
+    def cache(self) -> CompressedCache:
+        """The whole cache. Waits for all layers, and raises what became of the first one that failed."""
+        layers = tuple(layer.result() for layer in self.layers)
+        return CompressedCache(layers, self.num_tokens, self.next_position, self.identity, self.codec)
+
+    def close(self) -> None:
+        """Let go of the file. Layers that have not been read are `StoreUnavailable`; those that have stay usable.
+
+        May be called from any thread and more than once; a `read` that is under way ends before its next layer.
+        """
+        self._refuse(StoreUnavailable("the cache was closed before this layer was read; open it again"))
+        if self._turn.acquire(blocking=False):  # otherwise the reader closes the file when it ends
+            self._body.close()
+            self._turn.release()
+
+    def _read_layers(self) -> None:
+        memory = fresh_memory(self.nbytes)
+        header = self._summary.header
+        for index, (layer, arrived) in enumerate(zip(header.layers, self.layers, strict=True)):
+            if arrived.done():  # closed
+                return
+            segment = memory[layer.offset : layer.offset + layer.nbytes]
+            fill(self._body, segment)
+            blob.check_segment(index, layer, segment)
+            record = blob.read_segment(index, layer, segment, self.num_tokens)
+            with suppress(InvalidStateError):  # closed meanwhile
+                arrived.set_result(record)
+
+    def _refuse(self, error: Exception) -> None:
+        for layer in self.layers:
+            if not layer.done():
+                with suppress(InvalidStateError):  # the other of `read` and `close` was first
+                    layer.set_exception(error)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
