@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -9,9 +10,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvshelf.errors import InvalidRequest, StateConflict
-from kvshelf.kernels.prefix_attention import Prefix, prefix_attention
-from kvshelf.store.artifact import CompressedCache
-from kvshelf.store.records import Rotate
+from kvshelf.kernels.prefix_attention import BatchLayout, Prefix, SuffixRows, prefix_attention
+from kvshelf.workers.attachment import Attachment
 
 _FIRST_CAPACITY = 64
 
@@ -22,20 +22,17 @@ class AttachedCache(Cache):  # type: ignore[misc]
     It reports the logical length (document tokens, whether kept or not, plus the suffix), so that positions continue at
     the document's end. Several may share one `CompressedCache`. It works only inside `engine.attached(...)`: a model
     that runs any other attention function gets an error instead of an answer without the document.
-
-    `rotate` applies the model's RoPE; records whose keys carry no rotation need it, and raise `StateConflict` without.
     """
 
-    def __init__(self, cache: CompressedCache, rotate: Rotate | None = None) -> None:
-        super().__init__(
-            layers=[AttachedLayer(record.prefixes(rotate), cache.next_position) for record in cache.layers]
-        )
-        self.compressed = cache
+    def __init__(self, document: Attachment) -> None:
+        start = document.next_position
+        super().__init__(layers=[AttachedLayer(document.prefixes(i), start) for i in range(document.num_layers)])
+        self._start = start
 
     @property
     def suffix_length(self) -> int:
         """Tokens run through the model since the cache was attached."""
-        return int(self.get_seq_length()) - self.compressed.next_position
+        return int(self.get_seq_length()) - self._start
 
     def with_document(self, input_ids: Tensor) -> Tensor:
         """`input_ids` `[B, T]` behind stand-ins for the document's tokens, `[B, N + T]`: what `generate()` expects.
@@ -48,7 +45,7 @@ class AttachedCache(Cache):  # type: ignore[misc]
 
 
 class AttachedLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer of an `AttachedCache`. `prefix`: for each KV head what every query sees, in the logical length `start`.
+    """One layer of an `AttachedCache`. `prefix`: what every query sees, in the logical length `start`.
 
     `keys` and `values` are the suffix buffers `[B, kv_heads, capacity, D]`, of which the first `_length` rows are in
     use. They double when full: appending to an exact-size tensor would copy the suffix at every token.
@@ -56,7 +53,7 @@ class AttachedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     is_sliding = False
 
-    def __init__(self, prefix: list[list[Prefix]], start: int) -> None:
+    def __init__(self, prefix: Sequence[Prefix], start: int) -> None:
         super().__init__()
         self.prefix = prefix
         self.start = start
@@ -77,8 +74,21 @@ class AttachedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.values = _grown(self.values, end, self._length)
         self.keys[:, :, self._length : end] = key_states
         self.values[:, :, self._length : end] = value_states
-        states = AttachedStates(self.prefix, self.keys[:, :, :end], self.values[:, :, :end], self.start, self._length)
-        self._length = end
+        before, self._length = self._length, end
+        rows, new = key_states.shape[0], key_states.shape[2]
+        layout = BatchLayout(
+            shares=(rows * new,),
+            suffixes=(SuffixRows((end,) * rows, tuple(range(0, rows * new, new)), new),),
+            device=key_states.device,
+        )
+        states = AttachedStates(
+            [self.prefix],
+            [(self.keys, self.values)],
+            layout,
+            new=(key_states, value_states),
+            logical_length=self.start + end,
+            first_position=self.start + before,
+        )
         return states, states
 
     def get_seq_length(self) -> int:
@@ -131,36 +141,35 @@ class AttachedStates:
     silence, and the answer would be given without the document.
     """
 
-    __slots__ = ("_keys", "_prefix", "_start", "_suffix_before", "_values")
+    __slots__ = ("_first_position", "_layout", "_prefixes", "_suffixes", "logical_length", "new_keys", "new_values")
 
     def __init__(
-        self, prefix: list[list[Prefix]], keys: Tensor, values: Tensor, start: int, suffix_before: int
+        self,
+        prefixes: Sequence[Sequence[Prefix]],
+        suffixes: Sequence[tuple[Tensor, Tensor]],
+        layout: BatchLayout,
+        *,
+        new: tuple[Tensor, Tensor],
+        logical_length: int,
+        first_position: int | None,
     ) -> None:
-        self._prefix = prefix
-        self._keys = keys  # suffix, this call's tokens included: [B, kv_heads, S, D]
-        self._values = values
-        self._start = start
-        self._suffix_before = suffix_before
-
-    @property
-    def logical_length(self) -> int:
-        """Document and suffix, this call's tokens included."""
-        return self._start + self._keys.shape[2]
-
-    @property
-    def new_keys(self) -> Tensor:
-        """Keys of this call's tokens, `[B, kv_heads, T, D]`."""
-        return self._keys[:, :, self._suffix_before :]
-
-    @property
-    def new_values(self) -> Tensor:
-        """Values of this call's tokens, `[B, kv_heads, T, Dv]`."""
-        return self._values[:, :, self._suffix_before :]
+        """prefixes, suffixes and layout are those of `prefix_attention`. `new`: keys `[B, kv_heads, T, D]` and values
+        of this call's tokens. `logical_length`: the longest document and suffix, this call's tokens included.
+        `first_position`: where the call has to begin; None where whoever called has set the positions."""
+        self._prefixes = prefixes
+        self._suffixes = suffixes
+        self._layout = layout
+        self.new_keys, self.new_values = new
+        self.logical_length = logical_length
+        self._first_position = first_position
 
     def attend(self, queries: Tensor, scaling: float) -> Tensor:
-        """Attention of this call's queries `[B, q_heads, T, D]` over document and suffix. Returns `[B, q_heads, T,
+        """Attention of this call's queries `[B, q_heads, T, D]` over document and suffix. Returns `[B, T, q_heads,
         Dv]`."""
-        return prefix_attention(queries, self._prefix, self._keys, self._values, scaling)
+        batch, heads, new, dim = queries.shape
+        flat = queries.transpose(1, 2).reshape(batch * new, heads, dim)
+        out = prefix_attention(flat, self._prefixes, self._suffixes, self._layout, scaling)
+        return out.view(batch, new, heads, -1)
 
     def check_positions(self, position_ids: Tensor | None) -> None:
         """Refuse a call whose positions do not continue where the cache ends.
@@ -168,8 +177,8 @@ class AttachedStates:
         `generate()` given the question alone counts its positions from 0; the rotation would be wrong without a sign of
         it.
         """
-        first = self._start + self._suffix_before
-        if position_ids is not None and not bool((position_ids[..., 0] == first).all()):
+        first = self._first_position
+        if first is not None and position_ids is not None and not bool((position_ids[..., 0] == first).all()):
             _refuse_positions(first)
 
     def __getattr__(self, name: str) -> NoReturn:

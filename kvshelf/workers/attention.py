@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
-from kvshelf.kernels.prefix_attention import DensePrefix, prefix_attention
+from kvshelf.kernels.prefix_attention import BatchLayout, StackedPrefix, SuffixRows, prefix_attention
 from kvshelf.workers.attached import AttachedStates
 
 IMPLEMENTATION = "kvshelf"
@@ -84,9 +84,10 @@ def attention(
         _refuse_beyond_window(kwargs.get("sliding_window"), key.shape[2])
         new_keys, new_values = key, value
         out = _with_probes(query, key, value, scaling, context.probe_lengths if context is not None else ())
+        out = out.transpose(1, 2)
     if context is not None:
         context.after_attention(module, query, new_keys, new_values, scaling)
-    return out.transpose(1, 2).contiguous(), None
+    return out.contiguous(), None
 
 
 def causal_mask(*, attention_mask: Tensor | None = None, allow_is_causal_skip: bool = True, **_: Any) -> None:
@@ -109,12 +110,15 @@ def _with_probes(query: Tensor, key: Tensor, value: Tensor, scaling: float, prob
     """Causal attention of a document, and of each probe pass behind it over the document and itself."""
     document, *probes = torch.split(query, [query.shape[2] - sum(probe_lengths), *probe_lengths], dim=2)
     start = key.shape[2] - sum(probe_lengths)  # more than the call's own tokens behind a cache of transformers
-    prefix = [[DensePrefix(keys, values)] for keys, values in zip(key[0, :, :start], value[0, :, :start], strict=True)]
+    prefix = [StackedPrefix(key[0, :, :start], value[0, :, :start])]
     outs = [_causal(document, key[:, :, :start], value[:, :, :start], scaling)]
     for probe in probes:
-        own = slice(start, start + probe.shape[2])
-        outs.append(prefix_attention(probe, prefix, key[:, :, own], value[:, :, own], scaling))
-        start = own.stop
+        length = probe.shape[2]
+        layout = BatchLayout((length,), (SuffixRows((length,), (0,), length),), query.device)
+        own = [(key[:, :, start : start + length], value[:, :, start : start + length])]
+        out = prefix_attention(probe[0].transpose(0, 1), [prefix], own, layout, scaling)  # [T, q_heads, Dv]
+        outs.append(out.transpose(0, 1).unsqueeze(0))
+        start += length
     return torch.cat(outs, dim=2) if probes else outs[0]
 
 

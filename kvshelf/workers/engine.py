@@ -7,17 +7,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from kvshelf.errors import DocumentTooLong, InvalidRequest, PolicyUnsupported
+from kvshelf.store.arriving import ArrivingCache
 from kvshelf.store.artifact import CompressedCache
 from kvshelf.store.identity import Identity, Layout, digest
 from kvshelf.workers import calibration
 from kvshelf.workers import model as models
 from kvshelf.workers.attached import AttachedCache
+from kvshelf.workers.attachment import Attachment
 from kvshelf.workers.attention import CONTEXT, kvshelf_attention
+from kvshelf.workers.batch import Batch
 from kvshelf.workers.budgets import Budget
 from kvshelf.workers.chunked import ChunkedPrefill
 from kvshelf.workers.export import Positions, export
@@ -45,7 +49,7 @@ class Compression:
 class Engine:
     """A causal language model of transformers, its tokenizer, and what kvshelf does with them.
 
-    Not thread-safe, but for `prepare` and `encode_query`: one thread owns the model. The model keeps its own attention;
+    Not thread-safe, but for `prepare`, `encode_query` and `attach`: one thread owns the model. The model keeps its own attention;
     kvshelf's is selected for the length of a call.
     """
 
@@ -58,6 +62,7 @@ class Engine:
         self.identity = models.identify(model, self.text, self.name)
         self.max_tokens = models.max_positions(model.config)
         self.rope = Rope.of(model)
+        self._attachments: WeakKeyDictionary[CompressedCache | ArrivingCache, Attachment] = WeakKeyDictionary()
         self._intake = Intake(self.name, self.text, self.max_tokens, model.config.vocab_size)
 
     @classmethod
@@ -198,7 +203,7 @@ class Engine:
         which `past.with_document(ids)` stands in the document's part. Raises `ModelMismatch` for a cache of another
         model.
         """
-        past = self._attach(cache)
+        past = AttachedCache(self.attach(cache))
         with kvshelf_attention(self.model):
             yield past
 
@@ -221,25 +226,49 @@ class Engine:
         Thread-safe."""
         return self._intake.query(cache.identity.boundary, prompt)
 
-    def start(self, cache: CompressedCache, query: Sequence[int], sampling: Sampling | None = None) -> Generation:
-        """Begin an answer to the token ids `query`. No forward runs before the first `step()`.
+    def attach(self, cache: CompressedCache | ArrivingCache) -> Attachment:
+        """`cache` as the model's layers read it. It may be asked any number of questions, also at the same time.
+
+        Raises `ModelMismatch` for a cache of another model.
+        """
+        self.identity.require_match(cache.identity.model)
+        found = self._attachments.get(cache)
+        if found is None:
+            rotate = None if self.rope is None or self.rope.length_dependent else self.rope.rotate
+            found = self._attachments[cache] = Attachment(cache, self.model.device, rotate)
+        return found
+
+    def batch(self) -> Batch:
+        """A place for answers that are stepped together."""
+        return Batch(self.model, one_by_one=self.rope is None or self.rope.length_dependent)
+
+    def start(
+        self,
+        cache: CompressedCache | Attachment,
+        query: Sequence[int],
+        sampling: Sampling | None = None,
+        *,
+        batch: Batch | None = None,
+    ) -> Generation:
+        """Begin an answer to the token ids `query`, in a batch or by itself. No forward runs before the first `step()`.
 
         The answer ends early, with finish reason "length", where the model's longest sequence is reached.
         """
         sampling = sampling or Sampling()
-        room = self.max_tokens - cache.next_position - len(query)
+        document = cache if isinstance(cache, Attachment) else self.attach(cache)
+        room = self._longest() - document.next_position - len(query)
         if not query:
             raise InvalidRequest("the question is empty; ask something", param="prompt")
         if room < 1:
             raise InvalidRequest(
-                f"document ({cache.next_position} tokens) and question ({len(query)}) leave no room for an answer "
-                "within "
-                f"the {self.max_tokens} tokens of {self.name!r}; ask a shorter question",
+                f"document ({document.next_position} tokens) and question ({len(query)}) leave no room for an answer "
+                f"within the {self._longest()} tokens of {self.name!r}; ask a shorter question",
                 param="prompt",
             )
-        past = self._attach(cache)
         decoder = self.text.decoder() if self.text is not None else None
-        return Generation(self.model, past, query, sampling, room=room, end_ids=self._end_ids(), decoder=decoder)
+        return Generation(
+            batch or self.batch(), document, query, sampling, room=room, end_ids=self._end_ids(), decoder=decoder
+        )
 
     def answer(
         self,
@@ -332,10 +361,9 @@ class Engine:
         prefill.run(self.model, job.source.token_ids)
         return prefill
 
-    def _attach(self, cache: CompressedCache) -> AttachedCache:
-        self.identity.require_match(cache.identity.model)
-        rotate = None if self.rope is None or self.rope.length_dependent else self.rope.rotate
-        return AttachedCache(cache.to(self.model.device), rotate)
+    def _longest(self) -> int:
+        """Tokens of the longest sequence that can be attended to: sliding windows are not stored yet."""
+        return min(self.max_tokens, models.sliding_window(self.model.config) or self.max_tokens)
 
     def _end_ids(self) -> frozenset[int]:
         configured = self.model.generation_config.eos_token_id if self.model.generation_config is not None else None

@@ -1,20 +1,22 @@
-"""Answering from an attached cache, one forward at a time."""
+"""One answer: how its tokens are chosen, when it ends, and which of its text is final."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import Tensor
 
-from kvshelf.errors import InvalidRequest
-from kvshelf.workers.attached import AttachedCache
-from kvshelf.workers.attention import CONTEXT, kvshelf_attention
+from kvshelf.errors import InvalidRequest, KvshelfError
+from kvshelf.workers.attachment import Attachment
+from kvshelf.workers.suffixes import SuffixRow
+
+if TYPE_CHECKING:
+    from kvshelf.workers.batch import Batch
 
 FinishReason = Literal["stop", "length"]
 Checkpoint = Callable[[], None]
@@ -59,15 +61,15 @@ class Answer:
 
 
 class Generation:
-    """One answer in the making. Each `step()` is one forward pass; the first one prefills the question.
+    """One answer in the making: what a `Batch` has to run for it next, and what came of it so far.
 
     Private to its caller: several may be open on one engine and on one compressed cache.
     """
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        past: AttachedCache,
+        batch: Batch,
+        document: Attachment,
         query: Sequence[int],
         sampling: Sampling,
         *,
@@ -75,9 +77,11 @@ class Generation:
         end_ids: frozenset[int],
         decoder: Tokenizer | None,
     ) -> None:
-        self._model = model
-        self._past = past
-        self._pending = list(query)
+        self._batch = batch
+        self.document = document
+        self.pending = list(query)
+        """Tokens that are still to go through the model before the next one can be chosen."""
+        self.row = SuffixRow()
         self._end_ids = end_ids
         self._sampler = _Sampler(sampling)
         self._text = _TextStream(decoder, sampling.stop)
@@ -91,17 +95,47 @@ class Generation:
         """Whether the answer is complete."""
         return self.finish_reason is not None
 
-    def step(self, checkpoint: Checkpoint | None = None) -> str:
-        """Run one forward pass and return the text that became final with it, which may be "".
+    @property
+    def next_position(self) -> int:
+        """Where the first of the pending tokens stands."""
+        return self.document.next_position + self.row.length
 
-        `checkpoint` is called after each layer and may raise to abandon the answer.
+    @property
+    def samples(self) -> bool:
+        """Whether tokens are drawn; otherwise the likeliest is taken."""
+        return self._sampler.samples
+
+    def step(self, checkpoint: Checkpoint | None = None) -> str:
+        """Run one forward pass for this answer alone, and return the text that became final with it.
+
+        `checkpoint` is called after each layer and may raise to abandon the step.
         """
-        assert not self.finished
-        token = self._sampler.choose(self._forward(checkpoint))
+        (told,) = self._batch.step([self], checkpoint)
+        if isinstance(told, KvshelfError):
+            raise told
+        return told
+
+    def leave(self) -> None:
+        """Free the suffix, whether the answer is finished or abandoned. An answer that owns its batch need not."""
+        self._batch.leave(self)
+
+    def sample(self, logits: Tensor) -> int:
+        """Draw the next token id from logits `[vocabulary]`."""
+        return self._sampler.choose(logits)
+
+    def appended(self, count: int) -> None:
+        """The first `count` pending tokens went through the model and are part of the suffix."""
+        self.row.length += count
+        del self.pending[:count]
         if not self.token_ids:
-            self._prefill_tokens = self._past.suffix_length
+            self._prefill_tokens = self.row.length
+
+    def take(self, token: int) -> str:
+        """Add a token to the answer. Returns the text that became final with it, which may be ""."""
+        assert not self.finished
+        assert not self.pending
         self.token_ids.append(token)
-        self._pending = [token]
+        self.pending = [token]
         if token in self._end_ids:
             self.finish_reason = "stop"
             return self._text.flush()
@@ -121,31 +155,10 @@ class Generation:
     def usage(self) -> Usage:
         """What the answer has cost so far."""
         return Usage(
-            cache_read_tokens=self._past.compressed.num_tokens,
+            cache_read_tokens=self.document.num_tokens,
             prefill_tokens=self._prefill_tokens,
             completion_tokens=len(self.token_ids),
         )
-
-    def _forward(self, checkpoint: Checkpoint | None) -> Tensor:
-        """Logits of the next token, `[vocabulary]`."""
-        input_ids = torch.tensor([self._pending], device=self._model.device)
-        context = {CONTEXT: _Pause(checkpoint)} if checkpoint is not None else {}
-        with torch.no_grad(), kvshelf_attention(self._model):
-            out = self._model(input_ids=input_ids, past_key_values=self._past, logits_to_keep=1, **context)
-        logits: Tensor = out.logits[0, -1]
-        return logits
-
-
-class _Pause:
-    """A `ForwardContext` that only gives others a turn between layers."""
-
-    probe_lengths = ()
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
-
-    def after_attention(self, module: nn.Module, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:  # noqa: ARG002
-        self._checkpoint()
 
 
 class _Sampler:
@@ -158,6 +171,10 @@ class _Sampler:
             self._generator.seed()
         else:
             self._generator.manual_seed(sampling.seed)
+
+    @property
+    def samples(self) -> bool:
+        return self._sampling.temperature > 0
 
     def choose(self, logits: Tensor) -> int:
         """The next token id from logits `[vocabulary]`."""

@@ -13,6 +13,7 @@ import torch
 from kvshelf.errors import StateConflict
 from kvshelf.store.artifact import CompressedCache, Kept, Merged, Parts
 from kvshelf.workers.attached import AttachedCache
+from kvshelf.workers.attachment import Attachment
 from tests.workers.by_hand import Prefix, frequencies, greedy, logits_after
 
 TOKENS, QUESTION, ANSWER = 300, 15, 8
@@ -105,4 +106,4 @@ def test_codecs_make_parts_of_these_records(llama):
 
 def test_keys_without_rotation_are_refused_where_there_is_none_to_apply(llama):
     with pytest.raises(StateConflict, match="has none to apply"):
-        AttachedCache(unrotated(llama))
+        AttachedCache(Attachment(unrotated(llama), llama.model.device, None))

@@ -1,0 +1,69 @@
+"""A compressed cache as the layers of a model read it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+import torch
+
+from kvshelf.kernels.prefix_attention import Prefix
+from kvshelf.store.arriving import ArrivingCache
+from kvshelf.store.artifact import CompressedCache
+from kvshelf.store.records import LayerRecord, Rotate
+
+
+class Attachment:
+    """The read-only prefixes of one document, made once for each layer and shared by all its questions.
+
+    The cache may still be arriving: a layer can be used as soon as it is there. Used by one thread, that of the model;
+    `arrived` and `failed` may be asked by any.
+    """
+
+    def __init__(self, cache: CompressedCache | ArrivingCache, device: torch.device, rotate: Rotate | None) -> None:
+        """`rotate` applies the model's RoPE; records whose keys carry no rotation need it, and raise `StateConflict`
+        without."""
+        self.identity = cache.identity
+        self.num_tokens = cache.num_tokens
+        self.next_position = cache.next_position
+        self.nbytes = cache.nbytes
+        self._device = device
+        self._rotate = rotate
+        self._records = _arrived(cache.layers) if isinstance(cache, CompressedCache) else cache.layers
+        self._prefixes: list[tuple[Prefix, ...] | None] = [None] * len(self._records)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._records)
+
+    @property
+    def arrived(self) -> bool:
+        """Whether every layer is there, or will never be."""
+        return all(record.done() for record in self._records)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a layer could not be read."""
+        return any(record.done() and record.exception() is not None for record in self._records)
+
+    def record(self, layer: int) -> Future[LayerRecord]:
+        """A layer as it comes: to wait for it."""
+        return self._records[layer]
+
+    def prefixes(self, layer: int) -> tuple[Prefix, ...]:
+        """What every token of a question sees of the document at this layer.
+
+        Waits until the layer is there; raises what became of it if it could not be read.
+        """
+        made = self._prefixes[layer]
+        if made is None:
+            made = self._records[layer].result().to(self._device).prefixes(self._rotate)
+            self._prefixes[layer] = made
+        return made
+
+
+def _arrived(layers: Sequence[LayerRecord]) -> tuple[Future[LayerRecord], ...]:
+    futures: tuple[Future[LayerRecord], ...] = tuple(Future() for _ in layers)
+    for future, layer in zip(futures, layers, strict=True):
+        future.set_result(layer)
+    return futures

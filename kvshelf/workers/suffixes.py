@@ -1,0 +1,127 @@
+"""The private suffixes of a batch's rows: what each question and answer adds behind its document.
+
+Rows of similar length share one pair of tensors per layer, a slab, so that a decode step reads all of them with one
+operation. Slabs have capacities of 64, 128, 256 ... tokens: a row never costs more than twice its length, and a long
+question never makes its neighbours read its padding. One slab for all would do both; a tensor per row would cost a call
+per row, layer and step.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+_FIRST_CAPACITY = 64
+
+
+class SuffixRow:
+    """One row: where its suffix lies, and how many tokens of it are in use."""
+
+    def __init__(self) -> None:
+        self.slab: Slab | None = None
+        self.slot = -1
+        self.length = 0
+
+
+class Slab:
+    """Rows of one capacity. For each layer keys `[slots, kv_heads, capacity, D]` and values `[slots, kv_heads, capacity,
+    Dv]`, made when the layer's first states arrive.
+
+    What no row uses is zero: a masked entry must be finite, because a weight of 0 times NaN is NaN.
+    """
+
+    def __init__(self, capacity: int, num_layers: int) -> None:
+        self.capacity = capacity
+        self.slots = 0
+        self._layers: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
+        self._free: list[int] = []
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for layer in self._layers if layer is not None for tensor in layer)
+
+    @property
+    def empty(self) -> bool:
+        return len(self._free) == self.slots
+
+    def states(self, layer: int, like_keys: Tensor, like_values: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of all slots of a layer. `like_keys` `[1, kv_heads, N, D]` and `like_values` give their heads,
+        sizes, dtype and device if they are still to be made, or slots to be added."""
+        held = self._layers[layer]
+        made = _room(held[0] if held else None, self.slots, self.capacity, like_keys)
+        made_values = _room(held[1] if held else None, self.slots, self.capacity, like_values)
+        self._layers[layer] = made, made_values
+        return made, made_values
+
+    def take(self, row: SuffixRow) -> None:
+        """Give a row a place here, with what it holds elsewhere."""
+        if not self._free:
+            self._free = list(range(self.slots, max(1, 2 * self.slots)))[::-1]
+            self.slots = max(1, 2 * self.slots)
+        slot = self._free.pop()
+        if row.slab is not None:
+            self._copy(row, slot)
+            row.slab.release(row)
+        row.slab, row.slot = self, slot
+
+    def release(self, row: SuffixRow) -> None:
+        """Free a row's place. Its slot keeps its number: a forward pass that is under way counts on the others."""
+        for layer in self._layers:
+            if layer is not None and row.slot < layer[0].shape[0]:
+                layer[0][row.slot].zero_()  # all of it: a step that failed may have written beyond the row's length
+                layer[1][row.slot].zero_()
+        self._free.append(row.slot)
+        row.slab, row.slot = None, -1
+
+    def _copy(self, row: SuffixRow, slot: int) -> None:
+        assert row.slab is not None
+        for index, held in enumerate(row.slab._layers):
+            if held is None or row.slot >= held[0].shape[0]:
+                continue  # the row has nothing at this layer yet
+            ours = self.states(index, held[0], held[1])
+            for mine, other in zip(ours, held, strict=True):
+                mine[slot, :, : row.length] = other[row.slot, :, : row.length]
+
+
+class SuffixPool:
+    """All suffixes of one batch."""
+
+    def __init__(self, num_layers: int) -> None:
+        self._num_layers = num_layers
+        self._slabs: dict[int, Slab] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, those of free places included."""
+        return sum(slab.nbytes for slab in self._slabs.values())
+
+    def reserve(self, row: SuffixRow, length: int) -> Slab:
+        """Make room for a row of `length` tokens, and say where it is."""
+        if row.slab is None or row.slab.capacity < length:
+            capacity = capacity_for(length)
+            self._slabs.setdefault(capacity, Slab(capacity, self._num_layers)).take(row)
+            self._drop_empty(capacity)
+        assert row.slab is not None
+        return row.slab
+
+    def release(self, row: SuffixRow) -> None:
+        """The row is over."""
+        if row.slab is not None:
+            row.slab.release(row)
+            self._drop_empty(None)
+
+    def _drop_empty(self, kept: int | None) -> None:
+        self._slabs = {c: slab for c, slab in self._slabs.items() if c == kept or not slab.empty}
+
+
+def capacity_for(length: int) -> int:
+    """Tokens that a row of `length` tokens takes place for: the next power of two, 64 at least."""
+    return max(_FIRST_CAPACITY, 1 << (length - 1).bit_length())
+
+
+def _room(tensor: Tensor | None, slots: int, capacity: int, like: Tensor) -> Tensor:
+    if tensor is not None and tensor.shape[0] >= slots:
+        return tensor
+    grown = like.new_zeros(slots, like.shape[1], capacity, like.shape[3])
+    if tensor is not None:
+        grown[: tensor.shape[0]] = tensor
+    return grown
