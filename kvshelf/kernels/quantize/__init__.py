@@ -1,10 +1,145 @@
-"""Affine quantization of key and value rows to 2, 4 or 8 bits, per channel or per token."""
+"""Asymmetric round-to-nearest quantization of `[R, C]` rows to 2, 4 or 8 bits, packed into bytes (KIVI,
+arXiv:2402.02750).
 
-from kvshelf.kernels.quantize.eager import (
-    dequantize_channels,
-    dequantize_tokens,
-    quantize_channels,
-    quantize_tokens,
-)
+For the elements x of a group, all in fp32:
+
+    zero = min x, rounded down to bf16
+    step = (max x - zero) / (2^bits - 1), rounded up to bf16
+    code = round((x - zero) / step), half to even, from 0 to 2^bits - 1;  0 if step is 0
+    dequantized = zero + code * step
+
+The directions of the roundings make the codes reach both ends of the group, so that |dequantized - x| <= step / 2 to
+fp32 rounding although scales are kept in bf16; rounding them to nearest would cut off up to 2^-9 of the range. A
+constant group has an error below its bf16 rounding step. x must be finite, and below 1.6e38 in magnitude, so that its
+range is too. Every form on every device gives the same codes, scales and zeros, bit by bit.
+
+A code takes `bits` bits of a byte, the first channel in the lowest ones; the unused bits of a row's last byte are 0.
+"tokens": a group is `group` consecutive rows of one channel, as for keys, whose outliers sit in fixed channels.
+"channels": a group is `group` consecutive channels of one row, as for values. The last group may be short.
+Bytes per element: bits / 8 + 4 / group stored, beside those of x or of what is dequantized. FLOPs: about 8 per element
+to quantize, 2 to dequantize: memory is the limit. Share of the limit on a GPU: not measured.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvshelf.kernels.checks import FLOATING, require
+from kvshelf.kernels.dispatch import implementation
 
 __all__ = ["dequantize_channels", "dequantize_tokens", "quantize_channels", "quantize_tokens"]
+
+
+def quantize_tokens(x: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantize rows `[R, C]` of any strides per channel, in groups of `group` consecutive rows.
+
+    bits: 2, 4 or 8. Returns codes `[R, ceil(C * bits / 8)]` uint8, scales and zeros `[ceil(R / group), C]` bf16. Raises
+    `InvalidTensor` for anything else.
+    """
+    _require_rows("quantize_tokens", x, bits, group)
+    quantized: tuple[Tensor, Tensor, Tensor] = implementation("quantize", x.device).quantize_tokens(x, bits, group)
+    return quantized
+
+
+def quantize_channels(x: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantize rows `[R, C]` of any strides per row, in groups of `group` consecutive channels.
+
+    bits: 2, 4 or 8. Returns codes `[R, ceil(C * bits / 8)]` uint8, scales and zeros `[R, ceil(C / group)]` bf16. Raises
+    `InvalidTensor` for anything else.
+    """
+    _require_rows("quantize_channels", x, bits, group)
+    quantized: tuple[Tensor, Tensor, Tensor] = implementation("quantize", x.device).quantize_channels(x, bits, group)
+    return quantized
+
+
+def dequantize_tokens(
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor,
+    bits: int,
+    group: int,
+    num_channels: int,
+    dtype: torch.dtype,
+    start: int = 0,
+    stop: int | None = None,
+) -> Tensor:
+    """Rows start..stop of what `quantize_tokens` took, `[stop - start, num_channels]` in `dtype`, contiguous.
+
+    start and stop need not fall on a group's edge; stop None is the last row. Rounded once, from the fp32 value. Raises
+    `InvalidTensor` for tensors that are not those of `quantize_tokens`.
+    """
+    shape = (-(-codes.shape[0] // max(group, 1)), num_channels)
+    _require_codes("dequantize_tokens", codes, scales, zeros, shape, bits, group, num_channels, dtype)
+    start, stop, _ = slice(start, stop).indices(codes.shape[0])
+    rows: Tensor = implementation("quantize", codes.device).dequantize_tokens(
+        codes, scales, zeros, bits, group, num_channels, dtype, start, max(start, stop)
+    )
+    return rows
+
+
+def dequantize_channels(
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor,
+    bits: int,
+    group: int,
+    num_channels: int,
+    dtype: torch.dtype,
+    start: int = 0,
+    stop: int | None = None,
+) -> Tensor:
+    """Rows start..stop of what `quantize_channels` took, `[stop - start, num_channels]` in `dtype`, contiguous.
+
+    stop None is the last row. Rounded once, from the fp32 value. Raises `InvalidTensor` for tensors that are not those
+    of `quantize_channels`.
+    """
+    shape = (codes.shape[0], -(-num_channels // max(group, 1)))
+    _require_codes("dequantize_channels", codes, scales, zeros, shape, bits, group, num_channels, dtype)
+    start, stop, _ = slice(start, stop).indices(codes.shape[0])
+    rows: Tensor = implementation("quantize", codes.device).dequantize_channels(
+        codes, scales, zeros, bits, group, num_channels, dtype, start, max(start, stop)
+    )
+    return rows
+
+
+def _require_rows(operation: str, x: Tensor, bits: int, group: int) -> None:
+    require(
+        x.dim() == 2 and x.shape[1] > 0 and x.dtype in FLOATING and bits in (2, 4, 8) and group > 0,
+        operation,
+        f"x must be [R, C] float32, bfloat16 or float16, C and group from 1, bits 2, 4 or 8 (given {bits} bits in "
+        f"groups of {group})",
+        x=x,
+    )
+
+
+def _require_codes(
+    operation: str,
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor,
+    shape: tuple[int, int],
+    bits: int,
+    group: int,
+    num_channels: int,
+    dtype: torch.dtype,
+) -> None:
+    require(
+        bits in (2, 4, 8)
+        and group > 0
+        and dtype in FLOATING
+        and codes.dtype == torch.uint8
+        and scales.dtype == zeros.dtype == torch.bfloat16
+        and codes.device == scales.device == zeros.device
+        and codes.dim() == 2
+        and codes.shape[1] == -(-num_channels * bits // 8)
+        and scales.shape == zeros.shape == shape
+        and all(tensor.stride(1) == 1 or tensor.shape[1] <= 1 for tensor in (codes, scales, zeros)),
+        operation,
+        f"for {num_channels} channels of {bits} bits in groups of {group}, into {dtype}, codes must be "
+        f"[R, {-(-num_channels * bits // 8)}] uint8, scales and zeros {list(shape)} bfloat16, all on one device and "
+        "with a contiguous last dimension",
+        codes=codes,
+        scales=scales,
+        zeros=zeros,
+    )

@@ -1,53 +1,46 @@
-"""Asymmetric round-to-nearest quantization of `[R, C]` rows, packed into bytes (KIVI, arXiv:2402.02750).
+"""Quantization by torch's own operations, some rows at a time: see `kvshelf.kernels.quantize`.
 
-For the elements x of a group, all in fp32:
-
-    zero = min x, rounded down to bf16
-    step = (max x - zero) / (2^bits - 1), rounded up to bf16
-    code = round((x - zero) / step), from 0 to 2^bits - 1;  0 if step is 0
-    dequantized = zero + code * step
-
-The directions of the roundings make the codes reach both ends of the group, so that |dequantized - x| <= step / 2 to
-fp32 rounding although scales are kept in bf16; rounding them to nearest would cut off up to 2^-9 of the range. A
-constant group has an error below its bf16 rounding step. x must be finite, and below 1.6e38 in
-magnitude, so that its range is too.
-
-A code takes `bits` bits of a byte, the first channel in the lowest ones; the unused bits of a row's last byte are 0.
-"tokens": a group is `group` consecutive rows of one channel, as for keys, whose outliers sit in fixed channels.
-"channels": a group is `group` consecutive channels of one row, as for values. The last group may be short.
-Bytes per element: bits / 8 + 4 / group. FLOPs: about 6 per element to quantize, 2 to dequantize: memory is the limit.
+Each of its passes over a block reads what the one before wrote, which is still in the L2 cache. Over all rows at once,
+every pass would go to memory and every temporary would be pages that the system has to clear first; that is most of
+what the plain form of `kvshelf.bench.rows` takes.
 """
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+
+_BLOCK_ELEMENTS = 1 << 18
+"""Elements computed at a time: 1 MiB in fp32, half of a common L2 cache. A quarter of it takes up to twice as long,
+because of the calls; twice or half of it take the same."""
 
 
 def quantize_tokens(x: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize rows `[R, C]` per channel, in groups of `group` consecutive rows.
-
-    bits: 2, 4 or 8. Returns codes `[R, ceil(C * bits / 8)]` uint8, scales and zeros `[ceil(R / group), C]` bf16.
-    """
+    """See `kvshelf.kernels.quantize.quantize_tokens`."""
     num_rows, num_channels = x.shape
-    # Repeating the last row completes the last group without changing its minimum or maximum.
-    padded = torch.cat([x, x[-1:].expand(-num_rows % group, -1)])
-    codes, scales, zeros = _quantize(padded.view(-1, group, num_channels), 1, bits)
-    return _pack(codes.view(-1, num_channels)[:num_rows], bits), scales, zeros
+    codes = _empty_codes(x, bits)
+    scales, zeros = (x.new_empty(-(-num_rows // group), num_channels, dtype=torch.bfloat16) for _ in range(2))
+    for start, stop in _blocks(0, num_rows, num_channels, group):
+        by_group = _completed(x[start:stop].float(), 0, group).unflatten(0, (-1, group))
+        groups = slice(start // group, -(-stop // group))
+        found, scales[groups], zeros[groups] = _quantize(by_group, 1, bits)
+        codes[start:stop] = _pack(found.flatten(0, 1)[: stop - start], bits)
+    return codes, scales, zeros
 
 
 def quantize_channels(x: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize rows `[R, C]` per row, in groups of `group` consecutive channels.
-
-    bits: 2, 4 or 8. Returns codes `[R, ceil(C * bits / 8)]` uint8, scales and zeros `[R, ceil(C / group)]` bf16.
-    """
+    """See `kvshelf.kernels.quantize.quantize_channels`."""
     num_rows, num_channels = x.shape
-    num_groups = -(-num_channels // group)
-    padded = torch.cat([x, x[:, -1:].expand(-1, -num_channels % group)], dim=1)
-    codes, scales, zeros = _quantize(padded.view(num_rows, num_groups, group), 2, bits)
-    return _pack(codes.view(num_rows, num_groups * group)[:, :num_channels], bits), scales, zeros
+    codes = _empty_codes(x, bits)
+    scales, zeros = (x.new_empty(num_rows, -(-num_channels // group), dtype=torch.bfloat16) for _ in range(2))
+    for start, stop in _blocks(0, num_rows, num_channels):
+        by_group = _completed(x[start:stop].float(), 1, group).unflatten(1, (-1, group))
+        found, scales[start:stop], zeros[start:stop] = _quantize(by_group, 2, bits)
+        codes[start:stop] = _pack(found.flatten(1)[:, :num_channels], bits)
+    return codes, scales, zeros
 
 
 def dequantize_tokens(
@@ -58,20 +51,21 @@ def dequantize_tokens(
     group: int,
     num_channels: int,
     dtype: torch.dtype,
-    start: int = 0,
-    stop: int | None = None,
+    start: int,
+    stop: int,
 ) -> Tensor:
-    """Rows start..stop of what `quantize_tokens` took, `[stop - start, num_channels]` in `dtype`.
-
-    start and stop need not fall on a group's edge; stop None is the last row. Rounded once, from the fp32 value.
-    """
-    rows = torch.arange(codes.shape[0], device=codes.device)[start:stop] // group
-    return _affine(
-        _unpack(codes[start:stop], bits, num_channels),
-        scales.index_select(0, rows),
-        zeros.index_select(0, rows),
-        dtype,
-    )
+    """See `kvshelf.kernels.quantize.dequantize_tokens`."""
+    out = codes.new_empty(stop - start, num_channels, dtype=dtype)
+    for first, last in _blocks(start, stop, num_channels, group):
+        groups = slice(first // group, -(-last // group))
+        # Whole groups, so that a scale is broadcast over rows instead of copied to each; what of them lies outside of
+        # the block is never written, nor read.
+        by_group = scales.new_empty(groups.stop - groups.start, group, num_channels, dtype=torch.float32)
+        block = by_group.view(-1, num_channels)[first % group :][: last - first]
+        block.copy_(_unpack(codes[first:last], bits)[:, :num_channels])
+        by_group.mul_(scales[groups].float().unsqueeze(1)).add_(zeros[groups].float().unsqueeze(1))
+        out[first - start : last - start] = block
+    return out
 
 
 def dequantize_channels(
@@ -82,76 +76,85 @@ def dequantize_channels(
     group: int,
     num_channels: int,
     dtype: torch.dtype,
-    start: int = 0,
-    stop: int | None = None,
+    start: int,
+    stop: int,
 ) -> Tensor:
-    """Rows start..stop of what `quantize_channels` took, `[stop - start, num_channels]` in `dtype`.
+    """See `kvshelf.kernels.quantize.dequantize_channels`."""
+    out = codes.new_empty(stop - start, num_channels, dtype=dtype)
+    for first, last in _blocks(start, stop, num_channels):
+        by_group = scales.new_empty(last - first, scales.shape[1], group, dtype=torch.float32)
+        block = by_group.view(last - first, -1)[:, :num_channels]
+        block.copy_(_unpack(codes[first:last], bits)[:, :num_channels])
+        by_group.mul_(scales[first:last].float().unsqueeze(2)).add_(zeros[first:last].float().unsqueeze(2))
+        out[first - start : last - start] = block
+    return out
 
-    stop None is the last row. Rounded once, from the fp32 value.
-    """
-    # Repeated to full width: a broadcast over the short innermost dimension takes five times as long.
-    return _affine(
-        _unpack(codes[start:stop], bits, num_channels),
-        scales[start:stop].repeat_interleave(group, dim=1)[:, :num_channels],
-        zeros[start:stop].repeat_interleave(group, dim=1)[:, :num_channels],
-        dtype,
-    )
+
+def _blocks(start: int, stop: int, num_channels: int, group: int = 1) -> Iterator[tuple[int, int]]:
+    """Cut rows start..stop into blocks that fit into the cache, on the edges of groups."""
+    rows = max(1, _BLOCK_ELEMENTS // (num_channels * group)) * group
+    for begin in range(start - start % group, stop, rows):
+        yield max(begin, start), min(begin + rows, stop)
+
+
+def _empty_codes(x: Tensor, bits: int) -> Tensor:
+    return x.new_empty(x.shape[0], -(-x.shape[1] * bits // 8), dtype=torch.uint8)
+
+
+def _completed(x: Tensor, dim: int, group: int) -> Tensor:
+    """`x` with its last row or column repeated until the last group is whole, which changes no minimum or maximum."""
+    missing = -x.shape[dim] % group
+    if not missing:
+        return x
+    return torch.cat([x, x.narrow(dim, -1, 1).repeat_interleave(missing, dim)], dim)
 
 
 def _quantize(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """One group along `dim` of `[A, B, C]` per index of the others. Codes in the shape of x, scales and zeros without
-    `dim`."""
+    """One group along `dim` of `[A, B, C]` fp32 per index of the others. Codes uint8 in the shape of x, scales and
+    zeros without `dim`."""
     levels = (1 << bits) - 1
-    x = x.float()
-    # Minimum and maximum apart: torch.aminmax takes ten times as long.
-    zeros = _round_to_bf16(x.amin(dim, keepdim=True), -torch.inf)
-    scales = _round_to_bf16((x.amax(dim, keepdim=True) - zeros) / levels, torch.inf)
-    divisor = scales.float().masked_fill_(scales == 0, 1.0)  # 0 / 0 is NaN, and a NaN's uint8 is undefined
-    codes = (x - zeros).div_(divisor).round_().clamp_(0, levels).to(torch.uint8)
-    return codes, scales.squeeze(dim), zeros.squeeze(dim)
+    # Minimum and maximum apart: torch.aminmax takes four times as long as both.
+    zeros = _round_to_bf16(x.amin(dim, keepdim=True), up=False)
+    low = zeros.float()
+    scales = _round_to_bf16((x.amax(dim, keepdim=True) - low) / levels, up=True)
+    divisor = scales.float().masked_fill_(scales == 0, 1.0)  # 0 / 0 is NaN, and a NaN's integer is undefined
+    codes = (x - low).div_(divisor).round_().clamp_(0, levels)
+    # By way of a signed type: torch converts floats to uint8 four times as slowly.
+    narrow = codes.to(torch.int8 if bits < 8 else torch.int16).to(torch.uint8)
+    return narrow, scales.squeeze(dim), zeros.squeeze(dim)
 
 
-def _round_to_bf16(x: Tensor, direction: float) -> Tensor:
-    """fp32 to bf16, towards `direction`: -inf or inf."""
-    nearest = x.to(torch.bfloat16)
-    wrong = nearest.float() > x if direction < 0 else nearest.float() < x
-    return torch.where(wrong, torch.nextafter(nearest, torch.full_like(nearest, direction)), nearest)
+def _round_to_bf16(x: Tensor, up: bool) -> Tensor:
+    """fp32 to the nearest bf16 that is not below it, or not above: the upper half of its bits, one further from 0 where
+    that is the direction and the lower half is not 0. (`torch.nextafter` takes twenty times as long.)"""
+    bits = x.view(torch.int32)
+    outwards = (~bits if up else bits) >> 31  # -1 or 0
+    return ((bits + (outwards & 0xFFFF)) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:
     """Codes `[R, C]` uint8, one per byte, to `[R, ceil(C * bits / 8)]`."""
     per_byte = 8 // bits
     if per_byte == 1:
-        return codes.contiguous()
-    padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % per_byte))
+        return codes
+    if unused := -codes.shape[1] % per_byte:
+        codes = functional.pad(codes, (0, unused))
     # The codes of a byte are read as one little-endian integer and shifted together: strided slices of bytes take ten
     # times as long.
-    words = padded.flatten().view({2: torch.int16, 4: torch.int32}[per_byte])
+    words = codes.contiguous().view({2: torch.int16, 4: torch.int32}[per_byte])
     packed = words
     for i in range(1, per_byte):
         packed = packed | (words >> (i * (8 - bits)))
-    return packed.to(torch.uint8).view(padded.shape[0], padded.shape[1] // per_byte)  # the lowest byte of each
+    return packed.to(torch.uint8)  # the lowest byte of each
 
 
-def _unpack(packed: Tensor, bits: int, num_channels: int) -> Tensor:
-    """Codes `[R, num_channels]` in bf16, which holds every integer up to 256."""
+def _unpack(packed: Tensor, bits: int) -> Tensor:
+    """Bytes `[R, B]` to codes `[R, B * 8 / bits]` uint8, one per byte: the codes of a byte are spread over one
+    little-endian integer. (A table of 256 such integers takes half as long again.)"""
     if bits == 8:
-        return packed.to(torch.bfloat16)
-    # A byte looks up all its codes as one word: two to four times as fast as shifts and masks.
-    words = _codes_of_bytes(bits, packed.device).index_select(0, packed.flatten().int())
-    return words.view(torch.bfloat16).view(packed.shape[0], packed.shape[1] * (8 // bits))[:, :num_channels]
-
-
-@functools.cache
-def _codes_of_bytes(bits: int, device: torch.device) -> Tensor:
-    """For each byte, the bf16 codes in it, read as one integer: `[256]`."""
-    shifts = torch.arange(0, 8, bits, device=device)
-    codes = (torch.arange(256, device=device).unsqueeze(1) >> shifts) & ((1 << bits) - 1)
-    return codes.to(torch.bfloat16).view({2: torch.int64, 4: torch.int32}[bits]).squeeze(1)
-
-
-def _affine(codes: Tensor, scales: Tensor, zeros: Tensor, dtype: torch.dtype) -> Tensor:
-    """zeros + codes * scales, all `[R, C]` bf16, in fp32, rounded to `dtype`."""
-    if dtype == torch.bfloat16:
-        return torch.addcmul(zeros, codes, scales)  # computes in fp32 and rounds once
-    return torch.addcmul(zeros.float(), codes.float(), scales.float()).to(dtype)
+        return packed
+    words = packed.to(torch.int16 if bits == 4 else torch.int32)
+    if bits == 2:
+        words = words.bitwise_or_(words << 12).bitwise_and_(0x000F000F)
+        return words.bitwise_or_(words << 6).bitwise_and_(0x03030303).view(torch.uint8)
+    return words.bitwise_or_(words << 4).bitwise_and_(0x0F0F).view(torch.uint8)
