@@ -6,13 +6,18 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-import transformers
+
+from kvshelf.errors import InvalidRequest
+
+KeyT = TypeVar("KeyT", bound=Hashable)
+ResultT = TypeVar("ResultT")
 
 
 def machine() -> dict[str, Any]:
@@ -25,8 +30,21 @@ def machine() -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "transformers": _version("transformers"),
     }
+
+
+def load_warning(where: Mapping[str, Any]) -> str:
+    """What to say of a `machine()` on which more processes want to run than it has cores; empty of any other.
+
+    Process time stays usable then, wall time does not. A refusal would make the bench useless on a shared machine.
+    """
+    if where["load"] <= where["cores"]:
+        return ""
+    return (
+        f"The load average was {where['load']:.1f} on {where['cores']} cores at the start: neighbours disturb what is "
+        "measured. Trust ratios of CPU times, not wall times."
+    )
 
 
 @dataclass(frozen=True)
@@ -42,13 +60,56 @@ class Spread:
         return cls(median(values), min(values), max(values))
 
 
-def interleaved(variants: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+@dataclass(frozen=True)
+class Cost:
+    """What one run took. `seconds` are what a bench compares: process time on a CPU, wall time on a GPU."""
+
+    seconds: float
+    wall_s: float
+
+
+def chosen_device(name: str) -> torch.device:
+    """The device of `--device`; "auto" takes a GPU where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise InvalidRequest(f"unknown device {name!r}; for example auto, cpu, cuda:0", param="device") from error
+
+
+def clock(device: torch.device) -> Callable[[], float]:
+    """The clock of a device, in seconds.
+
+    On a CPU the processor time of all threads of this process, which neighbours hardly disturb. On a GPU the wall
+    clock, read when the GPU has done all that was asked of it: the process itself only waits.
+    """
+    if device.type != "cuda":
+        return time.process_time
+
+    def when_done() -> float:
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    return when_done
+
+
+def cost(run: Callable[[], object], device: torch.device) -> Cost:
+    """Time one call on a device."""
+    now = clock(device)
+    started_wall, started = time.perf_counter(), now()
+    run()
+    seconds = now() - started
+    return Cost(seconds, time.perf_counter() - started_wall)
+
+
+def interleaved(variants: Mapping[KeyT, Callable[[], ResultT]], rounds: int) -> dict[KeyT, list[ResultT]]:
     """Run every variant once per round, in order, and collect what each returns.
 
     Interleaved, because a neighbour that slows the machine for a while then slows all variants alike; ratios are taken
     within a round. One round before the first is thrown away.
     """
-    results: dict[str, list[float]] = {name: [] for name in variants}
+    results: dict[KeyT, list[ResultT]] = {name: [] for name in variants}
     for counted in [False] + [True] * rounds:
         for name, run in variants.items():
             value = run()
@@ -60,15 +121,6 @@ def interleaved(variants: Mapping[str, Callable[[], float]], rounds: int) -> dic
 def ratios(numerator: list[float], denominator: list[float]) -> Spread:
     """Spread of the ratios within each round."""
     return Spread.of([a / b for a, b in zip(numerator, denominator, strict=True)])
-
-
-def seconds(run: Callable[[], object]) -> float:
-    """Wall time of one call; waits for a GPU to finish."""
-    started = time.perf_counter()
-    run()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
 
 
 def wilson(hits: float, trials: float) -> tuple[float, float]:
@@ -100,6 +152,14 @@ def clustered_wilson(clusters: Sequence[tuple[int, int]]) -> tuple[float, float]
         spread = sum((hit - share * size) ** 2 for hit, size in clusters) * count / (count - 1)
         effect = min(max(spread / (trials * share * (1 - share)), 1.0), largest)
     return wilson(hits / effect, trials / effect)
+
+
+def _version(package: str) -> str | None:
+    """Not read from the imported module: the bench of the kernels runs where only torch is installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _processor() -> str:

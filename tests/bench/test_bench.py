@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
+import torch
+import transformers
 from typer.testing import CliRunner
 
 from kvshelf.bench.cli import app
-from kvshelf.bench.measure import Spread, interleaved, machine, ratios, wilson
+from kvshelf.bench.measure import Spread, chosen_device, cost, interleaved, load_warning, machine, ratios, wilson
 from kvshelf.bench.retrieval import measure_cell
+from kvshelf.errors import InvalidRequest
 
 
 def test_every_round_runs_every_variant_and_the_first_does_not_count():
@@ -37,8 +41,27 @@ def test_the_interval_is_wilsons(hits, trials, low, high):
 
 
 def test_the_machine_is_named():
-    assert machine()["processor"]
-    assert machine()["cores"] >= 1
+    where = machine()
+    assert where["processor"]
+    assert where["cores"] >= 1
+    assert where["transformers"] == transformers.__version__
+
+
+def test_a_machine_with_more_work_than_cores_is_warned_of():
+    assert load_warning({"load": 2.0, "cores": 2}) == ""
+    assert "2.1 on 2 cores" in load_warning({"load": 2.1, "cores": 2})
+
+
+def test_process_time_does_not_count_waiting():
+    spent = cost(lambda: time.sleep(0.1), torch.device("cpu"))
+    assert spent.wall_s >= 0.1
+    assert spent.seconds < 0.05
+
+
+@pytest.mark.parametrize("name", ["tpu:x", "cuda:"])
+def test_a_device_that_torch_does_not_know_is_refused(name):
+    with pytest.raises(InvalidRequest, match="unknown device"):
+        chosen_device(name)
 
 
 def test_retrieval_measures_the_policy_and_not_only_the_model(tiny):
@@ -58,17 +81,6 @@ def test_retrieval_command(tmp_path):
     assert result.exit_code == 0, result.output
     cells = json.loads(report.read_text())["cells"]
     assert [(cell["haystack"], cell["documents"]) for cell in cells] == [("filler", 2), ("prose", 2)]
-
-
-def test_speed_command():
-    result = CliRunner().invoke(app, ["speed", "--tokens", "512", "--rounds", "1", "--json"])
-    assert result.exit_code == 0, result.output
-    report = json.loads(result.stdout)
-    rows = report["first_token"]
-    assert [row["policy"] for row in rows] == ["full", "keydiff", "keydiff", "lagkv", "snapkv"]
-    assert rows[2]["stored_bytes"] < rows[1]["stored_bytes"] < rows[0]["stored_bytes"]
-    assert all(0 < row["prefill_tokens"] < 100 for row in rows)
-    assert all(row["share"]["median"] > 0 for row in report["compression"])
 
 
 @pytest.mark.parametrize("arguments", [["--tasks", "chess"], ["--lengths", "long"], ["--haystacks", "hay"]])
