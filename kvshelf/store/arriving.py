@@ -85,15 +85,16 @@ class ArrivingCache:
             self._turn.release()
 
     def _read_layers(self) -> None:
-        memory = fresh_memory(self.nbytes)
         header = self._summary.header
+        memory = fresh_memory(self.nbytes)
+        storage = blob.as_tensor(memory)
         for index, (layer, arrived) in enumerate(zip(header.layers, self.layers, strict=True)):
             if arrived.done():  # closed
                 return
             segment = memory[layer.offset : layer.offset + layer.nbytes]
             fill(self._body, segment)
             blob.check_segment(index, layer, segment)
-            record = blob.read_segment(index, layer, segment, self.num_tokens)
+            record = blob.read_segment(index, header, segment, storage)
             with suppress(InvalidStateError):  # closed meanwhile
                 arrived.set_result(record)
 

@@ -44,6 +44,7 @@ __all__ = [
     "BlobSummary",
     "Buffer",
     "PackedBlob",
+    "as_tensor",
     "check_segment",
     "decode",
     "encode",
@@ -93,10 +94,8 @@ def decode(data: Buffer) -> CompressedCache:
     segments = [view[body + layer.offset : body + layer.offset + layer.nbytes] for layer in header.layers]
     for index, (layer, segment) in enumerate(zip(header.layers, segments, strict=True)):
         check_segment(index, layer, segment)
-    layers = tuple(
-        read_segment(index, layer, segment, header.num_tokens)
-        for index, (layer, segment) in enumerate(zip(header.layers, segments, strict=True))
-    )
+    storage = as_tensor(view[body:])
+    layers = tuple(read_segment(index, header, segment, storage) for index, segment in enumerate(segments))
     return CompressedCache(layers, header.num_tokens, header.next_position, header.to_identity(), header.codec)
 
 
@@ -109,12 +108,20 @@ def check_segment(index: int, layer: Layer, segment: memoryview) -> None:
             raise BlobError(f"padding in segment {index} is not zero", reason="nonzero_padding")
 
 
-def read_segment(index: int, layer: Layer, segment: memoryview, num_tokens: int) -> LayerRecord:
-    """The layer in a segment that `check_segment` has taken; its tensors are views of it, as `decode` says.
+def read_segment(index: int, header: Header, segment: memoryview, storage: Tensor) -> LayerRecord:
+    """The layer in a segment that `check_segment` has taken. `storage` `[bytes]` uint8, from `as_tensor`, is the body
+    of the blob; the layer's tensors are views of it, as `decode` says.
 
-    Raises `BlobError` for what the digest cannot know: a writer's fault.
+    Raises `BlobError` for what a digest cannot know: a writer's fault.
     """
-    return blob_segment.read(f"layer {index}", layer, segment, _as_tensor(segment), num_tokens)
+    layer = header.layers[index]
+    part = storage[layer.offset : layer.offset + layer.nbytes]
+    return blob_segment.read(f"layer {index}", layer, segment, part, header.num_tokens)
+
+
+def as_tensor(view: memoryview) -> Tensor:
+    """`[bytes]` uint8, sharing memory with `view`."""
+    return torch.from_numpy(np.asarray(_SharedBytes(view)))
 
 
 def root(data: Buffer) -> bytes:
@@ -248,8 +255,3 @@ class _SharedBytes:
         self._owner = array  # keeps the memory alive for as long as a tensor views it
         address = int(array.__array_interface__["data"][0])
         self.__array_interface__ = {"version": 3, "shape": array.shape, "typestr": "|u1", "data": (address, False)}
-
-
-def _as_tensor(view: memoryview) -> Tensor:
-    """`[bytes]` uint8, sharing memory with `view`."""
-    return torch.from_numpy(np.asarray(_SharedBytes(view)))

@@ -138,7 +138,9 @@ def _needs_1_1(num_tokens: int, next_position: int, codec: str, layers: Sequence
 def _sorted(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _sorted(value[key]) for key in sorted(value)}
-    return [_sorted(item) for item in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list):
+        return [item if type(item) is int else _sorted(item) for item in value]  # most of a header: entries of heads
+    return value
 
 
 def _unpack(data: bytes) -> Any:
@@ -169,6 +171,8 @@ def _refuse_foreign(value: Any) -> None:
     pending = [value]
     while pending:  # a loop, because hostile nesting would exhaust the stack of a recursive walk
         item = pending.pop()
+        if type(item) is int or type(item) is str:  # most of a header: before the checks that take longer
+            continue
         if isinstance(item, dict):
             pending.extend(item.values())
         elif isinstance(item, list):

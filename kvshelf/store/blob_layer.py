@@ -7,6 +7,7 @@ any kind and precision.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Annotated, Final, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -90,6 +91,9 @@ class MergedHeader(Strict):
 
 RecordHeader = KeptHeader | MergedHeader
 
+Contents = list[tuple[RecordHeader, dict[str, Span]]]
+"""The records of a segment, each with the places of its arrays by name."""
+
 
 class Part(Strict):
     """`Span` as 1.0 writes it."""
@@ -125,8 +129,12 @@ class KeptLayer(Strict):
     def dims(self) -> Dims:
         return Dims(self.dtype, self.key_dim, self.value_dim)
 
-    def contents(self) -> list[tuple[RecordHeader, dict[str, Span]]]:
+    def contents(self) -> Contents:
         """The records in the segment and where their arrays lie, in the order in which they lie there."""
+        return self._contents
+
+    @cached_property
+    def _contents(self) -> Contents:
         record = KeptHeader(
             kind="kept",
             rope_mode=self.rope_mode,
@@ -170,10 +178,14 @@ class RecordsLayer(Strict):
     def dims(self) -> Dims:
         return Dims(self.dtype, self.key_dim, self.value_dim)
 
-    def contents(self) -> list[tuple[RecordHeader, dict[str, Span]]]:
+    def contents(self) -> Contents:
         """The records in the segment and where their arrays lie, in the order in which they lie there."""
+        return self._contents
+
+    @cached_property
+    def _contents(self) -> Contents:
         end = 0
-        found: list[tuple[RecordHeader, dict[str, Span]]] = []
+        found: Contents = []
         for record in self.records:
             spans = {}
             for name, nbytes in zip(array_sizes(record, self.dims), record.sizes, strict=True):

@@ -9,14 +9,19 @@ import re
 import secrets
 import stat
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from io import FileIO, RawIOBase
 from pathlib import Path
 from typing import Self
+
+import numpy as np
 
 from kvshelf.errors import BlobError
 
 Step = Callable[[str], None]
 """Called with the name of each step of a write as it is completed: for tracing, and for tests that stop there."""
+
+_HUGE_PAGE = 2 << 20  # bytes, on x86-64 and on arm64 with pages of 4 KiB
 
 _NAME = re.compile(r"[0-9a-f]{40}-[0-9a-f]{16}\.kvb")
 
@@ -121,12 +126,16 @@ def fresh_memory(size: int) -> memoryview:
 
     Not a map of the file: its bytes could change after they were verified, and a file cut short would kill the process.
     Huge pages, because the first touch of fresh memory page by page takes several times as long as the reading itself
-    (39 against 5 ms for 64 MiB).
+    (39 against 5 ms for 64 MiB). The kernel gives them to whole aligned pages only and does not align what it maps, so
+    more addresses than bytes are taken. The last page is a huge one where that wastes less than half of it.
     """
-    memory = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(memory)[:size]
+    memory = mmap.mmap(-1, size + 2 * _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    start = -np.frombuffer(memory, np.uint8).ctypes.data % _HUGE_PAGE
+    huge = round(size / _HUGE_PAGE) * _HUGE_PAGE
+    if huge and hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
+        with suppress(OSError):  # a kernel without them; they are never needed
+            memory.madvise(mmap.MADV_HUGEPAGE, start, huge)
+    return memoryview(memory)[start : start + size]
 
 
 def fill(file: RawIOBase, buffer: memoryview) -> None:

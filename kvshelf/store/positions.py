@@ -50,6 +50,8 @@ def choose(positions: Ints, lengths: Sequence[int], num_tokens: int) -> Encoding
     if all(length == num_tokens for length in lengths):
         return "range"
     bitmap_bytes = len(lengths) * _bitmap_stride(num_tokens)
+    if bitmap_bytes <= positions.size:  # a varint takes at least a byte
+        return "bitmap"
     delta_bytes = int(_varint_lengths(_gaps(positions, lengths)).sum())
     return "bitmap" if bitmap_bytes <= delta_bytes else "delta"
 
