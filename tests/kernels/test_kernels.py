@@ -2,34 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvshelf.kernels.lag_scores import eager as lag_eager
-from kvshelf.kernels.lag_scores import reference as lag_reference
 from kvshelf.kernels.select import eager as select_eager
 from kvshelf.kernels.select import reference as select_reference
-from tests.kernels.tensors import error, random
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("heads", "partitions", "lag", "dim"), [(2, 5, 16, 24), (1, 2, 2, 3), (3, 3, 127, 8)])
-def test_lag_scores(dtype, heads, partitions, lag, dim):
-    states = random(heads, partitions, lag, dim, dtype=dtype)
-    before = states.clone()
-    for scale in (states.roll(-1, dims=1), states):  # the next partition's, its own
-        ours = lag_eager.lag_scores(states, scale)
-        assert error(ours, lag_reference.lag_scores(states, scale)) < 1e-5
-    assert torch.equal(states, before)
-
-
-def test_lag_scores_of_a_constant_channel_are_finite():
-    states = random(1, 3, 8, 4)
-    states[..., 2] = 1.5
-    ours = lag_eager.lag_scores(states[:, :-1], states[:, 1:])
-    assert error(ours, lag_reference.lag_scores(states[:, :-1], states[:, 1:])) < 1e-5
+from tests.kernels.tensors import random
 
 
 @settings(max_examples=60, deadline=None)

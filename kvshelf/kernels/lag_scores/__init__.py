@@ -10,22 +10,35 @@ from kvshelf.kernels.dispatch import implementation
 __all__ = ["lag_scores"]
 
 
-def lag_scores(states: Tensor, scale: Tensor) -> Tensor:
-    """softmax over each partition of the channel-wise standard deviation of its states, in the scale of `scale`.
+def lag_scores(keys: Tensor, values: Tensor, lag: int, *, own_scale: bool = False) -> Tensor:
+    """LagKV's equation 11 for all partitions but the last: the score of keys plus that of values.
 
-    LagKV's equations 7 to 10. states, scale: `[heads, partitions, lag, D]`, keys or values, D from 2. Each partition of
-    `states` is normalised by the minimum and maximum of its partner in `scale` (eq. 7, 8, 9): for LagKV the partition
-    that follows it, for LocalKV itself (eq. 14, 15). The standard deviation is the unbiased one. A channel that is
-    constant over the partner counts with a spread of 1e-6. Returns `[heads, partitions, lag]` fp32. Raises
+        low_d, high_d = min, max over the scale partition of x_d                (eq. 7, 8)
+        y_d = (x_d - low_d) / (high_d - low_d)                                  (eq. 9)
+        score = softmax over the partition's tokens of the deviation of y over its channels   (eq. 10)
+
+    keys: `[kv_heads, partitions * lag, D]`, values: `[kv_heads, partitions * lag, Dv]`, partitions from 1, lag, D and
+    Dv from 2. The scale partition is the next one; with `own_scale` it is the token's own (LocalKV, eq. 14 and 15). The
+    standard deviation is the unbiased one. A channel that is constant over the scale partition counts with a spread of
+    1e-6: the paper leaves 0/0 open, and a NaN would poison the softmax. Computed and returned in fp32, `[kv_heads,
+    partitions - 1, lag]`; what is not a number in a partition or in its scale makes all its scores so. Raises
     `InvalidTensor` for other shapes.
+
+    Bytes: keys and values once, 4 a token and head written. FLOPs: 9 per element, so the memory is the limit. One
+    launch on CUDA. Share of the limit on a GPU: not measured.
     """
-    require_states("lag_scores", {"states": 4, "scale": 4}, states=states, scale=scale)
+    require_states("lag_scores", {"keys": 3, "values": 3}, keys=keys, values=values)
     require(
-        states.shape == scale.shape and states.shape[2] > 0 and states.shape[3] > 1,
+        lag > 1
+        and keys.shape[:2] == values.shape[:2]
+        and keys.shape[1] >= lag
+        and keys.shape[1] % lag == 0
+        and min(keys.shape[2], values.shape[2]) > 1,
         "lag_scores",
-        "states and scale must both be [heads, partitions, lag, D] with D from 2",
-        states=states,
-        scale=scale,
+        f"keys must be [kv_heads, partitions * lag, D] and values [kv_heads, partitions * lag, Dv], with partitions "
+        f"from 1 and lag (given {lag}), D and Dv from 2",
+        keys=keys,
+        values=values,
     )
-    scores: Tensor = implementation("lag_scores", states.device).lag_scores(states, scale)
+    scores: Tensor = implementation("lag_scores", keys.device).lag_scores(keys, values, lag, own_scale)
     return scores.float()

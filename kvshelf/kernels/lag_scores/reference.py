@@ -1,4 +1,4 @@
-"""The naive form of LagKV's equations 7 to 10, one partition and one head at a time."""
+"""The naive form of LagKV's equations 7 to 11, one partition and one head at a time."""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ import torch
 from torch import Tensor
 
 
-def lag_scores(states: Tensor, scale: Tensor) -> Tensor:
-    """See `kvshelf.kernels.lag_scores.eager.lag_scores`; computed in fp64."""
-    heads, partitions, lag, dim = states.shape
-    scores = torch.zeros(heads, partitions, lag, dtype=torch.float64)
+def lag_scores(keys: Tensor, values: Tensor, lag: int, own_scale: bool) -> Tensor:
+    """See `kvshelf.kernels.lag_scores`; computed in fp64."""
+    heads, tokens, _ = keys.shape
+    scores = torch.zeros(heads, tokens // lag - 1, lag, dtype=torch.float64)
     for h in range(heads):
-        for p in range(partitions):
-            partner = scale[h, p].double()
-            low, high = partner.amin(dim=0), partner.amax(dim=0)
-            spread = torch.where(high > low, high - low, torch.full((dim,), 1e-6, dtype=torch.float64))
-            normalized = (states[h, p].double() - low) / spread
-            scores[h, p] = torch.softmax(normalized.std(dim=-1, correction=1), dim=0)
+        for p in range(scores.shape[1]):
+            for states in (keys[h].double(), values[h].double()):
+                own, following = states[p * lag :][:lag], states[(p + 1) * lag :][:lag]
+                scores[h, p] += _unusual(own, own if own_scale else following)
     return scores
+
+
+def _unusual(states: Tensor, scale: Tensor) -> Tensor:
+    """Equations 7 to 10 of one partition `[lag, D]` in the scale of another."""
+    low, high = scale.amin(dim=0), scale.amax(dim=0)
+    spread = torch.where(high > low, high - low, torch.full_like(low, 1e-6))
+    return torch.softmax(((states - low) / spread).std(dim=-1, correction=1), dim=0)

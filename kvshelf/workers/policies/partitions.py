@@ -95,7 +95,7 @@ class PartitionPolicy(Policy):
     def scores(self, keys: Tensor, values: Tensor) -> Tensor:
         """Equation 11 for all partitions but the last: `[kv_heads, partitions - 1, lag]` fp32 of keys `[kv_heads,
         partitions * lag, D]` and values `[kv_heads, partitions * lag, Dv]`."""
-        return self._scores(keys) + self._scores(values)
+        return lag_scores(keys, values, self.lag, own_scale=self.own_scale)
 
     def choose(self, scores: Tensor, shares: Sequence[Sequence[int]]) -> Tensor:
         """The best `shares[h][p]` of each head and partition: bool `[kv_heads, partitions * lag]`."""
@@ -108,11 +108,6 @@ class PartitionPolicy(Policy):
             return None
         cut = self._cut(source.num_tokens, source.protected_prefix)
         return PartitionAbsorber(self, cut, tuple(cut.shares(budget.tokens)))
-
-    def _scores(self, states: Tensor) -> Tensor:
-        partitions = states.reshape(states.shape[0], -1, self.lag, states.shape[2])
-        judged = partitions[:, :-1]
-        return lag_scores(judged, judged if self.own_scale else partitions[:, 1:])
 
     def _cut(self, num_tokens: int, protected_prefix: int) -> Cut:
         return Cut(num_tokens, max(self.sink, protected_prefix), self.lag)
