@@ -49,6 +49,7 @@ def _serve_on(listener: socket.socket, settings: Settings, store: Store, *, loca
     # Imported here because they import ray, which reads the environment prepared above.
     from kvshelf.service.app import create_app
     from kvshelf.workers import deployment
+    from kvshelf.workers.residents import ResidentLimits
     from kvshelf.workers.scheduler import SchedulerLimits
 
     threads = settings.threads or _share_of_cpus(settings) if local else settings.threads
@@ -59,7 +60,12 @@ def _serve_on(listener: socket.socket, settings: Settings, store: Store, *, loca
             device=settings.device,
             dtype=settings.dtype,
             threads=threads,
-            limits=SchedulerLimits(max_open=settings.max_open_generations, batch_share=settings.batch_share),
+            limits=SchedulerLimits(
+                max_open=settings.max_open_generations,
+                max_suffix_bytes=settings.max_suffix_bytes,
+                batch_share=settings.batch_share,
+            ),
+            residents=ResidentLimits(settings.resident_bytes, settings.resident_idle_s),
         )
         for model in settings.models
     ]

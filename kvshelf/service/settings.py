@@ -16,18 +16,12 @@ from kvshelf.errors import InvalidRequest
 
 PREFIX = "KVSHELF_"
 
-CLIENT_VARIABLES = frozenset({"KVSHELF_URL", "KVSHELF_API_KEY"})
-"""Read by the clients. They may stand in the environment of a service, which has no use for them."""
+OTHER_VARIABLES = frozenset({"KVSHELF_URL", "KVSHELF_API_KEY", "KVSHELF_KERNELS"})
+"""Read by the clients and by the kernels. They may stand in the environment of a service."""
 
 _URL_SECRET = re.compile(r"(?<=://)[^/@\s]*@")
 
 Seconds = Annotated[float, Field(gt=0, le=30 * 86400)]
-
-
-def _default_store() -> str:
-    """A shelf among the user's own data (XDG base directory specification)."""
-    data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
-    return f"disk://{quote(str(Path(data) / 'kvshelf'))}"
 
 
 class Settings(BaseSettings):
@@ -39,7 +33,7 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid", hide_input_in_errors=True)
 
     store: str = Field(
-        default_factory=lambda: f"disk://{_data_folder() / 'kvshelf'}",
+        default_factory=lambda: f"disk://{quote(str(_data_folder() / 'kvshelf'))}",
         description="URL of the store; the user's data folder if unset",
     )
     models: Annotated[tuple[str, ...], NoDecode] = Field(
@@ -61,9 +55,12 @@ class Settings(BaseSettings):
     upload_grace_s: Seconds = Field(10.0, description="before the minimum rate is asked for")
     request_deadline_s: Seconds = Field(600.0, description="for one creation or one query, queueing included")
 
-    max_ongoing_requests: int = Field(64, ge=1, description="per replica, at work or queued inside it")
+    max_ongoing_requests: int = Field(128, ge=1, description="per replica, at work or queued inside it")
     max_queued_requests: int = Field(256, ge=1, description="per model, waiting for a replica")
-    max_open_generations: int = Field(16, ge=1, description="questions that take decode steps in turns, per replica")
+    max_open_generations: int = Field(64, ge=1, description="questions that share each decode step, per replica")
+    max_suffix_bytes: int = Field(1 << 30, ge=1 << 20, description="KV of all open questions and answers, per replica")
+    resident_bytes: int = Field(2 << 30, ge=0, description="caches kept in a replica's memory between questions")
+    resident_idle_s: Seconds = Field(600.0, description="after which a cache that nobody asks leaves the memory")
     batch_share: float = Field(0.1, gt=0, lt=1, description="least share of a busy model's time for compression")
 
     sweep_interval_s: Seconds = Field(60.0, description="between two removals of what has expired")
@@ -103,7 +100,7 @@ def load_settings(**overrides: Any) -> Settings:
 
     A `KVSHELF_` variable that no setting reads is refused: it is a typing error whose author believes it took effect.
     """
-    known = {PREFIX + name.upper() for name in Settings.model_fields} | CLIENT_VARIABLES
+    known = {PREFIX + name.upper() for name in Settings.model_fields} | OTHER_VARIABLES
     unknown = sorted(name for name in os.environ if name.upper().startswith(PREFIX) and name.upper() not in known)
     if unknown:
         raise InvalidRequest(

@@ -24,6 +24,7 @@ from kvshelf.workers import model as models
 from kvshelf.workers.engine import Engine
 from kvshelf.workers.remote import RemoteEngine, replicas_running
 from kvshelf.workers.replica import Replica
+from kvshelf.workers.residents import ResidentLimits
 from kvshelf.workers.scheduler import Scheduler, SchedulerLimits
 
 
@@ -40,6 +41,7 @@ class ReplicaConfig:
     dtype: str = "auto"
     threads: int | None = None
     limits: SchedulerLimits = field(default_factory=SchedulerLimits)
+    residents: ResidentLimits = field(default_factory=ResidentLimits)
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class ServedReplica(Replica):
             torch.set_num_threads(config.threads)
         model, tokenizer = models.load(config.model, device=config.device, dtype=config.dtype)
         engine = Engine(model, tokenizer, name=served_name(config.model))
-        super().__init__(engine, open_store(config.store_url), Scheduler(engine, config.limits))
+        super().__init__(engine, open_store(config.store_url), Scheduler(engine, config.limits), config.residents)
         self.start()
 
     def __del__(self) -> None:

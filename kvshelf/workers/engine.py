@@ -49,8 +49,8 @@ class Compression:
 class Engine:
     """A causal language model of transformers, its tokenizer, and what kvshelf does with them.
 
-    Not thread-safe, but for `prepare`, `encode_query` and `attach`: one thread owns the model. The model keeps its own attention;
-    kvshelf's is selected for the length of a call.
+    Not thread-safe, but for `prepare`, `encode_query` and `attach`: one thread owns the model. The model keeps its own
+    attention; kvshelf's is selected for the length of a call.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any = None, *, name: str | None = None) -> None:
@@ -61,6 +61,7 @@ class Engine:
         self.name = name or model.config.name_or_path or type(model).__name__
         self.identity = models.identify(model, self.text, self.name)
         self.max_tokens = models.max_positions(model.config)
+        self.kv_bytes_per_token = models.kv_bytes_per_token(model.config, model.dtype)
         self.rope = Rope.of(model)
         self._attachments: WeakKeyDictionary[CompressedCache | ArrivingCache, Attachment] = WeakKeyDictionary()
         self._intake = Intake(self.name, self.text, self.max_tokens, model.config.vocab_size)
@@ -221,7 +222,7 @@ class Engine:
         self.identity.require_match(cache.identity.model)
         return export(cache.to(self.model.device), positions, rope=self.rope, config=self.model.config)
 
-    def encode_query(self, cache: CompressedCache, prompt: Prompt) -> list[int]:
+    def encode_query(self, cache: CompressedCache | Attachment, prompt: Prompt) -> list[int]:
         """Token ids that ask `prompt` (a text, messages, or ids to append as they are) after this cache.
         Thread-safe."""
         return self._intake.query(cache.identity.boundary, prompt)

@@ -13,10 +13,10 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -25,18 +25,21 @@ from kvshelf.errors import (
     CacheNotFound,
     CallerError,
     Cancelled,
+    DeadlineExceeded,
     DocumentTooLong,
     InternalError,
     KvshelfError,
+    RequestTimeout,
     StateConflict,
 )
-from kvshelf.store.artifact import CompressedCache
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest, Timings
+from kvshelf.workers.attachment import Attachment
 from kvshelf.workers.engine import Engine
 from kvshelf.workers.flights import Flights
 from kvshelf.workers.generation import Answer, Sampling
 from kvshelf.workers.job import Job
+from kvshelf.workers.residents import Resident, ResidentLimits, Residents
 from kvshelf.workers.scheduler import Scheduler, Ticket
 
 log = logging.getLogger("kvshelf.workers")
@@ -45,6 +48,9 @@ ResultT = TypeVar("ResultT")
 
 MAX_ATTEMPTS = 3
 """How often a request is tried before its failure is final."""
+
+MAX_UNREAD_PIECES = 1024
+"""Pieces of a streamed answer that may wait for a slow client before it is cut off. No answer waits for its client."""
 
 LEASE_S = 10.0
 """How long after its last sign of life a worker's request may be taken over by another."""
@@ -68,7 +74,8 @@ class Asked:
 
 @dataclass(frozen=True)
 class Replied:
-    """One answer, with what is known about the cache it came from. `load_ms`: reading and checking the blob."""
+    """One answer, with what is known about the cache it came from. `load_ms`: finding the cache, and reading and
+    checking its blob where it was not in memory."""
 
     answer: Answer
     load_ms: float
@@ -79,13 +86,17 @@ class Replied:
 class Replica:
     """See the module. `start` it on the event loop that will call it, `stop` it once."""
 
-    def __init__(self, engine: Engine, store: Store, scheduler: Scheduler) -> None:
+    def __init__(
+        self, engine: Engine, store: Store, scheduler: Scheduler, residents: ResidentLimits | None = None
+    ) -> None:
         self.name = f"{os.uname().nodename}:{os.getpid()}:{secrets.token_hex(4)}"
         self._engine = engine
         self._store = store
         self._scheduler = scheduler
         self._flights: Flights[Created] = Flights()
         self._threads = ThreadPoolExecutor(max_workers=8, thread_name_prefix="replica")
+        self._residents = Residents(store, engine.attach, residents or ResidentLimits(), self._threads)
+        self._evicting: asyncio.Task[NoReturn] | None = None
 
     def start(self) -> None:
         self._scheduler.start()
@@ -93,6 +104,9 @@ class Replica:
     def stop(self, *, drain_s: float = 0.0) -> None:
         """End all work; whoever waits for it gets `NoWorker`."""
         self._scheduler.stop(drain_s=drain_s)
+        if self._evicting is not None:
+            self._evicting.cancel()
+        self._residents.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def check_health(self) -> None:
@@ -135,40 +149,49 @@ class Replica:
     ) -> list[Replied]:
         """Answer every prompt, in their order. The first error ends all of them."""
         with _named_errors():
-            loaded = await self._load(cache_id, tenant)
-            queries = await self._encode(loaded.cache, asked)
-            tickets: list[Ticket[Answer]] = []
-            try:
-                for query in queries:
-                    tickets.append(self._scheduler.generate(loaded.cache, query, asked.sampling, deadline_s=deadline_s))
-                return [loaded.reply(await asyncio.wrap_future(ticket.future)) for ticket in tickets]
-            finally:
-                for ticket in tickets:
-                    ticket.cancel()
+            async with self._loaded(cache_id, tenant, deadline_s) as loaded:
+                queries = await self._encode(loaded.document, asked)
+                tickets: list[Ticket[Answer]] = []
+                try:
+                    for query in queries:
+                        ticket = self._scheduler.generate(loaded.document, query, asked.sampling, deadline_s=deadline_s)
+                        tickets.append(ticket)
+                    return [loaded.reply(await asyncio.wrap_future(ticket.future)) for ticket in tickets]
+                finally:
+                    for ticket in tickets:
+                        ticket.cancel()
 
     async def stream(
         self, cache_id: str, asked: Asked, *, tenant: str, deadline_s: float | None = None
     ) -> AsyncIterator[str | Replied]:
         """The pieces of the answer to the one prompt as they become final, then the answer. Closing it cancels it."""
         with _named_errors():
-            loaded = await self._load(cache_id, tenant)
-            (query,) = await self._encode(loaded.cache, asked)
-            loop = asyncio.get_running_loop()
-            pieces: asyncio.Queue[str | None] = asyncio.Queue()
+            async with self._loaded(cache_id, tenant, deadline_s) as loaded:
+                (query,) = await self._encode(loaded.document, asked)
+                pieces: asyncio.Queue[str | None] = asyncio.Queue()
+                loop = asyncio.get_running_loop()
 
-            def hand_over(piece: str | None) -> None:
-                loop.call_soon_threadsafe(pieces.put_nowait, piece)
+                def put(piece: str | None) -> None:
+                    loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
-            ticket = self._scheduler.generate(
-                loaded.cache, query, asked.sampling, on_text=hand_over, deadline_s=deadline_s
-            )
-            ticket.future.add_done_callback(lambda _: hand_over(None))
-            try:
-                while (piece := await pieces.get()) is not None:
-                    yield piece
-                yield loaded.reply(ticket.future.result())
-            finally:
-                ticket.cancel()
+                def hand_over(piece: str) -> None:
+                    if pieces.qsize() >= MAX_UNREAD_PIECES:
+                        raise RequestTimeout(
+                            f"{MAX_UNREAD_PIECES} pieces of the answer wait to be read, as many as may; read the "
+                            "stream faster, or ask without streaming"
+                        )
+                    put(piece)
+
+                ticket = self._scheduler.generate(
+                    loaded.document, query, asked.sampling, on_text=hand_over, deadline_s=deadline_s
+                )
+                ticket.future.add_done_callback(lambda _: put(None))
+                try:
+                    while (piece := await pieces.get()) is not None:
+                        yield piece
+                    yield loaded.reply(ticket.future.result())
+                finally:
+                    ticket.cancel()
 
     async def _create(self, spec: Mapping[str, Any], tenant: str, deadline_s: float | None) -> Created:
         job = await self._off_loop(_prepare, self._engine, spec)
@@ -242,17 +265,26 @@ class Replica:
         except StateConflict:
             log.warning("attempt %d of %s was taken over by another worker", attempt, request_id)
 
-    async def _load(self, cache_id: str, tenant: str) -> _Loaded:
+    @asynccontextmanager
+    async def _loaded(self, cache_id: str, tenant: str, deadline_s: float | None) -> AsyncIterator[_Loaded]:
+        if self._evicting is None:  # begun here: the event loop of the first question is the one that will run it
+            self._evicting = asyncio.ensure_future(self._residents.evict_idle_forever())
         started = time.monotonic()
-        cache = await self._off_loop(self._store.get, cache_id, tenant=tenant)
-        load_ms = (time.monotonic() - started) * 1000
-        self._engine.identity.require_match(cache.identity.model)
-        self._threads.submit(_touch, self._store, cache_id, tenant)
-        return _Loaded(cache, load_ms)
+        async with AsyncExitStack() as stack:
+            try:
+                async with asyncio.timeout(deadline_s):
+                    using = self._residents.using(cache_id, tenant)
+                    resident, there = await stack.enter_async_context(using)
+            except TimeoutError as exc:
+                raise DeadlineExceeded(
+                    f"there was no room for the cache within {deadline_s} s, because others are being asked; try again"
+                ) from exc
+            self._threads.submit(_touch, self._store, cache_id, tenant)
+            yield _Loaded(resident, there, time.monotonic() - started)
 
-    async def _encode(self, cache: CompressedCache, asked: Asked) -> list[list[int]]:
+    async def _encode(self, document: Attachment, asked: Asked) -> list[list[int]]:
         def encode() -> list[list[int]]:
-            return [self._engine.encode_query(cache, prompt) for prompt in asked.prompts]
+            return [self._engine.encode_query(document, prompt) for prompt in asked.prompts]
 
         return await self._off_loop(encode)
 
@@ -262,12 +294,20 @@ class Replica:
 
 @dataclass(frozen=True)
 class _Loaded:
-    cache: CompressedCache
-    load_ms: float
+    """A cache that questions can be put to. It may still be arriving; an answer has waited for all of it."""
+
+    resident: Resident
+    was_there: bool
+    found_s: float
+
+    @property
+    def document(self) -> Attachment:
+        return self.resident.document
 
     def reply(self, answer: Answer) -> Replied:
-        identity = self.cache.identity
-        return Replied(answer, self.load_ms, identity.policy, identity.compression_ratio)
+        identity = self.document.identity
+        load_s = self.found_s + (0.0 if self.was_there else self.resident.read_s)
+        return Replied(answer, load_s * 1000, identity.policy, identity.compression_ratio)
 
 
 def _prepare(engine: Engine, spec: Mapping[str, Any]) -> Job:

@@ -1,8 +1,11 @@
-"""One thread owns the model and divides its time: a prefill layer, or one decode step for every open generation.
+"""One thread owns the model and divides its time: a prefill layer, or one step of all open answers together.
 
-Online before batch: between two layers of a compression, waiting questions are prefilled and open generations take
-their steps. So a question is answered while a long document is still being prefilled, and a compression is never
-starved: `batch_share` of the time stays its own.
+Continuous batching: new questions join between two steps, finished and abandoned ones leave. Where a document is still
+being read, its questions pass each layer as it arrives, and the other answers take their steps while they wait.
+
+Online before batch: between two layers of a compression, waiting questions are prefilled and open answers take their
+steps. So a question is answered while a long document is still being prefilled, and a compression is never starved:
+`batch_share` of the time stays its own.
 
 Callers stay on their own threads. They hand work over, get a `Ticket` with a `concurrent.futures.Future`, and never
 wait for ever: work ends with its result, with its own error, with `Cancelled` or `DeadlineExceeded` at the next unit of
@@ -16,19 +19,24 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from kvshelf.errors import Cancelled, DeadlineExceeded, KvshelfError, NoWorker, QueueFull
+from kvshelf.errors import Cancelled, DeadlineExceeded, InvalidRequest, KvshelfError, NoWorker, QueueFull
+from kvshelf.workers.suffixes import capacity_for
 
 if TYPE_CHECKING:
     from kvshelf.store.artifact import CompressedCache
+    from kvshelf.workers.attachment import Attachment
+    from kvshelf.workers.batch import Wait
     from kvshelf.workers.engine import Compression, Engine
     from kvshelf.workers.generation import Answer, Generation, Sampling
     from kvshelf.workers.job import Job
 
 ResultT = TypeVar("ResultT")
+
+_PATIENCE_S = 0.02  # how long the thread waits for a layer before it looks again for cancelled and for new questions
 
 UNMEASURED_RETRY_S = 1.0
 """What a full queue tells its caller before any work has been measured."""
@@ -36,14 +44,17 @@ UNMEASURED_RETRY_S = 1.0
 
 @dataclass(frozen=True)
 class SchedulerLimits:
-    """`max_open` generations take steps at once, `max_waiting` more may queue; `max_compressions` documents may queue.
+    """`max_open` answers take steps at once, `max_waiting` more may queue; `max_compressions` documents may queue.
 
-    While both kinds of work want the model, compression gets at least `batch_share` of the time.
+    The suffixes of all open answers (questions and what is generated, not documents) may take `max_suffix_bytes`: a
+    question waits until its own has room at full length, and is refused where it never would. While both kinds of work
+    want the model, compression gets at least `batch_share` of the time.
     """
 
-    max_open: int = 16
+    max_open: int = 64
     max_waiting: int = 256
     max_compressions: int = 64
+    max_suffix_bytes: int = 1 << 30
     batch_share: float = 0.1
 
 
@@ -96,13 +107,25 @@ class _Compressing:
 
 
 @dataclass(eq=False)
-class _Generating:
+class _Waiting:
+    """A question before its first step. `suffix_bytes`: what it and its longest answer will take."""
+
     ticket: Ticket[Answer]
-    cache: CompressedCache
+    cache: CompressedCache | Attachment
     query: Sequence[int]
     sampling: Sampling
     on_text: Callable[[str], None]
-    generation: Generation | None = None
+    suffix_bytes: int
+
+
+@dataclass(eq=False)
+class _Open:
+    """A question that takes part in the steps."""
+
+    ticket: Ticket[Answer]
+    generation: Generation
+    on_text: Callable[[str], None]
+    suffix_bytes: int
 
 
 @dataclass
@@ -124,7 +147,7 @@ class _Queues:
     """What waits for the thread. Guarded by `changed`; the thread alone owns the work it has taken out."""
 
     changed: threading.Condition = field(default_factory=threading.Condition)
-    waiting: deque[_Generating] = field(default_factory=deque)
+    waiting: deque[_Waiting] = field(default_factory=deque)
     compressions: deque[_Compressing] = field(default_factory=deque)
     accepting: bool = False
     stop_at: float = math.inf
@@ -138,7 +161,8 @@ class Scheduler:
         self._limits = limits or SchedulerLimits()
         self._queues = _Queues()
         self._thread = threading.Thread(target=self._run, name=f"scheduler-{engine.name}", daemon=True)
-        self._open: list[_Generating] = []
+        self._batch = engine.batch()
+        self._open: list[_Open] = []
         self._compressing: _Compressing | None = None
         self._token_pace = _Pace()
         self._answer_pace = _Pace()
@@ -181,7 +205,7 @@ class Scheduler:
 
     def generate(
         self,
-        cache: CompressedCache,
+        cache: CompressedCache | Attachment,
         query: Sequence[int],
         sampling: Sampling,
         *,
@@ -190,9 +214,11 @@ class Scheduler:
     ) -> Ticket[Answer]:
         """Queue a question. `on_text` gets each piece of final text, on the scheduler's thread: it must only hand over.
 
-        Raises `QueueFull`, `NoWorker`; what the engine refuses arrives through the ticket.
+        Raises `QueueFull`, `NoWorker`, and `InvalidRequest` for a question that is longer than the limits; what the
+        engine refuses arrives through the ticket.
         """
-        work = _Generating(Ticket(deadline_s), cache, query, sampling, on_text)
+        suffix_bytes = self._suffix_bytes(len(query) + sampling.max_tokens)
+        work = _Waiting(Ticket(deadline_s), cache, query, sampling, on_text, suffix_bytes)
         with self._queues.changed:
             self._require_accepting()
             queue = self._queues.waiting
@@ -202,6 +228,16 @@ class Scheduler:
             queue.append(work)
             self._queues.changed.notify()
         return work.ticket
+
+    def _suffix_bytes(self, tokens: int) -> int:
+        needed = capacity_for(min(tokens, self._engine.max_tokens)) * self._engine.kv_bytes_per_token
+        if needed > self._limits.max_suffix_bytes:
+            raise InvalidRequest(
+                f"question and answer of up to {tokens} tokens take {needed} bytes beside the document, and this "
+                f"worker allows {self._limits.max_suffix_bytes} for all; ask a shorter question, or for fewer tokens",
+                param="prompt",
+            )
+        return needed
 
     def _require_accepting(self) -> None:
         if not self.alive:
@@ -254,21 +290,34 @@ class Scheduler:
             self._compressing = None
 
     def _generate_for(self, seconds: float) -> None:
-        """Give every open generation a step, again and again: until none is left, or, when a compression wants the
-        model, for about `seconds` (one round at least)."""
+        """Step the open answers, again and again: until none is left, or, when a compression wants the model, for about
+        `seconds` (one step at least)."""
         end = time.monotonic() + seconds
-        while self._open_waiting():
-            for work in list(self._open):
-                self._step(work)
+        while self._admit():
+            self._step()
             if time.monotonic() >= end and (self._compressing or self._queues.compressions):
                 return
 
-    def _open_waiting(self) -> bool:
+    def _admit(self) -> bool:
+        """Open waiting questions, in their order, as far as rows and bytes allow. Whether any answer is open."""
         with self._queues.changed:
             self._drop_ended(self._queues.waiting)
             self._drop_ended(self._queues.compressions)
-            while self._queues.waiting and len(self._open) < self._limits.max_open:
-                self._open.append(self._queues.waiting.popleft())
+            admitted: list[_Waiting] = []
+            held = sum(work.suffix_bytes for work in self._open)
+            while self._queues.waiting and len(self._open) + len(admitted) < self._limits.max_open:
+                held += self._queues.waiting[0].suffix_bytes
+                if held > self._limits.max_suffix_bytes:
+                    break
+                admitted.append(self._queues.waiting.popleft())
+        for waiting in admitted:
+            waiting.ticket.begin()
+            try:
+                generation = self._engine.start(waiting.cache, waiting.query, waiting.sampling, batch=self._batch)
+            except Exception as exc:  # one question's error is that question's answer, whatever it is
+                waiting.ticket.resolve(None, exc)
+            else:
+                self._open.append(_Open(waiting.ticket, generation, waiting.on_text, waiting.suffix_bytes))
         return bool(self._open)
 
     def _drop_ended(self, queue: deque[Any]) -> None:
@@ -280,27 +329,86 @@ class Scheduler:
                 queue.remove(work)
                 work.ticket.resolve(None, exc)
 
-    def _step(self, work: _Generating) -> None:
+    def _step(self) -> None:
+        """One step for all answers whose documents are there, and one for those of a document that is arriving."""
+        ready = [work for work in self._open if work.generation.document.arrived]
+        arriving = [work for work in self._open if not work.generation.document.arrived]
+        if ready:
+            self._advance(ready)
+        if arriving:
+            document = arriving[0].generation.document
+            joining = [work for work in arriving if work.generation.document is document]
+            self._advance(joining, waiting=lambda record: self._wait(record, joining))
+
+    def _wait(self, record: Future[Any], joining: Sequence[_Open]) -> None:
+        """Use the time until a layer of a document is there for the other answers."""
+        self._admit()
+        others = [work for work in self._open if work not in joining and work.generation.document.arrived]
+        if others:
+            self._advance(others)
+        else:
+            wait([record], timeout=_PATIENCE_S)
+        self._require_wanted(joining)
+
+    def _advance(self, works: Sequence[_Open], waiting: Wait | None = None) -> None:
+        """One step for these answers together. If it fails, one for each alone: one question's error is that question's
+        answer, whatever it is."""
+        works = [work for work in works if self._still_wanted(work)]
+        if not works:
+            return
         try:
-            self._check(work.ticket)
-            if work.generation is None:
-                work.ticket.begin()
-                work.generation = self._engine.start(work.cache, list(work.query), work.sampling)
-            # Other generations do not run inside a question's prefill: questions are short, and nesting would let the
-            # stack grow with the number of waiting questions.
-            text = work.generation.step(checkpoint=lambda: self._check(work.ticket))
+            generations = [work.generation for work in works]
+            told = self._batch.step(generations, lambda: self._require_wanted(works), waiting)
+        except Exception as exc:
+            if len(works) == 1:
+                self._end(works[0], exc)
+            else:
+                for work in works:
+                    self._advance([work], waiting)
+        else:
+            for work, text in zip(works, told, strict=True):
+                self._tell(work, text)
+
+    def _tell(self, work: _Open, text: str | KvshelfError) -> None:
+        """Hand over what a step brought."""
+        if isinstance(text, KvshelfError):
+            self._end(work, text)
+            return
+        try:
             if text:
                 work.on_text(text)
-            if not work.generation.finished:
-                return
+        except Exception as exc:  # the listener's error is its own
+            self._end(work, exc)
+            return
+        if work.generation.finished:
             self._answer_pace.record(work.ticket.busy_s)
-            answer = work.generation.answer()
-        except Exception as exc:  # one question's error is that question's answer, whatever it is
-            self._open.remove(work)
-            work.ticket.resolve(None, exc)
-        else:
-            self._open.remove(work)
-            work.ticket.resolve(answer)
+            self._end(work, None)
+
+    def _end(self, work: _Open, error: Exception | None) -> None:
+        self._open.remove(work)
+        work.generation.leave()
+        work.ticket.resolve(work.generation.answer() if error is None else None, error)
+
+    def _still_wanted(self, work: _Open) -> bool:
+        try:
+            self._check(work.ticket)
+        except KvshelfError as exc:
+            self._end(work, exc)
+            return False
+        return True
+
+    def _require_wanted(self, works: Sequence[_Open]) -> None:
+        """Raise if nobody waits for a step that is under way any more."""
+        error: KvshelfError | None = None
+        for work in works:
+            try:
+                self._check(work.ticket)
+            except KvshelfError as exc:
+                error = exc
+            else:
+                return
+        if error is not None:
+            raise error
 
     def _check(self, ticket: Ticket[Any]) -> None:
         ticket.check()
@@ -310,9 +418,10 @@ class Scheduler:
     def _refuse_rest(self) -> None:
         with self._queues.changed:
             self._queues.accepting = False
-            rest: list[_Generating | _Compressing] = [*self._open, *self._queues.waiting, *self._queues.compressions]
-            self._queues.waiting.clear()
-            self._queues.compressions.clear()
+            queues = self._queues
+            rest: list[_Open | _Waiting | _Compressing] = [*self._open, *queues.waiting, *queues.compressions]
+            queues.waiting.clear()
+            queues.compressions.clear()
         self._open.clear()
         for work in rest:
             work.ticket.resolve(None, _stopped(self._engine.name))

@@ -23,8 +23,8 @@ class SuffixRow:
 
 
 class Slab:
-    """Rows of one capacity. For each layer keys `[slots, kv_heads, capacity, D]` and values `[slots, kv_heads, capacity,
-    Dv]`, made when the layer's first states arrive.
+    """Rows of one capacity. For each layer keys `[slots, kv_heads, capacity, D]` and as many values, of Dv, made when
+    the layer's first states arrive.
 
     What no row uses is zero: a masked entry must be finite, because a weight of 0 times NaN is NaN.
     """
@@ -44,8 +44,8 @@ class Slab:
         return len(self._free) == self.slots
 
     def states(self, layer: int, like_keys: Tensor, like_values: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of all slots of a layer. `like_keys` `[1, kv_heads, N, D]` and `like_values` give their heads,
-        sizes, dtype and device if they are still to be made, or slots to be added."""
+        """Keys and values of all slots of a layer. Where they are still to be made, or slots to be added, `like_keys`
+        `[1, kv_heads, N, D]` and `like_values` give their heads, sizes, dtype and device."""
         held = self._layers[layer]
         made = _room(held[0] if held else None, self.slots, self.capacity, like_keys)
         made_values = _room(held[1] if held else None, self.slots, self.capacity, like_values)

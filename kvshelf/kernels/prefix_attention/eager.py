@@ -21,6 +21,7 @@ from kvshelf.kernels.prefix_attention.prefixes import (
     StreamedPrefix,
     SuffixRows,
 )
+from kvshelf.kernels.quantize.rows import HeadRows
 
 _ROWS_PER_BLOCK = 1024
 """Rows of a prefix made at once: keys and values are 512 KiB at D = 128 in bf16, and stay in the L2 cache."""
@@ -112,7 +113,7 @@ def _attend_streamed(
 
 
 def _attend_merged(
-    rows: Tensor, keys: Tensor, values: Tensor, scales: Tensor, classes: Tensor, scale: float
+    rows: Tensor, keys: Tensor | HeadRows, values: Tensor | HeadRows, scales: Tensor, classes: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """All classes of the head at once, for they are few; the queries in blocks of rows."""
     keys_t, values = keys[:].float().T, values[:].float()
