@@ -12,12 +12,12 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvshelf.kernels.prefix_attention import StackedPrefix
-from kvshelf.kernels.select import gather
+from kvshelf.kernels.select import pack
 from kvshelf.store.artifact import Kept
 from kvshelf.workers.attached import AttachedLayer
 from kvshelf.workers.attention import CONTEXT
 from kvshelf.workers.policies.base import Absorber
-from kvshelf.workers.reducing import require_every_layer
+from kvshelf.workers.reducing import require_every_layer, require_finite_scores
 
 
 class ChunkedPrefill:
@@ -34,6 +34,7 @@ class ChunkedPrefill:
         num_layers: int,
         checkpoint: Callable[[], None] = lambda: None,
     ) -> None:
+        self._policy = absorber.policy
         self._chunks = list(absorber.chunks)
         self._layers = [ChunkedLayer(absorber, budget_tokens) for _ in range(num_layers)]
         self._checkpoint = checkpoint
@@ -57,9 +58,14 @@ class ChunkedPrefill:
         self.paused_s += time.perf_counter() - absorbed
 
     def records(self) -> tuple[Kept, ...]:
-        """All layers, in order; what was still whole at the end stays whole."""
+        """All layers, in order; what was still whole at the end stays whole.
+
+        Raises `PolicyUnsupported` where a layer was not seen, or scores that are not finite chose entries.
+        """
         require_every_layer([i for i, layer in enumerate(self._layers) if layer.is_initialized], len(self._layers))
-        return tuple(layer.record() for layer in self._layers)
+        records = tuple(layer.record() for layer in self._layers)
+        require_finite_scores(records, self._policy)
+        return records
 
 
 class ChunkedLayer(AttachedLayer):
@@ -118,10 +124,11 @@ class ChunkedLayer(AttachedLayer):
         heads, taken = mask.shape
         count = int(mask[0].sum())
         new = slice(self._kept, self._kept + count)
-        for kept, whole in ((self._kept_keys, self.keys), (self._kept_values, self.values)):
-            kept[:, new] = gather(whole[0, :, :taken], mask).view(heads, count, kept.shape[-1])
-        self._positions[:, new] = (mask.nonzero()[:, 1] + self.start).view(heads, count).to(torch.int32)
-        self._importance[:, new] = importance[mask].view(heads, count)
+        keys, values, positions, _ = pack(self.keys[0, :, :taken], self.values[0, :, :taken], mask, [count] * heads)
+        self._kept_keys[:, new] = keys.view(heads, count, keys.shape[-1])
+        self._kept_values[:, new] = values.view(heads, count, values.shape[-1])
+        self._positions[:, new] = positions.view(heads, count) + self.start
+        self._importance[:, new] = importance.gather(1, positions.view(heads, count).long())
         left = self._length - taken
         for buffer in (self.keys, self.values):
             buffer[:, :, :left] = buffer[:, :, taken : self._length].clone()  # the two ranges may overlap

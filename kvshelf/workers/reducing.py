@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.select import select
 from kvshelf.store.artifact import Kept, LayerRecord
+from kvshelf.store.packed import Packed
 from kvshelf.workers.budgets import Budget, LayerBudget
 from kvshelf.workers.plans import CachePlan, LayerStats
 from kvshelf.workers.policies.base import Observes, Policy, ScoringPolicy, keep
@@ -60,17 +62,25 @@ class LayerReducer:
             )
         else:
             assert isinstance(self._policy, ScoringPolicy)
-            self._cascade.add(layer, self._policy.importance(layer), self._policy.weight(layer))
+            weight = self._policy.weight(layer)
+            if not math.isfinite(weight):  # no plan can share by it, and so none can wait for the end
+                raise _not_finite(self._policy, f"the weight of layer {layer.layer_idx}")
+            self._cascade.add(layer, self._policy.importance(layer), weight)
         reduced = time.perf_counter()
         self._checkpoint()
         self.compress_s += reduced - started
         self.paused_s += time.perf_counter() - reduced
 
     def records(self) -> tuple[LayerRecord, ...]:
-        """All layers, in order. A layer whose attention was not seen would be missing from every answer."""
+        """All layers, in order. A layer whose attention was not seen would be missing from every answer.
+
+        Raises `PolicyUnsupported` then, and where scores that are not finite chose entries.
+        """
         records = self._records if self._cascade is None else self._cascade.records
         require_every_layer(records, self._num_layers)
-        return tuple(records[i] for i in range(self._num_layers))
+        reduced = [records[i] for i in range(self._num_layers)]
+        require_finite_scores(reduced, self._policy)
+        return tuple(reduced)
 
     def _view(self, module: nn.Module, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> LayerView:
         """The document's part of a layer, and what each probe pass behind it left."""
@@ -102,6 +112,30 @@ def require_every_layer(seen: Iterable[int], num_layers: int) -> None:
         )
 
 
+def require_finite_scores(records: Iterable[LayerRecord], policy: Policy) -> None:
+    """Refuse a cache whose entries were chosen by scores that are not finite; `importance_of` says how they show.
+
+    All layers are looked at together, when the last is done: one wait for the device per document.
+    """
+    importances = [record.importance for record in records if isinstance(record, Packed)]
+    found = [importance.isnan().sum() for importance in importances if importance is not None]
+    if not found:
+        return
+    bad = torch.stack([count.to(found[0].device) for count in found]).tolist()
+    if any(bad):
+        layers = [index for index, count in enumerate(bad) if count]
+        shown = ", ".join(map(str, layers[:8])) + (", ..." if len(layers) > 8 else "")
+        raise _not_finite(policy, f"{sum(bad)} scores of entries kept in {len(layers)} of {len(bad)} layers ({shown})")
+
+
+def _not_finite(policy: Policy, what: str) -> PolicyUnsupported:
+    return PolicyUnsupported(
+        f"under policy {policy.name!r}, {what} came out as NaN or infinity, and would choose at random; where a model "
+        "overflows in float16, load it with dtype bfloat16 or float32; policy 'streaming_llm' looks at no scores",
+        param="policy",
+    )
+
+
 class Cascade:
     """Layers that share one budget: each is reduced as it arrives, and those before it shrink to make room."""
 
@@ -123,7 +157,7 @@ class Cascade:
             for index, counts in zip(list(self.records), earlier, strict=True):
                 self.records[index] = shrunk(self.records[index], counts)
         free = torch.zeros(layer.num_tokens, dtype=torch.bool, device=importance.device)
-        self.records[layer.layer_idx] = keep(layer, select(importance, free, own), importance)
+        self.records[layer.layer_idx] = keep(layer, select(importance, free, own), importance, own)
         self._weights[layer.layer_idx] = weight
 
 

@@ -24,7 +24,7 @@ def quantize_tokens(x: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, T
     codes = _empty_codes(x, bits)
     scales, zeros = (x.new_empty(-(-num_rows // group), num_channels, dtype=torch.bfloat16) for _ in range(2))
     for start, stop in _blocks(0, num_rows, num_channels, group):
-        by_group = _completed(x[start:stop].float(), 0, group).unflatten(0, (-1, group))
+        by_group = _completed(x[start:stop].float(), 0, group).view(-1, group, num_channels)
         groups = slice(start // group, -(-stop // group))
         found, scales[groups], zeros[groups] = _quantize(by_group, 1, bits)
         codes[start:stop] = _pack(found.flatten(0, 1)[: stop - start], bits)
@@ -37,7 +37,7 @@ def quantize_channels(x: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor,
     codes = _empty_codes(x, bits)
     scales, zeros = (x.new_empty(num_rows, -(-num_channels // group), dtype=torch.bfloat16) for _ in range(2))
     for start, stop in _blocks(0, num_rows, num_channels):
-        by_group = _completed(x[start:stop].float(), 1, group).unflatten(1, (-1, group))
+        by_group = _completed(x[start:stop].float(), 1, group).view(stop - start, -1, group)
         found, scales[start:stop], zeros[start:stop] = _quantize(by_group, 2, bits)
         codes[start:stop] = _pack(found.flatten(1)[:, :num_channels], bits)
     return codes, scales, zeros

@@ -1,4 +1,4 @@
-"""Top-k per row with an explicit tie rule, and the gather of the chosen entries into packed storage."""
+"""Top-k per row by its threshold, and the copy of whole rows by one index: see `kvshelf.kernels.select`."""
 
 from __future__ import annotations
 
@@ -9,29 +9,35 @@ from torch import Tensor
 
 
 def select(scores: Tensor, protected: Tensor, counts: Sequence[int]) -> Tensor:
-    """Which entries to keep: all protected ones, then the best of the rest.
+    """See `kvshelf.kernels.select.select`. Only the least score that is kept is looked for, and ties with it are
+    counted: a stable sort of the whole row takes three times as long."""
+    ranked = scores.masked_fill(~scores.isfinite(), torch.inf).masked_fill_(protected, -torch.inf)
+    wanted = torch.tensor(counts, device=scores.device).unsqueeze(1) - protected.sum()  # [rows, 1]
+    best = ranked.topk(max(1, *counts), dim=1).values  # more than are wanted, where some are protected
+    least = best.gather(1, (wanted - 1).clamp_min(0))
+    above, tied = ranked > least, ranked == least
+    left = wanted - above.sum(dim=1, keepdim=True)
+    return above | (tied & (tied.cumsum(dim=1) <= left)) | protected
 
-    scores: `[rows, N]` fp32, higher is kept. protected: `[N]` bool. counts: entries to keep per row, protected ones
-    included, each at least the number of protected and at most N. Equal scores are decided for the smaller position
-    (`torch.topk` leaves that open and decides differently on each device). Returns a mask `[rows, N]` bool.
+
+def pack(keys: Tensor, values: Tensor, mask: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ARG001
+    """See `kvshelf.kernels.select.pack`."""
+    heads, positions = mask.nonzero().unbind(dim=1)
+    return _rows(keys, heads, positions), _rows(values, heads, positions), positions.to(torch.int32)
+
+
+def _rows(states: Tensor, heads: Tensor, positions: Tensor) -> Tensor:
+    """`states[heads, positions]`: `[entries, D]` of `[kv_heads, N, D]`.
+
+    Where the states are made of whole rows, head-major or token-major, or a slice of such, their memory is a matrix
+    `[*, D]` and one `index_select` copies its rows. Indexing both dimensions takes twice as long; an index for
+    `torch.gather` is D times the size of the positions, and every element is looked up by itself.
     """
-    free = (~protected).nonzero().squeeze(1)  # [F]
-    # A stable descending sort keeps equal scores in ascending position.
-    best_first = free[scores[:, free].sort(dim=1, descending=True, stable=True).indices]  # [rows, F]
-    wanted = torch.tensor(counts, device=scores.device).unsqueeze(1) - (protected.shape[0] - free.shape[0])
-    chosen = torch.arange(free.shape[0], device=scores.device) < wanted  # [rows, F]
-    return protected.repeat(scores.shape[0], 1).scatter_(1, best_first, chosen)
-
-
-def gather(states: Tensor, mask: Tensor) -> Tensor:
-    """The entries of `states` where `mask` is set, head after head, in ascending position.
-
-    states: `[kv_heads, N, D]`, any strides as long as D is contiguous. mask: `[kv_heads, N]` bool. Returns `[entries,
-    D]`, contiguous. Each row is copied once, straight into place (an expanded index for `torch.gather` would be D times
-    the size of the positions).
-    """
-    lengths = mask.sum(dim=1).tolist()
-    packed = states.new_empty(sum(lengths), states.shape[-1])
-    for head_states, head_mask, out in zip(states, mask, torch.split(packed, lengths), strict=True):
-        torch.index_select(head_states, 0, head_mask.nonzero().squeeze(1), out=out)
-    return packed
+    by_head, by_token, _ = states.stride()
+    width = states.shape[2]
+    if not states.numel() or by_head % width or by_token % width:
+        return states[heads, positions]
+    by_head, by_token = by_head // width, by_token // width
+    last = (states.shape[0] - 1) * by_head + (states.shape[1] - 1) * by_token
+    matrix = states.as_strided((last + 1, width), (width, 1))
+    return matrix.index_select(0, heads * by_head + positions * by_token)

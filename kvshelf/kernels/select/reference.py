@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -9,16 +10,20 @@ from torch import Tensor
 
 
 def select(scores: Tensor, protected: Tensor, counts: Sequence[int]) -> Tensor:
-    """See `kvshelf.kernels.select.eager.select`."""
-    mask = torch.zeros(scores.shape, dtype=torch.bool)
+    """See `kvshelf.kernels.select.select`."""
+    mask = torch.zeros(scores.shape, dtype=torch.bool, device=scores.device)
     for row, (row_scores, count) in enumerate(zip(scores.tolist(), counts, strict=True)):
-        ranked = sorted((not p, -s, j) for j, (s, p) in enumerate(zip(row_scores, protected.tolist(), strict=True)))
+        ranks = [-score if math.isfinite(score) else -math.inf for score in row_scores]
+        ranked = sorted((not p, rank, j) for j, (rank, p) in enumerate(zip(ranks, protected.tolist(), strict=True)))
         for _, _, j in ranked[:count]:
             mask[row, j] = True
     return mask
 
 
-def gather(states: Tensor, mask: Tensor) -> Tensor:
-    """See `kvshelf.kernels.select.eager.gather`."""
-    heads, num_tokens, _ = states.shape
-    return torch.stack([states[h, j] for h in range(heads) for j in range(num_tokens) if mask[h, j]])
+def pack(keys: Tensor, values: Tensor, mask: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """See `kvshelf.kernels.select.pack`."""
+    kept = [(head, j) for head, row in enumerate(mask.tolist()) for j, is_kept in enumerate(row) if is_kept]
+    packed_keys, packed_values = (states.new_zeros(sum(counts), states.shape[2]) for states in (keys, values))
+    for entry, (head, j) in enumerate(kept):
+        packed_keys[entry], packed_values[entry] = keys[head, j], values[head, j]
+    return packed_keys, packed_values, torch.tensor([j for _, j in kept], dtype=torch.int32, device=keys.device)

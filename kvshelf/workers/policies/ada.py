@@ -11,7 +11,7 @@ from torch import Tensor
 from kvshelf.errors import InvalidRequest
 from kvshelf.workers.budgets import Budget, LayerBudget
 from kvshelf.workers.plans import GlobalPlan, flat_counts, least
-from kvshelf.workers.policies.base import Observes, ScoringPolicy, parameter, parameter_fields
+from kvshelf.workers.policies.base import Observes, ScoringPolicy, importance_of, parameter, parameter_fields
 from kvshelf.workers.policies.snapkv import SnapKV
 from kvshelf.workers.policies.view import LayerView, ProbePass, Source
 
@@ -75,7 +75,7 @@ class Ada(ScoringPolicy):
     def counts(self, layer: LayerView, scores: Tensor, protected: Tensor, budget: LayerBudget) -> Sequence[int]:
         total = sum(self.scoring.counts(layer, scores, protected, budget))
         floor = least(self.floor, total // layer.kv_heads, int(protected.sum()))
-        return flat_counts(list(scores.masked_fill(protected, float("inf"))), total, [floor] * layer.kv_heads)
+        return flat_counts(list(importance_of(scores, protected)), total, [floor] * layer.kv_heads)
 
     @property
     def plan(self) -> GlobalPlan | None:

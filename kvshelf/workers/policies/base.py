@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
-from kvshelf.kernels.select import gather, select
+from kvshelf.kernels.select import pack, select
 from kvshelf.store.artifact import Kept, LayerRecord
 from kvshelf.workers.budgets import Budget, LayerBudget
 from kvshelf.workers.plans import CachePlan
@@ -72,6 +72,10 @@ class Absorber(Protocol):
     @property
     def mode(self) -> str:
         """Its name in the identity of a cache: whatever of it changes the numbers of the prefill."""
+
+    @property
+    def policy(self) -> Policy:
+        """Whose scores it compresses by."""
 
     @property
     def chunks(self) -> Sequence[int]:
@@ -222,12 +226,12 @@ class ScoringPolicy(Policy):
 
     def importance(self, layer: LayerView) -> Tensor:
         """The scores, infinite where a token is protected: `[kv_heads, N]` fp32."""
-        return self.score(layer).masked_fill(self.protected(layer), torch.inf)
+        return importance_of(self.score(layer), self.protected(layer))
 
     def reduce(self, layer: LayerView, budget: LayerBudget) -> LayerRecord:
         scores, protected = self.score(layer), self.protected(layer)
         counts = self.counts(layer, scores, protected, budget)
-        return keep(layer, select(scores, protected, counts), scores.masked_fill(protected, torch.inf))
+        return keep(layer, select(scores, protected, counts), importance_of(scores, protected), counts)
 
 
 @dataclass(frozen=True)
@@ -285,19 +289,35 @@ class TailPolicy(ProbedPolicy, ScoringPolicy):
         return super().protected(layer) | layer.window(self.window).protect_tail()
 
 
-def keep(layer: LayerView, mask: Tensor, importance: Tensor | None = None) -> Kept:
-    """The record of the entries where `mask` `[kv_heads, N]` is set. `importance` `[kv_heads, N]` fp32 ranks them for
-    codecs that treat some better than others; without one the most recent rank highest."""
-    lengths = mask.sum(dim=1).tolist()
-    positions = mask.nonzero()[:, 1]
-    ranked = positions.float() if importance is None else importance[mask]
+def importance_of(scores: Tensor, protected: Tensor) -> Tensor:
+    """What a record keeps of `scores` `[..., N]` fp32: infinite where `protected` `[N]` is set, NaN where a score is
+    not finite.
+
+    `select` ranks what is not finite first, so a bad score that could have decided anything is found as a NaN among
+    the entries kept, by one look at the whole cache when the prefill is done (`require_finite_scores`). Looking at each
+    layer's scores as they come would wait for the device once a layer.
+    """
+    return scores.masked_fill(~scores.isfinite(), torch.nan).masked_fill_(protected, torch.inf)
+
+
+def keep(layer: LayerView, mask: Tensor, importance: Tensor | None = None, counts: Sequence[int] | None = None) -> Kept:
+    """The record of the entries where `mask` `[kv_heads, N]` is set: `counts[h]` of head h, where that is known without
+    waiting for the device. `importance` `[kv_heads, N]` fp32 ranks them for codecs that treat some better than others;
+    without one the most recent rank highest."""
+    keys, values, positions, lengths = pack(layer.keys, layer.values, mask, counts)
     return Kept(
-        keys=gather(layer.keys, mask),
-        values=gather(layer.values, mask),
-        entry_positions=positions.to(torch.int32),
+        keys=keys,
+        values=values,
+        entry_positions=positions,
         offsets=tuple(accumulate(lengths, initial=0)),
-        importance=ranked,
+        importance=positions.float() if importance is None else _of_entries(importance, positions, lengths),
     )
+
+
+def _of_entries(importance: Tensor, positions: Tensor, lengths: Sequence[int]) -> Tensor:
+    """`importance` `[kv_heads, N]` of packed entries, `[entries]`. By index: a mask would wait for the device."""
+    heads = torch.split(positions.long(), list(lengths))
+    return torch.cat([row.index_select(0, kept) for row, kept in zip(importance, heads, strict=True)])
 
 
 def encoded(text: str, source: Source, param: str) -> tuple[int, ...]:

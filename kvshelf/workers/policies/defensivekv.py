@@ -13,7 +13,7 @@ from torch import Tensor
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.workers.budgets import Budget, LayerBudget
 from kvshelf.workers.plans import flat_counts
-from kvshelf.workers.policies.base import Observes, TailPolicy, parameter
+from kvshelf.workers.policies.base import Observes, TailPolicy, importance_of, parameter
 from kvshelf.workers.policies.view import LayerView
 
 _BLOCK_TOKENS = 1024
@@ -72,8 +72,7 @@ class DefensiveKV(TailPolicy):
 
     def counts(self, layer: LayerView, scores: Tensor, protected: Tensor, budget: LayerBudget) -> Sequence[int]:
         kept = int(protected.sum())
-        importance = scores.masked_fill(protected, torch.inf)
-        return flat_counts(list(importance), budget.total, [kept] * layer.kv_heads)
+        return flat_counts(list(importance_of(scores, protected)), budget.total, [kept] * layer.kv_heads)
 
     def score(self, layer: LayerView) -> Tensor:
         window = layer.window(self.window)

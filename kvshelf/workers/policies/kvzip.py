@@ -12,7 +12,7 @@ from torch import Tensor
 from kvshelf.kernels.window_scores import window_attention
 from kvshelf.workers.budgets import Budget, LayerBudget
 from kvshelf.workers.plans import CachePlan, GlobalPlan, flat_counts
-from kvshelf.workers.policies.base import Observes, ScoringPolicy, parameter
+from kvshelf.workers.policies.base import Observes, ScoringPolicy, importance_of, parameter
 from kvshelf.workers.policies.parameters import fitted_sink
 from kvshelf.workers.policies.view import LayerView, ProbePass, Source
 
@@ -58,7 +58,7 @@ class KVzip(ScoringPolicy):
     def counts(self, layer: LayerView, scores: Tensor, protected: Tensor, budget: LayerBudget) -> Sequence[int]:  # noqa: ARG002
         if self.across != "layer":
             return budget.per_head
-        heads = list(scores.masked_fill(protected, torch.inf))
+        heads = list(importance_of(scores, protected))
         return flat_counts(heads, budget.total, [int(protected.sum())] * len(heads))
 
     def fitted(self, num_tokens: int, budget: Budget, protected_prefix: int, given: frozenset[str]) -> Self:

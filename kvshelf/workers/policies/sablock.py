@@ -13,7 +13,7 @@ from torch import Tensor
 from kvshelf.kernels.select import select
 from kvshelf.store.artifact import Kept
 from kvshelf.workers.budgets import LayerBudget
-from kvshelf.workers.policies.base import Observes, TailPolicy, keep, parameter
+from kvshelf.workers.policies.base import Observes, TailPolicy, importance_of, keep, parameter
 from kvshelf.workers.policies.segments import Segments
 from kvshelf.workers.policies.view import LayerView
 
@@ -69,8 +69,8 @@ class SABlock(TailPolicy):
             best = select(scores.unsqueeze(0), protected, [count])[0]  # eq. 9
             blocks = self._blocks(segments.rows(scores[~protected]), segments, segments.rows(best[~protected]))
             masks[count] = protected.masked_scatter(~protected, segments.tokens(blocks))
-        importance = scores.masked_fill(protected, torch.inf).repeat(layer.kv_heads, 1)
-        return keep(layer, torch.stack([masks[count] for count in budget.per_head]), importance)
+        importance = importance_of(scores, protected).repeat(layer.kv_heads, 1)
+        return keep(layer, torch.stack([masks[count] for count in budget.per_head]), importance, budget.per_head)
 
     def _guided(self, layer: LayerView) -> tuple[Tensor, Segments]:
         """s~ `[N]`, and the segments of all tokens that are not protected."""

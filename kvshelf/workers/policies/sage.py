@@ -70,7 +70,8 @@ class Sage(ProbedPolicy):
             masks.append(mask)
             importance.append(torch.full(mask.shape, torch.inf, device=mask.device))
             importance[-1][between] = logits[:, between].amax(dim=0)
-        return keep(layer, torch.stack(masks), torch.stack(importance))
+        counts = budget.per_head if self.exact else None
+        return keep(layer, torch.stack(masks), torch.stack(importance), counts)
 
     def shares(self, budget: int, group: int, protected_prefix: int) -> tuple[int, int, int]:
         """(S, k, R) of a KV head with `group` query heads: S + group * k + R = budget."""
@@ -89,7 +90,9 @@ class Sage(ProbedPolicy):
         return select(logits.amax(dim=0, keepdim=True), union, [count * len(logits)])[0]
 
     def _logits(self, layer: LayerView, kv_head: int) -> Tensor:
-        """q_h . k_j of the last row, `[group, columns]` fp32: within a head its order is that of the softmax."""
+        """q_h . k_j of the last row, `[group, columns]` fp32: within a head its order is that of the softmax. NaN where
+        a product is not finite, for one of -inf would not be seen in the maximum over the rows or the group."""
         window = layer.window(1)
         keys = layer.keys[kv_head, : window.columns].float()  # [columns, D]
-        return torch.matmul(window.queries(kv_head).float(), keys.T).amax(dim=1)
+        logits = torch.matmul(window.queries(kv_head).float(), keys.T)  # [group, rows, columns]
+        return logits.masked_fill(~logits.isfinite(), torch.nan).amax(dim=1)

@@ -12,7 +12,7 @@ from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.select import select
 from kvshelf.store.artifact import Kept
 from kvshelf.workers.budgets import Budget, LayerBudget
-from kvshelf.workers.policies.base import Observes, TailPolicy, keep, parameter
+from kvshelf.workers.policies.base import Observes, TailPolicy, importance_of, keep, parameter
 from kvshelf.workers.policies.segments import Segments
 from kvshelf.workers.policies.snapkv import pooled
 from kvshelf.workers.policies.view import LayerView
@@ -87,8 +87,11 @@ class SentenceKV(TailPolicy):
         segments = Segments.cut(torch.tensor(layer.source.sentence_ends, device=alive.device), MAX_SENTENCE)
         # Tokens of one sentence have one relevance, so that they are taken in order.
         relevance = torch.stack([self._relevance(layer, head, segments, alive) for head in range(layer.kv_heads)])
-        kept = select(relevance.masked_fill(~alive, -torch.inf), protected, budget.per_head)
-        return keep(layer, kept, scores.masked_fill(protected, torch.inf))
+        # Below any relevance, and finite: what is not finite would be kept, to be seen.
+        lowest = torch.finfo(relevance.dtype).min
+        kept = select(relevance.masked_fill(~alive, lowest), protected, budget.per_head)
+        bad = ~relevance.isfinite()
+        return keep(layer, kept, importance_of(scores.masked_fill(bad, torch.nan), protected), budget.per_head)
 
     def _relevance(self, layer: LayerView, head: int, sentences: Segments, alive: Tensor) -> Tensor:
         """Of each token's sentence: the mean key of the tokens alive, times the mean query, `[N]` fp32."""

@@ -1,0 +1,156 @@
+"""Selection and packing in one launch each: see `kvshelf.kernels.select`.
+
+`select`: one program per row looks for the least score that is kept, two bits of its image at a time, and then writes
+the mask. It reads its row 19 times; a row of up to 32k tokens (128 KiB) stays in the L1 cache of its multiprocessor, a
+longer one in L2. What binds is the latency of one multiprocessor and not memory: a layer has few rows. Rejected: a
+histogram of 8 bits (its ballots cost more than the passes they save), several programs a row (a launch each for the
+counts to meet, or atomics), a sort of the row (it moves every score and position several times).
+
+`pack`: one program per `_SPAN` tokens of a head counts the flags before its own and copies what is set, so that no
+prefix sum has to be launched first; all programs of a head read N^2 / (2 * _SPAN) flags, 2 MiB of L2 at 32k tokens.
+Memory should bind. Share of the limit: not measured.
+"""
+
+# Triton's language has no types, and its compile-time constants are written in capitals.
+# mypy: allow-untyped-defs, allow-untyped-decorators
+# ruff: noqa: N803
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_SPAN = 256
+_TILE_BYTES = 8 * 1024
+"""Of the keys or values that `pack` copies at a time: 64 bytes a thread. Twice as many spill under Triton 3.6."""
+
+
+def select(scores: Tensor, protected: Tensor, counts: Sequence[int]) -> Tensor:
+    """See `kvshelf.kernels.select.select`."""
+    rows, num_tokens = scores.shape
+    mask = torch.empty(scores.shape, dtype=torch.bool, device=scores.device)
+    block = min(4096, triton.next_power_of_2(num_tokens))
+    _select[(rows,)](
+        scores, protected.view(torch.uint8), _on(counts, scores.device), mask.view(torch.uint8), num_tokens,
+        *scores.stride(), protected.stride(0), BLOCK=block, num_warps=min(16, max(1, block // 256)),
+    )  # fmt: skip
+    return mask
+
+
+def pack(keys: Tensor, values: Tensor, mask: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """See `kvshelf.kernels.select.pack`."""
+    heads, num_tokens, key_dim = keys.shape
+    value_dim, entries = values.shape[2], sum(counts)
+    packed = keys.new_empty(entries, key_dim), values.new_empty(entries, value_dim)
+    positions = torch.empty(entries, dtype=torch.int32, device=keys.device)
+    if entries:
+        key_block, value_block = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
+        tile = min(_SPAN, max(16, _TILE_BYTES // (max(key_block, value_block) * keys.element_size())))
+        starts = _on([0, *accumulate(counts[:-1])], keys.device)
+        _pack[(triton.cdiv(num_tokens, _SPAN), heads)](
+            keys, values, mask.view(torch.uint8), starts, *packed, positions, num_tokens, key_dim, value_dim,
+            *keys.stride()[:2], *values.stride()[:2], *mask.stride(),
+            SPAN=_SPAN, TILE=tile, KEY_BLOCK=key_block, VALUE_BLOCK=value_block, num_warps=4,
+        )  # fmt: skip
+    return (*packed, positions)
+
+
+def _on(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """As int64 on the device. Not waited for: the driver has copied so little from the host before the call returns."""
+    return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
+
+
+@triton.jit
+def _images(scores, protected, stride, protected_stride, tokens, num_tokens):
+    """int32 images of some scores in their order: 2^31 - 1 of those that are not finite, -2^31 of those that are not
+    to be chosen. Both zeros are 0."""
+    inside = tokens < num_tokens
+    bits = tl.load(scores + tokens.to(tl.int64) * stride, mask=inside, other=0.0).to(tl.int32, bitcast=True)
+    free = inside & (tl.load(protected + tokens * protected_stride, mask=inside, other=1) == 0)
+    magnitude = bits & 0x7FFFFFFF
+    image = tl.where(bits < 0, -magnitude, magnitude)
+    image = tl.where(magnitude >= 0x7F800000, 0x7FFFFFFF, image)
+    return tl.where(free, image, -0x7FFFFFFF - 1)
+
+
+@triton.jit
+def _select(
+    scores, protected, counts, mask, num_tokens, row_stride, stride, protected_stride,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    scores += row * row_stride
+    mask += row * num_tokens
+    lanes = tl.arange(0, BLOCK)
+    wanted = tl.load(counts + row).to(tl.int32)
+    for start in range(0, num_tokens, BLOCK):
+        tokens = start + lanes
+        kept = tl.load(protected + tokens * protected_stride, mask=tokens < num_tokens, other=0)
+        wanted -= tl.sum(kept.to(tl.int32), axis=0)
+
+    # The greatest image that `wanted` scores reach: `least` grows by the greatest of 0 to 3 steps that keeps it so.
+    least = tl.full((), -0x7FFFFFFF - 1, tl.int32)
+    for digit in range(16):
+        step = tl.full((), 1, tl.int32) << (30 - 2 * digit)
+        one = tl.zeros((BLOCK,), tl.int32)
+        two = tl.zeros((BLOCK,), tl.int32)
+        three = tl.zeros((BLOCK,), tl.int32)
+        for start in range(0, num_tokens, BLOCK):
+            image = _images(scores, protected, stride, protected_stride, start + lanes, num_tokens)
+            one += (image >= least + step).to(tl.int32)
+            two += (image >= least + step + step).to(tl.int32)
+            three += (image >= least + step + step + step).to(tl.int32)
+        steps = (tl.sum(one, axis=0) >= wanted).to(tl.int32)
+        steps += (tl.sum(two, axis=0) >= wanted).to(tl.int32)
+        steps += (tl.sum(three, axis=0) >= wanted).to(tl.int32)
+        least += steps * step
+
+    left = wanted
+    for start in range(0, num_tokens, BLOCK):
+        image = _images(scores, protected, stride, protected_stride, start + lanes, num_tokens)
+        left -= tl.sum((image > least).to(tl.int32), axis=0)
+    for start in range(0, num_tokens, BLOCK):
+        tokens = start + lanes
+        image = _images(scores, protected, stride, protected_stride, tokens, num_tokens)
+        tied = (image == least).to(tl.int32)
+        chosen = (image > least) | ((tied == 1) & (tl.cumsum(tied, axis=0) <= left))
+        left -= tl.sum(tied, axis=0)
+        is_protected = tl.load(protected + tokens * protected_stride, mask=tokens < num_tokens, other=0) != 0
+        tl.store(mask + tokens, (chosen | is_protected).to(tl.uint8), mask=tokens < num_tokens)
+
+
+@triton.jit
+def _pack(
+    keys, values, mask, starts, packed_keys, packed_values, positions, num_tokens, key_dim, value_dim,
+    key_head_stride, key_stride, value_head_stride, value_stride, mask_head_stride, mask_stride,
+    SPAN: tl.constexpr, TILE: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) * SPAN
+    head = tl.program_id(1).to(tl.int64)
+    keys += head * key_head_stride
+    values += head * value_head_stride
+    mask += head * mask_head_stride
+    place = tl.load(starts + head)
+    lanes = tl.arange(0, 4096)
+    for start in range(0, first, 4096):
+        before = tl.load(mask + (start + lanes) * mask_stride, mask=start + lanes < first, other=0)
+        place += tl.sum(before.to(tl.int32), axis=0)
+    key_channels, value_channels = tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK)
+    for start in range(0, SPAN, TILE):
+        tokens = first + start + tl.arange(0, TILE)
+        kept = tl.load(mask + tokens * mask_stride, mask=tokens < num_tokens, other=0).to(tl.int32)
+        places = place + tl.cumsum(kept, axis=0) - 1
+        place += tl.sum(kept, axis=0)
+        tl.store(positions + places, tokens, mask=kept == 1)
+        rows = tokens.to(tl.int64)[:, None]
+        copied = (kept == 1)[:, None] & (key_channels < key_dim)[None, :]
+        key = tl.load(keys + rows * key_stride + key_channels[None, :], mask=copied)
+        tl.store(packed_keys + places[:, None] * key_dim + key_channels[None, :], key, mask=copied)
+        copied = (kept == 1)[:, None] & (value_channels < value_dim)[None, :]
+        value = tl.load(values + rows * value_stride + value_channels[None, :], mask=copied)
+        tl.store(packed_values + places[:, None] * value_dim + value_channels[None, :], value, mask=copied)
