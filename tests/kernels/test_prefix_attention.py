@@ -1,4 +1,4 @@
-"""Attention over each kind of prefix, and mixtures of them, against one naive softmax over all their tokens."""
+"""Attention of flat batches over each kind of prefix, and mixtures of them, against one naive softmax per token."""
 
 from __future__ import annotations
 
@@ -7,190 +7,286 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvshelf.kernels.prefix_attention import DensePrefix, MergedPrefix, StreamedPrefix, prefix_attention, reference
+from kvshelf.errors import InvalidTensor
+from kvshelf.kernels.prefix_attention import (
+    BatchLayout,
+    MergedPrefix,
+    PackedPrefix,
+    StackedPrefix,
+    StreamedPrefix,
+    SuffixRows,
+    prefix_attention,
+    reference,
+)
 from kvshelf.kernels.prefix_attention import attend as attend_module
 from kvshelf.kernels.prefix_attention.attend import attend, attend_in_blocks, combine
-from kvshelf.kernels.quantize import dequantize_channels, dequantize_tokens, quantize_channels, quantize_tokens
+from kvshelf.kernels.prefix_attention.eager import attend_prefix
+from kvshelf.kernels.quantize.rows import QuantizedRows
 from tests.kernels.tensors import TOLERANCE, LargestTensor, error, random
 
+CPU = torch.device("cpu")
 
-def dense(num_rows, dim, value_dim, dtype=torch.float32, seed=0):
-    return DensePrefix(
-        random(num_rows, dim, dtype=dtype, seed=seed), random(num_rows, value_dim, dtype=dtype, seed=seed + 100)
+
+def packed(lengths, dim, value_dim, dtype=torch.float32, seed=0, bits=None, group=8):
+    keys = random(sum(lengths), dim, dtype=dtype, seed=seed)
+    values = random(sum(lengths), value_dim, dtype=dtype, seed=seed + 100)
+    if bits is None:
+        return PackedPrefix(keys, values, tuple(lengths))
+    return PackedPrefix(
+        QuantizedRows.quantize(keys, lengths, bits=bits, group=group, axis="tokens"),
+        QuantizedRows.quantize(values, lengths, bits=bits, group=group, axis="channels"),
+        tuple(lengths),
     )
 
 
 class Rows:
     """A `Block` over tensors that remembers what was asked of it, and poisons what it gave out before."""
 
-    def __init__(self, keys, values):
-        self.keys, self.values = keys, values
+    def __init__(self, prefix):
+        self.heads = prefix.heads
         self.asked = []
         self.given = []
 
-    def __call__(self, start, stop):
+    def __call__(self, head, start, stop):
         for tensor in self.given:
             tensor.fill_(torch.nan)
-        self.asked.append((start, stop))
-        self.given = [self.keys[start:stop].clone(), self.values[start:stop].clone()]
+        self.asked.append((head, start, stop))
+        self.given = [states[start:stop].clone() for states in self.heads[head]]
         return tuple(self.given)
 
 
-def streamed(num_rows, dim, value_dim, dtype=torch.float32, seed=0):
-    whole = dense(num_rows, dim, value_dim, dtype, seed)
-    return StreamedPrefix(num_rows, Rows(whole.keys, whole.values))
+def streamed(lengths, dim, value_dim, dtype=torch.float32, seed=0):
+    return StreamedPrefix(tuple(lengths), value_dim, Rows(packed(lengths, dim, value_dim, dtype, seed)))
 
 
-def merged(num_classes, num_slots, dim, value_dim, dtype=torch.float32, seed=0):
-    classes = dense(num_classes, dim, value_dim, dtype, seed)
+def stacked(lengths, dim, value_dim, dtype=torch.float32, seed=0):
+    """Views of longer buffers, as a prefill in chunks has them."""
+    longest = max(lengths)
+    keys = random(len(lengths), longest + 3, dim, dtype=dtype, seed=seed)
+    values = random(len(lengths), longest + 3, value_dim, dtype=dtype, seed=seed + 100)
+    return StackedPrefix(keys[:, :longest], values[:, :longest])
+
+
+def merged(classes, slots, dim, value_dim, dtype=torch.float32, seed=0, bits=None):
+    whole = packed(classes, dim, value_dim, dtype, seed, bits)
     generator = torch.Generator().manual_seed(seed)
-    slot_classes = (
-        torch.randint(num_classes, (num_slots,), generator=generator) if num_classes else torch.empty(0).long()
-    )
-    slot_scales = torch.rand(num_slots, generator=generator) * 3
-    return MergedPrefix(num_classes, Rows(classes.keys, classes.values), slot_scales, slot_classes)
+    slots = [n if c else 0 for n, c in zip(slots, classes, strict=True)]
+    slot_classes = [torch.randint(max(c, 1), (n,), generator=generator) for c, n in zip(classes, slots, strict=True)]
+    scales = torch.rand(sum(slots), generator=generator) * 3
+    return MergedPrefix(whole.keys, whole.values, whole.lengths, scales, torch.cat(slot_classes).int(), tuple(slots))
 
 
-def suffix(batch, kv_heads, length, dim, value_dim, dtype=torch.float32):
-    return (
-        random(batch, kv_heads, length, dim, dtype=dtype, seed=2),
-        random(batch, kv_heads, length, value_dim, dtype=dtype, seed=3),
-    )
+def states(layout, kv_heads, dim, value_dim, dtype=torch.float32, spare=3):
+    """Suffix tensors with room to spare, which holds large numbers: whoever read it would be far off."""
+    made = []
+    for i, rows in enumerate(layout.suffixes):
+        shape = (len(rows.first), kv_heads, max(rows.lengths) + spare)
+        keys = random(*shape, dim, dtype=dtype, seed=20 + i)
+        values = random(*shape, value_dim, dtype=dtype, seed=40 + i)
+        for r, length in enumerate(rows.lengths):
+            keys[r, :, length:], values[r, :, length:] = 50.0, 1000.0
+        made.append((keys, values))
+    return made
 
 
-def check(queries, prefix, keys, values, scale=0.3, tolerance=None):
-    ours = prefix_attention(queries, prefix, keys, values, scale)
+def one_document(tokens, length=None, rows=1):
+    """`rows` rows of equal length on one document, each with `tokens` new tokens."""
+    length = length or tokens
+    suffix = SuffixRows((length,) * rows, tuple(range(0, rows * tokens, tokens)), tokens)
+    return BatchLayout((rows * tokens,), (suffix,), CPU)
+
+
+def check(queries, prefixes, layout, kv_heads, value_dim, scale=0.3, tolerance=None):
+    suffixes = states(layout, kv_heads, queries.shape[2], value_dim, queries.dtype)
+    ours = prefix_attention(queries, prefixes, suffixes, layout, scale)
     assert ours.dtype == queries.dtype
-    expected = reference.prefix_attention(queries, prefix, keys, values, scale)
+    expected = reference.prefix_attention(queries, prefixes, suffixes, layout, scale)
     assert error(ours, expected) < (tolerance or TOLERANCE[queries.dtype])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(
-    ("batch", "q_heads", "kv_heads", "queries", "length", "prefix", "dim", "value_dim"),
+    ("rows", "q_heads", "new", "length", "prefix", "dim", "value_dim"),
     [
-        (1, 4, 2, 1, 1, [37, 37], 16, 16),
-        (1, 4, 1, 5, 5, [63], 16, 16),
-        (2, 6, 2, 3, 9, [17, 5], 24, 24),  # ragged heads, a question after an earlier turn
-        (1, 8, 4, 1, 12, [9, 0, 3, 1], 8, 8),  # a head that keeps nothing
-        (1, 2, 2, 4, 4, [0, 0], 16, 16),  # an empty prefix
-        (2, 4, 2, 3, 3, [11, 29], 16, 40),  # values wider than keys: the generic path
-        (1, 3, 1, 600, 640, [7], 5, 5),  # more queries than a block, odd head size
+        (1, 4, 1, 1, [37, 37], 16, 16),
+        (1, 4, 5, 5, [63], 16, 16),
+        (2, 6, 3, 9, [17, 5], 24, 24),  # ragged heads, a question after an earlier turn
+        (1, 8, 1, 12, [9, 0, 3, 1], 8, 8),  # a head that keeps nothing
+        (1, 2, 4, 4, [0, 0], 16, 16),  # an empty prefix
+        (2, 4, 3, 3, [11, 29], 16, 40),  # values wider than keys: the generic path
+        (1, 3, 600, 640, [7], 5, 5),  # more queries than a block, odd head size
     ],
 )
-def test_dense_prefixes(dtype, batch, q_heads, kv_heads, queries, length, prefix, dim, value_dim):
-    q = random(batch, q_heads, queries, dim, dtype=dtype, seed=1)
-    heads = [[dense(n, dim, value_dim, dtype, seed=h)] for h, n in enumerate(prefix)]
-    check(q, heads, *suffix(batch, kv_heads, length, dim, value_dim, dtype))
+def test_packed_prefixes(dtype, rows, q_heads, new, length, prefix, dim, value_dim):
+    q = random(rows * new, q_heads, dim, dtype=dtype, seed=1)
+    document = (packed(prefix, dim, value_dim, dtype),)
+    check(q, [document], one_document(new, length, rows), len(prefix), value_dim)
 
 
 def test_strided_input():
-    q, keys, values = (random(1, 5, 4, 16, seed=s).transpose(1, 2) for s in (1, 2, 3))  # as models give them
-    packed = random(2 * 33, 16), random(2 * 33, 16, seed=5)
-    heads = [[DensePrefix(*kv)] for kv in zip(*(states.view(2, 33, 16) for states in packed), strict=True)]
-    check(q, heads, keys[:, :2], values[:, :2], 0.25)
+    q = random(4, 5, 16, seed=1).transpose(0, 1)  # as models give it
+    document = (stacked([33, 33], 16, 16),)
+    check(q, [document], one_document(5), 2, 16)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("num_rows", [0, 1, 5, 1023, 1024, 1025, 2048, 3001])
 @pytest.mark.parametrize(("dim", "value_dim"), [(16, 16), (5, 9)])
 def test_streamed_prefix_is_made_in_blocks(dtype, num_rows, dim, value_dim):
-    q = random(1, 4, 3, dim, dtype=dtype, seed=1)
-    part = streamed(num_rows, dim, value_dim, dtype)
-    ours = prefix_attention(q, [[part], []], *suffix(1, 2, 4, dim, value_dim, dtype), 0.3)
-    asked = list(part.block.asked)
+    q = random(3, 4, dim, dtype=dtype, seed=1)
+    part = streamed([num_rows, 0], dim, value_dim, dtype)
+    layout = one_document(3)
+    suffixes = states(layout, 2, dim, value_dim, dtype)
+    ours = prefix_attention(q, [(part,)], suffixes, layout, 0.3)
+    asked = [(start, stop) for head, start, stop in part.block.asked if head == 0]
     assert max(stop - start for start, stop in asked) <= 1024
     assert [row for start, stop in asked for row in range(start, stop)] == list(range(num_rows))
-    expected = reference.prefix_attention(q, [[part], []], *suffix(1, 2, 4, dim, value_dim, dtype), 0.3)
+    expected = reference.prefix_attention(q, [(part,)], suffixes, layout, 0.3)
     assert error(ours, expected) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("queries", [1, 200])
+@pytest.mark.parametrize("new", [1, 200])
 @pytest.mark.parametrize(
     ("classes", "slots", "dim", "value_dim"),
     [(7, 29, 16, 16), (1, 1, 16, 16), (1, 50, 3, 5), (40, 7, 16, 16), (12, 12, 8, 24), (5, 0, 8, 8), (0, 0, 8, 8)],
 )
-def test_merged_prefix(dtype, queries, classes, slots, dim, value_dim):
-    q = random(2, 4, queries, dim, dtype=dtype, seed=1)
-    heads = [[merged(classes, slots, dim, value_dim, dtype, seed=h)] for h in range(2)]
-    check(q, heads, *suffix(2, 2, queries + 1, dim, value_dim, dtype))
+def test_merged_prefix(dtype, new, classes, slots, dim, value_dim):
+    q = random(2 * new, 4, dim, dtype=dtype, seed=1)
+    document = (merged([classes, classes], [slots, slots], dim, value_dim, dtype),)
+    check(q, [document], one_document(new, new + 1, rows=2), 2, value_dim)
 
 
-def test_merged_prefix_with_a_slot_of_scale_one_per_class_is_dense():
-    q, states = random(4, 16, seed=1), dense(33, 16, 16)
-    part = MergedPrefix(33, Rows(states.keys, states.values), torch.ones(33), torch.arange(33))
-    for ours, expected in zip(part.attend(q, 0.3), states.attend(q, 0.3), strict=True):
+def test_merged_prefix_with_a_slot_of_scale_one_per_class_is_packed():
+    q, whole = random(1, 4, 16, seed=1), packed([33], 16, 16)
+    part = MergedPrefix(whole.keys, whole.values, (33,), torch.ones(33), torch.arange(33).int(), (33,))
+    for ours, expected in zip(attend_prefix(q, part, 0.3), attend_prefix(q, whole, 0.3), strict=True):
         assert error(ours, expected) < 2e-6
 
 
 def test_merged_prefix_takes_rows_in_blocks(monkeypatch):
     monkeypatch.setattr(attend_module, "_LOGITS_PER_BLOCK", 100)  # 3 rows of 29 slots
-    check(random(1, 4, 5, 16, seed=1), [[merged(7, 29, 16, 16)]], *suffix(1, 1, 5, 16, 16))
+    check(random(5, 4, 16, seed=1), [(merged([7], [29], 16, 16),)], one_document(5), 1, 16)
 
 
 def test_merged_prefix_makes_nothing_of_slots_times_head_size():
-    part, q = merged(10, 5000, 64, 64), random(4, 64, seed=1)
+    part, q = merged([10], [5000], 64, 64), random(1, 4, 64, seed=1)
+    assert part.heads  # the classes as indices are made once, not per call
     with LargestTensor() as largest:
-        part.attend(q, 0.3)
+        attend_prefix(q, part, 0.3)
     assert largest.numel == 4 * 5000
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_quantized_prefix(dtype, bits):
+    """Ragged heads, groups that do not divide them, classes under a codec, and plain entries beside them."""
+    q = random(6, 4, 24, dtype=dtype, seed=1)
+    document = (
+        packed([37, 5], 24, 24, dtype, bits=bits),
+        merged([9, 4], [20, 3], 24, 24, dtype, seed=7, bits=bits),
+        packed([3, 0], 24, 24, dtype, seed=9),
+    )
+    check(q, [document], one_document(3, rows=2), 2, 24)
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_quantized_rows_are_attended_to_a_block_at_a_time(bits):
-    states, q = dense(3000, 64, 64), random(4, 64, seed=1)
-    keys, values = quantize_tokens(states.keys, bits, 32), quantize_channels(states.values, bits, 32)
-
-    def block(start, stop):
-        return (
-            dequantize_tokens(*keys, bits, 32, 64, torch.float32, start, stop),
-            dequantize_channels(*values, bits, 32, 64, torch.float32, start, stop),
-        )
-
+    part, q = packed([3000], 64, 64, bits=bits, group=32), random(1, 4, 64, seed=1)
     with LargestTensor() as largest:
-        out, lse = StreamedPrefix(3000, block).attend(q, 0.3)
+        out, lse = attend_prefix(q, part, 0.3)
     assert largest.bytes == 1024 * 64 * 4  # of 3000 rows
-    expected_out, expected_lse = DensePrefix(*block(0, 3000)).attend(q, 0.3)
+    whole = PackedPrefix(part.keys.dequantize(), part.values.dequantize(), (3000,))
+    expected_out, expected_lse = attend_prefix(q, whole, 0.3)
     assert error(out, expected_out) < 2e-6
     assert error(lse, expected_lse) < 2e-6
 
 
 def test_large_logits_do_not_overflow():
-    q = random(1, 2, 2, 16, seed=1) * 100  # logits to about 1000, of which fp32 has 6e-5
-    prefix = [[merged(7, 29, 16, 16), streamed(1500, 16, 16), dense(3, 16, 16)]]
-    check(q, prefix, *suffix(1, 1, 2, 16, 16), tolerance=2e-4)
+    q = random(2, 2, 16, seed=1) * 100  # logits to about 1000, of which fp32 has 6e-5
+    document = (merged([7], [29], 16, 16), streamed([1500], 16, 16), packed([3], 16, 16))
+    check(q, [document], one_document(2), 1, 16, tolerance=2e-4)
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_any_mixture_of_prefixes(data):
-    """Ragged heads of any number of parts of any kind and size, empty ones included."""
-    dim, value_dim = data.draw(st.sampled_from([(8, 8), (3, 7)]))
-    sizes = st.integers(0, 40)
+@st.composite
+def batches(draw):
+    """Any number of documents, of any parts, and rows on them in any state, some of whose places take no part."""
+    dim, value_dim = draw(st.sampled_from([(8, 8), (3, 7)]))
+    kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    sizes = st.lists(st.integers(0, 40), min_size=kv_heads, max_size=kv_heads)
 
     def part(seed):
-        match data.draw(st.sampled_from(["dense", "streamed", "merged"])):
-            case "dense":
-                return dense(data.draw(sizes), dim, value_dim, seed=seed)
+        match draw(st.sampled_from(["packed", "quantized", "streamed", "stacked", "merged"])):
+            case "packed":
+                return packed(draw(sizes), dim, value_dim, seed=seed)
+            case "quantized":
+                return packed(draw(sizes), dim, value_dim, seed=seed, bits=draw(st.sampled_from([2, 4, 8])))
             case "streamed":
-                return streamed(data.draw(sizes), dim, value_dim, seed=seed)
+                return streamed(draw(sizes), dim, value_dim, seed=seed)
+            case "stacked":
+                return stacked([draw(st.integers(0, 40))] * kv_heads, dim, value_dim, seed=seed)
             case _:
-                classes = data.draw(sizes)
-                return merged(classes, data.draw(sizes) if classes else 0, dim, value_dim, seed=seed)
+                return merged(draw(sizes), draw(sizes), dim, value_dim, seed=seed)
 
-    kv_heads, group, batch = (data.draw(st.integers(1, 3)) for _ in range(3))
-    heads = [[part(10 * h + i) for i in range(data.draw(st.integers(0, 3)))] for h in range(kv_heads)]
-    new = data.draw(st.integers(1, 4))
-    length = new + data.draw(st.integers(0, 3))
-    q = random(batch, kv_heads * group, new, dim, seed=1)
-    check(q, heads, *suffix(batch, kv_heads, length, dim, value_dim))
+    shares, prefixes, single, several = [], [], [], []
+    first = 0
+    for document in range(draw(st.integers(1, 4))):
+        prefixes.append(tuple(part(100 * document + i) for i in range(draw(st.integers(0, 3)))))
+        shares.append(0)
+        for _ in range(draw(st.integers(1, 3))):
+            new = draw(st.sampled_from([1, 1, 2, 5]))
+            length = new + draw(st.integers(0, 9))
+            (single if new == 1 else several).append((first, length, new))
+            first += new
+            shares[-1] += new
+    suffixes = [SuffixRows((length,), (start,), new) for start, length, new in several]
+    while single:
+        size = draw(st.integers(1, len(single)))
+        rows = [(start, length) for start, length, _ in single[:size]]
+        single = single[size:]
+        for _ in range(draw(st.integers(0, 2))):
+            rows.insert(draw(st.integers(0, len(rows))), (-1, 1))
+        suffixes.append(SuffixRows(tuple(length for _, length in rows), tuple(start for start, _ in rows)))
+    layout = BatchLayout(tuple(shares), tuple(suffixes), CPU)
+    return random(first, kv_heads * group, dim, seed=1), prefixes, layout, kv_heads, value_dim
 
 
-@pytest.mark.parametrize("part", [dense(0, 8, 8), streamed(0, 8, 8), merged(0, 0, 8, 8), merged(3, 0, 8, 8)], ids=repr)
+@settings(max_examples=120, deadline=None)
+@given(batches())
+def test_any_batch(batch):
+    check(*batch)
+
+
+@settings(max_examples=40, deadline=None)
+@given(batches(), st.data())
+def test_neighbours_change_nothing(batch, data):
+    """What others ask, and what their documents and suffixes hold, is nothing to a token."""
+    queries, prefixes, layout, kv_heads, value_dim = batch
+    suffixes = states(layout, kv_heads, queries.shape[2], value_dim)
+    before = prefix_attention(queries, prefixes, suffixes, layout, 0.3)
+    chosen = data.draw(st.sampled_from([(rows, r) for rows in layout.suffixes for r in range(len(rows.first))]))
+    rows, r = chosen
+    if rows.first[r] < 0:
+        return
+    mine = slice(rows.first[r], rows.first[r] + rows.new)
+    others = queries + 1
+    others[mine] = queries[mine]
+    for part, (keys, values) in zip(layout.suffixes, suffixes, strict=True):
+        for row in range(len(part.first)):
+            if (part, row) != (rows, r):
+                keys[row] += 1
+                values[row] -= 1
+    after = prefix_attention(others, prefixes, suffixes, layout, 0.3)
+    assert error(after[mine], before[mine]) < 2e-6
+
+
+@pytest.mark.parametrize(
+    "part", [packed([0], 8, 8), streamed([0], 8, 8), merged([0], [0], 8, 8), merged([3], [0], 8, 8)], ids=repr
+)
 def test_an_empty_prefix_has_no_mass(part):
-    out, lse = part.attend(random(5, 8), 0.3)
-    assert torch.equal(out, torch.zeros(5, 8))
-    assert torch.equal(lse, torch.full((5,), -torch.inf))
+    out, lse = attend_prefix(random(1, 5, 8), part, 0.3)
+    assert torch.equal(out, torch.zeros(1, 5, 8))
+    assert torch.equal(lse, torch.full((1, 5), -torch.inf))
 
 
 def test_combine_of_two_empty_sets_is_empty():
@@ -202,6 +298,24 @@ def test_combine_of_two_empty_sets_is_empty():
 
 def test_generic_attention_equals_the_cpu_operation():
     q, k, v = random(1, 2, 130, 16), random(1, 2, 77, 16, seed=1), random(1, 2, 77, 16, seed=2)
-    mask = torch.zeros(130, 77).masked_fill_(random(130, 77, seed=3) > 1, -torch.inf)
+    mask = torch.zeros(1, 1, 130, 77).masked_fill_(random(1, 1, 130, 77, seed=3) > 1, -torch.inf)
     for ours, expected in zip(attend_in_blocks(q, k, v, 0.2, mask), attend(q, k, v, 0.2, mask), strict=True):
         assert error(ours, expected) < 2e-6
+
+
+@pytest.mark.parametrize(
+    ("queries", "problem"),
+    [
+        (random(3, 4, 16), "a batch of 2 tokens"),  # more tokens than the layout has
+        (random(2, 3, 16), "q_heads"),  # no multiple of the KV heads
+        (random(2, 4, 8), "q_heads"),  # another head size
+        (random(2, 4, 16, dtype=torch.bfloat16), "one dtype"),
+        (random(2, 4, 16).double(), "float32, bfloat16 or float16"),
+        (random(2, 16, 4).transpose(1, 2), "contiguous"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_with_their_shapes(queries, problem):
+    layout = one_document(2)
+    with pytest.raises(InvalidTensor, match=problem) as refused:
+        prefix_attention(queries, [()], states(layout, 2, 16, 16), layout, 0.3)
+    assert str(list(queries.shape)) in refused.value.message
