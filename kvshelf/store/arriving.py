@@ -66,7 +66,7 @@ class ArrivingCache:
             except Exception as error:  # whatever it is, those who wait must hear of it
                 self._refuse(error)
             finally:
-                self.close()
+                self.close()  # nobody is left waiting, even when this thread is interrupted
                 self._body.close()
 
     def cache(self) -> CompressedCache:

@@ -126,8 +126,8 @@ def fresh_memory(size: int) -> memoryview:
 
     Not a map of the file: its bytes could change after they were verified, and a file cut short would kill the process.
     Huge pages, because the first touch of fresh memory page by page takes several times as long as the reading itself
-    (39 against 5 ms for 64 MiB). The kernel gives them to whole aligned pages only and does not align what it maps, so
-    more addresses than bytes are taken. The last page is a huge one where that wastes less than half of it.
+    (39 against 5 ms for 64 MiB). The kernel gives them to aligned memory only and need not align what it maps, so more
+    addresses than bytes are taken. The last page is a huge one where that wastes less than half of it.
     """
     memory = mmap.mmap(-1, size + 2 * _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     start = -np.frombuffer(memory, np.uint8).ctypes.data % _HUGE_PAGE
