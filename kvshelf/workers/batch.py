@@ -109,7 +109,8 @@ class _Plan:
         ids = [token for p in places for token in p.generation.pending[: p.count]]
         positions = [p.generation.next_position + i for p in places for i in range(p.count)]
         self.token_ids, self.positions = torch.tensor([[ids], [positions]], device=device)
-        self.last_tokens = torch.tensor([p.first + p.count - 1 for p in places if p.complete], device=device)
+        last = [p.first + p.count - 1 for p in places if p.complete]
+        self.last_tokens = torch.tensor(last, dtype=torch.int64, device=device)  # an empty list would be floats
         self.documents, shares = _shares(places)
         self.parts = _suffix_parts(places, device)
         self.layout = BatchLayout(shares, tuple(part.rows for part in self.parts), device)
@@ -117,13 +118,17 @@ class _Plan:
 
     @classmethod
     def of(cls, generations: Sequence[Generation], pool: SuffixPool, device: torch.device) -> _Plan:
-        """Rows that share a document next to each other; first a token for each answer, then as much of the questions
-        as fits."""
-        left = MAX_NEW_TOKENS - len(generations)
+        """Rows that share a document next to each other. A token for each row, and the rest to the shortest questions
+        first, so that a long one holds up nobody but itself."""
+        left = max(0, MAX_NEW_TOKENS - len(generations))
+        counts: dict[int, int] = {}
+        for generation in sorted(generations, key=lambda g: len(g.pending)):
+            more = min(len(generation.pending) - 1, left)
+            left -= more
+            counts[id(generation)] = 1 + more
         places, first = [], 0
         for generation in sorted(generations, key=lambda g: id(g.document)):
-            count = min(len(generation.pending), 1 + max(0, left))
-            left -= count - 1
+            count = counts[id(generation)]
             slab = pool.reserve(generation.row, generation.row.length + count)
             places.append(_Place(generation, first, count, count == len(generation.pending), slab))
             first += count

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvshelf.errors import Cancelled, DeadlineExceeded, InvalidRequest, NoWorker, QueueFull
+from kvshelf.errors import Cancelled, DeadlineExceeded, InvalidRequest, NoWorker, QueueFull, StoreUnavailable
+from kvshelf.store import open_store
 from kvshelf.store.artifact import CompressedCache
 from kvshelf.workers.engine import Compression, Engine
 from kvshelf.workers.generation import Sampling
@@ -270,3 +271,85 @@ def test_stopping_with_time_to_drain_finishes_what_was_taken(engine: Engine, job
     scheduler.stop(drain_s=WAIT_S)
     assert answer.future.result(0).usage.completion_tokens == 30
     assert compression.future.result(0).cache.num_tokens == job.num_tokens
+
+
+def test_questions_wait_for_bytes_and_are_refused_where_there_will_never_be_enough(
+    engine: Engine, cache: CompressedCache
+) -> None:
+    """Room for two suffixes of 64 tokens: of five questions never more than two are open, and all are answered."""
+    room = 2 * 64 * engine.kv_bytes_per_token
+    scheduler = Scheduler(engine, SchedulerLimits(max_suffix_bytes=room))
+    open_at_once: list[int] = []
+    query = engine.encode_query(cache, "Who?")
+    scheduler.start()
+    try:
+        tickets = [
+            scheduler.generate(
+                cache,
+                query,
+                Sampling(max_tokens=8),
+                on_text=lambda _: open_at_once.append(len(scheduler._open)),
+            )
+            for _ in range(5)
+        ]
+        answers = [ticket.future.result(WAIT_S) for ticket in tickets]
+        assert len({answer.text for answer in answers}) == 1
+        assert max(open_at_once) <= 2
+        assert scheduler._batch.nbytes <= room
+        with pytest.raises(InvalidRequest, match=r"take \d+ bytes beside the document") as refused:
+            scheduler.generate(cache, query, Sampling(max_tokens=1000))
+        assert refused.value.param == "prompt"
+    finally:
+        scheduler.stop()
+    assert scheduler._batch.nbytes == 0
+
+
+def test_new_questions_join_while_others_are_answered(
+    scheduler: Scheduler, engine: Engine, cache: CompressedCache
+) -> None:
+    """A short answer asked for in the middle of a long one is done long before it."""
+    steps: list[str] = []
+    joined: list[object] = []
+
+    def on_text(text: str) -> None:
+        steps.append(text)
+        if len(steps) == 5:
+            query = engine.encode_query(cache, "When?")
+            joined.append(scheduler.generate(cache, query, Sampling(max_tokens=3)))
+            joined[0].future.add_done_callback(lambda _: joined.append(len(steps)))  # type: ignore[attr-defined]
+
+    long = scheduler.generate(cache, engine.encode_query(cache, "Go on"), Sampling(max_tokens=100), on_text=on_text)
+    assert long.future.result(WAIT_S).usage.completion_tokens == 100
+    assert 5 < joined[1] < 30  # type: ignore[operator]
+
+
+def test_a_document_that_arrives_slowly_holds_nobody_up(
+    scheduler: Scheduler, engine: Engine, cache: CompressedCache, tmp_path: Path
+) -> None:
+    with open_store(f"disk://{tmp_path}/home") as store:
+        arriving = store.open_cache(store.put(cache).id)
+        slow = scheduler.generate(engine.attach(arriving), engine.encode_query(cache, "tide"), Sampling(max_tokens=5))
+        query = engine.encode_query(cache, "Who?")
+        others = [scheduler.generate(cache, query, Sampling(max_tokens=9)) for _ in range(3)]
+        for ticket in others:
+            assert ticket.future.result(WAIT_S).usage.completion_tokens == 9
+        assert not slow.future.done()
+        arriving.read()
+        assert slow.future.result(WAIT_S) == engine.answer(cache, "tide", max_new_tokens=5)
+
+
+def test_a_document_that_never_arrives_can_be_left(
+    scheduler: Scheduler, engine: Engine, cache: CompressedCache, tmp_path: Path
+) -> None:
+    with open_store(f"disk://{tmp_path}/home") as store:
+        manifest_id = store.put(cache).id
+        query = engine.encode_query(cache, "tide")
+        with store.open_cache(manifest_id) as arriving:
+            hanging = scheduler.generate(engine.attach(arriving), query, Sampling(max_tokens=5), deadline_s=0.3)
+            with pytest.raises(DeadlineExceeded):
+                hanging.future.result(WAIT_S)
+            second = scheduler.generate(engine.attach(arriving), query, Sampling(max_tokens=5))
+            arriving.close()  # whoever reads it gave up
+            with pytest.raises(StoreUnavailable):
+                second.future.result(WAIT_S)
+    assert scheduler.generate(cache, query, Sampling(max_tokens=5)).future.result(WAIT_S)
