@@ -6,11 +6,25 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
+from kvshelf.errors import InvalidTensor
 from kvshelf.kernels.column_sums import column_sums, reference
 from tests.kernels.tensors import LargestTensor, error, random
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+FROM_BF16_LOGITS = 3e-2
+"""Of sums over few rows: a logit of 4 to 8, rounded to 8 bits, is up to 2^-6 off, and so is the weight of a single
+row. Over thousands of rows these errors cancel."""
+
+
+def log_sum_exps(queries, keys, scale):
+    """Of every row over the keys it sees, `[q_heads, R]` fp32."""
+    repeated = keys.repeat_interleave(queries.shape[0] // keys.shape[0], dim=0).double()
+    logits = scale * queries.double() @ repeated.mT
+    first = keys.shape[1] - queries.shape[1]
+    return logits.masked_fill(torch.ones_like(logits).triu(first + 1).bool(), -torch.inf).logsumexp(dim=-1).float()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -102,3 +116,72 @@ def test_memory_is_bounded_by_a_block_of_rows():
     with LargestTensor() as largest:
         column_sums(q, k, 1.0, local_rows=300)
     assert 0 < largest.numel <= 128 * 1000
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize(
+    ("q_heads", "kv_heads", "rows", "keys", "dim", "local_rows"),
+    [
+        (4, 2, 700, 700, 16, 40),  # more keys and more rows than a tile
+        (3, 1, 63, 90, 5, 0),
+        (2, 1, 1, 7, 8, 1),
+        (600, 1, 3, 5, 4, 1),  # a group larger than a tile's rows
+    ],
+)
+def test_given_log_sum_exps_change_nothing(dtype, every, q_heads, kv_heads, rows, keys, dim, local_rows):
+    q, k = (
+        random(rows, q_heads, dim, dtype=dtype).transpose(0, 1),
+        random(keys, kv_heads, dim, dtype=dtype, seed=1).transpose(0, 1),
+    )
+    ours = column_sums(q, k, 0.3, local_rows, every=every, lse=log_sum_exps(q, k, 0.3))
+    plain = column_sums(q, k, 0.3, local_rows, every=every)
+    for sums, expected in zip(ours, plain, strict=True):
+        assert error(sums, expected) < (FROM_BF16_LOGITS if dtype == torch.bfloat16 else 2e-6) or not expected.any()
+
+
+def test_bf16_logits_cancel_out_over_many_rows():
+    q, k = random(4, 2000, 64, dtype=torch.bfloat16), random(1, 2000, 64, dtype=torch.bfloat16, seed=1)
+    exact, _ = column_sums(q, k, 0.125)
+    ours, _ = column_sums(q, k, 0.125, lse=log_sum_exps(q, k, 0.125))
+    assert 0 < error(ours, exact) < 1e-3
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=st.integers(1, 150), earlier=st.integers(0, 30), local_rows=st.integers(0, 170), every=st.integers(1, 20))
+def test_every_sums_each_nth_row_before_the_local_ones(rows, earlier, local_rows, every):
+    """Rows picked one by one, each a sequence of its own that ends with it."""
+    q, k = random(2, rows, 8), random(1, rows + earlier, 8, seed=1)
+    total, local = column_sums(q, k, 0.5, local_rows, every=every)
+    picked = torch.zeros_like(total)
+    for row in range(rows - min(local_rows, rows) - 1, -1, -every):
+        picked[:, : earlier + row + 1] += every * column_sums(q[:, row : row + 1], k[:, : earlier + row + 1], 0.5)[0]
+    assert torch.allclose(total, picked + local, rtol=1e-5, atol=1e-6)
+    assert torch.allclose(local, column_sums(q, k, 0.5, local_rows)[1], rtol=1e-5, atol=1e-6)
+
+
+def test_every_eighth_row_is_an_eighth_of_the_work():
+    def flops(every):
+        with FlopCounterMode(display=False) as counter:
+            column_sums(q, k, 1.0, every=every)
+        return counter.get_total_flops()
+
+    q, k = random(16, 1024, 8), random(1, 1024, 8, seed=1)  # 8 rows a block: little beyond the diagonal
+    assert flops(8) < 1.1 * flops(1) / 8
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "options", "problem"),
+    [
+        ((4, 9, 8), (3, 9, 8), {}, "multiple of kv_heads"),
+        ((4, 9, 8), (2, 8, 8), {}, "R <= N"),
+        ((4, 9, 8), (2, 9, 7), {}, r"keys \[2, 9, 7\]"),
+        ((4, 9, 8), (2, 9, 8), {"every": 0}, "every from 1"),
+        ((4, 9, 8), (2, 9, 8), {"local_rows": -1}, "local_rows"),
+        ((4, 9, 8), (2, 9, 8), {"lse": torch.zeros(4, 8)}, r"lse must be .* lse \[4, 8\] float32"),
+        ((4, 9, 8), (2, 9, 8), {"lse": torch.zeros(4, 9).half()}, r"lse \[4, 9\] float16"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_its_shape(q, k, options, problem):
+    with pytest.raises(InvalidTensor, match=problem):
+        column_sums(random(*q), random(*k), 1.0, **options)
