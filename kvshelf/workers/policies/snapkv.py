@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from kvshelf.kernels.window_scores import pooled as pooled
 from kvshelf.workers.policies.base import TailPolicy, parameter
 from kvshelf.workers.policies.view import LayerView
 
@@ -33,11 +33,4 @@ class SnapKV(TailPolicy):
 
     def score(self, layer: LayerView) -> Tensor:
         window = layer.window(self.window)
-        return window.pad(pooled(window.mean(), self.kernel, self.pooling))
-
-
-def pooled(scores: Tensor, kernel: int, how: str = "avg") -> Tensor:
-    """Each score together with its neighbours, along the last dimension. The mean counts zeros beyond the edges, as
-    torch does by default and the papers' code with it."""
-    pool = F.max_pool1d if how == "max" else F.avg_pool1d
-    return pool(scores, kernel, stride=1, padding=kernel // 2)
+        return window.pad(window.mean(self.kernel, self.pooling))

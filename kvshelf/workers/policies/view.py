@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kvshelf.kernels.column_sums import column_sums
-from kvshelf.kernels.window_scores import window_attention
+from kvshelf.kernels.window_scores import pooled, window_attention, window_scores
 
 if TYPE_CHECKING:  # a view is also made without a model
     from kvshelf.workers.calibration import Calibration
@@ -129,10 +129,10 @@ class LayerView:
         """The observation window of `rows` rows."""
         return Window(self, rows)
 
-    def column_sums(self, local_rows: int = 0) -> tuple[Tensor, Tensor]:
+    def column_sums(self, local_rows: int = 0, every: int = 1) -> tuple[Tensor, Tensor]:
         """Attention each document token receives, summed over all rows and over the last `local_rows`, each `[q_heads,
-        N]` fp32."""
-        return column_sums(self.all_queries, self.keys, self.scaling, local_rows)
+        N]` fp32; above 1, `every` estimates the first by that part of the rows."""
+        return column_sums(self.all_queries, self.keys, self.scaling, local_rows, every=every)
 
     def keys_unrotated(self) -> Tensor:
         """Keys before RoPE, `[kv_heads, N, D]` fp32."""
@@ -204,9 +204,25 @@ class Window:
         ends = [layer.grouped(probed.queries)[kv_head, :, -self._rows :] for probed in layer.probes]
         return torch.cat([tail, *ends], dim=1)
 
-    def mean(self) -> Tensor:
-        """Mean weight over the rows and the group, `[kv_heads, columns]` fp32."""
-        return torch.stack([self.attention(head).mean(dim=(0, 1)) for head in range(self._layer.kv_heads)])
+    def mean(self, kernel: int = 1, pooling: str = "avg") -> Tensor:
+        """Mean weight over the rows and the group, pooled over `kernel` neighbours: `[kv_heads, columns]` fp32."""
+        layer = self._layer
+        keys, tail = layer.keys[:, : self.columns], layer.keys[:, self.columns :]
+        # Tokens that see the judged ones and are none of them: the tail, and after it a pass.
+        rows = [(layer.all_queries[:, self.columns :], tail)] if self.tail else []
+        rows += [
+            (probed.queries[:, -self._rows :], torch.cat([tail, probed.keys], dim=1) if self.tail else probed.keys)
+            for probed in layer.probes
+        ]
+        if len(rows) == 1:
+            ((queries, own_keys),) = rows
+            return window_scores(queries, keys, layer.scaling, own_keys=own_keys, kernel=kernel, pooling=pooling)
+        sums = [
+            queries.shape[1] * window_scores(queries, keys, layer.scaling, own_keys=own_keys)
+            for queries, own_keys in rows
+        ]
+        num_rows = sum(queries.shape[1] for queries, _ in rows)
+        return pooled(torch.stack(sums).sum(dim=0) / num_rows, kernel, pooling)
 
     def pad(self, scores: Tensor) -> Tensor:
         """`scores` `[..., columns]` with zeros for the tail, which is protected: its score is never read."""
