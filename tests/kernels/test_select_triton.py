@@ -26,7 +26,7 @@ def test_select_equals_the_reference(rows, tokens, values):
     scores = random(rows, tokens) if values is None else drawn(rows, tokens, values)
     protected = random(tokens, seed=1) > 1
     kept = int(protected.sum())
-    counts = [kept, tokens, (kept + tokens) // 2][:rows]
+    counts = [(kept + tokens) // 2, kept, tokens][:rows]
     mask = select(scores, protected, counts)
     assert torch.equal(mask, reference.select(scores, protected, counts))
     if tokens < 100:

@@ -1,0 +1,228 @@
+"""Quantization and its undoing in one launch each: see `kvshelf.kernels.quantize`.
+
+To quantize, a program holds whole groups in registers, so that x is read once: `_quantize_tokens` the rows of one group
+in some channels, `_quantize_channels` some rows' groups, each a row of its tile. To dequantize, a program makes a tile
+of rows from their bytes; a byte is read once, a scale by every element that has it, which the L1 cache answers. All
+three should be bound by memory: there are fewer than 12 operations an element, and one division that is rounded as IEEE
+wants it, without which the codes would not be those of the CPU. Tiles are `_TILE` elements, 16 a thread: a group of 32
+rows in 64 channels, read in whole lines of bf16. Twice as many a thread spill. Where groups are long, a tile has fewer
+channels. Share of the limit: not measured.
+"""
+
+# Triton's language has no types, and its compile-time constants are written in capitals.
+# mypy: allow-untyped-defs, allow-untyped-decorators
+# ruff: noqa: N803
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvshelf.kernels.quantize import eager
+
+_TILE = 2048
+_FEWEST_CHANNELS = 16
+"""Of a tile: a sector of 32 bytes in bf16."""
+
+
+def quantize_tokens(x: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """See `kvshelf.kernels.quantize.quantize_tokens`."""
+    num_rows, num_channels = x.shape
+    num_groups = triton.cdiv(num_rows, group)
+    codes, scales, zeros = _outputs(x, bits, num_groups, num_channels)
+    if num_rows:
+        rows = triton.next_power_of_2(group)
+        channels = min(triton.next_power_of_2(num_channels), max(_FEWEST_CHANNELS, _TILE // rows))
+        channels = max(channels, 8 // bits)
+        _quantize_tokens[num_groups, triton.cdiv(num_channels, channels)](
+            x, codes, scales, zeros, num_rows, num_channels, *x.stride(), codes.shape[1], group,
+            BITS=bits, ROWS=rows, CHANNELS=channels, num_warps=_warps(rows * channels),
+        )  # fmt: skip
+    return codes, scales, zeros
+
+
+def quantize_channels(x: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """See `kvshelf.kernels.quantize.quantize_channels`."""
+    if group * bits % 8:  # two groups in a byte, as no codec has them
+        return eager.quantize_channels(x, bits, group)
+    num_rows, num_channels = x.shape
+    num_groups = triton.cdiv(num_channels, group)
+    codes, scales, zeros = _outputs(x, bits, num_rows, num_groups)
+    if num_rows:
+        channels = triton.next_power_of_2(group)
+        groups = max(1, _TILE // channels)
+        _quantize_channels[(triton.cdiv(num_rows * num_groups, groups),)](
+            x, codes, scales, zeros, num_rows * num_groups, num_groups, num_channels, *x.stride(), codes.shape[1],
+            group, BITS=bits, GROUPS=groups, CHANNELS=channels, num_warps=_warps(groups * channels),
+        )  # fmt: skip
+    return codes, scales, zeros
+
+
+def dequantize_tokens(
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor,
+    bits: int,
+    group: int,
+    num_channels: int,
+    dtype: torch.dtype,
+    start: int,
+    stop: int,
+) -> Tensor:
+    """See `kvshelf.kernels.quantize.dequantize_tokens`."""
+    return _dequantized(codes, scales, zeros, bits, (group, 1), num_channels, dtype, start, stop)
+
+
+def dequantize_channels(
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor,
+    bits: int,
+    group: int,
+    num_channels: int,
+    dtype: torch.dtype,
+    start: int,
+    stop: int,
+) -> Tensor:
+    """See `kvshelf.kernels.quantize.dequantize_channels`."""
+    return _dequantized(codes, scales, zeros, bits, (1, group), num_channels, dtype, start, stop)
+
+
+def _dequantized(
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor,
+    bits: int,
+    group: tuple[int, int],
+    num_channels: int,
+    dtype: torch.dtype,
+    start: int,
+    stop: int,
+) -> Tensor:
+    """group: rows and channels that share a scale."""
+    out = codes.new_empty(stop - start, num_channels, dtype=dtype)
+    if out.numel():
+        row_bytes = triton.next_power_of_2(codes.shape[1])
+        rows = max(1, _TILE * bits // (8 * row_bytes))
+        _dequantize[(triton.cdiv(stop - start, rows),)](
+            codes, scales, zeros, out, start, stop, num_channels,
+            codes.stride(0), scales.stride(0), zeros.stride(0), *group,
+            BITS=bits, ROWS=rows, BYTES=row_bytes, num_warps=_warps(rows * row_bytes * 8 // bits),
+        )  # fmt: skip
+    return out
+
+
+def _outputs(x: Tensor, bits: int, *shape: int) -> tuple[Tensor, Tensor, Tensor]:
+    codes = x.new_empty(x.shape[0], triton.cdiv(x.shape[1] * bits, 8), dtype=torch.uint8)
+    scales, zeros = (x.new_empty(shape, dtype=torch.bfloat16) for _ in range(2))
+    return codes, scales, zeros
+
+
+def _warps(tile: int) -> int:
+    """For tiles of that many elements: 16 a thread, until there are 16 warps."""
+    return min(16, max(1, tile // 512))
+
+
+@triton.jit
+def _rounded_to_bf16(x, up: tl.constexpr):
+    """fp32 to the nearest bf16 that is not below it, or not above, and to the same number in fp32."""
+    bits = x.to(tl.int32, bitcast=True)
+    outwards = bits >= 0 if up else bits < 0
+    upper = (bits + tl.where(outwards, 0xFFFF, 0)) >> 16
+    return upper.to(tl.int16).to(tl.bfloat16, bitcast=True), (upper << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _coded(x, low, high, BITS: tl.constexpr):
+    """Codes int32 of x between `low` and `high`, which broadcast; scales and zeros bf16."""
+    levels: tl.constexpr = (1 << BITS) - 1
+    zeros, zero = _rounded_to_bf16(low, False)
+    scales, step = _rounded_to_bf16(tl.div_rn(high - zero, tl.full(high.shape, levels, tl.float32)), True)
+    step = tl.where(step == 0, 1.0, step)
+    quotient = tl.div_rn(x - zero, tl.broadcast_to(step, x.shape))
+    # Adding 1.5 * 2^23 leaves the nearest integer, of two the even one, in the lowest bits.
+    codes = (quotient + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+    return tl.minimum(tl.maximum(codes, 0), levels), scales, zeros
+
+
+@triton.jit
+def _bytes_of(codes, ROWS: tl.constexpr, CHANNELS: tl.constexpr, BITS: tl.constexpr):
+    """Codes `[ROWS, CHANNELS]` of neighbouring channels to bytes `[ROWS, CHANNELS * BITS / 8]`."""
+    per_byte: tl.constexpr = 8 // BITS
+    shifts = BITS * tl.arange(0, per_byte)[None, None, :]
+    return tl.sum(codes.reshape(ROWS, CHANNELS // per_byte, per_byte) << shifts, axis=2).to(tl.uint8)
+
+
+@triton.jit
+def _quantize_tokens(
+    x, codes, scales, zeros, num_rows, num_channels, row_stride, stride, row_bytes, group,
+    BITS: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    index = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, ROWS)
+    row = index * group + place
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    rows_inside, channels_inside = (place < group) & (row < num_rows), channel < num_channels
+    # Rows after the last are given as the group's first one, which changes no minimum or maximum.
+    read = tl.where(rows_inside, row, index * group)
+    at = x + read[:, None] * row_stride + channel.to(tl.int64)[None, :] * stride
+    states = tl.load(at, mask=channels_inside[None, :], other=0.0).to(tl.float32)
+    low, high = tl.min(states, axis=0), tl.max(states, axis=0)
+    found, scale, zero = _coded(states, low[None, :], high[None, :], BITS)
+    at = index * num_channels + channel[None, :]
+    tl.store(scales + at, scale, mask=channels_inside[None, :])
+    tl.store(zeros + at, zero, mask=channels_inside[None, :])
+    found = tl.where(channels_inside[None, :], found, 0)
+    width: tl.constexpr = CHANNELS * BITS // 8
+    byte = tl.program_id(1) * width + tl.arange(0, width)
+    at = codes + row[:, None] * row_bytes + byte[None, :]
+    tl.store(at, _bytes_of(found, ROWS, CHANNELS, BITS), mask=rows_inside[:, None] & (byte < row_bytes)[None, :])
+
+
+@triton.jit
+def _quantize_channels(
+    x, codes, scales, zeros, total, num_groups, num_channels, row_stride, stride, row_bytes, group,
+    BITS: tl.constexpr, GROUPS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    index = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)  # of a row's group, over all rows
+    inside = index < total
+    row, first = index // num_groups, index % num_groups * group
+    place = tl.arange(0, CHANNELS)
+    channel = first[:, None] + place[None, :]
+    channels_inside = (place < group)[None, :] & (channel < num_channels)
+    # Channels after the last are given as the group's first one, which changes no minimum or maximum.
+    read = tl.where(channels_inside, channel, first[:, None])
+    states = tl.load(x + row[:, None] * row_stride + read * stride, mask=inside[:, None], other=0.0).to(tl.float32)
+    low, high = tl.min(states, axis=1), tl.max(states, axis=1)
+    found, scale, zero = _coded(states, low[:, None], high[:, None], BITS)
+    tl.store(scales + index[:, None], scale, mask=inside[:, None])
+    tl.store(zeros + index[:, None], zero, mask=inside[:, None])
+    found = tl.where(channels_inside, found, 0)
+    width: tl.constexpr = CHANNELS * BITS // 8
+    byte = tl.arange(0, width)
+    at = first[:, None] * BITS // 8 + byte[None, :]
+    bytes_inside = inside[:, None] & (byte < group * BITS // 8)[None, :] & (at < row_bytes)
+    tl.store(codes + row[:, None] * row_bytes + at, _bytes_of(found, GROUPS, CHANNELS, BITS), mask=bytes_inside)
+
+
+@triton.jit
+def _dequantize(
+    codes, scales, zeros, out, start, stop, num_channels, codes_stride, scales_stride, zeros_stride,
+    group_rows, group_channels, BITS: tl.constexpr, ROWS: tl.constexpr, BYTES: tl.constexpr,
+):  # fmt: skip
+    per_byte: tl.constexpr = 8 // BITS
+    row = start + tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
+    byte = tl.arange(0, BYTES)
+    inside = (row < stop)[:, None] & (byte < tl.cdiv(num_channels, per_byte))[None, :]
+    packed = tl.load(codes + row[:, None] * codes_stride + byte[None, :], mask=inside, other=0).to(tl.int32)
+    shifts = BITS * tl.arange(0, per_byte)[None, None, :]
+    code = ((packed[:, :, None] >> shifts) & ((1 << BITS) - 1)).reshape(ROWS, BYTES * per_byte)
+    channel = tl.arange(0, BYTES * per_byte)
+    inside = (row < stop)[:, None] & (channel < num_channels)[None, :]
+    group_row, group_channel = (row // group_rows)[:, None], (channel // group_channels)[None, :]
+    scale = tl.load(scales + group_row * scales_stride + group_channel, mask=inside, other=0.0).to(tl.float32)
+    zero = tl.load(zeros + group_row * zeros_stride + group_channel, mask=inside, other=0.0).to(tl.float32)
+    at = out + (row - start)[:, None] * num_channels + channel[None, :]
+    tl.store(at, (zero + code.to(tl.float32) * scale).to(out.dtype.element_ty), mask=inside)
