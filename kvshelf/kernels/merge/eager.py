@@ -1,52 +1,85 @@
-"""The two halves of EMS's merge (arXiv:2412.08521, equation 5 and the weighted mean): similarity and sums."""
+"""Both halves with torch's own operations: similarities as two products of matrices, a block of tokens at a time."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-_PAIRS_PER_BLOCK = 1 << 20
-"""Most similarities held at once, twice: 4 MiB of fp32 for keys and as much for values."""
+_PAIRS_PER_BLOCK = 1 << 18
+"""Most similarities held at once, twice: 1 MiB of fp32 for keys and as much for values stay in the second cache."""
+
+_GROUP = 64
+"""Centers among which the largest is looked for once their group is known."""
 
 
-def nearest_pair(keys: Tensor, values: Tensor, center_keys: Tensor, center_values: Tensor) -> tuple[Tensor, Tensor]:
-    """For each token i the center j with the largest cos(key_i, key_j) * cos(value_i, value_j).
-
-    keys: `[M, D]`, values: `[M, Dv]`, center_keys: `[C, D]`, center_values: `[C, Dv]`. Returns that product, `[M]`
-    fp32, and j, `[M]` int64; of equals the smallest j. A vector of zeros has cosine 0 with everything. Without centers
-    the similarity is -inf and j is -1. Computed in fp32.
-    Bytes: the centers once per block of tokens, of at most 2^20 pairs, and the block's two matrices in cache. FLOPs:
-    2 * M * C * (D + Dv).
-    """
+def nearest_pair(
+    keys: Tensor,
+    values: Tensor,
+    center_keys: Tensor,
+    center_values: Tensor,
+    token_counts: Sequence[int],
+    center_counts: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    """See `kvshelf.kernels.merge`."""
     similarity = keys.new_full(keys.shape[:1], -torch.inf, dtype=torch.float32)
     index = torch.full(keys.shape[:1], -1, dtype=torch.int64, device=keys.device)
-    num_centers = center_keys.shape[0]
-    if num_centers == 0:
-        return similarity, index
-    center_keys_t, center_values_t = _unit(center_keys).T, _unit(center_values).T
-    step = max(1, _PAIRS_PER_BLOCK // num_centers)
-    for start in range(0, keys.shape[0], step):
-        block = slice(start, start + step)
-        product = torch.matmul(_unit(keys[block]), center_keys_t)  # [rows, C]
-        product *= torch.matmul(_unit(values[block]), center_values_t)
-        similarity[block], index[block] = product.max(dim=1)
+    first_token = first_center = 0
+    for num_tokens, num_centers in zip(token_counts, center_counts, strict=True):
+        tokens = slice(first_token, first_token + num_tokens)
+        centers = slice(first_center, first_center + num_centers)
+        if num_centers:
+            own = center_keys[centers], center_values[centers]
+            similarity[tokens], place = _nearest_of_head(keys[tokens], values[tokens], *own)
+            index[tokens] = place + first_center
+        first_token, first_center = tokens.stop, centers.stop
     return similarity, index
 
 
-def merge_weighted(states: Tensor, weights: Tensor, classes: Tensor, num_classes: int) -> Tensor:
-    """The weighted mean of the states of each class: sum_i w_i x_i / sum_i w_i.
+def _nearest_of_head(keys: Tensor, values: Tensor, center_keys: Tensor, center_values: Tensor) -> tuple[Tensor, Tensor]:
+    """The same for one head, which has centers: `[T]` fp32, and `[T]` int64 rows of `center_keys`."""
+    similarity = keys.new_empty(keys.shape[0], dtype=torch.float32)
+    index = torch.empty(keys.shape[0], dtype=torch.int64, device=keys.device)
+    center_keys_t, center_values_t = _unit(center_keys).T, _unit(center_values).T
+    num_centers = center_keys.shape[0]
+    step = max(1, _PAIRS_PER_BLOCK // num_centers)
+    groups = -(-num_centers // _GROUP)
+    products = keys.new_full((min(step, keys.shape[0]), groups * _GROUP), -torch.inf, dtype=torch.float32)
+    for start in range(0, keys.shape[0], step):
+        block = slice(start, start + step)
+        product = products[: keys[block].shape[0]]
+        cosines = product[:, :num_centers]
+        torch.matmul(_unit(keys[block]), center_keys_t, out=cosines)
+        cosines *= torch.matmul(_unit(values[block]), center_values_t)
+        similarity[block], index[block] = _first_largest(product.view(-1, groups, _GROUP))
+    return similarity, index
 
-    states: `[T, D]`, weights: `[T]`, positive, classes: `[T]` int64 from 0 to num_classes - 1. Returns
-    `[num_classes, D]`, computed and returned in fp32; a class without members is 0. On CUDA the order of the sums, and
-    so the last bit, may change from run to run unless torch's deterministic algorithms are on.
-    Bytes: the states once, and T + num_classes rows of fp32. FLOPs: 2 * T * D.
-    """
-    weights = weights.float()
+
+def _first_largest(products: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest of each row of `[R, groups, _GROUP]` and its place, of equals the first. torch finds a place seven
+    times slower than a value, so the group is found by its largest value, and the place only in that group."""
+    group = products.amax(dim=2).max(dim=1).indices
+    largest, place = products[torch.arange(products.shape[0], device=products.device), group].max(dim=1)
+    return largest, group * _GROUP + place
+
+
+def merge_weighted(
+    keys: Tensor, values: Tensor, weights: Tensor, classes: Tensor, num_classes: int
+) -> tuple[Tensor, Tensor]:
+    """See `kvshelf.kernels.merge`. On CUDA the order of the sums, and so the last bit, may change from run to run
+    unless torch's deterministic algorithms are on."""
+    lengths = torch.linalg.vector_norm(keys, dim=1, dtype=torch.float32).clamp_min_(1e-12)
+    totals = weights.new_zeros(num_classes).index_add_(0, classes, weights)
+    totals = totals.masked_fill_(totals == 0, 1.0).unsqueeze(1)
+    directions = _sums(keys, weights / lengths, classes, num_classes)
+    return directions.div_(totals), _sums(values, weights, classes, num_classes).div_(totals)
+
+
+def _sums(states: Tensor, weights: Tensor, classes: Tensor, num_classes: int) -> Tensor:
     sums = states.new_zeros(num_classes, states.shape[1], dtype=torch.float32)
-    sums.index_add_(0, classes, states.float() * weights.unsqueeze(1))
-    totals = torch.zeros_like(sums[:, 0]).index_add_(0, classes, weights)
-    return sums.div_(totals.masked_fill_(totals == 0, 1.0).unsqueeze(1))
+    return sums.index_add_(0, classes, states.float() * weights.unsqueeze(1))
 
 
 def _unit(states: Tensor) -> Tensor:

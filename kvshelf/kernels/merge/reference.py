@@ -2,29 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 
-def similarities(keys: Tensor, values: Tensor, center_keys: Tensor, center_values: Tensor) -> Tensor:
-    """cos(key_i, key_j) * cos(value_i, value_j) of every token and center, `[M, C]`; 0 where a vector is zeros."""
-    pairs = torch.zeros(keys.shape[0], center_keys.shape[0], dtype=torch.float64)
-    for i in range(keys.shape[0]):
-        for j in range(center_keys.shape[0]):
-            pairs[i, j] = cosine(keys[i], center_keys[j]) * cosine(values[i], center_values[j])
-    return pairs
+def nearest_pair(
+    keys: Tensor,
+    values: Tensor,
+    center_keys: Tensor,
+    center_values: Tensor,
+    token_counts: Sequence[int],
+    center_counts: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    """See `kvshelf.kernels.merge`."""
+    similarity = torch.full(keys.shape[:1], -torch.inf, dtype=torch.float64)
+    index = torch.full(keys.shape[:1], -1)
+    first_token = first_center = 0
+    for num_tokens, num_centers in zip(token_counts, center_counts, strict=True):
+        for i in range(first_token, first_token + num_tokens):
+            for j in range(first_center, first_center + num_centers):
+                product = cosine(keys[i], center_keys[j]) * cosine(values[i], center_values[j])
+                if product > similarity[i]:
+                    similarity[i], index[i] = product, j
+        first_token, first_center = first_token + num_tokens, first_center + num_centers
+    return similarity, index
 
 
-def merge_weighted(states: Tensor, weights: Tensor, classes: Tensor, num_classes: int) -> Tensor:
-    """See `kvshelf.kernels.merge.eager.merge_weighted`."""
-    means = torch.zeros(num_classes, states.shape[1], dtype=torch.float64)
+def merge_weighted(
+    keys: Tensor, values: Tensor, weights: Tensor, classes: Tensor, num_classes: int
+) -> tuple[Tensor, Tensor]:
+    """See `kvshelf.kernels.merge`."""
+    directions = torch.zeros(num_classes, keys.shape[1], dtype=torch.float64)
+    means = torch.zeros(num_classes, values.shape[1], dtype=torch.float64)
     for c in range(num_classes):
-        members = [i for i in range(states.shape[0]) if int(classes[i]) == c]
+        members = [i for i in range(keys.shape[0]) if int(classes[i]) == c]
+        total = sum(float(weights[i]) for i in members)
         for i in members:
-            means[c] += weights[i].double() * states[i].double()
-        if members:
-            means[c] /= sum(float(weights[i]) for i in members)
-    return means
+            share = float(weights[i]) / total
+            length = float(keys[i].double().norm())
+            directions[c] += share * keys[i].double() / (length or 1.0)
+            means[c] += share * values[i].double()
+    return directions, means
 
 
 def cosine(a: Tensor, b: Tensor) -> float:

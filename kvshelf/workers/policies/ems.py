@@ -87,8 +87,7 @@ class EMS(TailPolicy):
         slots = [int(min(self.gamma * count, layer.num_tokens)) for count in budget.per_head]
         candidates = select(scores, protected, slots) & ~kept
         keys = layer.keys_unrotated() if self.unrotated else layer.keys
-        heads = zip(keys, layer.values, kept, candidates, strict=True)
-        classes = torch.stack([classified(*head, ~protected, self.tau) for head in heads])
+        classes = classified(keys, layer.values, kept, candidates, kept & ~protected, self.tau)
         class_keys, class_values, scales = merged(keys, layer.values, scores, kept, classes)
         return Merged(
             keys=class_keys.to(layer.keys.dtype),
@@ -104,23 +103,28 @@ class EMS(TailPolicy):
         )
 
 
-def classified(
-    keys: Tensor, values: Tensor, kept: Tensor, candidates: Tensor, takes_members: Tensor, tau: float
-) -> Tensor:
-    """The class of each token of one head, as an index into the kept ones, -1 if it is evicted: `[N]` int64.
+def classified(keys: Tensor, values: Tensor, kept: Tensor, candidates: Tensor, centers: Tensor, tau: float) -> Tensor:
+    """The class of each token, as an index into the kept ones of its head, -1 if it is evicted: `[kv_heads, N]` int64.
 
-    keys: `[N, D]`, values: `[N, Dv]`; kept, candidates, takes_members: `[N]` bool.
+    keys: `[kv_heads, N, D]`, values: `[kv_heads, N, Dv]`; kept, candidates, and those of the kept that take members,
+    centers: `[kv_heads, N]` bool.
     """
-    classes = torch.where(kept, kept.cumsum(0) - 1, -1)
-    members = candidates.nonzero().squeeze(1)
-    centers = (kept & takes_members).nonzero().squeeze(1)
-    if len(centers):
-        similarity, index = nearest_pair(keys[members], values[members], keys[centers], values[centers])
-        nearest = centers[index]
-        # Two keys and two values that both point apart have a positive product, and no direction in common.
-        towards = (keys[members].float() * keys[nearest].float()).sum(dim=1) > 0
-        joins = towards & (similarity >= tau)
-        classes[members[joins]] = classes[nearest[joins]]
+    classes = torch.where(kept, kept.cumsum(1) - 1, -1)
+    center_counts = centers.sum(dim=1).tolist()
+    if not any(center_counts):
+        return classes
+    member_keys, center_keys = keys[candidates], keys[centers]
+    similarity, nearest = nearest_pair(
+        member_keys,
+        values[candidates],
+        center_keys,
+        values[centers],
+        candidates.sum(dim=1).tolist(),
+        center_counts,
+    )
+    # Two keys and two values that both point apart have a positive product, and no direction in common.
+    towards = (member_keys.float() * center_keys[nearest].float()).sum(dim=1) > 0
+    classes[candidates] = torch.where(towards & (similarity >= tau), classes[centers][nearest], -1)
     return classes
 
 
@@ -133,16 +137,15 @@ def merged(
     """
     slots, counts = classes >= 0, kept.sum(dim=1, keepdim=True)
     owners = (classes + counts.cumsum(0) - counts)[slots]  # rows of all heads' entries
-    norms, centers = keys[slots].float().norm(dim=1), keys[kept].float()
+    slot_keys, centers = keys[slots], keys[kept].float()
     # No weight may be zero: scores can underflow, and a class of zeros has no mean.
     weights = scores[slots].clamp_min(1e-30)
-    directions = merge_weighted(F.normalize(keys[slots].float(), dim=1), weights, owners, len(centers))
-    means = merge_weighted(values[slots], weights, owners, len(centers)).to(values.dtype)
+    directions, means = merge_weighted(slot_keys, values[slots], weights, owners, len(centers))
     # As long as the center, not of length 1: among keys of length 10 a codec's channel groups would round it away.
     lengths = centers.norm(dim=1)
     alone = (torch.bincount(owners) == 1).unsqueeze(1)
     return (
         torch.where(alone, centers, F.normalize(directions, dim=1) * lengths.unsqueeze(1)),
-        torch.where(alone, values[kept], means),
-        torch.where(kept[slots], 1.0, norms / lengths[owners]),
+        torch.where(alone, values[kept], means.to(values.dtype)),
+        torch.where(kept[slots], 1.0, slot_keys.float().norm(dim=1) / lengths[owners]),
     )
