@@ -10,6 +10,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from kvshelf.kernels.prefix_attention.upload import upload
 from kvshelf.kernels.quantize.rows import HeadRows, Rows, by_head
 
 Block = Callable[[int, int, int], tuple[Tensor, Tensor]]
@@ -177,6 +178,19 @@ class BatchLayout:
         if start == self.num_tokens and places == list(range(start)):
             return None
         return torch.tensor(places, device=self.device)
+
+    @cached_property
+    def tables(self) -> tuple[Tensor, list[Tensor]]:
+        """For kernels, int32, brought to the device in one copy: of each token its share, its place in it and the
+        tokens of it, `[N, 3]`; and for each of `suffixes` the first token and the length of each row, `[rows, 2]`."""
+        sizes = torch.tensor(self.shares, dtype=torch.int32)
+        share = torch.arange(len(self.shares)).repeat_interleave(sizes)
+        starts = torch.tensor(self.share_ends, dtype=torch.int32) - sizes
+        places = torch.arange(self.num_tokens) - starts[share]
+        of_tokens = torch.stack([share, places, sizes[share]], dim=1).int()
+        of_rows = [torch.tensor((rows.first, rows.lengths), dtype=torch.int32).T for rows in self.suffixes]
+        tokens, *rows_of = upload([of_tokens, *of_rows], self.device)
+        return tokens, rows_of
 
     @cached_property
     def length_masks(self) -> list[Tensor | None]:
