@@ -24,6 +24,10 @@ class H2O(ScoringPolicy):
     Departures: the mean over a GQA group, so that KV heads are not repeated; the chat template's tokens stay; no
     eviction while decoding, because what is stored is never changed. The split between the two kinds is ours where
     `recent` is not given, for the paper leaves it open: half of the budget each.
+
+    Ours too: `every` above 1 sums that part of the rows, for that part of the work. With every eighth row and a quarter
+    kept, 67 % of the entries are those that all rows keep, 49 % with `recent` 0 (kvshelf-tiny, a document of 4k
+    tokens): rows that are skipped take along what they alone attend to.
     """
 
     name: ClassVar[str] = "h2o"
@@ -33,6 +37,7 @@ class H2O(ScoringPolicy):
 
     recent: int | None = parameter(None, "last tokens always kept; null: half of the budget", minimum=0)
     normalize: str = parameter("none", "divide a column's sum by its rows, or not", choices=("none", "rows"))
+    every: int = parameter(1, "sum every n-th row only, an estimate for 1 / n of the work", minimum=1)
 
     def fitted(self, num_tokens: int, budget: Budget, protected_prefix: int, given: frozenset[str]) -> Self:
         super().fitted(num_tokens, budget, protected_prefix, given)
@@ -48,7 +53,7 @@ class H2O(ScoringPolicy):
         return self
 
     def score(self, layer: LayerView) -> Tensor:
-        total, _ = layer.column_sums()  # [q_heads, N]
+        total, _ = layer.column_sums(every=self.every)  # [q_heads, N]
         scores = layer.grouped(total).mean(dim=1)
         if self.normalize == "rows":
             scores = scores / (layer.num_tokens - layer.positions)

@@ -9,8 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvshelf.bench.tasks import make_document
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.workers.budgets import Budget, LayerBudget
+from kvshelf.workers.engine import Engine
 from kvshelf.workers.policies import LayerView, build
 from kvshelf.workers.policies.view import Source
 
@@ -97,4 +99,37 @@ def test_recent_tokens_that_do_not_fit_are_refused(llama):
         llama.engine.prepare(llama.ids, policy="h2o", budget_tokens=350, policy_params=given)
     assert refused.value.param == "policy_params.recent"
     job = llama.engine.prepare(llama.ids, policy="h2o", budget_tokens=350)
-    assert job.identity.policy_params == {"recent": 175, "normalize": "none"}
+    assert job.identity.policy_params == {"recent": 175, "normalize": "none", "every": 1}
+
+
+def test_sampled_rows_score_as_if_they_stood_for_those_before_them():
+    layer = view(60, seed=3)
+    scores = build("h2o", {"every": 7}).score(layer)
+    expected = torch.zeros(4, 60, dtype=torch.float64)
+    for head, queries in enumerate(layer.queries.double()):
+        for i in range(59, -1, -7):
+            logits = layer.scaling * layer.keys[head // 2, : i + 1].double() @ queries[i]
+            expected[head, : i + 1] += 7 * logits.softmax(dim=0)
+    assert torch.allclose(scores.double(), expected.view(2, 2, 60).mean(dim=1), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("params", "documented"),
+    [({}, 0.67), ({"recent": 0}, 0.49)],
+)
+def test_what_every_eighth_row_keeps_of_what_all_rows_keep(params, documented):
+    """The figures of the policy's docstring: parts of the entries, the mean over layers and heads."""
+    tiny = Engine.load("kvshelf-tiny")
+    document = make_document("multikey", "prose", 4096, 20_261_120, tiny.text.count_tokens)
+    kept = [
+        [
+            set(positions.tolist())
+            for record in tiny.compress(
+                document.text, policy="h2o", compression_ratio=0.75, every=every, **params
+            ).layers
+            for positions in record.positions
+        ]
+        for every in (1, 8)
+    ]
+    shares = [len(all_rows & sampled) / len(all_rows) for all_rows, sampled in zip(*kept, strict=True)]
+    assert sum(shares) / len(shares) == pytest.approx(documented, abs=0.03)
