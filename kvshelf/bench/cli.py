@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from kvshelf.bench.cli_kernels import kernels
 from kvshelf.bench.cli_quality import memory, quality
 from kvshelf.bench.cli_speed import column_sums, speed
 from kvshelf.bench.options import (
@@ -28,6 +29,7 @@ app.command()(quality)
 app.command()(memory)
 app.command()(speed)
 app.command()(column_sums)
+app.command()(kernels)
 
 
 @app.command()

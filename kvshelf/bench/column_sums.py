@@ -13,6 +13,9 @@ from torch.nn import functional
 
 from kvshelf.kernels.column_sums import column_sums
 
+_WHOLE_WEIGHTS_BYTES = {"cpu": 256 << 20, "cuda": 8 << 30}
+"""On a CPU one head at 8192 tokens. A GPU is not kept busy by one head of a shorter sequence."""
+
 
 @dataclass(frozen=True)
 class ColumnSumTimes:
@@ -39,7 +42,7 @@ def time_column_sums(
 ) -> ColumnSumTimes:
     """Time the four on the CPU, on random states of a fixed seed, with torch's current number of threads.
 
-    The naive form takes 12 bytes * num_tokens^2 of memory: 0.8 GB at 8192 tokens.
+    The naive form takes at least 12 bytes * num_tokens^2 of memory: 0.8 GB at 8192 tokens.
     """
     generator = torch.Generator().manual_seed(0)
     queries, keys, values = (
@@ -57,15 +60,20 @@ def time_column_sums(
 
 
 def column_sums_of_whole_weights(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
-    """The sums `[q_heads, N]` of queries `[q_heads, N, D]` by way of all weights `[N, N]` of one query head at a
-    time."""
+    """The sums `[q_heads, N]` of queries `[q_heads, N, D]` in three steps: all logits, their softmax, its sums.
+
+    Of as many query heads at a time as `_WHOLE_WEIGHTS_BYTES` of fp32 hold, at least one: of one head at 8192 tokens
+    they are 268 MB, three times of which exist at once.
+    """
     num_tokens = queries.shape[1]
-    future = torch.ones(num_tokens, num_tokens, dtype=torch.bool).triu_(1)
+    future = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=queries.device).triu_(1)
+    heads = max(1, _WHOLE_WEIGHTS_BYTES[queries.device.type] // (4 * num_tokens * num_tokens))
     sums = []
-    for rows, head_keys in zip(queries, _repeated(keys, queries.shape[0]), strict=True):
-        logits = (torch.matmul(rows, head_keys.T).float() * scale).masked_fill_(future, -torch.inf)
-        sums.append(torch.softmax(logits, dim=-1).sum(dim=0))
-    return torch.stack(sums)
+    blocks = (torch.split(states, heads) for states in (queries, _repeated(keys, queries.shape[0])))
+    for rows, repeated in zip(*blocks, strict=True):
+        logits = (torch.matmul(rows, repeated.mT).float() * scale).masked_fill_(future, -torch.inf)
+        sums.append(torch.softmax(logits, dim=-1).sum(dim=1))
+    return torch.cat(sums)
 
 
 def column_sums_by_attention(queries: Tensor, keys: Tensor, scale: float, lse: Tensor) -> Tensor:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import DynamicCache
 
 from kvshelf.bench.measure import Cost, Spread, cost, interleaved, ratios
 from kvshelf.bench.subject import QUESTION_TOKENS, Subject
@@ -16,7 +21,7 @@ from kvshelf.store.artifact import CompressedCache
 LEVELS = (("full", 0.0), ("keydiff", 0.75), ("keydiff", 0.875))
 """Policies and the fraction each removes. Which entries stay does not matter here, only how many."""
 
-_AGAIN, _AGAIN_TWICE, _MEMORY = "again", "again, a second time", "memory"
+_AGAIN, _AGAIN_TWICE, _ALONE = "again", "again, a second time", "alone"
 
 
 @dataclass(frozen=True)
@@ -32,8 +37,10 @@ class Tier:
 class FirstToken:
     """A question of `question_tokens` behind a document of `tokens`, answered up to the first token of the answer.
 
-    again_s: the model alone on document and question. tiers: "memory" has the cache in this process, every other one
-    reads, verifies and attaches it for each question. prefill_tokens: what went through the model for the question.
+    tiers: "memory" has the cache in this process; each store reads, verifies and attaches it for the question;
+    "safetensors" reads the same entries from a plain file into a `DynamicCache` for the model's own attention, as a
+    user of transformers or kvpress would. prefill_tokens: what went through the model for the question. entry_bytes:
+    the size of that plain file.
     """
 
     policy: str
@@ -41,20 +48,19 @@ class FirstToken:
     tokens: int
     question_tokens: int
     prefill_tokens: int
-    stored_bytes: int
-    again_s: Spread
+    entry_bytes: int
     tiers: dict[str, Tier]
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)
 class FirstTokens:
-    """The rows of one length. `same`: prefilling again over itself, run twice a round."""
+    """The rows of one length. again_s: the model alone on document and question; `same`: that over itself, run twice a
+    round. alone: the model on the question without any document, which nothing can be faster than."""
 
     tokens: int
+    again_s: Spread
     same: Spread
+    alone: Tier
     rows: list[FirstToken]
 
     def to_dict(self) -> dict[str, Any]:
@@ -68,45 +74,49 @@ def first_tokens(
     rounds: int,
     levels: Sequence[tuple[str, float]] = LEVELS,
 ) -> FirstTokens:
-    """Every level from memory and from each of `stores`, interleaved with prefilling again.
+    """Every level from every place, interleaved with prefilling again.
 
-    The question is always `QUESTION_TOKENS` long. The files of a disk store are in the page cache: it has just written
-    them.
+    The question is always `QUESTION_TOKENS` long. Files are in the page cache: they have just been written.
     """
-    engine, document = subject.engine, subject.tokens(tokens, seed=2)
-    question = subject.tokens(QUESTION_TOKENS, seed=3)
-    variants: dict[tuple[str, float, str], Callable[[], _Asked]] = {}
-    for name in (_AGAIN, _AGAIN_TWICE):
-        variants[name, 0.0, ""] = lambda: _ask_again(subject, document + question)
-    stored_bytes = {}
-    for policy, removed in levels:
-        cache = engine.compress(document, policy=policy, compression_ratio=removed or None)
-        variants[policy, removed, _MEMORY] = lambda cache=cache: _ask(subject, lambda: cache, question)  # type: ignore[misc]
-        for name, store in stores.items():
-            manifest = store.put(cache)
-            stored_bytes[policy, removed] = manifest.bytes_stored
-            variants[policy, removed, name] = lambda store=store, id=manifest.id: _ask(  # type: ignore[misc]
-                subject, lambda: store.get(id), question
-            )
-    measured = interleaved(variants, rounds)
+    document, question = subject.tokens(tokens, seed=2), subject.tokens(QUESTION_TOKENS, seed=3)
+    variants: dict[tuple[str, float, str], Callable[[], _Asked]] = {
+        (_AGAIN, 0.0, ""): lambda: _ask_model(subject, document + question),
+        (_AGAIN_TWICE, 0.0, ""): lambda: _ask_model(subject, document + question),
+        (_ALONE, 0.0, ""): lambda: _ask_model(subject, question),
+    }
+    with tempfile.TemporaryDirectory(prefix="kvshelf-bench-") as folder:
+        sizes = {}
+        for policy, removed in levels:
+            cache = subject.engine.compress(document, policy=policy, compression_ratio=removed or None)
+            file = Path(folder) / f"{policy}-{removed}.safetensors"
+            for tier, ask in _ways(subject, cache, stores, file, question):
+                variants[policy, removed, tier] = ask
+            sizes[policy, removed] = file.stat().st_size
+        measured = interleaved(variants, rounds)
     again = [asked.cost for asked in measured[_AGAIN, 0.0, ""]]
+    alone = [asked.cost for asked in measured[_ALONE, 0.0, ""]]
+    second = [asked.cost.seconds for asked in measured[_AGAIN_TWICE, 0.0, ""]]
     rows = []
-    for policy, removed in levels:
-        tiers = {name: measured[policy, removed, name] for name in (_MEMORY, *stores)}
+    for (policy, removed), size in sizes.items():
+        tiers = {tier: runs for (*level, tier), runs in measured.items() if level == [policy, removed]}
         rows.append(
             FirstToken(
                 policy=policy,
                 removed=removed,
                 tokens=tokens,
                 question_tokens=QUESTION_TOKENS,
-                prefill_tokens=tiers[_MEMORY][0].prefill_tokens,
-                stored_bytes=stored_bytes[policy, removed],
-                again_s=Spread.of([one.seconds for one in again]),
-                tiers={name: _tier([asked.cost for asked in runs], again) for name, runs in tiers.items()},
+                prefill_tokens=tiers["memory"][0].prefill_tokens,
+                entry_bytes=size,
+                tiers={tier: _tier([asked.cost for asked in runs], again) for tier, runs in tiers.items()},
             )
         )
-    second = [asked.cost.seconds for asked in measured[_AGAIN_TWICE, 0.0, ""]]
-    return FirstTokens(tokens, ratios(second, [one.seconds for one in again]), rows)
+    return FirstTokens(
+        tokens=tokens,
+        again_s=Spread.of([one.seconds for one in again]),
+        same=ratios(second, [one.seconds for one in again]),
+        alone=_tier(alone, again),
+        rows=rows,
+    )
 
 
 @dataclass(frozen=True)
@@ -115,16 +125,26 @@ class _Asked:
     prefill_tokens: int
 
 
-def _ask_again(subject: Subject, ids: list[int]) -> _Asked:
-    """The model under its own attention, as anyone without a shelf runs it."""
-    model = subject.engine.model
-    given = torch.tensor([ids], device=model.device)
-    with torch.no_grad():
-        spent = cost(lambda: int(model(input_ids=given, logits_to_keep=1).logits[0, -1].argmax()), subject.device)
-    return _Asked(spent, len(ids))
+def _ways(
+    subject: Subject, cache: CompressedCache, stores: Mapping[str, Store], file: Path, question: list[int]
+) -> Iterator[tuple[str, Callable[[], _Asked]]]:
+    """The places that `cache` can come from, and how to ask after it has come from there. Puts it there."""
+    yield "memory", lambda: _ask(subject, lambda: cache, question)
+    for name, store in stores.items():
+        manifest = store.put(cache)
+        yield name, lambda store=store, id=manifest.id: _ask(subject, lambda: store.get(id), question)  # type: ignore[misc]
+    exported = subject.engine.export(cache, "absolute")
+    states = {
+        f"{i}.{name}": getattr(layer, name).contiguous()
+        for i, layer in enumerate(exported.layers)
+        for name in ("keys", "values")
+    }
+    save_file(states, file)
+    positions = torch.arange(cache.next_position, cache.next_position + len(question), device=subject.device)[None]
+    yield "safetensors", lambda: _ask_model(subject, question, lambda: _loaded(file, subject), positions)
 
 
-def _ask(subject: Subject, fetch: Callable[[], CompressedCache], question: Sequence[int]) -> _Asked:
+def _ask(subject: Subject, fetch: Callable[[], CompressedCache], question: list[int]) -> _Asked:
     prefilled = 0
 
     def ask() -> None:
@@ -132,6 +152,31 @@ def _ask(subject: Subject, fetch: Callable[[], CompressedCache], question: Seque
         prefilled = subject.engine.answer(fetch(), question, max_new_tokens=1).usage.prefill_tokens
 
     return _Asked(cost(ask, subject.device), prefilled)
+
+
+def _ask_model(
+    subject: Subject,
+    ids: list[int],
+    fetch: Callable[[], DynamicCache | None] = lambda: None,
+    positions: Tensor | None = None,
+) -> _Asked:
+    """The model under its own attention, as anyone without a shelf runs it."""
+    model = subject.engine.model
+    given = torch.tensor([ids], device=subject.device)
+
+    def ask() -> None:
+        with torch.no_grad():
+            out = model(input_ids=given, past_key_values=fetch(), position_ids=positions, logits_to_keep=1)
+        int(out.logits[0, -1].argmax())
+
+    return _Asked(cost(ask, subject.device), len(ids))
+
+
+def _loaded(file: Path, subject: Subject) -> DynamicCache:
+    states, cache = load_file(file, device=str(subject.device)), DynamicCache()
+    for i in range(len(states) // 2):
+        cache.update(states[f"{i}.keys"], states[f"{i}.values"], i)
+    return cache
 
 
 def _tier(runs: list[Cost], again: list[Cost]) -> Tier:

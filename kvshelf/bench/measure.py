@@ -78,6 +78,14 @@ def chosen_device(name: str) -> torch.device:
         raise InvalidRequest(f"unknown device {name!r}; for example auto, cpu, cuda:0", param="device") from error
 
 
+def chosen_dtype(name: str, auto: torch.dtype) -> torch.dtype:
+    """The dtype of `--dtype`, "auto" being `auto`."""
+    dtypes = {"auto": auto, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name not in dtypes:
+        raise InvalidRequest(f"unknown dtype {name!r}; one of {', '.join(dtypes)}", param="dtype")
+    return dtypes[name]
+
+
 def clock(device: torch.device) -> Callable[[], float]:
     """The clock of a device, in seconds.
 

@@ -8,14 +8,8 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from kvshelf.bench.measure import chosen_dtype
 from kvshelf.errors import InvalidRequest
-
-DTYPES = {
-    "auto": torch.float32,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 
 _NAME = re.compile(r"random:(\d+)")
 
@@ -55,6 +49,5 @@ def save_random_model(folder: Path, layers: int) -> None:
 
 def load_random_model(folder: Path, device: torch.device, dtype: str) -> LlamaForCausalLM:
     """The model that `save_random_model` wrote, its weights rounded to `dtype`."""
-    if dtype not in DTYPES:
-        raise InvalidRequest(f"unknown dtype {dtype!r}; one of {', '.join(DTYPES)}", param="dtype")
-    return LlamaForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype]).to(device).eval()
+    chosen = chosen_dtype(dtype, auto=torch.float32)
+    return LlamaForCausalLM.from_pretrained(folder, dtype=chosen).to(device).eval()

@@ -28,18 +28,19 @@ def compression_table(costs: CompressionCosts) -> Table:
 
 def first_token_table(firsts: FirstTokens) -> Table:
     """One length: a column per place that the cache comes from."""
-    first = firsts.rows[0]
-    table = Table("policy", "stored", "run", *(name for tier in first.tiers for name in (tier, "again")))
+    tiers = list(firsts.rows[0].tiers)
+    table = Table("policy", "entries", "run", *(name for tier in tiers for name in (tier, "of again")))
     table.title = (
-        f"first token after {firsts.tokens} tokens; prefilling again {_ms(first.again_s)}, "
-        f"over itself {_ratio(firsts.same)}"
+        f"first token after {firsts.tokens} tokens; prefilling again {_ms(firsts.again_s)}, "
+        f"over itself {_ratio(firsts.same)}; the question alone {_ms(firsts.alone.first_s)}, "
+        f"1/{firsts.alone.speedup.median:.0f}"
     )
-    if not any(name.startswith("redis") for name in first.tiers):
+    if not any(tier.startswith("redis") for tier in tiers):
         table.caption = "redis: not measured; give its URL as --store"
     for row in firsts.rows:
         cells = [cell for tier in row.tiers.values() for cell in (_ms(tier.first_s), _inverse(tier.speedup))]
         label = f"{row.policy}, {row.removed:.1%} removed" if row.removed else row.policy
-        table.add_row(label, f"{row.stored_bytes / 1e6:.2f} MB", f"{row.prefill_tokens}", *cells)
+        table.add_row(label, f"{row.entry_bytes / 1e6:.2f} MB", f"{row.prefill_tokens}", *cells)
     return table
 
 
@@ -74,4 +75,4 @@ def _ratio(spread: Spread) -> str:
 
 
 def _inverse(spread: Spread) -> str:
-    return f"1/{spread.median:.0f} (1/{spread.low:.0f} - 1/{spread.high:.0f})"
+    return f"1/{spread.median:.0f} ({spread.low:.0f} - {spread.high:.0f})"

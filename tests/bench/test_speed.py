@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from kvshelf.bench import decode, kvpress_worker
 from kvshelf.bench.cli import app
 from kvshelf.bench.compression import compress, compression_costs, plain_prefill
-from kvshelf.bench.first_token import first_tokens
+from kvshelf.bench.first_token import _ways, first_tokens
 from kvshelf.bench.peer import Peer, open_peer
 from kvshelf.bench.random_model import load_random_model, random_layers, save_random_model
 from kvshelf.bench.subject import QUESTION_TOKENS, Subject, load_subject
@@ -148,10 +148,26 @@ def test_first_tokens_come_from_memory_and_from_every_store(subject, tmp_path):
     found = first_tokens(subject, {"disk": home}, 400, 1, [("full", 0.0), ("keydiff", 0.75)])
     home.close()
     full, quarter = found.rows
-    assert set(full.tiers) == {"memory", "disk"}
+    assert list(full.tiers) == ["memory", "disk", "safetensors"]
     assert full.prefill_tokens == QUESTION_TOKENS
-    assert quarter.stored_bytes < 0.3 * full.stored_bytes
-    assert full.tiers["disk"].speedup.median == pytest.approx(full.again_s.median / full.tiers["disk"].first_s.median)
+    assert quarter.entry_bytes < 0.3 * full.entry_bytes
+    disk = full.tiers["disk"]
+    assert disk.speedup.median == pytest.approx(found.again_s.median / disk.first_s.median)
+    assert found.alone.first_s.median < found.again_s.median
+
+
+def test_the_plain_file_answers_as_the_shelf_does(subject, tmp_path):
+    """The entries in another format, not others: the model's own attention chooses the same first token."""
+    cache = subject.engine.compress(subject.tokens(300, seed=0), policy="keydiff", compression_ratio=0.5)
+    question = subject.tokens(QUESTION_TOKENS, seed=1)
+    ways = dict(_ways(subject, cache, {}, tmp_path / "cache.safetensors", question))
+    chosen = []
+    handle = subject.engine.model.register_forward_hook(lambda *call: chosen.append(call[2].logits[0, -1].argmax()))
+    for ask in ways.values():
+        ask()
+    handle.remove()
+    assert list(ways) == ["memory", "safetensors"]
+    assert chosen[0] == chosen[1]
 
 
 def test_every_answer_has_as_many_tokens_as_it_is_asked_for(subject, monkeypatch):
@@ -187,6 +203,7 @@ def test_decoding_is_measured_on_different_documents_and_on_one(subject, monkeyp
 
 def test_a_random_model_is_the_same_every_time(tmp_path):
     for name in ("first", "second"):
+        torch.rand(1)  # whatever was drawn before
         save_random_model(tmp_path / name, 2)
     first, second = (load_random_model(tmp_path / name, torch.device("cpu"), "auto") for name in ("first", "second"))
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
