@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import torch
@@ -11,6 +11,14 @@ from kvshelf.kernels.prefix_attention import Prefix
 from kvshelf.store.arriving import ArrivingCache
 from kvshelf.store.artifact import CompressedCache
 from kvshelf.store.records import LayerRecord, Rotate
+
+Wait = Callable[[Future[LayerRecord]], None]
+"""Called again and again while a layer has not arrived."""
+
+
+def block(record: Future[LayerRecord]) -> None:
+    """The `Wait` that does nothing else. What the layer raises, its reader raises."""
+    record.exception()
 
 
 class Attachment:
@@ -46,17 +54,16 @@ class Attachment:
         """Whether a layer could not be read."""
         return any(record.done() and record.exception() is not None for record in self._records)
 
-    def record(self, layer: int) -> Future[LayerRecord]:
-        """A layer as it comes: to wait for it."""
-        return self._records[layer]
-
-    def prefixes(self, layer: int) -> tuple[Prefix, ...]:
+    def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]:
         """What every token of a question sees of the document at this layer.
 
-        Waits until the layer is there; raises what became of it if it could not be read.
+        Until the layer is there, `wait` is called with it again and again, and may do other work meanwhile. Raises what
+        became of the layer if it could not be read.
         """
         made = self._prefixes[layer]
         if made is None:
+            while not self._records[layer].done():
+                wait(self._records[layer])
             made = self._records[layer].result().to(self._device).prefixes(self._rotate)
             self._prefixes[layer] = made
         return made

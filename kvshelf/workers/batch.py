@@ -7,8 +7,7 @@ once. Nothing is padded but suffixes, and no prefix is copied.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -19,9 +18,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvshelf.errors import InternalError, KvshelfError
 from kvshelf.kernels.prefix_attention import BatchLayout, SuffixRows
-from kvshelf.store.records import LayerRecord
 from kvshelf.workers.attached import AttachedStates
-from kvshelf.workers.attachment import Attachment
+from kvshelf.workers.attachment import Attachment, Wait, block
 from kvshelf.workers.attention import CONTEXT, kvshelf_attention
 from kvshelf.workers.generation import Checkpoint, Generation
 from kvshelf.workers.suffixes import Slab, SuffixPool
@@ -29,9 +27,6 @@ from kvshelf.workers.suffixes import Slab, SuffixPool
 MAX_NEW_TOKENS = 512
 """Tokens of one step. Longer questions take several, so that those who wait for their next token do not wait for the
 whole of somebody's question."""
-
-Wait = Callable[[Future[LayerRecord]], None]
-"""Called again and again while a document's layer has not arrived; it may step other answers meanwhile."""
 
 
 class Batch:
@@ -52,16 +47,17 @@ class Batch:
         return self._pool.nbytes
 
     def step(
-        self, generations: Sequence[Generation], checkpoint: Checkpoint | None = None, wait: Wait | None = None
+        self, generations: Sequence[Generation], checkpoint: Checkpoint | None = None, wait: Wait = block
     ) -> list[str | KvshelfError]:
         """Run one forward pass. Returns for each answer the text that became final, which may be "", or its error.
 
         `checkpoint` is called after each layer and may raise to abandon the step, which leaves every answer as it was.
+        `wait` is called while a document's next layer has not arrived, and may step other answers meanwhile.
         """
         if self._one_by_one and len(generations) > 1:
             return [self.step([generation], checkpoint, wait)[0] for generation in generations]
         plan = _Plan.of(generations, self._pool, self._model.device)
-        logits = self._forward(plan, checkpoint, wait or _block)
+        logits = self._forward(plan, checkpoint, wait)
         for place in plan.places:
             place.generation.appended(place.count)
         asking = [place.generation for place in plan.places if place.complete]
@@ -205,10 +201,7 @@ class _BatchLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
         """Append every row's new states to its suffix, once every document of the step has this layer."""
-        for document in self._plan.documents:
-            while not document.record(self._index).done():
-                self._wait(document.record(self._index))
-        prefixes = [document.prefixes(self._index) for document in self._plan.documents]
+        prefixes = [document.prefixes(self._index, self._wait) for document in self._plan.documents]
         suffixes = [part.write(self._index, key_states, value_states) for part in self._plan.parts]
         states = AttachedStates(
             prefixes,
@@ -272,7 +265,3 @@ def _tokens_chosen(generations: Sequence[Generation], logits: Tensor) -> list[st
         else:
             told.append(generation.take(generation.sample(logits[row]) if generation.samples else greedy[row]))
     return told
-
-
-def _block(record: Future[LayerRecord]) -> None:
-    record.exception()  # waits; what it raises, the layer's own reader raises

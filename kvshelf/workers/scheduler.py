@@ -24,12 +24,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from kvshelf.errors import Cancelled, DeadlineExceeded, InvalidRequest, KvshelfError, NoWorker, QueueFull
+from kvshelf.workers.attachment import block
 from kvshelf.workers.suffixes import capacity_for
 
 if TYPE_CHECKING:
     from kvshelf.store.artifact import CompressedCache
-    from kvshelf.workers.attachment import Attachment
-    from kvshelf.workers.batch import Wait
+    from kvshelf.workers.attachment import Attachment, Wait
     from kvshelf.workers.engine import Compression, Engine
     from kvshelf.workers.generation import Answer, Generation, Sampling
     from kvshelf.workers.job import Job
@@ -350,7 +350,7 @@ class Scheduler:
             wait([record], timeout=_PATIENCE_S)
         self._require_wanted(joining)
 
-    def _advance(self, works: Sequence[_Open], waiting: Wait | None = None) -> None:
+    def _advance(self, works: Sequence[_Open], waiting: Wait = block) -> None:
         """One step for these answers together. If it fails, one for each alone: one question's error is that question's
         answer, whatever it is."""
         works = [work for work in works if self._still_wanted(work)]

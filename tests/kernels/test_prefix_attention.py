@@ -158,7 +158,7 @@ def test_merged_prefix(dtype, new, classes, slots, dim, value_dim):
 
 
 def test_merged_prefix_with_a_slot_of_scale_one_per_class_is_packed():
-    q, whole = random(1, 4, 16, seed=1), packed([33], 16, 16)
+    q, whole = random(1, 1, 4, 16, seed=1), packed([33], 16, 16)
     part = MergedPrefix(whole.keys, whole.values, (33,), torch.ones(33), torch.arange(33).int(), (33,))
     for ours, expected in zip(attend_prefix(q, part, 0.3), attend_prefix(q, whole, 0.3), strict=True):
         assert error(ours, expected) < 2e-6
@@ -170,7 +170,7 @@ def test_merged_prefix_takes_rows_in_blocks(monkeypatch):
 
 
 def test_merged_prefix_makes_nothing_of_slots_times_head_size():
-    part, q = merged([10], [5000], 64, 64), random(1, 4, 64, seed=1)
+    part, q = merged([10], [5000], 64, 64), random(1, 1, 4, 64, seed=1)
     assert part.heads  # the classes as indices are made once, not per call
     with LargestTensor() as largest:
         attend_prefix(q, part, 0.3)
@@ -192,7 +192,7 @@ def test_quantized_prefix(dtype, bits):
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_quantized_rows_are_attended_to_a_block_at_a_time(bits):
-    part, q = packed([3000], 64, 64, bits=bits, group=32), random(1, 4, 64, seed=1)
+    part, q = packed([3000], 64, 64, bits=bits, group=32), random(1, 1, 4, 64, seed=1)
     with LargestTensor() as largest:
         out, lse = attend_prefix(q, part, 0.3)
     assert largest.bytes == 1024 * 64 * 4  # of 3000 rows
@@ -284,9 +284,9 @@ def test_neighbours_change_nothing(batch, data):
     "part", [packed([0], 8, 8), streamed([0], 8, 8), merged([0], [0], 8, 8), merged([3], [0], 8, 8)], ids=repr
 )
 def test_an_empty_prefix_has_no_mass(part):
-    out, lse = attend_prefix(random(1, 5, 8), part, 0.3)
-    assert torch.equal(out, torch.zeros(1, 5, 8))
-    assert torch.equal(lse, torch.full((1, 5), -torch.inf))
+    out, lse = attend_prefix(random(1, 1, 5, 8), part, 0.3)
+    assert torch.equal(out, torch.zeros(1, 1, 5, 8))
+    assert torch.equal(lse, torch.full((1, 1, 5), -torch.inf))
 
 
 def test_combine_of_two_empty_sets_is_empty():

@@ -48,18 +48,19 @@ def prefix_attention(
     """Attention of every token of a batch over the prefixes of its share and the suffix of its row.
 
     queries: `[N, q_heads, D]`, the new tokens of all rows. layout: which tokens share what. prefixes: for each of
-    `layout.shares` the prefixes of its document at this layer; their tokens are disjoint, and all visible to every token
-    of the share; none, or empty ones, are allowed, and so is a head without entries. suffixes: for each of
+    `layout.shares` the prefixes of its document at this layer; their tokens are disjoint, and all visible to every
+    token of the share; none, or empty ones, are allowed, and so is a head without entries. suffixes: for each of
     `layout.suffixes` keys `[rows, kv_heads, capacity, D]` and values `[rows, kv_heads, capacity, Dv]`, new tokens
     included; token t of the new ones of a row sees the first length - new + t + 1. What lies beyond a row's length is
-    not attended to, but must be finite. Query head h reads KV head h // (q_heads // kv_heads). Returns `[N, q_heads, Dv]`
-    in the dtype of the queries; logits and sums in fp32. Raises `InvalidTensor` for other shapes.
+    not attended to, but must be finite. Query head h reads KV head h // (q_heads // kv_heads). Returns `[N, q_heads,
+    Dv]` in the dtype of the queries; logits and sums in fp32. Raises `InvalidTensor` for other shapes.
 
     Bytes: every prefix once per share, whatever the number of its tokens, every suffix once. FLOPs: 2 * N * q_heads *
     (K + S) * (D + Dv) for plain prefixes; `prefixes.py` says what the other kinds cost.
     """
     keys, values = suffixes[0]
-    require_states("prefix_attention", {"queries": 3, "keys": 4, "values": 4}, queries=queries, keys=keys, values=values)
+    given = {"queries": queries, "keys": keys, "values": values}
+    require_states("prefix_attention", {"queries": 3, "keys": 4, "values": 4}, **given)
     require(
         queries.shape[0] == layout.num_tokens
         and queries.shape[1] % keys.shape[1] == 0
@@ -71,9 +72,7 @@ def prefix_attention(
         "prefix_attention",
         f"queries must be [N, q_heads, D] and suffixes [rows, kv_heads, capacity, D] of a batch of {layout.num_tokens} "
         f"tokens in {len(layout.shares)} shares and {len(layout.suffixes)} suffixes",
-        queries=queries,
-        keys=keys,
-        values=values,
+        **given,
     )
     out: Tensor = implementation("prefix_attention", queries.device).prefix_attention(
         queries, prefixes, suffixes, layout, scale

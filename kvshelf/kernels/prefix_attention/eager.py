@@ -53,20 +53,25 @@ def _attend_shares(
     """Attention of each share's tokens over its prefixes: `[N, kv_heads, group, Dv]` and `[N, kv_heads, group]`."""
     _, kv_heads, group, dim = queries.shape
     outs, lses = [], []
-    for parts, count, end in zip(prefixes, layout.shares, layout.share_ends, strict=True):
-        # All tokens and query heads of a group read the same keys, and nothing is masked: one list of rows per KV head.
-        rows = queries[end - count : end].transpose(0, 1).reshape(kv_heads, count * group, dim)
+    for parts, rows in zip(prefixes, torch.split(queries, list(layout.shares)), strict=True):
+        count = rows.shape[0]
+        if count > 1:
+            # All tokens and query heads of a group read the same keys, and nothing is masked: one list of rows a head.
+            rows = rows.transpose(0, 1).reshape(1, kv_heads, count * group, dim)
         out, lse = _attend_all(rows, parts, value_dim, scale)
-        outs.append(out.view(kv_heads, count, group, value_dim).transpose(0, 1))
-        lses.append(lse.view(kv_heads, count, group).transpose(0, 1))
+        if count > 1:
+            out = out.view(kv_heads, count, group, value_dim).transpose(0, 1)
+            lse = lse.view(kv_heads, count, group).transpose(0, 1)
+        outs.append(out)
+        lses.append(lse)
     return (outs[0], lses[0]) if len(outs) == 1 else (torch.cat(outs), torch.cat(lses))
 
 
 def _attend_all(rows: Tensor, parts: Sequence[Prefix], value_dim: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of rows `[kv_heads, R, D]` over the union of prefixes."""
+    """Attention of rows `[1, kv_heads, R, D]` over the union of prefixes."""
     if not parts:
-        out = rows.new_zeros(*rows.shape[:2], value_dim)
-        return out, out.new_full(rows.shape[:2], -torch.inf, dtype=torch.float32)
+        out = rows.new_zeros(*rows.shape[:3], value_dim)
+        return out, out.new_full(rows.shape[:3], -torch.inf, dtype=torch.float32)
     out, lse = attend_prefix(rows, parts[0], scale)
     for part in parts[1:]:
         out, lse = combine(out, lse, *attend_prefix(rows, part, scale))
@@ -74,21 +79,20 @@ def _attend_all(rows: Tensor, parts: Sequence[Prefix], value_dim: int, scale: fl
 
 
 def attend_prefix(rows: Tensor, prefix: Prefix, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of rows `[kv_heads, R, D]` over one prefix alone: output `[kv_heads, R, Dv]`, in fp32 or in the dtype of
-    the rows, and log-sum-exp `[kv_heads, R]` fp32, -inf (and 0) for a head without entries."""
+    """Attention of rows `[1, kv_heads, R, D]` over one prefix alone: output `[1, kv_heads, R, Dv]`, in fp32 or in the
+    dtype of the rows, and log-sum-exp `[1, kv_heads, R]` fp32, -inf (and 0) for a head without entries."""
+    stacked = prefix.stacked if isinstance(prefix, PackedPrefix) else prefix
+    if isinstance(stacked, StackedPrefix):
+        keys, values = stacked.batched
+        return attend(rows, keys, values, scale)
     match prefix:
-        case StackedPrefix(keys, values):
-            out, lse = attend(rows.unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0), scale)
-            return out[0], lse[0]
-        case PackedPrefix() if prefix.stacked is not None:
-            return attend_prefix(rows, prefix.stacked, scale)
         case PackedPrefix(lengths=lengths):
-            heads = [_attend_packed(rows[h], prefix, h, lengths[h], scale) for h in range(len(lengths))]
+            heads = [_attend_packed(rows[0, h], prefix, h, lengths[h], scale) for h in range(len(lengths))]
         case StreamedPrefix(lengths=lengths):
-            heads = [_attend_streamed(rows[h], prefix, h, lengths[h], scale) for h in range(len(lengths))]
+            heads = [_attend_streamed(rows[0, h], prefix, h, lengths[h], scale) for h in range(len(lengths))]
         case MergedPrefix():
-            heads = [_attend_merged(rows[h], *head, scale) for h, head in enumerate(prefix.heads)]
-    return torch.stack([out.float() for out, _ in heads]), torch.stack([lse for _, lse in heads])
+            heads = [_attend_merged(rows[0, h], *head, scale) for h, head in enumerate(prefix.heads)]
+    return torch.stack([out.float() for out, _ in heads]).unsqueeze(0), torch.stack([lse for _, lse in heads])[None]
 
 
 def _attend_packed(rows: Tensor, prefix: PackedPrefix, head: int, length: int, scale: float) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,8 @@ from kvshelf.kernels.quantize.rows import HeadRows, Rows, by_head
 
 Block = Callable[[int, int, int], tuple[Tensor, Tensor]]
 """`block(head, start, stop)` makes the keys `[stop - start, D]` and values `[stop - start, Dv]` of these rows of a KV
-head, in the dtype and on the device of the queries. It is called anew at every attention; nothing it returns is kept."""
+head, in the dtype and on the device of the queries. It is called anew at every attention; what it returns is not
+kept."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,8 +52,8 @@ class PackedPrefix:
 
 @dataclass(frozen=True, eq=False)
 class StackedPrefix:
-    """As many plain entries in every head: keys `[kv_heads, K, D]`, values `[kv_heads, K, Dv]`, views of any stride with
-    a contiguous last dimension. The document of a probe pass, or what a prefill in chunks has kept so far."""
+    """As many plain entries in every head: keys `[kv_heads, K, D]`, values `[kv_heads, K, Dv]`, views of any stride
+    with a contiguous last dimension. The document of a probe pass, or what a prefill in chunks has kept so far."""
 
     keys: Tensor
     values: Tensor
@@ -61,13 +62,18 @@ class StackedPrefix:
     def value_dim(self) -> int:
         return self.values.shape[2]
 
+    @cached_property
+    def batched(self) -> tuple[Tensor, Tensor]:
+        """Keys `[1, kv_heads, K, D]` and values, made once: a decode step reads hundreds of prefixes."""
+        return self.keys.unsqueeze(0), self.values.unsqueeze(0)
+
 
 @dataclass(frozen=True, eq=False)
 class StreamedPrefix:
     """Rows that exist only while they are read: keys that are still to be rotated. `lengths[h]` rows of head h.
 
-    Bytes: what `block` reads, plus each block written and read once in cache. FLOPs: those of a `PackedPrefix` and those
-    of `block`, which do not depend on R. On every device `block` is made of torch's operations.
+    Bytes: what `block` reads, plus each block written and read once in cache. FLOPs: those of a `PackedPrefix` and
+    those of `block`, which do not depend on R. On every device `block` is made of torch's operations.
     """
 
     lengths: tuple[int, ...]
@@ -125,8 +131,9 @@ Prefix = PackedPrefix | StackedPrefix | StreamedPrefix | MergedPrefix
 class SuffixRows:
     """Rows of a batch whose private suffixes lie in one pair of tensors `[rows, kv_heads, capacity, D]`.
 
-    Row r has `lengths[r]` suffix tokens, the last `new` of which are in the batch: tokens `first[r]` to `first[r] + new`.
-    A row that takes no part has first -1: its place in the tensors is not read. With `new` above 1 all lengths are equal.
+    Row r has `lengths[r]` suffix tokens, the last `new` of which are in the batch: tokens `first[r]` to `first[r] +
+    new`. A row that takes no part has first -1: its place in the tensors is not read. With `new` above 1 all lengths
+    are equal.
     """
 
     lengths: tuple[int, ...]
