@@ -35,8 +35,8 @@ _MOST_SPLITS = 16
 _LEAST_SPLIT = 512
 """Keys of a split; with fewer, a program's rows are most of what it loads."""
 
-_WIDEST_POOLING = 33
-"""Neighbours that pooling inside a block of keys may have. Wider ones would waste half of the block."""
+_WIDEST_POOLING = 15
+"""Neighbours that pooling inside a block of keys may have. Wider ones would waste half of the smallest block."""
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Its `tl.dot` is wrong for bf16, so that operands are made fp32 there."""
@@ -83,16 +83,15 @@ def tiles(dim: int, group_rows: int, dtype: torch.dtype) -> dict[str, int | bool
     """Sizes of the tiles, and warps and stages, for a head size, the rows of a KV head, and a dtype."""
     width = max(16, triton.next_power_of_2(dim))
     if dtype == torch.float32:
-        most, block_keys = 32, 64  # no tensor cores for exact fp32: what meets in a tile is unrolled into registers
+        most, block_keys = 32, 32  # no tensor cores for exact fp32: what meets in a tile is unrolled into registers
     else:
         most, block_keys = 64, 128
-    block_rows = min(most, max(16, triton.next_power_of_2(group_rows)))
     return {
-        "BLOCK_ROWS": block_rows,
+        "BLOCK_ROWS": min(most, max(16, triton.next_power_of_2(group_rows))),
         "BLOCK_KEYS": block_keys,
         "BLOCK_DIM": width,
         "UPCAST": _INTERPRETED and dtype == torch.bfloat16,
-        "num_warps": 8 if block_rows * block_keys * width > 64 * 128 * 64 else 4,
+        "num_warps": 8 if width * dtype.itemsize >= 256 else 4,
         "num_stages": 2,
     }
 
