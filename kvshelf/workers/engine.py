@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from kvshelf.errors import DocumentTooLong, InvalidRequest, PolicyUnsupported
+from kvshelf.errors import InvalidRequest, KvshelfError
 from kvshelf.store.arriving import ArrivingCache
 from kvshelf.store.artifact import CompressedCache
 from kvshelf.store.identity import Identity, Layout, digest
@@ -31,8 +31,9 @@ from kvshelf.workers.job import Job
 from kvshelf.workers.policies import DEFAULT_POLICY, Policy, build
 from kvshelf.workers.policies.base import Absorber, Observes
 from kvshelf.workers.policies.full import Full
-from kvshelf.workers.policies.view import ProbePass, Source, output_weight
+from kvshelf.workers.policies.view import ProbePass, Source
 from kvshelf.workers.reducing import LayerReducer
+from kvshelf.workers.requirements import require_observable, require_room, require_within_window
 from kvshelf.workers.rope import Rope
 from kvshelf.workers.text import TextFormat
 
@@ -147,14 +148,14 @@ class Engine:
             budget = Budget.full(num_tokens)
         passes: tuple[ProbePass, ...] = ()
         absorber: Absorber | None = None
-        self._require_within_window(num_tokens)
+        require_within_window(num_tokens, self.model.config, self.name)
         if budget.tokens < num_tokens:
-            self._require_observable(chosen)
+            require_observable(chosen, self.model, self.name, self.rope, has_text=self.text is not None)
             source = self._calibrated(source, chosen)
             chosen = chosen.fitted(num_tokens, budget, encoded.protected_prefix, frozenset(given))
             chosen = chosen.informed(source, frozenset(given))
             passes = tuple(chosen.probe_passes(source))
-            self._require_room_for(passes)
+            require_room(passes, self.max_tokens, self.name)
             absorber = chosen.absorber(source, budget)
         identity = Identity(
             model=self.identity,
@@ -284,10 +285,26 @@ class Engine:
     ) -> Answer:
         """Ask and wait. Greedy unless a temperature is given."""
         sampling = Sampling(max_new_tokens, temperature, top_p, seed, tuple(stop))
-        generation = self.start(cache, self.encode_query(cache, prompt), sampling)
-        while not generation.finished:
-            generation.step()
-        return generation.answer()
+        (answer,) = self.answer_all([(cache, prompt)], sampling)
+        return answer
+
+    def answer_all(
+        self, asked: Sequence[tuple[CompressedCache, Prompt]], sampling: Sampling | None = None
+    ) -> list[Answer]:
+        """Put each prompt to its cache, all of them together: one forward per token for all answers. In their order.
+
+        Keys and values of all questions and answers are held at once, 1 to 2 times `kv_bytes_per_token` for each of
+        their tokens. Raises the first error.
+        """
+        batch = self.batch()
+        answers = [
+            self.start(cache, self.encode_query(cache, prompt), sampling, batch=batch) for cache, prompt in asked
+        ]
+        while open_ones := [answer for answer in answers if not answer.finished]:
+            for told in batch.step(open_ones):
+                if isinstance(told, KvshelfError):
+                    raise told
+        return [answer.answer() for answer in answers]
 
     # Parts
 
@@ -298,48 +315,6 @@ class Engine:
             return source
         found = calibration.find(self.identity, self.model.config.name_or_path)
         return replace(source, calibration=found)
-
-    def _require_observable(self, policy: Policy) -> None:
-        """Refuse a policy that needs what this model or this engine cannot give."""
-        if Observes.ROPE in policy.observes and (self.rope is None or self.rope.length_dependent):
-            raise PolicyUnsupported(
-                f"policy {policy.name!r} has to undo the model's rotary embedding, and that of {self.name!r} "
-                f"{'is not to be had' if self.rope is None else 'changes with the length of the sequence'}; choose a "
-                "policy that does not",
-                param="policy",
-            )
-        if Observes.TEXT in policy.observes and self.text is None:
-            raise PolicyUnsupported(
-                f"policy {policy.name!r} reads the document's text, and this engine has no tokenizer; choose a policy "
-                "that does not",
-                param="policy",
-            )
-        attention = [getattr(layer, "self_attn", None) for layer in getattr(self.model.base_model, "layers", [None])]
-        if Observes.WEIGHTS in policy.observes and any(output_weight(module) is None for module in attention):
-            raise PolicyUnsupported(
-                f"policy {policy.name!r} weighs values by the attention's output projection, and {self.name!r} has no "
-                "o_proj weight in every layer that could be read; choose a policy that does not",
-                param="policy",
-            )
-
-    def _require_within_window(self, num_tokens: int) -> None:
-        window = models.sliding_window(self.model.config)
-        if window is not None and num_tokens > window:
-            raise PolicyUnsupported(
-                f"the sliding window is {window} tokens in layers of {self.name!r}, and the document has {num_tokens}; "
-                "kvshelf does not store sliding windows yet. Send a document that fits into the window",
-                param="model",
-            )
-
-    def _require_room_for(self, passes: Sequence[ProbePass]) -> None:
-        for probe in passes:
-            end = probe.first_position + len(probe.token_ids)
-            if end > self.max_tokens:
-                raise DocumentTooLong(
-                    f"the policy runs {len(probe.token_ids)} tokens behind the document, up to position {end}, and "
-                    f"{self.name!r} takes {self.max_tokens} tokens; shorten the document or the probe",
-                    param="document",
-                )
 
     def _prefill_whole(self, job: Job, checkpoint: Checkpoint) -> LayerReducer:
         reducer = LayerReducer(
