@@ -23,10 +23,10 @@ def select(scores: Tensor, protected: Tensor, counts: Sequence[int]) -> Tensor:
 def pack(keys: Tensor, values: Tensor, mask: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ARG001
     """See `kvshelf.kernels.select.pack`."""
     heads, positions = mask.nonzero().unbind(dim=1)
-    return _rows(keys, heads, positions), _rows(values, heads, positions), positions.to(torch.int32)
+    return rows_at(keys, heads, positions), rows_at(values, heads, positions), positions.to(torch.int32)
 
 
-def _rows(states: Tensor, heads: Tensor, positions: Tensor) -> Tensor:
+def rows_at(states: Tensor, heads: Tensor, positions: Tensor) -> Tensor:
     """`states[heads, positions]`: `[entries, D]` of `[kv_heads, N, D]`.
 
     Where the states are made of whole rows, head-major or token-major, or a slice of such, their memory is a matrix
