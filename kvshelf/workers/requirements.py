@@ -55,7 +55,7 @@ def require_room(passes: Sequence[ProbePass], max_tokens: int, name: str) -> Non
         end = probe.first_position + len(probe.token_ids)
         if end > max_tokens:
             raise DocumentTooLong(
-                f"the policy runs {len(probe.token_ids)} tokens behind the document, up to position {end}, and {name!r} "
-                f"takes {max_tokens} tokens; shorten the document or the probe",
+                f"the policy runs {len(probe.token_ids)} tokens behind the document, up to position {end}, and "
+                f"{name!r} takes {max_tokens} tokens; shorten the document or the probe",
                 param="document",
             )
