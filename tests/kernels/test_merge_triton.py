@@ -54,6 +54,12 @@ def test_of_equal_centers_the_first_is_taken(data):
 
 
 @pytest.mark.usefixtures("forced_triton")
+def test_of_equal_centers_in_several_blocks_the_first_is_taken():
+    tokens, centers = torch.eye(2)[[0, 1, 0]], torch.eye(2).repeat(60, 1)
+    assert nearest_pair(tokens, tokens, centers, centers, [3], [120])[1].tolist() == [0, 1, 0]
+
+
+@pytest.mark.usefixtures("forced_triton")
 def test_what_is_not_a_number_never_looks_like_a_similarity():
     keys, values, center_keys, *others = pairs([3, 2], [4, 2], 8, 8)
     center_keys[2, 5] = torch.nan
