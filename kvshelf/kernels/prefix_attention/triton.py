@@ -1,0 +1,216 @@
+"""Prefix attention in two kernels: one over splits of the prefixes, and one over the suffixes that takes in their
+results.
+
+A split is a run of rows of one head of a prefix (flash decoding). Its program keeps up to 64 query rows, the tokens of
+a share times the query heads of a KV head, beside a running softmax, reads keys and values tile by tile, dequantizes
+them in registers, and leaves output and log-sum-exp in fp32 scratch. The second kernel has a program for each block of
+query rows of a row of a suffix and KV head: causal attention over the suffix, joined by the splits of its share, all
+in one running softmax. There are no atomics: two runs give the same bits.
+
+Launches a layer: one for each kind of prefix in the batch (plain, int4, merged, ...) and one for each of
+`layout.suffixes`, whatever the number of documents; streamed prefixes run in torch's operations. Copies to the device:
+one a step, the lengths, and for each layer one whenever prefixes or shares change. Scratch: 4 bytes * N * q_heads *
+splits * (Dv + 1).
+
+Batch 1, 32k rows a head, Llama-3.1-8B (8 KV heads of 4 query heads, D = 128, bf16): 134 MB of keys and values a layer,
+31 us at the 4.3 TB/s that an H200 copies, against 0.54 GFLOP, 2.1 with 4 query rows padded to the 16 of a tensor
+core's tile, 3 us at 788 TFLOP/s: bytes are the limit. Its 132 multiprocessors take two programs each; 32 splits of
+1024 rows for each of the 8 heads are 256 programs, 97 % of the places in one round. What splits leave and the second
+kernel reads is 0.5 MB each way, 0.8 % of the bytes. By these numbers the first kernel can come near the copy rate; the
+second adds a launch and some ten dependent loads (four splits at a time), a few us, which is most of what the design
+gives away at batch 1. Share of the limit on a GPU: not measured.
+
+Slots of a merged prefix go by class, eight at a time (`slots.py`), so that a class's key and value are read and
+multiplied once and not once per slot: gathered by slot, 32k slots would read as many bytes from the L2 cache as the
+whole uncompressed prefix has. An exponential per slot and query row remains, of the padded 16 rows too.
+
+Tiles are 64 rows by the head size for 16-bit states, 32 for slots, fp32 and D above 128; two are on their way while
+one is in use. That is 72 KiB of shared memory a program, so that two fit on an A100 as on an H100, and 64 KiB or more
+in flight on each multiprocessor, where 32 KB cover 4.3 TB/s at a latency of 1 us. Codes of 4 bits take a quarter of
+that. Questions of hundreds of tokens go over their own suffix without splits, in blocks of 32 query rows: right, not
+optimal.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from kvshelf.kernels.prefix_attention import eager
+from kvshelf.kernels.prefix_attention.plan import COLUMNS, LEAST_SPLIT, Kind, Plan, Setting, plan_of
+from kvshelf.kernels.prefix_attention.prefixes import BatchLayout, Prefix
+from kvshelf.kernels.prefix_attention.slots import SLOTS_PER_ROW
+from kvshelf.kernels.prefix_attention.splits import attend_splits
+from kvshelf.kernels.prefix_attention.union import attend_suffixes
+
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def prefix_attention(
+    queries: Tensor,
+    prefixes: Sequence[Sequence[Prefix]],
+    suffixes: Sequence[tuple[Tensor, Tensor]],
+    layout: BatchLayout,
+    scale: float,
+    least_split: int = LEAST_SPLIT,
+) -> Tensor:
+    """See `kvshelf.kernels.prefix_attention.prefix_attention`. least_split: fewest rows of a prefix for one program."""
+    num_tokens, q_heads, _ = queries.shape
+    kv_heads, value_dim = suffixes[0][1].shape[1], suffixes[0][1].shape[3]
+    out = queries.new_empty(num_tokens, q_heads, value_dim)
+    found = None
+    if any(prefixes):
+        setting = Setting(kv_heads, q_heads // kv_heads, queries.itemsize, _places(queries.device), least_split)
+        plan = plan_of(prefixes, layout, setting)
+        found = _attend_prefixes(queries, prefixes, layout, plan, value_dim, kv_heads, scale)
+    tokens, tables = layout.tables
+    for rows, table, (keys, values) in zip(layout.suffixes, tables, suffixes, strict=True):
+        _attend_suffixes(queries, keys, values, out, (table, tokens), found, rows.new, scale)
+    return out
+
+
+class _Found(NamedTuple):
+    """What the splits of all prefixes found: `[scratch rows, Dv]`, `[scratch rows]`, and whose rows they are."""
+
+    outs: Tensor
+    lses: Tensor
+    shares: Tensor
+
+
+def _attend_prefixes(
+    queries: Tensor,
+    prefixes: Sequence[Sequence[Prefix]],
+    layout: BatchLayout,
+    plan: Plan,
+    value_dim: int,
+    kv_heads: int,
+    scale: float,
+) -> _Found:
+    _, q_heads, dim = queries.shape
+    outs = queries.new_empty(plan.scratch_rows, value_dim, dtype=torch.float32)
+    lses = queries.new_empty(plan.scratch_rows, dtype=torch.float32)
+    for kind, items in plan.launches:
+        attend_splits[len(items),](
+            queries,
+            items,
+            outs,
+            lses,
+            queries.stride(0),
+            queries.stride(1),
+            scale * math.log2(math.e),
+            DIM=dim,
+            VALUE_DIM=value_dim,
+            HEADS=q_heads // kv_heads,
+            COLUMNS=COLUMNS,
+            UPCAST=_INTERPRETED,
+            **kind_constants(kind),
+            **split_tiles(kind, dim, value_dim, queries.itemsize, plan.block_m),
+        )
+    for share, place, start in plan.streamed:
+        end, count = layout.share_ends[share], layout.shares[share]
+        own = queries[end - count : end].view(count, kv_heads, q_heads // kv_heads, dim)
+        rows = own.transpose(0, 1).reshape(1, kv_heads, -1, dim)
+        part, lse = eager.attend_prefix(rows, prefixes[share][place], scale)
+        stop = start + lse.numel()
+        outs[start:stop] = part.flatten(0, 2)
+        lses[start:stop] = lse.flatten() * math.log2(math.e)
+    return _Found(outs, lses, plan.shares)
+
+
+def _attend_suffixes(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    out: Tensor,
+    tables: tuple[Tensor, Tensor],
+    found: _Found | None,
+    new: int,
+    scale: float,
+) -> None:
+    """Fill `out` at the tokens of these rows. tables: first token and length of each row; the share of each token."""
+    kv_heads, dim, value_dim = keys.shape[1], keys.shape[3], values.shape[3]
+    heads = queries.shape[1] // kv_heads
+    tiles = suffix_tiles(dim, value_dim, queries.itemsize, new * heads)
+    blocks = -(-new * heads // tiles["BLOCK_M"])
+    attend_suffixes[(keys.shape[0] * blocks, kv_heads)](
+        queries,
+        keys,
+        values,
+        out,
+        *tables,
+        *((found.shares, found.outs, found.lses) if found is not None else (tables[1], out, out)),
+        queries.stride(0),
+        queries.stride(1),
+        *keys.stride()[:2],
+        *values.stride()[:2],
+        new,
+        scale * math.log2(math.e),
+        DIM=dim,
+        VALUE_DIM=value_dim,
+        HEADS=heads,
+        KEY_STRIDE=keys.stride(2),
+        VALUE_STRIDE=values.stride(2),
+        ALIGNED=_aligned(keys, values),
+        PREFIXED=found is not None,
+        UPCAST=_INTERPRETED,
+        **tiles,
+    )
+
+
+def kind_constants(kind: Kind) -> dict[str, int | bool]:
+    """The compile-time arguments of `attend_splits` that follow from the kind of prefix."""
+    named = {"KEY": kind.keys, "VALUE": kind.values}
+    return {"SLOTS": SLOTS_PER_ROW if kind.merged else 0} | {
+        f"{name}_{field.upper()}": value for name, rows in named.items() for field, value in rows._asdict().items()
+    }
+
+
+def split_tiles(kind: Kind, dim: int, value_dim: int, itemsize: int, block_m: int) -> dict[str, int]:
+    """The tile sizes of `attend_splits`."""
+    sizes = _head_blocks(dim, value_dim)
+    wide = max(sizes.values()) * itemsize > 256 or itemsize == 4
+    block_n = 32 if wide or kind.merged else 64
+    warps = 8 if wide or block_m == 64 else 4
+    return sizes | {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "num_stages": 3}
+
+
+def suffix_tiles(dim: int, value_dim: int, itemsize: int, rows: int) -> dict[str, int]:
+    """The tile sizes of `attend_suffixes`, for `rows` query rows of a KV head."""
+    sizes = _head_blocks(dim, value_dim)
+    wide = max(sizes.values()) * itemsize > 256 or itemsize == 4
+    block_m = min(32, max(16, triton.next_power_of_2(rows)))
+    block_s = max(1, (512 if block_m == 16 else 128) // sizes["BLOCK_DV"])  # as the rows' own accumulators leave room
+    return sizes | {
+        "BLOCK_M": block_m,
+        "BLOCK_N": 32 if wide else 64,
+        "BLOCK_S": block_s,
+        "num_warps": 8 if wide else 4,
+        "num_stages": 2,
+    }
+
+
+def _head_blocks(dim: int, value_dim: int) -> dict[str, int]:
+    return {
+        "BLOCK_D": max(16, triton.next_power_of_2(dim)),
+        "BLOCK_DV": max(16, triton.next_power_of_2(value_dim)),
+    }
+
+
+def _aligned(*tensors: Tensor) -> bool:
+    """Whether every row begins at a multiple of 16 bytes, so that loads can be as wide."""
+    starts = [tensor.data_ptr() for tensor in tensors]
+    steps = [stride * tensor.itemsize for tensor in tensors for stride in tensor.stride()[:-1]]
+    return all(number % 16 == 0 for number in (*starts, *steps))
+
+
+def _places(device: torch.device) -> int:
+    """Programs that run at a time: two for each multiprocessor."""
+    if device.type != "cuda":
+        return 264  # of an H100, for the interpreter
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,112 @@
+"""The kernel that ends an attention: a row's own suffix, joined by what the splits of its prefixes left."""
+
+# Triton's language has no types, and its compile-time constants are written in capitals.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# ruff: noqa: N803
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvshelf.kernels.prefix_attention.splits import dot
+
+
+@triton.jit(do_not_specialize=["new"])
+def attend_suffixes(
+    queries,  # [N, q_heads, D]
+    keys,  # [rows, kv_heads, capacity, D]
+    values,  # [rows, kv_heads, capacity, Dv]
+    out,  # [N, q_heads, Dv], contiguous
+    rows,  # [rows, 2] int32: first token, length
+    tokens,  # [N, 3] int32: share, place in it, tokens of it
+    shares,  # [shares, 1 + kv_heads] int64: first scratch row, splits of each head
+    outs,  # [scratch rows, Dv] fp32
+    lses,  # [scratch rows] fp32, to the base 2
+    token_stride,
+    head_stride,
+    key_row_stride,
+    key_head_stride,
+    value_row_stride,
+    value_head_stride,
+    new,
+    scale,  # times log2(e)
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    HEADS: tl.constexpr,  # query heads of a KV head
+    KEY_STRIDE: tl.constexpr,  # from token to token
+    VALUE_STRIDE: tl.constexpr,
+    ALIGNED: tl.constexpr,  # every row of keys and values begins at a multiple of 16 bytes
+    PREFIXED: tl.constexpr,  # False: there is no prefix, and shares, outs and lses are not read
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_S: tl.constexpr,  # splits taken in at once
+    UPCAST: tl.constexpr,
+):
+    blocks = tl.cdiv(new * HEADS, BLOCK_M)
+    slab, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    head, kv_heads = tl.program_id(1), tl.num_programs(1)
+    first, length = tl.load(rows + 2 * slab), tl.load(rows + 2 * slab + 1)
+    if first < 0:
+        return
+    row = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    live = row < new * HEADS
+    nth = tl.minimum(row // HEADS, new - 1)
+    token = (first + nth).to(tl.int64)
+    q_head = head * HEADS + row % HEADS
+    visible = length - new + nth + 1
+    dims, columns = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    at = queries + token * token_stride + q_head * head_stride
+    query = tl.load(at[:, None] + dims[None, :], mask=live[:, None] & (dims < DIM)[None, :], other=0.0)
+
+    keys += slab.to(tl.int64) * key_row_stride + head.to(tl.int64) * key_head_stride
+    values += slab.to(tl.int64) * value_row_stride + head.to(tl.int64) * value_head_stride
+    if ALIGNED:
+        keys, values = tl.multiple_of(keys, 16), tl.multiple_of(values, 16)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    mass = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    end = tl.max(visible, 0)
+    for start in range(0, end, BLOCK_N):
+        places = start + tl.arange(0, BLOCK_N)
+        inside = (places < end)[:, None]
+        place = places.to(tl.int64)[:, None]
+        key = tl.load(keys + place * KEY_STRIDE + dims[None, :], mask=inside & (dims < DIM)[None, :], other=0.0)
+        mask = inside & (columns < VALUE_DIM)[None, :]
+        value = tl.load(values + place * VALUE_STRIDE + columns[None, :], mask=mask, other=0.0)
+        logits = dot(query, tl.trans(key), UPCAST) * scale
+        logits = tl.where(places[None, :] < visible[:, None], logits, float("-inf"))
+        new_top = tl.maximum(top, tl.max(logits, 1))  # finite: every token sees the first of its suffix
+        weights = tl.exp2(logits - new_top[:, None])
+        fade = tl.exp2(top - new_top)
+        mass = mass * fade + tl.sum(weights, 1)
+        acc = acc * fade[:, None] + dot(weights.to(value.dtype), value, UPCAST)
+        top = new_top
+
+    if PREFIXED:
+        # Scratch is aligned; as an argument, only a launch would see that, and not whoever compiles ahead of one.
+        outs = tl.multiple_of(outs.to(tl.int64).to(tl.pointer_type(tl.float32)), 16)
+        share = tl.load(tokens + 3 * token)
+        within = tl.load(tokens + 3 * token + 1) * HEADS + row % HEADS
+        share_rows = (tl.load(tokens + 3 * token + 2) * HEADS).to(tl.int64)
+        base = tl.load(shares + share * (1 + kv_heads)) + within
+        count = tl.load(shares + share * (1 + kv_heads) + 1 + head)
+        for start in range(0, tl.max(count, 0).to(tl.int32), BLOCK_S):
+            split = start + tl.arange(0, BLOCK_S)[:, None]
+            scratch = base[None, :] + (split * kv_heads + head) * share_rows[None, :]  # [BLOCK_S, BLOCK_M]
+            inside = (split < count[None, :]) & live[None, :]
+            lse = tl.load(lses + scratch, mask=inside, other=float("-inf"))
+            found = outs + scratch[:, :, None] * VALUE_DIM + columns[None, None, :]
+            part = tl.load(found, mask=inside[:, :, None] & (columns < VALUE_DIM)[None, None, :], other=0.0)
+            new_top = tl.maximum(top, tl.max(lse, 0))
+            weights = tl.exp2(lse - new_top[None, :])
+            fade = tl.exp2(top - new_top)
+            mass = mass * fade + tl.sum(weights, 0)
+            acc = acc * fade[:, None] + tl.sum(part * weights[:, :, None], 0)
+            top = new_top
+
+    into = out + (token * kv_heads * HEADS + q_head)[:, None] * VALUE_DIM + columns[None, :]
+    acc = acc / mass[:, None]
+    tl.store(into, acc.to(out.dtype.element_ty), mask=live[:, None] & (columns < VALUE_DIM)[None, :])
