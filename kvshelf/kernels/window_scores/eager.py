@@ -1,7 +1,7 @@
 """Observation windows with torch's own operations: the keys meet 128 rows of a KV head's whole group at once.
 
 Bytes: the keys of one head once per 128 rows; `128 * (N + T)` fp32 logits and as many weights, 8 MiB at 8k tokens, are
-the only large buffers of `window_scores`. All rows at once take 1.5 to 2 times as long: they leave the cache.
+the only large buffers of `window_scores`. All 256 rows of SnapKV at once take 1.2 times as long.
 """
 
 from __future__ import annotations
@@ -23,19 +23,33 @@ def window_scores(
     pooling: str = "avg",
 ) -> Tensor:
     """See `kvshelf.kernels.window_scores.window_scores`."""
-    grouped = queries.reshape(keys.shape[0], -1, *queries.shape[1:])
-    scores = [
-        _reduced(grouped[head], head_keys, scale, None if own_keys is None else own_keys[head], reduce)
-        for head, head_keys in enumerate(keys)
-    ]
-    return pooled(torch.stack(scores), kernel, pooling)
+    (kv_heads, num_keys, dim), (_, num_rows, _) = keys.shape, queries.shape
+    future = _future(queries.shape[0] // kv_heads, num_rows, keys.device)
+    width = num_keys + (0 if own_keys is None else own_keys.shape[1])
+    # Made once: memory that is new in every block has to be mapped, which takes as long as the softmax.
+    buffers = keys.new_empty(2, min(len(future), _ROWS_PER_PRODUCT), width, dtype=torch.float32)
+    scores = keys.new_zeros(kv_heads, num_keys, dtype=torch.float32)
+    for head, rows in enumerate((queries * scale).reshape(kv_heads, -1, dim)):
+        for start in range(0, len(rows), _ROWS_PER_PRODUCT):
+            block = slice(start, start + _ROWS_PER_PRODUCT)
+            logits, weights = buffers[:, : len(rows[block])]
+            _fill_logits(logits, rows[block], keys[head], None if own_keys is None else own_keys[head], future[block])
+            weights = torch.softmax(logits, dim=-1, out=weights)[:, :num_keys]
+            if reduce == "max":
+                scores[head] = torch.maximum(scores[head], weights.amax(dim=0))
+            else:
+                scores[head] += weights.sum(dim=0)
+    return pooled(scores if reduce == "max" else scores.div_(len(future)), kernel, pooling)
 
 
 def window_attention(queries: Tensor, keys: Tensor, scale: float, own_keys: Tensor | None = None) -> Tensor:
     """See `kvshelf.kernels.window_scores.window_attention`."""
-    group, num_rows, dim = queries.shape
-    weights = _weights(queries.reshape(-1, dim), keys, scale, own_keys, _future(group, num_rows, keys.device))
-    return weights.view(group, num_rows, -1)[..., : keys.shape[0]]
+    (group, num_rows, dim), num_keys = queries.shape, keys.shape[0]
+    width = num_keys + (0 if own_keys is None else own_keys.shape[0])
+    logits = keys.new_empty(group * num_rows, width, dtype=torch.float32)
+    future = _future(group, num_rows, keys.device)
+    _fill_logits(logits, (queries * scale).reshape(-1, dim), keys, own_keys, future)
+    return torch.softmax(logits, dim=-1).view(group, num_rows, width)[..., :num_keys]
 
 
 def pooled(scores: Tensor, kernel: int, how: str = "avg") -> Tensor:
@@ -47,28 +61,21 @@ def pooled(scores: Tensor, kernel: int, how: str = "avg") -> Tensor:
     return pool(scores, kernel, stride=1, padding=kernel // 2)
 
 
-def _reduced(queries: Tensor, keys: Tensor, scale: float, own_keys: Tensor | None, reduce: str) -> Tensor:
-    """Mean or largest weight over all rows of one KV head, `[N]` fp32."""
-    group, num_rows, dim = queries.shape
-    rows, future = queries.reshape(-1, dim), _future(group, num_rows, keys.device)
-    scores = torch.zeros(keys.shape[0], device=keys.device)
-    for start in range(0, len(rows), _ROWS_PER_PRODUCT):
-        block = slice(start, start + _ROWS_PER_PRODUCT)
-        weights = _weights(rows[block], keys, scale, own_keys, future[block])[:, : keys.shape[0]]
-        scores = torch.maximum(scores, weights.amax(dim=0)) if reduce == "max" else scores.add_(weights.sum(dim=0))
-    return scores if reduce == "max" else scores.div_(len(rows))
-
-
-def _weights(rows: Tensor, keys: Tensor, scale: float, own_keys: Tensor | None, future: Tensor) -> Tensor:
-    """Softmax over keys and own keys, `[rows, N + T]` fp32; `future` `[rows, R]` marks the last ones a row cannot
-    see."""
-    rows = rows * scale
-    logits = torch.matmul(rows, keys.T)
+def _fill_logits(logits: Tensor, rows: Tensor, keys: Tensor, own_keys: Tensor | None, future: Tensor) -> None:
+    """The logits of scaled rows over keys and own keys, `[rows, N + T]` fp32; `future` `[rows, R]` marks which of the
+    last R a row does not see."""
+    num_keys = keys.shape[0]
+    _multiply(rows, keys, logits[:, :num_keys])
     if own_keys is not None:
-        logits = torch.cat([logits, torch.matmul(rows, own_keys.T)], dim=1)
-    logits = logits.float()
+        _multiply(rows, own_keys, logits[:, num_keys:])
     logits[:, logits.shape[1] - future.shape[1] :].masked_fill_(future, -torch.inf)
-    return torch.softmax(logits, dim=-1)
+
+
+def _multiply(rows: Tensor, keys: Tensor, out: Tensor) -> None:
+    if rows.dtype == out.dtype:
+        torch.mm(rows, keys.T, out=out)
+    else:
+        out.copy_(torch.mm(rows, keys.T))
 
 
 def _future(group: int, num_rows: int, device: torch.device) -> Tensor:
