@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from kvshelf.errors import StateConflict
-from kvshelf.kernels.prefix_attention import DensePrefix, MergedPrefix
+from kvshelf.kernels.prefix_attention import MergedPrefix, PackedPrefix
+from kvshelf.kernels.prefix_attention.eager import attend_prefix
 from kvshelf.store.artifact import Kept, LayerRecord, Merged, Parts
 from kvshelf.store.codecs import Codec
 from kvshelf.store.packed import Rotate
@@ -61,7 +62,9 @@ def shown(record: LayerRecord, rotate: Rotate | None, head: int) -> tuple[Tensor
 
 def attend(record: LayerRecord, head: int, queries: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Attention through `prefixes`, summed over them by log-sum-exp in fp64."""
-    found = [prefix.attend(queries, scale) for prefix in record.prefixes(rotate)[head]]
+    rows = queries.expand(1, record.kv_heads, -1, -1)
+    found = [attend_prefix(rows, prefix, scale) for prefix in record.prefixes(rotate)]
+    found = [(out[0, head], lse[0, head]) for out, lse in found]
     lse = torch.stack([lse.double() for _, lse in found])
     weights = (lse - lse.logsumexp(dim=0)).exp() if lse.isfinite().any() else torch.zeros_like(lse)
     return sum(w.unsqueeze(-1) * out.double() for w, (out, _) in zip(weights, found, strict=True)), lse.logsumexp(dim=0)
@@ -114,11 +117,11 @@ def test_more_rows_than_one_block() -> None:
 
 def test_plain_keys_are_read_in_place_and_slots_are_not_expanded() -> None:
     record = make_record("kept")
-    for head, (prefix,) in enumerate(record.prefixes(None)):
-        assert isinstance(prefix, DensePrefix)
-        assert prefix.keys.data_ptr() == record.heads()[head][0].data_ptr()
-    merged = make_record("merged")
-    assert [type(prefix) for (prefix,) in merged.prefixes(None)] == [MergedPrefix] * 4
+    (prefix,) = record.prefixes(None)
+    assert isinstance(prefix, PackedPrefix)
+    assert prefix.keys is record.keys
+    assert [head.data_ptr() for head, _ in prefix.heads] == [head.data_ptr() for head, _ in record.heads()]
+    assert [type(prefix) for prefix in make_record("merged").prefixes(None)] == [MergedPrefix]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "pre" in kind])

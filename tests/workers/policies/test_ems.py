@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvshelf.errors import PolicyUnsupported
+from kvshelf.kernels.prefix_attention.eager import attend_prefix
 from kvshelf.store.artifact import CompressedCache, Kept, Merged
 from kvshelf.workers.attention import CONTEXT
 from kvshelf.workers.budgets import Budget, LayerBudget
@@ -239,9 +240,10 @@ def test_a_duplicate_token_merges_losslessly(llama, tokens, distinct, seed, pos)
     record = reduced(layer, budget, window=4, gamma=2, tau=0.999, pos=pos)
     assert record.slots > 1.5 * record.entries
     queries = torch.randn(5, dim, generator=torch.Generator().manual_seed(seed))
-    for head, prefixes in enumerate(record.prefixes(rope.rotate if rope else None)):
+    (prefix,) = record.prefixes(rope.rotate if rope else None)
+    outs, lses = attend_prefix(queries.expand(1, record.kv_heads, -1, -1), prefix, layer.scaling)
+    for head, (out, lse) in enumerate(zip(outs[0], lses[0], strict=True)):
         positions = record.slot_positions[slice(*record.slot_offsets[head : head + 2])].long()
-        out, lse = prefixes[0].attend(queries, layer.scaling)
         exact, exact_lse = attended(queries, layer.keys[head, positions], layer.values[head, positions], layer.scaling)
         assert torch.allclose(out.double(), exact, atol=1e-5)
         assert torch.allclose(lse.double(), exact_lse, atol=1e-5)
@@ -254,10 +256,11 @@ def test_the_zero_class_has_no_mass(tokens, share, seed, tau):
     layer, budget = view(tokens, seed=seed), max(4, int(share * tokens))
     record = reduced(layer, budget, tau=tau)
     queries = torch.randn(3, 8, generator=torch.Generator().manual_seed(seed))
-    for head, prefixes in enumerate(record.prefixes()):
+    (prefix,) = record.prefixes()
+    outs, lses = attend_prefix(queries.expand(1, record.kv_heads, -1, -1), prefix, layer.scaling)
+    for head, (out, lse) in enumerate(zip(outs[0], lses[0], strict=True)):
         positions, keys, values = expanded(record, head)
         assert len(positions) < tokens or budget * 4 >= tokens
-        out, lse = prefixes[0].attend(queries, layer.scaling)
         exact, exact_lse = attended(queries, keys, values, layer.scaling)
         assert torch.allclose(out.double(), exact, atol=1e-5)
         assert torch.allclose(lse.double(), exact_lse, atol=1e-5)
