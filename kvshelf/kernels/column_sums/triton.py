@@ -24,7 +24,7 @@ from torch import Tensor
 
 _LOG2_E = math.log2(math.e)
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Its `tl.dot` is wrong for bf16, so that operands are made fp32 there."""
 
 
@@ -67,7 +67,7 @@ def tiles(dim: int, dtype: torch.dtype) -> dict[str, int | bool]:
         "BLOCK_ROWS": side,
         "BLOCK_KEYS": side,
         "BLOCK_DIM": width,
-        "UPCAST": INTERPRETED and dtype == torch.bfloat16,
+        "UPCAST": _INTERPRETED and dtype == torch.bfloat16,
         "num_warps": warps,
         "num_stages": 2,
     }
