@@ -14,7 +14,7 @@ from kvshelf.kernels.select import select
 from kvshelf.store.artifact import Kept, Merged
 from kvshelf.store.rows import offsets_of
 from kvshelf.workers.budgets import LayerBudget
-from kvshelf.workers.policies.base import Observes, TailPolicy, keep, parameter
+from kvshelf.workers.policies.base import Observes, TailPolicy, importance_of, keep, parameter
 from kvshelf.workers.policies.snapkv import pooled
 from kvshelf.workers.policies.view import LayerView
 
@@ -84,9 +84,9 @@ class EMS(TailPolicy):
     def reduce(self, layer: LayerView, budget: LayerBudget) -> Kept | Merged:
         scores, protected = self.score(layer), self.protected(layer)
         kept = select(scores, protected, budget.per_head)
-        importance = scores.masked_fill(protected, torch.inf)
+        importance = importance_of(scores, protected)
         if not self.merge:
-            return keep(layer, kept, importance)
+            return keep(layer, kept, importance, budget.per_head)
         slots = [int(min(self.gamma * count, layer.num_tokens)) for count in budget.per_head]
         candidates = select(scores, protected, slots) & ~kept
         keys = layer.keys_unrotated() if self.unrotated else layer.keys

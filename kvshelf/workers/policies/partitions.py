@@ -90,7 +90,7 @@ class PartitionPolicy(Policy):
         mask[:, judged] = self.choose(scores, [cut.shares(count) for count in budget.per_head])
         importance = torch.full(mask.shape, torch.inf, device=mask.device)
         importance[:, judged] = scores.flatten(1)
-        return keep(layer, mask, importance)
+        return keep(layer, mask, importance, budget.per_head)
 
     def scores(self, keys: Tensor, values: Tensor) -> Tensor:
         """Equation 11 for all partitions but the last: `[kv_heads, partitions - 1, lag]` fp32 of keys `[kv_heads,

@@ -53,7 +53,7 @@ class StreamingLLM(Policy):
         recent = layer.positions >= layer.num_tokens - (counts - sinks)  # [kv_heads, N]
         first = layer.positions < sinks
         importance = layer.positions.float().masked_fill(first, torch.inf)
-        record = keep(layer, recent | first, importance.repeat(layer.kv_heads, 1))
+        record = keep(layer, recent | first, importance.repeat(layer.kv_heads, 1), budget.per_head)
         return record if self.positions == "absolute" else _in_cache(layer, record)
 
 
