@@ -1,8 +1,8 @@
 """Compile Triton kernels for GPUs that need not be there, and read what each takes of one.
 
-The interpreter says whether a kernel computes the right numbers; whether it compiles, fits into shared memory and keeps
-its values in registers only the compiler can say. It needs no GPU, but a process in which kernels were not decorated for
-the interpreter:
+The interpreter says whether a kernel computes the right numbers; whether it compiles, fits into shared memory and
+keeps its values in registers only the compiler can say. It needs no GPU, but a process in which kernels were not
+decorated for the interpreter:
 
     python -m tests.kernels.compiling kvshelf.kernels.merge.triton < variants.json
 """

@@ -13,10 +13,6 @@ flight what the latency of the memory asks for. So the memory should be the limi
 for 4 warps and gains nothing. From 1000 tokens a partition registers may spill.
 """
 
-# Triton's language has no types, and its compile-time constants are written in capitals.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-# ruff: noqa: N803
-
 from __future__ import annotations
 
 import torch

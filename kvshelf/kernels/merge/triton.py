@@ -14,10 +14,6 @@ The memory should be the limit: members are few (4 a class on average at most, b
 and takes eight at a time.
 """
 
-# Triton's language has no types, and its compile-time constants are written in capitals.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-# ruff: noqa: N803
-
 from __future__ import annotations
 
 import os

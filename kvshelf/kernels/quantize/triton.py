@@ -9,10 +9,6 @@ rows in 64 channels, read in whole lines of bf16. Twice as many a thread spill. 
 channels. Share of the limit: not measured.
 """
 
-# Triton's language has no types, and its compile-time constants are written in capitals.
-# mypy: allow-untyped-defs, allow-untyped-decorators
-# ruff: noqa: N803
-
 from __future__ import annotations
 
 import torch

@@ -11,10 +11,6 @@ prefix sum has to be launched first; all programs of a head read N^2 / (2 * _SPA
 Memory should bind. Share of the limit: not measured.
 """
 
-# Triton's language has no types, and its compile-time constants are written in capitals.
-# mypy: allow-untyped-defs, allow-untyped-decorators
-# ruff: noqa: N803
-
 from __future__ import annotations
 
 from collections.abc import Sequence
