@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -127,100 +129,158 @@ def plan_of(prefixes: Sequence[Sequence[Prefix]], layout: BatchLayout, setting: 
     made_for = (layout.shares, tuple(map(len, prefixes)), setting)
     plan = _PLANS.get(given[0])
     if plan is None or not plan.fits(given, made_for):
-        plan = _PLANS[given[0]] = _Planner(prefixes, layout, setting).plan(made_for)
+        plan = _PLANS[given[0]] = _make(prefixes, layout, setting, made_for)
     return plan
 
 
-class _Planner:
-    """Makes one plan, on the CPU. Every tensor is int64; `[packed, kv_heads]` has a row for each prefix of each share
-    that is not streamed."""
+def _make(
+    prefixes: Sequence[Sequence[Prefix]], layout: BatchLayout, setting: Setting, made_for: tuple[object, ...]
+) -> Plan:
+    packed = [(s, _heads_of(p)) for s, parts in enumerate(prefixes) for p in parts if not isinstance(p, StreamedPrefix)]
+    kinds = list(dict.fromkeys(heads.kind for _, heads in packed))
+    outline = _Outline(
+        layout.shares,
+        tuple(sum(isinstance(prefix, StreamedPrefix) for prefix in parts) for parts in prefixes),
+        tuple(share for share, _ in packed),
+        tuple(heads.lengths for _, heads in packed),
+        tuple(kinds.index(heads.kind) for _, heads in packed),
+        all(kind.plain for kind in kinds),
+        setting,
+    )
+    work = _work_of(outline)
+    items = work.items
+    if packed:
+        items = items.clone()
+        items[:, 7:] = torch.stack([heads.columns for _, heads in packed]).flatten(0, 1)[work.segments]
+    shares, *parts = upload([work.shares, *torch.split(items, work.counts)], layout.device)
+    return Plan(
+        made_for,
+        tuple(ref(prefix) for parts in prefixes for prefix in parts),
+        [Launch(kind, part) for kind, part in zip(kinds, parts, strict=True) if len(part)],
+        _streamed(prefixes, work),
+        shares,
+        work.scratch_rows,
+        work.block_m,
+    )
 
-    def __init__(self, prefixes: Sequence[Sequence[Prefix]], layout: BatchLayout, setting: Setting) -> None:
-        self._prefixes, self._layout, self._kv_heads = prefixes, layout, setting.kv_heads
-        self._rows = torch.tensor(layout.shares) * setting.group  # query rows of each share and KV head
-        packed = [(s, p) for s, parts in enumerate(prefixes) for p in parts if not isinstance(p, StreamedPrefix)]
-        self._share = torch.tensor([s for s, _ in packed], dtype=torch.int64)
-        self._heads = [_heads_of(prefix) for _, prefix in packed]
-        # As many rows as registers hold beside what a tile takes: 64 rows of fp32, or 64 beside codes or slots, spill.
-        most = 64 if setting.itemsize == 2 and all(heads.kind.plain for heads in self._heads) else 32
-        self._block_m = min(most, max(16, 1 << (int(self._rows.max()) - 1).bit_length()))
-        empty = self._share.new_empty(0, setting.kv_heads)
-        self._lengths = torch.stack([heads.lengths for heads in self._heads]) if packed else empty
-        self._blocks = (-(-self._rows // self._block_m))[self._share, None].expand_as(self._lengths)
-        size = split_size(self._lengths, self._blocks, setting.places, setting.least_split)
-        # The splits of a head share its rows evenly.
-        even = -(-self._lengths // (-(-self._lengths // size)).clamp_min(1))
-        self._sizes = (-(-even // TILE) * TILE).clamp_min(TILE)
-        self._splits = -(-self._lengths // self._sizes)
 
-    def plan(self, made_for: tuple[object, ...]) -> Plan:
-        counts, first = self._numbered()
-        scratch = counts.amax(1) * self._kv_heads * self._rows
-        base = scratch.cumsum(0) - scratch
-        segments = self._segments(base, first)
-        kinds = list(dict.fromkeys(heads.kind for heads in self._heads))
-        kind = torch.tensor([kinds.index(heads.kind) for heads in self._heads])
-        tables = [
-            torch.cat([base[:, None], counts], dim=1),
-            *(self._items(segments, kind == i) for i in range(len(kinds))),
+def _streamed(prefixes: Sequence[Sequence[Prefix]], work: _Work) -> list[Streamed]:
+    found = []
+    for share, parts in enumerate(prefixes):
+        places = [place for place, prefix in enumerate(parts) if isinstance(prefix, StreamedPrefix)]
+        found += [
+            Streamed(share, place, work.first_rows[share] + i * work.rows_of_split[share])
+            for i, place in enumerate(places)
         ]
-        shares, *items = upload(tables, self._layout.device)
-        return Plan(
-            made_for,
-            tuple(ref(prefix) for parts in self._prefixes for prefix in parts),
-            [Launch(kind, part) for kind, part in zip(kinds, items, strict=True) if len(part)],
-            self._streamed(base.tolist()),
-            shares,
-            int(scratch.sum()),
-            self._block_m,
-        )
+    return found
 
-    def _numbered(self) -> tuple[Tensor, Tensor]:
-        """How many splits each head of each share has, `[shares, kv_heads]`, and the number of the first one of each
-        packed prefix. Streamed prefixes come first, for all their heads have one."""
-        counts = torch.tensor([[sum(isinstance(p, StreamedPrefix) for p in parts)] for parts in self._prefixes])
-        counts = counts.repeat(1, self._kv_heads)
-        first = torch.empty_like(self._splits)
-        for i, share in enumerate(self._share.tolist()):
-            first[i] = counts[share]
-            counts[share] += self._splits[i]
-        return counts, first
 
-    def _segments(self, base: Tensor, first: Tensor) -> Tensor:
-        """Each head of each packed prefix as if it were one item: `[packed, kv_heads, COLUMNS]`."""
-        segments = torch.zeros(*self._lengths.shape, COLUMNS, dtype=torch.int64)
-        heads, rows = torch.arange(self._kv_heads), self._rows[self._share, None]
-        starts = torch.tensor(self._layout.share_ends) - torch.tensor(self._layout.shares)
-        segments[..., 0] = starts[self._share, None]
-        segments[..., 1] = rows
-        segments[..., 3] = heads
-        segments[..., 5] = self._lengths
-        segments[..., 6] = base[self._share, None] + (first * self._kv_heads + heads) * rows
-        for segment, of_prefix in zip(segments, self._heads, strict=True):
-            segment[:, 7:] = of_prefix.columns
-        return segments
+class _Outline(NamedTuple):
+    """What the work of a layer depends on, without the addresses: where every head keeps as many rows, all layers of a
+    model have it in common.
 
-    def _items(self, segments: Tensor, chosen: Tensor) -> Tensor:
-        """The items of the chosen prefixes, `[n, COLUMNS]`. Query blocks of one split stand side by side: what the
-        first reads, the others find in the L2 cache."""
-        sizes, splits, blocks = (x[chosen].flatten() for x in (self._sizes, self._splits, self._blocks))
-        repeats = splits * blocks
-        segment = torch.arange(len(repeats)).repeat_interleave(repeats)
-        nth = torch.arange(len(segment)) - (repeats.cumsum(0) - repeats)[segment]
-        split, block = nth // blocks[segment], nth % blocks[segment]
-        items = segments[chosen].flatten(0, 1)[segment]
-        items[:, 2] = block * self._block_m
-        items[:, 4] = split * sizes[segment]
-        items[:, 5] = torch.minimum(items[:, 4] + sizes[segment], items[:, 5])
-        items[:, 6] += split * self._kv_heads * items[:, 1]
-        return items
+    shares: tokens of each share. streamed: its streamed prefixes. Of each other prefix: its share, the rows of its
+    heads, and the number of its kind. plain: whether all kinds are.
+    """
 
-    def _streamed(self, base: list[int]) -> list[Streamed]:
-        found = []
-        for share, (parts, rows) in enumerate(zip(self._prefixes, self._rows.tolist(), strict=True)):
-            places = [place for place, prefix in enumerate(parts) if isinstance(prefix, StreamedPrefix)]
-            found += [Streamed(share, p, base[share] + i * self._kv_heads * rows) for i, p in enumerate(places)]
-        return found
+    shares: tuple[int, ...]
+    streamed: tuple[int, ...]
+    share: tuple[int, ...]
+    lengths: tuple[tuple[int, ...], ...]
+    kind: tuple[int, ...]
+    plain: bool
+    setting: Setting
+
+
+@dataclass(frozen=True, eq=False)
+class _Work:
+    """A plan without addresses, on the CPU.
+
+    items: `[n, COLUMNS]`, by kind, columns 7 to 16 still 0. counts: how many each kind has. segments: which head of
+    which prefix an item is of, counted over both. shares: as a plan's. first_rows, rows_of_split: where the results of
+    each share begin, and the scratch rows of a split of it.
+    """
+
+    items: Tensor
+    counts: list[int]
+    segments: Tensor
+    shares: Tensor
+    first_rows: list[int]
+    rows_of_split: list[int]
+    scratch_rows: int
+    block_m: int
+
+
+@lru_cache(maxsize=8)
+def _work_of(outline: _Outline) -> _Work:
+    """Half a millisecond of small operations, most of what a plan takes: so made once for all layers that are alike."""
+    kv_heads, group, itemsize, places, least_split = outline.setting
+    rows = torch.tensor(outline.shares) * group  # query rows of each share and KV head
+    share = torch.tensor(outline.share, dtype=torch.int64)
+    # As many rows as registers hold beside what a tile takes: 64 rows of fp32, or 64 beside codes or slots, spill.
+    most = 64 if itemsize == 2 and outline.plain else 32
+    block_m = min(most, max(16, 1 << (int(rows.max()) - 1).bit_length()))
+    lengths = torch.tensor(outline.lengths, dtype=torch.int64).view(-1, kv_heads)
+    blocks = (-(-rows // block_m))[share, None].expand_as(lengths)
+    sizes, splits = _cut(lengths, split_size(lengths, blocks, places, least_split))
+
+    counts, first = _numbered(splits, share, torch.tensor(outline.streamed))
+    scratch = counts.amax(1) * kv_heads * rows
+    base = scratch.cumsum(0) - scratch
+
+    segments = torch.zeros(*lengths.shape, COLUMNS, dtype=torch.int64)
+    heads, own_rows = torch.arange(kv_heads), rows[share, None]
+    segments[..., 0] = (rows.cumsum(0) - rows)[share, None] // group
+    segments[..., 1] = own_rows
+    segments[..., 3] = heads
+    segments[..., 5] = lengths
+    segments[..., 6] = base[share, None] + (first * kv_heads + heads) * own_rows
+    kinds, order = torch.tensor(outline.kind, dtype=torch.int64).sort(stable=True)
+    segments, sizes, splits, blocks = (x[order].flatten(0, 1) for x in (segments, sizes, splits, blocks))
+    items, segment = _items(segments, sizes, splits, blocks, kv_heads, block_m)
+    return _Work(
+        items,
+        kinds[segment // kv_heads].bincount(minlength=len(set(outline.kind))).tolist(),
+        order[segment // kv_heads] * kv_heads + segment % kv_heads,
+        torch.cat([base[:, None], counts], dim=1),
+        base.tolist(),
+        (kv_heads * rows).tolist(),
+        int(scratch.sum()),
+        block_m,
+    )
+
+
+def _cut(lengths: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Rows of a split of each head, and how many splits it has: whole tiles, and as even as these allow."""
+    even = -(-lengths // (-(-lengths // most)).clamp_min(1))
+    sizes = (-(-even // TILE) * TILE).clamp_min(TILE)
+    return sizes, -(-lengths // sizes)
+
+
+def _numbered(splits: Tensor, share: Tensor, streamed: Tensor) -> tuple[Tensor, Tensor]:
+    """How many splits each head of each share has, `[shares, kv_heads]`, and the number of each prefix's first one.
+    Streamed prefixes are counted first, for they have one of every head."""
+    counts = streamed[:, None].repeat(1, splits.shape[1])
+    before = splits.cumsum(0) - splits
+    first = before - before[torch.searchsorted(share, share)] + counts[share]
+    return counts.index_add_(0, share, splits), first
+
+
+def _items(
+    segments: Tensor, sizes: Tensor, splits: Tensor, blocks: Tensor, kv_heads: int, block_m: int
+) -> tuple[Tensor, Tensor]:
+    """The items of all segments, each given as if it were one, `[n, COLUMNS]`, and which segment each is of. Query
+    blocks of one split stand side by side: what the first reads, the others find in the L2 cache."""
+    repeats = splits * blocks
+    segment = torch.arange(len(repeats)).repeat_interleave(repeats)
+    nth = torch.arange(len(segment)) - (repeats.cumsum(0) - repeats)[segment]
+    split, block = nth // blocks[segment], nth % blocks[segment]
+    items = segments[segment]
+    items[:, 2] = block * block_m
+    items[:, 4] = split * sizes[segment]
+    items[:, 5] = torch.minimum(items[:, 4] + sizes[segment], items[:, 5])
+    items[:, 6] += split * kv_heads * items[:, 1]
+    return items, segment
 
 
 def split_size(lengths: Tensor, blocks: Tensor, places: int, least: int) -> int:
@@ -237,11 +297,11 @@ def split_size(lengths: Tensor, blocks: Tensor, places: int, least: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class _Heads:
-    """A prefix as the kernel reads it: rows of each head `[kv_heads]` (of a merged one the most there can be), columns
-    7 to 16 `[kv_heads, 10]`, and what of it nobody else keeps alive."""
+    """A prefix as the kernel reads it: rows of each head (of a merged one the most there can be), columns 7 to 16
+    `[kv_heads, 10]` int64 on the CPU, and what of it nobody else keeps alive."""
 
     kind: Kind
-    lengths: Tensor
+    lengths: tuple[int, ...]
     columns: Tensor
     slots: FoldedSlots | None
 
@@ -264,44 +324,43 @@ def _read(prefix: PackedPrefix | StackedPrefix | MergedPrefix) -> _Heads:
             lengths = (keys.shape[1],) * keys.shape[0]
         case PackedPrefix(keys, values, lengths) | MergedPrefix(keys, values, lengths):
             of_keys, of_values = _packed_rows(keys, lengths), _packed_rows(values, lengths)
-    of_slots, slots = torch.zeros(len(lengths), 4, dtype=torch.int64), None
+    of_slots, slots = [(0, 0, 0, 0)] * len(lengths), None
     if isinstance(prefix, MergedPrefix):
         slots = fold(prefix)
+        of_all = slots.classes.data_ptr(), slots.scales.data_ptr(), slots.scales.stride(0)
+        bounds = range(slots.bounds.data_ptr(), slots.bounds.data_ptr() + slots.bounds.nbytes, slots.bounds.itemsize)
+        of_slots = [(*of_all, bound) for bound in bounds[: len(lengths)]]
         lengths = slots.most
-        of_slots[:, 0] = slots.classes.data_ptr()
-        of_slots[:, 1] = slots.scales.data_ptr()
-        of_slots[:, 2] = slots.scales.stride(0)
-        of_slots[:, 3] = slots.bounds.data_ptr() + torch.arange(len(lengths)) * slots.bounds.itemsize
-    columns = torch.cat([of_keys[1], of_values[1], of_slots], dim=1)
-    return _Heads(Kind(slots is not None, of_keys[0], of_values[0]), torch.tensor(lengths), columns, slots)
+    columns = [[*k, *v, *s] for k, v, s in zip(of_keys[1], of_values[1], of_slots, strict=True)]
+    kind = Kind(slots is not None, of_keys[0], of_values[0])
+    return _Heads(kind, tuple(lengths), torch.tensor(columns), slots)
 
 
-def _stacked_rows(states: Tensor) -> tuple[RowKind, Tensor]:
+def _stacked_rows(states: Tensor) -> tuple[RowKind, list[tuple[int, int, int]]]:
     """See `_packed_rows`."""
-    columns = torch.zeros(states.shape[0], 3, dtype=torch.int64)
+    start = states.data_ptr()
     step, stride = (n * states.itemsize for n in states.stride()[:2])
-    columns[:, 0] = states.data_ptr() + torch.arange(states.shape[0]) * step
-    aligned = (states.data_ptr() | step | stride) % 16 == 0
-    return RowKind(0, 0, False, states.stride(1), aligned), columns
+    columns = [(start + head * step, 0, 0) for head in range(states.shape[0])]
+    return RowKind(0, 0, False, states.stride(1), (start | step | stride) % 16 == 0), columns
 
 
-def _packed_rows(rows: Rows, lengths: Sequence[int]) -> tuple[RowKind, Tensor]:
-    """The kind of keys or values, and the addresses of each head, of its scales and of its zeros `[kv_heads, 3]`."""
-    counts = torch.tensor(lengths)
-    starts = counts.cumsum(0) - counts
+def _packed_rows(rows: Rows, lengths: Sequence[int]) -> tuple[RowKind, list[tuple[int, int, int]]]:
+    """The kind of keys or values, and the addresses of each head, of its scales and of its zeros."""
     data = rows.codes if isinstance(rows, QuantizedRows) else rows
-    stride = data.stride(0)
-    columns = torch.zeros(len(lengths), 3, dtype=torch.int64)
-    columns[:, 0] = data.data_ptr() + starts * stride * data.itemsize
-    aligned = (data.data_ptr() | stride * data.itemsize) % 16 == 0
+    stride = data.stride(0) * data.itemsize
+    aligned = (data.data_ptr() | stride) % 16 == 0
+    heads = _addresses(data, lengths)
     if not isinstance(rows, QuantizedRows):
-        return RowKind(0, 0, False, stride, aligned), columns
+        return RowKind(0, 0, False, data.stride(0), aligned), [(head, 0, 0) for head in heads]
     assert rows.scales.is_contiguous()
     assert rows.zeros.is_contiguous()
     by_tokens = rows.axis == "tokens"
-    if by_tokens:
-        counts = -(-counts // rows.group)
-        starts = counts.cumsum(0) - counts
-    for column, table in ((1, rows.scales), (2, rows.zeros)):
-        columns[:, column] = table.data_ptr() + starts * table.shape[1] * table.itemsize
-    return RowKind(rows.bits, rows.group, by_tokens, stride, aligned), columns
+    groups = [-(-length // rows.group) for length in lengths] if by_tokens else lengths
+    columns = list(zip(heads, _addresses(rows.scales, groups), _addresses(rows.zeros, groups), strict=True))
+    return RowKind(rows.bits, rows.group, by_tokens, data.stride(0), aligned), columns
+
+
+def _addresses(table: Tensor, lengths: Sequence[int]) -> list[int]:
+    """Where the rows of each head begin."""
+    start, step = table.data_ptr(), table.stride(0) * table.itemsize
+    return [start + rows * step for rows in accumulate(lengths[:-1], initial=0)]
