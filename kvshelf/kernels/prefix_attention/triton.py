@@ -156,7 +156,7 @@ def _attend_suffixes(
         HEADS=heads,
         KEY_STRIDE=keys.stride(2),
         VALUE_STRIDE=values.stride(2),
-        ALIGNED=_aligned(keys, values),
+        ALIGNED=aligned(keys, values),
         PREFIXED=found is not None,
         UPCAST=_INTERPRETED,
         **tiles,
@@ -202,7 +202,7 @@ def _head_blocks(dim: int, value_dim: int) -> dict[str, int]:
     }
 
 
-def _aligned(*tensors: Tensor) -> bool:
+def aligned(*tensors: Tensor) -> bool:
     """Whether every row begins at a multiple of 16 bytes, so that loads can be as wide."""
     starts = [tensor.data_ptr() for tensor in tensors]
     steps = [stride * tensor.itemsize for tensor in tensors for stride in tensor.stride()[:-1]]
