@@ -136,8 +136,8 @@ def scoring(layer: Layer) -> list[Case]:
     shape, n, scale = layer.shape, layer.tokens, layer.scale
     kv_bytes = shape.kv_heads * n * layer.row_bytes
     sums_bytes = kv_bytes * (1 + shape.q_heads / shape.kv_heads) + 8 * shape.q_heads * n
-    # Two causal products: one for the log-sum-exps, one for the sums.
-    sums_flops = 2.0 * shape.q_heads * n * n * shape.head_dim
+    # One causal product. A form that cannot hold a whole row computes a second one for the log-sum-exps.
+    sums_flops = 1.0 * shape.q_heads * n * n * shape.head_dim
 
     def make() -> tuple[Tensor, Tensor]:
         return layer.states(shape.q_heads, n), layer.states(shape.kv_heads, n)

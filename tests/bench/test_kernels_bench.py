@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -123,6 +125,13 @@ def test_three_steps_over_some_heads_at_a_time_give_the_same_sums(layer, monkeyp
 def test_a_length_that_the_cases_cannot_take_is_refused(tokens):
     with pytest.raises(InvalidRequest, match="multiple of 128 from 512"):
         Layer(SHAPE, tokens, torch.float32, CPU)
+
+
+def test_the_kernels_are_measured_without_transformers_and_ray():
+    hidden = "import sys; sys.modules.update(dict.fromkeys(('transformers', 'ray', 'safetensors', 'blake3')))"
+    program = f"{hidden}; import kvshelf.bench.cli, kvshelf.bench.kernels as k; print(k.LLAMA_8B.q_heads)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "32\n", done.stderr
 
 
 def test_kernels_command(tmp_path, monkeypatch):
