@@ -1,9 +1,5 @@
 """The kernel of one split: some query rows over a run of rows of one head of a prefix, however the rows are kept."""
 
-# Triton's language has no types, and its compile-time constants are written in capitals.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-# ruff: noqa: N803, N806
-
 from __future__ import annotations
 
 import triton

@@ -1,9 +1,5 @@
 """The kernel that ends an attention: a row's own suffix, joined by what the splits of its prefixes left."""
 
-# Triton's language has no types, and its compile-time constants are written in capitals.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-# ruff: noqa: N803
-
 from __future__ import annotations
 
 import triton
