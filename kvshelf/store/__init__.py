@@ -1,12 +1,12 @@
 """The shelf: artifacts, their blob format, their identity, and the places where they are kept."""
 
+from kvshelf.kernels.quantize.rows import QuantizedRows
 from kvshelf.store.artifact import CompressedCache, Kept, LayerRecord, Merged, Parts
 from kvshelf.store.base import UNSET, BlobFile, Page, Receipt, Store, Swept, Usage
 from kvshelf.store.codecs import Codec
 from kvshelf.store.identity import Identity, ModelIdentity
 from kvshelf.store.ledger import Ledger, RequestError, RequestRecord
 from kvshelf.store.manifest import Manifest, Timings
-from kvshelf.store.rows import QuantizedRows
 from kvshelf.store.url import open_store
 
 __all__ = [

@@ -13,10 +13,10 @@ from typing import Annotated, Final, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvshelf.errors import BlobError
+from kvshelf.kernels.quantize.rows import scales_shape
 from kvshelf.store import positions
 from kvshelf.store.codecs import BITS, Precision
 from kvshelf.store.packed import RopeMode
-from kvshelf.store.rows import scales_shape
 
 ALIGNMENT: Final = 64
 """Bytes. A cache line, and the widest vector register: every tensor and every segment begins at a multiple of it."""

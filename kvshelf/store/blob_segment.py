@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvshelf.errors import BlobError, InvalidRequest
+from kvshelf.kernels.quantize.rows import Axis, QuantizedRows, Rows, scales_shape
 from kvshelf.store import positions
 from kvshelf.store.artifact import Kept, LayerRecord, Merged, PackedRecord, Parts
 from kvshelf.store.blob_layer import (
@@ -28,7 +29,7 @@ from kvshelf.store.blob_layer import (
     class_bytes,
 )
 from kvshelf.store.codecs import BITS, Precision
-from kvshelf.store.rows import Axis, QuantizedRows, Rows, offsets_of, scales_shape
+from kvshelf.store.packed import offsets_of
 
 DTYPES: dict[DtypeName, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}

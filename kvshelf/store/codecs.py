@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from kvshelf.errors import InvalidRequest
+from kvshelf.kernels.quantize.rows import QuantizedRows
 from kvshelf.store.packed import Packed
 from kvshelf.store.records import LayerRecord, PackedRecord, Parts
-from kvshelf.store.rows import QuantizedRows
 
 Name = Literal["none", "int8", "int4", "int2", "mixed"]
 Precision = Literal["none", "int8", "int4", "int2"]

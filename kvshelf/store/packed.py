@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from kvshelf.errors import StateConflict
-from kvshelf.store.rows import HeadRows, QuantizedRows, Rows, by_head, offsets_of, plain
+from kvshelf.kernels.quantize.rows import HeadRows, QuantizedRows, Rows, by_head, plain
 
 RopeMode = Literal["baked", "pre"]
 
@@ -156,6 +157,11 @@ class Packed:
             "rope_mode": self.rope_mode,
             "importance": None if self.importance is None else self.importance[chosen],
         }
+
+
+def offsets_of(lengths: Sequence[int]) -> tuple[int, ...]:
+    """Where each head's rows begin and the last one's end: one number more than there are heads."""
+    return tuple(accumulate(lengths, initial=0))
 
 
 def padded(keys: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:

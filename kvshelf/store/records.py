@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from kvshelf.kernels.prefix_attention.prefixes import MergedPrefix, PackedPrefix, Prefix, StreamedPrefix
-from kvshelf.store.packed import HeadView, Packed, RopeMode, Rotate, padded, rotation
-from kvshelf.store.rows import offsets_of
+from kvshelf.store.packed import HeadView, Packed, RopeMode, Rotate, offsets_of, padded, rotation
 
 __all__ = ["Kept", "LayerRecord", "Merged", "PackedRecord", "Parts", "RopeMode", "Rotate"]
 

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvshelf.kernels.quantize.rows import QuantizedRows
 from kvshelf.store.artifact import CompressedCache, Kept, LayerRecord, Merged, PackedRecord, Parts, RopeMode
 from kvshelf.store.identity import Identity, ModelIdentity
-from kvshelf.store.rows import QuantizedRows, offsets_of
+from kvshelf.store.packed import offsets_of
 
 MODEL = ModelIdentity(
     name="tiny",

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvshelf.errors import InvalidRequest
+from kvshelf.kernels.quantize.rows import QuantizedRows
 from kvshelf.store.artifact import Kept, Merged, PackedRecord, Parts
 from kvshelf.store.codecs import BITS, Codec, resolve
-from kvshelf.store.rows import QuantizedRows
 from tests.store.caches import make_cache, make_layer, make_merged, parts_of, split_at_random
 
 

@@ -11,13 +11,22 @@ from torch import Tensor
 def select(scores: Tensor, protected: Tensor, counts: Sequence[int]) -> Tensor:
     """See `kvshelf.kernels.select.select`. Only the least score that is kept is looked for, and ties with it are
     counted: a stable sort of the whole row takes three times as long."""
-    ranked = scores.masked_fill(~scores.isfinite(), torch.inf).masked_fill_(protected, -torch.inf)
-    wanted = torch.tensor(counts, device=scores.device).unsqueeze(1) - protected.sum()  # [rows, 1]
-    best = ranked.topk(max(1, *counts), dim=1).values  # more than are wanted, where some are protected
-    least = best.gather(1, (wanted - 1).clamp_min(0))
+    ranked = scores.nan_to_num(torch.inf, torch.inf, torch.inf).masked_fill_(protected, -torch.inf)
+    held = int(protected.sum())
+    wanted = [count - held for count in counts]
+    least = _ranked_at(ranked, wanted)
     above, tied = ranked > least, ranked == least
-    left = wanted - above.sum(dim=1, keepdim=True)
+    left = torch.tensor(wanted, device=scores.device).unsqueeze(1) - above.sum(dim=1, keepdim=True)
     return above | (tied & (tied.cumsum(dim=1) <= left)) | protected
+
+
+def _ranked_at(ranked: Tensor, places: Sequence[int]) -> Tensor:
+    """The score at a place of each row, 1 for the best; the best for 0. Of `[rows, N]`: `[rows, 1]`."""
+    last = max(1, *places)
+    if len(set(places)) == 1:  # then their order does not matter, and not to ask for it halves the time
+        return ranked.topk(last, dim=1, sorted=False).values.amin(dim=1, keepdim=True)
+    at = torch.tensor(places, device=ranked.device).unsqueeze(1)
+    return ranked.topk(last, dim=1).values.gather(1, (at - 1).clamp_min(0))
 
 
 def pack(keys: Tensor, values: Tensor, mask: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ARG001

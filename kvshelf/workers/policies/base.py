@@ -297,7 +297,8 @@ def importance_of(scores: Tensor, protected: Tensor) -> Tensor:
     the entries kept, by one look at the whole cache when the prefill is done (`require_finite_scores`). Looking at each
     layer's scores as they come would wait for the device once a layer.
     """
-    return scores.masked_fill(~scores.isfinite(), torch.nan).masked_fill_(protected, torch.inf)
+    difference = scores - scores  # 0, or NaN for what is not finite
+    return (scores + difference).masked_fill_(protected, torch.inf)
 
 
 def keep(layer: LayerView, mask: Tensor, importance: Tensor | None = None, counts: Sequence[int] | None = None) -> Kept:
@@ -316,6 +317,8 @@ def keep(layer: LayerView, mask: Tensor, importance: Tensor | None = None, count
 
 def _of_entries(importance: Tensor, positions: Tensor, lengths: Sequence[int]) -> Tensor:
     """`importance` `[kv_heads, N]` of packed entries, `[entries]`. By index: a mask would wait for the device."""
+    if len(set(lengths)) == 1:
+        return importance.gather(1, positions.view(len(lengths), -1).long()).flatten()
     heads = torch.split(positions.long(), list(lengths))
     return torch.cat([row.index_select(0, kept) for row, kept in zip(importance, heads, strict=True)])
 

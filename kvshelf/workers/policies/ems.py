@@ -12,7 +12,7 @@ from torch import Tensor
 from kvshelf.kernels.merge import merge_weighted, nearest_pair
 from kvshelf.kernels.select import select
 from kvshelf.store.artifact import Kept, Merged
-from kvshelf.store.rows import offsets_of
+from kvshelf.store.packed import offsets_of
 from kvshelf.workers.budgets import LayerBudget
 from kvshelf.workers.policies.base import Observes, TailPolicy, importance_of, keep, parameter
 from kvshelf.workers.policies.snapkv import pooled

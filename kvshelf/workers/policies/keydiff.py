@@ -29,6 +29,8 @@ class KeyDiff(ScoringPolicy):
     )
 
     def score(self, layer: LayerView) -> Tensor:
-        directions = F.normalize(layer.keys.float(), dim=-1)  # [kv_heads, N, D]
-        anchor = F.normalize(directions.mean(dim=1), dim=-1)  # [kv_heads, D]
-        return -torch.matmul(directions, anchor.unsqueeze(2)).squeeze(2)
+        keys = layer.keys.float()  # [kv_heads, N, D]
+        inverse_norms = torch.linalg.vector_norm(keys, dim=-1).clamp_min_(1e-12).reciprocal_()  # [kv_heads, N]
+        # Lengths weigh two products with the keys as they are: unit keys would be two more tensors of their size.
+        anchor = F.normalize(torch.bmm(inverse_norms.unsqueeze(1), keys), dim=-1)  # [kv_heads, 1, D]
+        return torch.bmm(keys, anchor.transpose(1, 2)).squeeze(2).mul_(inverse_norms).neg_()
