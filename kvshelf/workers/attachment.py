@@ -39,6 +39,7 @@ class Attachment:
         self._rotate = rotate
         self._records = _arrived(cache.layers) if isinstance(cache, CompressedCache) else cache.layers
         self._prefixes: list[tuple[Prefix, ...] | None] = [None] * len(self._records)
+        self._arrived = False
 
     @property
     def num_layers(self) -> int:
@@ -47,7 +48,8 @@ class Attachment:
     @property
     def arrived(self) -> bool:
         """Whether every layer is there, or will never be."""
-        return all(record.done() for record in self._records)
+        self._arrived = self._arrived or all(record.done() for record in self._records)  # asked before every step
+        return self._arrived
 
     @property
     def failed(self) -> bool:
