@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+# Triton reads it when it is imported itself, which torch and transformers do wherever it is installed: so here, before
+# any test. Compilation is tested in processes of its own; to run the kernels' tests on a GPU, set it to 0.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
 TOKENIZER = Path(__file__).parent.parent / "kvshelf" / "models" / "kvshelf-tiny"
 
 

@@ -1,14 +1,9 @@
-"""Every test of a kernel runs with poisoned memory, and Triton's kernels run under its interpreter."""
+"""Every test of a kernel runs with poisoned memory."""
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
-
-# Read when a kernel is decorated, so before the first import of one. Compilation is tested in processes of its own.
-os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(autouse=True)
