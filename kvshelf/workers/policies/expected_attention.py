@@ -13,6 +13,9 @@ from kvshelf.workers.budgets import Budget
 from kvshelf.workers.policies.base import Observes, ScoringPolicy, parameter
 from kvshelf.workers.policies.parameters import fitted_sink
 from kvshelf.workers.policies.view import LayerView
+from kvshelf.workers.rope import Rope
+
+_ROWS_PER_BLOCK = 512
 
 
 @dataclass(frozen=True)
@@ -72,15 +75,37 @@ class ExpectedAttention(ScoringPolicy):
     def _future_queries(self, layer: LayerView, first: int) -> tuple[Tensor, Tensor]:
         """Mean `[q_heads, D]` and covariance `[q_heads, D, D]` of the queries at the future positions, fp32."""
         assert layer.rope is not None, "the policy says that it observes RoPE"
-        queries = layer.queries_unrotated()[:, first:]
+        queries, positions = layer.all_queries[:, first:], layer.positions[first:]
         future = torch.arange(layer.num_tokens, layer.num_tokens + self.n_future, device=queries.device)
         rotation = layer.rope.mean_rotation(queries.shape[-1], future)
-        mean = queries.mean(dim=1)
-        covariance = mean.new_zeros(*mean.shape, mean.shape[-1])
-        if self.covariance:
-            centered = queries - mean.unsqueeze(1)
-            covariance = rotation @ (centered.mT @ centered / queries.shape[1]) @ rotation.T
-        return mean @ rotation.T, covariance
+        mean, covariance = _moments(queries, positions, layer.rope, covariance=self.covariance)
+        return mean @ rotation.T, rotation @ covariance @ rotation.T
+
+
+def _moments(queries: Tensor, positions: Tensor, rope: Rope, *, covariance: bool) -> tuple[Tensor, Tensor]:
+    """Mean `[q_heads, D]` and covariance `[q_heads, D, D]` (zeros if not asked for) of un-rotated queries, fp32.
+
+    queries: `[q_heads, n, D]`, as rotated to positions `[n]`. A block of rows at a time, so that the un-rotated ones
+    stay in the cache. Sums are of what differs from the first block's mean: of the queries themselves their squares
+    could be far greater than their spread, and fp32 would lose it.
+    """
+    heads, num_rows, dim = queries.shape
+    total = queries.new_zeros(heads, dim, dtype=torch.float32)
+    squares = queries.new_zeros(heads, dim, dim, dtype=torch.float32)
+    shift: Tensor | None = None
+    blocks = zip(torch.split(queries, _ROWS_PER_BLOCK, dim=1), torch.split(positions, _ROWS_PER_BLOCK), strict=True)
+    for block, at in blocks:
+        rows = rope.unrotate(block, at)
+        shift = rows.mean(dim=1, keepdim=True) if shift is None else shift
+        rows -= shift
+        total += rows.sum(dim=1)
+        if covariance:
+            squares.baddbmm_(rows.mT, rows)
+    assert shift is not None, "there are rows to look at: a policy keeps fewer than there are"
+    difference = total / num_rows
+    if covariance:
+        squares = squares / num_rows - difference.unsqueeze(2) * difference.unsqueeze(1)
+    return shift.squeeze(1) + difference, squares
 
 
 def _log_weights(keys: Tensor, mean: Tensor, covariance: Tensor, scaling: float) -> Tensor:

@@ -138,10 +138,6 @@ class LayerView:
         """Keys before RoPE, `[kv_heads, N, D]` fp32."""
         return self._rope().unrotate(self.keys, self.positions)
 
-    def queries_unrotated(self) -> Tensor:
-        """Queries before RoPE, `[q_heads, N, D]` fp32."""
-        return self._rope().unrotate(self.all_queries, self.positions)
-
     def output_projection(self) -> Tensor:
         """The rows of W_o that each query head's output meets, `[q_heads, Dv, hidden]`."""
         weight = output_weight(self.module)
