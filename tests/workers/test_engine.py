@@ -269,8 +269,10 @@ def test_a_document_beyond_the_sliding_window_is_refused():
     ids = list(range(30))
     cache = engine.compress(ids, policy="full")
     assert len(engine.answer(cache, [1, 2, 3], max_new_tokens=7).token_ids) == 7
-    with pytest.raises(PolicyUnsupported, match="sliding window is 40"):
-        engine.answer(cache, [1, 2, 3], max_new_tokens=20)
+    cut = engine.answer(cache, [1, 2, 3], max_new_tokens=20)
+    assert (len(cut.token_ids), cut.finish_reason) == (7, "length")  # 30 + 3 + 7
+    with pytest.raises(InvalidRequest, match="leave no room for an answer within the 40 tokens"):
+        engine.start(cache, list(range(10)))
     with pytest.raises(PolicyUnsupported, match="sliding window is 40"):
         engine.prepare(list(range(50)), policy="full")  # before any work
 

@@ -141,11 +141,12 @@ def _pack(codes: Tensor, bits: int) -> Tensor:
         codes = functional.pad(codes, (0, unused))
     # The codes of a byte are read as one little-endian integer and shifted together: strided slices of bytes take ten
     # times as long.
-    words = codes.contiguous().view({2: torch.int16, 4: torch.int32}[per_byte])
+    # Flat, because a single row may have any stride and still count as contiguous.
+    words = codes.flatten().view({2: torch.int16, 4: torch.int32}[per_byte])
     packed = words
     for i in range(1, per_byte):
         packed = packed | (words >> (i * (8 - bits)))
-    return packed.to(torch.uint8)  # the lowest byte of each
+    return packed.to(torch.uint8).view(codes.shape[0], -1 if codes.shape[0] else 0)  # the lowest byte of each
 
 
 def _unpack(packed: Tensor, bits: int) -> Tensor:

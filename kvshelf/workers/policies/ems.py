@@ -109,21 +109,16 @@ class EMS(TailPolicy):
 def classified(keys: Tensor, values: Tensor, kept: Tensor, candidates: Tensor, centers: Tensor, tau: float) -> Tensor:
     """The class of each token, as an index into the kept ones of its head, -1 if it is evicted: `[kv_heads, N]` int64.
 
-    keys: `[kv_heads, N, D]`, values: `[kv_heads, N, Dv]`; kept, candidates, and those of the kept that take members,
-    centers: `[kv_heads, N]` bool.
+    keys, values: `[kv_heads, N, D]`; kept, candidates, centers (the kept that take members): `[kv_heads, N]` bool.
     """
     classes = torch.where(kept, kept.cumsum(1) - 1, -1)
     center_counts = centers.sum(dim=1).tolist()
     if not any(center_counts):
         return classes
     member_keys, center_keys = keys[candidates], keys[centers]
+    member_counts = candidates.sum(dim=1).tolist()
     similarity, nearest = nearest_pair(
-        member_keys,
-        values[candidates],
-        center_keys,
-        values[centers],
-        candidates.sum(dim=1).tolist(),
-        center_counts,
+        member_keys, values[candidates], center_keys, values[centers], member_counts, center_counts
     )
     # Two keys and two values that both point apart have a positive product, and no direction in common.
     towards = (member_keys.float() * center_keys[nearest].float()).sum(dim=1) > 0
