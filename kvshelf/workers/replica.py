@@ -277,7 +277,8 @@ class Replica:
                     resident, there = await stack.enter_async_context(using)
             except TimeoutError as exc:
                 raise DeadlineExceeded(
-                    f"there was no room for the cache within {deadline_s} s, because others are being asked; try again"
+                    f"the cache could not be had within {deadline_s} s: the store is slow, or the memory for caches is "
+                    "full of others that are being asked; try again"
                 ) from exc
             self._threads.submit(_touch, self._store, cache_id, tenant)
             yield _Loaded(resident, there, time.monotonic() - started)

@@ -22,13 +22,16 @@ from kvshelf.errors import (
     InternalError,
     InvalidRequest,
     ModelMismatch,
+    RequestTimeout,
     StateConflict,
 )
 from kvshelf.store.disk import DiskStore
+from kvshelf.workers import replica as replica_module
 from kvshelf.workers.engine import Compression, Engine
 from kvshelf.workers.generation import Sampling
 from kvshelf.workers.job import Job
 from kvshelf.workers.replica import Asked, Replica, Replied
+from kvshelf.workers.residents import ResidentLimits
 from kvshelf.workers.scheduler import Scheduler
 
 pytestmark = pytest.mark.anyio
@@ -193,6 +196,39 @@ async def test_leaving_a_stream_ends_its_work(replica: Replica) -> None:
     while replica._scheduler._open and time.monotonic() < end:
         await asyncio.sleep(0.01)
     assert not replica._scheduler._open
+
+
+async def test_a_client_that_stops_reading_is_let_go(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_module, "MAX_UNREAD_PIECES", 5)
+    cache_id = (await replica.create(spec(), tenant="default")).manifest["id"]
+    stream = replica.stream(cache_id, asked("tide", max_tokens=10_000), tenant="default")
+    await anext(stream)
+    end = time.monotonic() + 30
+    while replica._scheduler._open and time.monotonic() < end:
+        await asyncio.sleep(0.01)
+    assert not replica._scheduler._open
+    with pytest.raises(RequestTimeout, match="read the stream faster"):
+        async for _ in stream:
+            pass
+    assert await replica.query(cache_id, asked("tide"), tenant="default")
+
+
+async def test_no_room_for_a_cache_is_an_error_in_time(engine: Watched, tmp_path: Path) -> None:
+    """Memory for less than one cache: while one is being asked, another waits, and not for ever."""
+    replica = Replica(engine, DiskStore.open(tmp_path / "home"), Scheduler(engine), ResidentLimits(max_bytes=1))
+    replica.start()
+    try:
+        first, second = [
+            (await replica.create(spec(document=DOCUMENT + text), tenant="default")).manifest["id"] for text in "ab"
+        ]
+        stream = replica.stream(first, asked("tide", max_tokens=10_000), tenant="default")
+        await anext(stream)
+        with pytest.raises(DeadlineExceeded, match="memory for caches is full"):
+            await replica.query(second, asked("tide"), tenant="default", deadline_s=0.3)
+        await stream.aclose()
+        assert await replica.query(second, asked("tide"), tenant="default")
+    finally:
+        replica.stop()
 
 
 async def test_a_flipped_bit_never_reaches_the_model(replica: Replica, tmp_path: Path) -> None:
