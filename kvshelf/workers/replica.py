@@ -40,7 +40,8 @@ from kvshelf.workers.flights import Flights
 from kvshelf.workers.generation import Answer, Sampling
 from kvshelf.workers.job import Job
 from kvshelf.workers.residents import Resident, ResidentLimits, Residents
-from kvshelf.workers.scheduler import Scheduler, Ticket
+from kvshelf.workers.scheduler import Scheduler
+from kvshelf.workers.ticket import Ticket
 
 log = logging.getLogger("kvshelf.workers")
 

@@ -21,11 +21,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from kvshelf.errors import Cancelled, DeadlineExceeded, InvalidRequest, KvshelfError, NoWorker, QueueFull
+from kvshelf.errors import InvalidRequest, KvshelfError, NoWorker, QueueFull
 from kvshelf.workers.attachment import block
 from kvshelf.workers.suffixes import capacity_for
+from kvshelf.workers.ticket import Ticket
 
 if TYPE_CHECKING:
     from kvshelf.store.artifact import CompressedCache
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
     from kvshelf.workers.engine import Compression, Engine
     from kvshelf.workers.generation import Answer, Generation, Sampling
     from kvshelf.workers.job import Job
-
-ResultT = TypeVar("ResultT")
 
 _PATIENCE_S = 0.02  # how long the thread waits for a layer before it looks again for cancelled and for new questions
 
@@ -56,48 +55,6 @@ class SchedulerLimits:
     max_compressions: int = 64
     max_suffix_bytes: int = 1 << 30
     batch_share: float = 0.1
-
-
-class Ticket(Generic[ResultT]):
-    """A caller's claim on one piece of work. `queue_s` is how long it waited for the model, in seconds."""
-
-    def __init__(self, deadline_s: float | None) -> None:
-        self.future: Future[ResultT] = Future()
-        self.queue_s = 0.0
-        self._submitted = time.monotonic()
-        self._deadline = math.inf if deadline_s is None else self._submitted + deadline_s
-        self._cancelled = False
-
-    def cancel(self) -> None:
-        """Ask the work to stop. It does so before its next unit of work; the future then raises `Cancelled`."""
-        self._cancelled = True
-
-    def begin(self) -> None:
-        self.queue_s = time.monotonic() - self._submitted
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds since the work began."""
-        return time.monotonic() - self._submitted - self.queue_s
-
-    def check(self) -> None:
-        """Raise if this work shall not go on. Called between units of work."""
-        if self._cancelled:
-            raise Cancelled("the caller went away")
-        if time.monotonic() > self._deadline:
-            raise DeadlineExceeded(
-                f"the work was not done {self._deadline - self._submitted:.1f} s after it was asked for; ask for less, "
-                "or when the service is less busy"
-            )
-
-    def resolve(self, result: ResultT | None, error: BaseException | None = None) -> None:
-        """Deliver the result or the error. A future that its owner cancelled takes neither."""
-        if not self.future.set_running_or_notify_cancel():
-            return
-        if error is not None:
-            self.future.set_exception(error)
-        else:
-            self.future.set_result(result)  # type: ignore[arg-type]  # None only together with an error
 
 
 @dataclass(eq=False)

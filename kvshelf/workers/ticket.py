@@ -1,0 +1,54 @@
+"""A caller's claim on work that another thread does."""
+
+from __future__ import annotations
+
+import math
+import time
+from concurrent.futures import Future
+from typing import Generic, TypeVar
+
+from kvshelf.errors import Cancelled, DeadlineExceeded
+
+ResultT = TypeVar("ResultT")
+
+
+class Ticket(Generic[ResultT]):
+    """A caller's claim on one piece of work. `queue_s` is how long it waited for the model, in seconds."""
+
+    def __init__(self, deadline_s: float | None) -> None:
+        self.future: Future[ResultT] = Future()
+        self.queue_s = 0.0
+        self._submitted = time.monotonic()
+        self._deadline = math.inf if deadline_s is None else self._submitted + deadline_s
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        """Ask the work to stop. It does so before its next unit of work; the future then raises `Cancelled`."""
+        self._cancelled = True
+
+    def begin(self) -> None:
+        self.queue_s = time.monotonic() - self._submitted
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds since the work began."""
+        return time.monotonic() - self._submitted - self.queue_s
+
+    def check(self) -> None:
+        """Raise if this work shall not go on. Called between units of work."""
+        if self._cancelled:
+            raise Cancelled("the caller went away")
+        if time.monotonic() > self._deadline:
+            raise DeadlineExceeded(
+                f"the work was not done {self._deadline - self._submitted:.1f} s after it was asked for; ask for less, "
+                "or when the service is less busy"
+            )
+
+    def resolve(self, result: ResultT | None, error: BaseException | None = None) -> None:
+        """Deliver the result or the error. A future that its owner cancelled takes neither."""
+        if not self.future.set_running_or_notify_cancel():
+            return
+        if error is not None:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(result)  # type: ignore[arg-type]  # None only together with an error
