@@ -231,7 +231,7 @@ class _BatchLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def lazy_initialization(self, *_: Any) -> NoReturn:
         """Never called: the suffixes belong to the batch."""
-        raise NotImplementedError
+        raise AssertionError("the suffixes belong to the batch")
 
 
 class _Pause:

@@ -15,17 +15,15 @@ stay within a warp. Heavy programs (late rows, early keys) start first. Share of
 from __future__ import annotations
 
 import math
-import os
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-_LOG2_E = math.log2(math.e)
+from kvshelf.kernels.tiles import INTERPRETED, load_rows
 
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Its `tl.dot` is wrong for bf16, so that operands are made fp32 there."""
+_LOG2_E = math.log2(math.e)
 
 
 def column_sums(
@@ -67,7 +65,7 @@ def tiles(dim: int, dtype: torch.dtype) -> dict[str, int | bool]:
         "BLOCK_ROWS": side,
         "BLOCK_KEYS": side,
         "BLOCK_DIM": width,
-        "UPCAST": _INTERPRETED and dtype == torch.bfloat16,
+        "UPCAST": INTERPRETED and dtype == torch.bfloat16,
         "num_warps": warps,
         "num_stages": 2,
     }
@@ -78,27 +76,13 @@ def _strides(queries: Tensor, keys: Tensor, lse: Tensor) -> tuple[int, ...]:
 
 
 @triton.jit
-def _load(states, stride, index, valid, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, UPCAST: tl.constexpr):
-    """Rows `index` of states, zero where they are not valid and in the padding of the channels."""
-    channels = tl.arange(0, BLOCK_DIM)
-    tile = tl.load(
-        states + index.to(tl.int64)[:, None] * stride + channels[None, :],
-        mask=valid[:, None] & (channels[None, :] < DIM),
-        other=0.0,
-    )
-    if UPCAST:
-        tile = tile.to(tl.float32)
-    return tile
-
-
-@triton.jit
 def _add_keys(
     tile, best, mass, keys, k_row, start, seen, most_seen, scale,
     DIM: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_DIM: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Take a block of keys into the running maximum and mass of each row's softmax, to the base 2."""
     index = start + tl.arange(0, BLOCK_KEYS)
-    block = _load(keys, k_row, index, index < most_seen, DIM, BLOCK_DIM, UPCAST)
+    block = load_rows(keys, k_row, index, index < most_seen, DIM, BLOCK_DIM, UPCAST)
     logits = scale * tl.dot(tile, tl.trans(block), input_precision="ieee")
     logits = tl.where(index[None, :] < seen[:, None], logits, float("-inf"))
     higher = tl.maximum(best, tl.max(logits, axis=1))
@@ -124,7 +108,7 @@ def _row_lse(
     rows = tl.where(slots < num_sampled, first_sampled + slots * every, first_local + slots - num_sampled)
     seen = num_keys - num_rows + rows + 1
     keys += head // group * k_head
-    tile = _load(queries + head * q_head, q_row, rows, valid, DIM, BLOCK_DIM, UPCAST)
+    tile = load_rows(queries + head * q_head, q_row, rows, valid, DIM, BLOCK_DIM, UPCAST)
     best = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     mass = tl.zeros([BLOCK_ROWS], tl.float32)
     most_seen = tl.max(seen)
@@ -145,7 +129,7 @@ def _add_rows(
     for start in range(begin, end, BLOCK_ROWS):
         slots = start + tl.arange(0, BLOCK_ROWS)
         rows = first_row + slots * every
-        block = _load(queries, q_row, rows, slots < end, DIM, BLOCK_DIM, UPCAST)
+        block = load_rows(queries, q_row, rows, slots < end, DIM, BLOCK_DIM, UPCAST)
         shift = tl.load(lse + rows.to(tl.int64) * lse_row, mask=slots < end, other=float("inf")) * 1.4426950408889634
         exponents = scale * tl.dot(tile, tl.trans(block), input_precision="ieee") - shift[None, :]
         if MASKED:
@@ -166,7 +150,7 @@ def _sum_columns(
     head = (tl.program_id(0) % q_heads).to(tl.int64)
     first_key = tl.program_id(0) // q_heads * BLOCK_KEYS  # the first keys are seen by most
     index = first_key + tl.arange(0, BLOCK_KEYS)
-    tile = _load(keys + head // group * k_head, k_row, index, index < num_keys, DIM, BLOCK_DIM, UPCAST)
+    tile = load_rows(keys + head // group * k_head, k_row, index, index < num_keys, DIM, BLOCK_DIM, UPCAST)
     queries += head * q_head
     lse += head * lse_head
     hidden_rows = num_keys - num_rows

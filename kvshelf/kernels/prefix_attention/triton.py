@@ -34,7 +34,6 @@ optimal.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -48,8 +47,7 @@ from kvshelf.kernels.prefix_attention.prefixes import BatchLayout, Prefix
 from kvshelf.kernels.prefix_attention.slots import SLOTS_PER_ROW
 from kvshelf.kernels.prefix_attention.splits import attend_splits
 from kvshelf.kernels.prefix_attention.union import attend_suffixes
-
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+from kvshelf.kernels.tiles import INTERPRETED
 
 
 def prefix_attention(
@@ -108,7 +106,7 @@ def _attend_prefixes(
             VALUE_DIM=value_dim,
             HEADS=q_heads // kv_heads,
             COLUMNS=COLUMNS,
-            UPCAST=_INTERPRETED,
+            UPCAST=INTERPRETED,
             **kind_constants(kind),
             **split_tiles(kind, dim, value_dim, queries.itemsize, plan.block_m),
         )
@@ -158,7 +156,7 @@ def _attend_suffixes(
         VALUE_STRIDE=values.stride(2),
         ALIGNED=aligned(keys, values),
         PREFIXED=found is not None,
-        UPCAST=_INTERPRETED,
+        UPCAST=INTERPRETED,
         **tiles,
     )
 

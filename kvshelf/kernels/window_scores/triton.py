@@ -15,13 +15,13 @@ a pass about as long as reading the keys once. Share of the limit: not measured.
 from __future__ import annotations
 
 import math
-import os
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvshelf.kernels.tiles import INTERPRETED, load_rows
 from kvshelf.kernels.window_scores.eager import pooled, window_attention
 
 __all__ = ["window_attention", "window_scores"]  # the weights themselves are torch's operations on CUDA too
@@ -37,9 +37,6 @@ _LEAST_SPLIT = 512
 
 _WIDEST_POOLING = 15
 """Neighbours that pooling inside a block of keys may have. Wider ones would waste half of the smallest block."""
-
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Its `tl.dot` is wrong for bf16, so that operands are made fp32 there."""
 
 
 def window_scores(
@@ -90,24 +87,10 @@ def tiles(dim: int, group_rows: int, dtype: torch.dtype) -> dict[str, int | bool
         "BLOCK_ROWS": min(most, max(16, triton.next_power_of_2(group_rows))),
         "BLOCK_KEYS": block_keys,
         "BLOCK_DIM": width,
-        "UPCAST": _INTERPRETED and dtype == torch.bfloat16,
+        "UPCAST": INTERPRETED and dtype == torch.bfloat16,
         "num_warps": 8 if width * dtype.itemsize >= 256 else 4,
         "num_stages": 2,
     }
-
-
-@triton.jit
-def _load(states, stride, index, valid, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, UPCAST: tl.constexpr):
-    """Rows `index` of states, zero where they are not valid and in the padding of the channels."""
-    channels = tl.arange(0, BLOCK_DIM)
-    tile = tl.load(
-        states + index.to(tl.int64)[:, None] * stride + channels[None, :],
-        mask=valid[:, None] & (channels[None, :] < DIM),
-        other=0.0,
-    )
-    if UPCAST:
-        tile = tile.to(tl.float32)
-    return tile
 
 
 @triton.jit
@@ -158,7 +141,7 @@ def _split_lse(
     mass = tl.zeros([BLOCK_ROWS], tl.float32)
     for first in range(begin, end, BLOCK_KEYS):
         index = first + tl.arange(0, BLOCK_KEYS)
-        block = _load(states, stride, index, index < end, DIM, BLOCK_DIM, UPCAST)
+        block = load_rows(states, stride, index, index < end, DIM, BLOCK_DIM, UPCAST)
         logits = scale * tl.dot(tile, tl.trans(block), input_precision="ieee")
         logits = tl.where((index < end)[None, :] & (index[None, :] < seen[:, None]), logits, float("-inf"))
         higher = tl.maximum(best, tl.max(logits, axis=1))
@@ -193,7 +176,7 @@ def _score_keys(
     kv_head = tl.program_id(1).to(tl.int64)
     index = tl.program_id(0) * (BLOCK_KEYS - KERNEL + 1) - KERNEL // 2 + tl.arange(0, BLOCK_KEYS)
     inside = (index >= 0) & (index < num_keys)
-    block = _load(keys + kv_head * k_head, k_row, index, inside, DIM, BLOCK_DIM, UPCAST)
+    block = load_rows(keys + kv_head * k_head, k_row, index, inside, DIM, BLOCK_DIM, UPCAST)
     sums = tl.zeros([BLOCK_KEYS], tl.float32)
     largest = tl.zeros([BLOCK_KEYS], tl.float32)
     for start in range(0, group_rows, BLOCK_ROWS):

@@ -1,0 +1,25 @@
+"""What several Triton kernels do alike. Imported by them alone: it needs Triton."""
+
+from __future__ import annotations
+
+import os
+
+import triton
+import triton.language as tl
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether kernels run under the interpreter. Its `tl.dot` is wrong for bf16, so that operands are made fp32 there."""
+
+
+@triton.jit
+def load_rows(states, stride, index, valid, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, UPCAST: tl.constexpr):
+    """Rows `index` of states, zero where they are not valid and in the padding of the channels."""
+    channels = tl.arange(0, BLOCK_DIM)
+    tile = tl.load(
+        states + index.to(tl.int64)[:, None] * stride + channels[None, :],
+        mask=valid[:, None] & (channels[None, :] < DIM),
+        other=0.0,
+    )
+    if UPCAST:
+        tile = tile.to(tl.float32)
+    return tile
