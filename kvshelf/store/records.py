@@ -57,7 +57,7 @@ class Kept(Packed):
         lengths = tuple(self.lengths)
         if rotate is None:
             return (PackedPrefix(self.keys, self.values, lengths),)
-        return (StreamedPrefix(lengths, self.value_dim, partial(_block, self.views(), rotate)),)
+        return (StreamedPrefix(lengths, partial(_block, self.views(), rotate)),)
 
     def select(self, chosen: Tensor) -> Kept:
         """The entries that `chosen` `[entries]` bool marks. For records that are not quantized."""
@@ -123,7 +123,7 @@ class Merged(Packed):
             strict=True,
         )
         heads = list(zip(self.views(), slots, strict=True))
-        return (StreamedPrefix(slot_lengths, self.value_dim, partial(_slot_block, heads, rotate)),)
+        return (StreamedPrefix(slot_lengths, partial(_slot_block, heads, rotate)),)
 
     def select(self, chosen: Tensor) -> Merged:
         """The classes that `chosen` `[entries]` bool marks, and their slots. For records that are not quantized."""

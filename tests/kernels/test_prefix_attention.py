@@ -56,7 +56,7 @@ class Rows:
 
 
 def streamed(lengths, dim, value_dim, dtype=torch.float32, seed=0):
-    return StreamedPrefix(tuple(lengths), value_dim, Rows(packed(lengths, dim, value_dim, dtype, seed)))
+    return StreamedPrefix(tuple(lengths), Rows(packed(lengths, dim, value_dim, dtype, seed)))
 
 
 def stacked(lengths, dim, value_dim, dtype=torch.float32, seed=0):

@@ -32,10 +32,6 @@ class PackedPrefix:
     values: Rows
     lengths: tuple[int, ...]
 
-    @property
-    def value_dim(self) -> int:
-        return self.values.shape[1]
-
     @cached_property
     def heads(self) -> list[tuple[Tensor | HeadRows, Tensor | HeadRows]]:
         """Keys and values of each head, as views."""
@@ -47,7 +43,7 @@ class PackedPrefix:
         if not isinstance(self.keys, Tensor) or not isinstance(self.values, Tensor) or len(set(self.lengths)) > 1:
             return None
         shape = (len(self.lengths), self.lengths[0])
-        return StackedPrefix(self.keys.view(*shape, self.keys.shape[1]), self.values.view(*shape, self.value_dim))
+        return StackedPrefix(self.keys.view(*shape, self.keys.shape[1]), self.values.view(*shape, self.values.shape[1]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,10 +53,6 @@ class StackedPrefix:
 
     keys: Tensor
     values: Tensor
-
-    @property
-    def value_dim(self) -> int:
-        return self.values.shape[2]
 
     @cached_property
     def batched(self) -> tuple[Tensor, Tensor]:
@@ -77,7 +69,6 @@ class StreamedPrefix:
     """
 
     lengths: tuple[int, ...]
-    value_dim: int
     block: Block
 
 
@@ -104,10 +95,6 @@ class MergedPrefix:
     slot_scales: Tensor
     slot_classes: Tensor
     slot_lengths: tuple[int, ...]
-
-    @property
-    def value_dim(self) -> int:
-        return self.values.shape[1]
 
     @cached_property
     def heads(self) -> list[tuple[Tensor | HeadRows, Tensor | HeadRows, Tensor, Tensor]]:
