@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, BinaryIO, Final, Literal, Self
@@ -15,11 +15,13 @@ from kvshelf.store.artifact import CompressedCache
 from kvshelf.store.codecs import Codec
 from kvshelf.store.identity import Identity
 from kvshelf.store.ledger import Ledger
-from kvshelf.store.manifest import Manifest, Placement, Record, Timings
+from kvshelf.store.manifest import Manifest, Placement, Record, Timings, Usage
 
 PAGE_LIMIT: Final = 1000
 LABEL_LIMIT: Final = 64
 TEXT_LIMIT: Final = 512
+SOURCE_LIMIT: Final = 256 << 20
+"""Characters of a source that is kept: far above what any model reads, and below what would hurt a reader's memory."""
 
 _CACHE_ID = re.compile(r"kvs_[0-9a-f]{40}")
 
@@ -48,7 +50,7 @@ class Receipt(Record):
 
 
 class Swept(Record):
-    """How many a sweep removed: expired caches, files without a manifest, and old tombstones and requests."""
+    """How many a sweep removed: expired caches, what dead writers left, and old tombstones and requests."""
 
     expired: int = 0
     orphans: int = 0
@@ -56,11 +58,13 @@ class Swept(Record):
     requests: int = 0
 
 
-class Usage(Record):
-    """Caches on the shelf and the bytes of their blobs."""
+class Scrubbed(Record):
+    """What reading one cache from its first byte to its last has shown; `problem` None: it is sound."""
 
-    caches: int
+    id: str
+    tenant: str
     bytes: int
+    problem: str | None = None
 
 
 @dataclass(frozen=True)
@@ -109,22 +113,35 @@ class Store(abc.ABC):
         name: str = "",
         pinned: bool = False,
         timings: Timings | None = None,
+        source: str | None = None,
     ) -> Manifest:
         """Store a cache: write, verify what was written, then make it visible. Durable when it returns.
 
         `codec` is a text of `kvshelf.store.codecs`; "none" adds no encoding to what the cache has. The manifest and the
-        id hold the canonical text of the codec that is stored.
+        id hold the canonical text of the codec that is stored. `source`: the document's text, to be kept beside it.
         When this cache is on the shelf already, nothing is written and the existing manifest is returned unchanged, its
-        labels and expiry included. One that has expired or is corrupt is replaced. `store_s` of the manifest's timings
-        is filled in. Raises `InvalidRequest` (arguments, or a cache that the codec or the format cannot hold),
-        `StorageFull`; nothing is visible after an error.
+        labels and expiry included (but a source is added where there is none). One that has expired or is corrupt is
+        replaced. `store_s` of the manifest's timings is filled in. Raises `InvalidRequest` (arguments, or a cache that
+        the codec or the format cannot hold), `QuotaExceeded`, `StorageFull`; nothing is visible after an error.
         """
+
+    @abc.abstractmethod
+    def expiry(self, ttl_s: float | None, expires_at: float | None) -> float | None:
+        """When a cache put now with these would expire (Unix seconds, None: never), by the rules of this shelf.
+
+        Raises `InvalidRequest`: so a request can be refused before any work.
+        """
+
+    @abc.abstractmethod
+    def admit(self, tenant: str) -> None:
+        """Raises `QuotaExceeded` when the tenant's quota is used up already, so that no work is begun for nothing."""
 
     def get(self, cache_id: str, *, tenant: str = "default") -> CompressedCache:
         """Read a cache; every digest and its content address are checked on every read.
 
-        Raises `CacheNotFound` (unknown, deleted, another tenant's), `CacheExpired`, `CacheCorrupt`. A corrupt one is
-        set aside and stays `CacheCorrupt` until it is deleted or put again.
+        Raises `CacheNotFound` (unknown, deleted, another tenant's), `CacheExpired` (also one that was evicted to make
+        room: `details["reason"]` says which), `CacheCorrupt`. A corrupt one is set aside and stays `CacheCorrupt` until
+        it is deleted or put again.
         """
         with self.open_cache(cache_id, tenant=tenant) as arriving:
             arriving.read()
@@ -141,6 +158,17 @@ class Store(abc.ABC):
     @abc.abstractmethod
     def open_blob(self, cache_id: str, *, tenant: str = "default") -> BlobFile:
         """The stored bytes, verified, for a download. Raises as `get` does."""
+
+    @abc.abstractmethod
+    def source(self, cache_id: str, *, tenant: str = "default") -> str:
+        """The document's text, verified. Raises `SourceNotKept` where none was kept, and as `get` does."""
+
+    @abc.abstractmethod
+    def keep_source(self, cache_id: str, text: str, *, tenant: str = "default") -> Manifest:
+        """Keep a document's text beside a cache that is there. Whose text it is, the caller must know.
+
+        Nothing is written where a source is kept already. Raises as `put` and `get` do.
+        """
 
     @abc.abstractmethod
     def stat(self, cache_id: str, *, tenant: str = "default") -> Manifest:
@@ -213,6 +241,10 @@ class Store(abc.ABC):
         """Every inconsistency found, one sentence each; blobs are not read. Empty means sound."""
 
     @abc.abstractmethod
+    def scrub(self) -> Iterator[Scrubbed]:
+        """Read every cache of every tenant to its end, set aside those that are corrupt, say what was found of each."""
+
+    @abc.abstractmethod
     def close(self) -> None:
         """Let go of files and connections. The store cannot be used afterwards."""
 
@@ -254,6 +286,7 @@ def placement(
     name: str,
     pinned: bool,
     timings: Timings,
+    source: str | None,
 ) -> Placement:
     """Check what a caller of `put` gave; raises `InvalidRequest`."""
     return Placement(
@@ -264,22 +297,13 @@ def placement(
         name=require_text(name, "name"),
         pinned=bool(pinned),
         timings=timings,
+        source=None if source is None else require_source(source),
     )
 
 
-def changes(
-    ttl_s: float | Unset | None,
-    expires_at: float | Unset | None,
-    labels: Mapping[str, str] | Unset,
-    name: str | Unset,
-    pinned: bool | Unset,
-    now: float,
-) -> dict[str, Any]:
-    """Check what a caller of `update` gave; returns the manifest's fields that change."""
+def changes(labels: Mapping[str, str] | Unset, name: str | Unset, pinned: bool | Unset) -> dict[str, Any]:
+    """Check what a caller of `update` gave besides the expiry; returns the manifest's fields that change."""
     found: dict[str, Any] = {}
-    if not (isinstance(ttl_s, Unset) and isinstance(expires_at, Unset)):
-        ttl, at = (None if isinstance(value, Unset) else value for value in (ttl_s, expires_at))
-        found["expires_at"] = require_expiry(ttl, at, now)
     if not isinstance(labels, Unset):
         found["labels"] = require_labels(labels)
     if not isinstance(name, Unset):
@@ -297,6 +321,15 @@ def require_text(value: str, param: str, *, limit: int = TEXT_LIMIT, empty: bool
     if "\0" in value or any("\ud800" <= char <= "\udfff" for char in value):
         raise InvalidRequest(f"{param} holds a zero byte or half a surrogate pair: {value!r:.80}", param=param)
     return value
+
+
+def require_source(text: str) -> str:
+    """A document's text as it is: any characters that UTF-8 has, at least one."""
+    if not isinstance(text, str) or not 0 < len(text) <= SOURCE_LIMIT:
+        raise InvalidRequest(f"source must be text of 1 to {SOURCE_LIMIT} characters", param="source")
+    if any("\ud800" <= char <= "\udfff" for char in text):
+        raise InvalidRequest("source holds half a surrogate pair, which is no text", param="source")
+    return text
 
 
 def require_limit(limit: int) -> int:

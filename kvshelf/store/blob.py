@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -63,13 +64,19 @@ _CHUNK = 1 << 20  # stays in the cache between reading and hashing
 class PackedBlob:
     """A blob as the buffers it consists of, not yet joined: a writer hands them to the file one after the other.
 
-    The buffers share memory with the cache's tensors wherever these are contiguous and on the CPU.
+    `parts` are the head, one segment per layer, and the trailer; each is a run of buffers. The buffers share memory
+    with the cache's tensors wherever these are contiguous and on the CPU.
     """
 
-    buffers: tuple[memoryview, ...]
+    parts: tuple[tuple[memoryview, ...], ...]
     nbytes: int
     root: bytes
     header: Header
+
+    @property
+    def buffers(self) -> Iterator[memoryview]:
+        """All of it, from the first byte to the last."""
+        return chain.from_iterable(self.parts)
 
 
 def encode(cache: CompressedCache) -> bytes:
@@ -163,17 +170,17 @@ def verify_file(file: BinaryIO, size: int) -> BlobSummary:
 def pack(cache: CompressedCache) -> PackedBlob:
     """Lay a cache out as a blob and compute its digests. Raises as `encode` does."""
     layers: list[Layer] = []
-    body: list[memoryview] = []
+    segments: list[tuple[memoryview, ...]] = []
     offset = 0
     for record in cache.layers:
         layer, buffers = _segment(record, cache.num_tokens, offset)
         layers.append(layer)
-        body.extend(buffers)
+        segments.append(tuple(buffers))
         offset += layer.nbytes
     header, packed = _header(cache, layers)
     head, trailer = blob_frame.close(packed, header.minor, offset)
     nbytes = len(head) + offset + len(trailer)
-    return PackedBlob((memoryview(head), *body, memoryview(trailer)), nbytes, root(trailer), header)
+    return PackedBlob(((memoryview(head),), *segments, (memoryview(trailer),)), nbytes, root(trailer), header)
 
 
 def _header(cache: CompressedCache, layers: list[Layer]) -> tuple[Header, bytes]:

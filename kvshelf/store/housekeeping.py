@@ -1,96 +1,111 @@
-"""What keeps a disk home in order: expiry, files that a crash left behind, and the search for inconsistencies."""
+"""What keeps a home in order: expiry, room, what dead writers left behind, and the search for inconsistencies."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Final, Literal
 
 from kvshelf.errors import StorageFull
-from kvshelf.store import catalog
-from kvshelf.store.catalog import Entry
-from kvshelf.store.database import Database
-from kvshelf.store.files import BlobFolder, is_name
+from kvshelf.store.blobs import Blobs
+from kvshelf.store.index import Entry, Index
 
 ORPHAN_GRACE_S: Final = 3600.0
-"""A file that no manifest names is left alone for this long: it may be a cache being written."""
+"""Bytes that neither an entry nor a write in progress names are left alone for this long: a power cut may have lost the
+note of a write that goes on."""
+
+_BATCH: Final = 200
 
 
-def expire(database: Database, folders: Iterable[BlobFolder], now: float) -> int:
-    """Turn expired caches into tombstones, then remove their files; returns how many."""
-    with database.read() as connection:
-        ended = catalog.expired(connection, now)
-    bury(database, folders, ended, "expired", now)
-    return len(ended)
+def expire(index: Index, blobs: Blobs, now: float) -> int:
+    """Turn expired caches into tombstones, then remove their bytes; returns how many."""
+    count = 0
+    while entries := index.expired(now, _BATCH):
+        buried = sum(bury(index, blobs, entry, "expired", now) for entry in entries)
+        count += buried
+        if not buried:  # somebody else is at it
+            break
+    return count
 
 
-def bury(
-    database: Database,
-    folders: Iterable[BlobFolder],
-    entries: Sequence[Entry],
-    state: Literal["deleted", "expired"],
-    now: float,
-) -> None:
-    """Turn entries into tombstones, then remove their files. One that was put again meanwhile is left alone."""
-
-    def tombstones() -> None:
-        with database.write() as tx:
-            for entry in entries:
-                catalog.bury(tx, entry.seq, state, now)
-
-    if not entries:
-        return
+def bury(index: Index, blobs: Blobs, entry: Entry, state: Literal["expired", "evicted", "deleted"], now: float) -> bool:
+    """Turn an entry into a tombstone, then remove its bytes. False, and nothing done: it was put again meanwhile."""
     try:
-        tombstones()
+        buried = index.bury(entry, state, now)
     except StorageFull:
-        # A full disk has no room for the tombstones, and deleting is how room is made: so the files go first this once.
-        # Should the process die in between, the next reader finds the file missing and says that the cache is corrupt.
-        discard(folders, entries)
-        tombstones()
-    discard(folders, entries)
+        # A full disk has no room for the tombstone, and deleting is how room is made: so the bytes go first this once.
+        # Should the process die in between, the next reader finds them missing and says that the cache is corrupt.
+        _remove(blobs, entry)
+        buried = index.bury(entry, state, now)
+    if buried:
+        discard(index, blobs, entry)
+    return buried
 
 
-def discard(folders: Iterable[BlobFolder], entries: Iterable[Entry]) -> None:
-    """Remove the files of entries that no longer count."""
-    for entry in entries:
-        if entry.file is not None:
-            for folder in folders:
-                folder.remove(entry.file)
+def discard(index: Index, blobs: Blobs, entry: Entry) -> None:
+    """Remove the bytes of an entry that gave way, then their registration: a crash in between is swept."""
+    _remove(blobs, entry)
+    if entry.name is not None:
+        index.abandon(entry.name)
 
 
-def remove_orphans(database: Database, folders: Iterable[BlobFolder], now: float) -> int:
-    """Remove files that no manifest names and that are too old to belong to a write in progress; returns how many."""
-    removed = 0
-    for folder in folders:
-        for file in _orphans(database, folder, now):
-            # Under the lock that publishing takes, so that no file is removed between its check and its publication.
-            with database.write() as tx:
-                removed += not catalog.names_file(tx, file) and folder.remove(file)
-    return removed
+def _remove(blobs: Blobs, entry: Entry) -> None:
+    for name, nbytes in entry.names():
+        blobs.remove(name, nbytes)
 
 
-def forget(database: Database, before: float) -> int:
-    """Drop tombstones of caches that ended before a time; returns how many."""
-    with database.write() as tx:
-        return catalog.forget(tx, before)
+def make_room(index: Index, blobs: Blobs, nbytes: int, now: float) -> int:
+    """Evict the caches whose loss costs least until `nbytes` are free; returns the bytes freed, fewer if that is all.
+
+    Pinned caches and those that are being read stay.
+    """
+    freed = 0
+    passed_over = 0
+    while freed < nbytes:
+        victims = index.victims(_BATCH + passed_over)[passed_over:]
+        for victim in victims:
+            read = any(blobs.is_read(name) for name, _ in victim.names())
+            if not read and bury(index, blobs, victim, "evicted", now):
+                freed += victim.nbytes + victim.source_bytes
+            else:
+                passed_over += 1
+            if freed >= nbytes:
+                return freed
+        if not victims:
+            break
+    return freed
 
 
-def problems(database: Database, blobs: BlobFolder, quarantine: BlobFolder, now: float) -> list[str]:
-    """Every inconsistency, one sentence each."""
-    with database.read() as connection:
-        found = [f"index: {row[0]}" for row in connection.execute("PRAGMA quick_check") if row[0] != "ok"]
-        entries = catalog.stored(connection)
-    for entry in entries:
-        if entry.state == "corrupt":
-            found.append(f"{entry.id} is corrupt and in quarantine: {entry.problem}")
-        elif entry.file is None or blobs.size(entry.file) != entry.nbytes:
-            found.append(f"{entry.id}: its file is missing or has another size than was written")
-    for folder in (blobs, quarantine):
-        found += [f"{folder.path / name} belongs to no cache" for name in _orphans(database, folder, now)]
-        found += [f"{folder.path / name} is not a blob file" for name, _ in folder.entries() if not is_name(name)]
-    return found
+def reclaim(index: Index, blobs: Blobs) -> int:
+    """Remove what dead writers left behind, and what gave way and was not removed; returns how many."""
+    abandoned = index.abandoned()
+    for writing in abandoned:
+        # The registration goes last: until then the writer's name is known, and a crash here is made good by the next
+        # sweep. The writer itself can publish nothing any more, its lease has run out.
+        blobs.remove(writing.name, writing.nbytes)
+        if writing.source is not None:
+            blobs.remove(writing.source, writing.source_bytes)
+        index.abandon(writing.name)
+    return len(abandoned)
 
 
-def _orphans(database: Database, folder: BlobFolder, now: float) -> list[str]:
-    old = [name for name, changed in folder.entries() if is_name(name) and changed < now - ORPHAN_GRACE_S]
-    with database.read() as connection:
-        return [name for name in old if not catalog.names_file(connection, name)]
+def remove_orphans(index: Index, blobs: Blobs) -> int:
+    """Remove bytes that nothing names and that are too old to belong to a write in progress; returns how many."""
+    return sum(blobs.remove(name, 0) for name in orphans(index, blobs))
+
+
+def orphans(index: Index, blobs: Blobs) -> list[str]:
+    return [name for name, age_s in blobs.found() if age_s > ORPHAN_GRACE_S and not index.knows(name)]
+
+
+def problems(index: Index, blobs: Blobs) -> list[str]:
+    """Every inconsistency, one sentence each. Blobs are not read: `Store.scrub` does that."""
+    found = index.problems() + blobs.problems()
+    found += [problem for entry in index.stored() for problem in _problems_of(entry, blobs)]
+    return found + [f"{name} in {blobs.home} belongs to no cache" for name in orphans(index, blobs)]
+
+
+def _problems_of(entry: Entry, blobs: Blobs) -> Iterable[str]:
+    if entry.state == "corrupt":
+        yield f"{entry.id} is corrupt and in quarantine: {entry.problem}"
+    elif not all(blobs.holds(name, nbytes) for name, nbytes in entry.names()):
+        yield f"{entry.id}: its bytes are missing, or not as many as were written"

@@ -7,13 +7,11 @@ it.
 
 from __future__ import annotations
 
-import json
-import sqlite3
-from collections.abc import Callable, Sequence
+import abc
+from collections.abc import Sequence
 from typing import Literal
 
 from kvshelf.errors import RequestNotFound, StateConflict
-from kvshelf.store.database import Database
 from kvshelf.store.manifest import Record
 
 RequestState = Literal["queued", "running", "done", "failed"]
@@ -52,13 +50,11 @@ class RequestRecord(Record):
         return self.attempts - self.attempts_before
 
 
-class Ledger:
-    """The requests of one disk home. Leases use the wall clock, which all processes of a machine share."""
+class Ledger(abc.ABC):
+    """The requests of one home. Durable when a method returns. Leases are on the clock that all of the home's users
+    share: the wall clock of a machine, or the server's."""
 
-    def __init__(self, database: Database, now: Callable[[], float]) -> None:
-        self._database = database
-        self._now = now
-
+    @abc.abstractmethod
     def open_request(self, request_id: str, *, tenant: str, body: bytes, again: bool = False) -> RequestRecord:
         """Write a request down as queued. Durable when it returns; asking twice changes nothing.
 
@@ -66,69 +62,24 @@ class Ledger:
         gone and it is to be done once more. Raises `StateConflict` for an id that another tenant holds: ids must be
         hashes that include the tenant.
         """
-        now = self._now()
-        with self._database.write() as tx:
-            row = _row(tx, request_id)
-            if row is None:
-                tx.execute(
-                    "INSERT INTO requests (id, tenant, state, body, created_at, updated_at) "
-                    "VALUES (?, ?, 'queued', ?, ?, ?)",
-                    (request_id, tenant, body, now, now),
-                )
-            elif row["tenant"] != tenant:
-                raise StateConflict(f"request id {request_id!r} is taken", param="request_id")
-            elif row["state"] == "failed" or (row["state"] == "done" and again):
-                tx.execute(
-                    "UPDATE requests SET state = 'queued', body = ?, attempts_before = attempts, cache_ids = '[]', "
-                    "worker = NULL, error_code = NULL, error_message = NULL, error_param = NULL, updated_at = ? "
-                    "WHERE id = ?",
-                    (body, now, request_id),
-                )
-            return _record(_require(tx, request_id))
 
+    @abc.abstractmethod
     def start_attempt(self, request_id: str, *, worker: str, lease_s: float) -> int:
         """Count an attempt and take the lease; returns the attempt's number, 1 for the first.
 
         A running request whose lease ran out is taken over. Raises `StateConflict` when another holder's lease lives
         or the request has ended, `RequestNotFound`.
         """
-        now = self._now()
-        with self._database.write() as tx:
-            row = _require(tx, request_id)
-            if row["state"] in ("done", "failed"):
-                raise StateConflict(f"request {request_id!r} has ended ({row['state']}); there is nothing to do")
-            if row["state"] == "running" and row["lease_until"] > now:
-                raise StateConflict(
-                    f"request {request_id!r} is being worked on by {row['worker']!r} for another "
-                    f"{row['lease_until'] - now:.1f} s at least"
-                )
-            attempt = int(row["attempts"]) + 1
-            tx.execute(
-                "UPDATE requests SET state = 'running', attempts = ?, worker = ?, lease_until = ?, updated_at = ? "
-                "WHERE id = ?",
-                (attempt, worker, now + lease_s, now, request_id),
-            )
-            return attempt
 
+    @abc.abstractmethod
     def renew(self, request_id: str, attempt: int, *, lease_s: float) -> None:
         """Extend the lease from now. Raises `StateConflict` when the attempt no longer holds the request."""
-        now = self._now()
-        with self._database.write() as tx:
-            _require_holder(tx, request_id, attempt)
-            tx.execute(
-                "UPDATE requests SET lease_until = ?, updated_at = ? WHERE id = ?", (now + lease_s, now, request_id)
-            )
 
+    @abc.abstractmethod
     def finish(self, request_id: str, attempt: int, *, cache_ids: Sequence[str]) -> None:
         """The work is done, its caches are stored; the body is dropped. Raises `StateConflict` for a stale holder."""
-        with self._database.write() as tx:
-            _require_holder(tx, request_id, attempt)
-            tx.execute(
-                "UPDATE requests SET state = 'done', body = NULL, worker = NULL, lease_until = NULL, cache_ids = ?, "
-                "error_code = NULL, error_message = NULL, error_param = NULL, updated_at = ? WHERE id = ?",
-                (json.dumps(list(cache_ids)), self._now(), request_id),
-            )
 
+    @abc.abstractmethod
     def fail(
         self, request_id: str, attempt: int, *, code: str, message: str, param: str | None = None, final: bool
     ) -> None:
@@ -136,93 +87,48 @@ class Ledger:
 
         Raises `StateConflict` for a stale holder.
         """
-        with self._database.write() as tx:
-            _require_holder(tx, request_id, attempt)
-            tx.execute(
-                "UPDATE requests SET state = ?, body = iif(?, NULL, body), worker = NULL, lease_until = NULL, "
-                "error_code = ?, error_message = ?, error_param = ?, updated_at = ? WHERE id = ?",
-                ("failed" if final else "queued", final, code, message, param, self._now(), request_id),
-            )
 
+    @abc.abstractmethod
     def get_request(self, request_id: str, *, tenant: str) -> RequestRecord:
         """Raises `RequestNotFound` for an unknown id and for another tenant's, with the same message."""
-        with self._database.read() as connection:
-            row = _row(connection, request_id)
-        if row is None or row["tenant"] != tenant:
-            raise _not_found(request_id)
-        return _record(row)
 
+    @abc.abstractmethod
     def body(self, request_id: str) -> bytes:
         """The request as it was given to `open_request`. Raises `StateConflict` once it was dropped."""
-        with self._database.read() as connection:
-            row = _require(connection, request_id)
-        if row["body"] is None:
-            raise StateConflict(f"request {request_id!r} has ended and its body was dropped")
-        return bytes(row["body"])
 
+    @abc.abstractmethod
     def unfinished(self) -> list[RequestRecord]:
         """Requests queued or running, of all tenants, oldest first; bodies are fetched one by one with `body`."""
-        with self._database.read() as connection:
-            rows = connection.execute(
-                f"SELECT {_FIELDS} FROM requests WHERE state IN ('queued', 'running') ORDER BY created_at, id"
-            )
-            return [_record(row) for row in rows]
 
+    @abc.abstractmethod
     def forget(self, before: float) -> int:
         """Drop requests that ended before a time (Unix seconds); returns how many."""
-        with self._database.write() as tx:
-            return tx.execute(
-                "DELETE FROM requests WHERE state IN ('done', 'failed') AND updated_at < ?", (before,)
-            ).rowcount
 
 
-_FIELDS = (
-    "id, tenant, state, attempts, attempts_before, worker, lease_until, cache_ids, "
-    "error_code, error_message, error_param, created_at, updated_at"
-)
-
-
-def _row(connection: sqlite3.Connection, request_id: str) -> sqlite3.Row | None:
-    row: sqlite3.Row | None = connection.execute(
-        f"SELECT {_FIELDS}, body FROM requests WHERE id = ?", (request_id,)
-    ).fetchone()
-    return row
-
-
-def _require(connection: sqlite3.Connection, request_id: str) -> sqlite3.Row:
-    row = _row(connection, request_id)
-    if row is None:
-        raise _not_found(request_id)
-    return row
-
-
-def _require_holder(connection: sqlite3.Connection, request_id: str, attempt: int) -> None:
-    row = _require(connection, request_id)
-    if row["state"] != "running" or row["attempts"] != attempt:
-        raise StateConflict(
-            f"attempt {attempt} no longer holds request {request_id!r} (state {row['state']}, attempt "
-            f"{row['attempts']}); its result is not needed"
-        )
-
-
-def _not_found(request_id: str) -> RequestNotFound:
+def not_found(request_id: str) -> RequestNotFound:
     return RequestNotFound(f"there is no request {request_id[:80]!r}", param="request_id")
 
 
-def _record(row: sqlite3.Row) -> RequestRecord:
-    error = None
-    if row["error_code"] is not None:
-        error = RequestError(code=row["error_code"], message=row["error_message"], param=row["error_param"])
-    return RequestRecord(
-        id=row["id"],
-        tenant=row["tenant"],
-        state=row["state"],
-        attempts=row["attempts"],
-        attempts_before=row["attempts_before"],
-        worker=row["worker"],
-        lease_until=row["lease_until"],
-        cache_ids=tuple(json.loads(row["cache_ids"])),
-        error=error,
-        created_at=row["created_at"],
-        updated_at=row["updated_at"],
+def taken(request_id: str) -> StateConflict:
+    return StateConflict(f"request id {request_id!r} is taken", param="request_id")
+
+
+def ended(request_id: str, state: str) -> StateConflict:
+    return StateConflict(f"request {request_id!r} has ended ({state}); there is nothing to do")
+
+
+def at_work(request_id: str, worker: str, seconds: float) -> StateConflict:
+    return StateConflict(
+        f"request {request_id!r} is being worked on by {worker!r} for another {seconds:.1f} s at least"
     )
+
+
+def stale(request_id: str, attempt: int, state: str, newest: int) -> StateConflict:
+    return StateConflict(
+        f"attempt {attempt} no longer holds request {request_id!r} (state {state}, attempt {newest}); its result is "
+        "not needed"
+    )
+
+
+def dropped(request_id: str) -> StateConflict:
+    return StateConflict(f"request {request_id!r} has ended and its body was dropped")

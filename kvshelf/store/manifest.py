@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvshelf.store.artifact import CompressedCache
@@ -14,6 +15,13 @@ from kvshelf.store.blob import PackedBlob
 
 class Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Usage(Record):
+    """Caches on the shelf and the bytes they take there."""
+
+    caches: int
+    bytes: int
 
 
 class Timings(Record):
@@ -29,7 +37,8 @@ class Manifest(Record):
     """What the shelf knows about one cache without reading it. Times are Unix seconds, sizes bytes, digests hex.
 
     identity: `Identity.to_dict()`. bytes_full: keys and values before compression. bytes_stored: the blob.
-    blob_digest: the blob's root digest; segment_digests: one per layer.
+    blob_digest: the blob's root digest; segment_digests: one per layer. uses: questions asked so far.
+    source_digest: BLAKE3 of the document's text as UTF-8, where that is kept beside the cache.
     """
 
     id: str
@@ -57,6 +66,8 @@ class Manifest(Record):
     name: str = ""
     labels: dict[str, str] = Field(default_factory=dict)
     has_source: bool = False
+    source_digest: str | None = None
+    uses: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,6 +81,7 @@ class Placement:
     name: str
     pinned: bool
     timings: Timings
+    source: str | None = None
 
 
 def describe(
@@ -107,7 +119,14 @@ def describe(
         pinned=placement.pinned,
         name=placement.name,
         labels=dict(placement.labels),
+        has_source=placement.source is not None,
+        source_digest=None if placement.source is None else source_digest(placement.source.encode()),
     )
+
+
+def source_digest(text: bytes) -> str:
+    """Hex BLAKE3 of a kept source, UTF-8."""
+    return blake3(text).hexdigest()
 
 
 def _bytes_full(cache: CompressedCache) -> int:

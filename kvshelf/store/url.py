@@ -1,38 +1,101 @@
-"""A store is chosen by one URL."""
+"""A store is chosen by one URL: tiers from the fastest to the home, joined by `+`.
+
+    disk:///var/lib/kvshelf                               a folder
+    redis://host:6379/0                                   a Redis server; all forms: `kvshelf.store.redis.address`
+    ram:2GiB+disk:///var/lib/kvshelf                      copies in memory before a folder
+    ram:2GiB+disk:///scratch?max=200GiB+redis://host      copies in memory and on a local disk before Redis
+
+The last one is the home, which holds the truth. The others hold copies and may vanish. `max` is a budget in bytes: in a
+tier, copies give way to others; at home, caches that nobody pinned are evicted, and say so when they are asked for.
+"""
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from typing import Final
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvshelf.errors import InvalidRequest
 from kvshelf.store.base import Store
 from kvshelf.store.disk import DiskStore
+from kvshelf.store.rules import Rules
+from kvshelf.store.shelf import Shelf
 
-_SUPPORTED = "this version supports disk:///absolute/path"
-_TIER = re.compile(r"\+[a-z]+:")
+_JOIN: Final = re.compile(r"\+(?=[a-z-]+:)")
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)([KMGT]i?)?B?")
+_UNITS: Final = {"": 1} | {
+    prefix + suffix: base**power for power, prefix in enumerate("KMGT", 1) for suffix, base in (("", 1000), ("i", 1024))
+}
+_REDIS: Final = tuple(f"redis{tls}{kind}" for tls in ("", "s") for kind in ("", "-sentinel", "-cluster"))
 
 
-def open_store(url: str) -> Store:
-    """Open the shelf that a URL names, and make it if it is not there: `disk:///absolute/path`.
+def open_store(url: str, *, rules: Rules | None = None) -> Store:
+    """Open the store that a URL names, and make it if it is not there.
 
-    Raises `InvalidRequest` for any other URL (redis and ram tiers are not in this version), `StoreUnavailable` when the
-    place does not work.
+    Raises `InvalidRequest` for what is no such URL (no message shows a password), `StoreUnavailable` when the home does
+    not work.
     """
+    *tiers, home = _JOIN.split(url)
+    if not tiers:
+        return _home(home, rules or Rules())
+    raise _refused(url, "tiers are not in this version")
+
+
+def _home(url: str, rules: Rules, key: bytes | None = None) -> Shelf:
+    rest, budget = _budget(url)
+    scheme = urlsplit(rest).scheme
+    rules = replace(rules, quota=replace(rules.quota, budget_bytes=budget))
+    if scheme == "disk":
+        return DiskStore.open(_folder(rest), rules=rules, key=key)
+    if scheme in _REDIS:
+        from kvshelf.store.redis import RedisStore
+
+        return RedisStore.open(rest, rules=rules, key=key)
+    if scheme == "ram":
+        raise _refused(url, "the last part is the home, and memory cannot be one: join it as in ram:2GiB+disk:///path")
+    raise _refused(url, f"unknown scheme {scheme!r}")
+
+
+def _folder(url: str) -> Path:
+    """The folder of `disk:///absolute/path`."""
     parts = urlsplit(url)
-    if parts.scheme in ("redis", "rediss", "ram") or _TIER.search(url):
-        raise _refused(url, "redis and ram tiers are not in this version")
-    if parts.scheme != "disk":
-        raise _refused(url, f"unknown scheme {parts.scheme!r}")
     if parts.query or parts.fragment:
         extra = (parts.query or parts.fragment).split("=")[0]
         raise _refused(url, f"it has no parameter {extra!r}")
     path = unquote(parts.path)
     if parts.netloc or not path.startswith("/") or path == "/" or "\0" in path or ".." in Path(path).parts:
         raise _refused(url, "the path must be absolute, with three slashes and without '..'")
-    return DiskStore.open(Path(path))
+    return Path(path)
+
+
+def _budget(url: str) -> tuple[str, int | None]:
+    """A URL without its parameter `max`, and the bytes that this allows."""
+    base, mark, query = url.partition("?")
+    if not mark:
+        return url, None
+    given = parse_qsl(query, keep_blank_values=True)
+    sizes = [value for name, value in given if name == "max"]
+    if len(sizes) > 1:
+        raise _refused(url, "max is given twice")
+    rest = "&".join(part for part in query.split("&") if part.split("=")[0] != "max")
+    return f"{base}?{rest}" if rest else base, _size(url, sizes[0]) if sizes else None
+
+
+def _size(url: str, text: str) -> int:
+    """`200GiB`, `1.5GB` or `1000` in bytes."""
+    match = _SIZE.fullmatch(text)
+    size = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
+    if size < 1:
+        raise _refused(url, f"{text!r} is no size; write 2GiB, 500MB or a number of bytes")
+    return size
 
 
 def _refused(url: str, why: str) -> InvalidRequest:
-    return InvalidRequest(f"cannot open the store {url!r}: {why}; {_SUPPORTED}", param="store")
+    shown = re.sub(r"(?<=://)[^/@\s]*@", "***@", url)
+    return InvalidRequest(
+        f"cannot open the store {shown!r}: {why}. A store is disk:///absolute/path or redis://host:6379/0, with copies "
+        "before it as in ram:2GiB+disk:///scratch?max=200GiB+redis://host",
+        param="store",
+    )

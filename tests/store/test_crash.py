@@ -18,7 +18,7 @@ import pytest
 from kvshelf.errors import CacheExpired, CacheNotFound
 from kvshelf.store.artifact import CompressedCache
 from kvshelf.store.disk import DiskStore
-from kvshelf.store.housekeeping import ORPHAN_GRACE_S
+from kvshelf.store.blobs import WRITE_LEASE_S
 from tests.store.caches import make_cache, require_equal
 from tests.store.processes import start_child
 
@@ -43,13 +43,13 @@ class Log:
 
 def require_sound(home: Path, caches: dict[str, CompressedCache], stored: set[str], gone: set[str]) -> set[str]:
     """0 torn, 0 lost: what is listed can be read, what was acknowledged is listed. Returns the ids on the shelf."""
-    with DiskStore.open(home) as store:
+    with DiskStore.open(home, now=lambda: time.time() + WRITE_LEASE_S + 1) as store:
         visible = {manifest.id for manifest in store.list(limit=1000).data}
         for cache_id in visible:
             require_equal(caches[cache_id], store.get(cache_id))
         assert stored <= visible
         assert not gone & visible
-        store.sweep(time.time() + ORPHAN_GRACE_S + 60)
+        store.sweep()
         assert store.check() == []
         assert len(list((home / "blobs").iterdir())) == len(visible)
     return visible
@@ -156,7 +156,7 @@ def test_a_cache_is_durable_before_it_is_visible(home: Path, monkeypatch: pytest
     monkeypatch.setattr(os, "fsync", watched)
     with DiskStore.open(home, on_step=events.append) as store:
         store.put(make_cache())
-        with store._database.read() as connection:
+        with store._index._database.read() as connection:
             assert connection.execute("PRAGMA synchronous").fetchone()[0] == 2, "a commit waits for the disk"
             assert connection.execute("PRAGMA journal_mode").fetchone()[0] == "wal"
     assert events == ["created", "written", "fsync kvb", "fsync blobs", "synced", "verified", "published", "replaced"]

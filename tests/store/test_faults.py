@@ -134,7 +134,7 @@ def test_a_blob_under_another_id_is_refused(shelf: DiskStore, home: Path, other:
     mine, theirs = shelf.put(make_cache(0), tenant="me"), shelf.put(**other, tenant="me")
     with sqlite3.connect(home / "shelf.sqlite3") as connection:
         connection.execute(
-            "UPDATE caches SET (file, manifest) = (SELECT file, manifest FROM caches WHERE id = ?) WHERE id = ?",
+            "UPDATE caches SET (name, nbytes, manifest) = (SELECT name, nbytes, manifest FROM caches WHERE id = ?) WHERE id = ?",
             (theirs.id, mine.id),
         )
     connection.close()
@@ -147,7 +147,7 @@ def test_a_file_name_in_the_index_cannot_lead_out_of_the_home(shelf: DiskStore, 
     manifest = shelf.put(make_cache())
     (home / "secret").write_bytes(make_cache().to_bytes())
     with sqlite3.connect(home / "shelf.sqlite3") as connection:
-        connection.execute("UPDATE caches SET file = '../secret'")
+        connection.execute("UPDATE caches SET name = '../secret'")
     connection.close()
     for act in (shelf.get, shelf.delete):
         with pytest.raises(StoreUnavailable, match="not the name of a blob file"):
@@ -209,9 +209,9 @@ def test_an_index_that_is_not_one(home: Path) -> None:
 def test_a_home_of_a_later_version(home: Path) -> None:
     DiskStore.open(home).close()
     with sqlite3.connect(home / "shelf.sqlite3") as connection:
-        connection.execute("UPDATE meta SET value = x'32' WHERE name = 'format'")
+        connection.execute("UPDATE meta SET value = x'33' WHERE name = 'format'")
     connection.close()
-    with pytest.raises(StoreUnavailable, match=r"home format 2.*works with 1"):
+    with pytest.raises(StoreUnavailable, match=r"home format 3.*works with 2"):
         DiskStore.open(home)
 
 

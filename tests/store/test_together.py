@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sqlite3
 import threading
 import time
 from collections.abc import Callable
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from kvshelf.errors import CacheNotFound, StateConflict
-from kvshelf.store import housekeeping
 from kvshelf.store.disk import DiskStore
 from tests.store.caches import make_cache, require_equal
 from tests.store.processes import start_child
@@ -104,27 +102,6 @@ def test_a_reader_beside_a_writer_that_deletes_and_puts_again(home: Path) -> Non
         assert writer.wait() == 0
         assert store.check() == []
     assert min(found, missing) > 0
-
-
-def test_a_sweep_leaves_alone_what_is_published_while_it_looks(home: Path) -> None:
-    """A file without a manifest is found, and gets its manifest before it is removed.
-
-    A sweep that takes longer than half a second to begin would pass without having been tested.
-    """
-    with DiskStore.open(home) as store:
-        manifest = store.put(make_cache())
-        index = sqlite3.connect(home / "shelf.sqlite3", isolation_level=None)
-        (file,) = index.execute("SELECT file FROM caches").fetchone()
-        index.execute("UPDATE caches SET file = NULL")
-        index.execute("BEGIN IMMEDIATE")
-        sweep = threading.Thread(target=housekeeping.remove_orphans, args=(store._database, store._folders, 4e9))
-        sweep.start()
-        time.sleep(0.5)
-        index.execute("UPDATE caches SET file = ?", (file,))
-        index.execute("COMMIT")
-        index.close()
-        sweep.join()
-        require_equal(make_cache(), store.get(manifest.id))
 
 
 def test_threads_share_a_store(home: Path) -> None:

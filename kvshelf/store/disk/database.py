@@ -13,66 +13,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvshelf.errors import StoreUnavailable
-from kvshelf.store.faults import translated
-
-HOME_FORMAT = 1
-"""Raised when the tables change in a way that older versions cannot read."""
+from kvshelf.store.disk import schema
+from kvshelf.store.disk.faults import translated
 
 FILE_NAME = "shelf.sqlite3"
-
-_SCHEMA = """
-CREATE TABLE meta (name TEXT PRIMARY KEY, value BLOB NOT NULL) STRICT;
-
--- One row per id that ever was, until its tombstone is swept. `seq` orders listings: it never repeats and never
--- changes. state: ready | corrupt | expired | deleted; the last two are tombstones without a manifest and without a
--- file.
-CREATE TABLE caches (
-    seq INTEGER PRIMARY KEY AUTOINCREMENT,
-    id TEXT NOT NULL UNIQUE,
-    tenant TEXT NOT NULL,
-    state TEXT NOT NULL,
-    file TEXT,
-    nbytes INTEGER NOT NULL,
-    document_id TEXT NOT NULL,
-    model TEXT NOT NULL,
-    policy TEXT NOT NULL,
-    expires_at REAL,
-    last_used_at REAL,
-    ended_at REAL,
-    problem TEXT,
-    manifest TEXT
-) STRICT;
-CREATE INDEX caches_of_tenant ON caches (tenant, state, seq);
-CREATE INDEX caches_of_document ON caches (document_id, tenant, seq);
-CREATE INDEX tombstones ON caches (ended_at) WHERE ended_at IS NOT NULL;
-CREATE INDEX caches_by_expiry ON caches (expires_at) WHERE state IN ('ready', 'corrupt') AND expires_at IS NOT NULL;
-
-CREATE TABLE labels (
-    seq INTEGER NOT NULL REFERENCES caches (seq) ON DELETE CASCADE,
-    name TEXT NOT NULL,
-    value TEXT NOT NULL,
-    PRIMARY KEY (seq, name)
-) STRICT, WITHOUT ROWID;
-CREATE INDEX labels_by_value ON labels (name, value);
-
-CREATE TABLE requests (
-    id TEXT PRIMARY KEY,
-    tenant TEXT NOT NULL,
-    state TEXT NOT NULL,
-    body BLOB,
-    attempts INTEGER NOT NULL DEFAULT 0,
-    attempts_before INTEGER NOT NULL DEFAULT 0,
-    worker TEXT,
-    lease_until REAL,
-    cache_ids TEXT NOT NULL DEFAULT '[]',
-    error_code TEXT,
-    error_message TEXT,
-    error_param TEXT,
-    created_at REAL NOT NULL,
-    updated_at REAL NOT NULL
-) STRICT;
-CREATE INDEX requests_by_state ON requests (state, created_at);
-"""
 
 
 class Database:
@@ -89,8 +33,8 @@ class Database:
         self._inode = 0
         self._idle: queue.LifoQueue[sqlite3.Connection] = queue.LifoQueue()
 
-    def create(self) -> bytes:
-        """Make the tables if they are missing; returns the home's secret key (32 bytes).
+    def create(self, key: bytes | None) -> bytes:
+        """Make the tables if they are missing; returns the home's secret key: `key` in a new home, or a random one.
 
         Two processes may start at once: the folder itself is locked meanwhile, and the kernel lets the lock go when a
         process dies.
@@ -100,7 +44,7 @@ class Database:
             try:
                 fcntl.flock(folder, fcntl.LOCK_EX)
                 self._require_private_file()
-                return self._initialise()
+                return self._initialise(key or secrets.token_bytes(32))
             finally:
                 os.close(folder)
 
@@ -173,21 +117,27 @@ class Database:
             raise StoreUnavailable(f"{self._path} cannot be written: the disk is read-only, or it is another user's")
         self._inode = found.st_ino
 
-    def _initialise(self) -> bytes:
+    def _initialise(self, key: bytes) -> bytes:
         connection = self._connect()
         try:
             if not connection.execute("SELECT 1 FROM sqlite_schema WHERE name = 'meta'").fetchone():
                 connection.execute("PRAGMA journal_mode = WAL")
-                facts = {"format": str(HOME_FORMAT).encode(), "key": secrets.token_bytes(32)}
-                connection.executescript(f"BEGIN IMMEDIATE;{_SCHEMA}")
-                connection.executemany("INSERT INTO meta VALUES (?, ?)", facts.items())
+                connection.executescript(f"BEGIN IMMEDIATE;{schema.TABLES}")
+                connection.execute("INSERT INTO meta VALUES ('format', ?)", (str(schema.HOME_FORMAT).encode(),))
+                connection.execute("INSERT INTO meta VALUES ('key', ?)", (key,))
                 connection.execute("COMMIT")
-            found = {row["name"]: bytes(row["value"]) for row in connection.execute("SELECT name, value FROM meta")}
+            elif self._format(connection) == schema.MIGRATED_FROM:
+                connection.executescript(f"BEGIN IMMEDIATE;{schema.MIGRATION}COMMIT;")
+            if (found := self._format(connection)) != schema.HOME_FORMAT:
+                raise StoreUnavailable(
+                    f"the shelf at {self._home} has home format {found}, this version of kvshelf works with "
+                    f"{schema.HOME_FORMAT}: upgrade kvshelf or use another folder"
+                )
+            return bytes(connection.execute("SELECT value FROM meta WHERE name = 'key'").fetchone()["value"])
         finally:
             connection.close()
-        if found.get("format") != str(HOME_FORMAT).encode():
-            raise StoreUnavailable(
-                f"the shelf at {self._home} has home format {found.get('format', b'?').decode()}, this version of "
-                f"kvshelf works with {HOME_FORMAT}: upgrade kvshelf or use another folder"
-            )
-        return found["key"]
+
+    @staticmethod
+    def _format(connection: sqlite3.Connection) -> int | None:
+        row = connection.execute("SELECT value FROM meta WHERE name = 'format'").fetchone()
+        return int(row["value"]) if row is not None and bytes(row["value"]).isdigit() else None

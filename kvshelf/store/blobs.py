@@ -1,0 +1,100 @@
+"""Where a home keeps runs of bytes: by name, written once, read any number of times, removed.
+
+It knows nothing of caches, tenants or encryption. What counts is decided by the index (`kvshelf.store.index`): bytes
+whose name the index does not know are nothing but rubbish that a dead writer left.
+"""
+
+from __future__ import annotations
+
+import abc
+import re
+import secrets
+from collections.abc import Callable, Iterable, Iterator
+from io import RawIOBase
+from typing import ClassVar, Final
+
+Step = Callable[[str], None]
+"""Called with the name of each step of a write as it is completed: for tracing, and for tests that stop there."""
+
+WRITE_LEASE_S: Final = 60.0
+"""How long a writer may be silent before what it writes is taken for abandoned."""
+
+MARGIN_S: Final = 600.0
+"""How much longer a server keeps bytes than the manifest that names them: a reader that began in time can end."""
+
+_NAME = re.compile(r"[0-9a-f]{40}-[0-9a-f]{16}")
+
+
+def new_name(cache_id: str) -> str:
+    """A fresh name for bytes of a cache. The random part keeps two writers of one cache out of each other's way."""
+    return f"{cache_id.removeprefix('kvs_')}-{secrets.token_hex(8)}"
+
+
+def is_name(name: str) -> bool:
+    """Whether `new_name` can have made this name."""
+    return _NAME.fullmatch(name) is not None
+
+
+class Blobs(abc.ABC):
+    """A place for bytes. Serves several threads and several processes at once.
+
+    `nbytes` is always the size with which a name was written. Methods raise `StoreUnavailable` and `StorageFull` when
+    the place itself does not work, and for a name that is none.
+    """
+
+    home: str
+    """What a receipt calls this place: "disk" or "redis"."""
+
+    cheap_to_walk: ClassVar[bool]
+    """Whether every sweep may call `found`."""
+
+    @abc.abstractmethod
+    def write(self, name: str, buffers: Iterable[memoryview], nbytes: int, *, beat: Step, on_step: Step) -> None:
+        """Create and make durable. `beat` is called between pieces of a few MB, so that the writer can keep its lease.
+
+        `on_step` hears "created", "written", "synced". On an error the bytes written so far may stay: the caller
+        removes them, or they are found as rubbish later.
+        """
+
+    @abc.abstractmethod
+    def open(self, name: str, nbytes: int) -> RawIOBase | None:
+        """A seekable file at byte 0, or None when there is nothing of this name.
+
+        It holds a lease until it is closed: the bytes can be read to the end although the name is removed meanwhile.
+        Reading raises `BlobError` (reason "missing") where a part is gone.
+        """
+
+    @abc.abstractmethod
+    def holds(self, name: str, nbytes: int) -> bool:
+        """Whether all the bytes seem to be there, by their number; they are not read."""
+
+    @abc.abstractmethod
+    def keep_until(self, name: str, nbytes: int, expires_at: float | None) -> None:
+        """Let the server drop the bytes `MARGIN_S` after a time (Unix seconds), or never. A disk does nothing here.
+
+        Raises `BlobError` (reason "missing") when not all are there.
+        """
+
+    @abc.abstractmethod
+    def remove(self, name: str, nbytes: int) -> bool:
+        """Remove the bytes, set aside or not; readers that have them open keep them. False if there were none."""
+
+    @abc.abstractmethod
+    def set_aside(self, name: str, nbytes: int) -> None:
+        """Keep the bytes for inspection, where `open` does not find them; nothing happens if there are none."""
+
+    @abc.abstractmethod
+    def is_read(self, name: str) -> bool:
+        """Whether a reader has the bytes open now."""
+
+    @abc.abstractmethod
+    def found(self) -> Iterator[tuple[str, float]]:
+        """Every name there is, with the seconds since its last change. Slow: it walks the whole place."""
+
+    @abc.abstractmethod
+    def problems(self) -> list[str]:
+        """What is amiss with the place itself, one sentence each: strange files, a server that may drop bytes."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Let go of files and connections."""

@@ -1,0 +1,56 @@
+"""A shelf in one folder: blob files, and an SQLite index that says which of them count.
+
+    <home>/shelf.sqlite3          manifests, ledger, the home's key; WAL, readable by its owner only
+    <home>/blobs/<digest>-<random>.kvb
+    <home>/quarantine/            files found corrupt, kept for inspection until their cache is deleted or put again
+
+Several processes may use one home; it must lie on a local file system, as SQLite's WAL demands.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+from kvshelf.store.blobs import WRITE_LEASE_S, Step
+from kvshelf.store.disk.database import Database
+from kvshelf.store.disk.faults import translated
+from kvshelf.store.disk.folder import Folder
+from kvshelf.store.disk.index import SqliteIndex
+from kvshelf.store.rules import Rules
+from kvshelf.store.shelf import Shelf
+
+
+class DiskStore(Shelf):
+    """See `Store` for the contract. Made by `open`."""
+
+    home: Path
+
+    @classmethod
+    def open(
+        cls,
+        home: Path,
+        *,
+        rules: Rules | None = None,
+        key: bytes | None = None,
+        busy_s: float = 10.0,
+        write_lease_s: float = WRITE_LEASE_S,
+        now: Callable[[], float] = time.time,
+        on_step: Step = lambda _: None,
+    ) -> Self:
+        """Open the shelf in a folder; both are made if they are missing. Raises `StoreUnavailable`, `StorageFull`.
+
+        key: for content addresses, where the folder is new (32 bytes; a random one if None). busy_s: how long a writer
+        waits for its turn. write_lease_s: how long it may be silent. now: the wall clock, Unix seconds. Open it after
+        forking: connections do not survive a fork.
+        """
+        with translated(home):
+            home.mkdir(mode=0o700, parents=True, exist_ok=True)
+            database = Database(home, busy_s)
+            key = database.create(key)
+            folder = Folder.open_in(home)
+        shelf = cls(SqliteIndex(database, key, now, write_lease_s), folder, rules=rules, now=now, on_step=on_step)
+        shelf.home = home
+        return shelf

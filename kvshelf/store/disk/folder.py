@@ -1,0 +1,184 @@
+"""A folder of blob files, and one for those found corrupt. Names come from hex digests only; no link is followed."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from io import FileIO, RawIOBase
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from kvshelf.store.blobs import Blobs, Step, is_name
+from kvshelf.store.disk.faults import translated
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+_SUFFIX = ".kvb"
+
+
+class Folder(Blobs):
+    """See `Blobs`. A file that is open stays readable when its name is removed: the kernel holds the lease.
+
+    A reader also takes a shared lock on its file, so that other processes can see that it is read; the kernel lets go
+    of it when the reader closes the file or dies.
+    """
+
+    home = "disk"
+    cheap_to_walk = True
+
+    def __init__(self, path: Path, blobs: int, quarantine: int) -> None:
+        """blobs, quarantine: descriptors of the two folders: files are found relative to them, whatever happens to
+        their paths."""
+        self.path = path
+        self._blobs = blobs
+        self._quarantine = quarantine
+
+    @classmethod
+    def open_in(cls, home: Path) -> Self:
+        """Raises `OSError`."""
+        return cls(home, _folder(home / "blobs"), _folder(home / "quarantine"))
+
+    def write(
+        self,
+        name: str,
+        buffers: Iterable[memoryview],
+        nbytes: int,  # noqa: ARG002
+        *,
+        beat: Step,
+        on_step: Step,
+    ) -> None:
+        with self._translated(), self._file(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
+            on_step("created")
+            for buffer in buffers:
+                _write_all(file, buffer)
+                beat("wrote")
+            on_step("written")
+            os.fsync(file.fileno())
+            os.fsync(self._blobs)  # the file's content is durable by now, its name only with the folder
+        on_step("synced")
+
+    def open(self, name: str, nbytes: int) -> RawIOBase | None:  # noqa: ARG002 - a file knows its size
+        with self._translated():
+            try:
+                file = self._file(name, os.O_RDONLY | os.O_NONBLOCK)  # a planted pipe must not make the opening wait
+            except OSError as error:
+                if error.errno in (errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENXIO):
+                    return None
+                raise  # anything else, too many open files for one, says nothing about the cache
+            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                with suppress(OSError):  # a file system without locks: eviction then sees no readers, who are safe
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return file
+            file.close()
+            return None
+
+    def holds(self, name: str, nbytes: int) -> bool:
+        with self._translated():
+            try:
+                found = os.stat(_file_name(name), dir_fd=self._blobs, follow_symlinks=False)
+            except FileNotFoundError:
+                return False
+        return stat.S_ISREG(found.st_mode) and found.st_size == nbytes
+
+    def keep_until(self, name: str, nbytes: int, expires_at: float | None) -> None:
+        """A disk drops nothing by itself."""
+
+    def remove(self, name: str, nbytes: int) -> bool:  # noqa: ARG002
+        with self._translated():
+            removed = [_unlink(_file_name(name), folder) for folder in (self._blobs, self._quarantine)]
+        return any(removed)
+
+    def set_aside(self, name: str, nbytes: int) -> None:  # noqa: ARG002
+        file = _file_name(name)
+        with self._translated(), suppress(FileNotFoundError):
+            os.rename(file, file, src_dir_fd=self._blobs, dst_dir_fd=self._quarantine)
+
+    def is_read(self, name: str) -> bool:
+        with self._translated(), suppress(FileNotFoundError), self._file(name, os.O_RDONLY | os.O_NONBLOCK) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+        return False
+
+    def found(self) -> Iterator[tuple[str, float]]:
+        with self._translated():
+            for name, changed in self._entries():
+                if name.endswith(_SUFFIX) and is_name(name.removesuffix(_SUFFIX)):
+                    yield name.removesuffix(_SUFFIX), time.time() - changed
+
+    def problems(self) -> list[str]:
+        with self._translated():
+            strange = [name for name, _ in self._entries() if not is_name(name.removesuffix(_SUFFIX))]
+        return [f"{name} in {self.path} is not a blob file" for name in strange]
+
+    def close(self) -> None:
+        os.close(self._blobs)
+        os.close(self._quarantine)
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        with translated(self.path):
+            yield
+
+    def _entries(self) -> Iterator[tuple[str, float]]:
+        """All that lies in the folders, with the time of the last change (Unix seconds)."""
+        for folder in (self._blobs, self._quarantine):
+            for name in os.listdir(folder):
+                with suppress(FileNotFoundError):  # removed since it was listed
+                    yield name, os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime
+
+    def _file(self, name: str, flags: int) -> _BlobFile:
+        def opener(path: str, mode: int) -> int:  # noqa: ARG001 - FileIO's own flags lack O_NOFOLLOW
+            return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self._blobs)
+
+        file = _BlobFile(_file_name(name), "w" if flags & os.O_WRONLY else "r", opener=opener)
+        file.place = self.path
+        return file
+
+
+class _BlobFile(FileIO):
+    """A file whose errors while reading are those of the store."""
+
+    place: Path
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        with translated(self.place):
+            return super().readinto(buffer) or 0
+
+    def read(self, size: int | None = -1) -> bytes:
+        with translated(self.place):
+            return super().read(-1 if size is None else size) or b""
+
+
+def _folder(path: Path) -> int:
+    path.mkdir(mode=0o700, exist_ok=True)
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
+def _file_name(name: str) -> str:
+    """Names come back from the index; whoever changed it there still cannot lead us out of the folder."""
+    if not is_name(name):
+        raise OSError(f"{name!r:.80} is not the name of a blob file")
+    return name + _SUFFIX
+
+
+def _unlink(file: str, folder: int) -> bool:
+    try:
+        os.unlink(file, dir_fd=folder)
+    except (FileNotFoundError, IsADirectoryError):
+        return False  # a folder in a blob's place is not ours; `problems` goes on naming it
+    return True
+
+
+def _write_all(file: FileIO, buffer: memoryview) -> None:
+    """Write a buffer whole: one call writes at most 2 GiB."""
+    done = 0
+    while done < len(buffer):
+        done += file.write(buffer[done:]) or 0

@@ -1,0 +1,310 @@
+"""The index of a disk home: all SQL about caches. The tables are in `kvshelf.store.disk.schema`."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, Literal
+
+from kvshelf.errors import QuotaExceeded, StorageFull, StoreUnavailable
+from kvshelf.store import eviction
+from kvshelf.store.blobs import WRITE_LEASE_S
+from kvshelf.store.disk.database import Database
+from kvshelf.store.disk.ledger import SqliteLedger
+from kvshelf.store.index import Entry, Index, Query, Quota, Writing
+from kvshelf.store.manifest import Manifest, Usage
+
+_FIELDS: Final = (
+    "seq, id, tenant, state, version, name, nbytes, source, source_bytes, expires_at, last_used_at, uses, cost_s, "
+    "priority, pinned, ended_at, problem, manifest AS text"
+)
+_BATCH: Final = 500
+
+
+class SqliteIndex(Index):
+    """See `Index`. The home's clock is the wall clock, which all processes of a machine share."""
+
+    def __init__(
+        self, database: Database, key: bytes, now: Callable[[], float], write_lease_s: float = WRITE_LEASE_S
+    ) -> None:
+        self.key = key
+        self.ledger = SqliteLedger(database, now)
+        self._database = database
+        self._now = now
+        self.write_lease_s = write_lease_s
+
+    # Writing
+
+    def begin(self, writing: Writing, quota: Quota) -> None:
+        size = writing.nbytes + writing.source_bytes
+        with self._database.write(durable=False) as tx:
+            caches, nbytes = _taken(tx, writing.cache_id, writing.tenant)
+            if quota.max_caches is not None and caches + 1 > quota.max_caches:
+                raise QuotaExceeded(
+                    f"{caches} caches are on the shelf, as many as may be ({quota.max_caches}); delete some first"
+                )
+            if quota.max_bytes is not None and nbytes + size > quota.max_bytes:
+                raise QuotaExceeded(
+                    f"{nbytes} of {quota.max_bytes} bytes are taken and {size} more are needed; delete caches first"
+                )
+            if quota.budget_bytes is not None and _taken(tx, writing.cache_id, None)[1] + size > quota.budget_bytes:
+                raise StorageFull(f"{size} bytes do not fit into the shelf's budget of {quota.budget_bytes}")
+            tx.execute(
+                "INSERT INTO writes VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (
+                    writing.name,
+                    writing.cache_id,
+                    writing.tenant,
+                    writing.nbytes,
+                    writing.source,
+                    writing.source_bytes,
+                    self._now() + self.write_lease_s,
+                ),
+            )
+
+    def renew(self, name: str) -> None:
+        now = self._now()
+        with self._database.write(durable=False) as tx:
+            _require_lease(tx, name, now)
+            tx.execute("UPDATE writes SET lease_until = ? WHERE name = ?", (now + self.write_lease_s, name))
+
+    def abandon(self, name: str) -> None:
+        with self._database.write(durable=False) as tx:
+            tx.execute("DELETE FROM writes WHERE name = ?", (name,))
+
+    def abandoned(self) -> list[Writing]:
+        with self._database.write() as tx:
+            tx.execute("UPDATE writes SET lease_until = 0 WHERE lease_until <= ?", (self._now(),))
+            rows = tx.execute(
+                "SELECT name, id AS cache_id, tenant, nbytes, source, source_bytes FROM writes WHERE lease_until = 0"
+            )
+            return [Writing(**row) for row in rows]
+
+    def publish(
+        self, writing: Writing, manifest: Manifest, *, over: str | None, cost_s: float, now: float
+    ) -> tuple[bool, Entry | None]:
+        with self._database.write() as tx:
+            _require_lease(tx, writing.name, self._now())
+            old = _find(tx, manifest.id, manifest.tenant)
+            if old is not None and old.live(now) and old.name != over:
+                return False, old
+            _doom(tx, "id = ?", (manifest.id,))
+            tx.execute("DELETE FROM caches WHERE id = ?", (manifest.id,))
+            _insert(tx, writing, manifest, cost_s)
+            tx.execute("DELETE FROM writes WHERE name = ?", (writing.name,))
+        return True, old if old is not None and old.stored else None
+
+    # Reading
+
+    def find(self, cache_id: str, tenant: str) -> Entry | None:
+        with self._database.read() as connection:
+            return _find(connection, cache_id, tenant)
+
+    def listing(self, query: Query, now: float, before: int | None, limit: int) -> list[Entry]:
+        where = ["tenant = ?", "state = 'ready'", "(expires_at IS NULL OR expires_at > ?)"]
+        values: list[Any] = [query.tenant, now]
+        columns = {"document_id": query.document_id, "model": query.model, "policy": query.policy}
+        for name, value in columns.items():
+            if value is not None:
+                where.append(f"{name} = ?")
+                values.append(value)
+        for name, value in query.labels.items():
+            where.append("seq IN (SELECT seq FROM labels WHERE name = ? AND value = ?)")
+            values += [name, value]
+        if before is not None:
+            where.append("seq < ?")
+            values.append(before)
+        with self._database.read() as connection:
+            return _entries(connection, f"{' AND '.join(where)} ORDER BY seq DESC LIMIT ?", (*values, limit))
+
+    def usage(self, tenant: str | None) -> Usage:
+        where, values = ("", ()) if tenant is None else ("WHERE tenant = ?", (tenant,))
+        query = f"SELECT coalesce(sum(caches), 0) AS caches, coalesce(sum(bytes), 0) AS bytes FROM usage {where}"
+        with self._database.read() as connection:
+            return Usage(**connection.execute(query, values).fetchone())
+
+    def stored(self) -> Iterator[Entry]:
+        seq = 0
+        while True:
+            where = "state IN ('ready', 'corrupt') AND seq > ? ORDER BY seq LIMIT ?"
+            with self._database.read() as connection:  # a connection is not held while the caller works
+                batch = _entries(connection, where, (seq, _BATCH))
+            if not batch:
+                return
+            yield from batch
+            seq = batch[-1].seq
+
+    def knows(self, name: str) -> bool:
+        where = "id = ? AND (name = ? OR source = ?)"  # the id is part of the name and is indexed; the names are not
+        values = (f"kvs_{name[:40]}", name, name)
+        with self._database.read() as connection:
+            queries = (f"SELECT 1 FROM {table} WHERE {where}" for table in ("caches", "writes"))
+            return any(connection.execute(query, values).fetchone() for query in queries)
+
+    # Changing
+
+    def rewrite(self, entry: Entry, manifest: Manifest) -> bool:
+        with self._database.write() as tx:
+            return _rewrite(tx, entry, manifest)
+
+    def set_source(self, writing: Writing, entry: Entry, manifest: Manifest) -> bool:
+        with self._database.write() as tx:
+            _require_lease(tx, writing.name, self._now())
+            if not _rewrite(tx, entry, manifest):
+                return False
+            source = (writing.source, writing.source_bytes, entry.seq)
+            tx.execute("UPDATE caches SET source = ?, source_bytes = ? WHERE seq = ?", source)
+            tx.execute("DELETE FROM writes WHERE name = ?", (writing.name,))
+        return True
+
+    def touch(self, cache_id: str, tenant: str, now: float) -> None:
+        with self._database.write(durable=False) as tx:
+            entry = _find(tx, cache_id, tenant)
+            if entry is not None and entry.state == "ready":
+                uses = entry.uses + 1
+                priority = eviction.priority(_clock(tx), uses + 1, entry.cost_s, entry.nbytes)
+                changes = (now, uses, priority, entry.seq)
+                tx.execute("UPDATE caches SET last_used_at = ?, uses = ?, priority = ? WHERE seq = ?", changes)
+
+    def mark_corrupt(self, entry: Entry, problem: str) -> bool:
+        with self._database.write() as tx:
+            marked = tx.execute(
+                "UPDATE caches SET state = 'corrupt', problem = ? WHERE seq = ? AND state = 'ready' AND name = ?",
+                (problem, entry.seq, entry.name),
+            )
+            return marked.rowcount == 1
+
+    def bury(self, entry: Entry, state: Literal["expired", "evicted", "deleted"], now: float) -> bool:
+        where = {
+            "deleted": "state != 'deleted'",
+            "expired": "state IN ('ready', 'corrupt') AND expires_at <= ?",
+            "evicted": "state = 'ready' AND pinned = 0",
+        }[state]
+        values = (state, now, entry.seq, *([now] if state == "expired" else []))
+        with self._database.write() as tx:
+            _doom(tx, f"seq = ? AND {where}", values[2:])
+            buried = tx.execute(
+                "UPDATE caches SET state = ?, ended_at = ?, name = NULL, nbytes = 0, source = NULL, source_bytes = 0, "
+                f"problem = NULL, manifest = NULL WHERE seq = ? AND {where}",
+                values,
+            ).rowcount
+            if buried:
+                _set_labels(tx, entry.seq, {})
+                if state == "evicted":
+                    _raise_clock(tx, entry.priority)
+        return buried == 1
+
+    def expired(self, now: float, limit: int) -> list[Entry]:
+        with self._database.read() as connection:
+            return _entries(connection, "state IN ('ready', 'corrupt') AND expires_at <= ? LIMIT ?", (now, limit))
+
+    def victims(self, limit: int) -> list[Entry]:
+        with self._database.read() as connection:
+            return _entries(connection, "state = 'ready' AND pinned = 0 ORDER BY priority LIMIT ?", (limit,))
+
+    def forget(self, before: float) -> int:
+        with self._database.write() as tx:
+            return tx.execute(
+                "DELETE FROM caches WHERE state IN ('expired', 'evicted', 'deleted') AND ended_at < ?", (before,)
+            ).rowcount
+
+    def problems(self) -> list[str]:
+        with self._database.read() as connection:
+            return [f"index: {row[0]}" for row in connection.execute("PRAGMA quick_check") if row[0] != "ok"]
+
+    def close(self) -> None:
+        self._database.close()
+
+
+def _entries(connection: sqlite3.Connection, where: str, values: tuple[Any, ...]) -> list[Entry]:
+    return [_entry(row) for row in connection.execute(f"SELECT {_FIELDS} FROM caches WHERE {where}", values)]
+
+
+def _entry(row: sqlite3.Row) -> Entry:
+    return Entry(**{**row, "pinned": bool(row["pinned"])})
+
+
+def _find(connection: sqlite3.Connection, cache_id: str, tenant: str) -> Entry | None:
+    found = _entries(connection, "id = ? AND tenant = ?", (cache_id, tenant))
+    return found[0] if found else None
+
+
+def _taken(connection: sqlite3.Connection, cache_id: str, tenant: str | None) -> tuple[int, int]:
+    """Caches and bytes, ready or being written, of one tenant or all; without those of one cache id."""
+    mine, values = ("", ()) if tenant is None else ("AND tenant = ?", (tenant,))
+    row = connection.execute(
+        f"SELECT coalesce(sum(caches), 0) AS caches, coalesce(sum(bytes), 0) AS bytes FROM ("
+        f"  SELECT caches, bytes FROM usage WHERE true {mine}"
+        f"  UNION ALL SELECT -1, -nbytes - source_bytes FROM caches WHERE id = ? AND state = 'ready' {mine}"
+        f"  UNION ALL SELECT 1, nbytes + source_bytes FROM writes WHERE lease_until > 0 AND id != ? {mine})",
+        (*values, cache_id, *values, cache_id, *values),
+    ).fetchone()
+    return row["caches"], row["bytes"]
+
+
+def _require_lease(connection: sqlite3.Connection, name: str, now: float) -> None:
+    row = connection.execute("SELECT lease_until FROM writes WHERE name = ?", (name,)).fetchone()
+    if row is None or row["lease_until"] <= now:
+        raise StoreUnavailable("the cache took longer to write than a writer may be silent; put it again")
+
+
+def _insert(connection: sqlite3.Connection, writing: Writing, manifest: Manifest, cost_s: float) -> None:
+    priority = eviction.priority(_clock(connection), 1, cost_s, writing.nbytes)
+    cursor = connection.execute(
+        "INSERT INTO caches (id, tenant, state, name, nbytes, source, source_bytes, document_id, model, policy, "
+        "expires_at, cost_s, priority, pinned, manifest) VALUES (?, ?, 'ready', ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            manifest.id,
+            manifest.tenant,
+            writing.name,
+            writing.nbytes,
+            writing.source,
+            writing.source_bytes,
+            manifest.document_id,
+            manifest.model,
+            manifest.policy,
+            manifest.expires_at,
+            cost_s,
+            priority,
+            manifest.pinned,
+            manifest.model_dump_json(),
+        ),
+    )
+    assert cursor.lastrowid is not None
+    _set_labels(connection, cursor.lastrowid, manifest.labels)
+
+
+def _doom(connection: sqlite3.Connection, where: str, values: tuple[Any, ...]) -> None:
+    """Note the names of entries that are about to give way, as those of writes that were abandoned."""
+    connection.execute(
+        "INSERT INTO writes SELECT name, id, tenant, nbytes, source, source_bytes, 0 FROM caches "
+        f"WHERE name IS NOT NULL AND {where}",
+        values,
+    )
+
+
+def _rewrite(connection: sqlite3.Connection, entry: Entry, manifest: Manifest) -> bool:
+    changed = connection.execute(
+        "UPDATE caches SET manifest = ?, expires_at = ?, pinned = ?, version = version + 1 "
+        "WHERE seq = ? AND state = 'ready' AND name = ? AND version = ?",
+        (manifest.model_dump_json(), manifest.expires_at, manifest.pinned, entry.seq, entry.name, entry.version),
+    )
+    if changed.rowcount == 1:
+        _set_labels(connection, entry.seq, manifest.labels)
+    return changed.rowcount == 1
+
+
+def _set_labels(connection: sqlite3.Connection, seq: int, labels: Mapping[str, str]) -> None:
+    connection.execute("DELETE FROM labels WHERE seq = ?", (seq,))
+    connection.executemany("INSERT INTO labels VALUES (?, ?, ?)", [(seq, *pair) for pair in labels.items()])
+
+
+def _clock(connection: sqlite3.Connection) -> float:
+    """The eviction clock: the highest priority that was ever evicted."""
+    row = connection.execute("SELECT value FROM meta WHERE name = 'clock'").fetchone()
+    return 0.0 if row is None else float(row["value"])
+
+
+def _raise_clock(connection: sqlite3.Connection, priority: float) -> None:
+    clock = max(_clock(connection), priority)
+    connection.execute("INSERT OR REPLACE INTO meta VALUES ('clock', ?)", (repr(clock).encode(),))

@@ -1,0 +1,249 @@
+"""What a home knows about its caches. Every method is one atomic step, whoever else works on the home.
+
+A cache becomes visible in `publish` and in no other way. It is written under a name that `begin` has registered; the
+registration is the fence: it has a lease, and a writer whose lease ran out can publish nothing any more.
+
+No name is ever forgotten before its bytes are removed: what gives way to a newer cache or to a tombstone stays
+registered, as a write that was abandoned, until `abandon` is called for it.
+
+A step that raises `StorageFull` was not taken; after `StoreUnavailable` it may have been.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from kvshelf.store.ledger import Ledger
+from kvshelf.store.manifest import Manifest, Usage
+
+EntryState = Literal["ready", "corrupt", "expired", "evicted", "deleted"]
+
+KEEP_ENDED_S: Final = 30 * 86400.0
+"""How long an id that has ended still says how it ended, and an ended request can be looked up."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One cache id of one tenant. `expired`, `evicted` and `deleted` are tombstones: no manifest and no names.
+
+    seq: orders listings; it never repeats, and a cache that is put again gets a new one. version: counts the changes of
+    the manifest. name, source: what the blob and the kept source are called in `Blobs`. nbytes, source_bytes: their
+    sizes there, encryption included. uses: times it was touched. priority: see `kvshelf.store.eviction`.
+    """
+
+    seq: int
+    id: str
+    tenant: str
+    state: EntryState
+    version: int
+    name: str | None
+    nbytes: int
+    source: str | None
+    source_bytes: int
+    expires_at: float | None
+    last_used_at: float | None
+    uses: int
+    cost_s: float
+    priority: float
+    pinned: bool
+    ended_at: float | None
+    problem: str | None
+    text: str | None
+    """The manifest's JSON."""
+
+    @property
+    def stored(self) -> bool:
+        """Whether there is still something to read, expire or delete."""
+        return self.state in ("ready", "corrupt")
+
+    def live(self, now: float) -> bool:
+        return self.state == "ready" and not self.expired(now)
+
+    def expired(self, now: float) -> bool:
+        return self.state == "expired" or (self.expires_at is not None and self.expires_at <= now)
+
+    def manifest(self) -> Manifest:
+        assert self.text is not None, "a tombstone has no manifest"
+        manifest = Manifest.model_validate_json(self.text)
+        return manifest.model_copy(update={"last_used_at": self.last_used_at, "uses": self.uses})
+
+    def names(self) -> list[tuple[str, int]]:
+        """Every name in `Blobs` that belongs to the entry, with its size."""
+        both = ((self.name, self.nbytes), (self.source, self.source_bytes))
+        return [(name, nbytes) for name, nbytes in both if name is not None]
+
+
+@dataclass(frozen=True)
+class Writing:
+    """A write in progress: names in `Blobs` with their sizes. `nbytes` of the whole is reserved for the tenant."""
+
+    name: str
+    cache_id: str
+    tenant: str
+    nbytes: int
+    source: str | None = None
+    source_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Quota:
+    """What one tenant may keep on the shelf, and what all tenants together may (`budget_bytes`); None: any number.
+
+    Bytes are those of `Entry.nbytes` and `source_bytes`.
+    """
+
+    max_caches: int | None = None
+    max_bytes: int | None = None
+    budget_bytes: int | None = None
+
+    def used_up(self, usage: Usage) -> bool:
+        """Whether a tenant with this much on the shelf may keep no more."""
+        caches, nbytes = self.max_caches, self.max_bytes
+        return (caches is not None and usage.caches >= caches) or (nbytes is not None and usage.bytes >= nbytes)
+
+
+@dataclass(frozen=True)
+class Query:
+    """What a listing asks for. Filters are joined by "and"; None or empty: any."""
+
+    tenant: str
+    document_id: str | None = None
+    model: str | None = None
+    policy: str | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+class Index(abc.ABC):
+    """The truth of a home. Serves several threads and several processes at once; durable when a method returns, where
+    nothing else is said.
+
+    `now` is the caller's wall clock (Unix seconds), used for expiry only; leases are on the home's own clock. Methods
+    raise `StoreUnavailable` and `StorageFull` when the home does not work.
+    """
+
+    key: bytes
+    """32 secret bytes, the same for all who use this home: content addresses are keyed with it."""
+
+    ledger: Ledger
+
+    write_lease_s: float
+    """How long a writer may be silent; usually `WRITE_LEASE_S`."""
+
+    @property
+    def incarnation(self) -> str:
+        """Changes when the home has lost everything and began anew, as a server without persistence does."""
+        return ""
+
+    # Writing
+
+    @abc.abstractmethod
+    def begin(self, writing: Writing, quota: Quota) -> None:
+        """Register a write and reserve its bytes for the tenant. Need not survive a power cut.
+
+        What the tenant has ready and reserved together must stay within the quota, or it is `QuotaExceeded`; what all
+        tenants have together within `budget_bytes`, or it is `StorageFull` and nothing is registered (the caller evicts
+        and asks again). An entry of the same id does not count, for it will be replaced.
+        """
+
+    @abc.abstractmethod
+    def renew(self, name: str) -> None:
+        """Extend the lease of a write to `write_lease_s` from now. Raises `StoreUnavailable` if it has run out."""
+
+    @abc.abstractmethod
+    def abandon(self, name: str) -> None:
+        """Forget a write and its reservation: its bytes are removed. Nothing happens for one that is not known."""
+
+    @abc.abstractmethod
+    def abandoned(self) -> list[Writing]:
+        """Writes whose lease has run out, and what gave way and was not removed yet.
+
+        They are revoked by this: none can be renewed or published any more, also if a clock is set back. Their names
+        are to be removed, then `abandon` is to be called.
+        """
+
+    @abc.abstractmethod
+    def publish(
+        self, writing: Writing, manifest: Manifest, *, over: str | None, cost_s: float, now: float
+    ) -> tuple[bool, Entry | None]:
+        """Make a cache visible, which ends its write.
+
+        If a live entry has the id and its name is not `over`, nothing is changed: (False, that entry). Otherwise the
+        cache takes the place of whatever had its id: (True, the entry that gave way, if it had names; these are now
+        among the `abandoned`). cost_s: what it
+        took to make, for eviction. Raises `StoreUnavailable` if the lease of the write has run out.
+        """
+
+    # Reading
+
+    @abc.abstractmethod
+    def find(self, cache_id: str, tenant: str) -> Entry | None:
+        """The entry of an id, if it is this tenant's."""
+
+    @abc.abstractmethod
+    def listing(self, query: Query, now: float, before: int | None, limit: int) -> list[Entry]:
+        """Live entries, newest first, with a seq below `before`."""
+
+    @abc.abstractmethod
+    def usage(self, tenant: str | None) -> Usage:
+        """Ready entries and their bytes, sources included; of all tenants without one."""
+
+    @abc.abstractmethod
+    def stored(self) -> Iterator[Entry]:
+        """All ready and corrupt entries, in batches inside: there may be a million."""
+
+    @abc.abstractmethod
+    def knows(self, name: str) -> bool:
+        """Whether an entry or a write in progress has this name in `Blobs`, as blob or as source."""
+
+    # Changing
+
+    @abc.abstractmethod
+    def rewrite(self, entry: Entry, manifest: Manifest) -> bool:
+        """Put another manifest into a ready entry; expiry, labels and pin are taken from it.
+
+        False: it has changed since (name, state or version), and nothing is done.
+        """
+
+    @abc.abstractmethod
+    def set_source(self, writing: Writing, entry: Entry, manifest: Manifest) -> bool:
+        """As `rewrite`, and make `writing.source` the kept source of the entry, which ends the write."""
+
+    @abc.abstractmethod
+    def touch(self, cache_id: str, tenant: str, now: float) -> None:
+        """Count a use of a ready entry. On the path of every query: need not survive a power cut."""
+
+    @abc.abstractmethod
+    def mark_corrupt(self, entry: Entry, problem: str) -> bool:
+        """Set a ready entry's state; it keeps its name. False: another blob has taken its place since."""
+
+    @abc.abstractmethod
+    def bury(self, entry: Entry, state: Literal["expired", "evicted", "deleted"], now: float) -> bool:
+        """Turn a stored entry into a tombstone: nothing of what the caller wrote into it remains. Its names are then
+        among the `abandoned`.
+
+        False: the entry was put again since (its seq differs), or is a tombstone already; nothing is done. But
+        "deleted" is laid over the tombstones of other states too. "expired" needs that it is expired at `now`.
+        """
+
+    @abc.abstractmethod
+    def expired(self, now: float, limit: int) -> list[Entry]:
+        """Stored entries that have expired."""
+
+    @abc.abstractmethod
+    def victims(self, limit: int) -> list[Entry]:
+        """Ready entries that are not pinned, those with the lowest priority first."""
+
+    @abc.abstractmethod
+    def forget(self, before: float) -> int:
+        """Drop tombstones that ended before a time; returns how many."""
+
+    @abc.abstractmethod
+    def problems(self) -> list[str]:
+        """What is amiss with the index itself, one sentence each."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Let go of connections."""

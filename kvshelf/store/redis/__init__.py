@@ -1,0 +1,49 @@
+"""A shelf in Redis: Lua scripts that keep the index, and chunks of a few MB that hold the bytes.
+
+All that is known of the caches lies in one hash slot, so that a script is a transaction; the chunks are spread over a
+cluster. A home must run without eviction (`maxmemory-policy noeviction`), and is durable with an append-only file only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Self
+
+from kvshelf.store.blobs import WRITE_LEASE_S, Step
+from kvshelf.store.redis import address
+from kvshelf.store.redis.blobs import RedisBlobs
+from kvshelf.store.redis.index import RedisIndex
+from kvshelf.store.redis.link import RedisLink
+from kvshelf.store.rules import Rules
+from kvshelf.store.shelf import Shelf
+
+
+class RedisStore(Shelf):
+    """See `Store` for the contract. Made by `open`."""
+
+    @classmethod
+    def open(
+        cls,
+        url: str,
+        *,
+        rules: Rules | None = None,
+        key: bytes | None = None,
+        write_lease_s: float = WRITE_LEASE_S,
+        now: Callable[[], float] = time.time,
+        on_step: Step = lambda _: None,
+    ) -> Self:
+        """Open the shelf at a URL (`kvshelf.store.redis.address`), and make it if it is not there.
+
+        key: for content addresses, where the home is empty (32 bytes; a random one if None). write_lease_s: how long a
+        writer may be silent. now: the wall clock, Unix seconds. Open it after forking. Raises `InvalidRequest`,
+        `StoreUnavailable`.
+        """
+        place = address.parse(url)
+        link = RedisLink(place)
+        try:
+            index = RedisIndex.open(link, place.prefix, key, write_lease_s=write_lease_s)
+        except BaseException:
+            link.close()
+            raise
+        return cls(index, RedisBlobs(link, place.prefix, write_lease_s), rules=rules, now=now, on_step=on_step)

@@ -1,0 +1,40 @@
+"""What holds for every cache of a home, whoever stores it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvshelf.errors import InvalidRequest
+from kvshelf.store.base import require_expiry
+from kvshelf.store.index import Quota
+from kvshelf.store.keyring import Keyring
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Limits on time and space, and the keys that blobs are sealed with (None: they are stored as they are).
+
+    default_ttl_s: for a cache that comes without an expiry; `max_ttl_s` if that is shorter or alone is set. quota: for
+    each tenant, and the budget of the home.
+    """
+
+    default_ttl_s: float | None = None
+    max_ttl_s: float | None = None
+    quota: Quota = field(default_factory=Quota)
+    keyring: Keyring | None = None
+
+    def expiry(self, ttl_s: float | None, expires_at: float | None, now: float) -> float | None:
+        """When a cache put now expires (Unix seconds, None: never). Raises `InvalidRequest`."""
+        if ttl_s is None and expires_at is None:
+            given = [seconds for seconds in (self.default_ttl_s, self.max_ttl_s) if seconds is not None]
+            return now + min(given) if given else None
+        return self.changed_expiry(ttl_s, expires_at, now)
+
+    def changed_expiry(self, ttl_s: float | None, expires_at: float | None, now: float) -> float | None:
+        """As `expiry`, where two None ask for no expiry at all."""
+        at = require_expiry(ttl_s, expires_at, now)
+        if self.max_ttl_s is not None and (at is None or at > now + self.max_ttl_s):
+            param = "expires_at" if expires_at is not None else "ttl_s"
+            asked = "no expiry" if at is None else f"{at - now:g} s from now"
+            raise InvalidRequest(f"{param}: caches are kept for {self.max_ttl_s:g} s at most, not {asked}", param=param)
+        return at

@@ -1,0 +1,426 @@
+"""The shelf, whatever its home is built on: an index that knows what counts, and a place for the bytes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from io import BufferedReader, RawIOBase
+from typing import Any
+
+from kvshelf.errors import (
+    BlobError,
+    CacheExpired,
+    InvalidRequest,
+    KvshelfError,
+    QuotaExceeded,
+    SourceNotKept,
+    StoreError,
+)
+from kvshelf.store import base, blob, codecs, housekeeping, sealing
+from kvshelf.store.arriving import ArrivingCache
+from kvshelf.store.artifact import CompressedCache
+from kvshelf.store.base import UNSET, BlobFile, Page, Receipt, Scrubbed, Store, Swept, Unset
+from kvshelf.store.blobs import Blobs, Step
+from kvshelf.store.identity import Identity
+from kvshelf.store.index import KEEP_ENDED_S, Entry, Index, Query
+from kvshelf.store.manifest import Manifest, Placement, Timings, Usage, describe, source_digest
+from kvshelf.store.rules import Rules
+from kvshelf.store.writer import (
+    SOURCE_PREFIX,
+    Content,
+    Writer,
+    blob_content,
+    is_whole,
+    open_plain,
+    plain,
+    source_content,
+)
+
+
+class Shelf(Store):
+    """See `Store` for the contract. One home: what is not here is nowhere."""
+
+    def __init__(
+        self,
+        index: Index,
+        blobs: Blobs,
+        *,
+        rules: Rules | None = None,
+        now: Callable[[], float] = time.time,
+        on_step: Step = lambda _: None,
+    ) -> None:
+        """now: the wall clock, Unix seconds. on_step: hears each step of a write, see `Blobs.write`."""
+        self.ledger = index.ledger
+        self._index = index
+        self._blobs = blobs
+        self._rules = rules or Rules()
+        self._now = now
+        self._writer = Writer(index, blobs, self._rules, now, on_step)
+
+    def close(self) -> None:
+        self._index.close()
+        self._blobs.close()
+
+    # Ids
+
+    @property
+    def key(self) -> bytes:
+        """The secret that this home's content addresses are keyed with."""
+        return self._index.key
+
+    @property
+    def incarnation(self) -> str:
+        """See `Index.incarnation`."""
+        return self._index.incarnation
+
+    def cache_id(self, identity: Identity, *, tenant: str = "default", codec: str = "none") -> str:
+        text = str(codecs.Codec.parse(codec))
+        return identity.cache_id(key=self._index.key, tenant=tenant, codec=text, format_major=blob.FORMAT_MAJOR)
+
+    def document_id(self, identity: Identity, *, tenant: str = "default") -> str:
+        return identity.document_id(key=self._index.key, tenant=tenant)
+
+    # Writing
+
+    def put(
+        self,
+        cache: CompressedCache,
+        *,
+        codec: str = "none",
+        tenant: str = "default",
+        ttl_s: float | None = None,
+        expires_at: float | None = None,
+        labels: Mapping[str, str] | None = None,
+        name: str = "",
+        pinned: bool = False,
+        timings: Timings | None = None,
+        source: str | None = None,
+    ) -> Manifest:
+        expiry = self.expiry(ttl_s, expires_at)
+        stored_as = codecs.resolve(cache.codec, codec)
+        placement = base.placement(tenant, stored_as, expiry, labels or {}, name, pinned, timings or Timings(), source)
+        cache_id = self.cache_id(cache.identity, tenant=tenant, codec=placement.codec)
+        entry = self._index.find(cache_id, tenant)
+        if entry is None or not entry.live(self._now()) or not is_whole(self._blobs, entry):
+            return self._store(cache, cache_id, placement)
+        return entry.manifest() if source is None else self.keep_source(cache_id, source, tenant=tenant)
+
+    def _store(self, cache: CompressedCache, cache_id: str, placement: Placement) -> Manifest:
+        started = time.perf_counter()
+        packed = blob.pack(cache.encoded(placement.codec))
+        packed_s = time.perf_counter() - started
+        contents = [blob_content(cache_id, packed)]
+        if placement.source is not None:
+            contents.append(source_content(cache_id, placement.source.encode()))
+
+        def manifest(written_s: float) -> Manifest:
+            return describe(
+                cache,
+                packed,
+                placement,
+                cache_id=cache_id,
+                document_id=self.document_id(cache.identity, tenant=placement.tenant),
+                created_at=self._now(),
+                store_s=packed_s + written_s,
+            )
+
+        return self._writer.put(manifest, cache_id, placement.tenant, contents)
+
+    def expiry(self, ttl_s: float | None, expires_at: float | None) -> float | None:
+        return self._rules.expiry(ttl_s, expires_at, self._now())
+
+    def adopt(self, cache: CompressedCache, manifest: Manifest) -> None:
+        """Store a cache under the manifest that another place has for it: a copy, or the way back from one.
+
+        Raises `BlobError` when the manifest is not the cache's, and as `put` does.
+        """
+        packed = blob.pack(cache)
+        if packed.root.hex() != manifest.blob_digest:
+            raise BlobError("the manifest belongs to another blob", reason="wrong_blob")
+        self._writer.put(lambda _: manifest, manifest.id, manifest.tenant, [blob_content(manifest.id, packed)])
+
+    def admit(self, tenant: str) -> None:
+        quota = self._rules.quota
+        if quota.max_caches is None and quota.max_bytes is None:
+            return
+        usage = self._index.usage(tenant)
+        if quota.used_up(usage):
+            housekeeping.expire(self._index, self._blobs, self._now())
+            usage = self._index.usage(tenant)
+        if quota.used_up(usage):
+            raise QuotaExceeded(
+                f"the quota is used up: {usage.caches} caches of {quota.max_caches or 'any number'}, {usage.bytes} "
+                f"bytes of {quota.max_bytes or 'any number'}; delete caches first"
+            )
+
+    def keep_source(self, cache_id: str, text: str, *, tenant: str = "default") -> Manifest:
+        data = base.require_source(text).encode()
+        changes = {"has_source": True, "source_digest": source_digest(data)}
+        while True:
+            entry = self._ready(cache_id, tenant)
+            if entry.source is not None:
+                return entry.manifest()
+            manifest = entry.manifest().model_copy(update=changes)
+            if self._writer.add_source(entry, manifest, source_content(cache_id, data)):
+                return manifest
+
+    # Reading
+
+    def open_cache(self, cache_id: str, *, tenant: str = "default") -> ArrivingCache:
+        with self._opening(cache_id, tenant) as (entry, file, nbytes):
+            summary = blob.open_file(file, nbytes)  # type: ignore[arg-type]
+            _require_root(entry, summary.root)
+            arriving = ArrivingCache(summary, file, partial(self._quarantining, entry))
+            if self.cache_id(arriving.identity, tenant=tenant, codec=arriving.codec) != cache_id:
+                raise BlobError("its blob belongs to another cache", reason="wrong_identity")
+            return arriving
+
+    def open_blob(self, cache_id: str, *, tenant: str = "default") -> BlobFile:
+        with self._opening(cache_id, tenant) as (entry, file, nbytes):
+            summary = blob.verify_file(file, nbytes)  # type: ignore[arg-type]
+            _require_root(entry, summary.root)
+            file.seek(0)
+            return BlobFile(BufferedReader(file), summary.nbytes, summary.root.hex())
+
+    def source(self, cache_id: str, *, tenant: str = "default") -> str:
+        entry = self._ready(cache_id, tenant)
+        if entry.source is None:
+            raise SourceNotKept(
+                f"the text of cache {cache_id} was not kept; create it with keep_source to have it", param="cache_id"
+            )
+        subject = SOURCE_PREFIX + cache_id
+        with self._quarantining(entry):
+            opened = open_plain(self._blobs, self._rules, entry.source, entry.source_bytes, tenant, subject)
+            with opened as (file, nbytes), BufferedReader(file) as whole:
+                text = whole.read(nbytes)
+            if source_digest(text) != entry.manifest().source_digest:
+                raise BlobError("its source is not what was written: its digest differs", reason="digest_mismatch")
+        return text.decode()
+
+    @contextmanager
+    def _opening(self, cache_id: str, tenant: str) -> Iterator[tuple[Entry, RawIOBase, int]]:
+        """The plain blob of a cache, for the caller of the block. It is closed when the block raises."""
+        entry, file = self._open(cache_id, tenant)
+        try:
+            with self._quarantining(entry):
+                yield entry, *plain(file, self._rules, entry.nbytes, tenant, cache_id)
+        except BaseException:
+            file.close()
+            raise
+
+    def stat(self, cache_id: str, *, tenant: str = "default") -> Manifest:
+        return self._ready(cache_id, tenant).manifest()
+
+    def _ready(self, cache_id: str, tenant: str) -> Entry:
+        """The entry of a cache that may be read, or the error that says why it may not."""
+        base.require_id(cache_id)
+        entry = self._index.find(cache_id, tenant)
+        if entry is None or entry.state == "deleted":
+            raise base.not_found(cache_id)
+        if entry.state == "evicted":
+            raise CacheExpired(
+                f"cache {cache_id} was evicted to make room; compress its document again",
+                param="cache_id",
+                reason="evicted",
+            )
+        if entry.expired(self._now()):
+            raise CacheExpired(
+                f"cache {cache_id} has expired; compress its document again", param="cache_id", reason="expired"
+            )
+        if entry.state == "corrupt":
+            raise base.corrupt(cache_id, entry.problem or "unknown", "quarantined")
+        return entry
+
+    def _open(self, cache_id: str, tenant: str) -> tuple[Entry, RawIOBase]:
+        """Open a cache's blob. If the cache is deleted or replaced in between, the index decides."""
+        entry = self._ready(cache_id, tenant)
+        while True:
+            assert entry.name is not None, "a ready cache has a blob"
+            file = self._blobs.open(entry.name, entry.nbytes)
+            if file is not None:
+                return entry, file
+            again = self._ready(cache_id, tenant)
+            if again.name == entry.name:
+                with self._quarantining(entry):
+                    raise BlobError("its file is missing or not a regular file", reason="missing")
+            entry = again
+
+    @contextmanager
+    def _quarantining(self, entry: Entry) -> Iterator[None]:
+        """Inside the block, a `BlobError` sets the cache aside: who asks again hears the same without reading it."""
+        try:
+            yield
+        except BlobError as error:
+            # Where the shelf cannot be written to either, the verdict stands all the same and is reached again.
+            with suppress(StoreError):
+                if self._index.mark_corrupt(entry, error.message):
+                    for name, nbytes in entry.names():
+                        self._blobs.set_aside(name, nbytes)
+            raise base.corrupt(entry.id, error.message, error.reason) from error
+
+    def list(
+        self,
+        *,
+        tenant: str = "default",
+        document_id: str | None = None,
+        model: str | None = None,
+        policy: str | None = None,
+        labels: Mapping[str, str] | None = None,
+        limit: int = 20,
+        after: str | None = None,
+    ) -> Page:
+        base.require_limit(limit)
+        for param, value in {"document_id": document_id, "model": model, "policy": policy}.items():
+            base.require_text(value or "", param)
+        query = Query(tenant, document_id, model, policy, base.require_labels(labels or {}))
+        before = None
+        if after is not None:
+            cursor = self._index.find(base.require_text(after, "after"), tenant)
+            if cursor is None:
+                raise InvalidRequest(f"after: there is no cache {after[:80]!r} to continue from", param="after")
+            before = cursor.seq
+        found = self._index.listing(query, self._now(), before, limit + 1)
+        return Page(data=tuple(entry.manifest() for entry in found[:limit]), has_more=len(found) > limit)
+
+    # Changing
+
+    def update(
+        self,
+        cache_id: str,
+        *,
+        tenant: str = "default",
+        ttl_s: float | Unset | None = UNSET,
+        expires_at: float | Unset | None = UNSET,
+        labels: Mapping[str, str] | Unset = UNSET,
+        name: str | Unset = UNSET,
+        pinned: bool | Unset = UNSET,
+    ) -> Manifest:
+        changes: dict[str, Any] = base.changes(labels, name, pinned)
+        if not (isinstance(ttl_s, Unset) and isinstance(expires_at, Unset)):
+            ttl, at = (None if isinstance(value, Unset) else value for value in (ttl_s, expires_at))
+            changes["expires_at"] = self._rules.changed_expiry(ttl, at, self._now())
+        while True:
+            entry = self._ready(cache_id, tenant)
+            manifest = entry.manifest().model_copy(update=changes)
+            if self._change(entry, manifest):
+                return manifest
+
+    def _change(self, entry: Entry, manifest: Manifest) -> bool:
+        """Put a manifest into an entry. On a server the bytes must outlive it: they go first when it is extended."""
+        longer = _later(manifest.expires_at, entry.expires_at)
+        if longer:
+            self._keep_until(entry, manifest.expires_at)
+        changed = self._index.rewrite(entry, manifest)
+        if changed and not longer and manifest.expires_at != entry.expires_at:
+            self._keep_until(entry, manifest.expires_at)
+        return changed
+
+    def _keep_until(self, entry: Entry, expires_at: float | None) -> None:
+        with self._quarantining(entry):
+            for name, nbytes in entry.names():
+                self._blobs.keep_until(name, nbytes, expires_at)
+
+    def touch(self, cache_id: str, *, tenant: str = "default") -> None:
+        self._index.touch(cache_id, tenant, self._now())
+
+    def delete(self, cache_id: str, *, tenant: str = "default") -> Receipt:
+        base.require_id(cache_id)
+        now = self._now()
+        while True:
+            entry = self._index.find(cache_id, tenant)
+            if entry is None or entry.state == "deleted":
+                raise base.not_found(cache_id)
+            if housekeeping.bury(self._index, self._blobs, entry, "deleted", now):
+                freed = entry.nbytes + entry.source_bytes
+                return Receipt(id=cache_id, deleted_at=now, bytes_freed=freed, homes=(self._blobs.home,))
+
+    # Housekeeping
+
+    def sweep(self, now: float | None = None) -> Swept:
+        now = self._now() if now is None else now
+        orphans = housekeeping.reclaim(self._index, self._blobs)
+        if self._blobs.cheap_to_walk:
+            orphans += housekeeping.remove_orphans(self._index, self._blobs)
+        return Swept(
+            expired=housekeeping.expire(self._index, self._blobs, now),
+            orphans=orphans,
+            tombstones=self._index.forget(now - KEEP_ENDED_S),
+            requests=self.ledger.forget(now - KEEP_ENDED_S),
+        )
+
+    def usage(self, *, tenant: str | None = None) -> Usage:
+        return self._index.usage(tenant)
+
+    def check(self) -> Sequence[str]:
+        return housekeeping.problems(self._index, self._blobs)
+
+    def scrub(self) -> Iterator[Scrubbed]:
+        for entry in self._index.stored():
+            problem = entry.problem if entry.state == "corrupt" else self._read_through(entry)
+            if problem != _GONE:
+                yield Scrubbed(
+                    id=entry.id, tenant=entry.tenant, bytes=entry.nbytes + entry.source_bytes, problem=problem
+                )
+
+    def _read_through(self, entry: Entry) -> str | None:
+        """What is wrong with a cache, `_GONE` for one that ended meanwhile."""
+        try:
+            self.open_blob(entry.id, tenant=entry.tenant).close()
+            self.open_cache(entry.id, tenant=entry.tenant).close()
+            if entry.source is not None:
+                self.source(entry.id, tenant=entry.tenant)
+        except KvshelfError as error:
+            return _GONE if error.code in ("cache_not_found", "cache_expired") else error.message
+        return None
+
+    def reseal(self) -> Iterator[Scrubbed]:
+        """Store every cache anew that is not sealed with the first key of the keyring (without one: that is sealed).
+
+        It keeps its manifest, but counts as put just now in listings. Interrupted, it goes on where it was.
+        """
+        for entry in self._index.stored():
+            if entry.state == "ready" and not self._is_sealed_as_wanted(entry):
+                problem = self._seal_anew(entry)
+                yield Scrubbed(
+                    id=entry.id, tenant=entry.tenant, bytes=entry.nbytes + entry.source_bytes, problem=problem
+                )
+
+    def _is_sealed_as_wanted(self, entry: Entry) -> bool:
+        wanted = None if self._rules.keyring is None else self._rules.keyring.sealing_id
+        return all(self._sealed_with(name, nbytes) in (wanted, _GONE) for name, nbytes in entry.names())
+
+    def _sealed_with(self, name: str, nbytes: int) -> str | None:
+        """The id of the key that some bytes are sealed with, None for plain ones."""
+        file = self._blobs.open(name, nbytes)
+        if file is None:
+            return _GONE
+        with file:
+            header = file.read(sealing.HEADER_BYTES) or b""
+        return sealing.key_id_of(header) if sealing.is_sealed(header) else None
+
+    def _seal_anew(self, entry: Entry) -> str | None:
+        """Returns what stood in the way, None if nothing did or the cache ended meanwhile."""
+        try:
+            packed = blob.pack(self.get(entry.id, tenant=entry.tenant))
+            contents: list[Content] = [blob_content(entry.id, packed)]
+            if entry.source is not None:
+                contents.append(source_content(entry.id, self.source(entry.id, tenant=entry.tenant).encode()))
+            self._writer.replace(entry, contents)
+        except KvshelfError as error:
+            return None if error.code in ("cache_not_found", "cache_expired") else error.message
+        return None
+
+
+_GONE = "gone"
+
+
+def _later(new: float | None, old: float | None) -> bool:
+    return old is not None and (new is None or new > old)
+
+
+def _require_root(entry: Entry, root: bytes) -> None:
+    """The blob is sound; it must also be the one that was stored."""
+    if root.hex() != entry.manifest().blob_digest:
+        raise BlobError("its file holds another blob than was stored", reason="wrong_blob")

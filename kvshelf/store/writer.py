@@ -1,0 +1,240 @@
+"""How a cache gets onto the shelf: written, read back, and only then visible.
+
+The order is the guarantee. The write is registered (which takes a lease), the bytes are made durable and verified,
+their end on the server is set, and one step of the index makes the cache visible; only then is what it replaces
+removed. So a crash at any moment leaves the whole cache or none, and at worst bytes that a sweep removes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import RawIOBase
+from typing import Final
+
+from kvshelf.errors import BlobError, QuotaExceeded, StorageFull, StoreUnavailable
+from kvshelf.store import blob, eviction, housekeeping, sealing
+from kvshelf.store.blobs import Blobs, Step, new_name
+from kvshelf.store.index import Entry, Index, Writing
+from kvshelf.store.manifest import Manifest, source_digest
+from kvshelf.store.rules import Rules
+
+Verify = Callable[[RawIOBase, int], bool]
+"""Whether a file of so many plain bytes is what was written."""
+
+SOURCE_PREFIX: Final = "source:"
+"""Tells a cache's source from its blob where both are sealed."""
+
+
+@dataclass(frozen=True)
+class Content:
+    """Bytes to be stored for a cache, and how to tell that they came back as they were. `parts` are sealed apart."""
+
+    subject: str
+    parts: Sequence[Sequence[memoryview]]
+    nbytes: int
+    verify: Verify
+
+
+def blob_content(cache_id: str, packed: blob.PackedBlob) -> Content:
+    def same(file: RawIOBase, nbytes: int) -> bool:
+        return blob.verify_file(file, nbytes).root == packed.root  # type: ignore[arg-type]
+
+    return Content(cache_id, packed.parts, packed.nbytes, same)
+
+
+def source_content(cache_id: str, text: bytes) -> Content:
+    def same(file: RawIOBase, nbytes: int) -> bool:
+        return nbytes == len(text) and source_digest(file.read(nbytes) or b"") == source_digest(text)
+
+    return Content(SOURCE_PREFIX + cache_id, [[memoryview(text)]], len(text), same)
+
+
+class Writer:
+    """Writes contents into one home. Used by `Shelf`; any number of threads at once."""
+
+    def __init__(self, index: Index, blobs: Blobs, rules: Rules, now: Callable[[], float], on_step: Step) -> None:
+        self._index = index
+        self._blobs = blobs
+        self._rules = rules
+        self._now = now
+        self._on_step = on_step
+
+    def put(
+        self, manifest: Callable[[float], Manifest], cache_id: str, tenant: str, contents: Sequence[Content]
+    ) -> Manifest:
+        """Store a cache: its blob, and perhaps its source. `manifest` makes the manifest from the seconds it took.
+
+        Returns the manifest that is visible then, which is another writer's if that one was first.
+        """
+        started = time.perf_counter()
+        with self._writing(cache_id, tenant, contents) as writing:
+            self._keep_until(writing, manifest(0.0).expires_at)
+        made = manifest(time.perf_counter() - started)
+        try:
+            return self._publish(writing, made)
+        except StorageFull:
+            self._discard(writing)
+            raise
+        # Any other error leaves the bytes alone: a step whose answer was lost may have been taken all the same. If it
+        # was not, the lease runs out and they are swept.
+
+    def add_source(self, entry: Entry, manifest: Manifest, content: Content) -> bool:
+        """Keep a source beside a cache that is there. False: the entry has changed since."""
+        with self._writing(entry.id, entry.tenant, [content], source_only=True) as writing:
+            self._keep_until(writing, entry.expires_at)
+        if self._index.set_source(writing, entry, manifest):
+            return True
+        self._discard(writing)
+        return False
+
+    def replace(self, entry: Entry, contents: Sequence[Content]) -> bool:
+        """Store the contents of an entry anew, under the same manifest. False: it has changed since."""
+        manifest = entry.manifest()
+        with self._writing(entry.id, entry.tenant, contents) as writing:
+            self._keep_until(writing, manifest.expires_at)
+        published, _ = self._index.publish(writing, manifest, over=entry.name, cost_s=entry.cost_s, now=self._now())
+        if published:
+            housekeeping.discard(self._index, self._blobs, entry)
+        else:
+            self._discard(writing)
+        return published
+
+    @contextmanager
+    def _writing(
+        self, cache_id: str, tenant: str, contents: Sequence[Content], *, source_only: bool = False
+    ) -> Iterator[Writing]:
+        """Write and verify the contents. What fails in here or in the block leaves nothing behind."""
+        sealed = [self._sealed(tenant, content) for content in contents]
+        names = [new_name(cache_id) for _ in contents]
+        sizes = [nbytes for _, nbytes in sealed]
+        if source_only:
+            writing = Writing(names[0], cache_id, tenant, 0, names[0], sizes[0])
+        else:
+            source = (names[1], sizes[1]) if len(contents) > 1 else (None, 0)
+            writing = Writing(names[0], cache_id, tenant, sizes[0], *source)
+        self._begin(writing)
+        beat = _Heart(lambda: self._index.renew(writing.name), self._index.write_lease_s / 6)
+        try:
+            for name, (buffers, nbytes), content in zip(names, sealed, contents, strict=True):
+                self._blobs.write(name, buffers, nbytes, beat=beat, on_step=self._on_step)
+                self._read_back(name, nbytes, tenant, content)
+            yield writing
+        except BaseException:
+            self._discard(writing)
+            raise
+
+    def _begin(self, writing: Writing) -> None:
+        """Register the write, making room for it where the rules allow that."""
+        quota = self._rules.quota
+        size = writing.nbytes + writing.source_bytes
+        try:
+            self._index.begin(writing, quota)
+        except (QuotaExceeded, StorageFull) as error:
+            room = housekeeping.expire(self._index, self._blobs, self._now())
+            # A cache that is larger than the whole budget must not drive all others out first.
+            if isinstance(error, StorageFull) and quota.budget_bytes is not None and size <= quota.budget_bytes:
+                room += housekeeping.make_room(self._index, self._blobs, size, self._now())
+            if not room:
+                raise
+            self._index.begin(writing, quota)
+
+    def _sealed(self, tenant: str, content: Content) -> tuple[Iterable[memoryview], int]:
+        if self._rules.keyring is None:
+            return (buffer for part in content.parts for buffer in part), content.nbytes
+        sealed = sealing.seal(self._rules.keyring, tenant, content.subject, content.parts)
+        return sealed.buffers, sealed.nbytes
+
+    def _read_back(self, name: str, nbytes: int, tenant: str, content: Content) -> None:
+        try:
+            with open_plain(self._blobs, self._rules, name, nbytes, tenant, content.subject) as (file, size):
+                if size != content.nbytes or not content.verify(file, size):
+                    raise BlobError("other bytes came back", reason="digest_mismatch")
+        except BlobError as error:
+            raise StoreUnavailable(
+                f"the shelf on {self._blobs.home} does not keep what is written to it: {error}"
+            ) from error
+        self._on_step("verified")
+
+    def _keep_until(self, writing: Writing, expires_at: float | None) -> None:
+        for name, nbytes in _names(writing):
+            self._blobs.keep_until(name, nbytes, expires_at)
+
+    def _publish(self, writing: Writing, manifest: Manifest) -> Manifest:
+        """Make a cache visible, unless another writer was first with a whole one; returns what is visible then."""
+        cost_s = eviction.cost_s(manifest.timings.prefill_s, manifest.timings.compress_s)
+        over: str | None = None
+        while True:
+            published, other = self._index.publish(writing, manifest, over=over, cost_s=cost_s, now=self._now())
+            if published:
+                self._on_step("published")
+                if other is not None:
+                    housekeeping.discard(self._index, self._blobs, other)
+                self._on_step("replaced")
+                return manifest
+            assert other is not None, "something stood in the way"
+            if is_whole(self._blobs, other):
+                self._discard(writing)
+                return other.manifest()
+            over = other.name
+
+    def _discard(self, writing: Writing) -> None:
+        for name, nbytes in _names(writing):
+            self._blobs.remove(name, nbytes)
+        self._index.abandon(writing.name)
+
+
+def is_whole(blobs: Blobs, entry: Entry) -> bool:
+    """Whether all bytes of a live entry seem to be there."""
+    return all(blobs.holds(name, nbytes) for name, nbytes in entry.names())
+
+
+@contextmanager
+def open_plain(
+    blobs: Blobs, rules: Rules, name: str, nbytes: int, tenant: str, subject: str
+) -> Iterator[tuple[RawIOBase, int]]:
+    """What was written under a name, unsealed, and its plain size. Closed when the block ends.
+
+    Raises `BlobError` (reason "missing") when it is not there, and as `sealing.unseal` does.
+    """
+    file = blobs.open(name, nbytes)
+    if file is None:
+        raise BlobError("it is gone", reason="missing")
+    with file:
+        yield plain(file, rules, nbytes, tenant, subject)
+
+
+def plain(file: RawIOBase, rules: Rules, nbytes: int, tenant: str, subject: str) -> tuple[RawIOBase, int]:
+    """An open file as its plain bytes at byte 0, and how many these are. The result takes the file over."""
+    first = file.read(len(sealing.MAGIC)) or b""
+    file.seek(0)
+    if not sealing.is_sealed(first):
+        return file, nbytes
+    if rules.keyring is None:
+        raise StoreUnavailable(
+            "this cache is sealed and no key file is set: start with --encryption-key-file, or set "
+            "KVSHELF_ENCRYPTION_KEY_FILE"
+        )
+    sealed = sealing.unseal(rules.keyring, tenant, subject, file, nbytes)
+    return sealed, sealed.nbytes
+
+
+def _names(writing: Writing) -> list[tuple[str, int]]:
+    blob_bytes = [(writing.name, writing.nbytes)] if writing.nbytes else []
+    return blob_bytes + ([(writing.source, writing.source_bytes)] if writing.source is not None else [])
+
+
+class _Heart:
+    """Renews a lease as bytes are written, not more often than needed."""
+
+    def __init__(self, renew: Callable[[], None], interval_s: float) -> None:
+        self._renew = renew
+        self._interval_s = interval_s
+        self._last = time.monotonic()
+
+    def __call__(self, step: str) -> None:  # noqa: ARG002 - a `Step`
+        if time.monotonic() - self._last > self._interval_s:
+            self._renew()
+            self._last = time.monotonic()
