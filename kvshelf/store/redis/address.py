@@ -1,0 +1,143 @@
+"""What a Redis URL means.
+
+    redis://[user:password@]host[:6379][/db]
+    redis-sentinel://[user:password@]host1[:26379],host2[:26379]/service[/db]
+    redis-cluster://[user:password@]host1[:6379],host2[:6379]
+
+`rediss://`, `rediss-sentinel://` and `rediss-cluster://` are the same over TLS; certificates and host names are always
+checked. Parameters: `prefix`, `timeout_s`, and with TLS `ca`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Final, Literal
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from kvshelf.errors import InvalidRequest
+
+Kind = Literal["single", "sentinel", "cluster"]
+
+_SUPPORTED: Final = (
+    "supported are redis://[user:password@]host[:6379][/db], redis-sentinel://host1:26379,host2:26379/service[/db] and "
+    "redis-cluster://host1:6379,host2:6379, each as rediss for TLS, with ?prefix=...&timeout_s=...&ca=..."
+)
+_SCHEME = re.compile(r"(rediss?)(?:-(sentinel|cluster))?")
+_HOST = re.compile(r"(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.%a-z]+\])(?::(?P<port>[0-9]{1,5}))?")
+_PREFIX = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_DATABASE = re.compile(r"[0-9]{1,5}")
+_SERVICE = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_PORTS: Final[dict[Kind, int]] = {"single": 6379, "sentinel": 26379, "cluster": 6379}
+
+
+@dataclass(frozen=True)
+class RedisAddress:
+    """Where a shelf in Redis is. Made by `parse`; its text is the URL without user and password.
+
+    hosts: host and port of the server, the Sentinels, or some nodes of the cluster. service: what the Sentinels call
+    the server. timeout_s: seconds without progress on a socket after which the server counts as unreachable. prefix:
+    what all keys begin with, so that several shelves share one Redis. ca: a file of certificates to trust instead of
+    the system's.
+    """
+
+    kind: Kind
+    hosts: tuple[tuple[str, int], ...]
+    service: str = ""
+    db: int = 0
+    user: str | None = None
+    password: str | None = field(default=None, repr=False)
+    tls: bool = False
+    ca: str | None = None
+    prefix: str = "kvshelf"
+    timeout_s: float = 0.5
+
+    def __str__(self) -> str:
+        scheme = ("rediss" if self.tls else "redis") + ("" if self.kind == "single" else f"-{self.kind}")
+        hosts = ",".join(location(host, port) for host, port in self.hosts)
+        path = "".join(f"/{part}" for part in (self.service, self.db) if part)
+        return f"{scheme}://{hosts}{path}"
+
+
+def location(host: str, port: int) -> str:
+    """`host:port`, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def parse(url: str) -> RedisAddress:
+    """Raises `InvalidRequest` for anything but a URL of this module's docstring; never with the password in it."""
+    try:
+        parts = urlsplit(url)
+        scheme = _SCHEME.fullmatch(parts.scheme)
+        query = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
+    except ValueError:
+        raise _refused("it is no URL") from None
+    if scheme is None:
+        raise _refused(f"unknown scheme {parts.scheme!r:.40}")
+    if parts.fragment:
+        raise _refused("it has a fragment after '#'; write '#' in a password as %23")
+    kind: Kind = scheme[2] or "single"  # type: ignore[assignment]
+    tls = scheme[1] == "rediss"
+    credentials, _, places = parts.netloc.rpartition("@")
+    hosts = _hosts(kind, places)  # before the rest: a password with a bare '?' or '/' in it is stopped here
+    user, password = _credentials(credentials)
+    service, db = _path(kind, parts.path)
+    ca, prefix, timeout_s = _parameters(query, tls)
+    return RedisAddress(kind, hosts, service, db, user, password, tls, ca, prefix, timeout_s)
+
+
+def _credentials(text: str) -> tuple[str | None, str | None]:
+    user, _, password = text.partition(":")
+    if text and not password:
+        raise _refused("a user needs a password, as in user:password@host")
+    return unquote(user) or None, unquote(password) or None
+
+
+def _hosts(kind: Kind, text: str) -> tuple[tuple[str, int], ...]:
+    found: list[tuple[str, int]] = []
+    for item in text.split(","):
+        match = _HOST.fullmatch(item)
+        if match is None or not 1 <= (port := int(match["port"] or _PORTS[kind])) <= 65535:
+            raise _refused("every host must be a name or an address, with a port from 1 to 65535 if one is given")
+        found.append((match["host"].strip("[]"), port))
+    if kind == "single" and len(found) > 1:
+        raise _refused("several hosts are a cluster or Sentinels; say which with redis-cluster:// or redis-sentinel://")
+    return tuple(found)
+
+
+def _path(kind: Kind, path: str) -> tuple[str, int]:
+    """The service and the database that a path names."""
+    parts = unquote(path).strip("/").split("/") if path.strip("/") else []
+    service = parts.pop(0) if kind == "sentinel" and parts else ""
+    if kind == "sentinel" and not _SERVICE.fullmatch(service):
+        raise _refused("after the Sentinels comes the name of the service they watch, as in /mymaster")
+    if kind == "cluster" and parts:
+        raise _refused("a cluster has no databases; leave the path out")
+    if len(parts) > 1 or not all(_DATABASE.fullmatch(part) for part in parts):
+        raise _refused("the database must be one number")
+    return service, int(parts[0]) if parts else 0
+
+
+def _parameters(query: list[tuple[str, str]], tls: bool) -> tuple[str | None, str, float]:
+    given = dict(query)
+    if len(given) < len(query):
+        raise _refused("a parameter is given twice")
+    ca, prefix, timeout = (given.pop(name, None) for name in ("ca", "prefix", "timeout_s"))
+    if given:
+        raise _refused(f"it has no parameter {min(given)!r:.40}")
+    if ca is not None and not (tls and ca.startswith("/")):
+        raise _refused("ca is the absolute path of a file and needs TLS, as in rediss://...?ca=/etc/ssl/redis.pem")
+    if prefix is not None and not _PREFIX.fullmatch(prefix):
+        raise _refused("prefix must be 1 to 64 letters, digits, '-' and '_'")
+    return ca, prefix or "kvshelf", 0.5 if timeout is None else _seconds(timeout)
+
+
+def _seconds(text: str) -> float:
+    if not re.fullmatch(r"[0-9]{1,3}(\.[0-9]{1,6})?", text) or not 0.05 <= float(text) <= 60:
+        raise _refused("timeout_s must be a number of seconds from 0.05 to 60")
+    return float(text)
+
+
+def _refused(why: str) -> InvalidRequest:
+    # The URL itself is not repeated: whatever is wrong with it, a password may be in it.
+    return InvalidRequest(f"the URL of the Redis store is not usable: {why}; {_SUPPORTED}", param="store")

@@ -1,0 +1,275 @@
+"""Bytes in Redis: chunks of 4 MiB under one name, in one slot of a cluster.
+
+    {<prefix>/<name>}:<n>          chunk n, from 0; the last one is shorter, and no bytes at all are one empty chunk
+    {<prefix>/<name>}:aside:<n>    the same, set aside
+    {<prefix>/<name>}:readers      sorted set: token of a reader -> until when it reads, in ms by the server's clock
+
+One value would not do: Redis takes at most 512 MB, and reads large ones slowly. Every chunk has an expiry from the
+moment it is there, so that what a dead writer or a dead reader leaves behind goes away by itself.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import secrets
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from io import RawIOBase
+from typing import Final
+
+from kvshelf.errors import BlobError, StoreUnavailable
+from kvshelf.store.blobs import MARGIN_S, WRITE_LEASE_S, Blobs, Step, is_name
+from kvshelf.store.redis.file import READ_LEASE_S, Piece, RedisFile
+from kvshelf.store.redis.link import RedisLink
+from kvshelf.store.redis.wire import Garbled, Refused, Wire
+
+CHUNK: Final = 4 << 20
+"""Bytes. Part of what lies in Redis: another size does not find what this one wrote."""
+
+_UNANSWERED: Final = 2  # chunks that are sent before the answer to the first is awaited
+
+_CLOCK: Final = """
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+"""
+# KEYS[1] are the readers, the others the chunks. It begins with a command that frees memory, because a full server lets
+# ZADD pass only after such a one, and a full shelf must still be readable.
+_READERS: Final = (
+    _CLOCK
+    + """
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
+local last = redis.call('ZRANGE', KEYS[1], -1, -1, 'WITHSCORES')[2]
+local read_until = last and tonumber(last) or 0
+"""
+)
+
+# ARGV: token, lease in ms. Returns whether there is any chunk.
+_LEASE: Final = (
+    _READERS
+    + """
+local lease = tonumber(ARGV[2])
+local found = 0
+for i = 2, #KEYS do
+    local left = redis.call('PTTL', KEYS[i])
+    if left ~= -2 then found = 1 end
+    if left >= 0 and left < lease then redis.call('PEXPIRE', KEYS[i], lease) end
+end
+if found == 1 then
+    redis.call('ZADD', KEYS[1], now + lease, ARGV[1])
+    redis.call('PEXPIRE', KEYS[1], lease)
+end
+return found
+"""
+)
+
+# ARGV: until when to keep the chunks in Unix ms or '', then the length of each. Returns whether all were there.
+_KEEP: Final = (
+    _READERS
+    + """
+for i = 2, #KEYS do
+    if redis.call('EXISTS', KEYS[i]) == 0 or redis.call('STRLEN', KEYS[i]) ~= tonumber(ARGV[i]) then return 0 end
+end
+for i = 2, #KEYS do
+    if ARGV[1] == '' then redis.call('PERSIST', KEYS[i])
+    else redis.call('PEXPIREAT', KEYS[i], math.max(tonumber(ARGV[1]), read_until)) end
+end
+return 1
+"""
+)
+
+# KEYS: chunks. ARGV: lease in ms.
+_RENEW: Final = "for i = 1, #KEYS do redis.call('PEXPIRE', KEYS[i], ARGV[1]) end return 1"
+
+# Returns how many chunks there were. Those that are read stay until their readers are done or dead.
+_REMOVE: Final = (
+    _READERS
+    + """
+local found = 0
+for i = 2, #KEYS do
+    if read_until > 0 then found = found + redis.call('PEXPIREAT', KEYS[i], read_until)
+    else found = found + redis.call('UNLINK', KEYS[i]) end
+end
+return found
+"""
+)
+
+# KEYS: a chunk and its name aside, and so on.
+_SET_ASIDE: Final = """
+for i = 1, #KEYS, 2 do
+    if redis.call('EXISTS', KEYS[i]) == 1 then redis.call('RENAME', KEYS[i], KEYS[i + 1]) end
+end
+return 1
+"""
+
+# KEYS: the readers.
+_IS_READ: Final = _CLOCK + "return redis.call('ZCOUNT', KEYS[1], '(' .. now, '+inf')"
+
+
+class RedisBlobs(Blobs):
+    """See `Blobs` for the contract. A reader that reads nothing for `READ_LEASE_S` loses its lease."""
+
+    home = "redis"
+
+    def __init__(self, link: RedisLink, prefix: str, write_lease_s: float = WRITE_LEASE_S) -> None:
+        """The link stays the caller's to close. prefix: of all keys. write_lease_s: see `WRITE_LEASE_S`."""
+        self._link = link
+        self._prefix = prefix
+        self._write_lease_s = write_lease_s
+        self._chunk_key = re.compile(rf"\{{{re.escape(self._prefix)}/([^}}]*)\}}:(?:aside:)?[0-9]+")
+
+    def write(self, name: str, buffers: Iterable[memoryview], nbytes: int, *, beat: Step, on_step: Step) -> None:
+        keys = self._chunks(name, nbytes)
+        if self._link.call("EXISTS", keys[0]):
+            raise StoreUnavailable(f"{name} is in the Redis store already; a name is written once")
+        loan = self._link.borrow(keys[0])
+        on_step("created")
+        with self._link.talking(loan) as wire:
+            writer = _Writer(self._link, wire, keys, nbytes, self._write_lease_s, beat)
+            for buffer in buffers:
+                writer.write(memoryview(buffer).cast("B"))
+            writer.end()
+        loan.give_back()
+        on_step("written")
+        on_step("synced")  # how soon Redis puts it on a disk is a setting of the server
+
+    def open(self, name: str, nbytes: int) -> RawIOBase | None:
+        token = secrets.token_hex(8)
+        keys = [self._key(name, "readers"), *self._chunks(name, nbytes)]
+        if not self._link.script(_LEASE, keys, [token, _ms(READ_LEASE_S)]):
+            return None
+        return RedisFile(
+            self._link,
+            [Piece(key, size) for key, size in zip(keys[1:], _sizes(nbytes), strict=True)],
+            renew=lambda: self._link.script(_LEASE, keys, [token, _ms(READ_LEASE_S)]),
+            release=lambda: self._link.call("ZREM", keys[0], token),
+        )
+
+    def holds(self, name: str, nbytes: int) -> bool:
+        keys = self._chunks(name, nbytes)
+        commands = [("EXISTS", keys[0]), *(("STRLEN", key) for key in keys)]
+        return self._link.pipeline(commands) == [1, *_sizes(nbytes)]
+
+    def keep_until(self, name: str, nbytes: int, expires_at: float | None) -> None:
+        keys = [self._key(name, "readers"), *self._chunks(name, nbytes)]
+        until = "" if expires_at is None else _ms(expires_at + MARGIN_S)
+        if not self._link.script(_KEEP, keys, [until, *_sizes(nbytes)]):
+            raise BlobError(f"not all chunks of {name} are in Redis any more", reason="missing")
+
+    def remove(self, name: str, nbytes: int) -> bool:
+        keys = [self._key(name, "readers"), *self._chunks(name, nbytes), *self._chunks(name, nbytes, "aside:")]
+        return bool(self._link.script(_REMOVE, keys, []))
+
+    def set_aside(self, name: str, nbytes: int) -> None:
+        both = zip(self._chunks(name, nbytes), self._chunks(name, nbytes, "aside:"), strict=True)
+        self._link.script(_SET_ASIDE, [key for pair in both for key in pair], [])
+
+    def is_read(self, name: str) -> bool:
+        return bool(self._link.script(_IS_READ, [self._key(name, "readers")], []))
+
+    def found(self) -> Iterator[tuple[str, float]]:
+        """The seconds are those since a chunk was last written or read: Redis knows no other."""
+        seen: set[str] = set()
+        for keys in self._link.scan(f"{{{self._prefix}/*}}:*"):
+            fresh: dict[str, bytes] = {}
+            for key in keys:
+                name = self._name(key)
+                if name is not None and name not in seen:
+                    fresh[name] = key
+            seen.update(fresh)
+            idle = self._link.pipeline([("OBJECT", "IDLETIME", key) for key in fresh.values()])
+            for name, seconds in zip(fresh, idle, strict=True):
+                if seconds is not None:  # gone since it was listed
+                    yield name, float(seconds)
+
+    def problems(self) -> list[str]:
+        return self._link.problems()
+
+    def close(self) -> None:
+        """Nothing is held here; the link is the caller's."""
+
+    def _key(self, name: str, rest: str) -> str:
+        if not is_name(name):
+            raise StoreUnavailable(f"{name!r:.80} is not the name of bytes in a store; its index was tampered with")
+        return f"{{{self._prefix}/{name}}}:{rest}"
+
+    def _chunks(self, name: str, nbytes: int, place: str = "") -> list[str]:
+        return [self._key(name, f"{place}{index}") for index in range(_count(nbytes))]
+
+    def _name(self, key: bytes) -> str | None:
+        match = self._chunk_key.fullmatch(key.decode(errors="replace"))
+        return match[1] if match is not None and is_name(match[1]) else None
+
+
+class _Writer:
+    """Cuts bytes into chunks on their way to the server, and keeps those that are there alive."""
+
+    def __init__(
+        self, link: RedisLink, wire: Wire, keys: Sequence[str], nbytes: int, lease_s: float, beat: Step
+    ) -> None:
+        self._link = link
+        self._wire = wire
+        self._keys = keys
+        self._left = nbytes  # of the whole
+        self._beat = beat
+        self._begun = self._answered = 0  # chunks
+        self._lease_s = lease_s
+        self._renew_at = time.monotonic() + lease_s / 3
+        self._begin()
+
+    def write(self, data: memoryview) -> None:
+        while data:
+            if not self._room:
+                self._next()
+            piece = data[: self._room]
+            self._wire.put(piece)
+            self._room -= len(piece)
+            data = data[len(piece) :]
+
+    def end(self) -> None:
+        if self._room or self._left:
+            raise ValueError(f"{self._room + self._left} bytes fewer were given to write than announced")
+        self._wire.end_value()
+        while self._answered < self._begun:
+            self._expect_ok()
+        self._beat("wrote")
+
+    def _begin(self) -> None:
+        self._room = min(CHUNK, self._left)
+        self._left -= self._room
+        self._wire.begin_value(("PSETEX", self._keys[self._begun], _ms(self._lease_s)), self._room)
+        self._begun += 1
+
+    def _next(self) -> None:
+        if not self._left:
+            raise ValueError("more bytes were given to write than announced")
+        self._wire.end_value()
+        if self._begun - self._answered >= _UNANSWERED:
+            self._expect_ok()
+        self._beat("wrote")
+        if time.monotonic() >= self._renew_at:
+            self._renew_at = time.monotonic() + self._lease_s / 3
+            self._link.script(_RENEW, self._keys[: self._answered], [_ms(self._lease_s)])
+        self._begin()
+
+    def _expect_ok(self) -> None:
+        reply = self._wire.receive()
+        if isinstance(reply, Refused):
+            raise reply
+        if reply != b"OK":
+            raise Garbled(f"{reply!r:.80} came where OK was expected")
+        self._answered += 1
+
+
+def _count(nbytes: int) -> int:
+    return max(1, math.ceil(nbytes / CHUNK))
+
+
+def _sizes(nbytes: int) -> list[int]:
+    """The length of each chunk."""
+    count = _count(nbytes)
+    return [CHUNK] * (count - 1) + [nbytes - CHUNK * (count - 1)]
+
+
+def _ms(seconds: float) -> int:
+    return round(seconds * 1000)

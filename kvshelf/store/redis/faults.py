@@ -1,0 +1,80 @@
+"""Errors of redis-py, of sockets and of the server, translated into ours. The only place that does so."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from redis.exceptions import AuthenticationError, AuthorizationError, MaxConnectionsError, NoPermissionError, RedisError
+
+from kvshelf.errors import StorageFull, StoreError, StoreUnavailable
+from kvshelf.store.redis.wire import Garbled, Refused
+
+_FULL: Final = {
+    "OOM": "its memory is full. Delete caches, or raise its maxmemory",
+    "MISCONF": "it cannot save to its disk. Free space there",
+}
+_ADVICE: Final = {
+    "NOAUTH": "Put user:password@ into the URL of the store",
+    "WRONGPASS": "Check user and password in the URL of the store",
+    "NOPERM": "Allow the user these commands and keys with ACL SETUSER",
+    "READONLY": "It is a replica; give the address of the primary, or of the Sentinels",
+    "LOADING": "It is loading its data; try again",
+}
+
+
+class Resting(Exception):
+    """A server failed a moment ago and is left alone; the text says how it failed."""
+
+
+class NoServer(Exception):
+    """Nobody is known who has what is asked for."""
+
+
+REFUSALS: Final = (RedisError, OSError, Refused, Garbled, Resting, NoServer)
+"""All that a conversation can fail with."""
+
+
+def is_unreachable(error: BaseException) -> bool:
+    """Whether a server that failed so is better left alone for a moment."""
+    return isinstance(error, (RedisError, OSError)) and not isinstance(error, MaxConnectionsError)
+
+
+@contextmanager
+def translated(shown: str) -> Iterator[None]:
+    """Inside the block, what goes wrong becomes `StoreUnavailable` or `StorageFull`. shown: the store's URL, without
+    its password."""
+    try:
+        yield
+    except REFUSALS as error:
+        raise _translate(error, shown) from error
+
+
+def _translate(error: Exception, shown: str) -> StoreError:
+    if isinstance(error, Refused):
+        return _of_server(error, shown)
+    if isinstance(error, Garbled):
+        return StoreUnavailable(f"what answers at {shown} does not speak as Redis does: {error}. Check the address.")
+    if isinstance(error, NoServer):
+        return StoreUnavailable(
+            f"nobody serves the shelf at {shown} at the moment: {error}. It is used again once one does."
+        )
+    if isinstance(error, (AuthenticationError, AuthorizationError, NoPermissionError)):
+        return StoreUnavailable(f"the shelf at {shown} refuses us: {error}. Check user and password in its URL.")
+    if isinstance(error, MaxConnectionsError):
+        return StoreUnavailable(f"too many connections to the shelf at {shown} are in use at once; try again.")
+    if isinstance(error, ssl.SSLError) or "certificate verify failed" in str(error):
+        return StoreUnavailable(
+            f"the shelf at {shown} has no certificate that is trusted: {error}. Give the file of its authority as ca=."
+        )
+    reason = str(error) or type(error).__name__
+    return StoreUnavailable(f"the shelf at {shown} cannot be reached: {reason}. It is used again once it answers.")
+
+
+def _of_server(error: Refused, shown: str) -> StoreError:
+    if error.code in _FULL:
+        return StorageFull(f"the shelf at {shown} takes nothing more: {_FULL[error.code]}. It says: {error!s:.200}")
+    advice = _ADVICE.get(error.code, "Try again")
+    return StoreUnavailable(f"the shelf at {shown} refused a command: {error!s:.200}. {advice}.")

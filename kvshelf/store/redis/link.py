@@ -1,0 +1,235 @@
+"""The one thing that talks to Redis, with an end to every wait and one family of errors.
+
+- A command is sent once. Idle connections that the server has closed are found before they are used; what is sent on
+  one that breaks may have been done, so it is not sent again. Only what the server itself declares undone is: a key
+  that moved in a cluster, a script it has forgotten.
+- Every wait on a socket ends after `timeout_s` without progress. After that the server is left alone for a second, in
+  which every call fails at once; then one caller tries it, and its success lets all in again.
+- A connection on which anything went wrong is closed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kvshelf.store.redis.address import RedisAddress
+from kvshelf.store.redis.faults import Resting, is_unreachable, translated
+from kvshelf.store.redis.routes import Route, route
+from kvshelf.store.redis.server import Loan, Server
+from kvshelf.store.redis.wire import Command, Garbled, Part, Refused, Reply, Wire
+
+_REDIRECTS: Final = 3
+_ASK_AGAIN: Final = {"MOVED", "READONLY", "MASTERDOWN", "CLUSTERDOWN"}
+"""Answers of a server that is not, or not any more, the one to ask."""
+
+_KEY_AT: Final = {"OBJECT": 2}
+"""Which word of a command is its key, where it is not the second."""
+
+
+@dataclass(frozen=True)
+class ServerFacts:
+    """What a server says of itself. Memory in bytes, 0 for no limit."""
+
+    name: str
+    version: str
+    maxmemory_policy: str
+    maxmemory: int
+    used_memory: int
+    aof_enabled: bool
+
+    def problems(self) -> list[str]:
+        """Why caches are not safe there: one sentence each."""
+        if self.maxmemory_policy == "noeviction":
+            return []
+        return [
+            f"the Redis server {self.name} may drop parts of caches: its maxmemory-policy is "
+            f"{self.maxmemory_policy!r}. Set it to noeviction"
+        ]
+
+    def warnings(self) -> list[str]:
+        """What an operator should know of: one sentence each."""
+        found = []
+        if not self.aof_enabled:
+            found.append(f"the Redis server {self.name} loses caches when it restarts. Set appendonly yes to keep them")
+        if self.maxmemory == 0:
+            found.append(
+                f"the Redis server {self.name} has no memory limit and may be killed when the machine's is used up. "
+                "Set maxmemory"
+            )
+        return found
+
+
+class RedisLink:
+    """Commands to the Redis of an address. For several threads; not across a fork.
+
+    Replies are as the server gives them: bytes, int, None and lists of these. Every method raises `StoreUnavailable`
+    (unreachable, refused, garbage) and `StorageFull`, and nothing else.
+    """
+
+    def __init__(self, address: RedisAddress) -> None:
+        """Does not connect yet."""
+        self.address = address
+        self._route: Route = route(address)
+
+    def call(self, *command: Part) -> Reply:
+        """One command. In a cluster its second word is the key."""
+        return self._ask(_key(command), [command])[0]
+
+    def pipeline(self, commands: Sequence[Command]) -> list[Reply]:
+        """Commands in one round trip, in a cluster in one for each node. Their answers in order.
+
+        It is no transaction: when one is refused, its error is raised, and the others have been done.
+        """
+        with self._translated():
+            groups: dict[Server, list[int]] = {}
+            for index, command in enumerate(commands):
+                groups.setdefault(self._route.server(_key(command)), []).append(index)
+            replies: list[Reply] = [None] * len(commands)
+            for server, indexes in groups.items():
+                answers = self._follow_all(server, [commands[index] for index in indexes])
+                for index, answer in zip(indexes, answers, strict=True):
+                    replies[index] = answer
+            return _accepted(replies)
+
+    def script(self, source: str, keys: Sequence[str], args: Sequence[Part]) -> Reply:
+        """Run a Lua script; `keys`, at least one, must lie in one slot. Whether it has run once or not at all is not
+        known after `StoreUnavailable`."""
+        # SHA-1 is how the server names scripts; it protects nothing.
+        name = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
+        tail = (len(keys), *keys, *args)
+        with self._translated():
+            server = self._route.server(keys[0].encode())
+            reply = self._follow_all(server, [("EVALSHA", name, *tail)])[0]
+            if isinstance(reply, Refused) and reply.code == "NOSCRIPT":
+                reply = self._follow_all(self._route.server(keys[0].encode()), [("EVAL", source, *tail)])[0]
+            return _accepted([reply])[0]
+
+    def scan(self, pattern: str) -> Iterator[list[bytes]]:
+        """The keys that match a pattern, portion by portion, some twice; what comes or goes meanwhile may be missed."""
+        with self._translated():
+            servers = self._route.primaries()
+        for server in servers:
+            cursor = b"0"
+            while True:
+                with self._translated():
+                    (reply,) = _accepted(server.exchange([("SCAN", cursor, "MATCH", pattern, "COUNT", 1000)]))
+                    cursor, keys = _scanned(reply)
+                yield keys
+                if cursor == b"0":
+                    break
+
+    def facts(self) -> list[ServerFacts]:
+        """What each primary says of itself."""
+        with self._translated():
+            servers = self._route.primaries()
+            return [_facts(server.name, _accepted(server.exchange([("INFO",)]))[0]) for server in servers]
+
+    def problems(self) -> list[str]:
+        """Why caches are not safe here: one sentence each."""
+        return [problem for facts in self.facts() for problem in facts.problems()]
+
+    def warnings(self) -> list[str]:
+        """What an operator should know of: one sentence each."""
+        return [warning for facts in self.facts() for warning in facts.warnings()]
+
+    def borrow(self, key: str) -> Loan:
+        """A connection to the server of a key, for a conversation of one's own; use it within `talking`."""
+        with self._translated():
+            return self._route.server(key.encode()).borrow()
+
+    @contextmanager
+    def talking(self, loan: Loan) -> Iterator[Wire]:
+        """Inside the block the wire of a loan may be used. After any error the connection is dropped."""
+        with self._translated():
+            try:
+                yield loan.wire
+            except BaseException as error:
+                loan.drop(error)
+                raise
+
+    def close(self) -> None:
+        self._route.close()
+
+    def _ask(self, key: bytes, commands: Sequence[Command]) -> list[Reply]:
+        with self._translated():
+            return _accepted(self._follow_all(self._route.server(key), commands))
+
+    def _follow_all(self, server: Server, commands: Sequence[Command]) -> list[Reply]:
+        replies = server.exchange(commands)
+        return [self._follow(command, reply) for command, reply in zip(commands, replies, strict=True)]
+
+    def _follow(self, command: Command, reply: Reply) -> Reply:
+        """Ask where the server sends us: in a cluster keys move from node to node."""
+        for _ in range(_REDIRECTS):
+            if not isinstance(reply, Refused) or reply.code not in ("MOVED", "ASK"):
+                break
+            server = self._route.at(*_sent_to(reply))
+            if reply.code == "MOVED":
+                self._route.doubt()
+                reply = server.exchange([command])[0]
+            else:
+                reply = server.exchange([("ASKING",), command])[1]
+        return reply
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        with translated(str(self.address)):
+            try:
+                yield
+            except Exception as error:
+                if is_unreachable(error) or isinstance(error, Resting) or _is_elsewhere(error):
+                    self._route.doubt()
+                raise
+
+
+def _key(command: Command) -> bytes:
+    at = _KEY_AT.get(str(command[0]), 1)
+    if at >= len(command):
+        return b""  # any server will do
+    key = command[at]
+    return key if isinstance(key, bytes) else str(key).encode()
+
+
+def _accepted(replies: list[Reply]) -> list[Reply]:
+    for reply in replies:
+        if isinstance(reply, Refused):
+            raise reply
+    return replies
+
+
+def _is_elsewhere(error: Exception) -> bool:
+    return isinstance(error, Refused) and error.code in _ASK_AGAIN
+
+
+def _sent_to(reply: Refused) -> tuple[str, int]:
+    """Where `MOVED <slot> <host>:<port>` points."""
+    host, _, port = str(reply).rpartition(" ")[2].rpartition(":")
+    if not host or not port.isdigit():
+        raise Garbled(f"{str(reply)!r:.80} names no server")
+    return host, int(port)
+
+
+def _scanned(reply: Reply) -> tuple[bytes, list[bytes]]:
+    match reply:
+        case [bytes(cursor), [*keys]] if all(isinstance(key, bytes) for key in keys):
+            return cursor, keys
+    raise Garbled(f"{reply!r:.80} came where keys were expected")
+
+
+def _facts(name: str, reply: Reply) -> ServerFacts:
+    if not isinstance(reply, bytes):
+        raise Garbled(f"{reply!r:.80} came where text was expected")
+    lines = (line.partition(":") for line in reply.decode(errors="replace").splitlines())
+    said: dict[str, Any] = {key: value for key, _, value in lines}
+    return ServerFacts(
+        name=name,
+        version=said.get("valkey_version") or said.get("redis_version", "unknown"),
+        maxmemory_policy=said.get("maxmemory_policy", "unknown"),
+        maxmemory=int(said.get("maxmemory", 0)),
+        used_memory=int(said.get("used_memory", 0)),
+        aof_enabled=said.get("aof_enabled") == "1",
+    )
