@@ -145,7 +145,8 @@ class Index(abc.ABC):
 
         What the tenant has ready and reserved together must stay within the quota, or it is `QuotaExceeded`; what all
         tenants have together within `budget_bytes`, or it is `StorageFull` and nothing is registered (the caller evicts
-        and asks again). An entry of the same id does not count, for it will be replaced.
+        and asks again). An entry of the same id does not count, for it will be replaced; but where no blob is written
+        (`nbytes` 0: a source is added) it does, and no cache is added.
         """
 
     @abc.abstractmethod

@@ -6,16 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvshelf.store.disk import DiskStore
-
-
-class Clock:
-    """A wall clock that a test sets."""
-
-    def __init__(self) -> None:
-        self.time = 1_800_000_000.0
-
-    def __call__(self) -> float:
-        return self.time
+from tests.store.places import Clock, DiskPlace, Place
 
 
 @pytest.fixture
@@ -34,3 +25,10 @@ def store(home: Path, clock: Clock) -> Iterator[DiskStore]:
     with DiskStore.open(home, now=clock) as store:
         yield store
         assert store.check() == []
+
+
+@pytest.fixture(params=["disk"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    """An empty place for a shelf, of every kind of home."""
+    assert request.param == "disk"
+    return DiskPlace(tmp_path / "home")

@@ -21,7 +21,7 @@ from kvshelf.store.disk import DiskStore
 from kvshelf.store.files import fresh_memory
 from tests.store import faults_1_0, faults_1_1
 from tests.store.caches import golden_caches, make_cache, parts_of, require_equal, require_equal_records
-from tests.store.conftest import Clock
+from tests.store.places import Clock
 from tests.store.hostile import Parts
 from tests.store.test_faults import DAMAGE, file_of
 

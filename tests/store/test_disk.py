@@ -14,7 +14,7 @@ from kvshelf.errors import CacheExpired, CacheNotFound, InvalidRequest, StoreUna
 from kvshelf.store import Manifest, Timings, blob, housekeeping
 from kvshelf.store.disk import DiskStore
 from tests.store.caches import make_cache, require_equal
-from tests.store.conftest import Clock
+from tests.store.places import Clock
 
 DAY = 86400.0
 

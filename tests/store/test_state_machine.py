@@ -1,24 +1,35 @@
-"""Any order of calls, beside a model of what the shelf must say: a dictionary and a clock."""
+"""Any order of calls, beside a model of what the shelf must say: a dictionary and a clock. The same on every home."""
 
 from __future__ import annotations
 
+import os
+import signal
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvshelf.errors import CacheCorrupt, CacheExpired, CacheNotFound, KvshelfError
-from kvshelf.store.disk import DiskStore
+from kvshelf.errors import CacheCorrupt, CacheExpired, CacheNotFound, KvshelfError, StorageFull
+from kvshelf.store import Quota, Rules, Timings
 from tests.store.caches import make_cache, require_equal
-from tests.store.conftest import Clock
+from tests.store.places import Clock, DiskPlace, Place, cut, flip, gone
+from tests.store.processes import start_child
 
-CACHES = [make_cache(seed, num_tokens=9, lengths=((4, seed),), dims=(2, 3)) for seed in range(4)]
+CACHES = [make_cache(seed, num_tokens=9, lengths=((4, 4),), dims=(2, 3)) for seed in range(4)]
+COSTS = (1.0, 1.37, 1.93, 2.71)  # s; no two priorities ever meet
+SIZE = len(CACHES[0].to_bytes())
+BUDGET = 5 * SIZE
+STEPS = ("created", "written", "synced", "verified", "published", "replaced")
+
 which = st.integers(0, len(CACHES) - 1)
 tenants = st.sampled_from(["me", "you"])
+ttls = st.none() | st.integers(1, 20)
 
 
 @dataclass
@@ -26,48 +37,142 @@ class Expected:
     """What the model knows of one cache: `order` is its place in listings."""
 
     order: int
-    state: str = "ready"  # ready | corrupt | deleted
+    state: str = "ready"  # ready | corrupt | deleted | evicted
     expires_at: float | None = None
     labels: dict[str, str] = field(default_factory=dict)
+    pinned: bool = False
+    uses: int = 0
+    priority: float = 0.0
 
 
-class Shelf(RuleBasedStateMachine):
+class ShelfMachine(RuleBasedStateMachine):
+    """`make_place` makes an empty place in a folder."""
+
+    make_place: ClassVar[Callable[[Path], Place]]
+
     def __init__(self) -> None:
         super().__init__()
         self.folder = tempfile.TemporaryDirectory()
-        self.home = Path(self.folder.name) / "home"
+        self.place = type(self).make_place(Path(self.folder.name))
         self.clock = Clock()
-        self.store = DiskStore.open(self.home, now=self.clock)
         self.model: dict[tuple[int, str], Expected] = {}
         self.puts = 0
+        self.age = 0.0  # the eviction clock
+        self.store = self.open()
+
+    def open(self, **options: object):  # type: ignore[no-untyped-def]
+        return self.place.open(now=self.clock, rules=Rules(quota=Quota(budget_bytes=BUDGET)), **options)
 
     def teardown(self) -> None:
         self.store.close()
         self.folder.cleanup()
 
+    # The model
+
     def id_of(self, seed: int, tenant: str) -> str:
         return self.store.cache_id(CACHES[seed].identity, tenant=tenant)
+
+    def is_expired(self, expected: Expected) -> bool:
+        return expected.expires_at is not None and expected.expires_at <= self.clock.time
 
     def fate(self, seed: int, tenant: str) -> type[KvshelfError] | None:
         """The error that reading this cache must raise, None when it must succeed."""
         expected = self.model.get((seed, tenant))
         if expected is None or expected.state == "deleted":
             return CacheNotFound
-        if expected.expires_at is not None and expected.expires_at <= self.clock.time:
+        if expected.state == "evicted" or self.is_expired(expected):
             return CacheExpired
         return CacheCorrupt if expected.state == "corrupt" else None
 
-    @rule(seed=which, tenant=tenants, ttl_s=st.none() | st.integers(1, 20), label=st.sampled_from("ab"))
-    def put(self, seed: int, tenant: str, ttl_s: int | None, label: str) -> None:
-        manifest = self.store.put(CACHES[seed], tenant=tenant, ttl_s=ttl_s, labels={"l": label})
-        if self.fate(seed, tenant) is not None:
-            self.puts += 1
-            expires_at = None if ttl_s is None else self.clock.time + ttl_s
-            self.model[seed, tenant] = Expected(self.puts, "ready", expires_at, {"l": label})
-        assert (manifest.expires_at, manifest.labels) == (
-            self.model[seed, tenant].expires_at,
-            self.model[seed, tenant].labels,
+    def priority(self, seed: int, uses: int) -> float:
+        return self.age + uses * COSTS[seed] / (SIZE / 1e6)
+
+    def make_room(self, seed: int, tenant: str) -> bool:
+        """Let the model expire and evict as a put of this cache must; False when there is no room even then."""
+        others = {key: entry for key, entry in self.model.items() if key != (seed, tenant) and entry.state == "ready"}
+        if len(others) < BUDGET // SIZE:
+            return True
+        gone = [key for key, entry in others.items() if self.is_expired(entry)]
+        for key in gone:
+            self.model[key].state = "expired"
+        if gone and self.model.get((seed, tenant), Expected(0)).state == "ready":
+            pass  # its own entry may have expired too; it is replaced anyway
+        victims = sorted(
+            (
+                key
+                for key, entry in self.model.items()
+                if entry.state == "ready" and not self.is_expired(entry) and not entry.pinned
+            ),
+            key=lambda key: self.model[key].priority,
         )
+        if not victims:
+            return bool(gone)
+        victim = self.model[victims[0]]
+        victim.state = "evicted"
+        self.age = max(self.age, victim.priority)
+        return True
+
+    def stored(self, seed: int, tenant: str, ttl_s: int | None, label: str, pinned: bool) -> None:
+        self.puts += 1
+        expires_at = None if ttl_s is None else self.clock.time + ttl_s
+        priority = self.priority(seed, 1)
+        self.model[seed, tenant] = Expected(self.puts, "ready", expires_at, {"l": label}, pinned, 0, priority)
+
+    # The rules
+
+    @rule(
+        seed=which,
+        tenant=tenants,
+        ttl_s=ttls,
+        label=st.sampled_from("ab"),
+        pinned=st.sampled_from([False, False, True]),
+    )
+    def put(self, seed: int, tenant: str, ttl_s: int | None, label: str, pinned: bool) -> None:
+        fate = self.fate(seed, tenant)
+        room = fate is None or self.make_room(seed, tenant)
+
+        def put() -> None:
+            manifest = self.store.put(
+                CACHES[seed],
+                tenant=tenant,
+                ttl_s=ttl_s,
+                labels={"l": label},
+                pinned=pinned,
+                timings=Timings(prefill_s=COSTS[seed]),
+            )
+            if fate is not None:
+                self.stored(seed, tenant, ttl_s, label, pinned)
+            expected = self.model[seed, tenant]
+            assert (manifest.expires_at, manifest.labels) == (expected.expires_at, expected.labels)
+
+        if room:
+            put()
+        else:
+            with pytest.raises(StorageFull):
+                put()
+
+    @rule(seed=which, tenant=tenants, step=st.sampled_from(STEPS))
+    def crash(self, seed: int, tenant: str, step: str) -> None:
+        """A writer is killed with kill -9 at a named point: the cache is there whole or not at all."""
+        if self.fate(seed, tenant) is None:
+            return
+        room = self.make_room(seed, tenant)
+
+        def die(name: str) -> None:
+            if name == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        def work() -> None:
+            with self.open(on_step=die) as store:
+                store.put(CACHES[seed], tenant=tenant, labels={"l": "a"}, timings=Timings(prefill_s=COSTS[seed]))
+
+        status = start_child(work).wait()
+        assert (status == -signal.SIGKILL) == room, "without room it ends with StorageFull before the first step"
+        if room and STEPS.index(step) >= STEPS.index("published"):
+            self.stored(seed, tenant, None, "a", False)
+        self.place.let_leases_run_out(self.clock)
+        self.store.sweep()
+        self.note_swept()
 
     @rule(seed=which, tenant=tenants)
     def get(self, seed: int, tenant: str) -> None:
@@ -78,16 +183,25 @@ class Shelf(RuleBasedStateMachine):
             with pytest.raises(fate):
                 self.store.get(self.id_of(seed, tenant), tenant=tenant)
 
-    @rule(seed=which, tenant=tenants, label=st.sampled_from("ab"), ttl_s=st.none() | st.integers(1, 20))
-    def update(self, seed: int, tenant: str, label: str, ttl_s: int | None) -> None:
+    @rule(seed=which, tenant=tenants)
+    def touch(self, seed: int, tenant: str) -> None:
+        self.store.touch(self.id_of(seed, tenant), tenant=tenant)
+        expected = self.model.get((seed, tenant))
+        if expected is not None and expected.state == "ready":
+            expected.uses += 1
+            expected.priority = self.priority(seed, expected.uses + 1)
+
+    @rule(seed=which, tenant=tenants, label=st.sampled_from("ab"), ttl_s=ttls, pinned=st.booleans())
+    def update(self, seed: int, tenant: str, label: str, ttl_s: int | None, pinned: bool) -> None:
         fate = self.fate(seed, tenant)
+        cache_id = self.id_of(seed, tenant)
         if fate is not None:
             with pytest.raises(fate):
-                self.store.update(self.id_of(seed, tenant), tenant=tenant, labels={"l": label})
+                self.store.update(cache_id, tenant=tenant, labels={"l": label})
             return
-        self.store.update(self.id_of(seed, tenant), tenant=tenant, labels={"l": label}, ttl_s=ttl_s)
+        self.store.update(cache_id, tenant=tenant, labels={"l": label}, ttl_s=ttl_s, pinned=pinned)
         expected = self.model[seed, tenant]
-        expected.labels = {"l": label}
+        expected.labels, expected.pinned = {"l": label}, pinned
         expected.expires_at = None if ttl_s is None else self.clock.time + ttl_s
 
     @rule(seed=which, tenant=tenants)
@@ -99,21 +213,15 @@ class Shelf(RuleBasedStateMachine):
         self.store.delete(self.id_of(seed, tenant), tenant=tenant)
         self.model[seed, tenant].state = "deleted"
 
-    @rule(seed=which, tenant=tenants, how=st.sampled_from(["flip", "cut", "remove"]))
-    def damage(self, seed: int, tenant: str, how: str) -> None:
-        """A file is damaged and found out by the next reader."""
+    @rule(seed=which, tenant=tenants, how=st.sampled_from([flip, cut, gone]))
+    def damage(self, seed: int, tenant: str, how: Callable[[bytearray], bytearray | None]) -> None:
+        """Bytes are damaged and found out by the next reader."""
         if self.fate(seed, tenant) is not None:
             return
-        cache_id = self.id_of(seed, tenant)
-        (path,) = (self.home / "blobs").glob(f"{cache_id.removeprefix('kvs_')}-*")
-        data = bytearray(path.read_bytes())
-        if how == "remove":
-            path.unlink()
-        else:
-            data[len(data) // 2] ^= 1
-            path.write_bytes(data if how == "flip" else data[:-1])
+        manifest = self.store.stat(self.id_of(seed, tenant), tenant=tenant)
+        self.place.change(manifest, how)
         with pytest.raises(CacheCorrupt):
-            self.store.get(cache_id, tenant=tenant)
+            self.store.get(manifest.id, tenant=tenant)
         self.model[seed, tenant].state = "corrupt"
 
     @rule(seconds=st.integers(1, 10))
@@ -123,11 +231,17 @@ class Shelf(RuleBasedStateMachine):
     @rule()
     def sweep(self) -> None:
         self.store.sweep()
+        self.note_swept()
+
+    def note_swept(self) -> None:
+        for expected in self.model.values():
+            if expected.state in ("ready", "corrupt") and self.is_expired(expected):
+                expected.state = "expired"
 
     @rule()
     def restart(self) -> None:
         self.store.close()
-        self.store = DiskStore.open(self.home, now=self.clock)
+        self.store = self.open()
 
     @invariant()
     def the_listing_is_right(self) -> None:
@@ -143,12 +257,23 @@ class Shelf(RuleBasedStateMachine):
             assert [m.id for m in labelled.data] == [i for _, i, labels in reversed(live) if labels["l"] == "a"]
 
     @invariant()
-    def the_shelf_is_sound(self) -> None:
-        corrupt = [key for key, expected in self.model.items() if expected.state == "corrupt"]
+    def nothing_is_lost_or_left(self) -> None:
+        ready = [expected for expected in self.model.values() if expected.state == "ready"]
+        assert self.store.usage().caches == len(ready)
+        assert self.store.usage().bytes == len(ready) * SIZE <= BUDGET
+        corrupt = [expected for expected in self.model.values() if expected.state == "corrupt"]
         assert len(self.store.check()) <= len(corrupt), "only what was damaged on purpose is out of order"
-        files = len(list((self.home / "blobs").iterdir()))
-        assert files <= sum(expected.state == "ready" for expected in self.model.values())
+        assert len(self.place.names()) == len(ready)
 
 
-TestShelf = Shelf.TestCase
-TestShelf.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
+class OnDisk(ShelfMachine):
+    make_place = staticmethod(lambda folder: DiskPlace(folder / "home"))
+
+
+def steps(soak: bool) -> settings:
+    """2,000 steps with the full counts, 200 otherwise, in runs of 40."""
+    return settings(max_examples=50 if soak else 5, stateful_step_count=40, deadline=None)
+
+
+TestOnDisk = OnDisk.TestCase
+TestOnDisk.settings = steps(bool(os.environ.get("KVSHELF_SOAK")))

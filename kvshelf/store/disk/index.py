@@ -37,9 +37,10 @@ class SqliteIndex(Index):
 
     def begin(self, writing: Writing, quota: Quota) -> None:
         size = writing.nbytes + writing.source_bytes
+        replaced = writing.cache_id if writing.nbytes else ""
         with self._database.write(durable=False) as tx:
-            caches, nbytes = _taken(tx, writing.cache_id, writing.tenant)
-            if quota.max_caches is not None and caches + 1 > quota.max_caches:
+            caches, nbytes = _taken(tx, replaced, writing.tenant)
+            if quota.max_caches is not None and replaced and caches + 1 > quota.max_caches:
                 raise QuotaExceeded(
                     f"{caches} caches are on the shelf, as many as may be ({quota.max_caches}); delete some first"
                 )
@@ -47,7 +48,7 @@ class SqliteIndex(Index):
                 raise QuotaExceeded(
                     f"{nbytes} of {quota.max_bytes} bytes are taken and {size} more are needed; delete caches first"
                 )
-            if quota.budget_bytes is not None and _taken(tx, writing.cache_id, None)[1] + size > quota.budget_bytes:
+            if quota.budget_bytes is not None and _taken(tx, replaced, None)[1] + size > quota.budget_bytes:
                 raise StorageFull(f"{size} bytes do not fit into the shelf's budget of {quota.budget_bytes}")
             tx.execute(
                 "INSERT INTO writes VALUES (?, ?, ?, ?, ?, ?, ?)",

@@ -1,0 +1,83 @@
+"""The homes that the same tests run on: a folder, and a real server. Each can be opened, damaged, and looked into."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvshelf.store.blobs import WRITE_LEASE_S
+from kvshelf.store.disk import DiskStore
+from kvshelf.store.manifest import Manifest
+from kvshelf.store.shelf import Shelf
+
+
+class Clock:
+    """A wall clock that a test sets."""
+
+    def __init__(self) -> None:
+        self.time = 1_800_000_000.0
+
+    def __call__(self) -> float:
+        return self.time
+
+
+class Place(abc.ABC):
+    """Where one shelf is, whether it is open or not."""
+
+    kind: str
+
+    @abc.abstractmethod
+    def open(self, **options: Any) -> Shelf:
+        """A store on this place; options of `DiskStore.open` that all homes have."""
+
+    @abc.abstractmethod
+    def names(self) -> set[str]:
+        """The names of all bytes that lie here and can be read."""
+
+    @abc.abstractmethod
+    def change(self, manifest: Manifest, how: Callable[[bytearray], bytearray | None]) -> None:
+        """Change the stored bytes of a cache behind the store's back; None removes them. A source is left alone."""
+
+    @abc.abstractmethod
+    def let_leases_run_out(self, clock: Clock) -> None:
+        """Of all writers that are silent now."""
+
+
+class DiskPlace(Place):
+    kind = "disk"
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def open(self, **options: Any) -> Shelf:
+        return DiskStore.open(self.folder, **options)
+
+    def names(self) -> set[str]:
+        return {path.stem for path in (self.folder / "blobs").iterdir()}
+
+    def change(self, manifest: Manifest, how: Callable[[bytearray], bytearray | None]) -> None:
+        files = (self.folder / "blobs").glob(f"{manifest.id.removeprefix('kvs_')}-*")
+        path = max(files, key=lambda file: file.stat().st_size)
+        changed = how(bytearray(path.read_bytes()))
+        if changed is None:
+            path.unlink()
+        else:
+            path.write_bytes(changed)
+
+    def let_leases_run_out(self, clock: Clock) -> None:
+        clock.time += WRITE_LEASE_S + 1
+
+
+def flip(data: bytearray) -> bytearray:
+    data[len(data) // 2] ^= 1
+    return data
+
+
+def cut(data: bytearray) -> bytearray:
+    return data[:-1]
+
+
+def gone(data: bytearray) -> None:  # noqa: ARG001 - a way to change bytes
+    return None

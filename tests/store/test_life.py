@@ -1,0 +1,382 @@
+"""What a shelf does with time and space: rules, quotas, eviction, sources, leases. The same on every home."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvshelf.errors import (
+    CacheCorrupt,
+    CacheExpired,
+    CacheNotFound,
+    InvalidRequest,
+    QuotaExceeded,
+    SourceNotKept,
+    StorageFull,
+    StoreUnavailable,
+)
+from kvshelf.store import Quota, Rules, Timings
+from kvshelf.store.artifact import CompressedCache
+from kvshelf.store.keyring import Keyring
+from kvshelf.store.shelf import Shelf
+from tests.store.caches import make_cache, require_equal
+from tests.store.places import Clock
+from tests.store.places import Place, flip, gone
+
+SIZE = len(make_cache().to_bytes())
+"""Of every cache of `make_cache` without arguments, whatever its seed."""
+
+
+def rules(**quota: int) -> Rules:
+    return Rules(quota=Quota(**quota))
+
+
+@pytest.fixture
+def shelf(place: Place, clock: Clock) -> Iterator[Shelf]:
+    with place.open(now=clock) as shelf:
+        yield shelf
+        assert shelf.check() == []
+
+
+# Expiry by rule
+
+
+def test_a_cache_without_an_expiry_gets_the_default(place: Place, clock: Clock) -> None:
+    with place.open(now=clock, rules=Rules(default_ttl_s=60)) as shelf:
+        assert shelf.put(make_cache(0)).expires_at == clock.time + 60
+        assert shelf.put(make_cache(1), ttl_s=5).expires_at == clock.time + 5
+        first = shelf.put(make_cache(2), ttl_s=500)
+        assert shelf.update(first.id, ttl_s=None).expires_at is None
+
+
+def test_no_cache_is_kept_longer_than_the_maximum(place: Place, clock: Clock) -> None:
+    with place.open(now=clock, rules=Rules(max_ttl_s=60, default_ttl_s=90)) as shelf:
+        manifest = shelf.put(make_cache())
+        assert manifest.expires_at == clock.time + 60
+        too_long: list[dict[str, Any]] = [{"ttl_s": 61}, {"expires_at": clock.time + 61}]
+        for asked in too_long:
+            with pytest.raises(InvalidRequest, match="kept for 60 s at most") as refusal:
+                shelf.put(make_cache(1), **asked)
+            assert refusal.value.param in asked
+            with pytest.raises(InvalidRequest):
+                shelf.expiry(**{"ttl_s": None, "expires_at": None} | asked)
+        with pytest.raises(InvalidRequest, match="no expiry"):
+            shelf.update(manifest.id, ttl_s=None)
+        assert shelf.update(manifest.id, ttl_s=10).expires_at == clock.time + 10
+        assert place.names() == {shelf._index.find(manifest.id, "default").name}  # type: ignore[union-attr]
+
+
+# Quotas
+
+
+def test_a_tenant_keeps_as_many_caches_as_it_may(place: Place, clock: Clock) -> None:
+    with place.open(now=clock, rules=rules(max_caches=2)) as shelf:
+        first = shelf.put(make_cache(0), tenant="me", ttl_s=10)
+        shelf.admit("me")
+        shelf.put(make_cache(1), tenant="me")
+        for refused in (lambda: shelf.put(make_cache(2), tenant="me"), lambda: shelf.admit("me")):
+            with pytest.raises(QuotaExceeded, match="2 caches"):
+                refused()
+        assert len(place.names()) == 2, "nothing of what was refused stays"
+        assert shelf.put(make_cache(0), tenant="me") == first, "what is there already is not refused"
+        shelf.put(make_cache(2), tenant="you")
+        clock.time += 10
+        shelf.admit("me")
+        shelf.put(make_cache(2), tenant="me")
+        with pytest.raises(CacheExpired):
+            shelf.stat(first.id, tenant="me")
+
+
+def test_a_tenant_keeps_as_many_bytes_as_it_may(place: Place, clock: Clock) -> None:
+    with place.open(now=clock, rules=rules(max_bytes=2 * SIZE + 10)) as shelf:
+        shelf.put(make_cache(0), source="ten bytes.")
+        kept = shelf.put(make_cache(1))
+        for seed, source in ((2, None), (1, "x")):
+            with pytest.raises(QuotaExceeded, match=f"{2 * SIZE + 10} of {2 * SIZE + 10} bytes are taken"):
+                shelf.put(make_cache(seed), source=source)
+        shelf.delete(kept.id)
+        assert shelf.usage(tenant="default").bytes == SIZE + 10
+        shelf.put(make_cache(2))
+
+
+def test_a_cache_that_is_replaced_does_not_count_twice(place: Place, clock: Clock) -> None:
+    with place.open(now=clock, rules=rules(max_caches=1, max_bytes=SIZE, budget_bytes=SIZE)) as shelf:
+        manifest = shelf.put(make_cache())
+        place.change(manifest, gone)
+        require_equal(make_cache(), shelf.get(shelf.put(make_cache()).id))
+
+
+# Eviction
+
+
+def costly(seconds: float) -> Timings:
+    return Timings(prefill_s=seconds)
+
+
+def test_a_full_home_evicts_what_costs_least_to_make_again(place: Place, clock: Clock) -> None:
+    with place.open(now=clock, rules=rules(budget_bytes=3 * SIZE)) as shelf:
+        ids = [shelf.put(make_cache(seed), timings=costly(cost)).id for seed, cost in enumerate((3, 1, 2))]
+        shelf.put(make_cache(3), timings=costly(5))
+        with pytest.raises(CacheExpired, match="was evicted to make room") as gone:
+            shelf.get(ids[1])
+        assert gone.value.details["reason"] == "evicted"
+        shelf.touch(ids[2])
+        shelf.touch(ids[2])  # 2 s, asked twice and made once: worth 6 s now
+        shelf.put(make_cache(4), timings=costly(5))
+        with pytest.raises(CacheExpired):
+            shelf.get(ids[0])
+        require_equal(make_cache(2), shelf.get(ids[2]))
+        assert shelf.usage().bytes == 3 * SIZE
+        assert len(place.names()) == 3
+        assert shelf.check() == []
+        assert shelf.put(make_cache(1)).id == ids[1], "what was evicted can be put again"
+
+
+def test_what_nobody_asks_grows_old(place: Place, clock: Clock) -> None:
+    """A cache that cost much goes in the end, if the others are asked again and again."""
+    with place.open(now=clock, rules=rules(budget_bytes=2 * SIZE)) as shelf:
+        old = shelf.put(make_cache(0), timings=costly(5)).id
+        for seed in range(1, 8):
+            shelf.put(make_cache(seed), timings=costly(1))
+        with pytest.raises(CacheExpired):
+            shelf.stat(old)
+
+
+def test_pinned_caches_and_those_that_are_read_are_not_evicted(place: Place, clock: Clock) -> None:
+    with place.open(now=clock, rules=rules(budget_bytes=3 * SIZE)) as shelf:
+        pinned = shelf.put(make_cache(0), pinned=True)
+        read = shelf.put(make_cache(1), timings=costly(1))
+        other = shelf.put(make_cache(2), timings=costly(9))
+        with shelf.open_cache(read.id) as arriving:
+            last = shelf.put(make_cache(3))
+            with pytest.raises(CacheExpired):
+                shelf.get(other.id)
+            shelf.update(last.id, pinned=True)
+            with pytest.raises(StorageFull, match="budget"):
+                shelf.put(make_cache(4))
+            arriving.read()
+            require_equal(make_cache(1), arriving.cache())
+        shelf.put(make_cache(4))
+        with pytest.raises(CacheExpired):
+            shelf.get(read.id)
+        for kept in (pinned, last):
+            shelf.get(kept.id)
+
+
+def test_a_cache_larger_than_the_home_drives_nobody_out(place: Place, clock: Clock) -> None:
+    with place.open(now=clock, rules=rules(budget_bytes=3 * SIZE)) as shelf:
+        ids = [shelf.put(make_cache(seed)).id for seed in range(3)]
+        with pytest.raises(StorageFull, match="do not fit"):
+            shelf.put(make_cache(9, num_tokens=4000, lengths=((2000, 2000),)))
+        for cache_id in ids:
+            shelf.stat(cache_id)
+        assert len(place.names()) == 3
+
+
+# Sources
+
+
+def test_a_source_is_kept_beside_its_cache(shelf: Shelf, place: Place) -> None:
+    text = "Zwölf Boxkämpfer \0 jagen\r\n" * 1000
+    manifest = shelf.put(make_cache(), source=text)
+    assert (manifest.has_source, shelf.stat(manifest.id).has_source) == (True, True)
+    assert shelf.source(manifest.id) == text
+    assert len(place.names()) == 2
+    assert shelf.usage().bytes == SIZE + len(text.encode())
+    with pytest.raises(CacheNotFound):
+        shelf.source(manifest.id, tenant="you")
+    assert shelf.delete(manifest.id).bytes_freed == SIZE + len(text.encode())
+    assert place.names() == set()
+
+
+def test_a_source_is_added_to_a_cache_that_is_there(shelf: Shelf, place: Place) -> None:
+    first = shelf.put(make_cache(), labels={"a": "b"})
+    with pytest.raises(SourceNotKept, match="was not kept"):
+        shelf.source(first.id)
+    for _ in range(2):
+        again = shelf.put(make_cache(), source="the text")
+        assert again.model_dump(exclude={"has_source", "source_digest"}) == first.model_dump(
+            exclude={"has_source", "source_digest"}
+        )
+    assert shelf.source(first.id) == "the text"
+    assert shelf.keep_source(first.id, "another text") == again, "a source that is kept stays"
+    assert len(place.names()) == 2
+
+
+@pytest.mark.parametrize("text", ["", "half \ud800", 5])
+def test_what_is_no_text_is_no_source(shelf: Shelf, place: Place, text: Any) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        shelf.put(make_cache(), source=text)
+    assert refusal.value.param == "source"
+    assert place.names() == set()
+
+
+# Registration and leases
+
+
+def test_a_writer_that_was_silent_for_too_long_cannot_publish(place: Place) -> None:
+    """Its lease has run out; nobody has swept or written the cache meanwhile."""
+    time_ = Clock()
+    if place.kind != "disk":
+        pytest.skip("a server's clock cannot be set; tests/store/test_homes_crash.py stops a real writer")
+
+    def late(step: str) -> None:
+        time_.time += 61 if step == "verified" else 0
+
+    with place.open(now=time_, on_step=late) as shelf, pytest.raises(StoreUnavailable, match="put it again"):
+        shelf.put(make_cache())
+    with place.open(now=time_) as shelf:
+        assert shelf.list().data == ()
+        shelf.sweep()
+        assert place.names() == set()
+
+
+def test_what_gave_way_is_removed_although_its_remover_died(place: Place) -> None:
+    """The index knows the names until the bytes are gone: a server has no folder to look for orphans in."""
+
+    class Died(Exception):
+        pass
+
+    def die(step: str) -> None:
+        if step == "published":
+            raise Died
+
+    with place.open() as shelf:
+        manifest = shelf.put(make_cache(), ttl_s=1e-3)
+    with place.open(on_step=die) as shelf, pytest.raises(Died):
+        shelf.put(make_cache())
+    with place.open() as shelf:
+        assert len(place.names()) == 2
+        assert shelf.sweep().orphans == 1
+        assert len(place.names()) == 1
+        require_equal(make_cache(), shelf.get(manifest.id))
+
+
+# Reading through, sealing
+
+
+def test_a_scrub_reads_everything_and_sets_aside_what_is_corrupt(place: Place) -> None:
+    with place.open() as shelf:
+        manifests = [shelf.put(make_cache(seed), tenant=f"t{seed % 2}", source="text") for seed in range(4)]
+        assert [found.problem for found in shelf.scrub()] == [None] * 4
+        place_of_blob = shelf._index.find(manifests[2].id, "t0")
+        assert place_of_blob is not None
+        shelf._blobs.remove(place_of_blob.source or "", place_of_blob.source_bytes)
+        shelf._blobs.remove(shelf._index.find(manifests[1].id, "t1").name, SIZE)  # type: ignore[union-attr, arg-type]
+        found = {one.id: one.problem for one in shelf.scrub()}
+        assert [found[m.id] is None for m in manifests] == [True, False, False, True]
+        for broken in (manifests[1], manifests[2]):
+            with pytest.raises(CacheCorrupt):
+                shelf.stat(broken.id, tenant=broken.tenant)
+
+
+def sealed(*keys: int) -> Rules:
+    return Rules(keyring=Keyring([bytes([key]) * 32 for key in keys]))
+
+
+def holds(place: Place, shelf: Shelf, cache: CompressedCache) -> bool:
+    """Whether plain bytes of a cache lie in the home."""
+    needle = cache.layers[0].keys.numpy().tobytes()[:64]
+    entry = shelf._index.find(shelf.cache_id(cache.identity), "default")
+    assert entry is not None
+    file = shelf._blobs.open(entry.name or "", entry.nbytes)
+    assert file is not None
+    with file:
+        return needle in (file.read(entry.nbytes) or b"")
+
+
+def test_a_sealed_shelf_keeps_nothing_in_the_clear(place: Place) -> None:
+    cache = make_cache()
+    with place.open(rules=sealed(1)) as shelf:
+        manifest = shelf.put(cache, source="a secret text")
+        require_equal(cache, shelf.get(manifest.id))
+        assert shelf.source(manifest.id) == "a secret text"
+        with shelf.open_blob(manifest.id) as found:
+            assert found.file.read() == cache.to_bytes(), "a download is the plain blob"
+        assert not holds(place, shelf, cache)
+        assert list(shelf.scrub())[0].problem is None
+        assert shelf.check() == []
+    for other in (None, sealed(2)):
+        with place.open(rules=other) as shelf, pytest.raises(StoreUnavailable, match="key"):
+            shelf.get(manifest.id)
+    with place.open(rules=sealed(1)) as shelf:
+        require_equal(cache, shelf.get(manifest.id))  # a missing key condemned nothing
+        place.change(manifest, flip)
+        with pytest.raises(CacheCorrupt):
+            shelf.get(manifest.id)
+
+
+def test_keys_are_rotated(place: Place) -> None:
+    caches = [make_cache(seed) for seed in range(3)]
+    with place.open() as shelf:
+        plain = shelf.put(caches[0], source="text", labels={"a": "b"})
+        assert holds(place, shelf, caches[0])
+    with place.open(rules=sealed(1)) as shelf:
+        old = shelf.put(caches[1])
+        assert shelf.get(plain.id) is not None, "what is not sealed yet can be read"
+    with place.open(rules=sealed(2, 1)) as shelf:
+        new = shelf.put(caches[2])
+        assert {found.id for found in shelf.reseal()} == {plain.id, old.id}
+        assert list(shelf.reseal()) == []
+        assert shelf.sweep().orphans == 0
+    with place.open(rules=sealed(2)) as shelf:
+        for cache, manifest in zip(caches, (plain, old, new), strict=True):
+            require_equal(cache, shelf.get(manifest.id))
+            assert not holds(place, shelf, cache)
+        assert shelf.stat(plain.id).labels == {"a": "b"}
+        assert shelf.source(plain.id) == "text"
+        assert len(place.names()) == 4
+
+
+def test_a_sealed_blob_under_another_id_does_not_open(place: Place) -> None:
+    with place.open(rules=sealed(1)) as shelf:
+        mine, theirs = shelf.put(make_cache(0)), shelf.put(make_cache(1), tenant="you")
+        stolen = bytearray()
+        with pytest.MonkeyPatch.context():
+            place.change(theirs, lambda data: stolen.extend(data) or data)  # type: ignore[func-returns-value]
+        place.change(mine, lambda _: stolen)
+        with pytest.raises(CacheCorrupt) as refusal:
+            shelf.get(mine.id)
+        assert refusal.value.details["reason"] == "sealed_damaged"
+
+
+def test_a_home_of_format_1_is_taken_over(tmp_path: Path) -> None:
+    """Golden: written by the version before writes had leases. Nothing of it is lost."""
+    import shutil
+
+    from tests.store.places import DiskPlace
+
+    golden = Path(__file__).parent / "golden" / "home_1"
+    shutil.copytree(golden, tmp_path / "home")
+    clock = Clock()
+    caches = [make_cache(seed, num_tokens=9, lengths=((4, 5),), dims=(2, 3)) for seed in range(4)]
+    place = DiskPlace(tmp_path / "home")
+    for _ in range(2):  # the second time it is of the new format
+        with place.open(now=clock) as shelf:
+            ids = [
+                shelf.cache_id(cache.identity, tenant="you" if n == 1 else "default") for n, cache in enumerate(caches)
+            ]
+            require_equal(caches[0], shelf.get(ids[0]))
+            require_equal(caches[1], shelf.get(ids[1], tenant="you"))
+            assert shelf.stat(ids[0]).model_dump(include={"name", "labels", "pinned", "uses"}) == {
+                "name": "one",
+                "labels": {"team": "x"},
+                "pinned": True,
+                "uses": 0,
+            }
+            with pytest.raises(CacheNotFound):
+                shelf.get(ids[2])
+            with pytest.raises(CacheCorrupt):
+                shelf.get(ids[3])
+            assert (shelf.usage().caches, shelf.usage(tenant="you").bytes) == (2, 1192)
+            assert shelf._index.find(ids[0], "default").cost_s == 3.0  # type: ignore[union-attr]
+            assert [entry.id for entry in shelf._index.victims(9)] == [ids[1]]
+            assert shelf.ledger.body("req_1") == b"x"
+            assert len(shelf.check()) == 1, "the one that is in quarantine"
+    clock.time += 101
+    with place.open(now=clock) as shelf:
+        assert shelf.sweep().expired == 1
+        assert len(place.names()) == 1
