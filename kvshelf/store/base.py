@@ -12,6 +12,7 @@ from typing import Any, BinaryIO, Final, Literal, Self
 from kvshelf.errors import CacheCorrupt, CacheNotFound, InvalidRequest
 from kvshelf.store.arriving import ArrivingCache
 from kvshelf.store.artifact import CompressedCache
+from kvshelf.store.blobs import Health
 from kvshelf.store.codecs import Codec
 from kvshelf.store.identity import Identity
 from kvshelf.store.ledger import Ledger
@@ -235,6 +236,10 @@ class Store(abc.ABC):
     @abc.abstractmethod
     def usage(self, *, tenant: str | None = None) -> Usage:
         """Caches and bytes of one tenant, or of all."""
+
+    @abc.abstractmethod
+    def health(self) -> Health:
+        """Whether the home answers, and may be used. Quick and walks nothing, unlike `check`."""
 
     @abc.abstractmethod
     def check(self) -> Sequence[str]:

@@ -10,6 +10,7 @@ import abc
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from io import RawIOBase
 from typing import ClassVar, Final
 
@@ -33,6 +34,17 @@ def new_name(cache_id: str) -> str:
 def is_name(name: str) -> bool:
     """Whether `new_name` can have made this name."""
     return _NAME.fullmatch(name) is not None
+
+
+@dataclass(frozen=True)
+class Health:
+    """What is amiss with a place that answers, one sentence each.
+
+    faults: why it must not be used, for it may lose parts of a cache. warnings: what an operator should know of.
+    """
+
+    faults: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 class Blobs(abc.ABC):
@@ -94,6 +106,10 @@ class Blobs(abc.ABC):
     @abc.abstractmethod
     def problems(self) -> list[str]:
         """What is amiss with the place itself, one sentence each: strange files, a server that may drop bytes."""
+
+    def health(self) -> Health:
+        """See `Health`. Quick: it is asked every few seconds, and walks nothing."""
+        return Health()
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -22,7 +22,7 @@ from kvshelf.store import base, blob, codecs, housekeeping, sealing
 from kvshelf.store.arriving import ArrivingCache
 from kvshelf.store.artifact import CompressedCache
 from kvshelf.store.base import UNSET, BlobFile, Page, Receipt, Scrubbed, Store, Swept, Unset
-from kvshelf.store.blobs import Blobs, Step
+from kvshelf.store.blobs import Blobs, Health, Step
 from kvshelf.store.identity import Identity
 from kvshelf.store.index import KEEP_ENDED_S, Entry, Index, Query
 from kvshelf.store.manifest import Manifest, Placement, Timings, Usage, describe, source_digest
@@ -352,6 +352,10 @@ class Shelf(Store):
 
     def usage(self, *, tenant: str | None = None) -> Usage:
         return self._index.usage(tenant)
+
+    def health(self) -> Health:
+        self._index.usage(None)
+        return self._blobs.health()
 
     def check(self) -> Sequence[str]:
         return housekeeping.problems(self._index, self._blobs)

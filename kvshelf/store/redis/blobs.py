@@ -19,7 +19,7 @@ from io import RawIOBase
 from typing import Final
 
 from kvshelf.errors import BlobError, StoreUnavailable
-from kvshelf.store.blobs import MARGIN_S, WRITE_LEASE_S, Blobs, Step, is_name
+from kvshelf.store.blobs import MARGIN_S, WRITE_LEASE_S, Blobs, Health, Step, is_name
 from kvshelf.store.redis.file import READ_LEASE_S, Piece, RedisFile
 from kvshelf.store.redis.link import RedisLink
 from kvshelf.store.redis.wire import Garbled, Refused, Wire
@@ -184,6 +184,13 @@ class RedisBlobs(Blobs):
 
     def problems(self) -> list[str]:
         return self._link.problems()
+
+    def health(self) -> Health:
+        servers = self._link.facts()
+        return Health(
+            faults=tuple(text for server in servers for text in server.problems()),
+            warnings=tuple(text for server in servers for text in server.warnings()),
+        )
 
     def close(self) -> None:
         """Nothing is held here; the link is the caller's."""
