@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from io import RawIOBase
 from types import TracebackType
 from typing import Self
@@ -33,10 +34,17 @@ class ArrivingCache:
     `with` block.
     """
 
-    def __init__(self, summary: BlobSummary, body: RawIOBase, guard: Guard) -> None:
-        """`body` stands at the first byte of the body. It is read once, from front to end, and closed."""
+    on_read: Callable[[CompressedCache], None] | None = None
+    """Called with the cache once `read` has handed out its last layer, on the same thread. It must not raise."""
+
+    elsewhere: Callable[[], ArrivingCache] | None = None
+    """Opens the same cache in another place. Called when these bytes turn out bad; what it raises, the layers raise."""
+
+    def __init__(self, summary: BlobSummary, body: RawIOBase | memoryview, guard: Guard) -> None:
+        """`body`: a file at the first byte of the body, which is read once, from front to end, and closed; or the body
+        itself, which must not change: the layers become views of it."""
         self._summary = summary
-        self._body = body
+        self._body, self._memory = (None, body) if isinstance(body, memoryview) else (body, None)
         self._guard = guard
         self._turn = threading.Lock()  # of whoever uses the file: a file is not closed while it is read
         self.identity = summary.header.to_identity()
@@ -64,10 +72,12 @@ class ArrivingCache:
                 with self._guard():
                     self._read_layers()
             except Exception as error:  # whatever it is, those who wait must hear of it
-                self._refuse(error)
+                self._read_elsewhere(error)
             finally:
                 self.close()  # nobody is left waiting, even when this thread is interrupted
-                self._body.close()
+                self._close_body()
+        if self.on_read is not None and not any(layer.exception() for layer in self.layers):
+            self.on_read(self.cache())
 
     def cache(self) -> CompressedCache:
         """The whole cache. Waits for all layers, and raises what became of the first one that failed."""
@@ -81,22 +91,41 @@ class ArrivingCache:
         """
         self._refuse(StoreUnavailable("the cache was closed before this layer was read; open it again"))
         if self._turn.acquire(blocking=False):  # otherwise the reader closes the file when it ends
-            self._body.close()
+            self._close_body()
             self._turn.release()
+
+    def _close_body(self) -> None:
+        if self._body is not None:
+            self._body.close()
 
     def _read_layers(self) -> None:
         header = self._summary.header
-        memory = fresh_memory(self.nbytes)
+        memory = fresh_memory(self.nbytes) if self._memory is None else self._memory
         storage = blob.as_tensor(memory)
         for index, (layer, arrived) in enumerate(zip(header.layers, self.layers, strict=True)):
             if arrived.done():  # closed
                 return
             segment = memory[layer.offset : layer.offset + layer.nbytes]
-            fill(self._body, segment)
+            if self._body is not None:
+                fill(self._body, segment)
             blob.check_segment(index, layer, segment)
             record = blob.read_segment(index, header, segment, storage)
             with suppress(InvalidStateError):  # closed meanwhile
                 arrived.set_result(record)
+
+    def _read_elsewhere(self, error: Exception) -> None:
+        """Let the layers that are missing come from the same cache in another place; `error` if there is none."""
+        if self.elsewhere is None:
+            return self._refuse(error)
+        try:
+            with self.elsewhere() as other:
+                if other.root != self.root:  # it was replaced meanwhile
+                    return self._refuse(error)
+                for mine, theirs in zip(self.layers, other.layers, strict=True):
+                    theirs.add_done_callback(partial(_pass_on, mine))
+                other.read()
+        except Exception as failure:
+            self._refuse(failure)
 
     def _refuse(self, error: Exception) -> None:
         for layer in self.layers:
@@ -111,3 +140,14 @@ class ArrivingCache:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _pass_on(mine: Future[LayerRecord], theirs: Future[LayerRecord]) -> None:
+    if mine.done():
+        return
+    with suppress(InvalidStateError):  # closed meanwhile
+        error = theirs.exception()
+        if error is None:
+            mine.set_result(theirs.result())
+        else:
+            mine.set_exception(error)

@@ -213,6 +213,15 @@ class Shelf(Store):
     def stat(self, cache_id: str, *, tenant: str = "default") -> Manifest:
         return self._ready(cache_id, tenant).manifest()
 
+    def remembers(self, cache_id: str, *, tenant: str = "default") -> bool:
+        """Whether this home has a cache or knows how it ended. `CacheNotFound` alone does not tell the two from an id
+        that it never had, or lost."""
+        return self._index.find(base.require_id(cache_id), tenant) is not None
+
+    def manifests(self) -> Iterator[Manifest]:
+        """Those of the live caches of all tenants."""
+        return (entry.manifest() for entry in self._index.stored() if entry.live(self._now()))
+
     def _ready(self, cache_id: str, tenant: str) -> Entry:
         """The entry of a cache that may be read, or the error that says why it may not."""
         base.require_id(cache_id)
