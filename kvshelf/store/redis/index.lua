@@ -1,0 +1,511 @@
+-- The index of a Redis home. One call of this script is one operation, and so one atomic step. Called by index.py.
+--
+-- KEYS[1] is `{prefix}:home`. All other keys begin with `{prefix}:` too, so that a cluster keeps them on one node and
+-- the script may make up their names. ARGV: the operation, the incarnation of the home that the caller knows, then names
+-- and values in turn; what is none is left out. The reply begins with a word. Numbers in it are texts, because Redis
+-- cuts the fractions of Lua's numbers off.
+--
+--   home             hash: format, key, incarnation; seq: the last one given; clock: of eviction
+--   c:<id>           hash: the fields of an Entry but its text
+--   m:<id>           the manifest's text
+--   stored           ready and corrupt ids by seq
+--   l:<digest>       ready ids by seq: those of one tenant, and of one document, model, policy, label of a tenant
+--   expiry           stored ids by expires_at
+--   eviction         ready ids that are not pinned, by priority
+--   ended            ids of tombstones by ended_at
+--   places           hash: stored id -> "<bytes> <digests of its listings> <tenant>", all that is to be undone when it
+--                    ends. Its own hash cannot tell, for the server may have dropped that
+--   u, u:<tenant>    hash: caches and bytes of ready entries; held_caches and held_bytes of writes not revoked
+--   writes           names of writes by the end of their lease, in ms of the server's clock; 0: revoked, or given way
+--   w:<id>           hash: name of a write of this cache -> "<nbytes> <source_bytes> <source or -> <tenant>"
+--
+-- A server without memory refuses the first write of a script or none. So what makes a cache visible begins with a
+-- write that may be refused, and what gives memory back with one that is always granted (ZREM, HDEL, DEL).
+
+local call = redis.call
+local HOME = KEYS[1]
+local BASE = HOME:sub(1, -5)
+local STORED, EXPIRY, EVICTION, ENDED = BASE .. 'stored', BASE .. 'expiry', BASE .. 'eviction', BASE .. 'ended'
+local PLACES, WRITES, USAGE = BASE .. 'places', BASE .. 'writes', BASE .. 'u'
+
+local a = {}
+for i = 3, #ARGV, 2 do a[ARGV[i]] = ARGV[i + 1] end
+
+local operations = {}
+
+-- Numbers, time, keys
+
+local function whole(number) return string.format('%.0f', number + 0) end -- + 0: Redis takes no "-0"
+
+local function exact(number) return string.format('%.17g', number) end
+
+local function server_us()
+  local time = call('TIME')
+  return time[1] * 1e6 + time[2]
+end
+
+local function server_ms() return math.floor(server_us() / 1e3) end
+
+local function entry_key(id) return BASE .. 'c:' .. id end
+
+local function manifest_key(id) return BASE .. 'm:' .. id end
+
+local function listing_key(digest) return BASE .. 'l:' .. digest end
+
+local function cache_of(name) return 'kvs_' .. name:sub(1, 40) end -- see new_name in blobs.py
+
+local function write_key(name) return BASE .. 'w:' .. cache_of(name) end
+
+local function words(text) return text:gmatch('[^,]+') end
+
+local function read(key)
+  local flat = call('HGETALL', key)
+  if #flat == 0 then return nil end
+  local found = {}
+  for i = 1, #flat, 2 do found[flat[i]] = flat[i + 1] end
+  return found
+end
+
+-- Counting
+
+local function count(tenant, caches, bytes, kind)
+  for _, key in ipairs({USAGE, USAGE .. ':' .. tenant}) do
+    call('HINCRBY', key, kind .. 'caches', whole(caches))
+    call('HINCRBY', key, kind .. 'bytes', whole(bytes))
+    local left = false
+    for _, number in ipairs(call('HVALS', key)) do left = left or number ~= '0' end
+    if not left then call('DEL', key) end
+  end
+end
+
+-- Bytes, digests of listings and tenant of a stored id. Listings is '' for a corrupt one, which does not count.
+local function place(id)
+  local record = call('HGET', PLACES, id)
+  if record then return record:match('^(%d+) (%S*) (.*)$') end
+end
+
+local function drop(id)
+  call('ZREM', STORED, id)
+  call('ZREM', EXPIRY, id)
+  call('ZREM', EVICTION, id)
+  local bytes, listings, tenant = place(id)
+  if not bytes then return end
+  for digest in words(listings) do call('ZREM', listing_key(digest), id) end
+  if listings ~= '' then count(tenant, -1, -bytes, '') end
+  call('HDEL', PLACES, id)
+end
+
+-- The manifest goes first: while it can be read there is something behind it.
+local function keep_until(id, expires_at)
+  if expires_at then
+    call('PEXPIREAT', manifest_key(id), whole(math.ceil(expires_at * 1000) + 1000))
+    call('PEXPIREAT', entry_key(id), whole(math.ceil((expires_at + a.keep_ended_s) * 1000)))
+  else
+    call('PERSIST', manifest_key(id))
+    call('PERSIST', entry_key(id))
+  end
+end
+
+local function enlist(id, listings)
+  local entry = read(entry_key(id))
+  local bytes = '0'
+  call('ZADD', STORED, entry.seq, id)
+  if entry.expires_at then call('ZADD', EXPIRY, entry.expires_at, id) end
+  if entry.state == 'ready' then
+    bytes = whole(entry.nbytes + entry.source_bytes)
+    for digest in words(listings) do call('ZADD', listing_key(digest), entry.seq, id) end
+    if entry.pinned == '0' then call('ZADD', EVICTION, entry.priority, id) end
+    count(entry.tenant, 1, bytes, '')
+  end
+  call('HSET', PLACES, id, bytes .. ' ' .. listings .. ' ' .. entry.tenant)
+  keep_until(id, entry.expires_at)
+end
+
+-- kvshelf.store.eviction.priority
+local function priority(uses, cost_s, nbytes)
+  local clock = tonumber(call('HGET', HOME, 'clock') or 0)
+  return exact(clock + uses * cost_s / (nbytes / 1e6))
+end
+
+-- Entries
+
+-- The fields as a JSON object of texts, and the manifest; or false. Where there is no manifest, the server's time tells
+-- whether it ended in time.
+local function show(id)
+  local entry = read(entry_key(id))
+  if not entry then return false end
+  local text = call('GET', manifest_key(id))
+  if not text then entry.server_s = exact(server_us() / 1e6) end
+  return {cjson.encode(entry), text}
+end
+
+local function show_all(ids)
+  local found = {}
+  for _, id in ipairs(ids) do
+    local shown = show(id)
+    if shown then found[#found + 1] = shown end
+  end
+  return found
+end
+
+local function is_stored(entry) return entry.state == 'ready' or entry.state == 'corrupt' end
+
+local function is_expired(expires_at, now) return expires_at and tonumber(expires_at) <= tonumber(now) end
+
+local function is_live(entry, now)
+  return entry.state == 'ready' and not is_expired(entry.expires_at, now)
+    and call('EXISTS', manifest_key(entry.id)) == 1
+end
+
+-- Later than all before it also where a server came back without its last writes.
+local function next_seq()
+  local seq = whole(math.max(tonumber(call('HGET', HOME, 'seq') or 0) + 1, server_us()))
+  call('HSET', HOME, 'seq', seq)
+  return seq
+end
+
+-- Writes
+
+local function leased(name)
+  local lease_until = call('ZSCORE', WRITES, name)
+  return lease_until and tonumber(lease_until) > server_ms()
+end
+
+local function lease(name) call('ZADD', WRITES, whole(server_ms() + a.lease_ms), name) end
+
+local function is_held(name) return tonumber(call('ZSCORE', WRITES, name) or 0) > 0 end
+
+local function write_record(write)
+  return table.concat({write.nbytes, write.source_bytes, write.source or '-', write.tenant}, ' ')
+end
+
+-- nbytes, source_bytes, source, tenant
+local function parse_write(record) return record:match('^(%d+) (%d+) (%S+) (.*)$') end
+
+-- A write without a blob adds a source to a cache that counts already.
+local function held_caches(nbytes) return nbytes == '0' and 0 or 1 end
+
+local function release(record)
+  local nbytes, source_bytes, _, tenant = parse_write(record)
+  count(tenant, -held_caches(nbytes), -(nbytes + source_bytes), 'held_')
+end
+
+local function end_write(name)
+  local record = call('HGET', write_key(name), name)
+  if not record then return end
+  local held = is_held(name)
+  call('ZREM', WRITES, name)
+  call('HDEL', write_key(name), name)
+  if held then release(record) end
+end
+
+local function revoke(name)
+  call('ZREM', WRITES, name) -- ZADD alone might be refused
+  call('ZADD', WRITES, 0, name)
+  release(call('HGET', write_key(name), name))
+end
+
+-- Names that an entry has no more are those of a write that may not be published: a sweep removes their bytes.
+local function retire(write)
+  call('HSET', write_key(write.name), write.name, write_record(write))
+  call('ZADD', WRITES, 0, write.name)
+end
+
+-- name, record, name, record, ...
+local function list_writes(first, last)
+  local found = {}
+  for _, name in ipairs(call('ZRANGEBYSCORE', WRITES, first, last, 'LIMIT', 0, a.limit)) do
+    found[#found + 1] = name
+    found[#found + 1] = call('HGET', write_key(name), name)
+  end
+  return {'writes', found}
+end
+
+-- Caches and bytes of one cache id, ready or being written, which a blob that is to be written now will replace.
+local function replaced_by(name, blob_bytes)
+  local caches, bytes = 0, 0
+  if blob_bytes == '0' then return caches, bytes end
+  local ready_bytes, listings = place(cache_of(name))
+  if ready_bytes and listings ~= '' then caches, bytes = 1, tonumber(ready_bytes) end
+  for other, record in pairs(read(write_key(name)) or {}) do
+    local nbytes, source_bytes = parse_write(record)
+    if is_held(other) then caches, bytes = caches + held_caches(nbytes), bytes + nbytes + source_bytes end
+  end
+  return caches, bytes
+end
+
+local function taken_without(key, caches, bytes)
+  local usage = read(key) or {}
+  return (usage.caches or 0) + (usage.held_caches or 0) - caches, (usage.bytes or 0) + (usage.held_bytes or 0) - bytes
+end
+
+function operations.begin()
+  local size = a.nbytes + a.source_bytes
+  local own_caches, own_bytes = replaced_by(a.name, a.nbytes)
+  local caches, bytes = taken_without(USAGE .. ':' .. a.tenant, own_caches, own_bytes)
+  local after = caches + held_caches(a.nbytes)
+  if a.max_caches and after > caches and after > tonumber(a.max_caches) then return {'max_caches', whole(caches)} end
+  if a.max_bytes and bytes + size > tonumber(a.max_bytes) then return {'max_bytes', whole(bytes)} end
+  local _, all_bytes = taken_without(USAGE, own_caches, own_bytes)
+  if a.budget_bytes and all_bytes + size > tonumber(a.budget_bytes) then return {'budget_bytes', whole(all_bytes)} end
+  if call('HSETNX', write_key(a.name), a.name, write_record(a)) == 1 then
+    count(a.tenant, held_caches(a.nbytes), size, 'held_')
+  end
+  lease(a.name)
+  return {'begun'}
+end
+
+function operations.renew()
+  if not leased(a.name) then return {'lapsed'} end
+  lease(a.name)
+  return {'renewed'}
+end
+
+function operations.abandon()
+  end_write(a.name)
+  return {'abandoned'}
+end
+
+function operations.abandoned()
+  local lapsed = call('ZRANGEBYSCORE', WRITES, '(0', whole(server_ms()), 'LIMIT', 0, a.limit)
+  for _, name in ipairs(lapsed) do revoke(name) end
+  return list_writes(0, 0)
+end
+
+function operations.writes() return list_writes(a.first, '+inf') end
+
+function operations.publish()
+  local old = read(entry_key(a.id))
+  if old and old.name == a.name then return {'published'} end -- by this call, whose answer was lost
+  if not leased(a.name) then return {'lapsed'} end
+  local shown = old and is_stored(old) and show(a.id)
+  if old and old.name ~= a.over and is_live(old, a.now) then return {'kept', shown} end
+  call('SET', manifest_key(a.id), a.text)
+  drop(a.id)
+  if old and is_stored(old) then retire(old) end
+  call('ZREM', ENDED, a.id)
+  call('DEL', entry_key(a.id))
+  call('HSET', entry_key(a.id), 'seq', next_seq(), 'id', a.id, 'tenant', a.tenant, 'state', 'ready', 'version', '0',
+    'name', a.name, 'nbytes', a.nbytes, 'source_bytes', a.source_bytes, 'uses', '0', 'cost_s', a.cost_s,
+    'priority', priority(1, a.cost_s, a.nbytes), 'pinned', a.pinned)
+  if a.source then call('HSET', entry_key(a.id), 'source', a.source) end
+  if a.expires_at then call('HSET', entry_key(a.id), 'expires_at', a.expires_at) end
+  enlist(a.id, a.listings)
+  end_write(a.name)
+  return {'published', shown}
+end
+
+-- Reading
+
+function operations.find()
+  local tenant = call('HGET', entry_key(a.id), 'tenant')
+  return {'found', tenant == a.tenant and show(a.id)}
+end
+
+local function is_in_all(id, listings)
+  for _, key in ipairs(listings) do
+    if not call('ZSCORE', key, id) then return false end
+  end
+  return true
+end
+
+-- Walks down the smallest of the wanted listings, `steps` look-ups at most, and says where to go on if there is more.
+function operations.listing()
+  local wanted = {}
+  for digest in words(a.listings) do wanted[#wanted + 1] = listing_key(digest) end
+  table.sort(wanted, function(one, other) return call('ZCARD', one) < call('ZCARD', other) end)
+  local smallest, batch, limit = table.remove(wanted, 1), math.ceil(a.steps / (#wanted + 1)), tonumber(a.limit)
+  local walked = call('ZREVRANGEBYSCORE', smallest, a.before, '-inf', 'WITHSCORES', 'LIMIT', 0, batch)
+  local found, seq = {}, false
+  for i = 1, #walked, 2 do
+    if #found == limit then break end
+    local id = walked[i]
+    seq = walked[i + 1]
+    if is_in_all(id, wanted) and not is_expired(call('HGET', entry_key(id), 'expires_at'), a.now) then
+      local shown = show(id)
+      if shown and shown[2] then found[#found + 1] = shown end
+    end
+  end
+  local ended = #walked < 2 * batch and seq == (walked[#walked] or false)
+  return {'listing', not ended and seq, found}
+end
+
+function operations.stored()
+  local walked = call('ZRANGEBYSCORE', STORED, '(' .. a.after, '+inf', 'WITHSCORES', 'LIMIT', 0, a.limit)
+  local ids = {}
+  for i = 1, #walked, 2 do ids[#ids + 1] = walked[i] end
+  return {'stored', walked[#walked] or false, show_all(ids)}
+end
+
+function operations.knows()
+  local entry = call('HMGET', entry_key(cache_of(a.name)), 'name', 'source')
+  local known = entry[1] == a.name or entry[2] == a.name
+  for name, record in pairs(read(write_key(a.name)) or {}) do
+    local _, _, source = parse_write(record)
+    known = known or name == a.name or source == a.name
+  end
+  return {known and 'known' or 'unknown'}
+end
+
+-- Changing
+
+local function rewrite()
+  local entry = read(entry_key(a.id))
+  local same = entry and entry.state == 'ready' and entry.name == a.entry_name and entry.version == a.version
+  if not same or call('EXISTS', manifest_key(a.id)) == 0 then return false end
+  call('SET', manifest_key(a.id), a.text)
+  drop(a.id)
+  call('HSET', entry_key(a.id), 'version', whole(entry.version + 1), 'pinned', a.pinned)
+  if a.expires_at then
+    call('HSET', entry_key(a.id), 'expires_at', a.expires_at)
+  else
+    call('HDEL', entry_key(a.id), 'expires_at')
+  end
+  if a.source then
+    if entry.source then
+      retire({name = entry.source, nbytes = '0', source = entry.source, source_bytes = entry.source_bytes,
+        tenant = entry.tenant})
+    end
+    call('HSET', entry_key(a.id), 'source', a.source, 'source_bytes', a.source_bytes)
+  end
+  enlist(a.id, a.listings)
+  return true
+end
+
+function operations.rewrite() return {rewrite() and 'done' or 'changed'} end
+
+function operations.set_source()
+  if call('HGET', entry_key(a.id), 'source') == a.source then return {'done'} end -- by this call, whose answer was lost
+  if not leased(a.name) then return {'lapsed'} end
+  if not rewrite() then return {'changed'} end
+  end_write(a.name)
+  return {'done'}
+end
+
+function operations.touch()
+  local entry = read(entry_key(a.id))
+  if entry and entry.tenant == a.tenant and entry.state == 'ready' then
+    local uses = entry.uses + 1
+    local lifted = priority(uses + 1, entry.cost_s, entry.nbytes)
+    call('ZREM', EVICTION, a.id)
+    call('HSET', entry_key(a.id), 'uses', whole(uses), 'last_used_at', a.now, 'priority', lifted)
+    if entry.pinned == '0' then call('ZADD', EVICTION, lifted, a.id) end
+  end
+  return {'touched'}
+end
+
+function operations.mark_corrupt()
+  local entry = read(entry_key(a.id))
+  if not entry or entry.state ~= 'ready' or entry.name ~= a.entry_name then return {'changed'} end
+  drop(a.id)
+  call('HSET', entry_key(a.id), 'state', 'corrupt', 'problem', a.problem)
+  enlist(a.id, '')
+  return {'done'}
+end
+
+local function may_bury(entry)
+  if a.state == 'deleted' then return entry.state ~= 'deleted' end
+  if a.state == 'evicted' then return entry.state == 'ready' and entry.pinned == '0' end
+  return is_stored(entry) and is_expired(entry.expires_at, a.now)
+end
+
+function operations.bury()
+  local entry = read(entry_key(a.id))
+  if not entry or entry.seq ~= a.seq or not may_bury(entry) then return {'changed'} end
+  drop(a.id)
+  call('DEL', manifest_key(a.id), entry_key(a.id))
+  if is_stored(entry) then retire(entry) end
+  call('HSET', entry_key(a.id), 'seq', entry.seq, 'id', a.id, 'tenant', entry.tenant, 'state', a.state,
+    'version', entry.version, 'ended_at', a.now)
+  call('PEXPIREAT', entry_key(a.id), whole(math.ceil((a.now + a.keep_ended_s) * 1000)))
+  call('ZADD', ENDED, a.now, a.id)
+  local clock = tonumber(call('HGET', HOME, 'clock') or 0)
+  if a.state == 'evicted' and tonumber(entry.priority) > clock then call('HSET', HOME, 'clock', entry.priority) end
+  return {'done'}
+end
+
+function operations.expired()
+  local ids = call('ZRANGEBYSCORE', EXPIRY, '-inf', a.now, 'LIMIT', 0, a.limit)
+  for _, id in ipairs(ids) do
+    if call('EXISTS', entry_key(id)) == 0 then drop(id) end -- the server was faster than any sweep
+  end
+  return {'expired', show_all(ids)}
+end
+
+function operations.victims() return {'victims', show_all(call('ZRANGE', EVICTION, 0, a.limit - 1))} end
+
+function operations.forget()
+  local ids = call('ZRANGEBYSCORE', ENDED, '-inf', '(' .. a.before, 'LIMIT', 0, a.limit)
+  for _, id in ipairs(ids) do
+    call('ZREM', ENDED, id)
+    call('DEL', entry_key(id))
+  end
+  return {'forgotten', whole(#ids)}
+end
+
+-- The home itself
+
+function operations.open()
+  if call('EXISTS', HOME) == 0 then
+    call('HSET', HOME, 'format', a.format, 'key', a.key, 'incarnation', a.incarnation)
+  end
+  return {'home', call('HMGET', HOME, 'format', 'key', 'incarnation')}
+end
+
+-- For problems(): each stored entry held against every place that must know it.
+
+local function is_ranked(entry)
+  local rank = call('ZSCORE', EVICTION, entry.id)
+  if entry.pinned == '1' then return not rank end
+  return rank and tonumber(rank) == tonumber(entry.priority)
+end
+
+local function misplaced(id, seq)
+  local entry = read(entry_key(id))
+  local bytes, listings = place(id)
+  if not bytes then return 'has no place' end
+  if not entry then return nil end -- dropped by the server; a sweep undoes the rest
+  if entry.seq ~= seq then return 'is kept under another seq' end
+  local expires_at = call('ZSCORE', EXPIRY, id) or 0
+  if tonumber(expires_at) ~= tonumber(entry.expires_at or 0) then return 'expires at another time' end
+  if entry.state == 'corrupt' then return listings ~= '' and 'is corrupt and listed' or nil end
+  if entry.state ~= 'ready' then return 'has ended and is kept' end
+  if tonumber(bytes) ~= entry.nbytes + entry.source_bytes then return 'is counted with other bytes' end
+  for digest in words(listings) do
+    if call('ZSCORE', listing_key(digest), id) ~= seq then return 'is missing in a listing' end
+  end
+  if not is_ranked(entry) then return 'has the wrong rank for eviction' end
+  local gone = call('EXISTS', manifest_key(id)) == 0 and not is_expired(entry.expires_at, server_us() / 1e6)
+  return gone and 'has lost its manifest' or nil
+end
+
+function operations.audit()
+  local walked = call('ZRANGEBYSCORE', STORED, '(' .. a.after, '+inf', 'WITHSCORES', 'LIMIT', 0, a.limit)
+  local found = {}
+  for i = 1, #walked, 2 do
+    local id, seq = walked[i], walked[i + 1]
+    local bytes, listings, tenant = place(id)
+    found[#found + 1] = {id, misplaced(id, seq) or '', listings or '', bytes or '0', tenant or '',
+      call('ZSCORE', EXPIRY, id) and '1' or '0', call('ZSCORE', EVICTION, id) and '1' or '0'}
+  end
+  return {'audit', walked[#walked] or false, found}
+end
+
+local sizes = {zset = 'ZCARD', hash = 'HLEN', none = 'EXISTS'}
+
+-- Of each key how much it holds, or one field of it: '<field>@<key>'. The keys stand between zero bytes.
+function operations.counts()
+  local found = {}
+  for key in (a.keys .. '\0'):gmatch('(.-)%z') do
+    local field, hash = key:match('^(%l+_?%l*)@(.*)$')
+    if field then
+      found[#found + 1] = call('HGET', BASE .. hash, field) or '0'
+    else
+      found[#found + 1] = whole(call(sizes[call('TYPE', BASE .. key).ok], BASE .. key))
+    end
+  end
+  return {'counts', found}
+end
+
+if ARGV[1] ~= 'open' and call('HGET', HOME, 'incarnation') ~= ARGV[2] then return {'lost'} end
+return operations[ARGV[1]]()

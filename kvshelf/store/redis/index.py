@@ -1,0 +1,407 @@
+"""The index of a Redis home: every method is one call of `index.lua`, which the server runs as one atomic step.
+
+The head of `index.lua` tells what is stored under which key. Leases are on the server's clock. Expiry is set on the
+server too, so that a manifest ends by itself. `RedisLink` sends nothing twice; still, what a caller might undo if
+it took it for failed (`begin`, `publish`, `set_source`) can be repeated without harm.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from importlib import resources
+from typing import Any, Final, Literal, Self, cast
+
+from kvshelf.errors import QuotaExceeded, StorageFull, StoreUnavailable
+from kvshelf.store.blobs import WRITE_LEASE_S
+from kvshelf.store.identity import digest
+from kvshelf.store.index import KEEP_ENDED_S, Entry, EntryState, Index, Query, Quota, Writing
+from kvshelf.store.manifest import Manifest, Usage
+from kvshelf.store.redis.ledger import RedisLedger
+from kvshelf.store.redis.link import RedisLink
+from kvshelf.store.redis.wire import Part
+
+HOME_FORMAT: Final = 1
+"""Raised when the keys change in a way that older versions cannot read."""
+
+_SCRIPT: Final = resources.files("kvshelf.store.redis").joinpath("index.lua").read_text()
+
+_BATCH: Final = 100
+"""Entries in one call: some hundred KB of manifests, and a few milliseconds in which the server does nothing else."""
+
+_STEPS: Final = 1000
+"""Simple look-ups in one call: about as long."""
+
+_ATTEMPTS: Final = 3
+
+_Value = str | bytes | int | float | None
+
+
+class RedisIndex(Index):
+    """See `Index`. Made by `open`. Raises `StoreUnavailable` for values under our keys that are not ours, too."""
+
+    def __init__(self, link: RedisLink, prefix: str, write_lease_s: float) -> None:
+        self.ledger = RedisLedger(link, prefix)
+        self.write_lease_s = write_lease_s
+        self._incarnation = ""
+        self._link = link
+        self._home = f"{{{prefix}}}:home"
+
+    @classmethod
+    def open(
+        cls, link: RedisLink, prefix: str, key: bytes | None = None, *, write_lease_s: float = WRITE_LEASE_S
+    ) -> Self:
+        """Connect to the home of a prefix; an empty one is made.
+
+        key: the key that an empty home gets, for one who remembers it from an earlier life; else a random one.
+        """
+        index = cls(link, prefix, write_lease_s)
+        index.key, index._incarnation = index._enter(key or secrets.token_bytes(32))
+        return index
+
+    @property
+    def incarnation(self) -> str:
+        return self._incarnation
+
+    # Writing
+
+    def begin(self, writing: Writing, quota: Quota) -> None:
+        word, *rest = self._run(
+            "begin",
+            **_writing_fields(writing),
+            lease_ms=self._lease_ms,
+            max_caches=quota.max_caches,
+            max_bytes=quota.max_bytes,
+            budget_bytes=quota.budget_bytes,
+        )
+        size = writing.nbytes + writing.source_bytes
+        match word:
+            case "max_caches":
+                raise QuotaExceeded(
+                    f"{_int(rest)} caches are on the shelf, as many as may be ({quota.max_caches}); delete some first"
+                )
+            case "max_bytes":
+                raise QuotaExceeded(
+                    f"{_int(rest)} of {quota.max_bytes} bytes are taken and {size} more are needed; delete caches first"
+                )
+            case "budget_bytes":
+                raise StorageFull(f"{size} bytes do not fit into the shelf's budget of {quota.budget_bytes}")
+
+    def renew(self, name: str) -> None:
+        _require_lease(self._run("renew", name=name, lease_ms=self._lease_ms))
+
+    def abandon(self, name: str) -> None:
+        self._run("abandon", name=name)
+
+    def abandoned(self) -> list[Writing]:
+        return _writings(self._run("abandoned", limit=_BATCH))
+
+    def publish(
+        self, writing: Writing, manifest: Manifest, *, over: str | None, cost_s: float, now: float
+    ) -> tuple[bool, Entry | None]:
+        reply = self._run(
+            "publish",
+            **_writing_fields(writing),
+            **_manifest_fields(manifest),
+            over=over,
+            cost_s=cost_s,
+            now=now,
+        )
+        _require_lease(reply)
+        entry = _entry(reply[1]) if len(reply) > 1 and reply[1] else None
+        return reply[0] == "published", entry
+
+    # Reading
+
+    def find(self, cache_id: str, tenant: str) -> Entry | None:
+        reply = self._run("find", id=cache_id, tenant=tenant)
+        return _entry(reply[1]) if len(reply) > 1 and reply[1] else None
+
+    def listing(self, query: Query, now: float, before: int | None, limit: int) -> list[Entry]:
+        listings = ",".join(_wanted(query))
+        found: list[Entry] = []
+        place: bytes | None = b"+inf" if before is None else b"(%d" % before
+        steps = min(2 * limit, _STEPS)  # often enough
+        while place is not None and len(found) < limit:
+            room = min(limit - len(found), _BATCH)
+            reply = self._run("listing", listings=listings, before=place, now=now, limit=room, steps=steps)
+            found += map(_entry, reply[2])
+            place = None if reply[1] is None else b"(" + reply[1]
+            steps = _STEPS
+        return found
+
+    def usage(self, tenant: str | None) -> Usage:
+        key = "u" if tenant is None else f"u:{tenant}"
+        counts = self._counts([f"caches@{key}", f"bytes@{key}"])
+        return Usage(caches=counts[f"caches@{key}"], bytes=counts[f"bytes@{key}"])
+
+    def stored(self) -> Iterator[Entry]:
+        for batch in self._walk("stored"):
+            # One that the server has ended is left to the sweep.
+            yield from (entry for entry in map(_entry, batch) if entry.stored)
+
+    def knows(self, name: str) -> bool:
+        return bool(self._run("knows", name=name)[0] == "known")
+
+    # Changing
+
+    def rewrite(self, entry: Entry, manifest: Manifest) -> bool:
+        return _is_done(self._run("rewrite", **_manifest_fields(manifest), **_expected(entry)))
+
+    def set_source(self, writing: Writing, entry: Entry, manifest: Manifest) -> bool:
+        fields = _writing_fields(writing) | _manifest_fields(manifest)
+        reply = self._run("set_source", **fields, **_expected(entry))
+        _require_lease(reply)
+        return _is_done(reply)
+
+    def touch(self, cache_id: str, tenant: str, now: float) -> None:
+        self._run("touch", id=cache_id, tenant=tenant, now=now)
+
+    def mark_corrupt(self, entry: Entry, problem: str) -> bool:
+        reply = self._run(
+            "mark_corrupt", id=entry.id, entry_name=entry.name, problem=problem, keep_ended_s=KEEP_ENDED_S
+        )
+        return _is_done(reply)
+
+    def bury(self, entry: Entry, state: Literal["expired", "evicted", "deleted"], now: float) -> bool:
+        return _is_done(self._run("bury", id=entry.id, seq=entry.seq, state=state, now=now, keep_ended_s=KEEP_ENDED_S))
+
+    def expired(self, now: float, limit: int) -> list[Entry]:
+        return [_entry(shown, as_kept=True) for shown in self._run("expired", now=now, limit=limit)[1]]
+
+    def victims(self, limit: int) -> list[Entry]:
+        return [_entry(shown, as_kept=True) for shown in self._run("victims", limit=limit)[1]]
+
+    def forget(self, before: float) -> int:
+        count = 0
+        while forgotten := _int(self._run("forget", before=before, limit=_STEPS)[1:]):
+            count += forgotten
+        return count
+
+    # Care
+
+    def problems(self) -> list[str]:
+        """Every stored entry is held against all places that know it; then those places must hold no more than that.
+
+        Others work on the home meanwhile, so a count is a problem only if it is off by as much twice.
+        """
+        found, once = self._recount()
+        twice = self._recount()[1] if any(once.values()) else once
+        off = [what for what, number in once.items() if number and number == twice[what]]
+        return found + [f"index: {what} is off by {once[what]}" for what in off]
+
+    def close(self) -> None:
+        self._link.close()
+
+    def _run(self, operation: str, **values: _Value) -> list[Any]:
+        """The reply of an operation; its first word is text. A home that is gone is made again with our key."""
+        args = [part for name, value in values.items() if value is not None for part in (name, _part(value))]
+        for _ in range(_ATTEMPTS):
+            reply = self._link.script(_SCRIPT, [self._home], [operation, self._incarnation, *args])
+            word = _text(reply[0])
+            if word != "lost":
+                return [word, *reply[1:]]
+            self._enter_again()
+        raise StoreUnavailable("the shelf in Redis is emptied again and again; see who else uses this server")
+
+    def _enter(self, key: bytes) -> tuple[bytes, str]:
+        """Key and incarnation of the home, which is made with `key` if it is empty. The first of several makes it."""
+        args: list[Part] = ["format", str(HOME_FORMAT), "key", key, "incarnation", secrets.token_hex(8)]
+        reply = self._link.script(_SCRIPT, [self._home], ["open", "", *args])
+        home_format, found, incarnation = reply[1]
+        if home_format != str(HOME_FORMAT).encode():
+            raise StoreUnavailable(
+                f"the shelf in Redis has home format {(home_format or b'?').decode(errors='replace')}, this version of "
+                f"kvshelf works with {HOME_FORMAT}: upgrade kvshelf or use another prefix"
+            )
+        if found is None or len(found) != 32 or not incarnation:
+            raise StoreUnavailable(f"{self._home} in Redis is not what kvshelf wrote there; use another prefix")
+        return found, _text(incarnation)
+
+    def _enter_again(self) -> None:
+        key, incarnation = self._enter(self.key)
+        if key != self.key:
+            raise StoreUnavailable("the shelf in Redis was replaced by another one; open it again")
+        self._incarnation = incarnation
+
+    def _walk(self, operation: str) -> Iterator[list[Any]]:
+        """Batches of all stored entries, by seq."""
+        after = "0"
+        while True:
+            _, last, batch = self._run(operation, after=after, limit=_BATCH)
+            if last is None:
+                return
+            yield batch
+            after = _text(last)
+
+    @property
+    def _lease_ms(self) -> int:
+        return round(self.write_lease_s * 1000)
+
+    def _recount(self) -> tuple[list[str], Counter[str]]:
+        """What is wrong with single entries, and by how much each count of the home differs from theirs."""
+        found: list[str] = []
+        due: Counter[str] = Counter()
+        for rows in self._walk("audit"):
+            for cache_id, problem, listings, nbytes, tenant, expires, ranked in (map(_text, row) for row in rows):
+                if problem:
+                    found.append(f"index: {cache_id} {problem}")
+                due.update({"stored": 1, "places": 1, "expiry": int(expires), "eviction": int(ranked)})
+                if listings:
+                    due.update(f"l:{listing}" for listing in listings.split(","))
+                    due.update(_counted(tenant, "", 1, int(nbytes)))
+        for writing in _writings(self._run("writes", first="(0", limit=-1)):
+            caches, size = int(writing.nbytes > 0), writing.nbytes + writing.source_bytes
+            due.update(_counted(writing.tenant, "held_", caches, size))
+        counted = self._counts(sorted(due))
+        return found, Counter({what: counted[what] - number for what, number in due.items()})
+
+    def _counts(self, keys: Sequence[str]) -> dict[str, int]:
+        """The size of a set, or one field of a hash: "<field>@<hash>"."""
+        counts: dict[str, int] = {}
+        for start in range(0, len(keys), _STEPS):
+            some = keys[start : start + _STEPS]
+            counts |= zip(some, map(int, self._run("counts", keys="\0".join(some))[1]), strict=True)
+        return counts
+
+
+def _counted(tenant: str, kind: str, caches: int, nbytes: int) -> dict[str, int]:
+    """How an entry or a write counts for its tenant and for all."""
+    return {
+        f"{kind}{what}@{key}": number
+        for key in ("u", f"u:{tenant}")
+        for what, number in (("caches", caches), ("bytes", nbytes))
+    }
+
+
+def _part(value: str | bytes | int | float) -> str | bytes:
+    if isinstance(value, bool):
+        return str(int(value))
+    return value if isinstance(value, str | bytes) else repr(value)
+
+
+def _text(value: bytes) -> str:
+    return value.decode()
+
+
+def _int(rest: Sequence[bytes]) -> int:
+    return int(rest[0])
+
+
+def _is_done(reply: Sequence[Any]) -> bool:
+    return bool(reply[0] == "done")
+
+
+def _require_lease(reply: Sequence[Any]) -> None:
+    if reply[0] == "lapsed":
+        raise StoreUnavailable("the cache took longer to write than a writer may be silent; put it again")
+
+
+def _writing_fields(writing: Writing) -> dict[str, _Value]:
+    return {
+        "name": writing.name,
+        "tenant": writing.tenant,
+        "nbytes": writing.nbytes,
+        "source": writing.source,
+        "source_bytes": writing.source_bytes,
+    }
+
+
+def _manifest_fields(manifest: Manifest) -> dict[str, _Value]:
+    """What the script has to know of a manifest, beside its text."""
+    return {
+        "id": manifest.id,
+        "text": manifest.model_dump_json(),
+        "expires_at": manifest.expires_at,
+        "pinned": manifest.pinned,
+        "listings": ",".join(_listings(manifest)),
+        "keep_ended_s": KEEP_ENDED_S,
+    }
+
+
+def _expected(entry: Entry) -> dict[str, _Value]:
+    """What must not have changed."""
+    return {"entry_name": entry.name, "version": entry.version}
+
+
+def _listings(manifest: Manifest) -> list[str]:
+    """Every listing that a cache is in."""
+    own = Query(manifest.tenant, manifest.document_id, manifest.model, manifest.policy, manifest.labels)
+    return [_listing(manifest.tenant), *_wanted(own)]
+
+
+def _wanted(query: Query) -> list[str]:
+    """The listings whose common members are asked for."""
+    columns = {"document": query.document_id, "model": query.model, "policy": query.policy}
+    found = [_listing(query.tenant, name, value) for name, value in columns.items() if value is not None]
+    found += [_listing(query.tenant, "label", name, value) for name, value in query.labels.items()]
+    return found or [_listing(query.tenant)]
+
+
+def _listing(tenant: str, *which: str) -> str:
+    return digest("kvshelf.listing", tenant, *which)
+
+
+def _writings(reply: Sequence[Any]) -> list[Writing]:
+    """From name, record, name, record, ...: see `index.lua`."""
+    found = []
+    for name, record in zip(reply[1][::2], reply[1][1::2], strict=True):
+        nbytes, source_bytes, source, tenant = _text(record).split(" ", 3)
+        found.append(
+            Writing(
+                name=_text(name),
+                cache_id=f"kvs_{_text(name)[:40]}",
+                tenant=tenant,
+                nbytes=int(nbytes),
+                source=None if source == "-" else source,
+                source_bytes=int(source_bytes),
+            )
+        )
+    return found
+
+
+def _entry(shown: tuple[bytes, bytes | None], *, as_kept: bool = False) -> Entry:
+    """From what `show` of `index.lua` gives: the fields, and the manifest if there is one.
+
+    A ready entry without a manifest is expired if the server ended it in time, else corrupt. as_kept: it stays ready,
+    which is what sweeps need to see.
+    """
+    try:
+        return _parsed(json.loads(shown[0]), shown[1], as_kept)
+    except (KeyError, ValueError) as error:
+        raise StoreUnavailable(
+            f"an entry of the shelf in Redis is not what kvshelf wrote there: {error!r:.200}"
+        ) from error
+
+
+def _parsed(fields: dict[str, str], text: bytes | None, as_kept: bool) -> Entry:
+    expires_at, problem, state = _float(fields.get("expires_at")), fields.get("problem"), fields["state"]
+    if state == "ready" and text is None and not as_kept:
+        ended = expires_at is not None and expires_at <= float(fields["server_s"])
+        state, problem = ("expired", None) if ended else ("corrupt", "its manifest is gone from the server")
+    return Entry(
+        seq=int(fields["seq"]),
+        id=fields["id"],
+        tenant=fields["tenant"],
+        state=cast(EntryState, state),
+        version=int(fields["version"]),
+        name=fields.get("name"),
+        nbytes=int(fields.get("nbytes", 0)),
+        source=fields.get("source"),
+        source_bytes=int(fields.get("source_bytes", 0)),
+        expires_at=expires_at,
+        last_used_at=_float(fields.get("last_used_at")),
+        uses=int(fields.get("uses", 0)),
+        cost_s=float(fields.get("cost_s", 0)),
+        priority=float(fields.get("priority", 0)),
+        pinned=fields.get("pinned") == "1",
+        ended_at=_float(fields.get("ended_at")),
+        problem=problem,
+        text=None if text is None else text.decode(),
+    )
+
+
+def _float(text: str | None) -> float | None:
+    return None if text is None else float(text)

@@ -1,0 +1,146 @@
+"""The ledger of a Redis home: a hash for each request, changed by `ledger.lua`, which the server runs as one step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any, Final
+
+from kvshelf.errors import StoreUnavailable
+from kvshelf.store import ledger
+from kvshelf.store.index import KEEP_ENDED_S
+from kvshelf.store.ledger import Ledger, RequestRecord
+from kvshelf.store.redis.link import RedisLink
+
+_SCRIPT: Final = resources.files("kvshelf.store.redis").joinpath("ledger.lua").read_text()
+
+_FIELDS: Final = (
+    *("id", "tenant", "state", "attempts", "attempts_before", "worker", "lease_until", "cache_ids"),
+    *("error_code", "error_message", "error_param", "created_at", "updated_at"),
+)
+"""What a record consists of, in the order in which `ledger.lua` shows it."""
+
+_BATCH: Final = 500
+
+
+class RedisLedger(Ledger):
+    """See `Ledger`. All times are the server's."""
+
+    def __init__(self, link: RedisLink, prefix: str) -> None:
+        self._link = link
+        self._base = f"{{{prefix}}}:"
+
+    def open_request(self, request_id: str, *, tenant: str, body: bytes, again: bool = False) -> RequestRecord:
+        word, *rest = self._run("open", id=request_id, tenant=tenant, body=body, again=again)
+        if word == "taken":
+            raise ledger.taken(request_id)
+        return _record(rest[0])
+
+    def start_attempt(self, request_id: str, *, worker: str, lease_s: float) -> int:
+        match self._run("start", id=request_id, worker=worker, lease_s=lease_s):
+            case ["ended", state]:
+                raise ledger.ended(request_id, state.decode())
+            case ["at_work", holder, seconds]:
+                raise ledger.at_work(request_id, holder.decode(), float(seconds))
+            case [_, number]:
+                return int(number)
+        raise ledger.not_found(request_id)
+
+    def renew(self, request_id: str, attempt: int, *, lease_s: float) -> None:
+        reply = self._run("renew", id=request_id, attempt=attempt, lease_s=lease_s)
+        _require_holder(reply, request_id, attempt)
+
+    def finish(self, request_id: str, attempt: int, *, cache_ids: Sequence[str]) -> None:
+        ids = json.dumps(list(cache_ids))
+        reply = self._run("finish", id=request_id, attempt=attempt, cache_ids=ids, keep_ended_s=KEEP_ENDED_S)
+        _require_holder(reply, request_id, attempt)
+
+    def fail(
+        self, request_id: str, attempt: int, *, code: str, message: str, param: str | None = None, final: bool
+    ) -> None:
+        reply = self._run(
+            "fail",
+            id=request_id,
+            attempt=attempt,
+            code=code,
+            message=message,
+            param=param,
+            final=final,
+            keep_ended_s=KEEP_ENDED_S,
+        )
+        _require_holder(reply, request_id, attempt)
+
+    def get_request(self, request_id: str, *, tenant: str) -> RequestRecord:
+        fields = self._link.call("HMGET", self._key(request_id), *_FIELDS)
+        if fields[0] is None or fields[1] != tenant.encode():
+            raise ledger.not_found(request_id)
+        return _record(fields)
+
+    def body(self, request_id: str) -> bytes:
+        found, body = self._link.call("HMGET", self._key(request_id), "id", "body")
+        if found is None:
+            raise ledger.not_found(request_id)
+        if body is None:
+            raise ledger.dropped(request_id)
+        return bytes(body)
+
+    def unfinished(self) -> list[RequestRecord]:
+        ids: list[bytes] = self._link.call("ZRANGE", self._base + "requests", "0", "-1")
+        found: list[RequestRecord] = []
+        for start in range(0, len(ids), _BATCH):
+            records = self._run("unfinished", ids=b"\0".join(ids[start : start + _BATCH]))[1]
+            # One that ended since the ids were read has no place here any more.
+            found += (record for record in map(_record, filter(_is_there, records)) if record.state in _UNFINISHED)
+        return found
+
+    def forget(self, before: float) -> int:
+        count = 0
+        while forgotten := int(self._run("forget", before=before, limit=_BATCH)[1]):
+            count += forgotten
+        return count
+
+    def _run(self, operation: str, **values: str | bytes | float | None) -> list[Any]:
+        """The reply of an operation; its first word is text."""
+        args = [part for name, value in values.items() if value is not None for part in (name, _part(value))]
+        word, *rest = self._link.script(_SCRIPT, [self._base + "requests"], [operation, *args])
+        return [word.decode(), *rest]
+
+    def _key(self, request_id: str) -> str:
+        return f"{self._base}r:{request_id}"
+
+
+_UNFINISHED: Final = ("queued", "running")
+
+
+def _part(value: str | bytes | float) -> str | bytes:
+    if isinstance(value, bool):
+        return str(int(value))
+    return value if isinstance(value, str | bytes) else repr(value)
+
+
+def _require_holder(reply: Sequence[Any], request_id: str, attempt: int) -> None:
+    match reply:
+        case ["unknown"]:
+            raise ledger.not_found(request_id)
+        case ["stale", state, attempts]:
+            raise ledger.stale(request_id, attempt, state.decode(), int(attempts))
+
+
+def _is_there(fields: Sequence[bytes | None]) -> bool:
+    return fields[0] is not None
+
+
+def _record(fields: Sequence[bytes | None]) -> RequestRecord:
+    try:
+        values: dict[str, Any] = {
+            name: value.decode() for name, value in zip(_FIELDS, fields, strict=True) if value is not None
+        }
+        error = {key: values.pop(f"error_{key}", None) for key in ("code", "message", "param")}
+        values |= {
+            "cache_ids": json.loads(values["cache_ids"]),
+            "error": error if error["code"] else None,
+        }
+        return RequestRecord.model_validate({"worker": None, "lease_until": None} | values)
+    except (KeyError, ValueError) as wrong:
+        raise StoreUnavailable(f"a request in Redis is not what kvshelf wrote there: {wrong!s:.200}") from wrong

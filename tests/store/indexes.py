@@ -1,0 +1,129 @@
+"""Homes of both kinds, for tests of what all homes promise: an index, a ledger, and a clock that goes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvshelf.store.blobs import new_name
+from kvshelf.store.disk.database import Database
+from kvshelf.store.disk.index import SqliteIndex
+from kvshelf.store.index import Entry, Index, Quota, Writing
+from kvshelf.store.manifest import Manifest
+from kvshelf.store.redis import address
+from kvshelf.store.redis.index import RedisIndex
+from kvshelf.store.redis.link import RedisLink
+from tests.store.redis.servers import ValkeyServer
+
+NOW = time.time() + 1e6
+"""The time of callers in these tests, ahead of the server's, so that nothing ends there before a test has ended it."""
+
+
+@dataclass(frozen=True)
+class Home:
+    """open: connects to the home once more. wait: lets its clock go on by so many ticks. tick_s: their length, and the
+    lease of a write is `LEASE` of them."""
+
+    open: Callable[[], Index]
+    wait: Callable[[float], None]
+    tick_s: float
+
+
+LEASE = 4
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.time = NOW
+
+    def __call__(self) -> float:
+        return self.time
+
+    def wait(self, ticks: float) -> None:
+        self.time += ticks
+
+
+def disk_home(folder: Path) -> Home:
+    clock = Clock()
+
+    def open_index() -> Index:
+        folder.mkdir(parents=True, exist_ok=True)
+        database = Database(folder, 30.0)
+        return SqliteIndex(database, database.create(None), clock, LEASE)
+
+    return Home(open_index, clock.wait, 1.0)
+
+
+def redis_home(url: str, tick_s: float = 0.1) -> Home:
+    def open_index() -> Index:
+        place = address.parse(url)
+        return RedisIndex.open(RedisLink(place), place.prefix, write_lease_s=LEASE * tick_s)
+
+    return Home(open_index, lambda ticks: time.sleep(ticks * tick_s), tick_s)
+
+
+def empty_redis_home(server: ValkeyServer) -> Home:
+    server.client().flushall()
+    return redis_home(f"{server.url}?timeout_s=10")
+
+
+def cache_id(number: int) -> str:
+    return f"kvs_{number:040x}"
+
+
+def manifest(number: int = 1, **fields: Any) -> Manifest:
+    """The manifest of a cache that there never was."""
+    values: dict[str, Any] = {
+        "id": cache_id(number),
+        "document_id": "doc_1",
+        "tenant": "me",
+        "identity": {"text": 'quotes " and ünïcode 漢'},
+        "model": "llama",
+        "layout": "chat",
+        "policy": "keydiff",
+        "policy_params": {},
+        "compression_ratio": 0.5,
+        "codec": "none",
+        "num_tokens": 100,
+        "kept_tokens": 50,
+        "bytes_full": 2000,
+        "bytes_stored": 1000,
+        "blob_digest": "00" * 32,
+        "segment_digests": ("11" * 32,),
+        "created_at": NOW,
+    }
+    return Manifest.model_validate(values | fields)
+
+
+def writing(number: int = 1, nbytes: int = 1000, source_bytes: int = 0, tenant: str = "me") -> Writing:
+    own = cache_id(number)
+    return Writing(new_name(own), own, tenant, nbytes, new_name(own) if source_bytes else None, source_bytes)
+
+
+def put(
+    index: Index,
+    number: int = 1,
+    *,
+    nbytes: int = 1000,
+    source_bytes: int = 0,
+    over: str | None = None,
+    cost_s: float = 1.0,
+    now: float = NOW,
+    **fields: Any,
+) -> Entry:
+    """Begin, publish, find."""
+    made = manifest(number, **fields)
+    write = writing(number, nbytes, source_bytes, made.tenant)
+    index.begin(write, Quota())
+    published, _ = index.publish(write, made, over=over, cost_s=cost_s, now=now)
+    assert published
+    return found(index, number, made.tenant)
+
+
+def found(index: Index, number: int = 1, tenant: str = "me") -> Entry:
+    entry = index.find(cache_id(number), tenant)
+    assert entry is not None
+    return entry

@@ -1,0 +1,550 @@
+"""What every index promises, in every home."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvshelf.errors import QuotaExceeded, StorageFull, StoreUnavailable
+from kvshelf.store import eviction
+from kvshelf.store.index import Entry, Index, Query, Quota
+from kvshelf.store.manifest import Usage
+from tests.store.index_walk import Walk
+from tests.store.indexes import NOW, Home, cache_id, disk_home, empty_redis_home, found, manifest, put, writing
+from tests.store.processes import start_child
+
+
+@pytest.fixture(params=["disk", "redis"])
+def home(request: pytest.FixtureRequest, tmp_path: Path) -> Home:
+    if request.param == "disk":
+        return disk_home(tmp_path / "home")
+    return empty_redis_home(request.getfixturevalue("shared_valkey"))
+
+
+@pytest.fixture
+def index(home: Home) -> Iterator[Index]:
+    """Found sound when the test ends."""
+    index = home.open()
+    yield index
+    assert index.problems() == []
+    index.close()
+
+
+def listed(index: Index, query: Query | None = None, now: float = NOW, before: int | None = None) -> list[str]:
+    return [entry.id for entry in index.listing(query or Query("me"), now, before, 1000)]
+
+
+def numbers(index: Index, **filters: object) -> list[int]:
+    """The caches of "me" that a listing with these filters shows."""
+    return [int(each[4:], 16) for each in listed(index, Query("me", **filters))]  # type: ignore[arg-type]
+
+
+def abandoned_names(index: Index) -> set[str]:
+    both = ((writing.name, writing.source) for writing in index.abandoned())
+    return {name for pair in both for name in pair if name is not None}
+
+
+# Publishing
+
+
+def test_a_cache_is_visible_once_it_is_published(index: Index) -> None:
+    write, made = writing(nbytes=1000, source_bytes=24), manifest(expires_at=NOW + 60.5, pinned=True)
+    index.begin(write, Quota())
+    assert index.find(made.id, "me") is None
+    assert index.usage("me") == Usage(caches=0, bytes=0)
+    assert index.publish(write, made, over=None, cost_s=0.1, now=NOW) == (True, None)
+    entry = found(index)
+    assert entry == Entry(
+        seq=entry.seq,
+        id=made.id,
+        tenant="me",
+        state="ready",
+        version=0,
+        name=write.name,
+        nbytes=1000,
+        source=write.source,
+        source_bytes=24,
+        expires_at=NOW + 60.5,
+        last_used_at=None,
+        uses=0,
+        cost_s=0.1,
+        priority=eviction.priority(0.0, 1, 0.1, 1000),
+        pinned=True,
+        ended_at=None,
+        problem=None,
+        text=made.model_dump_json(),
+    )
+    assert entry.manifest() == made
+    assert index.usage("me") == index.usage(None) == Usage(caches=1, bytes=1024)
+    assert listed(index) == [made.id]
+    assert index.abandoned() == []
+
+
+def test_a_cache_is_its_tenants_alone(index: Index) -> None:
+    entry = put(index, 1, tenant="me")
+    assert index.find(entry.id, "you") is None
+    assert listed(index, Query("you")) == []
+    assert index.usage("you") == Usage(caches=0, bytes=0)
+    index.touch(entry.id, "you", NOW)
+    assert found(index).uses == 0
+
+
+@pytest.mark.parametrize("tenant", ["a b", "{x}:1", "me\n1 2", "漢", "-", "a" * 512])
+def test_a_tenant_has_any_name(index: Index, tenant: str) -> None:
+    entry = put(index, 1, tenant=tenant, nbytes=7, expires_at=NOW + 100)
+    lost = writing(2, 5, 3, tenant)
+    index.begin(lost, Quota())
+    assert (entry.tenant, index.usage(tenant)) == (tenant, Usage(caches=1, bytes=7))
+    assert index.usage(None) == Usage(caches=1, bytes=7)
+    assert index.bury(entry, "deleted", NOW)
+    assert index.usage(tenant) == Usage(caches=0, bytes=0)
+    assert [(w.tenant, w.nbytes) for w in index.abandoned()] == [(tenant, 7)]
+
+
+def test_the_first_of_two_writers_wins(index: Index) -> None:
+    first = put(index)
+    late = writing()
+    index.begin(late, Quota())
+    assert index.publish(late, manifest(name="late"), over=None, cost_s=1, now=NOW) == (False, first)
+    assert found(index) == first
+    assert index.knows(late.name)
+    index.abandon(late.name)
+    assert not index.knows(late.name)
+
+
+def test_a_cache_that_the_writer_knows_to_be_broken_gives_way(index: Index) -> None:
+    first = put(index, nbytes=1000, source_bytes=10, labels={"a": "1"}, expires_at=NOW + 50)
+    index.touch(first.id, "me", NOW)
+    first = found(index)
+    second = writing(nbytes=300)
+    index.begin(second, Quota())
+    assert index.publish(second, manifest(), over=first.name, cost_s=1, now=NOW) == (True, first)
+    entry = found(index)
+    assert (entry.name, entry.expires_at, entry.uses, entry.source) == (second.name, None, 0, None)
+    assert entry.seq > first.seq
+    assert index.usage("me") == Usage(caches=1, bytes=300)
+    assert numbers(index, labels={"a": "1"}) == []
+    assert index.expired(NOW + 1000, 10) == []
+    assert abandoned_names(index) == {first.name, first.source}
+    assert first.name is not None
+    index.abandon(first.name)
+    assert not index.knows(first.name)
+
+
+def test_what_is_not_live_gives_way(index: Index) -> None:
+    expired = put(index, 1, expires_at=NOW + 10)
+    write = writing(1)
+    index.begin(write, Quota())
+    assert index.publish(write, manifest(1), over=None, cost_s=1, now=NOW + 10) == (True, expired)
+
+    assert index.mark_corrupt(put(index, 2), "a bit was flipped")
+    corrupt = found(index, 2)
+    write = writing(2)
+    index.begin(write, Quota())
+    assert index.publish(write, manifest(2), over=None, cost_s=1, now=NOW) == (True, corrupt)
+
+    assert index.bury(put(index, 3), "deleted", NOW)
+    write = writing(3)
+    index.begin(write, Quota())
+    assert index.publish(write, manifest(3), over=None, cost_s=1, now=NOW) == (True, None)
+    assert found(index, 3).live(NOW)
+    assert index.usage("me") == Usage(caches=3, bytes=3000)
+    assert index.forget(NOW + 1) == 0
+
+
+# Leases
+
+
+def test_a_writer_that_was_silent_can_do_nothing(index: Index, home: Home) -> None:
+    late, alive, source = writing(1), writing(2), replace(writing(3, 0, 9))
+    source = replace(source, name=source.source)
+    entry = put(index, 3)
+    for write in (late, alive, source):
+        index.begin(write, Quota())
+    home.wait(2.5)
+    index.renew(alive.name)
+    home.wait(2.5)
+    for act in (
+        lambda: index.renew(late.name),
+        lambda: index.publish(late, manifest(1), over=None, cost_s=1, now=NOW),
+        lambda: index.set_source(source, entry, manifest(3, has_source=True)),
+    ):
+        with pytest.raises(StoreUnavailable, match="longer to write than a writer may be silent"):
+            act()
+    assert index.find(late.cache_id, "me") is None
+    assert found(index, 3) == entry
+    assert index.publish(alive, manifest(2), over=None, cost_s=1, now=NOW) == (True, None)
+    assert sorted(index.abandoned(), key=lambda w: w.cache_id) == [late, source]
+
+
+def test_what_is_abandoned_is_known_until_it_is_removed(index: Index, home: Home) -> None:
+    write = writing(1, 1000, 20)
+    index.begin(write, Quota())
+    assert index.abandoned() == []
+    home.wait(5)
+    assert index.abandoned() == index.abandoned() == [write]
+    assert write.source is not None
+    assert index.knows(write.name)
+    assert index.knows(write.source)
+    index.abandon(write.name)
+    index.abandon(write.name)
+    assert index.abandoned() == []
+    assert not index.knows(write.name)
+    assert not index.knows(write.source)
+    with pytest.raises(StoreUnavailable):
+        index.renew(write.name)
+
+
+# Quotas
+
+
+def test_a_tenant_keeps_as_many_caches_as_it_may(index: Index) -> None:
+    quota = Quota(max_caches=2)
+    put(index, 1)
+    index.begin(writing(2), quota)
+    with pytest.raises(QuotaExceeded, match="2 caches are on the shelf"):
+        index.begin(writing(3), quota)
+    index.begin(writing(3, tenant="you"), quota)
+    index.begin(writing(2), quota)  # only one of the two will stay
+    index.begin(writing(1), Quota(max_caches=3))  # as above; what is there will give way
+    index.begin(writing(1, 0, 5), quota)  # a source is no cache
+
+
+def test_a_tenant_keeps_as_many_bytes_as_it_may(index: Index, home: Home) -> None:
+    quota = Quota(max_bytes=1000)
+    entry = put(index, 1, nbytes=300, source_bytes=100)
+    held = writing(2, 400, 100)
+    index.begin(held, quota)
+    index.begin(writing(1, 500), quota)  # what is there will give way
+    with pytest.raises(QuotaExceeded):
+        index.begin(writing(1, 0, 101), quota)  # a source that is added replaces nothing
+    index.begin(writing(4, 1001, tenant="you"), Quota())
+    home.wait(5)
+    assert len(index.abandoned()) == 3, "these hold nothing any more"
+    index.begin(writing(3, 500, 100), quota)
+    with pytest.raises(QuotaExceeded, match="1000 of 1000 bytes are taken and 1 more are needed"):
+        index.begin(writing(4, 1), quota)
+    assert index.bury(entry, "deleted", NOW)
+    index.begin(writing(4, 400), quota)
+
+
+def test_all_tenants_share_the_budget(index: Index) -> None:
+    quota = Quota(budget_bytes=1000)
+    put(index, 1, nbytes=400, tenant="you")
+    held = writing(2, 500)
+    index.begin(held, quota)
+    refused = writing(3, 101)
+    with pytest.raises(StorageFull, match="101 bytes do not fit"):
+        index.begin(refused, quota)
+    assert not index.knows(refused.name)
+    index.begin(writing(3, 100), quota)
+    index.abandon(held.name)
+    index.begin(writing(4, 500), quota)
+    index.begin(writing(1, 400, tenant="you"), quota)
+
+
+# Listings
+
+
+def test_listings_show_live_caches_newest_first(index: Index) -> None:
+    for number in (5, 1, 4, 2, 3):
+        put(index, number, expires_at=NOW + 10 if number == 4 else None)
+    put(index, 6, tenant="you")
+    assert numbers(index) == [3, 2, 4, 1, 5]
+    assert listed(index, now=NOW + 10) == [cache_id(n) for n in (3, 2, 1, 5)]
+    assert index.bury(found(index, 2), "deleted", NOW)
+    assert index.mark_corrupt(found(index, 1), "broken")
+    assert numbers(index) == [3, 4, 5]
+    page = index.listing(Query("me"), NOW, None, 2)
+    assert [entry.id for entry in page] == [cache_id(3), cache_id(4)]
+    assert listed(index, before=page[-1].seq) == [cache_id(5)]
+    assert listed(index, before=found(index, 5).seq) == []
+    assert index.listing(Query("me"), NOW, None, 1)[0] == found(index, 3)
+
+
+def test_filters_are_joined_by_and(index: Index) -> None:
+    put(index, 1, document_id="doc_a", model="m1", policy="p1", labels={"k": "v", "other": "x"})
+    put(index, 2, document_id="doc_a", model="m2", policy="p1", labels={"k": "v"})
+    put(index, 3, document_id="doc_b", model="m1", policy="p2", labels={"k": "w"})
+    put(index, 4, document_id="doc_a", model="m1", policy="p1", labels={"k": "v"}, tenant="you")
+    assert numbers(index, document_id="doc_a") == [2, 1]
+    assert numbers(index, model="m1") == [3, 1]
+    assert numbers(index, policy="p1") == [2, 1]
+    assert numbers(index, labels={"k": "v"}) == [2, 1]
+    assert numbers(index, labels={"k": "v", "other": "x"}) == [1]
+    assert numbers(index, model="m1", policy="p1", document_id="doc_a", labels={"k": "v"}) == [1]
+    assert numbers(index, model="m1", labels={"k": "v", "other": "y"}) == []
+    assert numbers(index, document_id="doc_c") == []
+
+
+def test_labels_are_told_apart_whatever_is_in_them(index: Index) -> None:
+    labels = [{"a": "b:c"}, {"a:b": "c"}, {"a": "b"}, {"a": "b "}, {"a,b": "c"}, {"{a}": "*"}, {"k": ""}, {"漢": "\n"}]
+    for number, each in enumerate(labels):
+        put(index, number, labels=each)
+    for number, each in enumerate(labels):
+        assert numbers(index, labels=each) == [number]
+
+
+def test_a_long_listing_comes_whole(index: Index) -> None:
+    for number in range(460):
+        put(index, number, model=f"m{number % 2}", labels={"third": str(number % 3)})
+    assert numbers(index) == list(range(459, -1, -1))
+    wanted = [n for n in range(459, -1, -1) if n % 2 == 0 and n % 3 == 1]
+    assert numbers(index, model="m0", labels={"third": "1"}) == wanted
+    page = index.listing(Query("me", model="m0", labels={"third": "1"}), NOW, None, 50)
+    assert [entry.id for entry in page] == [cache_id(number) for number in wanted[:50]]
+    assert [entry.id for entry in index.stored()] == [cache_id(number) for number in range(460)]
+
+
+# Changing
+
+
+def test_a_manifest_is_rewritten(index: Index) -> None:
+    entry = put(index, labels={"a": "1", "b": "2"}, expires_at=NOW + 10)
+    made = manifest(labels={"b": "3"}, pinned=True, name="renamed")
+    assert index.rewrite(entry, made)
+    again = found(index)
+    assert again == replace(entry, version=1, expires_at=None, pinned=True, text=made.model_dump_json())
+    assert numbers(index, labels={"b": "3"}) == [1]
+    assert numbers(index, labels={"a": "1"}) == numbers(index, labels={"b": "2"}) == []
+    assert (index.expired(NOW + 100, 10), index.victims(10)) == ([], [])
+    assert not index.rewrite(entry, manifest(name="an older reader's"))
+    assert found(index) == again
+    assert index.rewrite(again, manifest(expires_at=NOW + 20))
+    assert [e.id for e in index.expired(NOW + 20, 10)] == [e.id for e in index.victims(10)] == [entry.id]
+    assert index.usage("me") == Usage(caches=1, bytes=1000)
+
+
+def test_only_what_is_ready_is_rewritten(index: Index) -> None:
+    corrupt, ended, replaced = (put(index, number) for number in (1, 2, 3))
+    assert index.mark_corrupt(corrupt, "broken")
+    assert index.bury(ended, "deleted", NOW)
+    put(index, 3, over=replaced.name)
+    for number, entry in ((1, corrupt), (2, ended), (3, replaced)):
+        before = found(index, number)
+        assert not index.rewrite(entry, manifest(number, name="new"))
+        assert found(index, number) == before
+
+
+def test_a_source_is_kept_later(index: Index) -> None:
+    entry = put(index, nbytes=1000)
+    late = writing(1, 0, 77)
+    late = replace(late, name=late.source)
+    index.begin(late, Quota())
+    assert late.source is not None
+    made = manifest(has_source=True)
+    assert index.set_source(late, entry, made)
+    after = found(index)
+    assert after == replace(entry, version=1, source=late.source, source_bytes=77, text=made.model_dump_json())
+    assert index.usage("me") == Usage(caches=1, bytes=1077)
+    assert index.knows(late.source)
+    index.abandon(late.name)
+    assert index.knows(late.source)
+    assert index.abandoned() == []
+
+    other = writing(1, 0, 5)
+    index.begin(other, Quota())
+    assert not index.set_source(other, entry, made)
+    assert found(index) == after
+    assert index.knows(other.name)
+
+
+def test_uses_are_counted_and_lift_the_priority(index: Index) -> None:
+    entry = put(index, nbytes=3_000_000, cost_s=0.7)
+    assert entry.priority == eviction.priority(0.0, 1, 0.7, 3_000_000)
+    index.touch(entry.id, "me", NOW + 1)
+    index.touch(entry.id, "me", NOW + 2.25)
+    after = found(index)
+    assert (after.uses, after.last_used_at) == (2, NOW + 2.25)
+    assert after.priority == eviction.priority(0.0, 3, 0.7, 3_000_000)
+    assert after.version == 0, "a use is no change of the manifest"
+    assert (after.manifest().uses, after.manifest().last_used_at) == (2, NOW + 2.25)
+    index.touch(cache_id(9), "me", NOW)
+    assert index.find(cache_id(9), "me") is None
+    assert index.bury(after, "deleted", NOW)
+    index.touch(entry.id, "me", NOW + 3)
+    assert found(index).last_used_at != NOW + 3
+    assert index.victims(10) == []
+
+
+def test_a_corrupt_cache_keeps_its_bytes_and_counts_no_more(index: Index) -> None:
+    entry = put(index, source_bytes=5, expires_at=NOW + 10)
+    assert index.mark_corrupt(entry, "a bit was flipped")
+    after = found(index)
+    assert (after.state, after.problem, after.name, after.source) == (
+        "corrupt",
+        "a bit was flipped",
+        entry.name,
+        entry.source,
+    )
+    assert not index.mark_corrupt(entry, "again")
+    assert found(index) == after
+    assert index.usage("me") == index.usage(None) == Usage(caches=0, bytes=0)
+    assert (listed(index), index.victims(10)) == ([], [])
+    assert [e.id for e in index.stored()] == [e.id for e in index.expired(NOW + 10, 10)] == [entry.id]
+    assert entry.name is not None
+    assert index.knows(entry.name)
+    assert not index.rewrite(after, manifest())
+    second = put(index, expires_at=NOW + 10)
+    assert not index.mark_corrupt(entry, "of the blob before"), "another blob has taken its place"
+    assert found(index) == second
+
+
+def test_a_tombstone_holds_nothing_of_the_cache(index: Index) -> None:
+    entry = put(index, source_bytes=5, labels={"a": "1"}, name="secret", expires_at=NOW + 100)
+    assert index.bury(entry, "deleted", NOW + 3)
+    tomb = found(index)
+    assert (tomb.state, tomb.ended_at, tomb.seq, tomb.tenant) == ("deleted", NOW + 3, entry.seq, "me")
+    assert (tomb.name, tomb.source, tomb.text, tomb.problem, tomb.names()) == (None, None, None, None, [])
+    assert (tomb.nbytes, tomb.source_bytes) == (0, 0)
+    assert index.usage(None) == Usage(caches=0, bytes=0)
+    assert (listed(index), numbers(index, labels={"a": "1"}), index.victims(10)) == ([], [], [])
+    assert (index.expired(NOW + 1000, 10), list(index.stored())) == ([], [])
+    assert abandoned_names(index) == {entry.name, entry.source}
+
+
+def test_what_may_become_a_tombstone(index: Index) -> None:
+    entry = put(index, 1, expires_at=NOW + 10)
+    assert not index.bury(entry, "expired", NOW + 9.9)
+    assert index.bury(entry, "expired", NOW + 10)
+    assert not index.bury(entry, "expired", NOW + 10)
+    assert not index.bury(entry, "evicted", NOW + 10)
+    assert found(index).state == "expired"
+    assert index.bury(entry, "deleted", NOW + 11), "deleted is laid over all others"
+    assert not index.bury(entry, "deleted", NOW + 12)
+    assert (found(index).state, found(index).ended_at) == ("deleted", NOW + 11)
+
+    again = put(index, 1)
+    assert not index.bury(entry, "deleted", NOW), "it was put again since"
+    assert found(index) == again
+    assert not index.bury(again, "expired", NOW + 1e9), "it never expires"
+    assert not index.bury(put(index, 2, pinned=True), "evicted", NOW)
+    assert index.bury(again, "evicted", NOW)
+    assert index.bury(again, "deleted", NOW)
+
+    corrupt = put(index, 3, expires_at=NOW + 10)
+    assert index.mark_corrupt(corrupt, "broken")
+    assert not index.bury(corrupt, "evicted", NOW)
+    assert index.bury(corrupt, "expired", NOW + 10)
+
+
+def test_what_has_expired_is_found(index: Index) -> None:
+    for number, seconds in ((1, 30.0), (2, 10.0), (3, None), (4, 20.0)):
+        put(index, number, expires_at=None if seconds is None else NOW + seconds)
+    assert {e.id for e in index.expired(NOW + 20, 10)} == {cache_id(2), cache_id(4)}
+    assert len(index.expired(NOW + 20, 1)) == 1
+    assert {e.state for e in index.expired(NOW + 20, 10)} == {"ready"}
+
+
+def test_the_cache_whose_loss_costs_least_goes_first(index: Index) -> None:
+    put(index, 1, cost_s=1.0)
+    put(index, 2, cost_s=5.0)
+    put(index, 3, cost_s=0.1, pinned=True)
+    put(index, 4, cost_s=0.5)
+    put(index, 5, cost_s=0.1, tenant="you")
+    assert [e.id for e in index.victims(10)] == [cache_id(n) for n in (5, 4, 1, 2)]
+    assert index.victims(1) == [found(index, 5, "you")]
+    for _ in range(9):
+        index.touch(cache_id(5), "you", NOW)
+    index.touch(cache_id(4), "me", NOW)
+    assert [e.priority for e in index.victims(10)] == [1000.0, 1000.0, 1000.0, 5000.0]
+
+
+def test_the_clock_of_eviction_is_the_priority_of_the_last_one_evicted(index: Index, home: Home) -> None:
+    old, costly = put(index, 1, cost_s=1.5), put(index, 2, cost_s=4.0)
+    assert index.bury(put(index, 3, cost_s=9.0), "deleted", NOW), "which is no eviction"
+    assert index.bury(old, "evicted", NOW)
+    assert put(index, 4, cost_s=0.1).priority == eviction.priority(old.priority, 1, 0.1, 1000)
+    assert index.bury(costly, "evicted", NOW)
+    assert index.bury(found(index, 4), "evicted", NOW)
+    again = home.open()
+    assert put(again, 5, cost_s=0.1).priority == eviction.priority(costly.priority, 1, 0.1, 1000), "it never goes back"
+    again.close()
+
+
+def test_tombstones_are_forgotten_by_age(index: Index) -> None:
+    for number, state in ((1, "deleted"), (2, "evicted"), (3, "expired"), (4, "deleted")):
+        assert index.bury(put(index, number, expires_at=NOW + 1), state, NOW + 10 * number)  # type: ignore[arg-type]
+    put(index, 5)
+    assert index.forget(NOW + 40) == 3
+    assert [number for number in range(1, 6) if index.find(cache_id(number), "me") is not None] == [4, 5]
+    assert index.forget(NOW + 1e6) == 1
+    assert index.find(cache_id(5), "me") is not None
+
+
+def test_a_home_outlives_its_connections(index: Index, home: Home) -> None:
+    entry = put(index)
+    again = home.open()
+    assert again.key == index.key
+    assert len(again.key) == 32
+    assert found(again) == entry
+    again.close()
+
+
+# Together
+
+
+def race(home: Home, rounds: int, act: Callable[[Index, int], bool]) -> list[int]:
+    """Two processes do the same at the same time, round after round; how many succeeded in each round."""
+    barrier = multiprocessing.get_context("fork").Barrier(2)
+    successes = multiprocessing.get_context("fork").Array("i", rounds)
+
+    def work() -> None:
+        index = home.open()
+        for number in range(rounds):
+            barrier.wait(60)
+            if act(index, number):
+                with successes.get_lock():
+                    successes[number] += 1
+
+    children = [start_child(work), start_child(work)]
+    assert [child.wait() for child in children] == [0, 0]
+    return list(successes)
+
+
+@pytest.mark.usefixtures("index")
+def test_two_processes_do_not_share_one_quota(home: Home) -> None:
+    def begin(index: Index, number: int) -> bool:
+        # Each round has a cache of each process's own, and room for one.
+        try:
+            index.begin(writing(random.getrandbits(100), 10, tenant=f"t{number}"), Quota(max_bytes=15))
+        except QuotaExceeded:
+            return False
+        return True
+
+    assert race(home, 50, begin) == [1] * 50
+
+
+def test_two_processes_do_not_publish_one_cache(index: Index, home: Home) -> None:
+    def publish(index: Index, number: int) -> bool:
+        write = writing(number)
+        index.begin(write, Quota())
+        published, other = index.publish(write, manifest(number), over=None, cost_s=1, now=NOW)
+        assert published or (other is not None and other.name != write.name)
+        return published
+
+    assert race(home, 50, publish) == [1] * 50
+    assert index.usage("me") == Usage(caches=50, bytes=50_000)
+
+
+def test_two_processes_do_not_bury_one_cache(index: Index, home: Home) -> None:
+    for number in range(50):
+        put(index, number)
+    assert race(home, 50, lambda index, number: index.bury(found(index, number), "deleted", NOW)) == [1] * 50
+    assert index.usage("me") == Usage(caches=0, bytes=0)
+
+
+# In any order
+
+
+def test_nothing_drifts_in_any_order_of_operations(index: Index, home: Home, soak: bool) -> None:
+    for seed in range(20 if soak else 3):
+        walk = Walk(home, index, random.Random(seed))
+        for _ in range(400):
+            walk.step()
+        walk.check()
