@@ -20,12 +20,15 @@ from typing import Final
 
 from kvshelf.errors import BlobError, StoreUnavailable
 from kvshelf.store.blobs import MARGIN_S, WRITE_LEASE_S, Blobs, Health, Step, is_name
-from kvshelf.store.redis.file import READ_LEASE_S, Piece, RedisFile
+from kvshelf.store.redis.file import Piece, RedisFile
 from kvshelf.store.redis.link import RedisLink
 from kvshelf.store.redis.wire import Garbled, Refused, Wire
 
 CHUNK: Final = 4 << 20
 """Bytes. Part of what lies in Redis: another size does not find what this one wrote."""
+
+READ_LEASE_S: Final = 60.0
+"""How long the bytes of a name that is removed stay for a reader that does not read on."""
 
 _UNANSWERED: Final = 2  # chunks that are sent before the answer to the first is awaited
 
@@ -107,15 +110,23 @@ _IS_READ: Final = _CLOCK + "return redis.call('ZCOUNT', KEYS[1], '(' .. now, '+i
 
 
 class RedisBlobs(Blobs):
-    """See `Blobs` for the contract. A reader that reads nothing for `READ_LEASE_S` loses its lease."""
+    """See `Blobs` for the contract. A reader that reads nothing for `read_lease_s` loses its lease."""
 
     home = "redis"
+    cheap_to_walk = False
 
-    def __init__(self, link: RedisLink, prefix: str, write_lease_s: float = WRITE_LEASE_S) -> None:
-        """The link stays the caller's to close. prefix: of all keys. write_lease_s: see `WRITE_LEASE_S`."""
+    def __init__(
+        self,
+        link: RedisLink,
+        prefix: str,
+        write_lease_s: float = WRITE_LEASE_S,
+        read_lease_s: float = READ_LEASE_S,
+    ) -> None:
+        """The link stays the caller's to close. prefix: of all keys."""
         self._link = link
         self._prefix = prefix
         self._write_lease_s = write_lease_s
+        self._read_lease_s = read_lease_s
         self._chunk_key = re.compile(rf"\{{{re.escape(self._prefix)}/([^}}]*)\}}:(?:aside:)?[0-9]+")
 
     def write(self, name: str, buffers: Iterable[memoryview], nbytes: int, *, beat: Step, on_step: Step) -> None:
@@ -136,12 +147,14 @@ class RedisBlobs(Blobs):
     def open(self, name: str, nbytes: int) -> RawIOBase | None:
         token = secrets.token_hex(8)
         keys = [self._key(name, "readers"), *self._chunks(name, nbytes)]
-        if not self._link.script(_LEASE, keys, [token, _ms(READ_LEASE_S)]):
+        lease = [token, _ms(self._read_lease_s)]
+        if not self._link.script(_LEASE, keys, lease):
             return None
         return RedisFile(
             self._link,
             [Piece(key, size) for key, size in zip(keys[1:], _sizes(nbytes), strict=True)],
-            renew=lambda: self._link.script(_LEASE, keys, [token, _ms(READ_LEASE_S)]),
+            lease_s=self._read_lease_s,
+            renew=lambda: self._link.script(_LEASE, keys, lease),
             release=lambda: self._link.call("ZREM", keys[0], token),
         )
 

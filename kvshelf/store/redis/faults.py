@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from redis.exceptions import AuthenticationError, AuthorizationError, MaxConnectionsError, NoPermissionError, RedisError
+from redis.exceptions import MaxConnectionsError, RedisError
 
 from kvshelf.errors import StorageFull, StoreError, StoreUnavailable
 from kvshelf.store.redis.wire import Garbled, Refused
@@ -61,8 +61,6 @@ def _translate(error: Exception, shown: str) -> StoreError:
         return StoreUnavailable(
             f"nobody serves the shelf at {shown} at the moment: {error}. It is used again once one does."
         )
-    if isinstance(error, (AuthenticationError, AuthorizationError, NoPermissionError)):
-        return StoreUnavailable(f"the shelf at {shown} refuses us: {error}. Check user and password in its URL.")
     if isinstance(error, MaxConnectionsError):
         return StoreUnavailable(f"too many connections to the shelf at {shown} are in use at once; try again.")
     if isinstance(error, ssl.SSLError) or "certificate verify failed" in str(error):

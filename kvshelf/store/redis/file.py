@@ -16,9 +16,6 @@ from kvshelf.errors import BlobError, StoreError
 from kvshelf.store.redis.link import RedisLink
 from kvshelf.store.redis.server import Loan
 
-READ_LEASE_S: Final = 60.0
-"""How long the bytes stay for a reader that does not read on; renewed at a third of it while it reads."""
-
 _AHEAD: Final = 2  # pieces that are asked for before they are read: the server works while the reader hashes
 _SMALL: Final = 256 << 10  # bytes; a read of less fetches just that, unless it goes on where the last one ended
 _DRAIN: Final = 64 << 10  # bytes; fewer than these are read and thrown away, to keep a connection
@@ -36,11 +33,17 @@ class RedisFile(io.RawIOBase):
     """Seekable and read-only; `readinto` fills the whole buffer or reaches the end. For one thread at a time.
 
     Raises `BlobError` (reason "missing") for a piece that is gone or has another length, `StoreUnavailable`. It holds a
-    lease on the server, which `renew` prolongs and `release` ends.
+    lease on the server for `lease_s`, which `renew` prolongs while it is read and `release` ends.
     """
 
     def __init__(
-        self, link: RedisLink, pieces: Sequence[Piece], *, renew: Callable[[], Any], release: Callable[[], Any]
+        self,
+        link: RedisLink,
+        pieces: Sequence[Piece],
+        *,
+        lease_s: float,
+        renew: Callable[[], Any],
+        release: Callable[[], Any],
     ) -> None:
         super().__init__()
         self._link = link
@@ -48,7 +51,8 @@ class RedisFile(io.RawIOBase):
         self._ends = list(accumulate(piece.nbytes for piece in pieces))
         self._renew = renew
         self._release = release
-        self._renew_at = time.monotonic() + READ_LEASE_S / 3
+        self._lease_s = lease_s
+        self._renew_at = time.monotonic() + lease_s / 3
         self._position = 0
         self._last_end = -1  # where the last read ended
         self._stream: _Stream | None = None
@@ -90,7 +94,7 @@ class RedisFile(io.RawIOBase):
     def _read_some(self, view: memoryview) -> int:
         """Read up to the end of a piece."""
         if time.monotonic() >= self._renew_at:
-            self._renew_at = time.monotonic() + READ_LEASE_S / 3
+            self._renew_at = time.monotonic() + self._lease_s / 3
             self._renew()
         index = bisect_right(self._ends, self._position)
         view = view[: self._ends[index] - self._position]

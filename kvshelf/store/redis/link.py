@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvshelf.store.redis.address import RedisAddress
-from kvshelf.store.redis.faults import Resting, is_unreachable, translated
+from kvshelf.store.redis.faults import REFUSALS, translated
 from kvshelf.store.redis.routes import Route, route
 from kvshelf.store.redis.server import Loan, Server
 from kvshelf.store.redis.wire import Command, Garbled, Part, Refused, Reply, Wire
@@ -180,8 +180,8 @@ class RedisLink:
         with translated(str(self.address)):
             try:
                 yield
-            except Exception as error:
-                if is_unreachable(error) or isinstance(error, Resting) or _is_elsewhere(error):
+            except REFUSALS as error:
+                if not isinstance(error, Refused) or error.code in _ASK_AGAIN:
                     self._route.doubt()
                 raise
 
@@ -199,10 +199,6 @@ def _accepted(replies: list[Reply]) -> list[Reply]:
         if isinstance(reply, Refused):
             raise reply
     return replies
-
-
-def _is_elsewhere(error: Exception) -> bool:
-    return isinstance(error, Refused) and error.code in _ASK_AGAIN
 
 
 def _sent_to(reply: Refused) -> tuple[str, int]:

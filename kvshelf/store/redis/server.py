@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import select
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-import redis
 from redis.backoff import NoBackoff
 from redis.connection import Connection, ConnectionPool, SSLConnection
 from redis.retry import Retry
 
 from kvshelf.store.redis.address import RedisAddress, location
-from kvshelf.store.redis.faults import REFUSALS, Resting, is_unreachable
-from kvshelf.store.redis.wire import Command, Garbled, Reply, Wire
+from kvshelf.store.redis.faults import REFUSALS, NoServer, Resting, is_unreachable
+from kvshelf.store.redis.wire import Command, Refused, Reply, Wire
 
 REST_S: Final = 1.0
 """How long a server that failed is left alone."""
@@ -72,8 +72,6 @@ class Server:
         self._breaker.enter()
         try:
             return Loan(self, self._pool.get_connection())
-        except ValueError as error:  # redis-py's reader on garbage while it opens a connection
-            raise Garbled(str(error)) from error
         except BaseException as error:
             self._note(error)
             raise
@@ -87,7 +85,11 @@ class Server:
         except BaseException as error:
             loan.drop(error)
             raise
-        loan.give_back()
+        demoted = next((reply for reply in replies if _is_demoted(reply)), None)
+        if demoted is None:
+            loan.give_back()
+        else:
+            loan.drop(demoted)
         return replies
 
     @property
@@ -111,7 +113,13 @@ class Server:
     def _note(self, error: BaseException) -> None:
         if is_unreachable(error):
             self._breaker.failed(error)
+        if is_unreachable(error) or _is_demoted(error):
             self._pool.disconnect(inuse_connections=False)  # they lead to where this one led
+
+
+def _is_demoted(reply: Reply) -> bool:
+    """Whether a server says that it is no primary any more; new connections find out whether it is one again."""
+    return isinstance(reply, Refused) and reply.code == "READONLY"
 
 
 class Loan:
@@ -120,8 +128,7 @@ class Loan:
 
     def __init__(self, server: Server, connection: Connection) -> None:
         self.server = server
-        # redis-py offers no name for the socket without an underscore. Its reader has taken all that came: nothing is
-        # asked at the moment, and in RESP2 a server does not speak first.
+        # redis-py offers no name for the socket without an underscore.
         self.wire = Wire(connection._sock)  # type: ignore[arg-type]
         self._connection: Connection | None = connection
 
@@ -142,32 +149,65 @@ class Loan:
             self.server.discard(connection, error)
 
 
+class _Greeting:
+    """What redis-py does with `Wire` instead of its own reader while it opens and lends connections: that one believes
+    any length a peer claims, and with hiredis sets memory aside for it."""
+
+    def __init__(self, *, primary: bool = False, **options: Any) -> None:
+        self._primary = primary
+        super().__init__(**options)
+
+    def on_connect_check_health(self: Any, check_health: bool = True) -> None:  # noqa: ARG002
+        try:
+            wire = Wire(self._sock)
+            for command in self._greetings():
+                wire.send(command)
+                reply = wire.receive()
+                if isinstance(reply, Refused) and command[0] != "PING":  # which a user need not be allowed
+                    raise reply
+            if self._primary and (not isinstance(reply, list) or reply[:1] != [b"master"]):
+                raise NoServer(f"{location(self.host, self.port)} is no primary")
+        except BaseException:
+            self.disconnect()  # redis-py would keep it in the pool, not authenticated
+            raise
+
+    def _greetings(self: Any) -> Iterator[Command]:
+        if self.password is not None:
+            yield ("AUTH", self.password) if self.username is None else ("AUTH", self.username, self.password)
+        if self.db:
+            yield "SELECT", self.db
+        # One round trip at least: after it TLS has had its say, and what can be read is a reason to close.
+        # Sentinels may be behind, and a primary that comes back as a replica still takes reads.
+        yield ("ROLE",) if self._primary else ("PING",)
+
+    def can_read(self: Any, timeout: float = 0) -> bool:
+        """Whether the server has closed the connection, or speaks without having been asked."""
+        return bool(select.select([self._sock], [], [], timeout)[0])
+
+
+class _PlainConnection(_Greeting, Connection):
+    pass
+
+
+class _TlsConnection(_Greeting, SSLConnection):
+    pass
+
+
 def connection_options(address: RedisAddress, *, credentials: bool = True, primary: bool = False) -> dict[str, Any]:
     """How redis-py connects. credentials: whether to authenticate. primary: refuse a server that is a replica."""
     options: dict[str, Any] = {
-        "connection_class": SSLConnection if address.tls else Connection,
+        "connection_class": _TlsConnection if address.tls else _PlainConnection,
         "socket_timeout": address.timeout_s,
         "socket_connect_timeout": address.timeout_s,
         "retry": Retry(NoBackoff(), 0),  # its default: ten times, with pauses that grow to a second
         "protocol": 2,
-        "driver_info": None,  # two round trips for telling the server the name of a library
+        "primary": primary,
     }
     if credentials:
         options |= {"username": address.user, "password": address.password, "db": address.db}
     if address.tls:
         options |= {"ssl_cert_reqs": "required", "ssl_check_hostname": True, "ssl_ca_certs": address.ca}
-    if primary:
-        options["redis_connect_func"] = _connect_to_primary
     return options
-
-
-def _connect_to_primary(connection: Connection) -> None:
-    """Sentinels may be behind, and a primary that comes back as a replica still takes reads."""
-    connection.on_connect()  # type: ignore[no-untyped-call]
-    connection.send_command("ROLE")  # type: ignore[no-untyped-call]
-    role = connection.read_response()
-    if not isinstance(role, list) or not role or role[0] != b"master":
-        raise redis.ConnectionError(f"{location(connection.host, connection.port)} is no primary at the moment")
 
 
 def first_answer(servers: Sequence[Server], command: Command, patience_s: float) -> tuple[Server, Reply]:

@@ -1,4 +1,4 @@
-"""The protocol of Redis (RESP2) on a socket that redis-py has opened, secured and authenticated.
+"""The protocol of Redis (RESP2) on a socket that redis-py has opened and secured.
 
 Why not redis-py's own reader and writer: they make a fresh bytes object of every value (0.3 GB/s for 64 MiB, where the
 first touch of its memory costs more than the transfer), believe any length a peer claims, and may send again what was

@@ -31,6 +31,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 START_S = 20.0
 """How long a server may take; it takes milliseconds where the machine does nothing else."""
@@ -80,8 +82,9 @@ class ValkeyServer:
         return f"redis://{secret}127.0.0.1:{self.port}"
 
     def client(self, **options: object) -> redis.Redis:
-        """A plain client of redis-py that does not give up soon."""
-        return redis.Redis(port=self.port, password=self.password, socket_timeout=30, **options)  # type: ignore[arg-type]
+        """A plain client of redis-py, without its ten retries."""
+        retry = Retry(NoBackoff(), 0)
+        return redis.Redis(port=self.port, password=self.password, socket_timeout=30, retry=retry, **options)  # type: ignore[arg-type]
 
     def start(self) -> None:
         """Start it (again), on the same port and in the same folder, and wait until it answers."""
@@ -324,14 +327,14 @@ class LyingServer:
 
 
 class Certificates:
-    """An authority of one's own and a server certificate for 127.0.0.1 and localhost, as PEM files in a folder."""
+    """An authority of one's own and a certificate for a server at an address, as PEM files in a folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, host: str = "127.0.0.1") -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.ca, self.certificate, self.key = (folder / name for name in ("ca.pem", "server.pem", "server.key"))
         authority_key, server_key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
-        authority = _certificate("kvshelf test authority", authority_key, authority_key, "kvshelf test authority")
-        server = _certificate("localhost", server_key, authority_key, "kvshelf test authority")
+        authority = _certificate(authority_key, authority_key, None)
+        server = _certificate(server_key, authority_key, host)
         self.ca.write_bytes(authority.public_bytes(serialization.Encoding.PEM))
         self.certificate.write_bytes(server.public_bytes(serialization.Encoding.PEM))
         self.key.write_bytes(
@@ -343,22 +346,23 @@ class Certificates:
 
 
 def _certificate(
-    name: str, key: ec.EllipticCurvePrivateKey, signer: ec.EllipticCurvePrivateKey, issuer: str
+    key: ec.EllipticCurvePrivateKey, signer: ec.EllipticCurvePrivateKey, host: str | None
 ) -> x509.Certificate:
+    """For a server at an address; None for the authority itself."""
     now = datetime.datetime.now(datetime.UTC)
-    is_authority = key is signer
-    names = x509.SubjectAlternativeName([x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "kvshelf test authority")])
     builder = (
         x509.CertificateBuilder()
-        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
-        .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, issuer)]))
+        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, host)]) if host else issuer)
+        .issuer_name(issuer)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - datetime.timedelta(hours=1))
         .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(x509.BasicConstraints(ca=is_authority, path_length=None), critical=True)
+        .add_extension(x509.BasicConstraints(ca=host is None, path_length=None), critical=True)
     )
-    if not is_authority:
+    if host is not None:
+        names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(host))])
         builder = builder.add_extension(names, critical=False)
     return builder.sign(signer, hashes.SHA256())
 
