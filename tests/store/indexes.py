@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import redis
 
 from kvshelf.store.blobs import new_name
 from kvshelf.store.disk.database import Database
@@ -24,10 +27,11 @@ NOW = time.time() + 1e6
 
 @dataclass(frozen=True)
 class Home:
-    """open: connects to the home once more. wait: lets its clock go on by so many ticks. tick_s: their length, and the
-    lease of a write is `LEASE` of them."""
+    """open: connects to the home once more. now: its clock. wait: lets that go on by so many ticks, whose length is
+    tick_s. The lease of a write is `LEASE` ticks."""
 
     open: Callable[[], Index]
+    now: Callable[[], float]
     wait: Callable[[float], None]
     tick_s: float
 
@@ -54,7 +58,7 @@ def disk_home(folder: Path) -> Home:
         database = Database(folder, 30.0)
         return SqliteIndex(database, database.create(None), clock, LEASE)
 
-    return Home(open_index, clock.wait, 1.0)
+    return Home(open_index, clock, clock.wait, 1.0)
 
 
 def redis_home(url: str, tick_s: float = 0.1) -> Home:
@@ -62,7 +66,7 @@ def redis_home(url: str, tick_s: float = 0.1) -> Home:
         place = address.parse(url)
         return RedisIndex.open(RedisLink(place), place.prefix, write_lease_s=LEASE * tick_s)
 
-    return Home(open_index, lambda ticks: time.sleep(ticks * tick_s), tick_s)
+    return Home(open_index, time.time, lambda ticks: time.sleep(ticks * tick_s), tick_s)
 
 
 def empty_redis_home(server: ValkeyServer) -> Home:
@@ -127,3 +131,10 @@ def found(index: Index, number: int = 1, tenant: str = "me") -> Entry:
     entry = index.find(cache_id(number), tenant)
     assert entry is not None
     return entry
+
+
+def fill(client: redis.Redis) -> None:
+    """Use up the memory of a server that has a limit. Deleting "filler" gives it back."""
+    with suppress(redis.exceptions.OutOfMemoryError):
+        while True:
+            client.append("filler", "x" * 1000)

@@ -23,7 +23,7 @@ from kvshelf.store.redis import address
 from kvshelf.store.redis.index import HOME_FORMAT, RedisIndex
 from kvshelf.store.redis.link import RedisLink
 from tests.store.index_walk import Walk
-from tests.store.indexes import NOW, cache_id, found, manifest, put, redis_home, writing
+from tests.store.indexes import NOW, cache_id, fill, found, manifest, put, redis_home, writing
 from tests.store.processes import start_child
 from tests.store.redis.servers import Cluster, ValkeyServer, wait_until
 
@@ -446,14 +446,6 @@ def test_a_full_server_refuses_new_caches_and_gives_room_back(start_valkey: Call
     client.delete("filler")
     assert index.publish(begun, manifest(3), over=None, cost_s=1, now=NOW) == (True, None)
     index.close()
-
-
-def fill(client: redis.Redis) -> None:
-    with suppress(redis.exceptions.OutOfMemoryError):
-        while True:
-            client.append("filler", "x" * 1000)
-    with pytest.raises(redis.exceptions.OutOfMemoryError):
-        client.append("filler", "x")
 
 
 # An answer that never came
