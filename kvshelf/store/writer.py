@@ -159,8 +159,11 @@ class Writer:
         self._on_step("verified")
 
     def _keep_until(self, writing: Writing, expires_at: float | None) -> None:
-        for name, nbytes in _names(writing):
-            self._blobs.keep_until(name, nbytes, expires_at)
+        try:
+            for name, nbytes in _names(writing):
+                self._blobs.keep_until(name, nbytes, expires_at)
+        except BlobError as error:
+            raise StoreUnavailable("the cache took longer to write than a writer may be silent; put it again") from error
 
     def _publish(self, writing: Writing, manifest: Manifest) -> Manifest:
         """Make a cache visible, unless another writer was first with a whole one; returns what is visible then."""

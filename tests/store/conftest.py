@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from kvshelf.store.disk import DiskStore
-from tests.store.places import Clock, DiskPlace, Place
+from tests.store.places import Clock, DiskPlace, Place, RedisPlace
+from tests.store.redis.servers import ValkeyServer
 
 
 @pytest.fixture
@@ -27,8 +28,16 @@ def store(home: Path, clock: Clock) -> Iterator[DiskStore]:
         assert store.check() == []
 
 
-@pytest.fixture(params=["disk"])
+@pytest.fixture(scope="session")
+def shared_valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
+    """A server for all tests that neither stop nor fill it."""
+    with ValkeyServer(tmp_path_factory.mktemp("valkey")) as server:
+        yield server
+
+
+@pytest.fixture(params=["disk", "redis"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     """An empty place for a shelf, of every kind of home."""
-    assert request.param == "disk"
-    return DiskPlace(tmp_path / "home")
+    if request.param == "disk":
+        return DiskPlace(tmp_path / "home")
+    return RedisPlace(request.getfixturevalue("shared_valkey"))

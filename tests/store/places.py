@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import abc
+import secrets
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,10 @@ from typing import Any
 from kvshelf.store.blobs import WRITE_LEASE_S
 from kvshelf.store.disk import DiskStore
 from kvshelf.store.manifest import Manifest
+from kvshelf.store.redis import RedisStore
+from kvshelf.store.redis.file import READ_LEASE_S
 from kvshelf.store.shelf import Shelf
+from tests.store.redis.servers import ValkeyServer
 
 
 class Clock:
@@ -68,6 +73,43 @@ class DiskPlace(Place):
 
     def let_leases_run_out(self, clock: Clock) -> None:
         clock.time += WRITE_LEASE_S + 1
+
+
+class RedisPlace(Place):
+    """A shelf of its own on a server that others may use. Its writers' leases are short: a server's clock is real."""
+
+    kind = "redis"
+    LEASE_S = 0.5
+
+    def __init__(self, server: ValkeyServer) -> None:
+        self.server = server
+        self.prefix = f"test-{secrets.token_hex(8)}"
+
+    def open(self, **options: Any) -> Shelf:
+        # A long timeout: these tests are about other things than a machine that is busy.
+        url = f"{self.server.url}?prefix={self.prefix}&timeout_s=10"
+        return RedisStore.open(url, **{"write_lease_s": self.LEASE_S} | options)
+
+    def names(self) -> set[str]:
+        """Without those that go by themselves: of dead writers, and what dead readers had open."""
+        client = self.server.client()
+        keys = client.keys(f"{{{self.prefix}/*}}:[0-9]*")
+        stay = [key for key in keys if not 0 <= client.pttl(key) <= READ_LEASE_S * 1000]
+        return {key.decode().partition("/")[2].partition("}")[0] for key in stay}
+
+    def change(self, manifest: Manifest, how: Callable[[bytearray], bytearray | None]) -> None:
+        """The cache's bytes must fit into one chunk."""
+        client = self.server.client()
+        keys = client.keys(f"{{{self.prefix}/{manifest.id.removeprefix('kvs_')}-*}}:0")
+        key = max(keys, key=client.strlen)
+        changed = how(bytearray(client.get(key)))
+        if changed is None:
+            client.delete(key)
+        else:
+            client.set(key, bytes(changed), keepttl=True)
+
+    def let_leases_run_out(self, clock: Clock) -> None:  # noqa: ARG002 - of another kind
+        time.sleep(self.LEASE_S + 0.1)
 
 
 def flip(data: bytearray) -> bytearray:

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from kvshelf.errors import CacheExpired, CacheNotFound
+from kvshelf.errors import CacheExpired, CacheNotFound, StoreUnavailable
 from kvshelf.store.artifact import CompressedCache
 from kvshelf.store.disk import DiskStore
-from kvshelf.store.blobs import WRITE_LEASE_S
 from tests.store.caches import make_cache, require_equal
+from tests.store.places import Clock, Place, cut
 from tests.store.processes import start_child
 
 STEPS = ("created", "written", "synced", "verified", "published", "replaced")
@@ -41,9 +41,22 @@ class Log:
             return [line.split() for line in file.read().splitlines()]
 
 
-def require_sound(home: Path, caches: dict[str, CompressedCache], stored: set[str], gone: set[str]) -> set[str]:
+class LateClock(Clock):
+    """The wall clock, set ahead as a test likes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.time = 0.0
+
+    def __call__(self) -> float:
+        return time.time() + self.time
+
+
+def require_sound(place: Place, caches: dict[str, CompressedCache], stored: set[str], gone: set[str]) -> set[str]:
     """0 torn, 0 lost: what is listed can be read, what was acknowledged is listed. Returns the ids on the shelf."""
-    with DiskStore.open(home, now=lambda: time.time() + WRITE_LEASE_S + 1) as store:
+    clock = LateClock()
+    place.let_leases_run_out(clock)
+    with place.open(now=clock) as store:
         visible = {manifest.id for manifest in store.list(limit=1000).data}
         for cache_id in visible:
             require_equal(caches[cache_id], store.get(cache_id))
@@ -51,7 +64,7 @@ def require_sound(home: Path, caches: dict[str, CompressedCache], stored: set[st
         assert not gone & visible
         store.sweep()
         assert store.check() == []
-        assert len(list((home / "blobs").iterdir())) == len(visible)
+        assert len(place.names()) == len(visible)
     return visible
 
 
@@ -65,25 +78,24 @@ def kill_at(step: str) -> Callable[[str], None]:
 
 @pytest.mark.parametrize("before", ["nothing", "expired", "corrupt"])
 @pytest.mark.parametrize("step", STEPS)
-def test_killed_at_a_named_point(home: Path, step: str, before: str) -> None:
+def test_killed_at_a_named_point(place: Place, step: str, before: str) -> None:
     other, cache = make_cache(1), make_cache(2)
-    with DiskStore.open(home) as store:
+    with place.open() as store:
         kept = store.put(other)
         cache_id = store.cache_id(cache.identity)
         if before == "expired":
             store.put(cache, ttl_s=0.001)
             time.sleep(0.002)
         elif before == "corrupt":
-            store.put(cache)
-            os.truncate(next((home / "blobs").glob(f"{cache_id.removeprefix('kvs_')}*")), 100)
+            place.change(store.put(cache), cut)
 
     def child() -> None:
-        with DiskStore.open(home, on_step=kill_at(step)) as store:
+        with place.open(on_step=kill_at(step)) as store:
             store.put(cache)
 
     assert start_child(child).wait() == -signal.SIGKILL
     published = STEPS.index(step) >= STEPS.index("published")
-    with DiskStore.open(home) as store:
+    with place.open() as store:
         if before == "expired" and not published:
             with pytest.raises(CacheExpired):
                 store.get(cache_id)
@@ -93,13 +105,13 @@ def test_killed_at_a_named_point(home: Path, step: str, before: str) -> None:
         if before == "corrupt" and not published:
             store.delete(cache_id)
     caches = {kept.id: other, cache_id: cache}
-    assert require_sound(home, caches, {kept.id}, set()) == ({kept.id, cache_id} if published else {kept.id})
-    with DiskStore.open(home) as store:
+    assert require_sound(place, caches, {kept.id}, set()) == ({kept.id, cache_id} if published else {kept.id})
+    with place.open() as store:
         store.put(cache)
         require_equal(cache, store.get(cache_id))
 
 
-def test_killed_at_random_moments(home: Path, soak: bool) -> None:
+def test_killed_at_random_moments(place: Place, soak: bool) -> None:
     """The child puts, replaces and deletes caches as fast as it can; each run goes on with the shelf the last one left.
 
     A kill between two calls would prove little, so the others are counted: calls take nearly all of the child's time,
@@ -108,7 +120,7 @@ def test_killed_at_random_moments(home: Path, soak: bool) -> None:
     rng = random.Random(20261120)
     rounds = 200 if soak else 20
     made = [make_cache(seed, num_tokens=512, lengths=((256, 200), (31, 512)), dims=(64, 64)) for seed in range(12)]
-    with DiskStore.open(home) as store:
+    with place.open() as store:
         caches = {store.cache_id(cache.identity): cache for cache in made}
     stored: set[str] = set()
     gone: set[str] = set()
@@ -117,7 +129,7 @@ def test_killed_at_random_moments(home: Path, soak: bool) -> None:
         log, order = Log(), rng.choices(list(caches), k=1000)
 
         def child(log: Log = log, order: list[str] = order) -> None:
-            with DiskStore.open(home) as store:
+            with place.open() as store:
                 for cache_id in order:
                     log.say(f"begin {cache_id}")
                     try:
@@ -138,10 +150,46 @@ def test_killed_at_random_moments(home: Path, soak: bool) -> None:
             if event != "begin":
                 (stored if event == "put" else gone).add(cache_id)
         inside += bool(lines) and lines[-1][0] == "begin"
-        visible = require_sound(home, caches, stored, gone)
+        visible = require_sound(place, caches, stored, gone)
         stored, gone = visible, set(caches) - visible
-    print(f"{rounds} kills, {inside} of them inside a call: 0 torn, 0 lost")
+    print(f"{rounds} kills on {place.kind}, {inside} of them inside a call: 0 torn, 0 lost")
     assert inside > rounds / 2
+
+
+@pytest.mark.parametrize("meanwhile", ["nothing", "a sweep", "another writer"])
+def test_a_writer_that_was_stopped_past_its_lease_cannot_publish(place: Place, meanwhile: str) -> None:
+    """SIGSTOP when all is written and verified; SIGCONT when the lease has run out."""
+    cache = make_cache()
+    lease_s = 0.3
+
+    def stop(name: str) -> None:
+        if name == "verified":
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def child() -> None:
+        with place.open(write_lease_s=lease_s, on_step=stop) as store:
+            try:
+                store.put(cache, name="the stopped one")
+            except StoreUnavailable as error:
+                os._exit(42 if "put it again" in error.message else 43)
+
+    writer = start_child(child)
+    os.waitpid(writer.pid, os.WUNTRACED)
+    time.sleep(lease_s + 0.2)
+    with place.open(write_lease_s=lease_s) as store:
+        if meanwhile == "a sweep":
+            assert store.sweep().orphans == 1
+        elif meanwhile == "another writer":
+            store.put(cache, name="another")
+        os.kill(writer.pid, signal.SIGCONT)
+        assert writer.wait() == 42
+        assert [manifest.name for manifest in store.list().data] == (
+            ["another"] if meanwhile == "another writer" else []
+        )
+        store.sweep()
+        assert len(place.names()) == len(store.list().data)
+        assert store.check() == []
+        require_equal(cache, store.get(store.put(cache).id))
 
 
 def test_a_cache_is_durable_before_it_is_visible(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,8 +23,7 @@ from kvshelf.store.artifact import CompressedCache
 from kvshelf.store.keyring import Keyring
 from kvshelf.store.shelf import Shelf
 from tests.store.caches import make_cache, require_equal
-from tests.store.places import Clock
-from tests.store.places import Place, flip, gone
+from tests.store.places import Clock, Place, flip, gone
 
 SIZE = len(make_cache().to_bytes())
 """Of every cache of `make_cache` without arguments, whatever its seed."""

@@ -22,6 +22,8 @@ from kvshelf.store.shelf import Shelf
 class RedisStore(Shelf):
     """See `Store` for the contract. Made by `open`."""
 
+    _link: RedisLink
+
     @classmethod
     def open(
         cls,
@@ -46,4 +48,11 @@ class RedisStore(Shelf):
         except BaseException:
             link.close()
             raise
-        return cls(index, RedisBlobs(link, place.prefix, write_lease_s), rules=rules, now=now, on_step=on_step)
+        blobs = RedisBlobs(link, place.prefix, write_lease_s)
+        shelf = cls(index, blobs, rules=rules, now=now, on_step=on_step)
+        shelf._link = link
+        return shelf
+
+    def close(self) -> None:
+        super().close()
+        self._link.close()
