@@ -13,7 +13,7 @@ from kvshelf.store.blobs import WRITE_LEASE_S
 from kvshelf.store.disk import DiskStore
 from kvshelf.store.manifest import Manifest
 from kvshelf.store.redis import RedisStore
-from kvshelf.store.redis.file import READ_LEASE_S
+from kvshelf.store.redis.blobs import READ_LEASE_S
 from kvshelf.store.shelf import Shelf
 from tests.store.redis.servers import ValkeyServer
 
