@@ -6,11 +6,13 @@ Results go to stdout, everything else to stderr, so that `ID=$(kvshelf put repor
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 from rich.console import Console
@@ -50,6 +52,14 @@ Url = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the API's objects, one per line, errors too.")]
 Store = Annotated[str | None, typer.Option("--store", help="URL of the store, such as disk:///var/lib/kvshelf.")]
+KeyFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--encryption-key-file",
+        envvar="KVSHELF_ENCRYPTION_KEY_FILE",
+        help="Keys that the store's caches are sealed with, one per line; the first one seals.",
+    ),
+]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
 Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
 Labels = Annotated[list[str] | None, typer.Option("--label", metavar="KEY=VALUE", help="May be given several times.")]
@@ -93,6 +103,21 @@ def connected(url: str | None, *, as_json: bool) -> Iterator[Client]:
 
     with named_errors(as_json=as_json), Client(url) as client:
         yield client
+
+
+@contextmanager
+def written(path: Path) -> Iterator[BinaryIO]:
+    """A file that gets its name when the block ends well: a reader never sees half of it under that name."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with partial.open("wb") as file:
+            yield file
+        os.replace(partial, path)
+    except OSError as error:
+        raise InvalidRequest(f"cannot write {path}: {error.strerror}", param="--output") from error
+    finally:
+        with suppress(OSError):
+            partial.unlink()
 
 
 def print_object(obj: BaseModel) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import itertools
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ from rich.table import Table
 
 from kvshelf.cli import _common
 from kvshelf.cli._common import AsJson, Labels, Url, connected
-from kvshelf.errors import InvalidRequest, KvshelfError
+from kvshelf.errors import KvshelfError
 
 if TYPE_CHECKING:
     from kvshelf.client import Client
@@ -44,6 +43,7 @@ def put(
     ttl: Annotated[str | None, typer.Option(help="How long to keep it: 90s, 15m, 2h, 7d.")] = None,
     name: Annotated[str | None, typer.Option(help="A name for people.  [default: the file's]")] = None,
     label: Labels = None,
+    keep_source: Annotated[bool, typer.Option("--keep-source", help="Keep the text beside the cache.")] = False,
     expected_question: Annotated[
         list[str] | None, typer.Option(help="A question to come, for policies that look at questions. May be repeated.")
     ] = None,
@@ -68,6 +68,7 @@ def put(
             "expected_questions": expected_question,
             "ttl_s": _common.seconds(ttl),
             "labels": _common.pairs(label, "--label"),
+            "keep_source": keep_source,
         }
         for file in files:
             try:
@@ -178,7 +179,9 @@ def show(
     with connected(url, as_json=as_json) as client:
         cache = client.caches.retrieve(id)
         if output is not None:
-            _write(output, client.caches.download(id))
+            blob = client.caches.download(id)
+            with _common.written(output) as file:
+                file.write(blob)
         if as_json:
             _common.print_object(cache)
         else:
@@ -204,7 +207,8 @@ def _details(cache: CacheObject) -> Table:
         "labels": ", ".join(f"{key}={value}" for key, value in cache.labels.items()) or "-",
         "created": when(cache.created_at),
         "last used": when(cache.last_used_at),
-        "expires": when(cache.expires_at),
+        "expires": when(cache.expires_at) + (", never evicted: pinned" if cache.pinned else ""),
+        "source": "kept" if cache.has_source else "-",
     }
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold")
@@ -212,16 +216,6 @@ def _details(cache: CacheObject) -> Table:
     for name, value in rows.items():
         table.add_row(name, value)
     return table
-
-
-def _write(path: Path, data: bytes) -> None:
-    """All or nothing: a reader never sees half a blob under the name that was asked for."""
-    partial = path.with_name(path.name + ".partial")
-    try:
-        partial.write_bytes(data)
-        os.replace(partial, path)
-    except OSError as error:
-        raise InvalidRequest(f"cannot write {path}: {error.strerror}", param="--output") from error
 
 
 def rm(

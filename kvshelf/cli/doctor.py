@@ -5,25 +5,35 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 import kvshelf
 from kvshelf._extras import needs_extra
-from kvshelf.cli import _common
-from kvshelf.cli._common import AsJson, Device, Dtype, Store, Url
-from kvshelf.errors import KvshelfError, MissingExtra, NoWorker, StoreUnavailable
+from kvshelf.cli import _common, stores
+from kvshelf.cli._common import AsJson, Device, Dtype, KeyFile, Store, Url
+from kvshelf.errors import InvalidRequest, KvshelfError, MissingExtra, NoWorker
 
 NEEDLE_TOKENS = 1024
 BUNDLED = "kvshelf-tiny"
+
+_WITH_PROGRESS = ("scrub", "reseal")
+"""Checks that show a progress bar of their own."""
 
 Check = tuple[str, Callable[[], str]]
 
 
 def doctor(
     store: Store = None,
+    encryption_key_file: KeyFile = None,
+    scrub: Annotated[bool, typer.Option("--scrub", help="Read all caches of --store, set corrupt ones aside.")] = False,
+    reseal: Annotated[
+        bool, typer.Option("--reseal", help="Store anew what is not sealed with the key file's first key.")
+    ] = False,
     model: Annotated[str, typer.Option(help="The model to load and try.")] = BUNDLED,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -31,9 +41,15 @@ def doctor(
     as_json: AsJson = False,
 ) -> None:
     """Check versions, device and model; with --store a store, with --url a service. Exit code 1 if anything fails."""
+    with _common.named_errors(as_json=as_json):
+        if store is None and (scrub or reseal):
+            raise InvalidRequest("--scrub and --reseal go through a store; give its URL as --store", param="--store")
+    checks = [*_checks(model, device, dtype), *_store_checks(store, encryption_key_file, scrub=scrub, reseal=reseal)]
+    if url is not None:
+        checks.append(("service", lambda: _service(url)))
     failed = False
-    for name, check in _checks(store, model, device, dtype, url):
-        with _common.notes.status(f"checking {name} ..."):
+    for name, check in checks:
+        with nullcontext() if name in _WITH_PROGRESS else _common.notes.status(f"checking {name} ..."):
             ok, finding = _run(check)
         failed = failed or not ok
         if as_json:
@@ -43,16 +59,22 @@ def doctor(
     raise typer.Exit(1 if failed else 0)
 
 
-def _checks(store: str | None, model: str, device: str, dtype: str, url: str | None) -> Iterator[Check]:
+def _checks(model: str, device: str, dtype: str) -> Iterator[Check]:
     yield "kvshelf", lambda: f"{kvshelf.__version__} on Python {platform.python_version()}, {platform.machine()}"
     for package in ("torch", "transformers", "ray", "fastapi"):
         yield package, lambda package=package: _installed(package)  # type: ignore[misc]
     yield "device", _device
     yield "model", lambda: _model(model, device, dtype)
-    if store is not None:
-        yield "store", lambda: _store(store)
-    if url is not None:
-        yield "service", lambda: _service(url)
+
+
+def _store_checks(url: str | None, key_file: Path | None, *, scrub: bool, reseal: bool) -> Iterator[Check]:
+    if url is None:
+        return
+    yield "store", lambda: stores.look_over(url, key_file)
+    if reseal:
+        yield "reseal", lambda: stores.reseal(url, key_file)
+    if scrub:
+        yield "scrub", lambda: stores.scrub(url, key_file)
 
 
 def _run(check: Callable[[], str]) -> tuple[bool, str]:
@@ -100,17 +122,6 @@ def _model(name: str, device: str, dtype: str) -> str:
             f"{name} answered {answer!r} where {question.answer!r} is right: its weights or torch are broken"
         )
     return f"{name}: {engine.max_tokens} tokens, {cache.num_tokens} prefilled, answered {answer!r}"
-
-
-def _store(url: str) -> str:
-    with needs_extra("serve", purpose="a store"):
-        from kvshelf.store import open_store
-
-    with open_store(url) as store:
-        problems, usage = store.check(), store.usage()
-    if problems:
-        raise StoreUnavailable(f"{url}: {'; '.join(problems)}")
-    return f"{url}: {usage.caches} caches, {_common.megabytes(usage.bytes)}, nothing amiss"
 
 
 def _service(url: str) -> str:

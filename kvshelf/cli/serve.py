@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,6 +15,9 @@ from kvshelf.cli._common import Store
 
 def serve(
     store: Store = None,
+    encryption_key_file: Annotated[
+        Path | None, typer.Option(help="Seal stored caches with the first key of this file, one per line.")
+    ] = None,
     model: Annotated[
         list[str] | None,
         typer.Option(help="A bundled name, a folder or a hub id; the first one is the default. May be repeated."),
@@ -38,6 +42,7 @@ def serve(
 
         settings = load_settings(
             store=store,
+            encryption_key_file=None if encryption_key_file is None else str(encryption_key_file),
             models=tuple(model) if model else None,
             device=device,
             dtype=dtype,

@@ -112,8 +112,11 @@ class AsyncCaches(_Group):
     """The shelf: `client.caches`. Arguments, results and errors are those of `Client.caches`."""
 
     retrieve = _Method(_calls.retrieve_cache)
+    update = _Method(_calls.update_cache)
     delete = _Method(_calls.delete_cache)
     download = _Method(_calls.download_cache)
+    import_blob = _Method(_calls.import_blob)
+    verify = _Method(_calls.verify_cache)
 
     @overload
     async def create(

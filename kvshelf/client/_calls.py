@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, Unpack
 from urllib.parse import quote
 
 import httpx
@@ -44,6 +44,26 @@ class CreateFields(TypedDict, total=False):
     budget_tokens: int | None
     codec: str | None
     expected_questions: Sequence[str] | None
+    ttl_s: float | None
+    expires_at: float | None
+    name: str | None
+    labels: Mapping[str, str] | None
+    keep_source: bool | None
+
+
+class UpdateFields(TypedDict, total=False):
+    """What `caches.update` changes; what is absent stays. None as `ttl_s` or `expires_at`: the cache never expires."""
+
+    ttl_s: float | None
+    expires_at: float | None
+    labels: Mapping[str, str]
+    name: str
+    pinned: bool
+
+
+class ImportFields(TypedDict, total=False):
+    """What `caches.import_blob` takes beside the blob; None is as good as absent."""
+
     ttl_s: float | None
     expires_at: float | None
     name: str | None
@@ -92,13 +112,17 @@ def retrieve_cache(id: str) -> Call[types.CacheObject]:
 
 
 def list_caches(fields: ListFields) -> Call[types.CacheList]:
-    try:
-        query = types.ListCaches.model_validate({key: value for key, value in fields.items() if value is not None})
-    except ValidationError as error:
-        raise refusal(error) from error
-    params = query.model_dump(exclude_none=True, exclude={"labels"})
-    params |= {f"label.{key}": value for key, value in query.labels.items()}
-    return Call("GET", "/v1/caches", parse_as(types.CacheList), params=params)
+    return Call("GET", "/v1/caches", parse_as(types.CacheList), params=_query_string(types.ListCaches, fields))
+
+
+def update_cache(id: str, **fields: Unpack[UpdateFields]) -> Call[types.CacheObject]:
+    """Change `ttl_s` or `expires_at` (None: it never expires), `labels` (as a whole), `name` or `pinned`.
+
+    What is not given stays as it is. A pinned cache is never evicted to make room. Raises `InvalidRequest`,
+    `CacheNotFound`, `CacheExpired`.
+    """
+    body = {"json": _as_json(types.UpdateCache, fields)}
+    return Call("PATCH", _cache_path(id), parse_as(types.CacheObject), body=body)
 
 
 def delete_cache(id: str) -> Call[types.Deleted]:
@@ -109,6 +133,28 @@ def delete_cache(id: str) -> Call[types.Deleted]:
 def download_cache(id: str) -> Call[bytes]:
     """The blob of one cache, for `CompressedCache.from_bytes`, which checks every digest in it."""
     return Call("GET", _cache_path(id) + "/blob", _content)
+
+
+def import_blob(blob: bytes, **fields: Unpack[ImportFields]) -> Call[types.CacheObject]:
+    """Put the blob of a cache, as `download` gives it, on the shelf of this service. It keeps its codec.
+
+    `ttl_s` or `expires_at`, `name`, `labels` as in `create`; a cache that is there already comes back with `existing`
+    true. Raises `CacheCorrupt` for bytes that are no sound blob, `ModelMismatch` for a cache of a model that the
+    service does not run, `BodyTooLarge`, `QuotaExceeded`, `StorageFull`.
+    """
+    if not isinstance(blob, bytes):
+        raise InvalidRequest(f"a blob is bytes, not {type(blob).__name__}", param="blob")
+    headers = {"content-type": "application/octet-stream"}
+    params = _query_string(types.ImportCache, fields)
+    path = "/v1/caches/import"
+    return Call("POST", path, parse_as(types.CacheObject), params=params, headers=headers, body={"content": blob})
+
+
+def verify_cache(id: str) -> Call[types.Verification]:
+    """Have the service read a stored cache to its end and check every digest. Raises `CacheNotFound`, `CacheExpired`;
+    that it is corrupt is no error but an answer, whose `ok` is false.
+    """
+    return Call("POST", _cache_path(id) + "/verify", parse_as(types.Verification))
 
 
 def query_cache(id: str, fields: Mapping[str, Any]) -> Call[types.AnswerObject | Answers]:
@@ -160,12 +206,26 @@ def _id(id: str) -> str:
 
 def _checked(model: type[RequestBody], fields: Mapping[str, Any]) -> dict[str, Any]:
     """The JSON of a request, only with what was given. Raises `InvalidRequest` before anything is sent."""
-    given = {key: value for key, value in fields.items() if value is not None}
+    return _as_json(model, {key: value for key, value in fields.items() if value is not None})
+
+
+def _as_json(model: type[RequestBody], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """As `_checked`, where None says something."""
     try:
-        text = json.dumps(given, default=_plain)
+        text = json.dumps(dict(fields), default=_plain)
     except (TypeError, ValueError) as error:
         raise InvalidRequest(f"the request cannot be written as JSON: {error}") from error
     return parse_request(model, text.encode()).model_dump(mode="json", exclude_unset=True)
+
+
+def _query_string(model: type[types.QueryString], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters of a query string, only with what was given. Raises `InvalidRequest` before anything is sent."""
+    try:
+        query = model.model_validate({key: value for key, value in fields.items() if value is not None})
+    except ValidationError as error:
+        raise refusal(error) from error
+    params = query.model_dump(exclude_unset=True, exclude={"labels"})
+    return params | {f"label.{key}": value for key, value in query.labels.items()}
 
 
 def _plain(value: Any) -> Any:

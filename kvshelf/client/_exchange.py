@@ -54,7 +54,7 @@ class Call(Generic[T]):
         return response.is_success or response.status_code in self.accepts
 
     def httpx_options(self, connection: Connection) -> dict[str, Any]:
-        """Keywords of `httpx.Client.request` and `.stream`. `body` holds `json`, or `files` and `data`."""
+        """Keywords of `httpx.Client.request` and `.stream`. `body` holds `json`, `content`, or `files` and `data`."""
         return {
             "method": self.method,
             "url": self.path,

@@ -116,8 +116,11 @@ class Caches(_Group):
     """The shelf: `client.caches`."""
 
     retrieve = _Method(_calls.retrieve_cache)
+    update = _Method(_calls.update_cache)
     delete = _Method(_calls.delete_cache)
     download = _Method(_calls.download_cache)
+    import_blob = _Method(_calls.import_blob)
+    verify = _Method(_calls.verify_cache)
 
     @overload
     def create(
@@ -132,8 +135,8 @@ class Caches(_Group):
 
         One of `document` (text), `messages`, `token_ids` and `file` (a path), and as keywords `model`, `layout`,
         `policy`, `policy_params`, `compression_ratio` (the fraction removed) or `budget_tokens`, `codec`, `ttl_s` or
-        `expires_at`, `name`, `labels`. With `respond_async` the request comes back at once, for
-        `client.requests.retrieve`.
+        `expires_at`, `name`, `labels`, and `keep_source` to keep the text beside the cache. With `respond_async` the
+        request comes back at once, for `client.requests.retrieve`.
 
         Raises `InvalidRequest`, `DocumentTooLong`, `DocumentTooShort`, `PolicyUnsupported`, `QueueFull`, ...
         """

@@ -25,6 +25,10 @@ Text = Annotated[str, Field(min_length=1)]
 ModelName = Annotated[str, Field(min_length=1, max_length=512)]
 LabelKey = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.\-/]{1,64}$")]
 LabelValue = Annotated[str, Field(max_length=512)]
+Labels = Annotated[dict[LabelKey, LabelValue], Field(max_length=MAX_LABELS)]
+CacheName = Annotated[str, Field(max_length=256)]
+Ttl = Annotated[float, Field(gt=0, le=MAX_TTL_S)]
+ExpiresAt = Annotated[float, Field(gt=0)]
 CodecText = Annotated[
     str,
     Field(

@@ -15,13 +15,12 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from kvshelf.client.strict import (
-    MAX_LABELS,
     MAX_MESSAGES,
-    MAX_TTL_S,
+    CacheName,
     CodecText,
+    ExpiresAt,
     FinishReason,
-    LabelKey,
-    LabelValue,
+    Labels,
     LayoutName,
     MaxTokens,
     MissReason,
@@ -38,6 +37,7 @@ from kvshelf.client.strict import (
     Text,
     TokenId,
     TopP,
+    Ttl,
     misuse,
     unsupported,
 )
@@ -51,6 +51,11 @@ class Message(RequestBody):
 
 
 MessageList = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+
+
+def _require_one_expiry(ttl_s: float | None, expires_at: float | None) -> None:
+    if ttl_s is not None and expires_at is not None:
+        raise misuse("expires_at", "give ttl_s or expires_at, not both")
 
 
 class CreateCache(RequestBody):
@@ -75,13 +80,11 @@ class CreateCache(RequestBody):
     expected_questions: list[Text] = Field(
         default_factory=list, max_length=256, description="guide the policies that score by the end of the prompt"
     )
-    ttl_s: Annotated[float, Field(gt=0, le=MAX_TTL_S)] | None = Field(
-        None, description="seconds until the cache expires"
-    )
-    expires_at: Annotated[float, Field(gt=0)] | None = Field(None, description="Unix seconds, instead of ttl_s")
-    name: Annotated[str, Field(max_length=256)] = ""
-    labels: dict[LabelKey, LabelValue] = Field(default_factory=dict, max_length=MAX_LABELS)
-    keep_source: bool = False
+    ttl_s: Ttl | None = Field(None, description="seconds until the cache expires")
+    expires_at: ExpiresAt | None = Field(None, description="Unix seconds, instead of ttl_s")
+    name: CacheName = ""
+    labels: Labels = Field(default_factory=dict)
+    keep_source: bool = Field(False, description="keep the document's text, or the messages as JSON, beside the cache")
 
     @field_validator("policy")
     @classmethod
@@ -90,10 +93,10 @@ class CreateCache(RequestBody):
             raise unsupported('policy "auto" (choosing the policy for you)')
         return policy
 
-    @field_validator("levels", "min_quality", "keep_source")
+    @field_validator("levels", "min_quality")
     @classmethod
     def _later(cls, value: Any) -> Any:
-        if value not in (None, [], False):
+        if value not in (None, []):
             raise unsupported("this field")
         return value
 
@@ -105,9 +108,35 @@ class CreateCache(RequestBody):
             raise misuse("document", f"exactly one of document, messages and token_ids is needed; {found}")
         if self.compression_ratio is not None and self.budget_tokens is not None:
             raise misuse("budget_tokens", "give compression_ratio or budget_tokens, not both")
-        if self.ttl_s is not None and self.expires_at is not None:
+        _require_one_expiry(self.ttl_s, self.expires_at)
+        if self.keep_source and self.token_ids is not None:
+            raise misuse("keep_source", "there is no source to keep: token_ids are no text")
+        return self
+
+
+class UpdateCache(RequestBody):
+    """PATCH /v1/caches/{id}: what is given changes, all else stays. Labels are replaced as a whole.
+
+    A pinned cache is never evicted to make room; it expires all the same.
+    """
+
+    ttl_s: Ttl | None = Field(None, description="seconds from now; null: it never expires")
+    expires_at: ExpiresAt | None = Field(None, description="Unix seconds, instead of ttl_s; null: it never expires")
+    labels: Labels = Field(default_factory=dict)
+    name: CacheName = ""
+    pinned: bool = False
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if not self.model_fields_set:
+            raise misuse("", f"nothing is to change; give at least one of {', '.join(type(self).model_fields)}")
+        if {"ttl_s", "expires_at"} <= self.model_fields_set:
             raise misuse("expires_at", "give ttl_s or expires_at, not both")
         return self
+
+    def changes(self) -> dict[str, Any]:
+        """The fields that were given."""
+        return {name: getattr(self, name) for name in self.model_fields_set}
 
 
 class Query(RequestBody):
@@ -141,20 +170,38 @@ class Query(RequestBody):
         return self
 
 
-class ListCaches(BaseModel):
-    """GET /v1/caches: the filters. Not strict, because in a query string every value is text.
+class QueryString(BaseModel):
+    """Base of what is sent as a query string. Not strict, because every value there is text.
 
     `labels` are sent as `label.<key>=<value>`, one parameter each.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    labels: Labels = Field(default_factory=dict)
+
+
+class ListCaches(QueryString):
+    """GET /v1/caches: the filters."""
 
     document_id: str | None = None
     model: str | None = None
     policy: str | None = None
-    labels: dict[LabelKey, LabelValue] = Field(default_factory=dict, max_length=MAX_LABELS)
     limit: Annotated[int, Field(ge=1, le=1000)] = 20
     after: str | None = Field(None, description="the last id of the page before")
+
+
+class ImportCache(QueryString):
+    """POST /v1/caches/import: what is to be known about the cache whose blob is the body."""
+
+    ttl_s: Ttl | None = Field(None, description="seconds until the cache expires")
+    expires_at: ExpiresAt | None = Field(None, description="Unix seconds, instead of ttl_s")
+    name: CacheName = ""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        _require_one_expiry(self.ttl_s, self.expires_at)
+        return self
 
 
 class TokenCounts(ResponseBody):
@@ -219,6 +266,18 @@ class Deleted(ResponseBody):
     id: str
     object: Literal["cache"] = "cache"
     deleted: bool = True
+
+
+class Verification(ResponseBody):
+    """What reading a stored cache to its end has shown. `bytes` were read and are sound: the blob, and the source where
+    one is kept. A cache that is not `ok` is set aside and never used; `reason` is one word, `problem` is for people."""
+
+    id: str
+    object: Literal["cache.verification"] = "cache.verification"
+    ok: bool
+    bytes: int = 0
+    reason: str | None = None
+    problem: str | None = None
 
 
 class ErrorBody(ResponseBody):
@@ -329,6 +388,7 @@ class Limits(ResponseBody):
 
     object: Literal["limits"] = "limits"
     max_body_bytes: int
+    max_import_bytes: int = 0
     max_prompts: int
     max_queued_requests: int
     upload_deadline_s: float

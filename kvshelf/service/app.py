@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
 import structlog
@@ -15,10 +16,11 @@ from kvshelf.client.types import ModelObject
 from kvshelf.errors import KvshelfError
 from kvshelf.service import errors, openapi
 from kvshelf.service.background import Background
-from kvshelf.service.routes import caches, chat, meta, queries, requests
+from kvshelf.service.routes import blobs, caches, chat, meta, queries, requests
 from kvshelf.service.settings import Settings
-from kvshelf.service.state import Service
+from kvshelf.service.state import THREADS, Service
 from kvshelf.store.base import Store
+from kvshelf.store.identity import ModelIdentity
 from kvshelf.workers.remote import RemoteEngine, watch
 
 log = structlog.get_logger("kvshelf.service")
@@ -29,14 +31,19 @@ def create_app(settings: Settings, engines: Mapping[str, RemoteEngine], store: S
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        threads = ThreadPoolExecutor(THREADS, thread_name_prefix="service")
+        asyncio.get_running_loop().set_default_executor(threads)
         background = Background(store, engines, deadline_s=settings.request_deadline_s)
-        models = await asyncio.gather(*(_describe(engine) for engine in engines.values()))
-        app.state.service = Service(settings, store, engines, tuple(models), background)
+        described = await asyncio.gather(*(engine.describe(deadline_s=60.0) for engine in engines.values()))
+        models = tuple(ModelObject.model_validate(about | {"created": int(time.time())}) for about in described)
+        identities = {about["id"]: ModelIdentity(**about["identity"]) for about in described}
+        app.state.service = Service(settings, store, engines, models, identities, background)
         beside = [
             asyncio.create_task(watch(list(engines.values()))),
+            asyncio.create_task(_take_stock(store)),
             asyncio.create_task(_sweep(store, settings.sweep_interval_s)),
         ]
-        await background.start()
+        background.start()
         try:
             yield
         finally:
@@ -46,7 +53,7 @@ def create_app(settings: Settings, engines: Mapping[str, RemoteEngine], store: S
             await asyncio.gather(*beside, return_exceptions=True)
 
     app = FastAPI(title="kvshelf", version=kvshelf.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    routers = [resource.router for resource in (caches, queries, requests, chat, meta)]
+    routers = [resource.router for resource in (caches, blobs, queries, requests, chat, meta)]
     for router in routers:
         app.include_router(router)
     errors.install(app, [route for router in routers for route in router.routes])
@@ -54,8 +61,24 @@ def create_app(settings: Settings, engines: Mapping[str, RemoteEngine], store: S
     return app
 
 
-async def _describe(engine: RemoteEngine) -> ModelObject:
-    return ModelObject.model_validate(await engine.describe(deadline_s=60.0) | {"created": int(time.time())})
+async def _take_stock(store: Store) -> None:
+    """Say once what was found in the store. Beside the requests: looking through a large one takes a while."""
+    try:
+        usage = await asyncio.to_thread(store.usage)
+        unfinished = await asyncio.to_thread(store.ledger.unfinished)
+        health = await asyncio.to_thread(store.health)
+        problems = await asyncio.to_thread(store.check)
+    except KvshelfError as error:
+        log.warning("store not available", code=error.code, message=error.message)
+        return
+    log.info(
+        "store opened",
+        caches=usage.caches,
+        bytes=usage.bytes,
+        requests_unfinished=len(unfinished),
+        problems=list(problems),
+        warnings=list(health.warnings),
+    )
 
 
 async def _sweep(store: Store, interval_s: float) -> None:
@@ -66,4 +89,7 @@ async def _sweep(store: Store, interval_s: float) -> None:
             log.debug("swept", **swept.model_dump())
         except KvshelfError as error:
             log.warning("sweep failed", code=error.code, message=error.message)
+        except Exception:
+            # A bug of ours must not be the end of all sweeping.
+            log.exception("sweep failed unexpectedly")
         await asyncio.sleep(interval_s)

@@ -14,7 +14,15 @@ from typing import Any, NamedTuple
 
 import structlog
 
-from kvshelf.errors import CacheError, CacheNotFound, InvalidRequest, KvshelfError, WorkerCrashed
+from kvshelf.errors import (
+    CacheError,
+    CacheNotFound,
+    InvalidRequest,
+    KvshelfError,
+    RequestNotFound,
+    StoreError,
+    WorkerCrashed,
+)
 from kvshelf.store.base import Store
 from kvshelf.store.identity import canonical_json, digest
 from kvshelf.store.ledger import RequestRecord
@@ -25,6 +33,7 @@ log = structlog.get_logger("kvshelf.service")
 
 _RUNNERS_PER_MODEL = 2  # one document is being prefilled while the next is tokenized and the last one stored
 _POLL_S = 0.5
+_STORE_PAUSE_S = 2.0
 
 
 class Background:
@@ -36,19 +45,18 @@ class Background:
         self._deadline_s = deadline_s
         self._waiting: asyncio.Queue[_Key] = asyncio.Queue()
         self._known: set[_Key] = set()
-        self._runners: list[asyncio.Task[None]] = []
+        self._tasks: list[asyncio.Task[None]] = []
 
-    async def start(self) -> None:
+    def start(self) -> None:
         """Take up what an earlier process left unfinished, and begin to work."""
-        for record in await asyncio.to_thread(self._store.ledger.unfinished):
-            self._enqueue(_Key(record.id, record.tenant))
-        self._runners = [asyncio.ensure_future(self._run()) for _ in range(_RUNNERS_PER_MODEL * len(self._engines))]
+        runners = [self._run() for _ in range(_RUNNERS_PER_MODEL * len(self._engines))]
+        self._tasks = [asyncio.ensure_future(work) for work in (self._take_up(), *runners)]
 
     async def stop(self) -> None:
         """Leave the rest to the next start."""
-        for runner in self._runners:
-            runner.cancel()
-        await asyncio.gather(*self._runners, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def submit(self, spec: Mapping[str, Any], tenant: str) -> RequestRecord:
         """Write a creation down, durably, and queue it. The same creation has the same id and is done once."""
@@ -74,12 +82,26 @@ class Background:
             self._known.add(key)
             self._waiting.put_nowait(key)
 
+    async def _take_up(self) -> None:
+        while True:
+            try:
+                unfinished = await asyncio.to_thread(self._store.ledger.unfinished)
+            except StoreError as error:
+                log.warning("unfinished requests cannot be read yet", code=error.code, message=error.message)
+                await asyncio.sleep(_STORE_PAUSE_S)
+            else:
+                for record in unfinished:
+                    self._enqueue(_Key(record.id, record.tenant))
+                return
+
     async def _run(self) -> None:
         while True:
             key = await self._waiting.get()
             try:
                 while (pause_s := await self._advance(key)) is not None:
                     await asyncio.sleep(pause_s)
+            except RequestNotFound:
+                log.warning("a request is gone from the ledger", request=key.id)
             except Exception:
                 # One request must not end the runner. It stays in the ledger and is taken up at the next start.
                 log.exception("background request failed unexpectedly", request=key.id)
@@ -88,6 +110,14 @@ class Background:
 
     async def _advance(self, key: _Key) -> float | None:
         """Try a request once, if it is time. Returns the seconds until the next try, None when it has ended."""
+        try:
+            return await self._advance_in(key)
+        except StoreError as error:
+            # It stays in the ledger, and so in the queue: an outage ends.
+            log.warning("the store cannot be used for a background request", request=key.id, code=error.code)
+            return _STORE_PAUSE_S
+
+    async def _advance_in(self, key: _Key) -> float | None:
         record = await asyncio.to_thread(self._store.ledger.get_request, key.id, tenant=key.tenant)
         if record.state in ("done", "failed"):
             return None
@@ -100,6 +130,8 @@ class Background:
                 return None
         try:
             await self._try(record)
+        except StoreError:
+            raise
         except KvshelfError as error:
             # What the work itself met, the worker has recorded; the ledger says whether to go on.
             log.info("background attempt failed", request=key.id, code=error.code)
@@ -115,7 +147,10 @@ class Background:
         await engine.create(spec, tenant=record.tenant, deadline_s=self._deadline_s, request_id=record.id)
 
     def _give_up(self, record: RequestRecord) -> None:
-        message = f"the worker died in each of {record.tries} attempts; this document seems to be the cause"
+        message = (
+            f"each of {record.tries} attempts ended without a word: the worker died, or lost the store. This document "
+            "may be the cause"
+        )
         self._store.ledger.fail(record.id, record.attempts, code=WorkerCrashed.code, message=message, final=True)
 
     def _refuse(self, record: RequestRecord, message: str) -> None:

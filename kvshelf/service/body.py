@@ -1,15 +1,18 @@
 """Request bodies: read as a stream under a running cap and a clock, then parsed as JSON or as a multipart form.
 
-Neither Starlette nor uvicorn caps a body or its duration, so both caps are here, before a byte is parsed. Nothing is
-spooled to disk: a body that may be kept at all fits in memory, `max_body_bytes` of it.
+Neither Starlette nor uvicorn caps a body or its duration, so both caps are here, before a byte is parsed. A body that
+is parsed fits in memory, `max_body_bytes` of it; a blob that is imported goes into a file.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Mapping
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from tempfile import TemporaryFile
+from typing import Any, BinaryIO, TypeVar
 
 import pydantic_core
 from starlette.datastructures import UploadFile
@@ -17,78 +20,156 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 
 from kvshelf.client.strict import RequestT, parse_request
-from kvshelf.client.types import CreateCache
-from kvshelf.errors import BodyTooLarge, Cancelled, InvalidRequest, RequestTimeout, UnsupportedMediaType
+from kvshelf.client.types import CreateCache, QueryString
+from kvshelf.errors import (
+    BodyTooLarge,
+    Cancelled,
+    InvalidRequest,
+    RequestTimeout,
+    StorageFull,
+    UnsupportedMediaType,
+)
 from kvshelf.service.settings import Settings
+from kvshelf.service.state import off_loop
 
+QueryT = TypeVar("QueryT", bound=QueryString)
+
+BLOB_TYPE = "application/octet-stream"
+
+_JSON = "application/json"
 _FORM = "multipart/form-data"
+_PIECE_BYTES = 4 << 20
 _MAX_FIELD_BYTES = 1 << 20
 _INSTEAD_OF_FILE = ("document", "messages", "token_ids")
 
 
 async def read_json(request: Request, model: type[RequestT], settings: Settings) -> RequestT:
     """The validated body of a request that takes JSON only."""
-    _require_type(request, allow_form=False)
+    _require_type(request, _JSON)
     return parse_request(model, await _read(request, settings))
 
 
 async def read_create(request: Request, settings: Settings) -> CreateCache:
     """The validated body of a creation: JSON, or a form with the document as its `file`."""
-    is_form = _require_type(request, allow_form=True)
+    is_form = _require_type(request, _JSON, _FORM) == _FORM
     body = await _read(request, settings)
     return parse_request(CreateCache, await _form_values(request, body) if is_form else body)
 
 
-def _require_type(request: Request, *, allow_form: bool) -> bool:
-    """Whether the body is a form. Refuses every type that is neither JSON nor a form."""
-    essence = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+def read_query(request: Request, model: type[QueryT]) -> QueryT:
+    """The validated query string; labels come as `label.<key>=<value>`, one parameter each."""
+    values: dict[str, Any] = {}
+    labels: dict[str, str] = {}
+    for name, value in request.query_params.multi_items():
+        target, key = (labels, name.removeprefix("label.")) if name.startswith("label.") else (values, name)
+        if key in target:
+            raise InvalidRequest(f"{name} is given twice", param=name)
+        target[key] = value
+    if "labels" in values:
+        raise InvalidRequest("labels: give label.<key>=<value>", param="labels")
+    return model.model_validate(values | {"labels": labels})
+
+
+@asynccontextmanager
+async def received_blob(request: Request, settings: Settings) -> AsyncIterator[BinaryIO]:
+    """The body of an import, up to `max_import_bytes`, in a file that has no name and ends with the block."""
+    _require_type(request, BLOB_TYPE)
+    cap = _Cap("max_import_bytes", settings.max_import_bytes, settings.request_deadline_s)
+    pending = bytearray()
+    with ExitStack() as stack:
+        with _disk_errors():
+            file = stack.enter_context(TemporaryFile())
+        async with aclosing(_arriving(request, settings, cap)) as chunks:
+            async for chunk in chunks:
+                pending += chunk
+                if len(pending) >= _PIECE_BYTES:
+                    await off_loop(_append, file, pending)
+                    pending = bytearray()
+        await off_loop(_append, file, pending)
+        yield file
+
+
+def _append(file: BinaryIO, data: bytearray) -> None:
+    with _disk_errors():
+        file.write(data)
+        file.flush()
+
+
+@contextmanager
+def _disk_errors() -> Iterator[None]:
+    try:
+        yield
+    except OSError as exc:
+        raise StorageFull(f"no place for a blob that arrives: {exc.strerror}; make room for temporary files") from exc
+
+
+def _require_type(request: Request, *accepted: str) -> str:
+    """The media type of the body, which must be among those accepted; the first one where none is given."""
+    essence = request.headers.get("content-type", accepted[0]).partition(";")[0].strip().lower()
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
         raise UnsupportedMediaType(f"Content-Encoding {encoding!r} is not supported; send the body as it is")
-    if essence == _FORM and allow_form:
-        return True
-    if essence == "application/json":
-        return False
-    accepted = f"application/json or {_FORM}" if allow_form else "application/json"
-    raise UnsupportedMediaType(f"Content-Type {essence!r} is not supported here; send {accepted}")
+    if essence not in accepted:
+        raise UnsupportedMediaType(f"Content-Type {essence!r:.80} is not supported here; send {' or '.join(accepted)}")
+    return essence
+
+
+@dataclass(frozen=True)
+class _Cap:
+    """How many bytes a body may have, by which setting, and how long it may take."""
+
+    setting: str
+    nbytes: int
+    deadline_s: float
+
+    def refuse(self, found: str) -> BodyTooLarge:
+        limit: dict[str, Any] = {self.setting: self.nbytes}
+        return BodyTooLarge(
+            f"the body of this request may have {self.nbytes} bytes; this one {found}. Send less, or raise the "
+            f"service's {self.setting}",
+            **limit,
+        )
 
 
 async def _read(request: Request, settings: Settings) -> bytes:
-    """The whole body. Raises `BodyTooLarge`, `RequestTimeout`, and `Cancelled` when the caller hangs up meanwhile."""
-    announced = request.headers.get("content-length", "")
-    if announced.isdecimal() and int(announced) > settings.max_body_bytes:
-        raise _too_large(settings, f"is {announced} bytes long")
+    """The whole body of a document or a question. Raises as `_arriving` does."""
     body = bytearray()
+    cap = _Cap("max_body_bytes", settings.max_body_bytes, settings.upload_deadline_s)
+    async with aclosing(_arriving(request, settings, cap)) as chunks:
+        async for chunk in chunks:
+            body += chunk
+    return bytes(body)
+
+
+async def _arriving(request: Request, settings: Settings, cap: _Cap) -> AsyncGenerator[bytes, None]:
+    """The body as it comes. Raises `BodyTooLarge`, `RequestTimeout`, and `Cancelled` when the caller hangs up."""
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > cap.nbytes:
+        raise cap.refuse(f"is {announced} bytes long")
+    received = 0
     started = time.monotonic()
     stream = request.stream()
     try:
         while True:
             # A caller may be slow for a while, but on the whole must keep up the minimum rate and the total deadline.
-            earned_s = settings.upload_grace_s + len(body) / settings.min_upload_bytes_per_s
-            async with asyncio.timeout(started + min(earned_s, settings.upload_deadline_s) - time.monotonic()):
+            earned_s = settings.upload_grace_s + received / settings.min_upload_bytes_per_s
+            async with asyncio.timeout(started + min(earned_s, cap.deadline_s) - time.monotonic()):
                 chunk = await anext(stream, b"")
             if not chunk:
-                return bytes(body)
-            body += chunk
-            if len(body) > settings.max_body_bytes:
-                raise _too_large(settings, "goes on beyond that")
+                return
+            received += len(chunk)
+            if received > cap.nbytes:
+                raise cap.refuse("goes on beyond that")
+            yield chunk
     except TimeoutError as exc:
         raise RequestTimeout(
-            f"{len(body)} bytes of the body arrived in {time.monotonic() - started:.1f} s. At least "
-            f"{settings.min_upload_bytes_per_s} bytes/s are needed, and all within {settings.upload_deadline_s:g} s"
+            f"{received} bytes of the body arrived in {time.monotonic() - started:.1f} s. At least "
+            f"{settings.min_upload_bytes_per_s} bytes/s are needed, and all within {cap.deadline_s:g} s"
         ) from exc
     except ClientDisconnect as exc:
         raise Cancelled("the caller hung up while sending the body") from exc
     finally:
         await stream.aclose()
-
-
-def _too_large(settings: Settings, found: str) -> BodyTooLarge:
-    return BodyTooLarge(
-        f"a request body may have {settings.max_body_bytes} bytes; this one {found}. Split the document, or raise the "
-        "service's max_body_bytes",
-        max_body_bytes=settings.max_body_bytes,
-    )
 
 
 class _StrictParser(MultiPartParser):

@@ -34,6 +34,7 @@ from kvshelf.errors import (
     ModelMismatch,
     NotFound,
     RequestTimeout,
+    StoreUnavailable,
 )
 
 log = structlog.get_logger("kvshelf.service")
@@ -68,19 +69,20 @@ def error_json(body: ErrorBody) -> dict[str, Any]:
 
 
 def _miss_reason(error: KvshelfError) -> MissReason | None:
-    """Why a stored cache could not be used. Evictions are not recorded in this version: they are `cache_not_found`."""
+    """Why a stored cache could not be used."""
     if isinstance(error, BlobError) and error.reason.startswith("unknown_"):
         return "version"
     if isinstance(error, CacheCorrupt):
         return "corrupt"
     if isinstance(error, CacheExpired):
-        return "expired"
+        return "evicted" if error.details.get("reason") == "evicted" else "expired"
     return "model_changed" if isinstance(error, ModelMismatch) else None
 
 
 def error_response(error: KvshelfError) -> Response:
     headers = {}
-    retry_after_s = error.details.get("retry_after_s")
+    # A store that is down says nothing of itself; it is tried again about every second.
+    retry_after_s = error.details.get("retry_after_s", 1.0 if isinstance(error, StoreUnavailable) else None)
     if retry_after_s is not None:
         headers["retry-after"] = str(math.ceil(retry_after_s))  # whole seconds: RFC 9110, section 10.2.3
     if isinstance(error, RequestTimeout):

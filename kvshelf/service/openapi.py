@@ -9,7 +9,16 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from kvshelf.client.openai import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
-from kvshelf.client.types import AnswerDelta, AnswerList, CreateCache, ErrorEnvelope, Query, RequestObject
+from kvshelf.client.types import (
+    AnswerDelta,
+    AnswerList,
+    CacheObject,
+    CreateCache,
+    ErrorEnvelope,
+    Query,
+    RequestObject,
+    UpdateCache,
+)
 
 _READ_BY_ROUTES: list[type[BaseModel]] = [
     AnswerDelta,
@@ -21,6 +30,7 @@ _READ_BY_ROUTES: list[type[BaseModel]] = [
     ErrorEnvelope,
     Query,
     RequestObject,
+    UpdateCache,
 ]
 
 ERRORS: dict[int | str, dict[str, Any]] = {
@@ -30,6 +40,9 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     }
 }
 """For the `responses` of every route."""
+
+EXISTING: dict[int | str, dict[str, Any]] = {200: {"model": CacheObject, "description": "it was on the shelf already"}}
+"""For the `responses` of the routes that put a cache on the shelf."""
 
 
 def body_of(model: type[BaseModel], *, form: bool = False) -> dict[str, Any]:

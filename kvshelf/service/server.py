@@ -17,7 +17,7 @@ from kvshelf.errors import InvalidRequest
 from kvshelf.service import logs
 from kvshelf.service.settings import Settings
 from kvshelf.store.base import Store
-from kvshelf.store.url import open_store
+from kvshelf.store.config import StoreConfig
 from kvshelf.workers.cluster import prepare_environment, ray_cluster
 
 READY = "kvshelf is ready at "
@@ -33,19 +33,20 @@ def serve(settings: Settings) -> None:
     """
     logs.configure(settings.log_level)
     prepare_environment(settings.address)
+    shelf = _store_config(settings)
     with (
         _stopped_by_signals(),
         # What can be refused at once is refused before Ray is started, which takes seconds.
         _bound(settings.host, settings.port) as listener,
-        open_store(settings.store) as store,
+        shelf.open() as store,
     ):
         log.info("starting", models=settings.models, store=settings.redacted()["store"])
         replicas = settings.replicas * len(settings.models)
         with ray_cluster(settings.address, min_cpus=replicas) as local, _stopped_by_signals():
-            _serve_on(listener, settings, store, local=local)
+            _serve_on(listener, settings, shelf, store, local=local)
 
 
-def _serve_on(listener: socket.socket, settings: Settings, store: Store, *, local: bool) -> None:
+def _serve_on(listener: socket.socket, settings: Settings, shelf: StoreConfig, store: Store, *, local: bool) -> None:
     # Imported here because they import ray, which reads the environment prepared above.
     from kvshelf.service.app import create_app
     from kvshelf.workers import deployment
@@ -56,7 +57,7 @@ def _serve_on(listener: socket.socket, settings: Settings, store: Store, *, loca
     configs = [
         deployment.ReplicaConfig(
             model=model,
-            store_url=settings.store,
+            store=shelf,
             device=settings.device,
             dtype=settings.dtype,
             threads=threads,
@@ -77,6 +78,18 @@ def _serve_on(listener: socket.socket, settings: Settings, store: Store, *, loca
     finally:
         if not local:  # a cluster of one's own goes down as a whole
             deployment.undeploy(engines.values())
+
+
+def _store_config(settings: Settings) -> StoreConfig:
+    """How this process and every replica open the store."""
+    return StoreConfig(
+        url=settings.store,
+        default_ttl_s=settings.default_ttl_s,
+        max_ttl_s=settings.max_ttl_s,
+        tenant_max_caches=settings.tenant_max_caches,
+        tenant_max_bytes=settings.tenant_max_bytes,
+        encryption_key_file=settings.encryption_key_file,
+    )
 
 
 class _HttpServer(uvicorn.Server):

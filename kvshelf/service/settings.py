@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from kvshelf.client.strict import Ttl
 from kvshelf.errors import InvalidRequest
 
 PREFIX = "KVSHELF_"
@@ -19,7 +20,8 @@ PREFIX = "KVSHELF_"
 OTHER_VARIABLES = frozenset({"KVSHELF_URL", "KVSHELF_API_KEY", "KVSHELF_KERNELS"})
 """Read by the clients and by the kernels. They may stand in the environment of a service."""
 
-_URL_SECRET = re.compile(r"(?<=://)[^/@\s]*@")
+_TIER = re.compile(r"\+(?=[a-z-]+:)")
+_URL_SECRET = re.compile(r"(?<=://).*@", re.DOTALL)
 
 Seconds = Annotated[float, Field(gt=0, le=30 * 86400)]
 
@@ -36,6 +38,13 @@ class Settings(BaseSettings):
         default_factory=lambda: f"disk://{quote(str(_data_folder() / 'kvshelf'))}",
         description="URL of the store; the user's data folder if unset",
     )
+    encryption_key_file: str | None = Field(
+        None, description="caches are sealed with its first key, which only its owner may read; not sealed if unset"
+    )
+    default_ttl_s: Ttl | None = Field(None, description="for caches that come without an expiry; for ever if unset")
+    max_ttl_s: Ttl | None = Field(None, description="no cache is kept for longer")
+    tenant_max_caches: int | None = Field(None, ge=1, lt=2**53, description="caches one tenant may have on the shelf")
+    tenant_max_bytes: int | None = Field(None, ge=1, lt=2**53, description="bytes one tenant may have on the shelf")
     models: Annotated[tuple[str, ...], NoDecode] = Field(
         ("kvshelf-tiny",), min_length=1, description="bundled names, folders or hub ids; the first is the default"
     )
@@ -50,10 +59,11 @@ class Settings(BaseSettings):
     port: int = Field(8765, ge=0, le=65535, description="0 takes a free one")
 
     max_body_bytes: int = Field(64 << 20, ge=1024)
+    max_import_bytes: int = Field(4 << 30, ge=1024, description="of one cache's blob that is imported")
     upload_deadline_s: Seconds = Field(120.0, description="the whole body must have arrived by then")
     min_upload_bytes_per_s: int = Field(1024, ge=1, description="slower than this, after a grace time, is refused")
     upload_grace_s: Seconds = Field(10.0, description="before the minimum rate is asked for")
-    request_deadline_s: Seconds = Field(600.0, description="for one creation or one query, queueing included")
+    request_deadline_s: Seconds = Field(600.0, description="for one creation, import or query, queueing included")
 
     max_ongoing_requests: int = Field(128, ge=1, description="per replica, at work or queued inside it")
     max_queued_requests: int = Field(256, ge=1, description="per model, waiting for a replica")
@@ -67,6 +77,12 @@ class Settings(BaseSettings):
     startup_deadline_s: Seconds = Field(300.0, description="for the models to be loaded")
     shutdown_grace_s: Seconds = Field(10.0, description="for open requests when the service stops")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @field_validator("encryption_key_file")
+    @classmethod
+    def _absolute(cls, path: str | None) -> str | None:
+        # Replicas are processes in other folders, perhaps on other machines.
+        return None if path is None else str(Path(path).expanduser().absolute())
 
     @field_validator("models", mode="before")
     @classmethod
@@ -89,6 +105,14 @@ class Settings(BaseSettings):
                 "version has no API keys: bind 127.0.0.1, ::1 or localhost, and put an authenticating proxy in front"
             )
         return host
+
+    @field_validator("max_ttl_s")
+    @classmethod
+    def _at_least_the_default(cls, value: float | None, info: ValidationInfo) -> float | None:
+        default = info.data.get("default_ttl_s")
+        if value is not None and default is not None and default > value:
+            raise ValueError(f"it is less than default_ttl_s, {default:g}: caches would begin beyond it")
+        return value
 
     def redacted(self) -> dict[str, Any]:
         """All settings, as they apply, for people: user and password in URLs are replaced by stars."""
@@ -114,6 +138,14 @@ def load_settings(**overrides: Any) -> Settings:
         raise InvalidRequest(f"setting {name}: {first['msg']}", param=name) from exc
 
 
+def without_secret(url: str) -> str:
+    """A URL for people: user and password of each of its tiers are replaced by stars.
+
+    Everything before the last @ goes, so that a password that should have been quoted does not show either.
+    """
+    return "+".join(_URL_SECRET.sub("***@", tier) for tier in _TIER.split(url))
+
+
 def _data_folder() -> Path:
     """Where programs keep a user's data (XDG base directories): the same shelf, wherever the service is started."""
     return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
@@ -129,4 +161,4 @@ def _is_loopback(host: str) -> bool:
 def _redact(value: Any) -> Any:
     if isinstance(value, list):
         return [_redact(item) for item in value]
-    return _URL_SECRET.sub("***@", value) if isinstance(value, str) else value
+    return without_secret(value) if isinstance(value, str) else value

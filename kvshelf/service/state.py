@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
+from fastapi.responses import JSONResponse
 
 from kvshelf.client.types import CacheObject, ModelObject
-from kvshelf.errors import Cancelled, InvalidRequest
+from kvshelf.errors import Cancelled, InvalidRequest, ModelMismatch
 from kvshelf.service.background import Background
 from kvshelf.service.settings import Settings
 from kvshelf.store.base import Store
@@ -24,15 +25,23 @@ TENANT = "default"
 """There are no API keys in this version, so there is one tenant, and an Authorization header says nothing."""
 
 
+THREADS = 32
+"""Of this process, for all that blocks."""
+
+_WHOLE_CACHES = 4
+
+
 @dataclass(frozen=True)
 class Service:
-    """The parts of a running front end. `engines` and `models` are in the order of the settings."""
+    """The parts of a running front end. `engines`, `models` and `identities` are in the order of the settings."""
 
     settings: Settings
     store: Store
     engines: Mapping[str, RemoteEngine]
     models: tuple[ModelObject, ...]
+    identities: Mapping[str, ModelIdentity]
     background: Background
+    turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_WHOLE_CACHES))
 
     def engine(self, model: str | None) -> RemoteEngine:
         """The engine of a model by name, the first one served without a name."""
@@ -45,13 +54,26 @@ class Service:
         return self.engines[model]
 
     def engine_for(self, manifest: Manifest) -> RemoteEngine:
-        """The engine to ask about a stored cache: one that runs the model it was made under, by fingerprint.
+        """The engine to ask about a stored cache: one that runs the model it was made under.
 
         Where none does, the one of the same name, or the first, which then says in what the models differ.
         """
-        made_under = ModelIdentity(**manifest.identity["model"]).fingerprint()
-        same = [model.id for model in self.models if model.fingerprint == made_under]
-        return self.engines[same[0]] if same else self.engines.get(manifest.model) or self.engine(None)
+        try:
+            return self.engines[self.serving(ModelIdentity(**manifest.identity["model"]))]
+        except ModelMismatch:
+            return self.engines.get(manifest.model) or self.engine(None)
+
+    def serving(self, made_under: ModelIdentity) -> str:
+        """The name of a model that can answer from caches made under this one. Raises `ModelMismatch` if none can."""
+        refusals: dict[str, ModelMismatch] = {}
+        for name, ours in self.identities.items():
+            try:
+                ours.require_match(made_under)
+            except ModelMismatch as error:
+                refusals[name] = error
+            else:
+                return name
+        raise refusals.get(made_under.name, next(iter(refusals.values())))
 
 
 def _service(request: Request) -> Service:
@@ -65,6 +87,12 @@ InService = Annotated[Service, Depends(_service)]
 async def off_loop(call: Callable[..., ResultT], *args: Any, **kwargs: Any) -> ResultT:
     """Run something that blocks (the store) on a thread."""
     return await asyncio.to_thread(call, *args, **kwargs)
+
+
+async def in_turn(service: Service, call: Callable[..., ResultT], *args: Any, **kwargs: Any) -> ResultT:
+    """As `off_loop`, for what reads or writes whole caches: few at once, so that small calls always find a thread."""
+    async with service.turns:
+        return await off_loop(call, *args, **kwargs)
 
 
 async def until_hangup(request: Request, work: Coroutine[Any, Any, ResultT]) -> ResultT:
@@ -88,6 +116,13 @@ async def until_hangup(request: Request, work: Coroutine[Any, Any, ResultT]) -> 
 async def _hangup(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+def cache_response(manifest: Manifest, *, existing: bool) -> JSONResponse:
+    """The answer to whoever put a cache on the shelf: 201, or 200 where it was there already."""
+    cache = cache_object(manifest, existing=existing)
+    headers = {"location": f"/v1/caches/{cache.id}"}
+    return JSONResponse(cache.model_dump(mode="json"), status_code=200 if existing else 201, headers=headers)
 
 
 def cache_object(manifest: Manifest, *, existing: bool = False) -> CacheObject:

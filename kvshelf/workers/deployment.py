@@ -19,7 +19,7 @@ from ray import serve
 
 from kvshelf import errors
 from kvshelf.errors import InvalidRequest, KvshelfError, NoWorker
-from kvshelf.store.url import open_store
+from kvshelf.store.config import StoreConfig
 from kvshelf.workers import model as models
 from kvshelf.workers.engine import Engine
 from kvshelf.workers.remote import RemoteEngine, replicas_running
@@ -36,7 +36,7 @@ class ReplicaConfig:
     """
 
     model: str
-    store_url: str
+    store: StoreConfig
     device: str = "auto"
     dtype: str = "auto"
     threads: int | None = None
@@ -61,7 +61,7 @@ class ServedReplica(Replica):
             torch.set_num_threads(config.threads)
         model, tokenizer = models.load(config.model, device=config.device, dtype=config.dtype)
         engine = Engine(model, tokenizer, name=served_name(config.model))
-        super().__init__(engine, open_store(config.store_url), Scheduler(engine, config.limits), config.residents)
+        super().__init__(engine, config.store.open(), Scheduler(engine, config.limits), config.residents)
         self.start()
 
     def __del__(self) -> None:

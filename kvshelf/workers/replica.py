@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
@@ -29,10 +29,13 @@ from kvshelf.errors import (
     DocumentTooLong,
     InternalError,
     KvshelfError,
+    QuotaExceeded,
     RequestTimeout,
     StateConflict,
+    StoreError,
 )
 from kvshelf.store.base import Store
+from kvshelf.store.identity import canonical_json
 from kvshelf.store.manifest import Manifest, Timings
 from kvshelf.workers.attachment import Attachment
 from kvshelf.workers.engine import Engine
@@ -116,7 +119,7 @@ class Replica:
             raise InternalError(f"the scheduler thread of {self._engine.name!r} has ended")
 
     async def describe(self) -> dict[str, Any]:
-        """The model, for /v1/models. JSON types only."""
+        """The model, for /v1/models, and its `ModelIdentity`. JSON types only."""
         engine = self._engine
         return {
             "id": engine.name,
@@ -125,6 +128,7 @@ class Replica:
             "fingerprint": engine.identity.fingerprint(),
             "dtype": engine.identity.dtype,
             "device": str(engine.model.device),
+            "identity": asdict(engine.identity),
         }
 
     async def create(
@@ -201,7 +205,7 @@ class Replica:
             cache_id, lambda: self._compress(cache_id, job, spec, tenant, deadline_s)
         )
         if created.existing or not began:
-            manifest = await self._off_loop(_prolong, self._store, created.manifest, spec)
+            manifest = await self._off_loop(_as_asked, self._store, created.manifest, spec)
             return Created(manifest, existing=True)
         return created
 
@@ -213,6 +217,7 @@ class Replica:
             return Created(_plain(manifest), existing=True)
         except (CacheNotFound, CacheError):
             pass  # not there, or there and of no use any more: `put` replaces it
+        await self._off_loop(self._store.admit, tenant)
         ticket = self._scheduler.compress(job, deadline_s=deadline_s)
         try:
             compression = await asyncio.wrap_future(ticket.future)
@@ -228,6 +233,7 @@ class Replica:
             labels=spec["labels"],
             name=spec["name"],
             timings=Timings(queue_s=ticket.queue_s, prefill_s=compression.prefill_s, compress_s=compression.compress_s),
+            source=_source(spec),
         )
         return Created(_plain(manifest), existing=False)
 
@@ -246,7 +252,7 @@ class Replica:
             raise
         except KvshelfError as error:
             record = await self._off_loop(ledger.get_request, request_id, tenant=tenant)
-            final = isinstance(error, CallerError) or record.tries >= MAX_ATTEMPTS
+            final = isinstance(error, CallerError | QuotaExceeded) or record.tries >= MAX_ATTEMPTS
             await self._record_failure(request_id, attempt, error, final=final)
             raise
         finally:
@@ -255,7 +261,10 @@ class Replica:
     async def _renew(self, request_id: str, attempt: int) -> None:
         while True:
             await asyncio.sleep(LEASE_S / 3)
-            await self._off_loop(self._store.ledger.renew, request_id, attempt, lease_s=LEASE_S)
+            try:
+                await self._off_loop(self._store.ledger.renew, request_id, attempt, lease_s=LEASE_S)
+            except StoreError:
+                log.warning("the lease of %s could not be renewed; it is tried again", request_id, exc_info=True)
 
     async def _record_failure(self, request_id: str, attempt: int, error: KvshelfError, *, final: bool) -> None:
         fail = self._store.ledger.fail
@@ -325,14 +334,29 @@ def _prepare(engine: Engine, spec: Mapping[str, Any]) -> Job:
     )
 
 
-def _prolong(store: Store, manifest: dict[str, Any], spec: Mapping[str, Any]) -> dict[str, Any]:
+def prolonged(store: Store, manifest: Manifest, ttl_s: float | None, expires_at: float | None) -> Manifest:
     """A cache that is there already lives at least as long as its newest request asks; never shorter."""
-    have, want = manifest["expires_at"], spec["expires_at"]
-    if spec["ttl_s"] is not None:
-        want = time.time() + spec["ttl_s"]
+    have, want = manifest.expires_at, store.expiry(ttl_s, expires_at)
     if have is None or (want is not None and want <= have):
         return manifest
-    return _plain(store.update(manifest["id"], tenant=manifest["tenant"], expires_at=want))
+    return store.update(manifest.id, tenant=manifest.tenant, expires_at=want)
+
+
+def _as_asked(store: Store, plain: dict[str, Any], spec: Mapping[str, Any]) -> dict[str, Any]:
+    """A cache that is there already, with what its newest request wants besides: more time, its source kept."""
+    manifest = prolonged(store, Manifest.model_validate(plain), spec["ttl_s"], spec["expires_at"])
+    source = _source(spec)
+    if source is not None and not manifest.has_source:
+        manifest = store.keep_source(manifest.id, source, tenant=manifest.tenant)
+    return _plain(manifest)
+
+
+def _source(spec: Mapping[str, Any]) -> str | None:
+    """What is kept beside the cache as its document: the text, or the messages as JSON. None: nothing is to be kept."""
+    if not spec["keep_source"]:
+        return None
+    document: str | None = spec["document"]
+    return document if document is not None else canonical_json(spec["messages"])
 
 
 def _touch(store: Store, cache_id: str, tenant: str) -> None:

@@ -39,6 +39,7 @@ async def limits(service: InService) -> Limits:
     settings = service.settings
     return Limits(
         max_body_bytes=settings.max_body_bytes,
+        max_import_bytes=settings.max_import_bytes,
         max_prompts=MAX_PROMPTS,
         max_queued_requests=settings.max_queued_requests,
         upload_deadline_s=settings.upload_deadline_s,
@@ -66,12 +67,12 @@ async def readyz(service: InService) -> Response:
 async def _store(service: Service) -> ReadyPart:
     try:
         async with asyncio.timeout(_PROBE_S):
-            await off_loop(service.store.usage)
+            health = await off_loop(service.store.health)
     except KvshelfError as error:
         return ReadyPart(name="store", ready=False, reason=error.message)
     except TimeoutError:
         return ReadyPart(name="store", ready=False, reason=f"no answer within {_PROBE_S:g} s")
-    return ReadyPart(name="store", ready=True)
+    return ReadyPart(name="store", ready=not health.faults, reason="; ".join(health.faults + health.warnings))
 
 
 async def _workers(engine: RemoteEngine, wanted: int) -> ReadyPart:

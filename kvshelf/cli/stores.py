@@ -1,0 +1,79 @@
+"""What the command line does with a store itself, without a service: open it, look it over, read all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+from kvshelf._extras import needs_extra
+from kvshelf.cli import _common
+from kvshelf.errors import CacheCorrupt, InvalidRequest, StoreUnavailable
+
+if TYPE_CHECKING:
+    from kvshelf.store import Scrubbed, Store
+
+
+@contextmanager
+def opened(url: str, key_file: Path | None) -> Iterator[Store]:
+    with needs_extra("serve", purpose="a store"):
+        from kvshelf.store.config import StoreConfig
+
+    with StoreConfig(url, encryption_key_file=None if key_file is None else str(key_file)).open() as store:
+        yield store
+
+
+def shown(url: str) -> str:
+    """The URL without its password."""
+    with needs_extra("serve", purpose="a store"):
+        from kvshelf.service.settings import without_secret
+
+    return without_secret(url)
+
+
+def look_over(url: str, key_file: Path | None) -> str:
+    """What is on a store. Raises `StoreUnavailable` that names everything amiss; blobs are not read."""
+    with opened(url, key_file) as store:
+        health, problems, usage = store.health(), store.check(), store.usage()
+    amiss = list(dict.fromkeys([*health.faults, *problems]))
+    if amiss:
+        raise StoreUnavailable(f"{shown(url)}: {'; '.join(amiss)}")
+    advice = "".join(f". {warning}" for warning in health.warnings)
+    return f"{shown(url)}: {usage.caches} caches, {_common.megabytes(usage.bytes)}, nothing amiss{advice}"
+
+
+def scrub(url: str, key_file: Path | None) -> str:
+    """Read every cache of a store. Raises `CacheCorrupt` that names those in which something is wrong."""
+    with opened(url, key_file) as store:
+        return _walked(store, store.scrub(), "reading", "read")
+
+
+def reseal(url: str, key_file: Path | None) -> str:
+    """Store anew what is not sealed with the first key of the key file. Raises as `scrub` does."""
+    with opened(url, key_file) as store:
+        from kvshelf.store.shelf import Shelf
+
+        if not isinstance(store, Shelf):
+            raise InvalidRequest("--reseal is for the home alone: give its URL without the tiers before it")
+        return _walked(store, store.reseal(), "sealing", "sealed anew")
+
+
+def _walked(store: Store, found: Iterator[Scrubbed], doing: str, done: str) -> str:
+    """Go through caches with a progress bar; what is wrong with one does not stop the others."""
+    count = nbytes = 0
+    problems: list[str] = []
+    with Progress(
+        "{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=_common.notes
+    ) as progress:
+        bar = progress.add_task(doing, total=store.usage().caches)
+        for cache in found:
+            progress.advance(bar)
+            count, nbytes = count + 1, nbytes + cache.bytes
+            if cache.problem is not None:
+                problems.append(f"{cache.id}: {cache.problem}")
+    if problems:
+        raise CacheCorrupt(f"{len(problems)} of {count} caches: {'; '.join(problems)}")
+    return f"{count} caches, {_common.megabytes(nbytes)}, {done}"

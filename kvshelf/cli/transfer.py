@@ -1,0 +1,102 @@
+"""export, import: a cache as one file, from and to a service or a store."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvshelf.cli import _common, stores
+from kvshelf.cli._common import AsJson, KeyFile, Labels, Store, Url
+from kvshelf.cli.caches import Id
+from kvshelf.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from kvshelf.client._calls import ImportFields
+    from kvshelf.client.types import CacheObject
+
+
+def export_cache(
+    id: Id,
+    output: Annotated[Path, typer.Option(help="The file to write.")],
+    store: Store = None,
+    encryption_key_file: KeyFile = None,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a cache to a file, for `kvshelf import` elsewhere or `CompressedCache.from_bytes`. Prints the file's name.
+
+    It comes from a running service, or with --store directly from a store. The file is not sealed.
+    """
+    if store is None:
+        with _common.connected(url, as_json=as_json) as client, _common.notes.status(f"fetching {id} ..."):
+            blob = client.caches.download(id)
+            with _common.written(output) as file:
+                file.write(blob)
+    else:
+        with (
+            _common.named_errors(as_json=as_json),
+            stores.opened(store, encryption_key_file) as shelf,
+            shelf.open_blob(id) as stored,
+            _common.written(output) as file,
+        ):
+            shutil.copyfileobj(stored.file, file, 1 << 20)
+    size = output.stat().st_size
+    if as_json:
+        print(json.dumps({"id": id, "file": str(output), "bytes": size}))
+    else:
+        print(output)
+        _common.notes.print(_common.megabytes(size), style="dim")
+
+
+def import_cache(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="As written by `kvshelf export`.")],
+    ttl: Annotated[str | None, typer.Option(help="How long to keep it: 90s, 15m, 2h, 7d.")] = None,
+    name: Annotated[str | None, typer.Option(help="A name for people.  [default: the file's]")] = None,
+    label: Labels = None,
+    store: Store = None,
+    encryption_key_file: KeyFile = None,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Put an exported cache on a shelf and print its id there. Every digest is checked first.
+
+    With --store it goes directly into a store; a running service also refuses a cache of a model that it does not run.
+    """
+    with _common.named_errors(as_json=as_json):
+        fields: ImportFields = {
+            "ttl_s": _common.seconds(ttl),
+            "name": file.name if name is None else name,
+            "labels": _common.pairs(label, "--label"),
+        }
+        blob = _read(file)
+        if store is None:
+            with _common.connected(url, as_json=as_json) as client, _common.notes.status(f"sending {file} ..."):
+                cache = client.caches.import_blob(blob, **fields)
+        else:
+            cache = _put(store, encryption_key_file, blob, fields)
+    if as_json:
+        _common.print_object(cache)
+    else:
+        print(cache.id)
+
+
+def _put(store: str, key_file: Path | None, blob: bytes, fields: ImportFields) -> CacheObject:
+    with stores.opened(store, key_file) as shelf:
+        from kvshelf.service.state import cache_object
+        from kvshelf.store import CompressedCache
+
+        cache = CompressedCache.from_bytes(blob)
+        return cache_object(
+            shelf.put(cache, ttl_s=fields["ttl_s"], name=fields["name"] or "", labels=fields["labels"] or {})
+        )
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise InvalidRequest(f"cannot read {file}: {error.strerror}", param="FILE") from error

@@ -1,0 +1,153 @@
+"""The bytes of caches: download, import, verification."""
+
+from __future__ import annotations
+
+import mmap
+import re
+from collections.abc import AsyncIterator
+from typing import Annotated, BinaryIO
+
+from fastapi import APIRouter, Header, Request, Response
+from fastapi.responses import StreamingResponse
+
+from kvshelf.client.types import CacheObject, ImportCache, Verification
+from kvshelf.errors import CacheCorrupt, CacheError, CacheNotFound, InvalidRequest
+from kvshelf.service import openapi
+from kvshelf.service.body import BLOB_TYPE, read_query, received_blob
+from kvshelf.service.errors import error_response
+from kvshelf.service.state import TENANT, InService, Service, cache_response, in_turn, off_loop
+from kvshelf.store.artifact import CompressedCache
+from kvshelf.store.base import BlobFile, Store
+from kvshelf.store.manifest import Manifest
+from kvshelf.workers.replica import prolonged
+
+router = APIRouter(prefix="/v1/caches", tags=["caches"], responses=openapi.ERRORS)
+
+_CHUNK_BYTES = 1 << 20
+_RANGE = re.compile(r"bytes=(\d*)-(\d*)")
+_BLOB = {"content": {BLOB_TYPE: {"schema": {"type": "string", "format": "binary"}}}}
+_ABOUT = [
+    openapi.query_parameter("ttl_s", "number", "seconds until the cache expires"),
+    openapi.query_parameter("expires_at", "number", "Unix seconds, instead of ttl_s"),
+    openapi.query_parameter("name", "string", "a name for people; labels are given as label.<key>=<value>"),
+]
+
+
+@router.post(
+    "/import",
+    status_code=201,
+    response_model=CacheObject,
+    responses=openapi.EXISTING,
+    openapi_extra={"parameters": _ABOUT, "requestBody": {"required": True} | _BLOB},
+)
+async def import_cache(request: Request, service: InService) -> Response:
+    """Store a blob that was downloaded or exported. It keeps its codec; its id is the one it has on this shelf."""
+    about = read_query(request, ImportCache)
+    await off_loop(service.store.expiry, about.ttl_s, about.expires_at)
+    async with received_blob(request, service.settings) as file:
+        manifest, existing = await in_turn(service, _import, service, file, about)
+    return cache_response(manifest, existing=existing)
+
+
+def _import(service: Service, file: BinaryIO, about: ImportCache) -> tuple[Manifest, bool]:
+    """The manifest of the cache in a file, and whether it was on the shelf already."""
+    cache = CompressedCache.from_bytes(_mapped(file))
+    service.serving(cache.identity.model)
+    store = service.store
+    try:
+        cache_id = store.cache_id(cache.identity, tenant=TENANT, codec=cache.codec)
+        there = store.stat(cache_id, tenant=TENANT)
+    except (CacheNotFound, CacheError):  # or of no use any more: then it is replaced
+        manifest = store.put(
+            cache,
+            tenant=TENANT,
+            ttl_s=about.ttl_s,
+            expires_at=about.expires_at,
+            labels=about.labels,
+            name=about.name,
+        )
+        return manifest, False
+    return prolonged(store, there, about.ttl_s, about.expires_at), True
+
+
+def _mapped(file: BinaryIO) -> memoryview:
+    """The content of a file as memory that need not be there at once. It stays when the file is closed."""
+    size = file.seek(0, 2)
+    return memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else b"")
+
+
+@router.post("/{cache_id}/verify")
+async def verify(cache_id: str, service: InService) -> Verification:
+    """Read a stored cache to its end and check every digest. One that is corrupt is set aside, and `ok` is false."""
+    return await in_turn(service, _verification, service.store, cache_id)
+
+
+def _verification(store: Store, cache_id: str) -> Verification:
+    try:
+        with store.open_blob(cache_id, tenant=TENANT) as blob:
+            nbytes = blob.nbytes
+        store.open_cache(cache_id, tenant=TENANT).close()  # compares its content address
+        if store.stat(cache_id, tenant=TENANT).has_source:
+            nbytes += len(store.source(cache_id, tenant=TENANT).encode())
+    except CacheCorrupt as error:
+        return Verification(id=cache_id, ok=False, reason=error.details.get("reason"), problem=error.message)
+    return Verification(id=cache_id, ok=True, bytes=nbytes)
+
+
+@router.get(
+    "/{cache_id}/blob",
+    response_class=StreamingResponse,
+    responses={200: {"description": "the blob"} | _BLOB, 206: {"description": "the range asked for"} | _BLOB},
+)
+async def download(
+    cache_id: str,
+    service: InService,
+    range: Annotated[str, Header()] = "",
+    if_range: Annotated[str, Header()] = "",
+    if_none_match: Annotated[str, Header()] = "",
+) -> Response:
+    """The stored bytes, for `CompressedCache.from_bytes`. One byte range is honoured; several get the whole blob."""
+    blob = await in_turn(service, service.store.open_blob, cache_id, tenant=TENANT)
+    etag = f'"{blob.digest}"'
+    headers = {"etag": etag, "accept-ranges": "bytes"}
+    if etag in [tag.strip().removeprefix("W/") for tag in if_none_match.split(",")]:
+        blob.close()
+        return Response(status_code=304, headers=headers)
+    span = None if if_range not in ("", etag) else _span(range, blob.nbytes)
+    if span is not None and span[0] >= span[1]:
+        blob.close()
+        refused = error_response(InvalidRequest(f"range {range!r} is outside the {blob.nbytes} bytes", param="range"))
+        refused.status_code = 416
+        refused.headers["content-range"] = f"bytes */{blob.nbytes}"
+        return refused
+    start, end = span or (0, blob.nbytes)
+    headers["content-length"] = str(end - start)
+    if span is not None:
+        headers["content-range"] = f"bytes {start}-{end - 1}/{blob.nbytes}"
+    content = _chunks(blob, start, end)
+    status = 200 if span is None else 206
+    return StreamingResponse(content, status_code=status, headers=headers, media_type=BLOB_TYPE)
+
+
+def _span(header: str, size: int) -> tuple[int, int] | None:
+    """First byte and one past the last of a Range header (RFC 9110, section 14.1.2). None: send all. Empty: refuse."""
+    match = _RANGE.fullmatch(header.replace(" ", ""))
+    if match is None or match.groups() == ("", ""):
+        return None
+    first, last = match.groups()
+    if first == "":
+        return max(0, size - int(last)), size
+    if last != "" and int(last) < int(first):
+        return None  # not a valid range at all, so the header is ignored
+    return int(first), min(size, int(last) + 1 if last else size)
+
+
+async def _chunks(blob: BlobFile, start: int, end: int) -> AsyncIterator[bytes]:
+    with blob:
+        blob.file.seek(start)
+        while start < end:
+            chunk = await off_loop(blob.file.read, min(_CHUNK_BYTES, end - start))
+            if not chunk:
+                return  # shorter than its manifest says: the client sees a broken transfer, and checks digests
+            start += len(chunk)
+            yield chunk
