@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from kvshelf.errors import CacheNotFound, StateConflict
-from kvshelf.store.disk import DiskStore
+from kvshelf.store.shelf import Shelf
 from tests.store.caches import make_cache, require_equal
+from tests.store.places import Place
 from tests.store.processes import start_child
 
 
@@ -48,11 +49,11 @@ def at_once(count: int, work: Callable[[int], None]) -> None:
 
 
 @pytest.mark.parametrize("attempt", range(5))
-def test_a_new_home_gets_one_key(tmp_path: Path, attempt: int) -> None:
+def test_a_new_home_gets_one_key(tmp_path: Path, place: Place, attempt: int) -> None:
     identity = make_cache(attempt).identity
 
     def work(number: int) -> None:
-        with DiskStore.open(tmp_path / "home") as store:
+        with place.open() as store:
             (tmp_path / f"id{number}").write_text(store.cache_id(identity))
 
     at_once(4, work)
@@ -60,38 +61,38 @@ def test_a_new_home_gets_one_key(tmp_path: Path, attempt: int) -> None:
 
 
 @pytest.mark.parametrize("attempt", range(5))
-def test_two_writers_of_one_cache_agree(tmp_path: Path, home: Path, attempt: int) -> None:
+def test_two_writers_of_one_cache_agree(tmp_path: Path, place: Place, attempt: int) -> None:
     cache = make_cache(attempt, num_tokens=512, lengths=((256, 256),), dims=(64, 64))
-    DiskStore.open(home).close()
+    place.open().close()
 
     def work(number: int) -> None:
-        with DiskStore.open(home) as store:
+        with place.open() as store:
             (tmp_path / f"manifest{number}").write_text(store.put(cache, name=f"writer {number}").model_dump_json())
             require_equal(cache, store.get(store.cache_id(cache.identity)))
 
     at_once(2, work)
     assert (tmp_path / "manifest0").read_text() == (tmp_path / "manifest1").read_text()
-    assert len(list((home / "blobs").iterdir())) == 1, "the loser's file is gone"
-    with DiskStore.open(home) as store:
+    assert len(place.names()) == 1, "the loser's bytes are gone"
+    with place.open() as store:
         assert store.check() == []
 
 
-def test_a_reader_beside_a_writer_that_deletes_and_puts_again(home: Path) -> None:
+def test_a_reader_beside_a_writer_that_deletes_and_puts_again(place: Place) -> None:
     """Every read gives the right cache or says that there is none; both must have happened."""
     cache = make_cache(num_tokens=512, lengths=((256, 256),), dims=(64, 64))
-    with DiskStore.open(home) as store:
+    with place.open() as store:
         cache_id = store.cache_id(cache.identity)
 
     def work() -> None:
         end = time.monotonic() + 1.5
-        with DiskStore.open(home) as store:
+        with place.open() as store:
             while time.monotonic() < end:
                 store.put(cache)
                 store.delete(cache_id)
 
     writer = start_child(work)
     found = missing = 0
-    with DiskStore.open(home) as store:
+    with place.open() as store:
         end = time.monotonic() + 1.5
         while time.monotonic() < end:
             try:
@@ -104,11 +105,11 @@ def test_a_reader_beside_a_writer_that_deletes_and_puts_again(home: Path) -> Non
     assert min(found, missing) > 0
 
 
-def test_threads_share_a_store(home: Path) -> None:
+def test_threads_share_a_store(place: Place) -> None:
     caches = [make_cache(seed) for seed in range(8)]
     problems: list[BaseException] = []
 
-    def work(store: DiskStore, first: int) -> None:
+    def work(store: Shelf, first: int) -> None:
         try:
             for step in range(10):
                 cache = caches[(first + step) % len(caches)]
@@ -118,7 +119,7 @@ def test_threads_share_a_store(home: Path) -> None:
         except BaseException as problem:
             problems.append(problem)
 
-    with DiskStore.open(home) as store:
+    with place.open() as store:
         threads = [threading.Thread(target=work, args=(store, number)) for number in range(8)]
         for thread in threads:
             thread.start()
@@ -129,12 +130,12 @@ def test_threads_share_a_store(home: Path) -> None:
         assert store.check() == []
 
 
-def test_one_of_many_gets_the_lease(home: Path, tmp_path: Path) -> None:
-    with DiskStore.open(home) as store:
+def test_one_of_many_gets_the_lease(place: Place, tmp_path: Path) -> None:
+    with place.open() as store:
         store.ledger.open_request("req_1", tenant="me", body=b"x")
 
     def work(number: int) -> None:
-        with DiskStore.open(home) as store:
+        with place.open() as store:
             try:
                 store.ledger.start_attempt("req_1", worker=f"w{number}", lease_s=60)
                 (tmp_path / f"won{number}").touch()
@@ -143,5 +144,5 @@ def test_one_of_many_gets_the_lease(home: Path, tmp_path: Path) -> None:
 
     at_once(6, work)
     assert len(list(tmp_path.glob("won*"))) == 1
-    with DiskStore.open(home) as store:
+    with place.open() as store:
         assert store.ledger.get_request("req_1", tenant="me").attempts == 1
