@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Final
 
 import msgpack
-from pydantic import Field, JsonValue, ValidationError
+from pydantic import FailFast, Field, JsonValue, ValidationError
 
 from kvshelf.errors import BlobError, InvalidRequest
 from kvshelf.store.blob_layer import MAX_ARRAY, Count, KeptLayer, Layer, RecordsLayer, Size, Strict, check_place
@@ -19,9 +19,12 @@ from kvshelf.store.codecs import Codec
 from kvshelf.store.identity import Boundary, Identity, Layout
 
 HEADER_LIMIT: Final = 256 * 1024
-"""Bytes. 200 layers of 128 ragged KV heads need about 160 KiB; 256 KiB of msgpack unpack to at most 20 MB."""
+"""Bytes. 200 layers of 128 ragged KV heads need about 160 KiB; reading 256 KiB takes at most 80 MB."""
 
 _MAX_MAP = 256
+_MAX_DEPTH = 32
+_DIGEST_BYTES = 32
+_SHOWN = 200  # characters of a name that a message repeats
 
 Text = Annotated[str, Field(max_length=HEADER_LIMIT)]
 
@@ -73,16 +76,22 @@ class Header0(_Header):
     minor: ClassVar[int] = 0
     codec: ClassVar[str] = "none"
 
-    layers: Annotated[list[KeptLayer], Field(min_length=1, max_length=MAX_ARRAY)]
+    layers: Annotated[list[KeptLayer], Field(min_length=1, max_length=MAX_ARRAY), FailFast()]
 
 
 class Header1(_Header):
-    """The whole header of format 1.1. codec: the canonical text of the codec that the cache is under."""
+    """The whole header of format 1.1. codec: the canonical text of the codec that the cache is under.
+
+    The first layer and the first record at fault end the reading: a list of all errors would take hundreds of times the
+    header's bytes.
+    """
 
     minor: ClassVar[int] = 1
 
     codec: Text
-    layers: Annotated[list[Annotated[Layer, Field(discriminator="kind")]], Field(min_length=1, max_length=MAX_ARRAY)]
+    layers: Annotated[
+        list[Annotated[Layer, Field(discriminator="kind")]], Field(min_length=1, max_length=MAX_ARRAY), FailFast()
+    ]
 
 
 Header = Header0 | Header1
@@ -158,8 +167,10 @@ def _unpack(data: bytes) -> Any:
         ) from error
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str | bytes, Any]]) -> dict[str | bytes, Any]:
     fields = dict(pairs)
+    if not set(map(type, fields)) <= {str}:  # msgpack itself takes bytes for a key too
+        raise BlobError("the header has a key that is no string", reason="header_malformed")
     if len(fields) != len(pairs):
         # msgpack itself keeps the last one in silence: two readers could then see two different caches.
         raise BlobError("the header has the same key twice in one map", reason="duplicate_key")
@@ -167,26 +178,44 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_foreign(value: Any) -> None:
-    """Refuse values that msgpack can say and the header cannot: extension types, NaN and infinity."""
-    pending = [value]
-    while pending:  # a loop, because hostile nesting would exhaust the stack of a recursive walk
-        item = pending.pop()
-        if type(item) is int or type(item) is str:  # most of a header: before the checks that take longer
-            continue
-        if isinstance(item, dict):
-            pending.extend(item.values())
-        elif isinstance(item, list):
-            pending.extend(item)
-        elif isinstance(item, float) and not math.isfinite(item):
-            raise BlobError(f"the header holds the number {item}", reason="not_finite")
-        elif not isinstance(item, str | bytes | int | float | None):
-            raise BlobError(f"the header holds a msgpack extension ({type(item).__name__})", reason="ext_type")
+    """Refuse values that msgpack can say and the header cannot, and nesting that no header needs.
+
+    Level by level, because hostile nesting would exhaust the stack of a recursive walk. What could be wrong many times
+    over is refused here at its first place: the models would list every one, at hundreds of times its bytes.
+    """
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        below: list[Any] = []
+        for item in level:
+            if type(item) is int or type(item) is str:  # most of a header: before the checks that take longer
+                continue
+            if isinstance(item, dict):
+                below.extend(item.values())
+            elif isinstance(item, list):
+                below.extend(item)
+            else:
+                _refuse_foreign_scalar(item)
+        level = below
+    if level:
+        raise BlobError(f"the header is more than {_MAX_DEPTH} levels deep", reason="header_malformed")
+
+
+def _refuse_foreign_scalar(item: Any) -> None:
+    if isinstance(item, float) and not math.isfinite(item):
+        raise BlobError(f"the header holds the number {item}", reason="not_finite")
+    if isinstance(item, bytes) and len(item) != _DIGEST_BYTES:
+        raise BlobError(
+            f"the header holds a run of {len(item)} bytes; only digests are, of {_DIGEST_BYTES}",
+            reason="field_malformed",
+        )
+    if not isinstance(item, bytes | int | float | None):
+        raise BlobError(f"the header holds a msgpack extension ({type(item).__name__})", reason="ext_type")
 
 
 def _named(error: ValidationError) -> BlobError:
     """One reason for what pydantic found first."""
     first = error.errors(include_url=False, include_input=True)[0]
-    where = ".".join(str(part) for part in first["loc"]) or "the header"
+    where = ".".join(str(part) for part in first["loc"])[:_SHOWN] or "the header"
     name = str(first["loc"][-1]) if first["loc"] else ""
     match first["type"]:
         case "missing":

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Annotated, Final, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, FailFast, Field
 
 from kvshelf.errors import BlobError
 from kvshelf.kernels.quantize.rows import scales_shape
@@ -168,7 +168,9 @@ class RecordsLayer(Strict):
     key_dim: Size
     value_dim: Size
     records: Annotated[
-        list[Annotated[RecordHeader, Field(discriminator="kind")]], Field(min_length=1, max_length=_MAX_RECORDS)
+        list[Annotated[RecordHeader, Field(discriminator="kind")]],
+        Field(min_length=1, max_length=_MAX_RECORDS),
+        FailFast(),  # see `Header1`
     ]
     offset: Count
     nbytes: Count
