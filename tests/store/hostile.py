@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgpack
 import torch
 from blake3 import blake3
 
-from kvshelf.store.artifact import Kept
+from kvshelf.errors import BlobError
+from kvshelf.store import blob
+from kvshelf.store.artifact import CompressedCache, Kept, LayerRecord
 from kvshelf.store.artifact import Parts as PartsRecord
-from tests.store.caches import make_cache, make_merged
+from tests.store.bounds import memory_bounded
+from tests.store.caches import make_cache, make_identity, make_layer, make_merged, split_at_random
 
 Fields = dict[str, Any]
+
+HEADER_MEMORY = 96 << 20
+MEMORY_FACTOR = 16
 
 
 def aligned(size: int) -> int:
@@ -31,6 +39,7 @@ class Parts:
         self.body = bytearray(data[aligned(16 + length) : -40])
         self.padding = b"\0"
         self.header: bytes | None = None
+        self.length: int | None = None
         self.total: int | None = None
 
     @property
@@ -45,6 +54,11 @@ class Parts:
         self.body[part["offset"] :] = data.ljust(aligned(len(data)), b"\0")
         self.first["nbytes"] = len(self.body)
 
+    def put_raw(self, value: bytes) -> None:
+        """Put these bytes into the header in place of the parameter `sink`, whatever they say in msgpack."""
+        self.fields["identity"]["policy_params"]["sink"] = "here"
+        self.header = self.packed().replace(msgpack.packb("here"), value)
+
     def array(self, record: int, name: str) -> memoryview:
         """One array of the first layer of 1.1, found by walking all before it as docs/format.md says; it may be written
         to."""
@@ -56,12 +70,20 @@ class Parts:
                 start += aligned(size)
         raise KeyError(name)
 
+    def packed(self) -> bytes:
+        """The header, with the digests of the segments as they are now."""
+        layers = self.fields.get("layers")
+        for layer in layers if isinstance(layers, list) else ():
+            match layer:
+                case {"offset": int(offset), "nbytes": int(nbytes), "digest": _}:
+                    layer["digest"] = blake3(self.body[offset : offset + nbytes]).digest()
+        data: bytes = msgpack.packb(sorted_fields(self.fields))
+        return data
+
     def join(self) -> bytes:
-        for layer in self.fields.get("layers", ()):
-            if isinstance(layer, dict) and {"offset", "nbytes", "digest"} <= layer.keys():
-                layer["digest"] = blake3(self.body[layer["offset"] : layer["offset"] + layer["nbytes"]]).digest()
-        header = msgpack.packb(sorted_fields(self.fields)) if self.header is None else self.header
-        fixed = struct.pack("<8sHHI", self.magic, self.major, self.minor, len(header)) + header
+        header = self.packed() if self.header is None else self.header
+        length = len(header) if self.length is None else self.length
+        fixed = struct.pack("<8sHHI", self.magic, self.major, self.minor, length) + header
         head = fixed.ljust(aligned(len(fixed)), self.padding)
         total = (len(head) + len(self.body) + 40 if self.total is None else self.total).to_bytes(8, "little")
         return head + self.body + total + blake3(head + total).digest()
@@ -71,6 +93,14 @@ def sorted_fields(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: sorted_fields(value[key]) for key in sorted(value)}
     return [sorted_fields(item) for item in value] if isinstance(value, list) else value
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of everything in nested maps and arrays."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield (*path, key)
+        yield from places(item, (*path, key))
 
 
 def _names(record: Fields) -> list[str]:
@@ -104,6 +134,87 @@ def kept_blob() -> bytes:
         return Kept.from_heads(rows, rows, positions)
 
     return replace(make_cache(), layers=(PartsRecord((record(0), record(1))),)).to_bytes()
+
+
+def two_layers() -> bytes:
+    return make_cache(lengths=((20, 9), (7, 30))).to_bytes()
+
+
+def whole_blob() -> bytes:
+    # One layer that keeps every token of two heads: its positions are a range.
+    return make_cache(lengths=((40, 40),), dims=(3, 5)).to_bytes()
+
+
+CODECS = (
+    "none", "int8", "int8:group=8,residual=0", "int4", "int4:group=64,residual=0", "int4:group=8,residual=5",
+    "int2", "int2:group=1024,residual=1", "mixed", "mixed:high=none,low=int4,share=0.25,group=16",
+)  # fmt: skip
+
+
+def varied_blob(codec: str) -> bytes:
+    """Four layers under a codec, of about 10 KB each before it: entries, classes, and parts of both."""
+    generator = torch.Generator().manual_seed(6)
+    tokens, dims = 200, (16, 13)  # rows of 13 codes leave bits of their last byte unused
+
+    def ranked(make: Callable[..., Any], lengths: tuple[int, ...]) -> Any:
+        layer = make(lengths, tokens, dims=dims, dtype=torch.bfloat16, generator=generator)
+        return replace(layer, importance=torch.rand(layer.entries, generator=generator))
+
+    layers: tuple[LayerRecord, ...] = (
+        ranked(make_layer, (100, 70)),
+        ranked(make_merged, (90, 60)),
+        split_at_random(ranked(make_layer, (200, 0)), generator),
+        split_at_random(ranked(make_merged, (64, 65)), generator),
+    )
+    return CompressedCache(layers, tokens, tokens, make_identity(tokens)).to_bytes(codec)
+
+
+def boundaries(data: bytes) -> list[int]:
+    """Where the regions of a blob begin and end, found without the reader's help as docs/format.md says."""
+    parts = Parts(data)
+    header = struct.unpack_from("<I", data, 12)[0]
+    body, trailer = aligned(16 + header), len(data) - 40
+    found = {0, 8, 10, 12, 16, 16 + header, body, trailer, trailer + 8}
+    for layer in parts.fields["layers"]:
+        start = body + layer["offset"]
+        for size in _sizes(layer):
+            found |= {start, start + size, start + aligned(size)}
+            start += aligned(size)
+    return sorted(found)
+
+
+def _sizes(layer: Fields) -> list[int]:
+    if layer["kind"] == "records":
+        return [size for record in layer["records"] for size in record["sizes"]]
+    return [layer[name]["nbytes"] for name in ("keys", "values", "positions")]
+
+
+def file_of(home: Path, cache_id: str) -> Path:
+    """The blob of a cache on a disk shelf."""
+    (path,) = (home / "blobs").glob(f"{cache_id.removeprefix('kvs_')}-*.kvb")
+    return path
+
+
+def reading_bounded(size: int) -> AbstractContextManager[None]:
+    """`memory_bounded` by what reading a blob of this size may take: the header's part, and a small multiple of the
+    bytes there are, which is that of entries of one dimension whose positions are deltas."""
+    return memory_bounded(HEADER_MEMORY + MEMORY_FACTOR * size)
+
+
+def refusal(data: bytes | bytearray) -> str:
+    """The reason for which bytes are no blob, "" when they are one."""
+    try:
+        blob.decode(data)
+    except BlobError as error:
+        if len(error.message) > 1000:
+            raise AssertionError("a message repeats at length what a hostile writer wrote") from error
+        return error.reason
+    return ""
+
+
+def require_one_form(data: bytes) -> None:
+    """A blob is what a writer writes of what was read from it."""
+    assert blob.decode(data).to_bytes() == data
 
 
 Make = Callable[[], bytes]
