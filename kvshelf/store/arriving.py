@@ -20,7 +20,7 @@ from kvshelf.store import blob
 from kvshelf.store.artifact import CompressedCache, LayerRecord
 from kvshelf.store.blob import BlobSummary
 from kvshelf.store.blob_header import body_bytes
-from kvshelf.store.files import fill, fresh_memory
+from kvshelf.store.files import fill, used_memory
 
 Guard = Callable[[], AbstractContextManager[None]]
 """Makes a block within which errors of a store's bytes and of its medium become the errors that the store promises."""
@@ -44,7 +44,8 @@ class ArrivingCache:
         """`body`: a file at the first byte of the body, which is read once, from front to end, and closed; or the body
         itself, which must not change: the layers become views of it."""
         self._summary = summary
-        self._body, self._memory = (None, body) if isinstance(body, memoryview) else (body, None)
+        self._body = None if isinstance(body, memoryview) else body
+        self._memory = body if isinstance(body, memoryview) else None
         self._guard = guard
         self._turn = threading.Lock()  # of whoever uses the file: a file is not closed while it is read
         self.identity = summary.header.to_identity()
@@ -100,7 +101,7 @@ class ArrivingCache:
 
     def _read_layers(self) -> None:
         header = self._summary.header
-        memory = fresh_memory(self.nbytes) if self._memory is None else self._memory
+        memory = used_memory(self.nbytes) if self._memory is None else self._memory
         storage = blob.as_tensor(memory)
         for index, (layer, arrived) in enumerate(zip(header.layers, self.layers, strict=True)):
             if arrived.done():  # closed

@@ -12,6 +12,8 @@ tier, copies give way to others; at home, caches that nobody pinned are evicted,
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -20,8 +22,12 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from kvshelf.errors import InvalidRequest
 from kvshelf.store.base import Store
 from kvshelf.store.disk import DiskStore
+from kvshelf.store.ram import RamTier
 from kvshelf.store.rules import Rules
+from kvshelf.store.scratch import DiskTier
 from kvshelf.store.shelf import Shelf
+from kvshelf.store.tier import Tier
+from kvshelf.store.tiers import TieredStore
 
 _JOIN: Final = re.compile(r"\+(?=[a-z-]+:)")
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)([KMGT]i?)?B?")
@@ -35,12 +41,36 @@ def open_store(url: str, *, rules: Rules | None = None) -> Store:
     """Open the store that a URL names, and make it if it is not there.
 
     Raises `InvalidRequest` for what is no such URL (no message shows a password), `StoreUnavailable` when the home does
-    not work.
+    not work. Before a Redis home that is out of reach, copies in a folder are enough: it is used once it answers.
     """
     *tiers, home = _JOIN.split(url)
-    if not tiers:
-        return _home(home, rules or Rules())
-    raise _refused(url, "tiers are not in this version")
+    rules = rules or Rules()
+    return _tiered(url, tiers, home, rules) if tiers else _home(home, rules)
+
+
+def _tiered(url: str, tiers: Sequence[str], home_url: str, rules: Rules) -> TieredStore:
+    """A home with tiers before it: memory, a folder, or both in this order."""
+    kinds = [urlsplit(tier).scheme for tier in tiers]
+    if kinds not in (["ram"], ["disk"], ["ram", "disk"]):
+        raise _refused(url, "before the home there may be ram:SIZE, then one disk:///folder?max=SIZE, and nothing else")
+    ram_bytes = _size(url, urlsplit(tiers[0]).path) if "ram" in kinds else None
+    scratch = _scratch(tiers[-1]) if "disk" in kinds else None
+    with ExitStack() as opened:
+        key = None if scratch is None else DiskTier.known_key(scratch[0])
+        home = opened.enter_context(_home(home_url, rules, key))
+        copies: list[Tier] = [] if ram_bytes is None else [RamTier(ram_bytes)]
+        if scratch is not None:
+            copies.append(DiskTier.open(*scratch, key=home.key, keyring=rules.keyring))
+        opened.pop_all()
+    return TieredStore(home, copies)
+
+
+def _scratch(url: str) -> tuple[Path, int]:
+    """The folder of a tier, and its bytes."""
+    rest, budget = _budget(url)
+    if budget is None:
+        raise _refused(url, "a tier must know how much it may take; write disk:///scratch?max=200GiB")
+    return _folder(rest), budget
 
 
 def _home(url: str, rules: Rules, key: bytes | None = None) -> Shelf:
@@ -50,7 +80,7 @@ def _home(url: str, rules: Rules, key: bytes | None = None) -> Shelf:
     if scheme == "disk":
         return DiskStore.open(_folder(rest), rules=rules, key=key)
     if scheme in _REDIS:
-        from kvshelf.store.redis import RedisStore
+        from kvshelf.store.redis import RedisStore  # half a second of imports, which a folder does not need
 
         return RedisStore.open(rest, rules=rules, key=key)
     if scheme == "ram":
@@ -93,7 +123,8 @@ def _size(url: str, text: str) -> int:
 
 
 def _refused(url: str, why: str) -> InvalidRequest:
-    shown = re.sub(r"(?<=://)[^/@\s]*@", "***@", url)
+    # Up to the last @: a password that should have been quoted must not show either. A folder has three slashes.
+    shown = re.sub(r"(?<=://)(?!/).*@", "***@", url, flags=re.DOTALL)
     return InvalidRequest(
         f"cannot open the store {shown!r}: {why}. A store is disk:///absolute/path or redis://host:6379/0, with copies "
         "before it as in ram:2GiB+disk:///scratch?max=200GiB+redis://host",

@@ -9,7 +9,7 @@ import secrets
 import sqlite3
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from kvshelf.errors import StoreUnavailable
@@ -17,6 +17,19 @@ from kvshelf.store.disk import schema
 from kvshelf.store.disk.faults import translated
 
 FILE_NAME = "shelf.sqlite3"
+
+
+def known_key(home: Path) -> bytes | None:
+    """The key of the home in a folder, None where there is no home yet. Nothing is made or changed."""
+    path = home / FILE_NAME
+    with translated(home):
+        if not path.exists():
+            return None
+        with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as connection:
+            if not connection.execute("SELECT 1 FROM sqlite_schema WHERE name = 'meta'").fetchone():
+                return None  # whoever began to make it has not got further
+            row = connection.execute("SELECT value FROM meta WHERE name = 'key'").fetchone()
+    return None if row is None else bytes(row[0])
 
 
 class Database:
