@@ -276,9 +276,9 @@ function operations.writes() return list_writes(a.first, '+inf') end
 
 function operations.publish()
   local old = read(entry_key(a.id))
-  if old and old.name == a.name then return {'published'} end -- by this call, whose answer was lost
+  if old and old.name == a.name then return {'published', false} end -- by this call, whose answer was lost
   if not leased(a.name) then return {'lapsed'} end
-  local shown = old and is_stored(old) and show(a.id)
+  local shown = old and is_stored(old) and show(a.id) or false
   if old and old.name ~= a.over and is_live(old, a.now) then return {'kept', shown} end
   call('SET', manifest_key(a.id), a.text)
   drop(a.id)
@@ -334,7 +334,7 @@ function operations.stored()
   local walked = call('ZRANGEBYSCORE', STORED, '(' .. a.after, '+inf', 'WITHSCORES', 'LIMIT', 0, a.limit)
   local ids = {}
   for i = 1, #walked, 2 do ids[#ids + 1] = walked[i] end
-  return {'stored', walked[#walked] or false, show_all(ids)}
+  return {'walked', walked[#walked] or false, show_all(ids)}
 end
 
 function operations.knows()
@@ -344,7 +344,7 @@ function operations.knows()
     local _, _, source = parse_write(record)
     known = known or name == a.name or source == a.name
   end
-  return {known and 'known' or 'unknown'}
+  return {'known', known and '1' or '0'}
 end
 
 -- Changing
@@ -429,10 +429,10 @@ function operations.expired()
   for _, id in ipairs(ids) do
     if call('EXISTS', entry_key(id)) == 0 then drop(id) end -- the server was faster than any sweep
   end
-  return {'expired', show_all(ids)}
+  return {'entries', show_all(ids)}
 end
 
-function operations.victims() return {'victims', show_all(call('ZRANGE', EVICTION, 0, a.limit - 1))} end
+function operations.victims() return {'entries', show_all(call('ZRANGE', EVICTION, 0, a.limit - 1))} end
 
 function operations.forget()
   local ids = call('ZRANGEBYSCORE', ENDED, '-inf', '(' .. a.before, 'LIMIT', 0, a.limit)
@@ -488,7 +488,7 @@ function operations.audit()
     found[#found + 1] = {id, misplaced(id, seq) or '', listings or '', bytes or '0', tenant or '',
       call('ZSCORE', EXPIRY, id) and '1' or '0', call('ZSCORE', EVICTION, id) and '1' or '0'}
   end
-  return {'audit', walked[#walked] or false, found}
+  return {'walked', walked[#walked] or false, found}
 end
 
 local sizes = {zset = 'ZCARD', hash = 'HLEN', none = 'EXISTS'}

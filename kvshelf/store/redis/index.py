@@ -11,7 +11,6 @@ import json
 import secrets
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from importlib import resources
 from typing import Any, Final, Literal, Self, cast
 
 from kvshelf.errors import QuotaExceeded, StorageFull, StoreUnavailable
@@ -21,12 +20,10 @@ from kvshelf.store.index import KEEP_ENDED_S, Entry, EntryState, Index, Query, Q
 from kvshelf.store.manifest import Manifest, Usage
 from kvshelf.store.redis.ledger import RedisLedger
 from kvshelf.store.redis.link import RedisLink
-from kvshelf.store.redis.wire import Part
+from kvshelf.store.redis.script import Script, Value
 
 HOME_FORMAT: Final = 1
 """Raised when the keys change in a way that older versions cannot read."""
-
-_SCRIPT: Final = resources.files("kvshelf.store.redis").joinpath("index.lua").read_text()
 
 _BATCH: Final = 100
 """Entries in one call: some hundred KB of manifests, and a few milliseconds in which the server does nothing else."""
@@ -36,7 +33,18 @@ _STEPS: Final = 1000
 
 _ATTEMPTS: Final = 3
 
-_Value = str | bytes | int | float | None
+_ALWAYS_COUNTED: Final = (
+    *("stored", "places", "expiry", "eviction"),
+    *("caches@u", "bytes@u", "held_caches@u", "held_bytes@u"),
+)
+
+_REPLIES: Final = {
+    **dict.fromkeys(("lost", "lapsed", "begun", "renewed", "abandoned", "done", "changed", "touched"), 0),
+    **dict.fromkeys(("max_caches", "max_bytes", "budget_bytes", "published", "kept", "found", "writes", "entries"), 1),
+    **dict.fromkeys(("known", "forgotten", "counts", "home"), 1),
+    **dict.fromkeys(("listing", "walked"), 2),
+}
+"""What replies of the script begin with, and how many parts follow."""
 
 
 class RedisIndex(Index):
@@ -48,6 +56,7 @@ class RedisIndex(Index):
         self._incarnation = ""
         self._link = link
         self._home = f"{{{prefix}}}:home"
+        self._script = Script(link, "index.lua", self._home, _REPLIES)
 
     @classmethod
     def open(
@@ -55,10 +64,16 @@ class RedisIndex(Index):
     ) -> Self:
         """Connect to the home of a prefix; an empty one is made.
 
-        key: the key that an empty home gets, for one who remembers it from an earlier life; else a random one.
+        key: the key that an empty home gets, for one who remembers it from an earlier life; else a random one. With it
+        a home that is out of reach is entered later, by the first operation that reaches it.
         """
         index = cls(link, prefix, write_lease_s)
-        index.key, index._incarnation = index._enter(key or secrets.token_bytes(32))
+        try:
+            index.key, index._incarnation = index._enter(key or secrets.token_bytes(32))
+        except StoreUnavailable:
+            if key is None:
+                raise
+            index.key = key
         return index
 
     @property
@@ -110,14 +125,13 @@ class RedisIndex(Index):
             now=now,
         )
         _require_lease(reply)
-        entry = _entry(reply[1]) if len(reply) > 1 and reply[1] else None
-        return reply[0] == "published", entry
+        return reply[0] == "published", _entry(reply[1]) if reply[1] else None
 
     # Reading
 
     def find(self, cache_id: str, tenant: str) -> Entry | None:
-        reply = self._run("find", id=cache_id, tenant=tenant)
-        return _entry(reply[1]) if len(reply) > 1 and reply[1] else None
+        shown = self._run("find", id=cache_id, tenant=tenant)[1]
+        return _entry(shown) if shown else None
 
     def listing(self, query: Query, now: float, before: int | None, limit: int) -> list[Entry]:
         listings = ",".join(_wanted(query))
@@ -143,7 +157,7 @@ class RedisIndex(Index):
             yield from (entry for entry in map(_entry, batch) if entry.stored)
 
     def knows(self, name: str) -> bool:
-        return bool(self._run("knows", name=name)[0] == "known")
+        return bool(self._run("knows", name=name)[1] == b"1")
 
     # Changing
 
@@ -195,22 +209,19 @@ class RedisIndex(Index):
     def close(self) -> None:
         self._link.close()
 
-    def _run(self, operation: str, **values: _Value) -> list[Any]:
-        """The reply of an operation; its first word is text. A home that is gone is made again with our key."""
-        args = [part for name, value in values.items() if value is not None for part in (name, _part(value))]
+    def _run(self, operation: str, **values: Value) -> list[Any]:
+        """The reply of an operation. A home that is gone is made again with our key."""
         for _ in range(_ATTEMPTS):
-            reply = self._link.script(_SCRIPT, [self._home], [operation, self._incarnation, *args])
-            word = _text(reply[0])
-            if word != "lost":
-                return [word, *reply[1:]]
+            reply = self._script.run(operation, self._incarnation, **values)
+            if reply[0] != "lost":
+                return reply
             self._enter_again()
         raise StoreUnavailable("the shelf in Redis is emptied again and again; see who else uses this server")
 
     def _enter(self, key: bytes) -> tuple[bytes, str]:
         """Key and incarnation of the home, which is made with `key` if it is empty. The first of several makes it."""
-        args: list[Part] = ["format", str(HOME_FORMAT), "key", key, "incarnation", secrets.token_hex(8)]
-        reply = self._link.script(_SCRIPT, [self._home], ["open", "", *args])
-        home_format, found, incarnation = reply[1]
+        fresh: dict[str, Value] = {"format": HOME_FORMAT, "key": key, "incarnation": secrets.token_hex(8)}
+        home_format, found, incarnation = self._script.run("open", "", **fresh)[1]
         if home_format != str(HOME_FORMAT).encode():
             raise StoreUnavailable(
                 f"the shelf in Redis has home format {(home_format or b'?').decode(errors='replace')}, this version of "
@@ -243,7 +254,7 @@ class RedisIndex(Index):
     def _recount(self) -> tuple[list[str], Counter[str]]:
         """What is wrong with single entries, and by how much each count of the home differs from theirs."""
         found: list[str] = []
-        due: Counter[str] = Counter()
+        due: Counter[str] = Counter(dict.fromkeys(_ALWAYS_COUNTED, 0))
         for rows in self._walk("audit"):
             for cache_id, problem, listings, nbytes, tenant, expires, ranked in (map(_text, row) for row in rows):
                 if problem:
@@ -276,12 +287,6 @@ def _counted(tenant: str, kind: str, caches: int, nbytes: int) -> dict[str, int]
     }
 
 
-def _part(value: str | bytes | int | float) -> str | bytes:
-    if isinstance(value, bool):
-        return str(int(value))
-    return value if isinstance(value, str | bytes) else repr(value)
-
-
 def _text(value: bytes) -> str:
     return value.decode()
 
@@ -299,7 +304,7 @@ def _require_lease(reply: Sequence[Any]) -> None:
         raise StoreUnavailable("the cache took longer to write than a writer may be silent; put it again")
 
 
-def _writing_fields(writing: Writing) -> dict[str, _Value]:
+def _writing_fields(writing: Writing) -> dict[str, Value]:
     return {
         "name": writing.name,
         "tenant": writing.tenant,
@@ -309,7 +314,7 @@ def _writing_fields(writing: Writing) -> dict[str, _Value]:
     }
 
 
-def _manifest_fields(manifest: Manifest) -> dict[str, _Value]:
+def _manifest_fields(manifest: Manifest) -> dict[str, Value]:
     """What the script has to know of a manifest, beside its text."""
     return {
         "id": manifest.id,
@@ -321,7 +326,7 @@ def _manifest_fields(manifest: Manifest) -> dict[str, _Value]:
     }
 
 
-def _expected(entry: Entry) -> dict[str, _Value]:
+def _expected(entry: Entry) -> dict[str, Value]:
     """What must not have changed."""
     return {"entry_name": entry.name, "version": entry.version}
 

@@ -4,12 +4,13 @@
 -- the script may make up their names. ARGV: the operation, then names and values in turn; what is none is left out. The
 -- reply begins with a word. Times are the server's.
 --
---   r:<id>     hash: the fields of a RequestRecord, and `body`
+--   r:<id>     hash: the fields of a RequestRecord
+--   b:<id>     the body, until the request has ended
 --   requests   ids of unfinished requests by created_at
 --   ended      ids of the others by updated_at; the server drops their hashes `keep_ended_s` after that
 --
 -- A server without memory refuses the first write of a script or none: what ends or renews a request begins with one that
--- is always granted (HDEL), so that work that is done is not lost for it.
+-- is always granted (DEL, HDEL), so that work that is done is not lost for it.
 
 local call = redis.call
 local REQUESTS = KEYS[1]
@@ -19,7 +20,11 @@ local ENDED = BASE .. 'ended'
 local a = {}
 for i = 2, #ARGV, 2 do a[ARGV[i]] = ARGV[i + 1] end
 
-local KEY = a.id and BASE .. 'r:' .. a.id
+local function record_key(id) return BASE .. 'r:' .. id end
+
+local function body_key(id) return BASE .. 'b:' .. id end
+
+local KEY = a.id and record_key(a.id)
 
 local operations = {}
 
@@ -53,7 +58,8 @@ end
 
 local function end_request(state)
   local now = now_s()
-  call('HDEL', KEY, 'body', 'worker', 'lease_until')
+  call('DEL', body_key(a.id))
+  call('HDEL', KEY, 'worker', 'lease_until')
   call('HSET', KEY, 'state', state, 'updated_at', exact(now))
   call('ZREM', REQUESTS, a.id)
   call('ZADD', ENDED, exact(now), a.id)
@@ -61,8 +67,8 @@ local function end_request(state)
 end
 
 local function queue_anew(now)
-  call('HSET', KEY, 'state', 'queued', 'body', a.body, 'attempts_before', get('attempts'), 'cache_ids', '[]',
-    'updated_at', now)
+  call('SET', body_key(a.id), a.body)
+  call('HSET', KEY, 'state', 'queued', 'attempts_before', get('attempts'), 'cache_ids', '[]', 'updated_at', now)
   call('HDEL', KEY, 'worker')
   set_error(nil)
   call('PERSIST', KEY)
@@ -74,8 +80,9 @@ function operations.open()
   local now = exact(now_s())
   local tenant, state = get('tenant'), get('state')
   if not tenant then
-    call('HSET', KEY, 'id', a.id, 'tenant', a.tenant, 'state', 'queued', 'body', a.body, 'attempts', '0',
-      'attempts_before', '0', 'cache_ids', '[]', 'created_at', now, 'updated_at', now)
+    call('SET', body_key(a.id), a.body)
+    call('HSET', KEY, 'id', a.id, 'tenant', a.tenant, 'state', 'queued', 'attempts', '0', 'attempts_before', '0',
+      'cache_ids', '[]', 'created_at', now, 'updated_at', now)
     call('ZADD', REQUESTS, now, a.id)
     call('ZREM', ENDED, a.id)
   elseif tenant ~= a.tenant then
@@ -127,9 +134,20 @@ function operations.fail()
   return {'done'}
 end
 
-function operations.unfinished()
+function operations.get() return {'record', show(KEY)} end
+
+-- A piece of the body.
+function operations.body()
+  local there = call('EXISTS', body_key(a.id)) == 1
+  return {'body', get('id'), there and call('GETRANGE', body_key(a.id), a.first, a.last)}
+end
+
+function operations.unfinished() return {'ids', call('ZRANGE', REQUESTS, 0, -1)} end
+
+-- The ids stand between zero bytes.
+function operations.records()
   local found = {}
-  for id in (a.ids .. '\0'):gmatch('(.-)%z') do found[#found + 1] = show(BASE .. 'r:' .. id) end
+  for id in (a.ids .. '\0'):gmatch('(.-)%z') do found[#found + 1] = show(record_key(id)) end
   return {'records', found}
 end
 
@@ -137,7 +155,7 @@ function operations.forget()
   local ids = call('ZRANGEBYSCORE', ENDED, '-inf', '(' .. a.before, 'LIMIT', 0, a.limit)
   for _, id in ipairs(ids) do
     call('ZREM', ENDED, id)
-    call('DEL', BASE .. 'r:' .. id)
+    call('DEL', record_key(id))
   end
   return {'forgotten', tostring(#ids)}
 end

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from importlib import resources
 from typing import Any, Final
 
 from kvshelf.errors import StoreUnavailable
@@ -12,8 +11,7 @@ from kvshelf.store import ledger
 from kvshelf.store.index import KEEP_ENDED_S
 from kvshelf.store.ledger import Ledger, RequestRecord
 from kvshelf.store.redis.link import RedisLink
-
-_SCRIPT: Final = resources.files("kvshelf.store.redis").joinpath("ledger.lua").read_text()
+from kvshelf.store.redis.script import Script
 
 _FIELDS: Final = (
     *("id", "tenant", "state", "attempts", "attempts_before", "worker", "lease_until", "cache_ids"),
@@ -21,15 +19,24 @@ _FIELDS: Final = (
 )
 """What a record consists of, in the order in which `ledger.lua` shows it."""
 
+_REPLIES: Final = {
+    **dict.fromkeys(("unknown", "taken", "done"), 0),
+    **dict.fromkeys(("opened", "record", "ended", "started", "ids", "records", "forgotten"), 1),
+    **dict.fromkeys(("at_work", "stale", "body"), 2),
+}
+"""What replies of the script begin with, and how many parts follow."""
+
 _BATCH: Final = 500
+
+_PIECE: Final = 16 << 20
+"""Bytes of a body in one reply: bodies may be larger than any reply is allowed to be."""
 
 
 class RedisLedger(Ledger):
     """See `Ledger`. All times are the server's."""
 
     def __init__(self, link: RedisLink, prefix: str) -> None:
-        self._link = link
-        self._base = f"{{{prefix}}}:"
+        self._run = Script(link, "ledger.lua", f"{{{prefix}}}:requests", _REPLIES).run
 
     def open_request(self, request_id: str, *, tenant: str, body: bytes, again: bool = False) -> RequestRecord:
         word, *rest = self._run("open", id=request_id, tenant=tenant, body=body, again=again)
@@ -72,24 +79,28 @@ class RedisLedger(Ledger):
         _require_holder(reply, request_id, attempt)
 
     def get_request(self, request_id: str, *, tenant: str) -> RequestRecord:
-        fields = self._link.call("HMGET", self._key(request_id), *_FIELDS)
+        fields = self._run("get", id=request_id)[1]
         if fields[0] is None or fields[1] != tenant.encode():
             raise ledger.not_found(request_id)
         return _record(fields)
 
     def body(self, request_id: str) -> bytes:
-        found, body = self._link.call("HMGET", self._key(request_id), "id", "body")
-        if found is None:
-            raise ledger.not_found(request_id)
-        if body is None:
-            raise ledger.dropped(request_id)
-        return bytes(body)
+        body = bytearray()
+        while True:
+            _, found, piece = self._run("body", id=request_id, first=len(body), last=len(body) + _PIECE - 1)
+            if found is None:
+                raise ledger.not_found(request_id)
+            if piece is None:
+                raise ledger.dropped(request_id)
+            body += piece
+            if len(piece) < _PIECE:
+                return bytes(body)
 
     def unfinished(self) -> list[RequestRecord]:
-        ids: list[bytes] = self._link.call("ZRANGE", self._base + "requests", "0", "-1")
+        ids: list[bytes] = self._run("unfinished")[1]
         found: list[RequestRecord] = []
         for start in range(0, len(ids), _BATCH):
-            records = self._run("unfinished", ids=b"\0".join(ids[start : start + _BATCH]))[1]
+            records = self._run("records", ids=b"\0".join(ids[start : start + _BATCH]))[1]
             # One that ended since the ids were read has no place here any more.
             found += (record for record in map(_record, filter(_is_there, records)) if record.state in _UNFINISHED)
         return found
@@ -100,23 +111,8 @@ class RedisLedger(Ledger):
             count += forgotten
         return count
 
-    def _run(self, operation: str, **values: str | bytes | float | None) -> list[Any]:
-        """The reply of an operation; its first word is text."""
-        args = [part for name, value in values.items() if value is not None for part in (name, _part(value))]
-        word, *rest = self._link.script(_SCRIPT, [self._base + "requests"], [operation, *args])
-        return [word.decode(), *rest]
-
-    def _key(self, request_id: str) -> str:
-        return f"{self._base}r:{request_id}"
-
 
 _UNFINISHED: Final = ("queued", "running")
-
-
-def _part(value: str | bytes | float) -> str | bytes:
-    if isinstance(value, bool):
-        return str(int(value))
-    return value if isinstance(value, str | bytes) else repr(value)
 
 
 def _require_holder(reply: Sequence[Any], request_id: str, attempt: int) -> None:

@@ -25,7 +25,7 @@ from kvshelf.store.redis.link import RedisLink
 from tests.store.index_walk import Walk
 from tests.store.indexes import NOW, cache_id, fill, found, manifest, put, redis_home, writing
 from tests.store.processes import start_child
-from tests.store.redis.servers import Cluster, ValkeyServer, wait_until
+from tests.store.redis.servers import Cluster, LyingServer, ValkeyServer, wait_until
 
 BASE = "{kvshelf}:"
 HOME = BASE + "home"
@@ -130,20 +130,21 @@ def test_the_server_ends_what_has_an_end(index: RedisIndex, client: redis.Redis)
     assert index.mark_corrupt(put(index, 4, expires_at=NOW + 100), "broken")
 
     def ends(key: str) -> float:
-        at = int(client.execute_command("PEXPIRETIME", BASE + key))
-        return at if at < 0 else at / 1000 - NOW
+        """Seconds after NOW; -1: never."""
+        left_ms = client.pttl(BASE + key)
+        return left_ms if left_ms < 0 else time.time() + left_ms / 1000 - NOW
 
     for number in (1, 4):
-        assert ends(f"m:{cache_id(number)}") == pytest.approx(101, abs=0.01)
-        assert ends(f"c:{cache_id(number)}") == pytest.approx(100 + KEEP_ENDED_S, abs=0.01)
-    assert ends(f"c:{cache_id(3)}") == pytest.approx(KEEP_ENDED_S, abs=0.01)
+        assert ends(f"m:{cache_id(number)}") == pytest.approx(101, abs=0.3)
+        assert ends(f"c:{cache_id(number)}") == pytest.approx(100 + KEEP_ENDED_S, abs=0.3)
+    assert ends(f"c:{cache_id(3)}") == pytest.approx(KEEP_ENDED_S, abs=0.3)
     assert ends(f"m:{forever.id}") == ends(f"c:{forever.id}") == -1
 
     assert index.rewrite(entry, manifest(1, expires_at=NOW + 500))
     assert index.rewrite(forever, manifest(2, expires_at=NOW + 500))
     for number in (1, 2):
-        assert ends(f"m:{cache_id(number)}") == pytest.approx(501, abs=0.01)
-        assert ends(f"c:{cache_id(number)}") == pytest.approx(500 + KEEP_ENDED_S, abs=0.01)
+        assert ends(f"m:{cache_id(number)}") == pytest.approx(501, abs=0.3)
+        assert ends(f"c:{cache_id(number)}") == pytest.approx(500 + KEEP_ENDED_S, abs=0.3)
     assert index.rewrite(found(index, 1), manifest(1))
     assert ends(f"m:{entry.id}") == ends(f"c:{entry.id}") == -1
     put(index, 3)
@@ -283,6 +284,22 @@ def test_a_server_that_restarts_empty_is_used_on_with_the_same_key(start_valkey:
     index.close()
 
 
+def test_a_home_that_is_out_of_reach_is_entered_later_with_a_known_key(
+    start_valkey: Callable[..., ValkeyServer],
+) -> None:
+    server = start_valkey()
+    server.kill()
+    with pytest.raises(StoreUnavailable):
+        open_index(server)
+    mine, others = open_index(server, b"k" * 32), open_index(server, b"o" * 32)
+    with pytest.raises(StoreUnavailable, match="cannot be reached"):
+        mine.usage(None)
+    server.start()
+    wait_until(lambda: answers(lambda: mine.usage(None).caches == 0), "it is reached")
+    assert open_index(server).key == b"k" * 32
+    wait_until(lambda: "replaced" in error_of(lambda: others.usage(None)), "the other key is refused")
+
+
 def answers(act: Callable[[], bool]) -> bool:
     with suppress(StoreUnavailable):
         return act()
@@ -369,6 +386,14 @@ def test_fields_that_are_no_entry_are_a_named_error(
             index.find(entry.id, "me")
     with pytest.raises(StoreUnavailable):
         list(index.stored())
+
+
+@pytest.mark.parametrize("answer", [b"+OK\r\n", b":1\r\n", b"$-1\r\n", b"*0\r\n", b"*1\r\n$5\r\nfound\r\n"])
+def test_a_server_that_answers_something_else_is_a_named_error(
+    connect: Callable[[str], RedisLink], answer: bytes
+) -> None:
+    with LyingServer(answer) as server, pytest.raises(StoreUnavailable):
+        RedisIndex.open(connect(server.url), "kvshelf")
 
 
 def test_every_inconsistency_is_found(valkey: ValkeyServer, index: RedisIndex, client: redis.Redis) -> None:
@@ -569,7 +594,7 @@ def test_the_server_is_never_held_up_for_long(index: RedisIndex, client: redis.R
         index.begin(write, Quota())
         assert index.publish(write, made, over=None, cost_s=1, now=NOW)[0]
     client.slowlog_reset()
-    client.config_set("slowlog-log-slower-than", 20_000)  # us
+    client.config_set("slowlog-log-slower-than", 50_000)  # us
     try:
         assert index.listing(Query("me", model="m0", labels={"half": "1"}), NOW, None, 20) == []
         assert len(index.listing(Query("me"), NOW, None, 1000)) == 1000
@@ -580,4 +605,4 @@ def test_the_server_is_never_held_up_for_long(index: RedisIndex, client: redis.R
     finally:
         client.config_set("slowlog-log-slower-than", 10_000_000)
     # Somebody else may have had the processor for a moment.
-    assert len(slow) <= 3, slow
+    assert len(slow) <= 1, slow

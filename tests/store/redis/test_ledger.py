@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterator
 
@@ -13,7 +14,7 @@ from kvshelf.store.index import KEEP_ENDED_S
 from kvshelf.store.redis.ledger import RedisLedger
 from kvshelf.store.redis.link import RedisLink
 from tests.store.indexes import fill
-from tests.store.redis.servers import ValkeyServer
+from tests.store.redis.servers import LyingServer, ValkeyServer
 
 BASE = "{kvshelf}:"
 
@@ -46,7 +47,7 @@ def test_the_server_drops_what_has_ended(ledger: RedisLedger, client: redis.Redi
     assert ends["r:queued"] == ends["r:running"] == -1e-3
     assert ends["r:done"] == pytest.approx(KEEP_ENDED_S, abs=60)
     assert ends["r:failed"] == pytest.approx(KEEP_ENDED_S, abs=60)
-    assert not client.hexists(BASE + "r:done", "body")
+    assert {key.removeprefix(BASE) for key in client.scan_iter(BASE + "b:*")} == {"b:queued", "b:running"}
     assert set(client.zrange(BASE + "requests", 0, -1)) == {"queued", "running"}
     assert set(client.zrange(BASE + "ended", 0, -1)) == {"done", "failed"}
 
@@ -69,6 +70,13 @@ def test_what_the_server_has_dropped_is_unknown_and_makes_no_trouble(ledger: Red
     assert ledger.forget(time.time() + 60) == 1
     record = ledger.open_request("done", tenant="me", body=b"x")
     assert (record.state, record.attempts) == ("queued", 0)
+
+
+def test_a_body_may_be_larger_than_a_reply(ledger: RedisLedger, soak: bool) -> None:
+    for nbytes in (16 << 20, (16 << 20) + 1, (80 if soak else 17) << 20):
+        body = random.Random(nbytes).randbytes(1 << 20) * (nbytes >> 20) + b"x" * (nbytes % (1 << 20))
+        ledger.open_request(f"req_{nbytes}", tenant="me", body=body)
+        assert ledger.body(f"req_{nbytes}") == body
 
 
 def test_requests_of_other_prefixes_are_others(
@@ -141,3 +149,14 @@ def test_fields_that_are_no_request_are_a_named_error(
         client.hset(BASE + "r:req_1", field, value.encode(errors="surrogateescape"))
     with pytest.raises(StoreUnavailable, match="not what kvshelf wrote there"):
         ledger.get_request("req_1", tenant="me")
+
+
+@pytest.mark.parametrize("answer", [b"+OK\r\n", b":1\r\n", b"$-1\r\n", b"*0\r\n", b"*2\r\n$4\r\nbody\r\n:5\r\n"])
+def test_a_server_that_answers_something_else_is_a_named_error(
+    connect: Callable[[str], RedisLink], answer: bytes
+) -> None:
+    with LyingServer(answer) as server:
+        ledger = RedisLedger(connect(server.url), "kvshelf")
+        for act in (lambda: ledger.body("req_1"), ledger.unfinished, lambda: ledger.get_request("req_1", tenant="me")):
+            with pytest.raises(StoreUnavailable):
+                act()
