@@ -31,6 +31,13 @@ too. As long as the default interval of sweeps, so that a deleted cache is never
 """
 
 
+PER_COPY: Final = 16 << 10
+"""Bytes that a copy takes beside its blob, for the objects that describe it; with many layers it is about ten times as
+much, and a small part of such a blob. So that small caches, of which there may be many, count as what they take."""
+
+_LEAST_MAPPED: Final = 2 << 20  # bytes; smaller ones share pages: a process may have only some 65,000 maps
+
+
 @dataclass(frozen=True)
 class _Copy:
     """body: all segments, in memory that nobody writes to; those who read the cache have views of it."""
@@ -39,6 +46,10 @@ class _Copy:
     summary: BlobSummary
     body: memoryview
     confirmed_at: float  # of time.monotonic
+
+    @property
+    def nbytes(self) -> int:
+        return self.summary.nbytes + PER_COPY
 
 
 _Key = tuple[str, str]  # tenant, id
@@ -50,7 +61,7 @@ class RamTier(Tier):
     name = "ram"
 
     def __init__(self, max_bytes: int, *, now: Callable[[], float] = time.time, recent_s: float = RECENT_S) -> None:
-        """max_bytes: of all blobs together. now: the wall clock, Unix seconds. recent_s: see `RECENT_S`."""
+        """max_bytes: of all copies together, see `PER_COPY`. now: the wall clock, Unix seconds. recent_s: see `RECENT_S`."""
         self._noted = ""
         self.max_bytes = max_bytes
         self._now = now
@@ -61,7 +72,7 @@ class RamTier(Tier):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all blobs that are here."""
+        """Bytes that all copies take, `PER_COPY` included."""
         return self._nbytes
 
     def noted(self) -> str:
@@ -71,7 +82,7 @@ class RamTier(Tier):
         self._noted = incarnation
 
     def keep(self, manifest: Manifest, cache: CompressedCache) -> None:
-        if manifest.bytes_stored > self.max_bytes or self._copy_of(manifest) is not None:
+        if manifest.bytes_stored + PER_COPY > self.max_bytes or self._copy_of(manifest) is not None:
             return
         packed = blob.pack(cache)
         if packed.root.hex() == manifest.blob_digest:
@@ -173,15 +184,15 @@ class RamTier(Tier):
         key = _key(copy.manifest)
         with self._lock:
             self._remove(key)
-            while self._nbytes + copy.summary.nbytes > self.max_bytes:
+            while self._nbytes + copy.nbytes > self.max_bytes:
                 self._remove(next(iter(self._copies)))
             self._copies[key] = copy
-            self._nbytes += copy.summary.nbytes
+            self._nbytes += copy.nbytes
 
     def _remove(self, key: _Key) -> bool:
         copy = self._copies.pop(key, None)
         if copy is not None:
-            self._nbytes -= copy.summary.nbytes
+            self._nbytes -= copy.nbytes
         return copy is not None
 
     def _expired(self, manifest: Manifest) -> bool:
@@ -210,7 +221,8 @@ def _body(packed: PackedBlob) -> memoryview:
 
     The buffers of `packed` are not kept instead: they may be small parts of large tensors, which would stay, too.
     """
-    memory = fresh_memory(body_bytes(packed.header))
+    size = body_bytes(packed.header)
+    memory = fresh_memory(size) if size >= _LEAST_MAPPED else memoryview(bytearray(size))
     end = 0
     for segment in packed.parts[1:-1]:
         for buffer in segment:

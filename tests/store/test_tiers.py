@@ -7,7 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,7 +26,7 @@ from kvshelf.store import CompressedCache, Manifest, Quota, Rules, Store
 from kvshelf.store.artifact import Kept
 from kvshelf.store.disk import DiskStore
 from kvshelf.store.keyring import Keyring
-from kvshelf.store.ram import RECENT_S, RamTier
+from kvshelf.store.ram import PER_COPY, RECENT_S, RamTier
 from kvshelf.store.redis import RedisStore
 from kvshelf.store.scratch import DiskTier
 from kvshelf.store.shelf import Shelf
@@ -38,6 +38,7 @@ from tests.store.processes import run_in_child
 from tests.store.redis.servers import ValkeyServer
 
 SIZE = len(make_cache().to_bytes())
+IN_RAM = SIZE + PER_COPY
 KINDS = ["ram", "disk"]
 
 
@@ -335,7 +336,7 @@ def test_a_deletion_elsewhere_reaches_the_tiers_with_the_next_sweep(node: Node, 
     node.store.sweep()
     for tier in (node.ram, node.disk):
         assert list(tier.manifests()) == [stays]
-    assert node.ram.nbytes == SIZE
+    assert node.ram.nbytes == IN_RAM
     assert len(node.scratch.names()) == 1
     assert fates(node.store, [deleted.id, expired.id, stays.id]) == ["cache_not_found", "cache_expired", "ok"]
 
@@ -380,6 +381,52 @@ def test_what_the_home_evicted_is_evicted(place: Place, clock: Clock, build: Cal
     assert {m.id for m in node.disk.manifests()} == {first.id, second.id, third.id} - set(gone_ids)
 
 
+def made_anew() -> CompressedCache:
+    """Another compression of the document of `make_cache()`: the same id, other bytes."""
+    return replace(make_cache(), layers=make_cache(1).layers)
+
+
+def test_a_cache_that_was_made_anew_elsewhere_takes_the_place_of_its_copies(node: Node) -> None:
+    manifest = node.store.put(make_cache())
+    node.home.delete(manifest.id)
+    anew = node.home.put(made_anew())
+    assert (anew.id, anew.blob_digest == manifest.blob_digest) == (manifest.id, False)
+    require_equal(made_anew(), node.store.get(manifest.id))
+    for tier in (node.ram, node.disk):
+        assert list(tier.manifests()) == [anew]
+    assert (node.ram.nbytes, len(node.scratch.names())) == (IN_RAM, 1)
+
+
+def test_a_sweep_drops_copies_of_what_was_made_anew(node: Node) -> None:
+    manifest = node.store.put(make_cache())
+    node.home.delete(manifest.id)
+    node.home.put(made_anew())
+    node.store.sweep()
+    for tier in (node.ram, node.disk):
+        assert list(tier.manifests()) == []
+
+
+def test_a_put_of_other_bytes_than_the_home_has_leaves_no_copy_of_them(node: Node) -> None:
+    manifest = node.home.put(make_cache())
+    assert node.store.put(made_anew()) == manifest
+    assert list(node.ram.manifests()) == list(node.disk.manifests()) == []
+    require_equal(make_cache(), node.store.get(manifest.id))
+
+
+def test_layers_of_two_caches_are_never_mixed(node: Node) -> None:
+    """The copy turns out bad while it is read, and by then the home has the cache made anew."""
+    manifest = node.store.put(make_cache())
+    flip_in_ram(node, manifest)
+    node.disk.drop(manifest.id, "default")
+    with node.store.open_cache(manifest.id) as arriving:
+        node.home.delete(manifest.id)
+        node.home.put(made_anew())
+        arriving.read()
+        with pytest.raises(CacheCorrupt):
+            arriving.cache()
+    require_equal(made_anew(), node.store.get(manifest.id))
+
+
 @pytest.mark.parametrize("hostile", ["", "kvs_", "../../etc/passwd", "kvs_" + "g" * 40, "kvs_" + "0" * 40])
 def test_ids_that_are_none_are_not_found(node: Node, hostile: str) -> None:
     calls = (node.store.stat, node.store.get, node.store.delete, node.store.open_blob, node.store.source)
@@ -421,7 +468,7 @@ def test_a_source_that_is_asked_for_is_copied(node: Node) -> None:
 
 
 def test_no_tier_takes_more_than_its_budget(place: Place, clock: Clock, build: Callable[..., Node]) -> None:
-    node = build(place.open(now=clock), ram=3 * SIZE + 5, disk=5 * SIZE + 5)
+    node = build(place.open(now=clock), ram=3 * IN_RAM + 5, disk=5 * SIZE + 5)
     manifests = [node.store.put(make_cache(seed)) for seed in range(12)]
     most = [0, 0]
     failures: list[BaseException] = []
@@ -441,22 +488,22 @@ def test_no_tier_takes_more_than_its_budget(place: Place, clock: Clock, build: C
     for thread in threads:
         thread.join()
     assert failures == []
-    assert 2 * SIZE < most[0] <= 3 * SIZE + 5
+    assert 2 * IN_RAM < most[0] <= 3 * IN_RAM + 5
     assert 4 * SIZE < most[1] <= 5 * SIZE + 5
 
 
 def test_what_is_larger_than_a_tier_drives_nothing_out(place: Place, clock: Clock, build: Callable[..., Node]) -> None:
-    node = build(place.open(now=clock), ram=2 * SIZE, disk=2 * SIZE)
+    node = build(place.open(now=clock), ram=2 * IN_RAM, disk=2 * SIZE)
     small = node.store.put(make_cache(0))
-    large = node.store.put(make_cache(1, num_tokens=400, lengths=((300, 300), (300, 300))))
-    assert large.bytes_stored > 2 * SIZE
+    large = node.store.put(make_cache(1, num_tokens=400, lengths=((400, 400), (400, 400))))
+    assert large.bytes_stored > 2 * IN_RAM
     for tier in (node.ram, node.disk):
         assert list(tier.manifests()) == [small]
     assert node.store.get(large.id).num_tokens == 400
 
 
 def test_the_copy_in_memory_that_was_used_last_stays_longest(node: Node) -> None:
-    node.ram.max_bytes = 2 * SIZE
+    node.ram.max_bytes = 2 * IN_RAM
     first, second = (node.store.put(make_cache(seed)) for seed in range(2))
     node.store.touch(first.id)
     third = node.store.put(make_cache(2))
@@ -683,6 +730,23 @@ def test_processes_share_a_tier_on_the_disk(place: Place, clock: Clock, build: C
     assert fates(node.store, [manifests[0].id, manifests[1].id, third]) == ["ok", "cache_not_found", "ok"]
 
 
+def test_a_store_closes_its_parts_whatever_one_of_them_says(tmp_path: Path) -> None:
+    closed: list[str] = []
+
+    class Part(RamTier):
+        def close(self) -> None:
+            closed.append(self.name)
+            raise OSError("no")
+
+    home = DiskStore.open(tmp_path / "closing")
+    store = TieredStore(home, [Part(1), Part(1)])
+    with pytest.raises(OSError, match="no"):
+        store.close()
+    assert closed == ["ram", "ram"]
+    with pytest.raises(StoreUnavailable):
+        home.put(make_cache())
+
+
 def test_a_tier_that_fails_fails_nobody(node: Node, caplog: pytest.LogCaptureFixture) -> None:
     manifest = node.store.put(make_cache(), source="the text")
     (node.scratch.folder / "shelf.sqlite3").unlink()
@@ -747,7 +811,7 @@ def test_tiers_never_change_an_answer(
     place: Place, clock: Clock, build: Callable[..., Node], tmp_path: Path, soak: bool, seed: int
 ) -> None:
     home = place.open(now=clock)
-    node = build(home, ram=2 * SIZE, disk=4 * SIZE)
+    node = build(home, ram=2 * IN_RAM, disk=4 * SIZE)
     alone = DiskStore.open(tmp_path / "alone", key=home.key, now=clock)
     twin = Twin(node.store, alone)
     dice = random.Random(seed)
@@ -774,7 +838,7 @@ def test_tiers_never_change_an_answer(
         if name in ("get", "get again") and dice.random() < 0.2:
             damage_a_copy(node, dice, ids[number])
         twin.call(calls[name](number))
-        assert node.ram.nbytes <= 2 * SIZE
+        assert node.ram.nbytes <= 2 * IN_RAM
     assert node.store.check() == alone.check() == []
     alone.close()
 
