@@ -95,11 +95,15 @@ class LiveService:
 
 @contextmanager
 def live_service(home: Path, *models: Path | str, **settings: object) -> Iterator[LiveService]:
-    """`kvshelf serve` on a free port with a local Ray of its own, stopped at the end of the block."""
+    """`kvshelf serve` on a free port with a local Ray of its own, stopped at the end of the block.
+
+    Its shelf is a folder in `home`, unless the settings name another `store`.
+    """
     home.mkdir(parents=True, exist_ok=True)
     log = home / f"service-{time.time_ns()}.log"
     command = [sys.executable, "-m", "kvshelf", "serve", "--port", "0"]
-    command += ["--store", f"disk://{home}/shelf", *(f"--model={model}" for model in models)]
+    command += [f"--model={model}" for model in models]
+    settings = {"store": f"disk://{home}/shelf"} | settings
     clean = {name: value for name, value in os.environ.items() if not name.startswith("KVSHELF_")}
     environment = clean | {f"KVSHELF_{name.upper()}": str(value) for name, value in settings.items()}
     with log.open("w") as stderr:
@@ -151,7 +155,8 @@ def start_service() -> Callable[..., AbstractContextManager[LiveService]]:
 def service(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveService]:
     """One service for the whole test run. Its caps are small, so that tests can go beyond them."""
     home = tmp_path_factory.mktemp("service")
-    caps = {"max_body_bytes": 1 << 20, "upload_grace_s": 1, "max_ongoing_requests": 16, "max_queued_requests": 24}
+    caps = {"max_body_bytes": 1 << 20, "max_import_bytes": 4 << 20, "upload_grace_s": 1}
+    caps |= {"max_ongoing_requests": 16, "max_queued_requests": 24}
     with live_service(home, tiny_folder, sweep_interval_s=1, **caps) as running:
         yield running
 

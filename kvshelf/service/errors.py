@@ -23,7 +23,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvshelf.client.strict import MissReason, refusal
 from kvshelf.client.types import ErrorBody, ErrorEnvelope
 from kvshelf.errors import (
-    BlobError,
     BodyTooLarge,
     CacheCorrupt,
     CacheExpired,
@@ -70,12 +69,11 @@ def error_json(body: ErrorBody) -> dict[str, Any]:
 
 def _miss_reason(error: KvshelfError) -> MissReason | None:
     """Why a stored cache could not be used."""
-    if isinstance(error, BlobError) and error.reason.startswith("unknown_"):
-        return "version"
+    reason = str(error.details.get("reason"))
     if isinstance(error, CacheCorrupt):
-        return "corrupt"
+        return "version" if reason.startswith(("newer_", "unknown_")) else "corrupt"
     if isinstance(error, CacheExpired):
-        return "evicted" if error.details.get("reason") == "evicted" else "expired"
+        return "evicted" if reason == "evicted" else "expired"
     return "model_changed" if isinstance(error, ModelMismatch) else None
 
 

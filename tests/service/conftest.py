@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+
+from kvshelf import Engine
 
 DOCUMENT = "The harbour master keeps the tide tables in a green book. " * 20
 
@@ -24,6 +27,36 @@ def cache(http: httpx.Client) -> dict[str, Any]:
     assert response.status_code in (200, 201), response.text
     found: dict[str, Any] = response.json()
     return found
+
+
+def created(http: httpx.Client, **body: Any) -> dict[str, Any]:
+    """What a creation answers; it must have been done."""
+    response = http.post("/v1/caches", json=body)
+    assert response.status_code in (200, 201), response.text
+    found: dict[str, Any] = response.json()
+    return found
+
+
+def refused(response: httpx.Response, status: int, code: str) -> dict[str, Any]:
+    """The error object of a response that must have this status and code."""
+    assert response.status_code == status, response.text
+    assert response.headers["x-request-id"]
+    error: dict[str, Any] = response.json()["error"]
+    assert error["code"] == code
+    assert error["message"]
+    assert {"message", "type", "param", "code"} <= error.keys()
+    return error
+
+
+def other_model(folder: Path) -> Engine:
+    """The model in a folder, with one other weight."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[0, 0] += 1
+    return Engine(model, AutoTokenizer.from_pretrained(folder), name="other")
 
 
 @pytest.fixture(autouse=True)

@@ -13,22 +13,13 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from kvshelf import Engine, open_store
+from kvshelf import open_store
+from tests.service.conftest import other_model, refused
 
 if TYPE_CHECKING:
     from tests.conftest import LiveService
 
 FINE = {"document": "A short note about nothing in particular."}
-
-
-def refused(response: httpx.Response, status: int, code: str) -> dict[str, Any]:
-    assert response.status_code == status, response.text
-    assert response.headers["x-request-id"]
-    error: dict[str, Any] = response.json()["error"]
-    assert error["code"] == code
-    assert error["message"]
-    assert {"message", "type", "param", "code"} <= error.keys()
-    return error
 
 
 @pytest.mark.parametrize(
@@ -70,7 +61,8 @@ def refused(response: httpx.Response, status: int, code: str) -> dict[str, Any]:
         ({"min_quality": 0.9}, "min_quality"),
         ({"expected_questions": ["why?"], "policy": "keydiff"}, "expected_questions"),
         ({"expected_questions": [""], "policy": "snapkv"}, "expected_questions[0]"),
-        ({"keep_source": True}, "keep_source"),
+        ({"keep_source": "yes"}, "keep_source"),
+        ({"keep_source": True, "document": None, "token_ids": [5] * 9}, "keep_source"),
         ({"ttl_s": 0}, "ttl_s"),
         ({"ttl_s": 5, "expires_at": 5}, "expires_at"),
         ({"expires_at": 1000}, "expires_at"),
@@ -156,13 +148,7 @@ def test_an_expired_cache(http: httpx.Client) -> None:
 
 
 def test_a_cache_of_another_model(http: httpx.Client, service: LiveService, tiny_folder: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(tiny_folder)
-    with torch.no_grad():
-        model.get_input_embeddings().weight[0, 0] += 1
-    foreign = Engine(model, AutoTokenizer.from_pretrained(tiny_folder), name="other").compress("Another model's. " * 9)
+    foreign = other_model(tiny_folder).compress("Another model's. " * 9)
     with open_store(f"disk://{service.home}/shelf") as store:
         cache_id = store.put(foreign).id
     error = refused(http.post(f"/v1/caches/{cache_id}/query", json={"prompt": "?"}), 409, "model_mismatch")

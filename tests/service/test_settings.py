@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import socket
 import subprocess
 import sys
@@ -15,7 +16,9 @@ from pydantic import ValidationError
 
 from kvshelf import open_store
 from kvshelf.errors import InvalidRequest
-from kvshelf.service.settings import Settings, load_settings
+from kvshelf.service.server import _store_config
+from kvshelf.service.settings import Settings, load_settings, without_secret
+from kvshelf.store.config import StoreConfig
 
 
 @pytest.fixture(autouse=True)
@@ -68,6 +71,11 @@ def test_the_client_s_variables_may_be_there(monkeypatch: pytest.MonkeyPatch) ->
         ("host", "::"),
         ("host", "example.org"),
         ("log_level", "loud"),
+        ("default_ttl_s", 0),
+        ("max_ttl_s", "soon"),
+        ("tenant_max_caches", 0),
+        ("tenant_max_bytes", -1),
+        ("max_import_bytes", 5),
         ("colour", "red"),
     ],
 )
@@ -75,6 +83,13 @@ def test_bad_settings_are_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(InvalidRequest) as refused:
         load_settings(**{name: value})
     assert refused.value.param == name
+
+
+def test_the_default_lies_within_the_maximum() -> None:
+    assert load_settings(default_ttl_s=5, max_ttl_s=5).max_ttl_s == 5
+    with pytest.raises(InvalidRequest, match="default_ttl_s") as refused:
+        load_settings(default_ttl_s=6, max_ttl_s=5)
+    assert refused.value.param == "max_ttl_s"
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
@@ -91,11 +106,48 @@ def test_secrets_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("disk:///var/lib/kvshelf", "disk:///var/lib/kvshelf"),
+        ("redis://host:6379/0", "redis://host:6379/0"),
+        ("redis://:p@host", "redis://***@host"),
+        ("redis://me:a@b/c@host/0", "redis://***@host/0"),
+        ("ram:2GiB+disk:///x?max=1GiB+rediss://me:pw@host", "ram:2GiB+disk:///x?max=1GiB+rediss://***@host"),
+        ("redis-sentinel://me:pw@a:1,b:2/main", "redis-sentinel://***@a:1,b:2/main"),
+    ],
+)
+def test_a_url_is_shown_without_its_password(url: str, shown: str) -> None:
+    assert without_secret(url) == shown
+
+
+def test_what_replicas_get_holds_no_key_and_travels(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("ab" * 32)
+    keys.chmod(0o600)
+    settings = load_settings(
+        store=f"disk://{tmp_path}/shelf", encryption_key_file=str(keys), max_ttl_s=50, tenant_max_caches=1
+    )
+    config = _store_config(settings)
+    sent = pickle.dumps(config)
+    assert b"ab" * 32 not in sent
+    assert bytes.fromhex("ab" * 32) not in sent
+    rules = pickle.loads(sent).rules()
+    assert (rules.max_ttl_s, rules.quota.max_caches, len(rules.keyring.ids)) == (50, 1, 1)
+    assert "hunter2" not in repr(StoreConfig("redis://:hunter2@host"))
+
+
+def test_a_key_file_is_found_from_any_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_settings(encryption_key_file="keys").encryption_key_file == str(tmp_path / "keys")
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--store", "ftp://x"], "ftp"),
         (["--port", "1", "--store", "disk:///dev/null/shelf"], ""),
         (["--host", "0.0.0.0"], "API keys"),
+        (["--encryption-key-file", "/no/such/keys"], "/no/such/keys"),
     ],
 )
 def test_serve_says_in_one_line_why_it_does_not_start(arguments: list[str], words: str) -> None:

@@ -22,10 +22,13 @@ from kvshelf.errors import (
     InternalError,
     InvalidRequest,
     ModelMismatch,
+    QuotaExceeded,
     RequestTimeout,
     StateConflict,
 )
 from kvshelf.store.disk import DiskStore
+from kvshelf.store.index import Quota
+from kvshelf.store.rules import Rules
 from kvshelf.workers import replica as replica_module
 from kvshelf.workers.engine import Compression, Engine
 from kvshelf.workers.generation import Sampling
@@ -258,6 +261,53 @@ async def test_a_cache_lives_as_long_as_its_newest_request_asks(replica: Replica
         expiries.append((await replica.create(spec(**fields), tenant="default")).manifest["expires_at"])
     assert expiries[0] < expiries[1] == expiries[2]
     assert expiries[3] is None
+
+
+async def test_a_used_up_quota_is_said_before_the_prefill(engine: Watched, tmp_path: Path) -> None:
+    store = DiskStore.open(tmp_path / "home", rules=Rules(quota=Quota(max_caches=1)))
+    replica = Replica(engine, store, Scheduler(engine))
+    replica.start()
+    try:
+        await replica.create(spec(), tenant="default")
+        runs = engine.runs
+        with pytest.raises(QuotaExceeded):
+            await replica.create(spec(policy="knorm"), tenant="default")
+        assert engine.runs == runs
+        assert (await replica.create(spec(), tenant="default")).existing
+        assert not (await replica.create(spec(policy="knorm"), tenant="another")).existing
+        store.ledger.open_request("req_1", tenant="default", body=b"{}")
+        with pytest.raises(QuotaExceeded):
+            await replica.create(spec(policy="knorm"), tenant="default", request_id="req_1")
+        assert store.ledger.get_request("req_1", tenant="default").state == "failed"  # trying again frees nothing
+    finally:
+        replica.stop()
+
+
+async def test_a_default_lifetime_prolongs_and_never_shortens(engine: Watched, tmp_path: Path) -> None:
+    now = [1000.0]
+    rules = Rules(default_ttl_s=100)
+    replica = Replica(engine, DiskStore.open(tmp_path / "home", rules=rules, now=lambda: now[0]), Scheduler(engine))
+    replica.start()
+    try:
+        expiries = []
+        for fields in ({}, {"ttl_s": 500.0}, {}):
+            expiries.append((await replica.create(spec(**fields), tenant="default")).manifest["expires_at"])
+            now[0] += 50
+        assert expiries == [1100, 1550, 1550]
+    finally:
+        replica.stop()
+
+
+async def test_a_source_is_kept_once_for_new_and_for_old_caches(replica: Replica) -> None:
+    store = replica._store
+    bare = (await replica.create(spec(), tenant="default")).manifest
+    kept = await asyncio.gather(*(replica.create(spec(keep_source=True), tenant="default") for _ in range(5)))
+    assert [bare["has_source"], *(created.manifest["has_source"] for created in kept)] == [False] + [True] * 5
+    assert store.source(bare["id"]) == DOCUMENT
+    many = [replica.create(spec(keep_source=True, policy="knorm"), tenant="default") for _ in range(5)]
+    ids = {created.manifest["id"] for created in await asyncio.gather(*many)}
+    assert store.source(ids.pop()) == DOCUMENT
+    assert not ids
 
 
 async def test_an_attempt_is_counted_before_the_work_and_its_end_recorded(replica: Replica, engine: Watched) -> None:

@@ -1,0 +1,143 @@
+"""A service with rules: times and quotas are kept, caches are sealed, keys are rotated, and no secret is shown."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from kvshelf.cli import app
+from tests.service.conftest import created, refused
+
+if TYPE_CHECKING:
+    from tests.conftest import LiveService
+
+Start = Callable[..., AbstractContextManager["LiveService"]]
+
+RULES = {"default_ttl_s": 1000, "max_ttl_s": 5000, "tenant_max_caches": 3}
+SEALED = b"KVSEALED"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ruled")
+
+
+def write_keys(home: Path, keys: list[str]) -> Path:
+    path = home / "keys"
+    path.write_text("\n".join(keys))
+    path.chmod(0o600)
+    return path
+
+
+@pytest.fixture(scope="module")
+def ruled(start_service: Start, home: Path, tiny_folder: Path) -> Iterator[LiveService]:
+    keys = write_keys(home, [secrets.token_hex(32)])
+    with start_service(home, tiny_folder, encryption_key_file=keys, sweep_interval_s=1, **RULES) as running:
+        yield running
+
+
+@pytest.fixture
+def rules(ruled: LiveService) -> Iterator[httpx.Client]:
+    """A client of that service, whose shelf is empty before and after."""
+    with httpx.Client(base_url=ruled.url, timeout=120) as client:
+        yield client
+        for cache in client.get("/v1/caches").json()["data"]:
+            client.delete(f"/v1/caches/{cache['id']}")
+
+
+def document(number: int) -> dict[str, Any]:
+    return {"document": f"Rule number {number} of the house is not to be spoken of. " * 9}
+
+
+def test_caches_without_an_expiry_get_the_default_and_none_is_kept_for_longer(rules: httpx.Client) -> None:
+    cache = created(rules, **document(1))
+    assert cache["expires_at"] == pytest.approx(cache["created_at"] + 1000, abs=30)
+    for body in ({"ttl_s": 6000}, {"expires_at": time.time() + 6000}):
+        (param,) = body
+        assert refused(rules.post("/v1/caches", json=document(2) | body), 400, "invalid_request")["param"] == param
+        asked = rules.post("/v1/caches", json=document(2) | body, headers={"prefer": "respond-async"})
+        assert refused(asked, 400, "invalid_request")["param"] == param
+        change = rules.patch(f"/v1/caches/{cache['id']}", json=body)
+        assert refused(change, 400, "invalid_request")["param"] == param
+    refused(rules.patch(f"/v1/caches/{cache['id']}", json={"ttl_s": None}), 400, "invalid_request")
+    longer = rules.patch(f"/v1/caches/{cache['id']}", json={"ttl_s": 4000}).json()
+    assert created(rules, **document(1))["expires_at"] == longer["expires_at"]  # never shortened by the default
+
+
+def test_a_used_up_quota_is_said_before_any_work(rules: httpx.Client) -> None:
+    caches = [created(rules, **document(n)) for n in range(3)]
+    blob = rules.get(f"/v1/caches/{caches[0]['id']}/blob").content
+    long = {"token_ids": [5 + n % 500 for n in range(16_000)], "policy": "streaming_llm"}
+    started = time.monotonic()
+    error = refused(rules.post("/v1/caches", json=long), 429, "quota_exceeded")
+    assert time.monotonic() - started < 1  # its prefill takes several
+    assert "3" in error["message"]
+    assert created(rules, **document(1))["existing"]  # what is there costs nothing
+    accepted = rules.post("/v1/caches", json=long, headers={"prefer": "respond-async"}).json()
+    ended = rules.get(f"/v1/requests/{accepted['id']}", params={"wait_s": 60}).json()
+    assert (ended["state"], ended["attempts"], ended["error"]["code"]) == ("failed", 1, "quota_exceeded")
+
+    rules.delete(f"/v1/caches/{caches[0]['id']}")
+    created(rules, **document(3))
+    headers = {"content-type": "application/octet-stream"}
+    refused(rules.post("/v1/caches/import", content=blob, headers=headers), 429, "quota_exceeded")
+    rules.delete(f"/v1/caches/{caches[1]['id']}")
+    assert rules.post("/v1/caches/import", content=blob, headers=headers).status_code == 201
+
+
+def test_an_expired_cache_no_longer_counts(rules: httpx.Client) -> None:
+    for n in range(3):
+        created(rules, **document(n), ttl_s=0.5)
+    time.sleep(0.6)
+    assert not created(rules, **document(9))["existing"]
+
+
+def test_blobs_and_sources_are_sealed_where_they_lie(rules: httpx.Client, ruled: LiveService) -> None:
+    cache = created(rules, **document(1), keep_source=True)
+    files = list((ruled.home / "shelf" / "blobs").glob(f"{cache['id'].removeprefix('kvs_')}-*"))
+    assert [file.read_bytes()[:8] for file in files] == [SEALED, SEALED]
+    assert b"Rule number" not in b"".join(file.read_bytes() for file in files)
+    blob = rules.get(f"/v1/caches/{cache['id']}/blob").content
+    assert len(blob) == cache["bytes"]["stored"]
+    assert blob[:8] != SEALED
+    answer = rules.post(f"/v1/caches/{cache['id']}/query", json={"prompt": "Which rule?", "max_tokens": 2})
+    assert answer.json()["usage"]["cache_read_tokens"] == cache["tokens"]["document"]
+    assert rules.post(f"/v1/caches/{cache['id']}/verify").json()["ok"]
+
+
+def doctor(home: Path, *options: str) -> str:
+    arguments = ["doctor", "--store", f"disk://{home}/shelf", "--encryption-key-file", str(home / "keys"), *options]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+@pytest.mark.timeout(400)
+def test_a_restart_finds_everything_and_keys_are_rotated(
+    start_service: Start, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """Two lives of a service, with the old key and with the new one beside it; then the new one is enough."""
+    keys = [secrets.token_hex(32) for _ in range(2)]
+    write_keys(tmp_path, keys[:1])
+    with start_service(tmp_path, tiny_folder, encryption_key_file=tmp_path / "keys") as first:
+        cache = httpx.post(f"{first.url}/v1/caches", json=document(1) | {"keep_source": True}, timeout=60).json()
+    write_keys(tmp_path, [keys[1], keys[0]])
+    with start_service(tmp_path, tiny_folder, encryption_key_file=tmp_path / "keys") as second:
+        assert httpx.post(f"{second.url}/v1/caches/{cache['id']}/verify", timeout=60).json()["ok"]
+        stock = next(line for line in second.log.read_text().splitlines() if "store opened" in line)
+        assert '"caches": 1' in stock
+        assert f'"bytes": {cache["bytes"]["stored"]}' not in stock  # what it takes there: the seal and the source too
+        assert '"requests_unfinished": 0, "problems": []' in stock
+        assert "1 caches" in doctor(tmp_path, "--reseal")
+    write_keys(tmp_path, keys[1:])
+    assert "1 caches" in doctor(tmp_path, "--scrub")  # its source is read, too: the old key is not needed any more
+    logs = "".join(path.read_text() for path in tmp_path.glob("*.log"))
+    assert not [key for key in keys if key in logs]
