@@ -22,7 +22,7 @@ from kvshelf.errors import BlobError, StoreUnavailable
 from kvshelf.store.blobs import MARGIN_S, WRITE_LEASE_S, Blobs, Health, Step, is_name
 from kvshelf.store.redis.file import Piece, RedisFile
 from kvshelf.store.redis.link import RedisLink
-from kvshelf.store.redis.wire import Garbled, Refused, Wire
+from kvshelf.store.redis.wire import Garbled, Part, Refused, Wire
 
 CHUNK: Final = 4 << 20
 """Bytes. Part of what lies in Redis: another size does not find what this one wrote."""
@@ -147,7 +147,7 @@ class RedisBlobs(Blobs):
     def open(self, name: str, nbytes: int) -> RawIOBase | None:
         token = secrets.token_hex(8)
         keys = [self._key(name, "readers"), *self._chunks(name, nbytes)]
-        lease = [token, _ms(self._read_lease_s)]
+        lease: tuple[Part, ...] = (token, _ms(self._read_lease_s))
         if not self._link.script(_LEASE, keys, lease):
             return None
         return RedisFile(

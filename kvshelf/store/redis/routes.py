@@ -130,7 +130,7 @@ class ClusterRoute(Route):
         self._known: dict[tuple[str, int], Server] = {}
         self._slots: list[Server | None] = []
         self._is_stale = True
-        self._ask_first = [self.at(*host) for host in address.hosts]
+        self._nodes = [self.at(*host) for host in address.hosts]
 
     def server(self, key: bytes) -> Server:
         if self._is_stale:
@@ -161,7 +161,7 @@ class ClusterRoute(Route):
             server.close()
 
     def _refresh(self) -> None:
-        asked, ranges = first_answer(self._ask_first, ("CLUSTER", "SLOTS"), self._address.timeout_s)
+        asked, ranges = first_answer(self._nodes, ("CLUSTER", "SLOTS"), self._address.timeout_s)
         if isinstance(ranges, Refused):
             raise ranges
         slots: list[Server | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
@@ -169,7 +169,7 @@ class ClusterRoute(Route):
             slots[first : last + 1] = [server] * (last + 1 - first)
         primaries = dict.fromkeys(server for server in slots if server is not None)
         with self._lock:
-            self._ask_first = list(dict.fromkeys([asked, *primaries, *self._known.values()]))
+            self._nodes = list(dict.fromkeys([*self._nodes, *primaries]))
             self._slots, self._is_stale = slots, False
 
     def _range(self, reply: Reply, asked: Server) -> tuple[int, int, Server]:

@@ -86,6 +86,13 @@ class ValkeyServer:
         retry = Retry(NoBackoff(), 0)
         return redis.Redis(port=self.port, password=self.password, socket_timeout=30, retry=retry, **options)  # type: ignore[arg-type]
 
+    def is_primary(self) -> bool:
+        """False also while it changes its role, when it sends its clients away."""
+        try:
+            return bool(self.client().info("replication")["role"] == "master")
+        except redis.ConnectionError:
+            return False
+
     def start(self) -> None:
         """Start it (again), on the same port and in the same folder, and wait until it answers."""
         log = self.folder / "log"
@@ -209,7 +216,7 @@ class Cluster:
     def __init__(self, folder: Path) -> None:
         self._stack = ExitStack()
         self.nodes = [
-            self._stack.enter_context(ValkeyServer(folder, cluster_enabled="yes", cluster_node_timeout=2000))
+            self._stack.enter_context(ValkeyServer(folder, cluster_enabled="yes", cluster_node_timeout=15000))
             for _ in range(3)
         ]
         for node, slots in zip(self.nodes, ((0, 5460), (5461, 10922), (10923, 16383)), strict=True):

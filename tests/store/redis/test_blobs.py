@@ -22,7 +22,7 @@ from kvshelf.store.blobs import MARGIN_S, new_name
 from kvshelf.store.files import fresh_memory
 from kvshelf.store.redis.blobs import CHUNK, RedisBlobs
 from kvshelf.store.redis.link import RedisLink
-from tests.store.redis.servers import Cluster, ValkeyServer, wait_until
+from tests.store.redis.servers import Cluster, LyingServer, ValkeyServer, wait_until
 
 Start = Callable[..., ValkeyServer]
 Connect = Callable[[str], RedisLink]
@@ -30,9 +30,13 @@ Connect = Callable[[str], RedisLink]
 MB = 1 << 20
 
 
+PATIENT = "?timeout_s=20"
+"""For what is not about time: the machine may be busy with other things."""
+
+
 @pytest.fixture
 def blobs(valkey: ValkeyServer, connect: Connect) -> RedisBlobs:
-    return RedisBlobs(connect(valkey.url), "test")
+    return RedisBlobs(connect(valkey.url + PATIENT), "test")
 
 
 def fresh_name() -> str:
@@ -192,7 +196,7 @@ def test_chunks_of_a_blob_are_on_one_node_and_blobs_on_all(
     tmp_path_factory: pytest.TempPathFactory, connect: Connect
 ) -> None:
     with Cluster(tmp_path_factory.mktemp("cluster")) as cluster:
-        blobs = RedisBlobs(connect(cluster.url), "test")
+        blobs = RedisBlobs(connect(cluster.url + PATIENT), "test")
         data = random.randbytes(CHUNK + 5)
         names = {write(blobs, data) for _ in range(12)}
         assert {name for name, _ in blobs.found()} == names
@@ -293,7 +297,7 @@ while True:
 
 def test_a_slow_writer_keeps_its_chunks(valkey: ValkeyServer, connect: Connect) -> None:
     """Writing takes three times the lease."""
-    blobs = RedisBlobs(connect(valkey.url), "test", write_lease_s=0.6)
+    blobs = RedisBlobs(connect(valkey.url + PATIENT), "test", write_lease_s=0.6)
     piece = memoryview(random.randbytes(CHUNK))
     name = fresh_name()
     blobs.write(name, [piece] * 12, 12 * CHUNK, beat=lambda _: time.sleep(0.15), on_step=lambda _: None)
@@ -302,7 +306,7 @@ def test_a_slow_writer_keeps_its_chunks(valkey: ValkeyServer, connect: Connect) 
 
 
 def test_a_writer_that_came_too_late_is_told(valkey: ValkeyServer, connect: Connect) -> None:
-    blobs = RedisBlobs(connect(valkey.url), "test", write_lease_s=0.1)
+    blobs = RedisBlobs(connect(valkey.url + PATIENT), "test", write_lease_s=0.1)
     name = write(blobs, bytes(CHUNK + 1), keep=False)
     time.sleep(0.2)
     with pytest.raises(BlobError) as caught:
@@ -331,7 +335,7 @@ LEASE_S = 0.6
 
 @pytest.fixture
 def brief(valkey: ValkeyServer, connect: Connect) -> RedisBlobs:
-    return RedisBlobs(connect(valkey.url), "test", read_lease_s=LEASE_S)
+    return RedisBlobs(connect(valkey.url + PATIENT), "test", read_lease_s=LEASE_S)
 
 
 def test_nothing_is_freed_under_a_reader(blobs: RedisBlobs, valkey: ValkeyServer) -> None:
@@ -444,7 +448,7 @@ def test_a_server_that_may_drop_bytes_is_a_problem(start_valkey: Start, connect:
 
 def test_a_full_server_takes_nothing_and_can_still_be_read(start_valkey: Start, connect: Connect) -> None:
     server = start_valkey(maxmemory="32mb")
-    blobs = RedisBlobs(connect(server.url), "test")
+    blobs = RedisBlobs(connect(server.url + PATIENT), "test")
     data = random.randbytes(8 * MB)
     name = write(blobs, data)
     with pytest.raises(StorageFull):
@@ -469,9 +473,26 @@ def test_hung_in_the_middle_of_a_file(start_valkey: Start, connect: Connect, mom
             file.readall()
         assert time.monotonic() - started < 1
         server.resume()
-        time.sleep(1.1)
+        wait_until(lambda: _is_up(blobs), "the link has healed", 5)
+        position = file.tell()
+        assert file.read(100_000) == data[position : position + 100_000], "it goes on where it was"
         file.seek(0)
         assert file.read(2 * CHUNK) == data[: 2 * CHUNK], "it can be used again"
+
+
+def test_hung_in_the_middle_of_a_write(start_valkey: Start, connect: Connect) -> None:
+    server = start_valkey()
+    blobs = RedisBlobs(connect(server.url), "test")
+    paused: list[float] = []
+
+    def pause(_: str) -> None:
+        server.pause()
+        paused.append(time.monotonic())
+
+    data = memoryview(bytes(64 * MB))
+    with pytest.raises(StoreUnavailable):
+        blobs.write(fresh_name(), [data], len(data), beat=pause, on_step=lambda _: None)
+    assert time.monotonic() - paused[-1] < 1
 
 
 def test_killed_in_the_middle_of_a_file_and_of_a_write(start_valkey: Start, connect: Connect) -> None:
@@ -501,6 +522,12 @@ def _is_up(blobs: RedisBlobs) -> bool:
         return not blobs.is_read(fresh_name())
     except StoreUnavailable:
         return False
+
+
+@pytest.mark.parametrize("answer", [b":0\r\n", b"$-1\r\n"])
+def test_what_does_not_say_ok_has_not_written(connect: Connect, answer: bytes) -> None:
+    with LyingServer(answer) as server, pytest.raises(StoreUnavailable, match="OK was expected"):
+        write(RedisBlobs(connect(server.url), "test"), b"data")
 
 
 def test_an_absurd_length_is_refused_before_memory_is_taken(blobs: RedisBlobs, valkey: ValkeyServer) -> None:
