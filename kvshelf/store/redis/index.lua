@@ -200,9 +200,11 @@ local function end_write(name)
 end
 
 local function revoke(name)
+  local record = call('HGET', write_key(name), name)
   call('ZREM', WRITES, name) -- ZADD alone might be refused
+  if not record then return end
   call('ZADD', WRITES, 0, name)
-  release(call('HGET', write_key(name), name))
+  release(record)
 end
 
 -- Names that an entry has no more are those of a write that may not be published: a sweep removes their bytes.
@@ -214,9 +216,9 @@ end
 -- name, record, name, record, ...
 local function list_writes(first, last)
   local found = {}
-  for _, name in ipairs(call('ZRANGEBYSCORE', WRITES, first, last, 'LIMIT', 0, a.limit)) do
+  for _, name in ipairs(call('ZRANGEBYSCORE', WRITES, first, last, 'LIMIT', a.offset, a.limit)) do
     found[#found + 1] = name
-    found[#found + 1] = call('HGET', write_key(name), name)
+    found[#found + 1] = call('HGET', write_key(name), name) or ''
   end
   return {'writes', found}
 end
@@ -250,6 +252,8 @@ function operations.begin()
   if a.budget_bytes and all_bytes + size > tonumber(a.budget_bytes) then return {'budget_bytes', whole(all_bytes)} end
   if call('HSETNX', write_key(a.name), a.name, write_record(a)) == 1 then
     count(a.tenant, held_caches(a.nbytes), size, 'held_')
+  elseif not leased(a.name) then
+    return {'lapsed'}
   end
   lease(a.name)
   return {'begun'}
@@ -272,7 +276,7 @@ function operations.abandoned()
   return list_writes(0, 0)
 end
 
-function operations.writes() return list_writes(a.first, '+inf') end
+function operations.held() return list_writes('(0', '+inf') end
 
 function operations.publish()
   local old = read(entry_key(a.id))

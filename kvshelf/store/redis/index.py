@@ -83,7 +83,7 @@ class RedisIndex(Index):
     # Writing
 
     def begin(self, writing: Writing, quota: Quota) -> None:
-        word, *rest = self._run(
+        reply = self._run(
             "begin",
             **_writing_fields(writing),
             lease_ms=self._lease_ms,
@@ -91,18 +91,8 @@ class RedisIndex(Index):
             max_bytes=quota.max_bytes,
             budget_bytes=quota.budget_bytes,
         )
-        size = writing.nbytes + writing.source_bytes
-        match word:
-            case "max_caches":
-                raise QuotaExceeded(
-                    f"{_int(rest)} caches are on the shelf, as many as may be ({quota.max_caches}); delete some first"
-                )
-            case "max_bytes":
-                raise QuotaExceeded(
-                    f"{_int(rest)} of {quota.max_bytes} bytes are taken and {size} more are needed; delete caches first"
-                )
-            case "budget_bytes":
-                raise StorageFull(f"{size} bytes do not fit into the shelf's budget of {quota.budget_bytes}")
+        _require_lease(reply)
+        _require_room(reply, quota, writing.nbytes + writing.source_bytes)
 
     def renew(self, name: str) -> None:
         _require_lease(self._run("renew", name=name, lease_ms=self._lease_ms))
@@ -111,7 +101,7 @@ class RedisIndex(Index):
         self._run("abandon", name=name)
 
     def abandoned(self) -> list[Writing]:
-        return _writings(self._run("abandoned", limit=_BATCH))
+        return self._writes("abandoned")
 
     def publish(
         self, writing: Writing, manifest: Manifest, *, over: str | None, cost_s: float, now: float
@@ -190,7 +180,7 @@ class RedisIndex(Index):
 
     def forget(self, before: float) -> int:
         count = 0
-        while forgotten := _int(self._run("forget", before=before, limit=_STEPS)[1:]):
+        while forgotten := int(self._run("forget", before=before, limit=_STEPS)[1]):
             count += forgotten
         return count
 
@@ -263,11 +253,19 @@ class RedisIndex(Index):
                 if listings:
                     due.update(f"l:{listing}" for listing in listings.split(","))
                     due.update(_counted(tenant, "", 1, int(nbytes)))
-        for writing in _writings(self._run("writes", first="(0", limit=-1)):
+        for writing in self._writes("held"):
             caches, size = int(writing.nbytes > 0), writing.nbytes + writing.source_bytes
             due.update(_counted(writing.tenant, "held_", caches, size))
         counted = self._counts(sorted(due))
         return found, Counter({what: counted[what] - number for what, number in due.items()})
+
+    def _writes(self, operation: str) -> list[Writing]:
+        found: list[Writing] = []
+        while True:
+            listed = self._run(operation, offset=len(found), limit=_STEPS)[1]
+            found += map(_writing, listed[::2], listed[1::2])
+            if len(listed) < 2 * _STEPS:
+                return found
 
     def _counts(self, keys: Sequence[str]) -> dict[str, int]:
         """The size of a set, or one field of a hash: "<field>@<hash>"."""
@@ -291,10 +289,6 @@ def _text(value: bytes) -> str:
     return value.decode()
 
 
-def _int(rest: Sequence[bytes]) -> int:
-    return int(rest[0])
-
-
 def _is_done(reply: Sequence[Any]) -> bool:
     return bool(reply[0] == "done")
 
@@ -302,6 +296,20 @@ def _is_done(reply: Sequence[Any]) -> bool:
 def _require_lease(reply: Sequence[Any]) -> None:
     if reply[0] == "lapsed":
         raise StoreUnavailable("the cache took longer to write than a writer may be silent; put it again")
+
+
+def _require_room(reply: Sequence[Any], quota: Quota, size: int) -> None:
+    match reply:
+        case ["max_caches", caches]:
+            raise QuotaExceeded(
+                f"{int(caches)} caches are on the shelf, as many as may be ({quota.max_caches}); delete some first"
+            )
+        case ["max_bytes", nbytes]:
+            raise QuotaExceeded(
+                f"{int(nbytes)} of {quota.max_bytes} bytes are taken and {size} more are needed; delete caches first"
+            )
+        case ["budget_bytes", _]:
+            raise StorageFull(f"{size} bytes do not fit into the shelf's budget of {quota.budget_bytes}")
 
 
 def _writing_fields(writing: Writing) -> dict[str, Value]:
@@ -349,22 +357,21 @@ def _listing(tenant: str, *which: str) -> str:
     return digest("kvshelf.listing", tenant, *which)
 
 
-def _writings(reply: Sequence[Any]) -> list[Writing]:
-    """From name, record, name, record, ...: see `index.lua`."""
-    found = []
-    for name, record in zip(reply[1][::2], reply[1][1::2], strict=True):
+def _writing(name: bytes, record: bytes) -> Writing:
+    try:
         nbytes, source_bytes, source, tenant = _text(record).split(" ", 3)
-        found.append(
-            Writing(
-                name=_text(name),
-                cache_id=f"kvs_{_text(name)[:40]}",
-                tenant=tenant,
-                nbytes=int(nbytes),
-                source=None if source == "-" else source,
-                source_bytes=int(source_bytes),
-            )
+        return Writing(
+            name=_text(name),
+            cache_id=f"kvs_{_text(name)[:40]}",
+            tenant=tenant,
+            nbytes=int(nbytes),
+            source=None if source == "-" else source,
+            source_bytes=int(source_bytes),
         )
-    return found
+    except ValueError as error:
+        raise StoreUnavailable(
+            f"a write in Redis, {name!r}, is not what kvshelf wrote there: {record!r:.200}"
+        ) from error
 
 
 def _entry(shown: tuple[bytes, bytes | None], *, as_kept: bool = False) -> Entry:

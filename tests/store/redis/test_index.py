@@ -31,8 +31,9 @@ BASE = "{kvshelf}:"
 HOME = BASE + "home"
 
 
-def open_index(server: ValkeyServer, key: bytes | None = None) -> RedisIndex:
-    return RedisIndex.open(RedisLink(address.parse(f"{server.url}?timeout_s=10")), "kvshelf", key)
+def open_index(server: ValkeyServer, key: bytes | None = None, write_lease_s: float = 60.0) -> RedisIndex:
+    link = RedisLink(address.parse(f"{server.url}?timeout_s=10"))
+    return RedisIndex.open(link, "kvshelf", key, write_lease_s=write_lease_s)
 
 
 @pytest.fixture
@@ -396,6 +397,26 @@ def test_a_server_that_answers_something_else_is_a_named_error(
         RedisIndex.open(connect(server.url), "kvshelf")
 
 
+def test_a_write_that_was_revoked_cannot_begin_again(valkey: ValkeyServer) -> None:
+    hurried, write = open_index(valkey, write_lease_s=0.01), writing()
+    hurried.begin(write, Quota())
+    time.sleep(0.05)
+    assert hurried.abandoned() == [write]
+    with pytest.raises(StoreUnavailable, match="put it again"):
+        hurried.begin(write, Quota())
+    assert hurried.problems() == []
+    hurried.close()
+
+
+def test_a_write_that_the_server_lost_is_forgotten(index: RedisIndex, client: redis.Redis) -> None:
+    write = writing()
+    index.begin(write, Quota())
+    client.delete(f"{BASE}w:{write.cache_id}")
+    client.zadd(BASE + "writes", {write.name: 1})
+    assert index.abandoned() == []
+    assert client.zcard(BASE + "writes") == 0
+
+
 def test_every_inconsistency_is_found(valkey: ValkeyServer, index: RedisIndex, client: redis.Redis) -> None:
     entry = put(index, 1, expires_at=NOW + 1000, labels={"a": "b"})
     put(index, 2, pinned=True)
@@ -445,6 +466,8 @@ def test_a_full_server_refuses_new_caches_and_gives_room_back(start_valkey: Call
     begun, given_up = writing(3), writing(4)
     index.begin(begun, Quota())
     index.begin(given_up, Quota())
+    hurried, lapsed = open_index(server, write_lease_s=0.01), writing(6)
+    hurried.begin(lapsed, Quota())
     fill(client)
     before = set(client.keys(BASE + "*")), client.hgetall(BASE + "u")
     for act in (
@@ -463,7 +486,7 @@ def test_a_full_server_refuses_new_caches_and_gives_room_back(start_valkey: Call
     assert index.bury(found(index, 1), "evicted", NOW)
     assert index.bury(found(index, 2), "deleted", NOW)
     index.abandon(given_up.name)
-    assert {write.name for write in index.abandoned()} == {entry.name, other.name}
+    assert {write.name for write in index.abandoned()} == {entry.name, other.name, lapsed.name}
     for write in index.abandoned():
         index.abandon(write.name)
     assert index.forget(NOW + 1) == 2
