@@ -10,6 +10,7 @@ from rich.table import Table
 from kvshelf.bench.cli_kernels import kernels
 from kvshelf.bench.cli_quality import memory, quality
 from kvshelf.bench.cli_speed import column_sums, speed
+from kvshelf.bench.cli_store import store
 from kvshelf.bench.options import (
     Device,
     Dtype,
@@ -30,6 +31,7 @@ app.command()(memory)
 app.command()(speed)
 app.command()(column_sums)
 app.command()(kernels)
+app.command()(store)
 
 
 @app.command()
