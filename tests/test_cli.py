@@ -37,7 +37,8 @@ def test_the_entry_points_are_the_same_program() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["serve", "put", "ask", "ls", "show", "rm", "policies", "calibrate", "doctor", "bench"]
+    "command",
+    ["serve", "put", "ask", "ls", "show", "rm", "export", "import", "policies", "calibrate", "doctor", "bench"],
 )
 def test_every_command_explains_itself(command: str) -> None:
     shown = run(command, "--help")
@@ -52,7 +53,17 @@ def test_help_documents_the_exit_codes() -> None:
 
 
 @pytest.mark.parametrize(
-    "args", [("ls",), ("put", __file__), ("ask", "kvs_1", "hello"), ("show", "kvs_1"), ("rm", "kvs_1"), ("policies",)]
+    "args",
+    [
+        ("ls",),
+        ("put", __file__),
+        ("ask", "kvs_1", "hello"),
+        ("show", "kvs_1"),
+        ("rm", "kvs_1"),
+        ("policies",),
+        ("export", "kvs_1", "--output", "out"),
+        ("import", __file__),
+    ],
 )
 def test_without_a_service_the_exit_code_is_4(args: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSHELF_URL", NOBODY)
@@ -82,6 +93,13 @@ def test_with_json_an_error_is_an_object_on_stdout() -> None:
         (("put", __file__, "--codec", "zip"), "codec"),
         (("ask", "kvs_1", "hello", "--temperature", "-1"), "temperature"),
         (("ask", "", "hello"), "not an id"),
+        (("export", "kvs_1"), "--output"),
+        (("import", "no-such-file.kvshelf"), "no-such-file.kvshelf"),
+        (("import", __file__, "--ttl", "soon"), "--ttl"),
+        (("import", __file__, "--label", "x"), "--label"),
+        (("import", __file__, "--store", "disk:relative"), "disk:relative"),
+        (("doctor", "--scrub"), "--store"),
+        (("doctor", "--reseal"), "--store"),
         (("ls", "--url", "ftp://x"), "ftp://x"),
         (("ls", "--limit", "0"), "--limit"),
         (("ls", "--colour"), "--colour"),

@@ -91,6 +91,21 @@ def test_ls_show_and_rm(report: Path, tmp_path: Path) -> None:
     assert id not in run("ls").stdout
 
 
+def test_export_and_import(report: Path, tmp_path: Path) -> None:
+    id = run("put", report, "--policy", "full", "--keep-source").stdout.strip()
+    assert json.loads(run("show", id, "--json").stdout)["has_source"]
+    assert "kept" in run("show", id).stdout
+    blob = tmp_path / "report.kvshelf"
+    assert run("export", id, "--output", blob).stdout == f"{blob}\n"
+    run("rm", id)
+    assert run("import", blob, "--ttl", "1h", "--label", "team=law").stdout == f"{id}\n"
+    cache = json.loads(run("show", id, "--json").stdout)
+    assert (cache["name"], cache["labels"], cache["has_source"]) == ("report.kvshelf", {"team": "law"}, False)
+    assert json.loads(run("import", blob, "--json").stdout)["existing"]
+    blob.write_bytes(blob.read_bytes()[:-1])
+    assert json.loads(run("import", blob, "--json", code=1).stdout)["error"]["code"] == "cache_corrupt"
+
+
 @pytest.mark.parametrize("command", [("show",), ("rm",), ("ask", QUESTION)])
 def test_an_unknown_id_ends_with_exit_code_3(command: tuple[str, ...]) -> None:
     unknown = "kvs_" + "0" * 40

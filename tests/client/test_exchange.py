@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import email.utils
 import inspect
+import json
 import time
 from collections.abc import Callable
 from typing import Any
@@ -230,6 +231,24 @@ def test_the_list_follows_its_pages(call: Callable[..., Any]) -> None:
     assert asked[1] == asked[0] | {"after": "kvs_2"}
 
 
+def test_a_change_says_only_what_changes_and_none_is_said_too(call: Callable[..., Any]) -> None:
+    service = Script(*[httpx.Response(200, json=CACHE) for _ in range(2)])
+    call(service, lambda c: c.caches.update("kvs_1", ttl_s=None, labels={"team": "law"}))
+    call(service, lambda c: c.caches.update("kvs_1", pinned=False))
+    assert [request.method for request in service.requests] == ["PATCH", "PATCH"]
+    bodies = [json.loads(request.content) for request in service.requests]
+    assert bodies == [{"ttl_s": None, "labels": {"team": "law"}}, {"pinned": False}]
+
+
+def test_a_blob_is_sent_as_it_is_again_after_a_broken_connection(call: Callable[..., Any]) -> None:
+    service = Script(httpx.ReadError("reset"), httpx.Response(201, json=CACHE))
+    blob = bytes(range(256)) * 9
+    call(service, lambda c: c.caches.import_blob(blob, ttl_s=5, name=None, labels={"team": "law"}))
+    assert [request.content for request in service.requests] == [blob, blob]
+    assert service.requests[1].headers["content-type"] == "application/octet-stream"
+    assert dict(service.requests[1].url.params) == {"ttl_s": "5.0", "label.team": "law"}
+
+
 def test_creation_in_the_background_prefers_async(call: Callable[..., Any]) -> None:
     service = Script(httpx.Response(202, json={"id": "req_1", "state": "queued"}))
     assert call(service, lambda c: c.caches.create(document="text", respond_async=True)).id == "req_1"
@@ -256,11 +275,22 @@ def test_the_key_goes_into_the_header(call: Callable[..., Any], monkeypatch: pyt
         (lambda c: c.caches.query("kvs_1"), "prompt"),
         (lambda c: c.caches.query("kvs_1", "a", temperature=-1), "temperature"),
         (lambda c: c.caches.query("kvs_1", "a", seed=1.5), "seed"),
+        (lambda c: c.caches.create(token_ids=[1], keep_source=True), "keep_source"),
+        (lambda c: c.caches.update("kvs_1"), None),
+        (lambda c: c.caches.update("kvs_1", ttl_s=None, expires_at=None), "expires_at"),
+        (lambda c: c.caches.update("kvs_1", name=None), "name"),
+        (lambda c: c.caches.update("kvs_1", ttl_s=float("nan")), "ttl_s"),
+        (lambda c: c.caches.update("", pinned=True), "id"),
+        (lambda c: c.caches.import_blob("text"), "blob"),
+        (lambda c: c.caches.import_blob(b"", ttl_s=-1), "ttl_s"),
+        (lambda c: c.caches.import_blob(b"", ttl_s=1, expires_at=5e9), "expires_at"),
+        (lambda c: c.caches.import_blob(b"", labels={"a b": "c"}), "labels.a b"),
+        (lambda c: c.caches.verify(""), "id"),
         (lambda c: c.caches.list(limit=0), "limit"),
         (lambda c: c.caches.retrieve(""), "id"),
     ],
 )
-def test_bad_input_is_refused_before_anything_is_sent(call: Callable[..., Any], use: Any, param: str) -> None:
+def test_bad_input_is_refused_before_anything_is_sent(call: Callable[..., Any], use: Any, param: str | None) -> None:
     service = Script()
     with pytest.raises(errors.InvalidRequest) as caught:
         call(service, use)

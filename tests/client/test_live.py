@@ -102,6 +102,27 @@ def test_a_download_is_the_cache(client: Client, cache: CacheObject) -> None:
     assert mine.to_bytes() == blob
 
 
+def test_a_cache_is_changed_and_verified(client: Client) -> None:
+    made = client.caches.create(document="Ever changing. " * 9, keep_source=True, ttl_s=60)
+    assert made.has_source
+    changed = client.caches.update(made.id, ttl_s=None, name="kept", labels={"a": "b"}, pinned=True)
+    assert (changed.expires_at, changed.name, changed.labels, changed.pinned) == (None, "kept", {"a": "b"}, True)
+    verified = client.caches.verify(made.id)
+    assert (verified.ok, verified.bytes) == (True, made.bytes.stored + len("Ever changing. " * 9))
+
+
+def test_a_download_can_be_imported(client: Client) -> None:
+    made = client.caches.create(document="There and back again. " * 9, policy="full")
+    blob = client.caches.download(made.id)
+    client.caches.delete(made.id)
+    back = client.caches.import_blob(blob, name="hobbit", labels={"a": "b"}, ttl_s=60)
+    assert (back.id, back.existing, back.name, back.labels) == (made.id, False, "hobbit", {"a": "b"})
+    assert client.caches.import_blob(blob).existing
+    with pytest.raises(errors.CacheCorrupt) as caught:
+        client.caches.import_blob(blob[:-1])
+    assert caught.value.details["reason"] == "truncated"
+
+
 def test_the_list_finds_by_label_page_by_page(client: Client) -> None:
     made = [client.caches.create(document=f"Note {i}.", policy="full", labels={"list": "me"}).id for i in range(5)]
     found = [cache.id for cache in client.caches.list(labels={"list": "me"}, limit=2)]
@@ -154,6 +175,9 @@ async def test_the_asynchronous_client_does_the_same(aclient: AsyncClient, cache
     assert "".join([piece async for piece in stream]) == whole.text == (await stream.final()).text
     assert cache.id in [found.id async for found in aclient.caches.list(policy="lagkv", limit=1)]
     assert CompressedCache.from_bytes(await aclient.caches.download(cache.id)).num_tokens == cache.tokens.document
+    assert (await aclient.caches.verify(cache.id)).ok
+    assert (await aclient.caches.update(cache.id, name="async")).name == "async"
+    assert (await aclient.caches.import_blob(await aclient.caches.download(cache.id))).existing
     with pytest.raises(errors.CacheNotFound):
         await aclient.caches.retrieve("kvs_" + "0" * 40)
     assert (await aclient.ready()).status == "ready"

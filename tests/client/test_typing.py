@@ -14,7 +14,9 @@ from typing import assert_type
 
 from kvshelf import AsyncClient, Client, CompressedCache, Engine, open_store
 from kvshelf.client import AnswerStream, AsyncAnswerStream
-from kvshelf.client.types import AnswerObject, CacheObject, Deleted, ModelObject, PolicyObject, RequestObject
+from kvshelf.client.types import (
+    AnswerObject, CacheObject, Deleted, ModelObject, PolicyObject, RequestObject, Verification
+)
 """
 
 RIGHT = """
@@ -28,6 +30,9 @@ def use(client: Client) -> None:
     assert_type(client.caches.query("kvs_1", messages=[{"role": "user", "content": "a"}]), AnswerObject)
     assert_type(client.caches.stream("kvs_1", prompt="a"), AnswerStream)
     assert_type(client.caches.download("kvs_1"), bytes)
+    assert_type(client.caches.update("kvs_1", ttl_s=None, pinned=True), CacheObject)
+    assert_type(client.caches.import_blob(b"", labels={"a": "b"}), CacheObject)
+    assert_type(client.caches.verify("kvs_1"), Verification)
     assert_type(client.caches.delete("kvs_1"), Deleted)
     assert_type(client.requests.retrieve("req_1", wait_s=5), RequestObject)
     assert_type(client.models.list(), list[ModelObject])
@@ -41,6 +46,8 @@ async def ause(client: AsyncClient) -> None:
     assert_type(await client.caches.query("kvs_1", ["a", "b"]), list[AnswerObject])
     assert_type(await client.caches.stream("kvs_1", "a"), AsyncAnswerStream)
     assert_type(await client.caches.download("kvs_1"), bytes)
+    assert_type(await client.caches.update("kvs_1", name="a"), CacheObject)
+    assert_type(await client.caches.verify("kvs_1"), Verification)
 
 assert_type(Engine.load("kvshelf-tiny"), Engine)
 assert_type(CompressedCache.from_bytes(b""), CompressedCache)
@@ -68,6 +75,7 @@ def test_every_call_has_its_type(tmp_path: Path) -> None:
         'Client().caches.create(documents="a")',
         'Client().caches.create(document="a", compression_ratio="much")',
         "Client().caches.retrieve(5)",
+        'Client().caches.update("kvs_1", ttl="long")',
         'Client().requests.retrieve("req_1", wait="long")',
         'Client().caches.query("kvs_1", 5)',
     ],
