@@ -61,7 +61,7 @@ class RamTier(Tier):
     name = "ram"
 
     def __init__(self, max_bytes: int, *, now: Callable[[], float] = time.time, recent_s: float = RECENT_S) -> None:
-        """max_bytes: of all copies together, see `PER_COPY`. now: the wall clock, Unix seconds. recent_s: see `RECENT_S`."""
+        """max_bytes: of all copies, with `PER_COPY`. now: the wall clock, Unix seconds. recent_s: see `RECENT_S`."""
         self._noted = ""
         self.max_bytes = max_bytes
         self._now = now

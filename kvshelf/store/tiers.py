@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 from kvshelf.errors import (
     CacheCorrupt,
@@ -43,8 +43,15 @@ ResultT = TypeVar("ResultT")
 
 log = logging.getLogger("kvshelf.store")
 
+_Word = Literal["live", "lost", "away"]
+"""What the home says of a cache: that it is there; that it is not, or corrupt, and should not be; nothing at all."""
+
 _COMPLAINT_S: Final = 60.0
 """At least so long between two log lines about one tier."""
+
+
+class _Lost(CacheNotFound):
+    """The home began anew and knows nothing of this cache; it may have had it before."""
 
 
 class TieredStore(Store):
@@ -93,17 +100,33 @@ class TieredStore(Store):
             self._keep_source(manifest, text)
         return text
 
-    def _look_up(self, cache_id: str, tenant: str) -> tuple[Manifest, bool]:
-        """The manifest of a cache that may be read, and whether the home said so; else that of a copy."""
+    def _look_up(self, cache_id: str, tenant: str) -> tuple[Manifest, _Word]:
+        """The manifest of a cache that may be read, of a copy if need be."""
         base.require_id(cache_id)
         try:
-            return self._home.stat(cache_id, tenant=tenant), True
+            return self._ask_home(cache_id, tenant), "live"
         except (StoreUnavailable, CacheNotFound, CacheError) as error:
-            return self._stand_in(cache_id, tenant, error), False
+            copy = self._stand_in(cache_id, tenant, error)
+            return copy, "away" if isinstance(error, StoreUnavailable) else "lost"
+
+    def _ask_home(self, cache_id: str, tenant: str) -> Manifest:
+        """As `Shelf.stat`, and `_Lost` for a cache that the home may have had before it began anew."""
+        try:
+            return self._home.stat(cache_id, tenant=tenant)
+        except CacheNotFound:
+            if not any(self._outlived_home(tier) for tier in self._tiers):
+                raise
+        known = self._home.remembers(cache_id, tenant=tenant)
+        try:
+            return self._home.stat(cache_id, tenant=tenant)  # by now somebody may have given it back
+        except CacheNotFound as error:
+            if known:
+                raise  # it was deleted since
+            raise _Lost(error.message, param=error.param) from error
 
     def _stand_in(self, cache_id: str, tenant: str, error: KvshelfError) -> Manifest:
         """The manifest of a copy that counts although the home said `error`; raises that where there is none."""
-        for tier in self._witnesses(cache_id, tenant, error):
+        for tier in self._witnesses(error):
             with self._tolerant(tier):
                 copy = tier.find(cache_id, tenant, recent=not isinstance(error, CacheCorrupt))
                 if copy is not None:
@@ -112,13 +135,11 @@ class TieredStore(Store):
             self._drop(cache_id, tenant)
         raise error
 
-    def _witnesses(self, cache_id: str, tenant: str, error: KvshelfError) -> Sequence[Tier]:
+    def _witnesses(self, error: KvshelfError) -> Sequence[Tier]:
         """The tiers whose word counts when the home says `error`."""
         if isinstance(error, StoreUnavailable | CacheCorrupt):
             return self._tiers
-        if isinstance(error, CacheNotFound) and not self._home.remembers(cache_id, tenant=tenant):
-            return [tier for tier in self._tiers if self._outlived_home(tier)]
-        return ()
+        return [tier for tier in self._tiers if self._outlived_home(tier)] if isinstance(error, _Lost) else ()
 
     def _outlived_home(self, tier: Tier) -> bool:
         """Whether a tier has copies from a time before the home lost everything."""
@@ -126,17 +147,16 @@ class TieredStore(Store):
             return bool(self._home.incarnation) and tier.noted() not in ("", self._home.incarnation)
         return False
 
-    def _open(self, manifest: Manifest, confirmed: bool, first: int = 0) -> ArrivingCache:
-        """The blob of a manifest, from the first place that has it. confirmed: the home gave the manifest. first: the
-        tier to begin with."""
+    def _open(self, manifest: Manifest, word: _Word, first: int = 0) -> ArrivingCache:
+        """The blob of a manifest, from the first place that has it. word: the home's. first: the tier to begin with."""
         for index, tier in enumerate(self._tiers[first:], first):
             with self._tolerant(tier):
-                if confirmed:
+                if word == "live":
                     tier.confirm(manifest)
                 arriving = tier.open_cache(manifest)
                 if arriving is not None:
-                    arriving.elsewhere = partial(self._open, manifest, confirmed, index + 1)
-                    if index or not confirmed:
+                    arriving.elsewhere = partial(self._open, manifest, word, index + 1)
+                    if word == "lost" or (word == "live" and index):
                         arriving.on_read = partial(self._share, manifest, self._tiers[:index])
                     return arriving
         arriving = self._home.open_cache(manifest.id, tenant=manifest.tenant)
@@ -151,8 +171,7 @@ class TieredStore(Store):
                 tier.keep(manifest, cache)
         # Asked again, because of a deletion meanwhile: whoever deleted may have found no copy to drop yet.
         with suppress(KvshelfError):
-            _, confirmed = self._look_up(manifest.id, manifest.tenant)
-            if not confirmed:
+            if self._look_up(manifest.id, manifest.tenant)[1] == "lost":
                 self._give_back(manifest, cache)
 
     # Giving back
@@ -160,8 +179,8 @@ class TieredStore(Store):
     def _give_back(self, manifest: Manifest, cache: CompressedCache) -> None:
         """Store a cache at home again, with its source if a copy of that is here. Raises as `Shelf.adopt` does."""
         with self._giving_back:  # one at a time: many notice at once
-            with suppress(CacheNotFound, CacheCorrupt):
-                self._home.stat(manifest.id, tenant=manifest.tenant)
+            with suppress(_Lost, CacheCorrupt):
+                self._ask_home(manifest.id, manifest.tenant)
                 return  # it has it already
             text = self._source_copy(manifest)
             self._home.adopt(cache, manifest.model_copy(update={"has_source": False, "source_digest": None}))
@@ -174,9 +193,10 @@ class TieredStore(Store):
         base.require_id(cache_id)
         try:
             return call()
-        except (CacheNotFound, CacheError) as error:
-            manifest = self._stand_in(cache_id, tenant, error)
-            with self._open(manifest, confirmed=False) as arriving:
+        except (CacheNotFound, CacheError):
+            manifest, word = self._look_up(cache_id, tenant)
+        if word == "lost":
+            with self._open(manifest, word) as arriving:
                 arriving.on_read = None
                 arriving.read()
                 self._give_back(manifest, arriving.cache())

@@ -597,6 +597,55 @@ def test_a_bad_copy_in_memory_and_no_home_comes_from_the_disk(far: Node, server:
     require_equal(make_cache(), far.store.get(manifest.id))
 
 
+def test_an_outage_makes_no_copy_look_recent(far: Node, server: ValkeyServer) -> None:
+    manifest = far.store.put(make_cache())
+    far.ram.drop(manifest.id, "default")
+    server.kill()
+    require_equal(make_cache(), far.store.get(manifest.id))
+    assert far.ram.find(manifest.id, "default", recent=True) is None
+
+
+def test_reads_go_on_whatever_happens_to_redis(far: Node, server: ValkeyServer, soak: bool) -> None:
+    """Under load it hangs, dies, comes back empty and is full: what a tier has is answered, in time and right."""
+    manifests = [far.store.put(make_cache(seed)) for seed in range(6)]
+    over = threading.Event()
+    problems: list[str] = []
+    times: list[float] = []
+
+    def ask(seed: int) -> None:
+        dice = random.Random(seed)
+        while not over.is_set():
+            index = dice.randrange(6)
+            started = time.perf_counter()
+            try:
+                require_equal(make_cache(index), far.store.get(manifests[index].id))
+            except Exception as error:
+                problems.append(repr(error))
+            times.append(time.perf_counter() - started)
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for _ in range(10 if soak else 1):
+        for happens in (server.pause, server.resume, server.kill, server.start):
+            time.sleep(1.5)
+            happens()
+        time.sleep(1.5)
+        server.client().config_set("maxmemory", 1)
+        time.sleep(0.5)
+        assert fate(lambda: far.store.put(make_cache(7))) == "storage_full"
+        server.client().config_set("maxmemory", 0)
+    over.set()
+    for thread in threads:
+        thread.join()
+    print(f"\n{len(times)} reads, the slowest in {max(times):.2f} s")
+    assert problems == []
+    assert max(times) < 1.5, "once the time that a socket may stand still, and what neighbours take"
+    far.store.sweep()
+    assert {manifest.id for manifest in far.home.list().data} == {manifest.id for manifest in manifests}
+    assert far.store.check() == []
+
+
 # The home has lost everything
 
 
