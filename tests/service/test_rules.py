@@ -40,7 +40,9 @@ def write_keys(home: Path, keys: list[str]) -> Path:
 @pytest.fixture(scope="module")
 def ruled(start_service: Start, home: Path, tiny_folder: Path) -> Iterator[LiveService]:
     keys = write_keys(home, [secrets.token_hex(32)])
-    with start_service(home, tiny_folder, encryption_key_file=keys, sweep_interval_s=1, **RULES) as running:
+    store = f"disk://{home}/shelf?max=4MB"
+    settings = RULES | {"store": store, "encryption_key_file": keys, "sweep_interval_s": 1}
+    with start_service(home, tiny_folder, **settings) as running:
         yield running
 
 
@@ -98,6 +100,22 @@ def test_an_expired_cache_no_longer_counts(rules: httpx.Client) -> None:
         created(rules, **document(n), ttl_s=0.5)
     time.sleep(0.6)
     assert not created(rules, **document(9))["existing"]
+
+
+def test_room_is_made_by_evicting_what_is_not_pinned(rules: httpx.Client) -> None:
+    """512 bytes for each token in a budget of 4 MB."""
+    pinned, other = (created(rules, token_ids=[n] * 1000, policy="full")["id"] for n in (5, 6))
+    rules.patch(f"/v1/caches/{pinned}", json={"pinned": True})
+    large = created(rules, token_ids=[7] * 6200, policy="full")["id"]
+    assert rules.get(f"/v1/caches/{pinned}").json()["pinned"]
+    gone = (rules.get(f"/v1/caches/{other}"), rules.post(f"/v1/caches/{other}/query", json={"prompt": "?"}))
+    for response in gone:
+        error = refused(response, 410, "cache_expired")
+        assert (error["miss_reason"], error["details"]["reason"]) == ("evicted", "evicted")
+    rules.patch(f"/v1/caches/{large}", json={"pinned": True})
+    refused(rules.post("/v1/caches", json={"token_ids": [6] * 1000, "policy": "full"}), 507, "storage_full")
+    rules.delete(f"/v1/caches/{large}")
+    assert created(rules, token_ids=[6] * 1000, policy="full")["id"] == other
 
 
 def test_blobs_and_sources_are_sealed_where_they_lie(rules: httpx.Client, ruled: LiveService) -> None:
