@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from kvshelf.store.index import Entry, Index, Query, Quota, Writing
 from kvshelf.store.manifest import Manifest, Usage
-from tests.store.indexes import NOW, Home, cache_id, manifest, writing
+from tests.store.indexes import NOW, cache_id, manifest, writing
 
 _IDS = 8
 _TENANTS = ("me", "you")
@@ -27,15 +27,13 @@ class _Known:
 class Walk:
     """One caller; the wall clock goes on with each step, far beyond the server's."""
 
-    def __init__(self, home: Home, index: Index, chance: random.Random) -> None:
-        self._home = home
+    def __init__(self, index: Index, chance: random.Random) -> None:
         self._index = index
         self._chance = chance
         self._now = NOW + 10_000
         self._known: dict[int, _Known] = {}
         self._order: list[int] = []  # ready and corrupt, oldest first
         self._open: list[tuple[int, Writing]] = []
-        self._clear()
 
     def step(self) -> None:
         self._now += self._chance.choice([0, 0.25, 3])
@@ -45,6 +43,17 @@ class Walk:
             *[self._bury, self._sweep, self._forget, self._look],
         ]
         self._chance.choice(actions)()
+
+    def end(self) -> None:
+        """Leave the home empty."""
+        for entry in list(self._index.stored()):
+            assert self._index.bury(entry, "deleted", self._now)
+        for _, write in self._open:
+            self._index.abandon(write.name)
+        for write in self._index.abandoned():
+            self._index.abandon(write.name)
+        self._index.forget(self._now * 2)
+        assert self._index.problems() == []
 
     def check(self) -> None:
         """Every id and every sum is as the model has it."""
@@ -165,16 +174,6 @@ class Walk:
         self._check_listing(Query(self._chance.choice(_TENANTS), model=self._chance.choice([None, "m0", "m1"])))
 
     # The model
-
-    def _clear(self) -> None:
-        """What a walk before this one left."""
-        for entry in list(self._index.stored()):
-            assert self._index.bury(entry, "deleted", self._now)
-        self._home.wait(5)
-        while writings := self._index.abandoned():
-            for each in writings:
-                self._index.abandon(each.name)
-        self._index.forget(self._now * 2)
 
     def _pick(self) -> tuple[int, _Known | None, Entry | None]:
         number = self._chance.randrange(_IDS)

@@ -27,16 +27,17 @@ NOW = time.time() + 1e6
 
 @dataclass(frozen=True)
 class Home:
-    """open: connects to the home once more. now: its clock. wait: lets that go on by so many ticks, whose length is
-    tick_s. The lease of a write is `LEASE` ticks."""
+    """connect: to the home, for writes with leases of so many seconds. now: its clock. wait: lets that go on by so many
+    ticks, whose length is tick_s."""
 
-    open: Callable[[], Index]
+    connect: Callable[[float], Index]
     now: Callable[[], float]
     wait: Callable[[float], None]
     tick_s: float
 
-
-LEASE = 4
+    def open(self, lease_ticks: float = 1000) -> Index:
+        """As often as wanted. Who does not wait for leases gets long ones: the machine may be busy."""
+        return self.connect(lease_ticks * self.tick_s)
 
 
 class Clock:
@@ -53,20 +54,20 @@ class Clock:
 def disk_home(folder: Path) -> Home:
     clock = Clock()
 
-    def open_index() -> Index:
+    def connect(lease_s: float) -> Index:
         folder.mkdir(parents=True, exist_ok=True)
         database = Database(folder, 30.0)
-        return SqliteIndex(database, database.create(None), clock, LEASE)
+        return SqliteIndex(database, database.create(None), clock, lease_s)
 
-    return Home(open_index, clock, clock.wait, 1.0)
+    return Home(connect, clock, clock.wait, 1.0)
 
 
-def redis_home(url: str, tick_s: float = 0.1) -> Home:
-    def open_index() -> Index:
+def redis_home(url: str, tick_s: float = 0.2) -> Home:
+    def connect(lease_s: float) -> Index:
         place = address.parse(url)
-        return RedisIndex.open(RedisLink(place), place.prefix, write_lease_s=LEASE * tick_s)
+        return RedisIndex.open(RedisLink(place), place.prefix, write_lease_s=lease_s)
 
-    return Home(open_index, time.time, lambda ticks: time.sleep(ticks * tick_s), tick_s)
+    return Home(connect, time.time, lambda ticks: time.sleep(ticks * tick_s), tick_s)
 
 
 def empty_redis_home(server: ValkeyServer) -> Home:

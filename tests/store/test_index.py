@@ -26,6 +26,10 @@ def home(request: pytest.FixtureRequest, tmp_path: Path) -> Home:
     return empty_redis_home(request.getfixturevalue("shared_valkey"))
 
 
+LEASE = 4
+"""Ticks of a lease that a test lets run out."""
+
+
 @pytest.fixture
 def index(home: Home) -> Iterator[Index]:
     """Found sound when the test ends."""
@@ -160,7 +164,8 @@ def test_what_is_not_live_gives_way(index: Index) -> None:
 # Leases
 
 
-def test_a_writer_that_was_silent_can_do_nothing(index: Index, home: Home) -> None:
+def test_a_writer_that_was_silent_can_do_nothing(home: Home) -> None:
+    index = home.open(LEASE)
     late, alive, source = writing(1), writing(2), replace(writing(3, 0, 9))
     source = replace(source, name=source.source)
     entry = put(index, 3)
@@ -180,9 +185,12 @@ def test_a_writer_that_was_silent_can_do_nothing(index: Index, home: Home) -> No
     assert found(index, 3) == entry
     assert index.publish(alive, manifest(2), over=None, cost_s=1, now=NOW) == (True, None)
     assert sorted(index.abandoned(), key=lambda w: w.cache_id) == [late, source]
+    assert index.problems() == []
+    index.close()
 
 
-def test_what_is_abandoned_is_known_until_it_is_removed(index: Index, home: Home) -> None:
+def test_what_is_abandoned_is_known_until_it_is_removed(home: Home) -> None:
+    index = home.open(LEASE)
     write = writing(1, 1000, 20)
     index.begin(write, Quota())
     assert index.abandoned() == []
@@ -198,6 +206,8 @@ def test_what_is_abandoned_is_known_until_it_is_removed(index: Index, home: Home
     assert not index.knows(write.source)
     with pytest.raises(StoreUnavailable):
         index.renew(write.name)
+    assert index.problems() == []
+    index.close()
 
 
 # Quotas
@@ -218,14 +228,15 @@ def test_a_tenant_keeps_as_many_caches_as_it_may(index: Index) -> None:
 def test_a_tenant_keeps_as_many_bytes_as_it_may(index: Index, home: Home) -> None:
     quota = Quota(max_bytes=1000)
     entry = put(index, 1, nbytes=300, source_bytes=100)
-    held = writing(2, 400, 100)
-    index.begin(held, quota)
-    index.begin(writing(1, 500), quota)  # what is there will give way
+    hurried = home.open(LEASE)
+    hurried.begin(writing(2, 400, 100), quota)
+    hurried.begin(writing(1, 500), quota)  # what is there will give way
     with pytest.raises(QuotaExceeded):
-        index.begin(writing(1, 0, 101), quota)  # a source that is added replaces nothing
-    index.begin(writing(4, 1001, tenant="you"), Quota())
+        hurried.begin(writing(1, 0, 101), quota)  # a source that is added replaces nothing
+    hurried.begin(writing(4, 1001, tenant="you"), Quota())
     home.wait(5)
-    assert len(index.abandoned()) == 3, "these hold nothing any more"
+    assert len(hurried.abandoned()) == 3, "these hold nothing any more"
+    hurried.close()
     index.begin(writing(3, 500, 100), quota)
     with pytest.raises(QuotaExceeded, match="1000 of 1000 bytes are taken and 1 more are needed"):
         index.begin(writing(4, 1), quota)
@@ -542,9 +553,10 @@ def test_two_processes_do_not_bury_one_cache(index: Index, home: Home) -> None:
 # In any order
 
 
-def test_nothing_drifts_in_any_order_of_operations(index: Index, home: Home, soak: bool) -> None:
+def test_nothing_drifts_in_any_order_of_operations(index: Index, soak: bool) -> None:
     for seed in range(20 if soak else 3):
-        walk = Walk(home, index, random.Random(seed))
+        walk = Walk(index, random.Random(seed))
         for _ in range(400):
             walk.step()
         walk.check()
+        walk.end()

@@ -101,16 +101,17 @@ def require_no_rest(client: redis.Redis) -> None:
 
 
 def test_no_key_holds_more_or_less_than_the_entries(valkey: ValkeyServer, client: redis.Redis, soak: bool) -> None:
-    home = redis_home(valkey.url)
-    index = home.open()
+    index = redis_home(valkey.url).open()
     for seed in range(10 if soak else 2):
-        walk = Walk(home, index, random.Random(100 + seed))
+        walk = Walk(index, random.Random(100 + seed))
         for step in range(300):
             walk.step()
             if step % 50 == 0:
                 require_no_rest(client)
         walk.check()
         require_no_rest(client)
+        walk.end()
+        assert client.keys() == [HOME]
     index.close()
 
 
@@ -596,9 +597,8 @@ def test_a_source_that_is_replaced_is_to_be_removed(index: RedisIndex) -> None:
 
 def test_an_index_lies_on_one_node_of_a_cluster(tmp_path: Path) -> None:
     with Cluster(tmp_path) as cluster:
-        home = redis_home(f"{cluster.url}?timeout_s=10")
-        index = home.open()
-        walk = Walk(home, index, random.Random(7))
+        index = redis_home(f"{cluster.url}?timeout_s=10").open()
+        walk = Walk(index, random.Random(7))
         for _ in range(150):
             walk.step()
         walk.check()
