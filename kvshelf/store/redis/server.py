@@ -85,11 +85,9 @@ class Server:
         except BaseException as error:
             loan.drop(error)
             raise
-        demoted = next((reply for reply in replies if _is_demoted(reply)), None)
-        if demoted is None:
-            loan.give_back()
-        else:
-            loan.drop(demoted)
+        if any(_is_demoted(reply) for reply in replies):
+            loan.drop()
+        loan.give_back()
         return replies
 
     @property
@@ -113,7 +111,6 @@ class Server:
     def _note(self, error: BaseException) -> None:
         if is_unreachable(error):
             self._breaker.failed(error)
-        if is_unreachable(error) or _is_demoted(error):
             self._pool.disconnect(inuse_connections=False)  # they lead to where this one led
 
 
@@ -124,7 +121,7 @@ def _is_demoted(reply: Reply) -> bool:
 
 class Loan:
     """A connection of a server, lent to one thread: give it back when all that was asked has been answered, else drop
-    it."""
+    it; whichever comes first counts."""
 
     def __init__(self, server: Server, connection: Connection) -> None:
         self.server = server

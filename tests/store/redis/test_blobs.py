@@ -22,16 +22,12 @@ from kvshelf.store.blobs import MARGIN_S, new_name
 from kvshelf.store.files import fresh_memory
 from kvshelf.store.redis.blobs import CHUNK, RedisBlobs
 from kvshelf.store.redis.link import RedisLink
-from tests.store.redis.servers import Cluster, LyingServer, ValkeyServer, wait_until
+from tests.store.redis.servers import PATIENT, Cluster, LyingServer, ValkeyServer, wait_until
 
 Start = Callable[..., ValkeyServer]
 Connect = Callable[[str], RedisLink]
 
 MB = 1 << 20
-
-
-PATIENT = "?timeout_s=20"
-"""For what is not about time: the machine may be busy with other things."""
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ import pytest
 from kvshelf.errors import StorageFull, StoreUnavailable
 from kvshelf.store.redis.link import RedisLink
 from tests.store.redis.servers import (
+    PATIENT,
     Certificates,
     Cluster,
     LyingServer,
@@ -61,7 +62,7 @@ def heals(link: RedisLink, within_s: float = 5.0) -> None:
 
 
 def test_commands_and_their_answers(valkey: ValkeyServer, connect: Connect) -> None:
-    link = connect(valkey.url)
+    link = connect(valkey.url + PATIENT)
     assert link.call("SET", "a", b"\0\xff") == b"OK"
     assert link.call("GET", "a") == b"\0\xff"
     assert link.call("GET", "nothing") is None
@@ -71,7 +72,7 @@ def test_commands_and_their_answers(valkey: ValkeyServer, connect: Connect) -> N
 
 
 def test_a_script_runs_whether_the_server_knows_it_or_not(valkey: ValkeyServer, connect: Connect) -> None:
-    link = connect(valkey.url)
+    link = connect(valkey.url + PATIENT)
     source = "return {KEYS[1], ARGV[1], redis.call('INCR', KEYS[1])}"
     assert link.script(source, ["n"], [1.5]) == [b"n", b"1.5", 1]
     valkey.client().script_flush()
@@ -79,7 +80,7 @@ def test_a_script_runs_whether_the_server_knows_it_or_not(valkey: ValkeyServer, 
 
 
 def test_a_refused_command_is_an_error_and_the_link_stays_usable(valkey: ValkeyServer, connect: Connect) -> None:
-    link = connect(valkey.url)
+    link = connect(valkey.url + PATIENT)
     with unavailable("WRONGTYPE"):
         link.pipeline([("LPUSH", "l", 1), ("GET", "l"), ("SET", "a", 1)])
     with unavailable("an error of ours"):
@@ -88,7 +89,7 @@ def test_a_refused_command_is_an_error_and_the_link_stays_usable(valkey: ValkeyS
 
 
 def test_many_threads_share_a_link(valkey: ValkeyServer, connect: Connect) -> None:
-    link = connect(valkey.url)
+    link = connect(valkey.url + PATIENT)
     threads = [threading.Thread(target=lambda: [link.call("INCR", "n") for _ in range(100)]) for _ in range(16)]
     for thread in threads:
         thread.start()
@@ -99,12 +100,12 @@ def test_many_threads_share_a_link(valkey: ValkeyServer, connect: Connect) -> No
 
 def test_scan_finds_every_key(valkey: ValkeyServer, connect: Connect) -> None:
     valkey.client().mset({f"a:{number}": 1 for number in range(3000)} | {"b": 1})
-    found = {key for keys in connect(valkey.url).scan("a:*") for key in keys}
+    found = {key for keys in connect(valkey.url + PATIENT).scan("a:*") for key in keys}
     assert found == {f"a:{number}".encode() for number in range(3000)}
 
 
 def test_databases_are_apart(valkey: ValkeyServer, connect: Connect) -> None:
-    one, two = connect(valkey.url + "/1"), connect(valkey.url + "/2")
+    one, two = connect(valkey.url + "/1" + PATIENT), connect(valkey.url + "/2" + PATIENT)
     one.call("SET", "a", 1)
     assert (one.call("GET", "a"), two.call("GET", "a")) == (b"1", None)
 
@@ -292,7 +293,7 @@ def test_a_replica_is_refused_for_writing(start_valkey: Start, connect: Connect)
 
 
 def test_too_many_connections_are_refused_and_the_server_is_not_blamed(valkey: ValkeyServer, connect: Connect) -> None:
-    link = connect(valkey.url)
+    link = connect(valkey.url + PATIENT)
     loans = [link.borrow("a") for _ in range(512)]
     for _ in range(2):
         with unavailable("too many connections"):
@@ -324,7 +325,7 @@ def test_answers_without_end_are_cut_off(connect: Connect) -> None:
 
 
 def test_a_connection_on_which_garbage_came_is_not_used_again(valkey: ValkeyServer, connect: Connect) -> None:
-    link = connect(valkey.url)
+    link = connect(valkey.url + PATIENT)
     loan = link.borrow("a")
     with unavailable(), link.talking(loan) as wire:
         wire.send(("SET", "a", 1))
@@ -382,7 +383,7 @@ def test_sentinels_lead_to_the_primary_and_after_its_death_to_the_next(tmp_path:
         servers.primary.kill()
         with unavailable():
             link.call("GET", "a")
-        wait_until(servers.replica.is_primary, "the replica has taken over")
+        wait_until(lambda: servers.all_name(servers.replica), "the replica has taken over")
         servers.sentinels[0].pause()  # one of them may be of no use too
         heals(link)
         assert link.call("GET", "a") == b"1"
@@ -404,6 +405,19 @@ def test_a_primary_that_comes_back_as_a_replica_is_not_written_to(tmp_path: Path
         heals(link)
         assert link.call("SET", "a", 2) == b"OK"
         assert servers.replica.client().get("a") == b"2"
+
+
+def test_a_primary_that_was_demoted_is_not_read_from(tmp_path: Path, connect: Connect) -> None:
+    """The Sentinels do not know it yet."""
+    with SentinelSet(tmp_path, sentinels=1) as servers:
+        link = connect(servers.url)
+        for loan in [link.borrow("a") for _ in range(5)]:
+            loan.give_back()
+        servers.primary.client().replicaof("127.0.0.1", servers.replica.port)
+        with unavailable("READONLY"):
+            link.call("SET", "a", 1)
+        with unavailable("no primary"):
+            link.call("GET", "a")
 
 
 def test_sentinels_that_are_down_hung_or_know_nothing(tmp_path: Path, connect: Connect) -> None:
@@ -440,7 +454,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def test_a_cluster_is_used_as_a_whole(cluster: Cluster, connect: Connect) -> None:
-    link = connect(f"redis-cluster://127.0.0.1:{cluster.nodes[0].port}")
+    link = connect(f"redis-cluster://127.0.0.1:{cluster.nodes[0].port}{PATIENT}")
     for number in range(100):
         link.call("SET", f"k{number}", number)
     assert link.pipeline([("GET", f"k{number}") for number in range(100)]) == [b"%d" % number for number in range(100)]
@@ -477,14 +491,11 @@ def test_one_node_that_hangs_does_not_stop_the_others(cluster: Cluster, connect:
     try:
         with unavailable():
             link.call("GET", keys[0])
-        ends_at = time.monotonic() + 2.5  # the node is tried again meanwhile
-        while time.monotonic() < ends_at:
+        for pause_s in (0, 1.1):  # then the node may be tried again
             with unavailable():
                 link.call("GET", keys[0])
-            started = time.monotonic()
+            time.sleep(pause_s)
             assert [link.call("GET", key) for key in keys[1:]] == [b"1", b"1"]
-            assert time.monotonic() - started < AT_ONCE_S
-            time.sleep(0.05)
     finally:
         cluster.nodes[0].resume()
     wait_until(lambda: all(_answers(link, key) for key in keys), "the node is used again", 10)
