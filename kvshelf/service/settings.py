@@ -39,7 +39,9 @@ class Settings(BaseSettings):
         description="URL of the store; the user's data folder if unset",
     )
     encryption_key_file: str | None = Field(
-        None, min_length=1, description="caches are sealed with its first key, which only its owner may read; not sealed if unset"
+        None,
+        min_length=1,
+        description="caches are sealed with its first key, which only its owner may read; not sealed if unset",
     )
     default_ttl_s: Ttl | None = Field(None, description="for caches that come without an expiry; for ever if unset")
     max_ttl_s: Ttl | None = Field(None, description="no cache is kept for longer")

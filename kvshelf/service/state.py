@@ -21,10 +21,6 @@ from kvshelf.workers.remote import RemoteEngine
 
 ResultT = TypeVar("ResultT")
 
-TENANT = "default"
-"""There are no API keys in this version, so there is one tenant, and an Authorization header says nothing."""
-
-
 THREADS = 32
 """Of this process, for all that blocks."""
 

@@ -15,7 +15,8 @@ from kvshelf.errors import CacheCorrupt, CacheError, CacheNotFound, InvalidReque
 from kvshelf.service import openapi
 from kvshelf.service.body import BLOB_TYPE, read_query, received_blob
 from kvshelf.service.errors import error_response
-from kvshelf.service.state import TENANT, InService, Service, cache_response, in_turn, off_loop
+from kvshelf.service.keys import Reader, Writer
+from kvshelf.service.state import InService, Service, cache_response, in_turn, off_loop
 from kvshelf.store.artifact import CompressedCache
 from kvshelf.store.base import BlobFile, Store
 from kvshelf.store.manifest import Manifest
@@ -40,27 +41,27 @@ _ABOUT = [
     responses=openapi.EXISTING,
     openapi_extra={"parameters": _ABOUT, "requestBody": {"required": True} | _BLOB},
 )
-async def import_cache(request: Request, service: InService) -> Response:
+async def import_cache(request: Request, service: InService, caller: Writer) -> Response:
     """Store a blob that was downloaded or exported. It keeps its codec; its id is the one it has on this shelf."""
     about = read_query(request, ImportCache)
     await off_loop(service.store.expiry, about.ttl_s, about.expires_at)
     async with received_blob(request, service.settings) as file:
-        manifest, existing = await in_turn(service, _import, service, file, about)
+        manifest, existing = await in_turn(service, _import, service, file, about, caller.tenant)
     return cache_response(manifest, existing=existing)
 
 
-def _import(service: Service, file: BinaryIO, about: ImportCache) -> tuple[Manifest, bool]:
+def _import(service: Service, file: BinaryIO, about: ImportCache, tenant: str) -> tuple[Manifest, bool]:
     """The manifest of the cache in a file, and whether it was on the shelf already."""
     cache = CompressedCache.from_bytes(_mapped(file))
     service.serving(cache.identity.model)
     store = service.store
     try:
-        cache_id = store.cache_id(cache.identity, tenant=TENANT, codec=cache.codec)
-        there = store.stat(cache_id, tenant=TENANT)
+        cache_id = store.cache_id(cache.identity, tenant=tenant, codec=cache.codec)
+        there = store.stat(cache_id, tenant=tenant)
     except (CacheNotFound, CacheError):  # or of no use any more: then it is replaced
         manifest = store.put(
             cache,
-            tenant=TENANT,
+            tenant=tenant,
             ttl_s=about.ttl_s,
             expires_at=about.expires_at,
             labels=about.labels,
@@ -77,18 +78,18 @@ def _mapped(file: BinaryIO) -> memoryview:
 
 
 @router.post("/{cache_id}/verify")
-async def verify(cache_id: str, service: InService) -> Verification:
+async def verify(cache_id: str, service: InService, caller: Writer) -> Verification:
     """Read a stored cache to its end and check every digest. One that is corrupt is set aside, and `ok` is false."""
-    return await in_turn(service, _verification, service.store, cache_id)
+    return await in_turn(service, _verification, service.store, cache_id, caller.tenant)
 
 
-def _verification(store: Store, cache_id: str) -> Verification:
+def _verification(store: Store, cache_id: str, tenant: str) -> Verification:
     try:
-        with store.open_blob(cache_id, tenant=TENANT) as blob:
+        with store.open_blob(cache_id, tenant=tenant) as blob:
             nbytes = blob.nbytes
-        store.open_cache(cache_id, tenant=TENANT).close()  # compares its content address
-        if store.stat(cache_id, tenant=TENANT).has_source:
-            nbytes += len(store.source(cache_id, tenant=TENANT).encode())
+        store.open_cache(cache_id, tenant=tenant).close()  # compares its content address
+        if store.stat(cache_id, tenant=tenant).has_source:
+            nbytes += len(store.source(cache_id, tenant=tenant).encode())
     except CacheCorrupt as error:
         return Verification(id=cache_id, ok=False, reason=error.details.get("reason"), problem=error.message)
     return Verification(id=cache_id, ok=True, bytes=nbytes)
@@ -102,12 +103,13 @@ def _verification(store: Store, cache_id: str) -> Verification:
 async def download(
     cache_id: str,
     service: InService,
+    caller: Reader,
     range: Annotated[str, Header()] = "",
     if_range: Annotated[str, Header()] = "",
     if_none_match: Annotated[str, Header()] = "",
 ) -> Response:
     """The stored bytes, for `CompressedCache.from_bytes`. One byte range is honoured; several get the whole blob."""
-    blob = await in_turn(service, service.store.open_blob, cache_id, tenant=TENANT)
+    blob = await in_turn(service, service.store.open_blob, cache_id, tenant=caller.tenant)
     etag = f'"{blob.digest}"'
     headers = {"etag": etag, "accept-ranges": "bytes"}
     if etag in [tag.strip().removeprefix("W/") for tag in if_none_match.split(",")]:

@@ -10,8 +10,9 @@ from fastapi.responses import JSONResponse
 from kvshelf.client.types import CacheList, CacheObject, CreateCache, Deleted, ListCaches, RequestObject, UpdateCache
 from kvshelf.service import openapi
 from kvshelf.service.body import read_create, read_json, read_query
+from kvshelf.service.keys import Reader, Writer
 from kvshelf.service.routes.requests import request_json
-from kvshelf.service.state import TENANT, InService, cache_object, cache_response, off_loop, until_hangup
+from kvshelf.service.state import InService, cache_object, cache_response, off_loop, until_hangup
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.policies import build
 
@@ -30,7 +31,9 @@ _ACCEPTED: dict[int | str, dict[str, Any]] = {
     responses=_ACCEPTED,
     openapi_extra=openapi.body_of(CreateCache, form=True),
 )
-async def create(request: Request, service: InService, prefer: Annotated[str, Header()] = "") -> Response:
+async def create(
+    request: Request, service: InService, caller: Writer, prefer: Annotated[str, Header()] = ""
+) -> Response:
     """Compress a document once and store it. The same document, model and policy give the same id."""
     body = await read_create(request, service.settings)
     engine = service.engine(body.model)
@@ -38,11 +41,11 @@ async def create(request: Request, service: InService, prefer: Annotated[str, He
     await off_loop(service.store.expiry, body.ttl_s, body.expires_at)
     spec = body.model_dump(mode="json") | {"model": engine.model}
     if "respond-async" in [wish.strip().lower() for wish in prefer.split(",")]:
-        record = await service.background.submit(spec, TENANT)
+        record = await service.background.submit(spec, caller.tenant)
         headers = {"location": f"/v1/requests/{record.id}", "preference-applied": "respond-async"}
         return JSONResponse(request_json(record), status_code=202, headers=headers)
     deadline_s = service.settings.request_deadline_s
-    created = await until_hangup(request, engine.create(spec, tenant=TENANT, deadline_s=deadline_s))
+    created = await until_hangup(request, engine.create(spec, tenant=caller.tenant, deadline_s=deadline_s))
     return cache_response(Manifest.model_validate(created.manifest), existing=created.existing)
 
 
@@ -56,12 +59,12 @@ _FILTERS = [
 
 
 @router.get("", openapi_extra={"parameters": _FILTERS})
-async def list_caches(request: Request, service: InService) -> CacheList:
+async def list_caches(request: Request, service: InService, caller: Reader) -> CacheList:
     """Caches on the shelf, newest first. `label.<key>=<value>` filters by label, and may be given several times."""
     filters = read_query(request, ListCaches)
     page = await off_loop(
         service.store.list,
-        tenant=TENANT,
+        tenant=caller.tenant,
         document_id=filters.document_id,
         model=filters.model,
         policy=filters.policy,
@@ -74,20 +77,20 @@ async def list_caches(request: Request, service: InService) -> CacheList:
 
 
 @router.get("/{cache_id}")
-async def get_cache(cache_id: str, service: InService) -> CacheObject:
+async def get_cache(cache_id: str, service: InService, caller: Reader) -> CacheObject:
     """What the shelf knows about one cache."""
-    return cache_object(await off_loop(service.store.stat, cache_id, tenant=TENANT))
+    return cache_object(await off_loop(service.store.stat, cache_id, tenant=caller.tenant))
 
 
 @router.patch("/{cache_id}", openapi_extra=openapi.body_of(UpdateCache))
-async def update_cache(cache_id: str, request: Request, service: InService) -> CacheObject:
+async def update_cache(cache_id: str, request: Request, service: InService, caller: Writer) -> CacheObject:
     """Change how long a cache is kept, its name, its labels, or whether it is pinned; all else stays as it is."""
     body = await read_json(request, UpdateCache, service.settings)
-    return cache_object(await off_loop(service.store.update, cache_id, tenant=TENANT, **body.changes()))
+    return cache_object(await off_loop(service.store.update, cache_id, tenant=caller.tenant, **body.changes()))
 
 
 @router.delete("/{cache_id}")
-async def delete_cache(cache_id: str, service: InService) -> Deleted:
+async def delete_cache(cache_id: str, service: InService, caller: Writer) -> Deleted:
     """Remove a cache. Downloads and answers that have begun are completed."""
-    receipt = await off_loop(service.store.delete, cache_id, tenant=TENANT)
+    receipt = await off_loop(service.store.delete, cache_id, tenant=caller.tenant)
     return Deleted(id=receipt.id)

@@ -27,8 +27,9 @@ from kvshelf.errors import InvalidRequest
 from kvshelf.service import openapi
 from kvshelf.service.body import read_json
 from kvshelf.service.events import event_stream
+from kvshelf.service.keys import Reader
 from kvshelf.service.routes.queries import stop_texts
-from kvshelf.service.state import TENANT, InService, off_loop, until_hangup
+from kvshelf.service.state import InService, off_loop, until_hangup
 from kvshelf.workers.generation import Sampling, Usage
 from kvshelf.workers.replica import Asked, Replied
 
@@ -41,11 +42,11 @@ router = APIRouter(prefix="/v1/chat", tags=["chat"], responses=openapi.ERRORS)
     responses=openapi.json_or_events(ChatCompletion),
     openapi_extra=openapi.body_of(ChatCompletionRequest),
 )
-async def complete(request: Request, service: InService) -> Response:
+async def complete(request: Request, service: InService, caller: Reader) -> Response:
     """Continue the conversation that a stored cache begins."""
     body = await read_json(request, ChatCompletionRequest, service.settings)
     assert body.cache_id is not None  # the type refuses a body without it
-    manifest = await off_loop(service.store.stat, body.cache_id, tenant=TENANT)
+    manifest = await off_loop(service.store.stat, body.cache_id, tenant=caller.tenant)
     engine = service.engine_for(manifest)
     if body.model not in (None, manifest.model, engine.model):
         raise InvalidRequest(f"cache {body.cache_id} is of model {manifest.model!r}, not {body.model!r}", param="model")
@@ -53,9 +54,9 @@ async def complete(request: Request, service: InService) -> Response:
     asked, deadline_s = _asked(body), service.settings.request_deadline_s
     if body.stream:
         with_usage = body.stream_options is not None and body.stream_options.include_usage
-        replies = engine.stream(body.cache_id, asked, tenant=TENANT, deadline_s=deadline_s)
+        replies = engine.stream(body.cache_id, asked, tenant=caller.tenant, deadline_s=deadline_s)
         return await event_stream(request, _events(replies, head, with_usage=with_usage))
-    work = engine.query(body.cache_id, asked, tenant=TENANT, deadline_s=deadline_s)
+    work = engine.query(body.cache_id, asked, tenant=caller.tenant, deadline_s=deadline_s)
     (reply,) = await until_hangup(request, work)
     choice = ChatChoice(message=AssistantMessage(content=reply.answer.text), finish_reason=reply.answer.finish_reason)
     completion = ChatCompletion(

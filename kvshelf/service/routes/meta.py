@@ -11,6 +11,7 @@ from kvshelf.client.strict import MAX_PROMPTS
 from kvshelf.client.types import Limits, ModelList, PolicyList, PolicyObject, Readiness, ReadyPart
 from kvshelf.errors import DeadlineExceeded, KvshelfError, QueueFull
 from kvshelf.service import openapi
+from kvshelf.service.keys import Reader
 from kvshelf.service.state import InService, Service, off_loop
 from kvshelf.workers.policies import catalog
 from kvshelf.workers.remote import RemoteEngine
@@ -21,20 +22,20 @@ _PROBE_S = 2.0
 
 
 @router.get("/v1/models")
-async def models(service: InService) -> ModelList:
+async def models(service: InService, _: Reader) -> ModelList:
     """The models served; the first is the default."""
     return ModelList(data=list(service.models))
 
 
 @router.get("/v1/policies")
-async def policies() -> PolicyList:
+async def policies(_: Reader) -> PolicyList:
     """The compression policies with their parameters and sources."""
     described = [info.to_dict() for info in catalog()]
     return PolicyList(data=[PolicyObject.model_validate({"id": info["name"]} | info) for info in described])
 
 
 @router.get("/v1/limits")
-async def limits(service: InService) -> Limits:
+async def limits(service: InService, _: Reader) -> Limits:
     """What one request may ask of this service."""
     settings = service.settings
     return Limits(

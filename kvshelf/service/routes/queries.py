@@ -14,7 +14,8 @@ from kvshelf.client.types import AnswerDelta, AnswerList, AnswerObject, Query, U
 from kvshelf.service import openapi
 from kvshelf.service.body import read_json
 from kvshelf.service.events import event_stream
-from kvshelf.service.state import TENANT, InService, off_loop, until_hangup
+from kvshelf.service.keys import Reader
+from kvshelf.service.state import InService, off_loop, until_hangup
 from kvshelf.workers.generation import Sampling
 from kvshelf.workers.replica import Asked, Replied
 
@@ -27,16 +28,16 @@ router = APIRouter(prefix="/v1/caches", tags=["queries"], responses=openapi.ERRO
     responses=openapi.json_or_events(AnswerObject, AnswerList),
     openapi_extra=openapi.body_of(Query),
 )
-async def query(cache_id: str, request: Request, service: InService) -> Response:
+async def query(cache_id: str, request: Request, service: InService, caller: Reader) -> Response:
     """Answer one or several prompts from a stored cache, without prefilling its document again."""
     body = await read_json(request, Query, service.settings)
     asked = _asked(body)
-    engine = service.engine_for(await off_loop(service.store.stat, cache_id, tenant=TENANT))
+    engine = service.engine_for(await off_loop(service.store.stat, cache_id, tenant=caller.tenant))
     deadline_s = service.settings.request_deadline_s
     if body.stream:
-        replies = engine.stream(cache_id, asked, tenant=TENANT, deadline_s=deadline_s)
+        replies = engine.stream(cache_id, asked, tenant=caller.tenant, deadline_s=deadline_s)
         return await event_stream(request, _events(cache_id, replies))
-    replied = await until_hangup(request, engine.query(cache_id, asked, tenant=TENANT, deadline_s=deadline_s))
+    replied = await until_hangup(request, engine.query(cache_id, asked, tenant=caller.tenant, deadline_s=deadline_s))
     answers = [answer_object(cache_id, reply) for reply in replied]
     content = AnswerList(data=answers) if isinstance(body.prompt, list) else answers[0]
     return JSONResponse(content.model_dump(mode="json"))

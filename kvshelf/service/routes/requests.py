@@ -13,7 +13,8 @@ from kvshelf.client.types import ErrorBody, RequestObject
 from kvshelf.errors import InternalError, by_code
 from kvshelf.service import openapi
 from kvshelf.service.errors import error_json
-from kvshelf.service.state import TENANT, InService, off_loop, until_hangup
+from kvshelf.service.keys import Reader
+from kvshelf.service.state import InService, off_loop, until_hangup
 from kvshelf.store.ledger import Ledger, RequestRecord
 
 router = APIRouter(prefix="/v1/requests", tags=["requests"], responses=openapi.ERRORS)
@@ -27,18 +28,19 @@ async def get_request(
     request_id: str,
     request: Request,
     service: InService,
+    caller: Reader,
     wait_s: Annotated[float, Query(ge=0, le=MAX_WAIT_S, allow_inf_nan=False)] = 0.0,
 ) -> Response:
     """How far a creation is. With `wait_s` the answer comes once it has ended, or after that many seconds."""
-    record = await until_hangup(request, _wait(service.store.ledger, request_id, wait_s))
+    record = await until_hangup(request, _wait(service.store.ledger, request_id, caller.tenant, wait_s))
     return JSONResponse(request_json(record))
 
 
-async def _wait(ledger: Ledger, request_id: str, wait_s: float) -> RequestRecord:
+async def _wait(ledger: Ledger, request_id: str, tenant: str, wait_s: float) -> RequestRecord:
     end = time.monotonic() + wait_s
     pause_s = _FIRST_POLL_S
     while True:
-        record = await off_loop(ledger.get_request, request_id, tenant=TENANT)
+        record = await off_loop(ledger.get_request, request_id, tenant=tenant)
         if record.state in ("done", "failed") or time.monotonic() >= end:
             return record
         await asyncio.sleep(min(pause_s, max(0.0, end - time.monotonic())))
