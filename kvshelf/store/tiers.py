@@ -144,7 +144,7 @@ class TieredStore(Store):
     def _outlived_home(self, tier: Tier) -> bool:
         """Whether a tier has copies from a time before the home lost everything."""
         with self._tolerant(tier):
-            return bool(self._home.incarnation) and tier.noted() not in ("", self._home.incarnation)
+            return tier.noted() not in ("", self._home.incarnation)
         return False
 
     def _open(self, manifest: Manifest, word: _Word, first: int = 0) -> ArrivingCache:

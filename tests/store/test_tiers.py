@@ -24,6 +24,7 @@ from kvshelf.errors import (
 )
 from kvshelf.store import CompressedCache, Manifest, Quota, Rules, Store
 from kvshelf.store.artifact import Kept
+from kvshelf.store.blobs import WRITE_LEASE_S
 from kvshelf.store.disk import DiskStore
 from kvshelf.store.keyring import Keyring
 from kvshelf.store.ram import PER_COPY, RECENT_S, RamTier
@@ -80,7 +81,7 @@ def build(clock: Clock, tmp_path: Path) -> Iterator[Callable[..., Node]]:
 
 @pytest.fixture
 def node(place: Place, clock: Clock, build: Callable[..., Node]) -> Node:
-    return build(place.open(now=clock))
+    return build(open_home(place, clock))
 
 
 @pytest.fixture
@@ -94,6 +95,11 @@ def server(tmp_path: Path) -> Iterator[ValkeyServer]:
 def far(server: ValkeyServer, clock: Clock, build: Callable[..., Node]) -> Node:
     """Before a Redis home that may go away."""
     return build(RedisStore.open(server.url, now=clock))
+
+
+def open_home(place: Place, clock: Clock, **options: Any) -> Shelf:
+    """Its writers' leases do not run out on a busy machine."""
+    return place.open(now=clock, write_lease_s=WRITE_LEASE_S, **options)
 
 
 def flip_in_ram(node: Node, manifest: Manifest) -> None:
@@ -372,7 +378,7 @@ def test_an_update_elsewhere_reaches_a_copy_when_it_is_read_and_all_with_a_sweep
 
 
 def test_what_the_home_evicted_is_evicted(place: Place, clock: Clock, build: Callable[..., Node]) -> None:
-    node = build(place.open(now=clock, rules=Rules(quota=Quota(budget_bytes=2 * SIZE + 1))))
+    node = build(open_home(place, clock, rules=Rules(quota=Quota(budget_bytes=2 * SIZE + 1))))
     first, second, third = (node.store.put(make_cache(seed)) for seed in range(3))
     gone_ids = [m.id for m in (first, second, third) if fate(lambda m=m: node.home.stat(m.id)) == "cache_expired"]
     assert len(gone_ids) == 1
@@ -453,6 +459,8 @@ def test_a_source_lies_beside_the_copy_on_the_disk(node: Node) -> None:
         node.store.source(without.id)
     kept = node.store.keep_source(without.id, "more text")
     assert (kept.has_source, node.disk.source(kept)) == (True, "more text")
+    for tier in (node.ram, node.disk):
+        assert kept in list(tier.manifests())
     assert node.store.delete(manifest.id).bytes_freed == SIZE + len("the text")
 
 
@@ -468,7 +476,7 @@ def test_a_source_that_is_asked_for_is_copied(node: Node) -> None:
 
 
 def test_no_tier_takes_more_than_its_budget(place: Place, clock: Clock, build: Callable[..., Node]) -> None:
-    node = build(place.open(now=clock), ram=3 * IN_RAM + 5, disk=5 * SIZE + 5)
+    node = build(open_home(place, clock), ram=3 * IN_RAM + 5, disk=5 * SIZE + 5)
     manifests = [node.store.put(make_cache(seed)) for seed in range(12)]
     most = [0, 0]
     failures: list[BaseException] = []
@@ -493,7 +501,7 @@ def test_no_tier_takes_more_than_its_budget(place: Place, clock: Clock, build: C
 
 
 def test_what_is_larger_than_a_tier_drives_nothing_out(place: Place, clock: Clock, build: Callable[..., Node]) -> None:
-    node = build(place.open(now=clock), ram=2 * IN_RAM, disk=2 * SIZE)
+    node = build(open_home(place, clock), ram=2 * IN_RAM, disk=2 * SIZE)
     small = node.store.put(make_cache(0))
     large = node.store.put(make_cache(1, num_tokens=400, lengths=((400, 400), (400, 400))))
     assert large.bytes_stored > 2 * IN_RAM
@@ -661,6 +669,28 @@ def test_an_empty_home_gets_back_what_is_read(far: Node, server: ValkeyServer) -
     assert fate(lambda: far.store.get(never.id)) == "cache_not_found"
 
 
+def test_a_source_that_nobody_copied_is_lost_and_not_promised(far: Node, server: ValkeyServer) -> None:
+    manifest = far.home.put(make_cache(), source="the text")
+    far.store.get(manifest.id)
+    server.kill()
+    server.start()
+    far.store.get(manifest.id)
+    assert not far.store.stat(manifest.id).has_source
+    with pytest.raises(SourceNotKept):
+        far.store.source(manifest.id)
+    assert far.store.keep_source(manifest.id, "the text").has_source
+
+
+def test_what_the_home_forgot_in_its_own_time_is_not_lost(far: Node, clock: Clock) -> None:
+    """After a month it does not remember deletions, and is no other home."""
+    manifest = far.store.put(make_cache())
+    far.home.delete(manifest.id)
+    far.home.sweep(clock.time + 31 * 86400)
+    assert not far.home.remembers(manifest.id)
+    assert fates(far.store, [manifest.id]) == ["cache_not_found"]
+    assert (far.ram.nbytes, far.scratch.names()) == (0, set())
+
+
 def test_an_empty_home_gets_back_everything_with_a_sweep(far: Node, server: ValkeyServer, clock: Clock) -> None:
     stays, expired = far.store.put(make_cache(0)), far.store.put(make_cache(1), ttl_s=5)
     server.kill()
@@ -761,14 +791,14 @@ def test_a_home_is_no_tier(home: Path, store: DiskStore) -> None:
 
 def test_processes_share_a_tier_on_the_disk(place: Place, clock: Clock, build: Callable[..., Node]) -> None:
     """What one process put, another reads from its machine's folder; what one deletes is gone for both."""
-    node = build(place.open(now=clock))
+    node = build(open_home(place, clock))
     manifests = [node.store.put(make_cache(seed)) for seed in range(2)]
     for manifest in manifests:
         node.ram.drop(manifest.id, "default")
         place.change(manifest, gone)
 
     def work() -> None:
-        other = build(place.open(now=clock))
+        other = build(open_home(place, clock))
         require_equal(make_cache(0), other.store.get(manifests[0].id))
         assert other.store.put(make_cache(2)).id
         other.store.delete(manifests[1].id)
@@ -819,7 +849,7 @@ def test_a_tier_that_fails_fails_nobody(node: Node, caplog: pytest.LogCaptureFix
 
 def test_copies_are_sealed_as_the_home_is(place: Place, clock: Clock, build: Callable[..., Node]) -> None:
     keyring = Keyring([bytes(range(32))])
-    node = build(place.open(now=clock, rules=Rules(keyring=keyring)), keyring=keyring)
+    node = build(open_home(place, clock, rules=Rules(keyring=keyring)), keyring=keyring)
     manifest = node.store.put(make_cache(), source="the text")
     sealed = [path.read_bytes() for path in (node.scratch.folder / "blobs").iterdir()]
     assert len(sealed) == 2
@@ -859,7 +889,7 @@ def plain(manifest: Manifest) -> dict[str, Any]:
 def test_tiers_never_change_an_answer(
     place: Place, clock: Clock, build: Callable[..., Node], tmp_path: Path, soak: bool, seed: int
 ) -> None:
-    home = place.open(now=clock)
+    home = open_home(place, clock)
     node = build(home, ram=2 * IN_RAM, disk=4 * SIZE)
     alone = DiskStore.open(tmp_path / "alone", key=home.key, now=clock)
     twin = Twin(node.store, alone)
