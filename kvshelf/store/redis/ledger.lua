@@ -6,6 +6,8 @@
 --
 --   r:<id>     hash: the fields of a RequestRecord
 --   b:<id>     the body, until the request has ended
+--   a:<token>  a body on its way to `open`, for a minute. It is no argument, because a script copies its arguments
+--              several times, and the server does nothing else meanwhile
 --   requests   ids of unfinished requests by created_at
 --   ended      ids of the others by updated_at; the server drops their hashes `keep_ended_s` after that
 --
@@ -66,8 +68,13 @@ local function end_request(state)
   call('PEXPIREAT', KEY, string.format('%.0f', math.ceil((now + a.keep_ended_s) * 1000)))
 end
 
+local function take_body()
+  call('RENAME', BASE .. 'a:' .. a.token, body_key(a.id))
+  call('PERSIST', body_key(a.id))
+end
+
 local function queue_anew(now)
-  call('SET', body_key(a.id), a.body)
+  take_body()
   call('HSET', KEY, 'state', 'queued', 'attempts_before', get('attempts'), 'cache_ids', '[]', 'updated_at', now)
   call('HDEL', KEY, 'worker')
   set_error(nil)
@@ -80,16 +87,18 @@ function operations.open()
   local now = exact(now_s())
   local tenant, state = get('tenant'), get('state')
   if not tenant then
-    call('SET', body_key(a.id), a.body)
+    take_body()
     call('HSET', KEY, 'id', a.id, 'tenant', a.tenant, 'state', 'queued', 'attempts', '0', 'attempts_before', '0',
       'cache_ids', '[]', 'created_at', now, 'updated_at', now)
     call('ZADD', REQUESTS, now, a.id)
     call('ZREM', ENDED, a.id)
   elseif tenant ~= a.tenant then
+    call('UNLINK', BASE .. 'a:' .. a.token)
     return {'taken'}
   elseif state == 'failed' or (state == 'done' and a.again == '1') then
     queue_anew(now)
   end
+  call('UNLINK', BASE .. 'a:' .. a.token)
   return {'opened', show(KEY)}
 end
 
@@ -135,12 +144,6 @@ function operations.fail()
 end
 
 function operations.get() return {'record', show(KEY)} end
-
--- A piece of the body.
-function operations.body()
-  local there = call('EXISTS', body_key(a.id)) == 1
-  return {'body', get('id'), there and call('GETRANGE', body_key(a.id), a.first, a.last)}
-end
 
 function operations.unfinished() return {'ids', call('ZRANGE', REQUESTS, 0, -1)} end
 

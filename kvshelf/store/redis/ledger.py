@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -22,11 +23,16 @@ _FIELDS: Final = (
 _REPLIES: Final = {
     **dict.fromkeys(("unknown", "taken", "done"), 0),
     **dict.fromkeys(("opened", "record", "ended", "started", "ids", "records", "forgotten"), 1),
-    **dict.fromkeys(("at_work", "stale", "body"), 2),
+    **dict.fromkeys(("at_work", "stale"), 2),
 }
 """What replies of the script begin with, and how many parts follow."""
 
+_UNFINISHED: Final = ("queued", "running")
+
 _BATCH: Final = 500
+
+_ARRIVAL_MS: Final = 60_000
+"""How long a body waits to be taken into its request, which is the next command."""
 
 _PIECE: Final = 16 << 20
 """Bytes of a body in one reply: bodies may be larger than any reply is allowed to be."""
@@ -36,10 +42,14 @@ class RedisLedger(Ledger):
     """See `Ledger`. All times are the server's."""
 
     def __init__(self, link: RedisLink, prefix: str) -> None:
-        self._run = Script(link, "ledger.lua", f"{{{prefix}}}:requests", _REPLIES).run
+        self._link = link
+        self._base = f"{{{prefix}}}:"
+        self._run = Script(link, "ledger.lua", f"{self._base}requests", _REPLIES).run
 
     def open_request(self, request_id: str, *, tenant: str, body: bytes, again: bool = False) -> RequestRecord:
-        word, *rest = self._run("open", id=request_id, tenant=tenant, body=body, again=again)
+        token = secrets.token_hex(8)
+        self._link.call("SET", f"{self._base}a:{token}", body, "PX", _ARRIVAL_MS)
+        word, *rest = self._run("open", id=request_id, tenant=tenant, token=token, again=again)
         if word == "taken":
             raise ledger.taken(request_id)
         return _record(rest[0])
@@ -86,15 +96,22 @@ class RedisLedger(Ledger):
 
     def body(self, request_id: str) -> bytes:
         body = bytearray()
-        while True:
-            _, found, piece = self._run("body", id=request_id, first=len(body), last=len(body) + _PIECE - 1)
-            if found is None:
-                raise ledger.not_found(request_id)
-            if piece is None:
-                raise ledger.dropped(request_id)
+        while len(piece := self._piece(request_id, len(body))) == _PIECE:
             body += piece
-            if len(piece) < _PIECE:
-                return bytes(body)
+        body += piece
+        # Asked afterwards: while the request is unfinished, none of its body is missing.
+        fields = self._run("get", id=request_id)[1]
+        if not _is_there(fields):
+            raise ledger.not_found(request_id)
+        if fields[2].decode() not in _UNFINISHED:
+            raise ledger.dropped(request_id)
+        return bytes(body)
+
+    def _piece(self, request_id: str, start: int) -> bytes:
+        piece = self._link.call("GETRANGE", f"{self._base}b:{request_id}", start, start + _PIECE - 1)
+        if not isinstance(piece, bytes):
+            raise StoreUnavailable(f"{piece!r:.80} came from Redis where a request's body was expected")
+        return piece
 
     def unfinished(self) -> list[RequestRecord]:
         ids: list[bytes] = self._run("unfinished")[1]
@@ -110,9 +127,6 @@ class RedisLedger(Ledger):
         while forgotten := int(self._run("forget", before=before, limit=_BATCH)[1]):
             count += forgotten
         return count
-
-
-_UNFINISHED: Final = ("queued", "running")
 
 
 def _require_holder(reply: Sequence[Any], request_id: str, attempt: int) -> None:

@@ -48,6 +48,8 @@ def test_the_server_drops_what_has_ended(ledger: RedisLedger, client: redis.Redi
     assert ends["r:done"] == pytest.approx(KEEP_ENDED_S, abs=60)
     assert ends["r:failed"] == pytest.approx(KEEP_ENDED_S, abs=60)
     assert {key.removeprefix(BASE) for key in client.scan_iter(BASE + "b:*")} == {"b:queued", "b:running"}
+    assert client.pttl(BASE + "b:queued") == -1
+    assert client.keys(BASE + "a:*") == [], "no body is on its way"
     assert set(client.zrange(BASE + "requests", 0, -1)) == {"queued", "running"}
     assert set(client.zrange(BASE + "ended", 0, -1)) == {"done", "failed"}
 
