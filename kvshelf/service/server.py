@@ -7,6 +7,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import NoReturn
 
@@ -67,6 +68,7 @@ def _serve_on(listener: socket.socket, settings: Settings, shelf: StoreConfig, s
                 batch_share=settings.batch_share,
             ),
             residents=ResidentLimits(settings.resident_bytes, settings.resident_idle_s),
+            begin=partial(logs.configure, settings.log_level),
         )
         for model in settings.models
     ]

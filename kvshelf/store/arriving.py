@@ -40,6 +40,9 @@ class ArrivingCache:
     elsewhere: Callable[[], ArrivingCache] | None = None
     """Opens the same cache in another place. Called when these bytes turn out bad; what it raises, the layers raise."""
 
+    place: str = "home"
+    """Where the bytes come from: the home, or the name of a tier before it."""
+
     def __init__(self, summary: BlobSummary, body: RawIOBase | memoryview, guard: Guard) -> None:
         """`body`: a file at the first byte of the body, which is read once, from front to end, and closed; or the body
         itself, which must not change: the layers become views of it."""

@@ -155,6 +155,7 @@ class TieredStore(Store):
                     tier.confirm(manifest)
                 arriving = tier.open_cache(manifest)
                 if arriving is not None:
+                    arriving.place = tier.name
                     arriving.elsewhere = partial(self._open, manifest, word, index + 1)
                     if word == "lost" or (word == "live" and index):
                         arriving.on_read = partial(self._share, manifest, self._tiers[:index])

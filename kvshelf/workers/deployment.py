@@ -9,7 +9,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,7 +32,8 @@ from kvshelf.workers.scheduler import Scheduler, SchedulerLimits
 class ReplicaConfig:
     """What each replica of one model is made of.
 
-    model: bundled name, folder or hub id. threads: CPU threads for torch; None leaves Ray's choice.
+    model: bundled name, folder or hub id. threads: CPU threads for torch; None leaves Ray's choice. begin: called in
+    the replica's process before anything else, for what that process is to do besides: its logs.
     """
 
     model: str
@@ -42,6 +43,7 @@ class ReplicaConfig:
     threads: int | None = None
     limits: SchedulerLimits = field(default_factory=SchedulerLimits)
     residents: ResidentLimits = field(default_factory=ResidentLimits)
+    begin: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class ServedReplica(Replica):
     """A `Replica` that makes its own parts: Ray constructs it in the process it will live in."""
 
     def __init__(self, config: ReplicaConfig) -> None:
+        config.begin()
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         model, tokenizer = models.load(config.model, device=config.device, dtype=config.dtype)

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 import ray.exceptions as ray_errors
+import structlog
 from ray import serve
 from ray.serve import exceptions as serve_errors
 from ray.serve.handle import DeploymentHandle
@@ -62,13 +63,19 @@ class RemoteEngine:
         self, spec: Mapping[str, Any], *, tenant: str, deadline_s: float, request_id: str | None = None
     ) -> Created:
         created: Created = await self._call(
-            "create", deadline_s + _GRACE_S, dict(spec), tenant=tenant, deadline_s=deadline_s, request_id=request_id
+            "create",
+            deadline_s + _GRACE_S,
+            dict(spec),
+            tenant=tenant,
+            deadline_s=deadline_s,
+            request_id=request_id,
+            origin=_origin(),
         )
         return created
 
     async def query(self, cache_id: str, asked: Asked, *, tenant: str, deadline_s: float) -> list[Replied]:
         replied: list[Replied] = await self._call(
-            "query", deadline_s + _GRACE_S, cache_id, asked, tenant=tenant, deadline_s=deadline_s
+            "query", deadline_s + _GRACE_S, cache_id, asked, tenant=tenant, deadline_s=deadline_s, origin=_origin()
         )
         return replied
 
@@ -76,7 +83,9 @@ class RemoteEngine:
         self, cache_id: str, asked: Asked, *, tenant: str, deadline_s: float
     ) -> AsyncGenerator[str | Replied, None]:
         with self._translated():
-            response = self._streaming.stream.remote(cache_id, asked, tenant=tenant, deadline_s=deadline_s)
+            response = self._streaming.stream.remote(
+                cache_id, asked, tenant=tenant, deadline_s=deadline_s, origin=_origin()
+            )
             try:
                 async with asyncio.timeout(deadline_s + _GRACE_S):
                     async for piece in response:
@@ -136,6 +145,12 @@ class RemoteEngine:
         if isinstance(exc, TimeoutError):
             return DeadlineExceeded(f"no answer from a worker of {self.model!r} in time; ask again later")
         return InternalError(f"the worker of {self.model!r} failed unexpectedly: {type(exc).__name__}")
+
+
+def _origin() -> str:
+    """The id of the request at hand, as the log of this process has it."""
+    found: str = structlog.contextvars.get_contextvars().get("request_id", "")
+    return found
 
 
 def replicas_running(app: str) -> int:

@@ -7,17 +7,18 @@ go from here to the store and back; only ids, text and numbers leave this proces
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextvars import copy_context
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
+import structlog
 import torch
 
 from kvshelf.errors import (
@@ -42,11 +43,12 @@ from kvshelf.workers.engine import Engine
 from kvshelf.workers.flights import Flights
 from kvshelf.workers.generation import Answer, Sampling
 from kvshelf.workers.job import Job
+from kvshelf.workers.phases import Phase, in_sequence
 from kvshelf.workers.residents import Resident, ResidentLimits, Residents
 from kvshelf.workers.scheduler import Scheduler
 from kvshelf.workers.ticket import Ticket
 
-log = logging.getLogger("kvshelf.workers")
+log = structlog.get_logger("kvshelf.workers")
 
 ResultT = TypeVar("ResultT")
 
@@ -62,10 +64,15 @@ LEASE_S = 10.0
 
 @dataclass(frozen=True)
 class Created:
-    """A stored cache, and whether it was on the shelf already. `manifest` has JSON types only."""
+    """A stored cache, and whether it was on the shelf already. `manifest` has JSON types only.
+
+    phases: of the work, where there was any: queue, prefill, compress, store, told one after the other although prefill
+    and compress take turns.
+    """
 
     manifest: dict[str, Any]
     existing: bool
+    phases: tuple[Phase, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,17 +85,31 @@ class Asked:
 
 @dataclass(frozen=True)
 class Replied:
-    """One answer, with what is known about the cache it came from. `load_ms`: finding the cache, and reading and
-    checking its blob where it was not in memory."""
+    """One answer, with what is known about the cache it came from.
+
+    load_ms: finding the cache, and reading and checking its blob where it was not in memory. read_from: "memory", or
+    where the blob was read, as `ArrivingCache.place`. phases: load, queue, prefill (up to the first token), decode;
+    the others may begin before the last layer is loaded.
+    """
 
     answer: Answer
     load_ms: float
     policy: str
     compression_ratio: float
+    read_from: str
+    phases: tuple[Phase, ...]
+
+    @property
+    def first_token_s(self) -> float:
+        """Seconds from the question's arrival at the replica to the first token of the answer."""
+        return self.phases[-1].start_s
 
 
 class Replica:
-    """See the module. `start` it on the event loop that will call it, `stop` it once."""
+    """See the module. `start` it on the event loop that will call it, `stop` it once.
+
+    `origin` is the id under which the caller logs what it asks for; the lines that are logged here carry it, too.
+    """
 
     def __init__(
         self, engine: Engine, store: Store, scheduler: Scheduler, residents: ResidentLimits | None = None
@@ -132,12 +153,19 @@ class Replica:
         }
 
     async def create(
-        self, spec: Mapping[str, Any], *, tenant: str, deadline_s: float | None = None, request_id: str | None = None
+        self,
+        spec: Mapping[str, Any],
+        *,
+        tenant: str,
+        deadline_s: float | None = None,
+        request_id: str | None = None,
+        origin: str = "",
     ) -> Created:
         """Compress what `spec` describes (the fields of `CreateCache`) and store it, unless the shelf has it.
 
         With `request_id`, a request of the ledger, the attempt is counted there before any work, and its end recorded.
         """
+        _log_as(origin)
         if request_id is None:
             with _named_errors():
                 return await self._create(spec, tenant, deadline_s)
@@ -150,9 +178,10 @@ class Replica:
             return created
 
     async def query(
-        self, cache_id: str, asked: Asked, *, tenant: str, deadline_s: float | None = None
+        self, cache_id: str, asked: Asked, *, tenant: str, deadline_s: float | None = None, origin: str = ""
     ) -> list[Replied]:
         """Answer every prompt, in their order. The first error ends all of them."""
+        _log_as(origin)
         with _named_errors():
             async with self._loaded(cache_id, tenant, deadline_s) as loaded:
                 queries = await self._encode(loaded.document, asked)
@@ -161,15 +190,16 @@ class Replica:
                     for query in queries:
                         ticket = self._scheduler.generate(loaded.document, query, asked.sampling, deadline_s=deadline_s)
                         tickets.append(ticket)
-                    return [loaded.reply(await asyncio.wrap_future(ticket.future)) for ticket in tickets]
+                    return [loaded.reply(await asyncio.wrap_future(ticket.future), ticket) for ticket in tickets]
                 finally:
                     for ticket in tickets:
                         ticket.cancel()
 
     async def stream(
-        self, cache_id: str, asked: Asked, *, tenant: str, deadline_s: float | None = None
+        self, cache_id: str, asked: Asked, *, tenant: str, deadline_s: float | None = None, origin: str = ""
     ) -> AsyncIterator[str | Replied]:
         """The pieces of the answer to the one prompt as they become final, then the answer. Closing it cancels it."""
+        _log_as(origin)
         with _named_errors():
             async with self._loaded(cache_id, tenant, deadline_s) as loaded:
                 (query,) = await self._encode(loaded.document, asked)
@@ -194,7 +224,7 @@ class Replica:
                 try:
                     while (piece := await pieces.get()) is not None:
                         yield piece
-                    yield loaded.reply(ticket.future.result())
+                    yield loaded.reply(ticket.future.result(), ticket)
                 finally:
                     ticket.cancel()
 
@@ -235,7 +265,12 @@ class Replica:
             timings=Timings(queue_s=ticket.queue_s, prefill_s=compression.prefill_s, compress_s=compression.compress_s),
             source=_source(spec),
         )
-        return Created(_plain(manifest), existing=False)
+        took = manifest.timings
+        phases = in_sequence(queue=took.queue_s, prefill=took.prefill_s, compress=took.compress_s, store=took.store_s)
+        log.info(
+            "compressed", cache_id=cache_id, tokens=manifest.num_tokens, kept=manifest.kept_tokens, **_rounded(phases)
+        )
+        return Created(_plain(manifest), existing=False, phases=phases)
 
     @asynccontextmanager
     async def _attempt(self, request_id: str, tenant: str) -> AsyncIterator[int]:
@@ -264,7 +299,7 @@ class Replica:
             try:
                 await self._off_loop(self._store.ledger.renew, request_id, attempt, lease_s=LEASE_S)
             except StoreError:
-                log.warning("the lease of %s could not be renewed; it is tried again", request_id, exc_info=True)
+                log.warning("a lease could not be renewed; it is tried again", request=request_id, exc_info=True)
 
     async def _record_failure(self, request_id: str, attempt: int, error: KvshelfError, *, final: bool) -> None:
         fail = self._store.ledger.fail
@@ -273,7 +308,7 @@ class Replica:
                 fail, request_id, attempt, code=error.code, message=error.message, param=error.param, final=final
             )
         except StateConflict:
-            log.warning("attempt %d of %s was taken over by another worker", attempt, request_id)
+            log.warning("an attempt was taken over by another worker", request=request_id, attempt=attempt)
 
     @asynccontextmanager
     async def _loaded(self, cache_id: str, tenant: str, deadline_s: float | None) -> AsyncIterator[_Loaded]:
@@ -291,7 +326,7 @@ class Replica:
                     "full of others that are being asked; try again"
                 ) from exc
             self._threads.submit(_touch, self._store, cache_id, tenant)
-            yield _Loaded(resident, there, time.monotonic() - started)
+            yield _Loaded(cache_id, resident, there, started, time.monotonic() - started)
 
     async def _encode(self, document: Attachment, asked: Asked) -> list[list[int]]:
         def encode() -> list[list[int]]:
@@ -300,25 +335,43 @@ class Replica:
         return await self._off_loop(encode)
 
     async def _off_loop(self, call: Callable[..., ResultT], *args: Any, **kwargs: Any) -> ResultT:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(call, *args, **kwargs))
+        # What is logged on the thread is logged for the same request.
+        run = copy_context().run
+        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(run, call, *args, **kwargs))
 
 
 @dataclass(frozen=True)
 class _Loaded:
-    """A cache that questions can be put to. It may still be arriving; an answer has waited for all of it."""
+    """A cache that questions can be put to. It may still be arriving; an answer has waited for all of it.
 
+    started: when it was asked for, of `time.monotonic`; found_s: how long it took to be there or to begin to arrive.
+    """
+
+    cache_id: str
     resident: Resident
     was_there: bool
+    started: float
     found_s: float
 
     @property
     def document(self) -> Attachment:
         return self.resident.document
 
-    def reply(self, answer: Answer) -> Replied:
+    def reply(self, answer: Answer, ticket: Ticket[Answer]) -> Replied:
+        """The answer that has just ended, with what it took."""
         identity = self.document.identity
         load_s = self.found_s + (0.0 if self.was_there else self.resident.read_s)
-        return Replied(answer, load_s * 1000, identity.policy, identity.compression_ratio)
+        asked_s = ticket.submitted - self.started
+        begun_s, first_s = asked_s + ticket.queue_s, asked_s + ticket.first_s
+        phases = (
+            Phase("load", 0.0, load_s),
+            Phase("queue", asked_s, ticket.queue_s),
+            Phase("prefill", begun_s, first_s - begun_s),
+            Phase("decode", first_s, time.monotonic() - self.started - first_s),
+        )
+        read_from = "memory" if self.was_there else self.resident.place
+        log.info("answered", cache_id=self.cache_id, read_from=read_from, **asdict(answer.usage), **_rounded(phases))
+        return Replied(answer, load_s * 1000, identity.policy, identity.compression_ratio, read_from, phases)
 
 
 def _prepare(engine: Engine, spec: Mapping[str, Any]) -> Job:
@@ -363,7 +416,16 @@ def _touch(store: Store, cache_id: str, tenant: str) -> None:
     try:
         store.touch(cache_id, tenant=tenant)
     except KvshelfError:
-        log.warning("could not record the use of %s", cache_id, exc_info=True)
+        log.warning("a use could not be recorded", cache_id=cache_id, exc_info=True)
+
+
+def _log_as(origin: str) -> None:
+    """Every line of this call carries the caller's id. Each call is a task of its own, so nothing is to be undone."""
+    structlog.contextvars.bind_contextvars(request_id=origin)
+
+
+def _rounded(phases: tuple[Phase, ...]) -> dict[str, float]:
+    return {f"{phase.name}_s": round(phase.seconds, 4) for phase in phases}
 
 
 def _plain(manifest: Manifest) -> dict[str, Any]:

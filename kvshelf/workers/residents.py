@@ -37,10 +37,11 @@ class ResidentLimits:
 @dataclass(eq=False)
 class Resident:
     """One cache in memory, or on its way there. `users`: questions that are open on it; `read_s`: how long reading and
-    checking all of it took, 0 until that is done."""
+    checking all of it took, 0 until that is done; `place`: where it was read from, as `ArrivingCache.place`."""
 
     document: Attachment
     digest: str
+    place: str
     users: int = 0
     last_used: float = field(default_factory=time.monotonic)
     read_s: float = 0.0
@@ -131,7 +132,7 @@ class Residents:
         except BaseException:
             arriving.close()
             raise
-        resident = Resident(document, arriving.root.hex())
+        resident = Resident(document, arriving.root.hex(), arriving.place)
         self._held[tenant, cache_id] = resident
         self._readers.submit(_read, arriving, resident)
         return resident

@@ -331,6 +331,8 @@ class Scheduler:
         if isinstance(text, KvshelfError):
             self._end(work, text)
             return
+        if work.generation.token_ids:
+            work.ticket.has_token()
         try:
             if text:
                 work.on_text(text)

@@ -13,13 +13,17 @@ ResultT = TypeVar("ResultT")
 
 
 class Ticket(Generic[ResultT]):
-    """A caller's claim on one piece of work. `queue_s` is how long it waited for the model, in seconds."""
+    """A caller's claim on one piece of work, handed in at `submitted` (of `time.monotonic`).
+
+    Seconds from there on: `queue_s` until the model took it up; `first_s` until the first token of an answer, 0 before.
+    """
 
     def __init__(self, deadline_s: float | None) -> None:
         self.future: Future[ResultT] = Future()
         self.queue_s = 0.0
-        self._submitted = time.monotonic()
-        self._deadline = math.inf if deadline_s is None else self._submitted + deadline_s
+        self.first_s = 0.0
+        self.submitted = time.monotonic()
+        self._deadline = math.inf if deadline_s is None else self.submitted + deadline_s
         self._cancelled = False
 
     def cancel(self) -> None:
@@ -27,12 +31,16 @@ class Ticket(Generic[ResultT]):
         self._cancelled = True
 
     def begin(self) -> None:
-        self.queue_s = time.monotonic() - self._submitted
+        self.queue_s = time.monotonic() - self.submitted
+
+    def has_token(self) -> None:
+        """The answer has a token; the first call counts."""
+        self.first_s = self.first_s or time.monotonic() - self.submitted
 
     @property
     def busy_s(self) -> float:
         """Seconds since the work began."""
-        return time.monotonic() - self._submitted - self.queue_s
+        return time.monotonic() - self.submitted - self.queue_s
 
     def check(self) -> None:
         """Raise if this work shall not go on. Called between units of work."""
@@ -40,7 +48,7 @@ class Ticket(Generic[ResultT]):
             raise Cancelled("the caller went away")
         if time.monotonic() > self._deadline:
             raise DeadlineExceeded(
-                f"the work was not done {self._deadline - self._submitted:.1f} s after it was asked for; ask for less, "
+                f"the work was not done {self._deadline - self.submitted:.1f} s after it was asked for; ask for less, "
                 "or when the service is less busy"
             )
 
