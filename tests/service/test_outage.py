@@ -183,3 +183,31 @@ def test_the_password_is_nowhere(remote: httpx.Client, afar: LiveService) -> Non
     assert '"store opened"' in log
     assert SECRET not in log
     assert SECRET not in remote.get("/readyz").text
+
+
+@pytest.mark.timeout(300)
+def test_copies_on_a_disk_answer_while_redis_is_gone_also_after_a_restart(
+    start_service: Callable[..., AbstractContextManager[LiveService]], tiny_folder: Path, tmp_path: Path
+) -> None:
+    question = {"prompt": "Who lit it?", "max_tokens": 2}
+    with ValkeyServer(tmp_path, maxmemory="64mb") as server:
+        store = f"ram:16MiB+disk://{tmp_path}/copies?max=64MB+{server.url}"
+        with start_service(tmp_path, tiny_folder, store=store) as first:
+            cache = httpx.post(f"{first.url}/v1/caches", json={"document": DOCUMENT}, timeout=60).json()
+            answer = httpx.post(f"{first.url}/v1/caches/{cache['id']}/query", json=question, timeout=60).json()
+            server.kill()
+            again = httpx.post(f"{first.url}/v1/caches/{cache['id']}/query", json=question, timeout=60)
+            assert again.json()["text"] == answer["text"]
+            refused(httpx.post(f"{first.url}/v1/caches", json={"document": "new " * 30}), 503, "store_unavailable")
+        with (
+            start_service(tmp_path, tiny_folder, store=store) as second,
+            httpx.Client(base_url=second.url, timeout=60) as http,
+        ):
+            assert not store_part(http)["ready"]
+            answered = http.post(f"/v1/caches/{cache['id']}/query", json=question, timeout=60)
+            assert answered.json()["text"] == answer["text"]
+            refused(http.get("/v1/caches/kvs_" + "0" * 40), 503, "store_unavailable")
+            server.start()
+            await_ready(http)
+            assert http.get(f"/v1/caches/{cache['id']}").status_code == 200  # given back to a Redis that was empty
+            assert created(http, document="new " * 30)["id"]
