@@ -225,6 +225,25 @@ def test_a_tenant_keeps_as_many_caches_as_it_may(index: Index) -> None:
     index.begin(writing(1, 0, 5), quota)  # a source is no cache
 
 
+def test_a_source_that_is_being_added_is_no_cache(index: Index) -> None:
+    put(index, 1)
+    source = writing(1, 0, 5)
+    index.begin(replace(source, name=source.source or ""), Quota())
+    index.begin(writing(2), Quota(max_caches=2))
+
+
+def test_a_source_that_is_replaced_is_to_be_removed(index: Index) -> None:
+    entry = put(index, 1, source_bytes=10)
+    assert entry.source is not None
+    write = writing(1, 0, 9)
+    write = replace(write, name=write.source or "")
+    index.begin(write, Quota())
+    assert index.set_source(write, entry, manifest(1, has_source=True))
+    assert (found(index).source, found(index).source_bytes) == (write.source, 9)
+    assert abandoned_names(index) == {entry.source}
+    assert index.usage("me").bytes == entry.nbytes + 9
+
+
 def test_a_tenant_keeps_as_many_bytes_as_it_may(index: Index, home: Home) -> None:
     quota = Quota(max_bytes=1000)
     entry = put(index, 1, nbytes=300, source_bytes=100)

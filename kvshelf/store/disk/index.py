@@ -153,6 +153,11 @@ class SqliteIndex(Index):
             _require_lease(tx, writing.name, self._now())
             if not _rewrite(tx, entry, manifest):
                 return False
+            tx.execute(
+                "INSERT INTO writes SELECT source, id, tenant, source_bytes, NULL, 0, 0 FROM caches "
+                "WHERE seq = ? AND source IS NOT NULL",
+                (entry.seq,),
+            )
             source = (writing.source, writing.source_bytes, entry.seq)
             tx.execute("UPDATE caches SET source = ?, source_bytes = ? WHERE seq = ?", source)
             tx.execute("DELETE FROM writes WHERE name = ?", (writing.name,))
@@ -237,7 +242,7 @@ def _taken(connection: sqlite3.Connection, cache_id: str, tenant: str | None) ->
         f"SELECT coalesce(sum(caches), 0) AS caches, coalesce(sum(bytes), 0) AS bytes FROM ("
         f"  SELECT caches, bytes FROM usage WHERE true {mine}"
         f"  UNION ALL SELECT -1, -nbytes - source_bytes FROM caches WHERE id = ? AND state = 'ready' {mine}"
-        f"  UNION ALL SELECT 1, nbytes + source_bytes FROM writes WHERE lease_until > 0 AND id != ? {mine})",
+        f"  UNION ALL SELECT nbytes > 0, nbytes + source_bytes FROM writes WHERE lease_until > 0 AND id != ? {mine})",
         (*values, cache_id, *values, cache_id, *values),
     ).fetchone()
     return row["caches"], row["bytes"]

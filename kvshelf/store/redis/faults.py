@@ -72,7 +72,9 @@ def _translate(error: Exception, shown: str) -> StoreError:
 
 
 def _of_server(error: Refused, shown: str) -> StoreError:
-    if error.code in _FULL:
-        return StorageFull(f"the shelf at {shown} takes nothing more: {_FULL[error.code]}. It says: {error!s:.200}")
+    # Redis 6.2 wraps what a command in a script is refused with: "ERR Error running script ...: -OOM command ..."
+    code = next((code for code in _FULL if error.code == code or f"-{code} " in str(error)), None)
+    if code is not None:
+        return StorageFull(f"the shelf at {shown} takes nothing more: {_FULL[code]}. It says: {error!s:.200}")
     advice = _ADVICE.get(error.code, "Try again")
     return StoreUnavailable(f"the shelf at {shown} refused a command: {error!s:.200}. {advice}.")
