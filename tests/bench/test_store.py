@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import re
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from typer.testing import CliRunner
 from kvshelf.bench.cli import app
 from kvshelf.bench.store import GET, OURS, PUT, STEPS, _put, _Steps, random_cache, throughput
 from kvshelf.bench.store_homes import BareFile, BareValues, made_in
-from kvshelf.bench.store_manifests import OF_DOCUMENT, manifests
+from kvshelf.bench.store_manifests import OF_DOCUMENT, _peak_bytes, manifests
 from kvshelf.errors import InvalidRequest, KvshelfError, StoreUnavailable
 from kvshelf.store import open_store
 from kvshelf.store.blob import pack
@@ -173,3 +175,9 @@ def test_the_shelf_that_is_listed_has_the_manifests_it_should(place: str) -> Non
         assert re.fullmatch(r"[0-9a-f]{64}", middle.segment_digests[31])
     assert found.publish_s > 0
     assert {"open, first stat", "sweep", "check"} <= found.calls_s.keys()
+
+
+def test_the_peak_is_that_of_the_asking_process_alone() -> None:
+    ballast = bytearray(b"x") * (1 << 30)
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as alone:
+        assert 10 << 20 < alone.submit(_peak_bytes).result() < len(ballast)
