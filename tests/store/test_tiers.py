@@ -248,6 +248,7 @@ def test_a_download_of_a_bad_copy_comes_from_the_home(node: Node, kind: str) -> 
     with node.store.open_blob(manifest.id) as file:
         assert file.file.read() == make_cache().to_bytes()
     assert node.tier(kind).find(manifest.id, "default", recent=False) is None
+    assert list((node.scratch.folder / "quarantine").iterdir()) == [], "a copy is not worth an inspection"
 
 
 def test_layers_before_the_damage_are_used_and_those_after_it_come_from_elsewhere(node: Node) -> None:
@@ -403,6 +404,14 @@ def test_a_cache_that_was_made_anew_elsewhere_takes_the_place_of_its_copies(node
     assert (node.ram.nbytes, len(node.scratch.names())) == (IN_RAM, 1)
 
 
+def test_a_cache_that_is_put_anew_takes_the_place_of_its_copies(node: Node) -> None:
+    manifest = node.store.put(make_cache())
+    node.home.delete(manifest.id)
+    anew = node.store.put(made_anew())
+    for tier in (node.ram, node.disk):
+        assert list(tier.manifests()) == [anew]
+
+
 def test_a_sweep_drops_copies_of_what_was_made_anew(node: Node) -> None:
     manifest = node.store.put(make_cache())
     node.home.delete(manifest.id)
@@ -470,6 +479,13 @@ def test_a_source_that_is_asked_for_is_copied(node: Node) -> None:
     assert node.disk.source(manifest) is None
     assert node.store.source(manifest.id) == "the text"
     assert node.disk.source(manifest) == "the text"
+
+
+def test_a_source_that_was_replaced_elsewhere_is_not_answered_from_the_copy(node: Node) -> None:
+    manifest = node.store.put(make_cache(), source="the text")
+    node.home.delete(manifest.id)
+    node.home.put(make_cache(), source="its second edition")
+    assert node.store.source(manifest.id) == "its second edition"
 
 
 # Budgets
@@ -768,6 +784,21 @@ def test_a_full_home_loses_nothing(server: ValkeyServer, clock: Clock, build: Ca
     node.store.sweep()
     assert node.disk.noted() == node.home.incarnation
     assert [fate(lambda m=m: node.home.get(m.id)) for m in manifests] == ["ok", "ok"]
+
+
+def test_what_does_not_fit_into_the_home_stays_and_is_tried_again(far: Node, server: ValkeyServer) -> None:
+    manifest = far.store.put(make_cache())
+    server.kill()
+    server.start()
+    assert far.home.usage().caches == 0
+    server.client().config_set("maxmemory", 1)
+    far.store.sweep()
+    assert far.disk.noted() != far.home.incarnation
+    require_equal(make_cache(), far.store.get(manifest.id))
+    server.client().config_set("maxmemory", 0)
+    far.store.sweep()
+    assert far.disk.noted() == far.home.incarnation
+    require_equal(make_cache(), far.home.get(manifest.id))
 
 
 # Folders, processes, failures
