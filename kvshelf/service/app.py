@@ -10,15 +10,18 @@ from contextlib import asynccontextmanager
 
 import structlog
 from fastapi import FastAPI
+from opentelemetry.trace import Tracer
 
 import kvshelf
 from kvshelf.client.types import ModelObject
 from kvshelf.errors import KvshelfError
 from kvshelf.service import errors, openapi
 from kvshelf.service.background import Background
-from kvshelf.service.routes import blobs, caches, chat, meta, queries, requests
+from kvshelf.service.metrics import Metrics
+from kvshelf.service.routes import blobs, caches, chat, meta, metrics, queries, requests
 from kvshelf.service.settings import Settings
 from kvshelf.service.state import THREADS, Service
+from kvshelf.service.telemetry import ObservedEngine, ObservedRequests
 from kvshelf.store.base import Store
 from kvshelf.store.identity import ModelIdentity
 from kvshelf.workers.remote import RemoteEngine, watch
@@ -26,8 +29,10 @@ from kvshelf.workers.remote import RemoteEngine, watch
 log = structlog.get_logger("kvshelf.service")
 
 
-def create_app(settings: Settings, engines: Mapping[str, RemoteEngine], store: Store) -> FastAPI:
+def create_app(settings: Settings, workers: Mapping[str, RemoteEngine], store: Store, tracer: Tracer) -> FastAPI:
     """The app around workers that run already. Its lifespan runs what goes on beside the requests."""
+    numbers = Metrics()
+    engines = {name: ObservedEngine(engine, numbers, tracer) for name, engine in workers.items()}
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -37,7 +42,7 @@ def create_app(settings: Settings, engines: Mapping[str, RemoteEngine], store: S
         described = await asyncio.gather(*(engine.describe(deadline_s=60.0) for engine in engines.values()))
         models = tuple(ModelObject.model_validate(about | {"created": int(time.time())}) for about in described)
         identities = {about["id"]: ModelIdentity(**about["identity"]) for about in described}
-        app.state.service = Service(settings, store, engines, models, identities, background)
+        app.state.service = Service(settings, store, engines, models, identities, background, numbers)
         beside = [
             asyncio.create_task(watch(list(engines.values()))),
             asyncio.create_task(_take_stock(store)),
@@ -53,11 +58,12 @@ def create_app(settings: Settings, engines: Mapping[str, RemoteEngine], store: S
             await asyncio.gather(*beside, return_exceptions=True)
 
     app = FastAPI(title="kvshelf", version=kvshelf.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    routers = [resource.router for resource in (caches, blobs, queries, requests, chat, meta)]
+    routers = [resource.router for resource in (caches, blobs, queries, requests, chat, meta, metrics)]
     for router in routers:
         app.include_router(router)
     errors.install(app, [route for router in routers for route in router.routes])
     openapi.install(app)
+    app.add_middleware(ObservedRequests, metrics=numbers, tracer=tracer)  # last, and so outside of all others
     return app
 
 

@@ -23,6 +23,7 @@ from kvshelf.errors import (
     StoreError,
     WorkerCrashed,
 )
+from kvshelf.service.logs import note
 from kvshelf.store.base import Store
 from kvshelf.store.identity import canonical_json, digest
 from kvshelf.store.ledger import RequestRecord
@@ -58,10 +59,17 @@ class Background:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """Requests that this process knows of, by state."""
+        queued = self._waiting.qsize()
+        return {"queued": queued, "running": len(self._known) - queued}
+
     async def submit(self, spec: Mapping[str, Any], tenant: str) -> RequestRecord:
         """Write a creation down, durably, and queue it. The same creation has the same id and is done once."""
         body = canonical_json(dict(spec))
         request_id = "req_" + digest("kvshelf.request", tenant, body)
+        note(request=request_id)
         record = await asyncio.to_thread(self._open, request_id, tenant, body.encode())
         if record.state in ("queued", "running"):
             self._enqueue(_Key(request_id, tenant))
@@ -97,6 +105,7 @@ class Background:
     async def _run(self) -> None:
         while True:
             key = await self._waiting.get()
+            structlog.contextvars.bind_contextvars(request_id=key.id)
             try:
                 while (pause_s := await self._advance(key)) is not None:
                     await asyncio.sleep(pause_s)
@@ -144,7 +153,8 @@ class Background:
         if engine is None:
             await asyncio.to_thread(self._refuse, record, f"model {spec['model']!r} is no longer served here")
             return
-        await engine.create(spec, tenant=record.tenant, deadline_s=self._deadline_s, request_id=record.id)
+        created = await engine.create(spec, tenant=record.tenant, deadline_s=self._deadline_s, request_id=record.id)
+        log.info("created", cache_id=created.manifest["id"], existing=created.existing)
 
     def _give_up(self, record: RequestRecord) -> None:
         message = (

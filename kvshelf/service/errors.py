@@ -35,6 +35,7 @@ from kvshelf.errors import (
     RequestTimeout,
     StoreUnavailable,
 )
+from kvshelf.service.logs import note
 
 log = structlog.get_logger("kvshelf.service")
 
@@ -50,7 +51,7 @@ def envelope(error: KvshelfError) -> ErrorEnvelope:
             type=error.type,
             param=error.param,
             code=error.code,
-            miss_reason=_miss_reason(error),
+            miss_reason=miss_reason(error),
             details=error.details or None,
         )
     )
@@ -67,8 +68,8 @@ def error_json(body: ErrorBody) -> dict[str, Any]:
     return body.model_dump(mode="json", exclude=silent)
 
 
-def _miss_reason(error: KvshelfError) -> MissReason | None:
-    """Why a stored cache could not be used."""
+def miss_reason(error: KvshelfError) -> MissReason | None:
+    """Why a cache that is or was on the shelf could not be used."""
     reason = str(error.details.get("reason"))
     if isinstance(error, CacheCorrupt):
         return "version" if reason.startswith(("newer_", "unknown_")) else "corrupt"
@@ -78,6 +79,7 @@ def _miss_reason(error: KvshelfError) -> MissReason | None:
 
 
 def error_response(error: KvshelfError) -> Response:
+    note(code=error.code)
     headers = {}
     # A store that is down says nothing of itself; it is tried again about every second.
     retry_after_s = error.details.get("retry_after_s", 1.0 if isinstance(error, StoreUnavailable) else None)
@@ -156,7 +158,7 @@ def _methods(request: Request, routes: Sequence[BaseRoute]) -> str:
 
 
 class RequestIds:
-    """Names each request, puts the name on its response and on its one line in the log, and lets no exception through.
+    """Names each request, puts the name on its response and on every line in the log, and lets no exception through.
 
     Plain ASGI: Starlette's `BaseHTTPMiddleware` would stand between a stream and the news that its reader hung up.
     """
@@ -171,13 +173,12 @@ class RequestIds:
         request_id = secrets.token_hex(12)
         structlog.contextvars.clear_contextvars()
         structlog.contextvars.bind_contextvars(request_id=request_id)
-        started = time.monotonic()
-        status = 0
+        begun = False
 
         async def send_named(message: Message) -> None:
-            nonlocal status
+            nonlocal begun
             if message["type"] == "http.response.start":
-                status = message["status"]
+                begun = True
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
@@ -185,8 +186,5 @@ class RequestIds:
             await self.app(scope, receive, send_named)
         except Exception as exc:
             error = translate(exc)
-            if status == 0:
+            if not begun:
                 await error_response(error)(scope, receive, send_named)
-        finally:
-            seconds = round(time.monotonic() - started, 4)
-            log.info("request", method=scope["method"], path=scope["path"], status=status, seconds=seconds)

@@ -11,6 +11,7 @@ from fastapi import Request
 from fastapi.responses import StreamingResponse
 
 from kvshelf.service.errors import translate, wire
+from kvshelf.service.logs import note
 from kvshelf.service.state import until_hangup
 
 
@@ -32,7 +33,9 @@ async def _lines(first: dict[str, Any], events: AsyncGenerator[dict[str, Any], N
                 yield _line(event)
     except Exception as exc:
         # The status line has gone out; the error can only follow as an event.
-        yield _line(wire(translate(exc)))
+        error = translate(exc)
+        note(code=error.code)
+        yield _line(wire(error))
     yield "data: [DONE]\n\n"
 
 

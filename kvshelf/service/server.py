@@ -13,10 +13,12 @@ from typing import NoReturn
 
 import structlog
 import uvicorn
+from opentelemetry.trace import Tracer
 
 from kvshelf.errors import InvalidRequest
 from kvshelf.service import logs
 from kvshelf.service.settings import Settings
+from kvshelf.service.tracing import tracer_to
 from kvshelf.store.base import Store
 from kvshelf.store.config import StoreConfig
 from kvshelf.workers.cluster import prepare_environment, ray_cluster
@@ -40,14 +42,17 @@ def serve(settings: Settings) -> None:
         # What can be refused at once is refused before Ray is started, which takes seconds.
         _bound(settings.host, settings.port) as listener,
         shelf.open() as store,
+        tracer_to(settings.otel_endpoint) as tracer,
     ):
         log.info("starting", models=settings.models, store=settings.redacted()["store"])
         replicas = settings.replicas * len(settings.models)
         with ray_cluster(settings.address, min_cpus=replicas) as local, _stopped_by_signals():
-            _serve_on(listener, settings, shelf, store, local=local)
+            _serve_on(listener, settings, shelf, store, tracer, local=local)
 
 
-def _serve_on(listener: socket.socket, settings: Settings, shelf: StoreConfig, store: Store, *, local: bool) -> None:
+def _serve_on(
+    listener: socket.socket, settings: Settings, shelf: StoreConfig, store: Store, tracer: Tracer, *, local: bool
+) -> None:
     # Imported here because they import ray, which reads the environment prepared above.
     from kvshelf.service.app import create_app
     from kvshelf.workers import deployment
@@ -76,7 +81,7 @@ def _serve_on(listener: socket.socket, settings: Settings, shelf: StoreConfig, s
     engines = deployment.deploy(configs, limits)
     try:
         deployment.await_running(engines.values(), deadline_s=settings.startup_deadline_s)
-        _HttpServer(create_app(settings, engines, store), settings).run(sockets=[listener])
+        _HttpServer(create_app(settings, engines, store, tracer), settings).run(sockets=[listener])
     finally:
         if not local:  # a cluster of one's own goes down as a whole
             deployment.undeploy(engines.values())

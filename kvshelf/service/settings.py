@@ -78,6 +78,9 @@ class Settings(BaseSettings):
     sweep_interval_s: Seconds = Field(60.0, description="between two removals of what has expired")
     startup_deadline_s: Seconds = Field(300.0, description="for the models to be loaded")
     shutdown_grace_s: Seconds = Field(10.0, description="for open requests when the service stops")
+    otel_endpoint: str | None = Field(
+        None, min_length=1, description="traces go there by OTLP, as http://host:4318/v1/traces; nowhere if unset"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     @field_validator("encryption_key_file")

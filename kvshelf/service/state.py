@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse
 from kvshelf.client.types import CacheObject, ModelObject
 from kvshelf.errors import Cancelled, InvalidRequest, ModelMismatch
 from kvshelf.service.background import Background
+from kvshelf.service.metrics import Metrics
 from kvshelf.service.settings import Settings
 from kvshelf.store.base import Store
 from kvshelf.store.identity import ModelIdentity
@@ -37,6 +38,7 @@ class Service:
     models: tuple[ModelObject, ...]
     identities: Mapping[str, ModelIdentity]
     background: Background
+    metrics: Metrics
     turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_WHOLE_CACHES))
 
     def engine(self, model: str | None) -> RemoteEngine:

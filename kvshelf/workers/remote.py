@@ -45,19 +45,19 @@ class RemoteEngine:
     """The replicas of one model. Its methods are those of `Replica`; their work is cancelled with the caller's task.
 
     `running` is how many replicas take requests, as far as is known; `watch` keeps it up to date. Ray would let
-    requests wait for a replica for ever, so while there is none they are refused.
+    requests wait for a replica for ever, so while there is none they are refused. `app` and `handle` are Ray's.
     """
 
     def __init__(self, model: str, app: str, handle: DeploymentHandle) -> None:
         self.model = model
         self.app = app
-        self._handle = handle
+        self.handle = handle
         self.running = 1
         self._mean_s = 1.0
 
     @cached_property
     def _streaming(self) -> DeploymentHandle:
-        return self._handle.options(stream=True)
+        return self.handle.options(stream=True)
 
     async def create(
         self, spec: Mapping[str, Any], *, tenant: str, deadline_s: float, request_id: str | None = None
@@ -105,7 +105,7 @@ class RemoteEngine:
     async def _call(self, method: str, limit_s: float, /, *args: Any, **kwargs: Any) -> Any:
         started = time.monotonic()
         with self._translated():
-            response = getattr(self._handle, method).remote(*args, **kwargs)
+            response = getattr(self.handle, method).remote(*args, **kwargs)
             try:
                 async with asyncio.timeout(limit_s):
                     result = await response

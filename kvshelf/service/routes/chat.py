@@ -46,7 +46,8 @@ async def complete(request: Request, service: InService, caller: Reader) -> Resp
     """Continue the conversation that a stored cache begins."""
     body = await read_json(request, ChatCompletionRequest, service.settings)
     assert body.cache_id is not None  # the type refuses a body without it
-    manifest = await off_loop(service.store.stat, body.cache_id, tenant=caller.tenant)
+    with service.metrics.asking():
+        manifest = await off_loop(service.store.stat, body.cache_id, tenant=caller.tenant)
     engine = service.engine_for(manifest)
     if body.model not in (None, manifest.model, engine.model):
         raise InvalidRequest(f"cache {body.cache_id} is of model {manifest.model!r}, not {body.model!r}", param="model")

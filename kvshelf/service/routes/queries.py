@@ -32,7 +32,9 @@ async def query(cache_id: str, request: Request, service: InService, caller: Rea
     """Answer one or several prompts from a stored cache, without prefilling its document again."""
     body = await read_json(request, Query, service.settings)
     asked = _asked(body)
-    engine = service.engine_for(await off_loop(service.store.stat, cache_id, tenant=caller.tenant))
+    with service.metrics.asking():
+        manifest = await off_loop(service.store.stat, cache_id, tenant=caller.tenant)
+    engine = service.engine_for(manifest)
     deadline_s = service.settings.request_deadline_s
     if body.stream:
         replies = engine.stream(cache_id, asked, tenant=caller.tenant, deadline_s=deadline_s)

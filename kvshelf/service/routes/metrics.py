@@ -1,0 +1,27 @@
+"""/metrics: what the service counts and times, as Prometheus reads it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Response
+from prometheus_client.exposition import choose_encoder
+
+from kvshelf.service import openapi
+from kvshelf.service.keys import Admin
+from kvshelf.service.state import InService
+
+router = APIRouter(tags=["service"], responses=openapi.ERRORS)
+
+
+@router.get(
+    "/metrics",
+    response_class=Response,
+    responses={200: {"description": "the numbers", "content": {"text/plain": {"schema": {"type": "string"}}}}},
+)
+async def metrics(_: Admin, service: InService, accept: Annotated[str, Header()] = "") -> Response:
+    """All numbers of this service, in the text format of Prometheus, or in OpenMetrics where that is asked for."""
+    service.metrics.read_workers(service.engines, service.settings.replicas, service.background.counts)
+    await service.metrics.read_shelf(service.store)
+    encode, media_type = choose_encoder(accept)
+    return Response(encode(service.metrics.registry), media_type=media_type)
