@@ -161,8 +161,7 @@ class TieredStore(Store):
                         arriving.on_read = partial(self._share, manifest, self._tiers[:index])
                     return arriving
         arriving = self._home.open_cache(manifest.id, tenant=manifest.tenant)
-        if arriving.root.hex() == manifest.blob_digest:
-            arriving.on_read = partial(self._share, manifest, self._tiers)
+        arriving.on_read = partial(self._share, manifest, self._tiers)
         return arriving
 
     def _share(self, manifest: Manifest, tiers: Sequence[Tier], cache: CompressedCache) -> None:

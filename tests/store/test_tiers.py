@@ -194,8 +194,9 @@ def test_every_kind_of_cache_comes_back_from_every_tier(node: Node, name: str) -
 
 def test_a_put_encodes_once_and_keeps_the_codec(node: Node) -> None:
     manifest = node.store.put(make_cache(), codec="int4:group=8,residual=2")
+    for tier in (node.ram, node.disk):
+        assert list(tier.manifests()) == [manifest]
     assert node.store.get(manifest.id).codec == "int4:group=8,residual=2"
-    assert list(node.ram.manifests()) == [manifest]
     assert node.store.put(make_cache(), codec="int4:group=8,residual=2") == manifest
 
 
@@ -284,6 +285,16 @@ def test_a_copy_mends_a_corrupt_home(node: Node, place: Place, kind: str) -> Non
     require_equal(make_cache(), node.store.get(manifest.id))
     require_equal(make_cache(), node.home.get(manifest.id))
     assert node.home.stat(manifest.id) == manifest
+
+
+def test_any_copy_in_memory_mends_a_home_that_can_be_asked(place: Place, clock: Clock) -> None:
+    """However long ago the home confirmed it: that it is corrupt there says that nobody has deleted it."""
+    with TieredStore(open_home(place, clock), [RamTier(1 << 20, now=clock, recent_s=0)]) as store:
+        manifest = store.put(make_cache())
+        place.change(manifest, flip)
+        with open_home(place, clock) as home, pytest.raises(CacheCorrupt):
+            home.get(manifest.id)
+        require_equal(make_cache(), store.get(manifest.id))
 
 
 def test_a_corrupt_home_is_mended_before_a_change(node: Node, place: Place) -> None:
@@ -421,11 +432,14 @@ def test_a_sweep_drops_copies_of_what_was_made_anew(node: Node) -> None:
         assert list(tier.manifests()) == []
 
 
-def test_a_put_of_other_bytes_than_the_home_has_leaves_no_copy_of_them(node: Node) -> None:
+def test_a_put_of_other_bytes_than_the_home_has_leaves_no_copy_of_them(
+    node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
     manifest = node.home.put(make_cache())
     assert node.store.put(made_anew()) == manifest
     assert list(node.ram.manifests()) == list(node.disk.manifests()) == []
     require_equal(make_cache(), node.store.get(manifest.id))
+    assert caplog.records == [], "it is no failure"
 
 
 def test_layers_of_two_caches_are_never_mixed(node: Node) -> None:
@@ -516,7 +530,9 @@ def test_no_tier_takes_more_than_its_budget(place: Place, clock: Clock, build: C
     assert 4 * SIZE < most[1] <= 5 * SIZE + 5
 
 
-def test_what_is_larger_than_a_tier_drives_nothing_out(place: Place, clock: Clock, build: Callable[..., Node]) -> None:
+def test_what_is_larger_than_a_tier_drives_nothing_out(
+    place: Place, clock: Clock, build: Callable[..., Node], caplog: pytest.LogCaptureFixture
+) -> None:
     node = build(open_home(place, clock), ram=2 * IN_RAM, disk=2 * SIZE)
     small = node.store.put(make_cache(0))
     large = node.store.put(make_cache(1, num_tokens=400, lengths=((400, 400), (400, 400))))
@@ -524,6 +540,7 @@ def test_what_is_larger_than_a_tier_drives_nothing_out(place: Place, clock: Cloc
     for tier in (node.ram, node.disk):
         assert list(tier.manifests()) == [small]
     assert node.store.get(large.id).num_tokens == 400
+    assert caplog.records == [], "it is no failure"
 
 
 def test_the_copy_in_memory_that_was_used_last_stays_longest(node: Node) -> None:
@@ -718,6 +735,21 @@ def test_an_empty_home_gets_back_everything_with_a_sweep(far: Node, server: Valk
         assert tier.noted() == far.home.incarnation
     far.home.delete(stays.id)
     assert fates(far.store, [stays.id, expired.id]) == ["cache_not_found", "cache_not_found"]
+
+
+def test_a_cache_is_given_back_once(far: Node, server: ValkeyServer, caplog: pytest.LogCaptureFixture) -> None:
+    """Though several threads notice that it is lost while the first of them is at it."""
+    manifest = far.store.put(make_cache())
+    server.kill()
+    server.start()
+    opened = [far.store.open_cache(manifest.id) for _ in range(4)]
+    threads = [threading.Thread(target=arriving.read) for arriving in opened]
+    with caplog.at_level(logging.INFO, logger="kvshelf.store"):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert [record.message for record in caplog.records] == [f"gave cache {manifest.id} back to its home"]
 
 
 @pytest.mark.parametrize("change", ["update", "delete", "keep_source"])
