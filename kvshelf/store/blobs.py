@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from io import RawIOBase
 from typing import ClassVar, Final
@@ -79,6 +79,10 @@ class Blobs(abc.ABC):
     @abc.abstractmethod
     def holds(self, name: str, nbytes: int) -> bool:
         """Whether all the bytes seem to be there, by their number; they are not read."""
+
+    def hold_each(self, names: Sequence[tuple[str, int]]) -> list[bool]:
+        """`holds` for many names with their sizes at once."""
+        return [self.holds(name, nbytes) for name, nbytes in names]
 
     @abc.abstractmethod
     def keep_until(self, name: str, nbytes: int, expires_at: float | None) -> None:

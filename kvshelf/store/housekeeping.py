@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Final, Literal
 
 from kvshelf.errors import StorageFull
@@ -100,12 +101,18 @@ def orphans(index: Index, blobs: Blobs) -> list[str]:
 def problems(index: Index, blobs: Blobs) -> list[str]:
     """Every inconsistency, one sentence each. Blobs are not read: `Store.scrub` does that."""
     found = index.problems() + blobs.problems()
-    found += [problem for entry in index.stored() for problem in _problems_of(entry, blobs)]
+    entries = index.stored()
+    while batch := list(islice(entries, _BATCH)):
+        found += _problems_of(batch, blobs)
     return found + [f"{name} in {blobs.home} belongs to no cache" for name in orphans(index, blobs)]
 
 
-def _problems_of(entry: Entry, blobs: Blobs) -> Iterable[str]:
-    if entry.state == "corrupt":
-        yield f"{entry.id} is corrupt and in quarantine: {entry.problem}"
-    elif not all(blobs.holds(name, nbytes) for name, nbytes in entry.names()):
-        yield f"{entry.id}: its bytes are missing, or not as many as were written"
+def _problems_of(entries: Sequence[Entry], blobs: Blobs) -> Iterator[str]:
+    ready = [(entry.id, name) for entry in entries if entry.state == "ready" for name in entry.names()]
+    held = blobs.hold_each([name for _, name in ready])
+    short = {cache_id for (cache_id, _), whole in zip(ready, held, strict=True) if not whole}
+    for entry in entries:
+        if entry.state == "corrupt":
+            yield f"{entry.id} is corrupt and in quarantine: {entry.problem}"
+        elif entry.id in short:
+            yield f"{entry.id}: its bytes are missing, or not as many as were written"

@@ -163,7 +163,9 @@ class Writer:
             for name, nbytes in _names(writing):
                 self._blobs.keep_until(name, nbytes, expires_at)
         except BlobError as error:
-            raise StoreUnavailable("the cache took longer to write than a writer may be silent; put it again") from error
+            raise StoreUnavailable(
+                "the cache took longer to write than a writer may be silent; put it again"
+            ) from error
 
     def _publish(self, writing: Writing, manifest: Manifest) -> Manifest:
         """Make a cache visible, unless another writer was first with a whole one; returns what is visible then."""

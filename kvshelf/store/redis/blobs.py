@@ -22,7 +22,7 @@ from kvshelf.errors import BlobError, StoreUnavailable
 from kvshelf.store.blobs import MARGIN_S, WRITE_LEASE_S, Blobs, Health, Step, is_name
 from kvshelf.store.redis.file import Piece, RedisFile
 from kvshelf.store.redis.link import RedisLink
-from kvshelf.store.redis.wire import Garbled, Part, Refused, Wire
+from kvshelf.store.redis.wire import Command, Garbled, Part, Refused, Wire
 
 CHUNK: Final = 4 << 20
 """Bytes. Part of what lies in Redis: another size does not find what this one wrote."""
@@ -159,9 +159,16 @@ class RedisBlobs(Blobs):
         )
 
     def holds(self, name: str, nbytes: int) -> bool:
-        keys = self._chunks(name, nbytes)
-        commands = [("EXISTS", keys[0]), *(("STRLEN", key) for key in keys)]
-        return self._link.pipeline(commands) == [1, *_sizes(nbytes)]
+        return self.hold_each([(name, nbytes)])[0]
+
+    def hold_each(self, names: Sequence[tuple[str, int]]) -> list[bool]:
+        """In one round trip."""
+        commands: list[Command] = []
+        for name, nbytes in names:
+            keys = self._chunks(name, nbytes)
+            commands += [("EXISTS", keys[0]), *(("STRLEN", key) for key in keys)]
+        replies = iter(self._link.pipeline(commands))
+        return [[next(replies) for _ in range(1 + _count(nbytes))] == [1, *_sizes(nbytes)] for _, nbytes in names]
 
     def keep_until(self, name: str, nbytes: int, expires_at: float | None) -> None:
         keys = [self._key(name, "readers"), *self._chunks(name, nbytes)]
