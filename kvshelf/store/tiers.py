@@ -29,7 +29,6 @@ from kvshelf.errors import (
     StoreError,
     StoreUnavailable,
 )
-from kvshelf.store import base
 from kvshelf.store.arriving import ArrivingCache
 from kvshelf.store.artifact import CompressedCache
 from kvshelf.store.base import UNSET, BlobFile, Page, Receipt, Scrubbed, Store, Swept, Unset
@@ -102,7 +101,6 @@ class TieredStore(Store):
 
     def _look_up(self, cache_id: str, tenant: str) -> tuple[Manifest, _Word]:
         """The manifest of a cache that may be read, of a copy if need be."""
-        base.require_id(cache_id)
         try:
             return self._ask_home(cache_id, tenant), "live"
         except (StoreUnavailable, CacheNotFound, CacheError) as error:
@@ -190,7 +188,6 @@ class TieredStore(Store):
 
     def _insist(self, cache_id: str, tenant: str, call: Callable[[], ResultT]) -> ResultT:
         """A call to the home about one cache. If it has lost that and a copy is here, it gets the copy first."""
-        base.require_id(cache_id)
         try:
             return call()
         except (CacheNotFound, CacheError):
