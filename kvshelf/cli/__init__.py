@@ -9,7 +9,7 @@ import typer
 
 import kvshelf
 from kvshelf.bench.cli import app as bench
-from kvshelf.cli import _common, caches, calibrate, doctor, policies, serve, transfer
+from kvshelf.cli import _common, caches, calibrate, doctor, keys, policies, serve, transfer
 from kvshelf.errors import KvshelfError
 
 app = typer.Typer(
@@ -43,6 +43,7 @@ for command in (
     app.command()(command)
 app.command("export")(transfer.export_cache)
 app.command("import")(transfer.import_cache)
+app.add_typer(keys.app, name="keys")
 app.add_typer(bench, name="bench")
 
 

@@ -18,6 +18,10 @@ def serve(
     encryption_key_file: Annotated[
         Path | None, typer.Option(help="Seal stored caches with the first key of this file, one per line.")
     ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(help="Who may use the service, as `kvshelf keys create` makes it.  [default: everybody]"),
+    ] = None,
     model: Annotated[
         list[str] | None,
         typer.Option(help="A bundled name, a folder or a hub id; the first one is the default. May be repeated."),
@@ -43,6 +47,7 @@ def serve(
         settings = load_settings(
             store=store,
             encryption_key_file=None if encryption_key_file is None else str(encryption_key_file),
+            api_key_file=None if api_key_file is None else str(api_key_file),
             models=tuple(model) if model else None,
             device=device,
             dtype=dtype,

@@ -17,11 +17,15 @@ from kvshelf.client.types import ModelObject
 from kvshelf.errors import KvshelfError
 from kvshelf.service import errors, openapi
 from kvshelf.service.background import Background
+from kvshelf.service.engines import FairEngine
+from kvshelf.service.keys import Access, LiveKeys
+from kvshelf.service.limits import TenantLimits
 from kvshelf.service.metrics import Metrics
 from kvshelf.service.routes import blobs, caches, chat, meta, metrics, queries, requests
 from kvshelf.service.settings import Settings
-from kvshelf.service.state import THREADS, Service
+from kvshelf.service.state import THREADS, WHOLE_CACHES, Service
 from kvshelf.service.telemetry import ObservedEngine, ObservedRequests
+from kvshelf.service.turns import FairQueue
 from kvshelf.store.base import Store
 from kvshelf.store.identity import ModelIdentity
 from kvshelf.workers.remote import RemoteEngine, watch
@@ -29,7 +33,9 @@ from kvshelf.workers.remote import RemoteEngine, watch
 log = structlog.get_logger("kvshelf.service")
 
 
-def create_app(settings: Settings, workers: Mapping[str, RemoteEngine], store: Store, tracer: Tracer) -> FastAPI:
+def create_app(
+    settings: Settings, workers: Mapping[str, RemoteEngine], store: Store, tracer: Tracer, keys: LiveKeys | None
+) -> FastAPI:
     """The app around workers that run already. Its lifespan runs what goes on beside the requests."""
     numbers = Metrics()
     engines = {name: ObservedEngine(engine, numbers, tracer) for name, engine in workers.items()}
@@ -42,12 +48,16 @@ def create_app(settings: Settings, workers: Mapping[str, RemoteEngine], store: S
         described = await asyncio.gather(*(engine.describe(deadline_s=60.0) for engine in engines.values()))
         models = tuple(ModelObject.model_validate(about | {"created": int(time.time())}) for about in described)
         identities = {about["id"]: ModelIdentity(**about["identity"]) for about in described}
-        app.state.service = Service(settings, store, engines, models, identities, background, numbers)
+        fair = {name: FairEngine(engine, settings) for name, engine in engines.items()}
+        whole = FairQueue("whole caches", WHOLE_CACHES, settings.max_queued_requests)
+        app.state.service = Service(settings, store, engines, fair, models, identities, background, numbers, whole)
         beside = [
             asyncio.create_task(watch(list(engines.values()))),
             asyncio.create_task(_take_stock(store)),
             asyncio.create_task(_sweep(store, settings.sweep_interval_s)),
         ]
+        if keys is not None:
+            beside.append(asyncio.create_task(keys.follow()))
         background.start()
         try:
             yield
@@ -61,6 +71,8 @@ def create_app(settings: Settings, workers: Mapping[str, RemoteEngine], store: S
     routers = [resource.router for resource in (caches, blobs, queries, requests, chat, meta, metrics)]
     for router in routers:
         app.include_router(router)
+    limits = TenantLimits(settings.tenant_max_concurrent, settings.tenant_requests_per_minute)
+    app.add_middleware(Access, keys=keys, limits=limits)
     errors.install(app, [route for router in routers for route in router.routes])
     openapi.install(app)
     app.add_middleware(ObservedRequests, metrics=numbers, tracer=tracer)  # last, and so outside of all others

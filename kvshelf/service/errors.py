@@ -13,7 +13,7 @@ import structlog
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -26,14 +26,17 @@ from kvshelf.errors import (
     BodyTooLarge,
     CacheCorrupt,
     CacheExpired,
+    Forbidden,
     InternalError,
     InvalidRequest,
     KvshelfError,
     MethodNotAllowed,
     ModelMismatch,
     NotFound,
+    RateLimited,
     RequestTimeout,
     StoreUnavailable,
+    Unauthorized,
 )
 from kvshelf.service.logs import note
 
@@ -41,6 +44,17 @@ log = structlog.get_logger("kvshelf.service")
 
 LINGER_S = 2.0
 """How long the rest of a refused body is read and thrown away, so that the caller gets to read the refusal."""
+
+_LITTLE_BYTES = 64 << 10
+_BEFORE_THE_BODY = (BodyTooLarge, Forbidden, RateLimited, Unauthorized)
+
+SAFE_HEADERS = {
+    "cache-control": "no-store",
+    "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+}
+"""On every answer that does not say otherwise: what is on a shelf is for its caller alone, and no text is a script."""
 
 
 def envelope(error: KvshelfError) -> ErrorEnvelope:
@@ -85,17 +99,24 @@ def error_response(error: KvshelfError) -> Response:
     retry_after_s = error.details.get("retry_after_s", 1.0 if isinstance(error, StoreUnavailable) else None)
     if retry_after_s is not None:
         headers["retry-after"] = str(math.ceil(retry_after_s))  # whole seconds: RFC 9110, section 10.2.3
+    if isinstance(error, Unauthorized):
+        headers["www-authenticate"] = 'Bearer realm="kvshelf"'
     if isinstance(error, RequestTimeout):
         headers["connection"] = "close"  # the rest of the body may come, but nobody reads it
-    cls = _LingeringResponse if isinstance(error, BodyTooLarge) else JSONResponse
+    cls = _LingeringResponse if isinstance(error, _BEFORE_THE_BODY) else JSONResponse
     return cls(wire(error), status_code=error.status, headers=headers)
 
 
 class _LingeringResponse(JSONResponse):
     """Closing a socket on unread bytes resets the connection, and the caller may never see why it was refused. So the
-    answer goes out first, then what still arrives is discarded for a moment, then the connection closes."""
+    answer goes out first, then what still arrives is discarded for a moment, then the connection closes.
 
-    async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
+    Where little is to come, uvicorn discards it, and the connection can be used again."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if _little_follows(Headers(scope=scope)):
+            await super().__call__(scope, receive, send)
+            return
         headers = [*self.raw_headers, (b"connection", b"close")]
         await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
         await send({"type": "http.response.body", "body": self.body, "more_body": True})
@@ -109,6 +130,11 @@ class _LingeringResponse(JSONResponse):
         except TimeoutError:
             pass
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _little_follows(headers: Headers) -> bool:
+    announced = headers.get("content-length", "0")
+    return "transfer-encoding" not in headers and announced.isdecimal() and int(announced) <= _LITTLE_BYTES
 
 
 def translate(exc: Exception) -> KvshelfError:
@@ -159,6 +185,7 @@ def _methods(request: Request, routes: Sequence[BaseRoute]) -> str:
 
 class RequestIds:
     """Names each request, puts the name on its response and on every line in the log, and lets no exception through.
+    Every response gets the `SAFE_HEADERS` here, too.
 
     Plain ASGI: Starlette's `BaseHTTPMiddleware` would stand between a stream and the news that its reader hung up.
     """
@@ -179,7 +206,10 @@ class RequestIds:
             nonlocal begun
             if message["type"] == "http.response.start":
                 begun = True
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                for name, value in SAFE_HEADERS.items():
+                    headers.setdefault(name, value)
             await send(message)
 
         try:

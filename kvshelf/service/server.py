@@ -17,6 +17,8 @@ from opentelemetry.trace import Tracer
 
 from kvshelf.errors import InvalidRequest
 from kvshelf.service import logs
+from kvshelf.service.keyfile import KeyFile
+from kvshelf.service.keys import LiveKeys
 from kvshelf.service.settings import Settings
 from kvshelf.service.tracing import tracer_to
 from kvshelf.store.base import Store
@@ -37,21 +39,29 @@ def serve(settings: Settings) -> None:
     logs.configure(settings.log_level)
     prepare_environment(settings.address)
     shelf = _store_config(settings)
+    keys = None if settings.api_key_file is None else LiveKeys(KeyFile(settings.api_key_file))
     with (
         _stopped_by_signals(),
         # What can be refused at once is refused before Ray is started, which takes seconds.
-        _bound(settings.host, settings.port) as listener,
+        _bound(settings.host, settings.port, settings.unread_deadline_s) as listener,
         shelf.open() as store,
         tracer_to(settings.otel_endpoint) as tracer,
     ):
         log.info("starting", models=settings.models, store=settings.redacted()["store"])
         replicas = settings.replicas * len(settings.models)
         with ray_cluster(settings.address, min_cpus=replicas) as local, _stopped_by_signals():
-            _serve_on(listener, settings, shelf, store, tracer, local=local)
+            _serve_on(listener, settings, shelf, store, tracer, keys, local=local)
 
 
 def _serve_on(
-    listener: socket.socket, settings: Settings, shelf: StoreConfig, store: Store, tracer: Tracer, *, local: bool
+    listener: socket.socket,
+    settings: Settings,
+    shelf: StoreConfig,
+    store: Store,
+    tracer: Tracer,
+    keys: LiveKeys | None,
+    *,
+    local: bool,
 ) -> None:
     # Imported here because they import ray, which reads the environment prepared above.
     from kvshelf.service.app import create_app
@@ -81,7 +91,7 @@ def _serve_on(
     engines = deployment.deploy(configs, limits)
     try:
         deployment.await_running(engines.values(), deadline_s=settings.startup_deadline_s)
-        _HttpServer(create_app(settings, engines, store, tracer), settings).run(sockets=[listener])
+        _HttpServer(create_app(settings, engines, store, tracer, keys), settings).run(sockets=[listener])
     finally:
         if not local:  # a cluster of one's own goes down as a whole
             deployment.undeploy(engines.values())
@@ -123,11 +133,17 @@ class _HttpServer(uvicorn.Server):
 
 
 @contextmanager
-def _bound(host: str, port: int) -> Iterator[socket.socket]:
-    """A socket that holds the port but does not listen yet: until the service is ready, connections are refused."""
+def _bound(host: str, port: int, unread_deadline_s: float) -> Iterator[socket.socket]:
+    """A socket that holds the port but does not listen yet: until the service is ready, connections are refused.
+
+    Connections whose other side takes nothing for so long are cut off.
+    """
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; connections inherit it
+            # Nothing above TCP can end a connection whose reader has stopped: closing it waits for what is unsent.
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(unread_deadline_s * 1000))
         try:
             listener.bind(address)
         except OSError as error:

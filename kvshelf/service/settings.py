@@ -46,6 +46,8 @@ class Settings(BaseSettings):
     default_ttl_s: Ttl | None = Field(None, description="for caches that come without an expiry; for ever if unset")
     max_ttl_s: Ttl | None = Field(None, description="no cache is kept for longer")
     tenant_max_caches: int | None = Field(None, ge=1, lt=2**53, description="caches one tenant may have on the shelf")
+    tenant_max_concurrent: int = Field(1024, ge=1, description="requests one tenant may have open at once")
+    tenant_requests_per_minute: int | None = Field(None, ge=1, description="of one tenant, and as many at once")
     tenant_max_bytes: int | None = Field(None, ge=1, lt=2**53, description="bytes one tenant may have on the shelf")
     models: Annotated[tuple[str, ...], NoDecode] = Field(
         ("kvshelf-tiny",), min_length=1, description="bundled names, folders or hub ids; the first is the default"
@@ -57,7 +59,10 @@ class Settings(BaseSettings):
         None, ge=1, le=1024, description="CPU threads per replica; all CPUs shared out if unset"
     )
     address: str | None = Field(None, description="of a running Ray cluster; a local one is started if unset")
-    host: str = "127.0.0.1"
+    api_key_file: str | None = Field(
+        None, min_length=1, description="who may use the service, see `kvshelf keys`; everybody if unset"
+    )
+    host: str = Field("127.0.0.1", description="only loopback addresses without API keys")
     port: int = Field(8765, ge=0, le=65535, description="0 takes a free one")
 
     max_body_bytes: int = Field(64 << 20, ge=1024)
@@ -65,10 +70,11 @@ class Settings(BaseSettings):
     upload_deadline_s: Seconds = Field(120.0, description="the whole body must have arrived by then")
     min_upload_bytes_per_s: int = Field(1024, ge=1, description="slower than this, after a grace time, is refused")
     upload_grace_s: Seconds = Field(10.0, description="before the minimum rate is asked for")
+    unread_deadline_s: Seconds = Field(60.0, description="an answer of which nothing is read for so long is cut off")
     request_deadline_s: Seconds = Field(600.0, description="for one creation, import or query, queueing included")
 
     max_ongoing_requests: int = Field(128, ge=1, description="per replica, at work or queued inside it")
-    max_queued_requests: int = Field(256, ge=1, description="per model, waiting for a replica")
+    max_queued_requests: int = Field(256, ge=1, description="per model and kind of work, waiting for their turn")
     max_open_generations: int = Field(64, ge=1, description="questions that share each decode step, per replica")
     max_suffix_bytes: int = Field(1 << 30, ge=1 << 20, description="KV of all open questions and answers, per replica")
     resident_bytes: int = Field(2 << 30, ge=0, description="caches kept in a replica's memory between questions")
@@ -83,7 +89,7 @@ class Settings(BaseSettings):
     )
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
-    @field_validator("encryption_key_file")
+    @field_validator("encryption_key_file", "api_key_file")
     @classmethod
     def _absolute(cls, path: str | None) -> str | None:
         # Replicas are processes in other folders, perhaps on other machines.
@@ -103,11 +109,11 @@ class Settings(BaseSettings):
 
     @field_validator("host")
     @classmethod
-    def _loopback_only(cls, host: str) -> str:
-        if not _is_loopback(host):
+    def _loopback_without_keys(cls, host: str, info: ValidationInfo) -> str:
+        if info.data.get("api_key_file") is None and not _is_loopback(host):
             raise ValueError(
-                f"{host!r} can be reached from other machines, and without API keys anyone could use the service. This "
-                "version has no API keys: bind 127.0.0.1, ::1 or localhost, and put an authenticating proxy in front"
+                f"{host!r} can be reached from other machines, and without API keys anyone could use the service: set "
+                "api_key_file (`kvshelf keys create` makes one), or bind 127.0.0.1, ::1 or localhost"
             )
         return host
 

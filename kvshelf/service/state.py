@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
@@ -13,8 +13,11 @@ from fastapi.responses import JSONResponse
 from kvshelf.client.types import CacheObject, ModelObject
 from kvshelf.errors import Cancelled, InvalidRequest, ModelMismatch
 from kvshelf.service.background import Background
+from kvshelf.service.engines import FairEngine
+from kvshelf.service.keys import Caller
 from kvshelf.service.metrics import Metrics
 from kvshelf.service.settings import Settings
+from kvshelf.service.turns import FairQueue
 from kvshelf.store.base import Store
 from kvshelf.store.identity import ModelIdentity
 from kvshelf.store.manifest import Manifest
@@ -25,41 +28,46 @@ ResultT = TypeVar("ResultT")
 THREADS = 32
 """Of this process, for all that blocks."""
 
-_WHOLE_CACHES = 4
+WHOLE_CACHES = 4
+"""Caches that are read or written as a whole at once: few, so that small calls always find a thread."""
 
 
 @dataclass(frozen=True)
 class Service:
-    """The parts of a running front end. `engines`, `models` and `identities` are in the order of the settings."""
+    """The parts of a running front end. `engines`, `models` and `identities` are in the order of the settings.
+
+    fair: the engines as tenants get at them, in turn. whole: the turns of what reads or writes whole caches.
+    """
 
     settings: Settings
     store: Store
     engines: Mapping[str, RemoteEngine]
+    fair: Mapping[str, FairEngine]
     models: tuple[ModelObject, ...]
     identities: Mapping[str, ModelIdentity]
     background: Background
     metrics: Metrics
-    turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_WHOLE_CACHES))
+    whole: FairQueue
 
-    def engine(self, model: str | None) -> RemoteEngine:
+    def engine(self, model: str | None) -> FairEngine:
         """The engine of a model by name, the first one served without a name."""
         if model is None:
-            return next(iter(self.engines.values()))
-        if model not in self.engines:
+            return next(iter(self.fair.values()))
+        if model not in self.fair:
             raise InvalidRequest(
                 f"model {model!r} is not served here; there is {', '.join(self.engines)}", param="model"
             )
-        return self.engines[model]
+        return self.fair[model]
 
-    def engine_for(self, manifest: Manifest) -> RemoteEngine:
+    def engine_for(self, manifest: Manifest) -> FairEngine:
         """The engine to ask about a stored cache: one that runs the model it was made under.
 
         Where none does, the one of the same name, or the first, which then says in what the models differ.
         """
         try:
-            return self.engines[self.serving(ModelIdentity(**manifest.identity["model"]))]
+            return self.fair[self.serving(ModelIdentity(**manifest.identity["model"]))]
         except ModelMismatch:
-            return self.engines.get(manifest.model) or self.engine(None)
+            return self.fair.get(manifest.model) or self.engine(None)
 
     def serving(self, made_under: ModelIdentity) -> str:
         """The name of a model that can answer from caches made under this one. Raises `ModelMismatch` if none can."""
@@ -87,9 +95,9 @@ async def off_loop(call: Callable[..., ResultT], *args: Any, **kwargs: Any) -> R
     return await asyncio.to_thread(call, *args, **kwargs)
 
 
-async def in_turn(service: Service, call: Callable[..., ResultT], *args: Any, **kwargs: Any) -> ResultT:
-    """As `off_loop`, for what reads or writes whole caches: few at once, so that small calls always find a thread."""
-    async with service.turns:
+async def in_turn(service: Service, caller: Caller, call: Callable[..., ResultT], *args: Any, **kwargs: Any) -> ResultT:
+    """As `off_loop`, for what reads or writes whole caches. Raises `QueueFull`, and `DeadlineExceeded` in the queue."""
+    async with service.whole.turn(caller.tenant, service.settings.request_deadline_s):
         return await off_loop(call, *args, **kwargs)
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-import os
 import re
-import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, Self
@@ -16,11 +14,11 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from kvshelf.errors import InvalidRequest, StoreUnavailable
 from kvshelf.store.identity import digest
+from kvshelf.store.private import read_private, refused
 
 KEY_BYTES: Final = 32
 
 _PARAM: Final = "encryption_key_file"
-_FILE_LIMIT: Final = 1 << 20
 _FORM: Final = "64 hex digits, as `openssl rand -hex 32` makes them, or base64 of 32 bytes"
 _HEX = re.compile(rb"[0-9a-fA-F]{64}")
 
@@ -51,7 +49,7 @@ class Keyring:
         Nobody but its owner may have access to the file. Raises `InvalidRequest` for a file that is missing, open to
         others, or not of this form; no message holds anything of a line.
         """
-        lines = _contents(Path(path)).splitlines()
+        lines = read_private(Path(path), param=_PARAM).splitlines()
         keys: dict[bytes, int] = {}
         for number, line in enumerate(lines, 1):
             text = line.partition(b"#")[0].strip()
@@ -90,25 +88,6 @@ def framed(*parts: bytes) -> bytes:
     return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
 
 
-def _contents(path: Path) -> bytes:
-    """The bytes of a file that only its owner can read. The file that is checked is the one that is read."""
-    try:
-        # A pipe in its place must not make the opening wait.
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode):
-                raise _refused(path, "it is not a regular file")
-            if found.st_mode & 0o077:
-                mode = stat.S_IMODE(found.st_mode)
-                raise _refused(path, f"others than its owner have access to it (mode {mode:o}); run: chmod 600 {path}")
-            data = file.read(_FILE_LIMIT + 1)
-    except OSError as error:
-        raise _refused(path, error.strerror or "it cannot be read") from error
-    if len(data) > _FILE_LIMIT:
-        raise _refused(path, f"it has more than {_FILE_LIMIT} bytes")
-    return data
-
-
 def _id(key: bytes) -> str:
     """16 hex digits that name a key."""
     return digest("kvshelf.key", key)[:16]
@@ -125,4 +104,4 @@ def _key(text: bytes) -> bytes | None:
 
 
 def _refused(path: Path | str, problem: str) -> InvalidRequest:
-    return InvalidRequest(f"the key file {path} cannot be used: {problem}", param=_PARAM)
+    return refused(path, problem, param=_PARAM)

@@ -46,7 +46,7 @@ async def import_cache(request: Request, service: InService, caller: Writer) -> 
     about = read_query(request, ImportCache)
     await off_loop(service.store.expiry, about.ttl_s, about.expires_at)
     async with received_blob(request, service.settings) as file:
-        manifest, existing = await in_turn(service, _import, service, file, about, caller.tenant)
+        manifest, existing = await in_turn(service, caller, _import, service, file, about, caller.tenant)
     return cache_response(manifest, existing=existing)
 
 
@@ -80,7 +80,7 @@ def _mapped(file: BinaryIO) -> memoryview:
 @router.post("/{cache_id}/verify")
 async def verify(cache_id: str, service: InService, caller: Writer) -> Verification:
     """Read a stored cache to its end and check every digest. One that is corrupt is set aside, and `ok` is false."""
-    return await in_turn(service, _verification, service.store, cache_id, caller.tenant)
+    return await in_turn(service, caller, _verification, service.store, cache_id, caller.tenant)
 
 
 def _verification(store: Store, cache_id: str, tenant: str) -> Verification:
@@ -109,7 +109,7 @@ async def download(
     if_none_match: Annotated[str, Header()] = "",
 ) -> Response:
     """The stored bytes, for `CompressedCache.from_bytes`. One byte range is honoured; several get the whole blob."""
-    blob = await in_turn(service, service.store.open_blob, cache_id, tenant=caller.tenant)
+    blob = await in_turn(service, caller, service.store.open_blob, cache_id, tenant=caller.tenant)
     etag = f'"{blob.digest}"'
     headers = {"etag": etag, "accept-ranges": "bytes"}
     if etag in [tag.strip().removeprefix("W/") for tag in if_none_match.split(",")]:

@@ -1,0 +1,77 @@
+"""keys: who may use a service. Works on the service's key file; a running service follows its changes."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from kvshelf._extras import needs_extra
+from kvshelf.cli import _common
+
+app = typer.Typer(help="Create, list and revoke the API keys of a service.", no_args_is_help=True)
+
+File = Annotated[
+    Path,
+    typer.Option("--file", envvar="KVSHELF_API_KEY_FILE", help="The key file; `create` makes it if there is none."),
+]
+
+
+@app.command()
+def create(
+    file: File,
+    tenant: Annotated[str, typer.Option(help="Whose caches the key is for. Tenants see nothing of each other.")],
+    scope: Annotated[
+        str, typer.Option(help="What the key allows, separated by commas: read, write, admin.")
+    ] = "read,write",
+    ttl: Annotated[str | None, typer.Option(help="How long it is valid: 15m, 2h, 90d.  [default: for ever]")] = None,
+    name: Annotated[str, typer.Option(help="What it is for, for people.")] = "",
+) -> None:
+    """Make a key and print it. This is the only time: the file holds its digest."""
+    with _common.named_errors():
+        with needs_extra("serve", purpose="kvshelf keys"):
+            from kvshelf.service.keyfile import KeyFile
+
+        scopes = [part.strip() for part in scope.split(",") if part.strip()]
+        record, key = KeyFile(file).create(tenant, scopes, name=name, ttl_s=_common.seconds(ttl))
+    _common.notes.print(
+        f"key {record.id} of tenant {record.tenant}: {', '.join(record.scopes)}. Keep it; it is not shown again"
+    )
+    print(key)
+
+
+@app.command("list")
+def list_keys(file: File, as_json: _common.AsJson = False) -> None:
+    """Show whose keys there are and what they allow; not the keys."""
+    with _common.named_errors(as_json=as_json):
+        with needs_extra("serve", purpose="kvshelf keys"):
+            from kvshelf.service.keyfile import KeyFile
+
+        records = KeyFile(file).read()
+    if as_json:
+        for record in records:
+            print(record.model_dump_json(exclude={"sha256"}))
+        return
+    table = Table("ID", "TENANT", "SCOPES", "CREATED", "EXPIRES", "NAME", box=None, header_style="bold", pad_edge=False)
+    for record in records:
+        expires = "never" if record.expires_at is None else _when(record.expires_at)
+        table.add_row(record.id, record.tenant, ",".join(record.scopes), _when(record.created_at), expires, record.name)
+    _common.table_console().print(table)
+
+
+@app.command()
+def revoke(id: Annotated[str, typer.Argument(help="As `list` shows it.")], file: File) -> None:
+    """Take a key out of the file. A running service refuses it within a second."""
+    with _common.named_errors():
+        with needs_extra("serve", purpose="kvshelf keys"):
+            from kvshelf.service.keyfile import KeyFile
+
+        record = KeyFile(file).revoke(id)
+    _common.notes.print(f"key {record.id} of tenant {record.tenant} is revoked")
+
+
+def _when(time_s: float) -> str:
+    return datetime.datetime.fromtimestamp(time_s).astimezone().isoformat(sep=" ", timespec="minutes")

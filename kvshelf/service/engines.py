@@ -1,0 +1,70 @@
+"""A model's workers as the routes see them: tenants take turns, and nobody's reading holds a worker up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import Any
+
+from kvshelf.errors import RequestTimeout
+from kvshelf.service.settings import Settings
+from kvshelf.service.turns import FairQueue
+from kvshelf.workers.remote import RemoteEngine
+from kvshelf.workers.replica import MAX_UNREAD_PIECES, Asked, Created, Replied
+
+CREATIONS_PER_REPLICA = 2
+"""One document is being prefilled while the next is tokenized and the last one stored."""
+
+
+class FairEngine:
+    """A `RemoteEngine` behind a queue for questions and one for creations; `deadline_s` includes the waiting.
+
+    There are as many slots as the replicas can work on at once. What waits, waits here: a replica knows no tenants and
+    takes everything in its order.
+    """
+
+    def __init__(self, engine: RemoteEngine, settings: Settings) -> None:
+        self._engine = engine
+        self.model = engine.model
+        questions = settings.replicas * min(settings.max_open_generations, settings.max_ongoing_requests)
+        waiting = settings.max_queued_requests
+        self._questions = FairQueue(f"questions to {self.model!r}", questions, waiting)
+        self._creations = FairQueue(f"creations by {self.model!r}", CREATIONS_PER_REPLICA * settings.replicas, waiting)
+
+    async def create(self, spec: Mapping[str, Any], *, tenant: str, deadline_s: float) -> Created:
+        async with self._creations.turn(tenant, deadline_s) as left_s:
+            return await self._engine.create(spec, tenant=tenant, deadline_s=left_s)
+
+    async def query(self, cache_id: str, asked: Asked, *, tenant: str, deadline_s: float) -> list[Replied]:
+        async with self._questions.turn(tenant, deadline_s) as left_s:
+            return await self._engine.query(cache_id, asked, tenant=tenant, deadline_s=left_s)
+
+    async def stream(
+        self, cache_id: str, asked: Asked, *, tenant: str, deadline_s: float
+    ) -> AsyncGenerator[str | Replied, None]:
+        """The pieces as they come. A reader that leaves too many of them gets `RequestTimeout`, and holds no slot."""
+        pieces: asyncio.Queue[str | Replied | None] = asyncio.Queue()
+
+        async def fetch() -> None:
+            async with (
+                self._questions.turn(tenant, deadline_s) as left_s,
+                aclosing(self._engine.stream(cache_id, asked, tenant=tenant, deadline_s=left_s)) as arriving,
+            ):
+                async for piece in arriving:
+                    if pieces.qsize() >= MAX_UNREAD_PIECES:
+                        raise RequestTimeout(
+                            f"{MAX_UNREAD_PIECES} pieces of the answer wait to be read, as many as may; read the "
+                            "stream faster, or ask without streaming"
+                        )
+                    pieces.put_nowait(piece)
+
+        fetching = asyncio.create_task(fetch())
+        fetching.add_done_callback(lambda _: pieces.put_nowait(None))
+        try:
+            while (piece := await pieces.get()) is not None:
+                yield piece
+            await fetching
+        finally:
+            fetching.cancel()
+            await asyncio.gather(fetching, return_exceptions=True)

@@ -1,0 +1,68 @@
+"""Files of secrets: nobody but their owner may have access to them."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from kvshelf.errors import InvalidRequest
+
+_LIMIT: Final = 1 << 20
+
+
+def read_private(path: Path, *, param: str) -> bytes:
+    """The bytes of a file that only its owner can read. The file that is checked is the one that is read.
+
+    Raises `InvalidRequest`, at fault the setting `param`, for one that is missing, no regular file, open to others, or
+    longer than 1 MiB.
+    """
+    try:
+        # A pipe in its place must not make the opening wait.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise refused(path, "it is not a regular file", param=param)
+            if found.st_mode & 0o077:
+                mode = stat.S_IMODE(found.st_mode)
+                problem = f"others than its owner have access to it (mode {mode:o}); run: chmod 600 {path}"
+                raise refused(path, problem, param=param)
+            data = file.read(_LIMIT + 1)
+    except OSError as error:
+        raise refused(path, error.strerror or "it cannot be read", param=param) from error
+    if len(data) > _LIMIT:
+        raise refused(path, f"it has more than {_LIMIT} bytes", param=param)
+    return data
+
+
+def write_private(path: Path, data: bytes, *, param: str) -> None:
+    """Put `data` in the place of a file, at once and for good: a reader finds the old content or the new.
+
+    Raises `InvalidRequest` where that cannot be done; then the old content is still there.
+    """
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")  # for its owner only
+        try:
+            with open(handle, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(handle)
+            os.replace(temporary, path)
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(temporary)
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        raise refused(path, f"it cannot be written: {error.strerror}", param=param) from error
+
+
+def refused(path: Path | str, problem: str, *, param: str) -> InvalidRequest:
+    """The one form of what is said about a file of keys."""
+    return InvalidRequest(f"the key file {path} cannot be used: {problem}", param=param)
