@@ -33,6 +33,9 @@ class Place(abc.ABC):
 
     kind: str
 
+    lease_s: float
+    """What writers get whose lease is to run out in a test; others have a long one, for a machine that is busy."""
+
     @abc.abstractmethod
     def open(self, **options: Any) -> Shelf:
         """A store on this place; options of `DiskStore.open` that all homes have."""
@@ -47,11 +50,12 @@ class Place(abc.ABC):
 
     @abc.abstractmethod
     def let_leases_run_out(self, clock: Clock) -> None:
-        """Of all writers that are silent now."""
+        """Of all writers with `lease_s` that are silent now."""
 
 
 class DiskPlace(Place):
     kind = "disk"
+    lease_s = WRITE_LEASE_S
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -76,10 +80,10 @@ class DiskPlace(Place):
 
 
 class RedisPlace(Place):
-    """A shelf of its own on a server that others may use. Its writers' leases are short: a server's clock is real."""
+    """A shelf of its own on a server that others may use."""
 
     kind = "redis"
-    LEASE_S = 0.5
+    lease_s = 0.5  # a server's clock is real
 
     def __init__(self, server: ValkeyServer) -> None:
         self.server = server
@@ -88,7 +92,7 @@ class RedisPlace(Place):
     def open(self, **options: Any) -> Shelf:
         # A long timeout: these tests are about other things than a machine that is busy.
         url = f"{self.server.url}?prefix={self.prefix}&timeout_s=10"
-        return RedisStore.open(url, **{"write_lease_s": self.LEASE_S} | options)
+        return RedisStore.open(url, **options)
 
     def names(self) -> set[str]:
         """Without those that go by themselves: of dead writers, and what dead readers had open."""
@@ -109,7 +113,7 @@ class RedisPlace(Place):
             client.set(key, bytes(changed), keepttl=True)
 
     def let_leases_run_out(self, clock: Clock) -> None:  # noqa: ARG002 - of another kind
-        time.sleep(self.LEASE_S + 0.1)
+        time.sleep(self.lease_s + 0.1)
 
 
 def flip(data: bytearray) -> bytearray:

@@ -90,7 +90,7 @@ def test_killed_at_a_named_point(place: Place, step: str, before: str) -> None:
             place.change(store.put(cache), cut)
 
     def child() -> None:
-        with place.open(on_step=kill_at(step)) as store:
+        with place.open(write_lease_s=place.lease_s, on_step=kill_at(step)) as store:
             store.put(cache)
 
     assert start_child(child).wait() == -signal.SIGKILL
@@ -129,7 +129,7 @@ def test_killed_at_random_moments(place: Place, soak: bool) -> None:
         log, order = Log(), rng.choices(list(caches), k=1000)
 
         def child(log: Log = log, order: list[str] = order) -> None:
-            with place.open() as store:
+            with place.open(write_lease_s=place.lease_s) as store:
                 for cache_id in order:
                     log.say(f"begin {cache_id}")
                     try:

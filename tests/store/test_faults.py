@@ -134,7 +134,8 @@ def test_a_blob_under_another_id_is_refused(shelf: DiskStore, home: Path, other:
     mine, theirs = shelf.put(make_cache(0), tenant="me"), shelf.put(**other, tenant="me")
     with sqlite3.connect(home / "shelf.sqlite3") as connection:
         connection.execute(
-            "UPDATE caches SET (name, nbytes, manifest) = (SELECT name, nbytes, manifest FROM caches WHERE id = ?) WHERE id = ?",
+            "UPDATE caches SET (name, nbytes, manifest) = (SELECT name, nbytes, manifest FROM caches WHERE id = ?) "
+            "WHERE id = ?",
             (theirs.id, mine.id),
         )
     connection.close()

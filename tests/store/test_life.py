@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from kvshelf.store.artifact import CompressedCache
 from kvshelf.store.keyring import Keyring
 from kvshelf.store.shelf import Shelf
 from tests.store.caches import make_cache, require_equal
-from tests.store.places import Clock, Place, flip, gone
+from tests.store.places import Clock, DiskPlace, Place, flip, gone
 
 SIZE = len(make_cache().to_bytes())
 """Of every cache of `make_cache` without arguments, whatever its seed."""
@@ -216,18 +217,17 @@ def test_what_is_no_text_is_no_source(shelf: Shelf, place: Place, text: Any) -> 
 # Registration and leases
 
 
-def test_a_writer_that_was_silent_for_too_long_cannot_publish(place: Place) -> None:
-    """Its lease has run out; nobody has swept or written the cache meanwhile."""
-    time_ = Clock()
-    if place.kind != "disk":
-        pytest.skip("a server's clock cannot be set; tests/store/test_homes_crash.py stops a real writer")
+def test_a_writer_that_was_silent_for_too_long_cannot_publish(tmp_path: Path) -> None:
+    """Its lease has run out; nobody has swept or written the cache meanwhile. On a server, whose clock cannot be set,
+    `test_crash.py` stops a real writer."""
+    place, clock = DiskPlace(tmp_path / "home"), Clock()
 
     def late(step: str) -> None:
-        time_.time += 61 if step == "verified" else 0
+        clock.time += 61 if step == "verified" else 0
 
-    with place.open(now=time_, on_step=late) as shelf, pytest.raises(StoreUnavailable, match="put it again"):
+    with place.open(now=clock, on_step=late) as shelf, pytest.raises(StoreUnavailable, match="put it again"):
         shelf.put(make_cache())
-    with place.open(now=time_) as shelf:
+    with place.open(now=clock) as shelf:
         assert shelf.list().data == ()
         shelf.sweep()
         assert place.names() == set()
@@ -344,10 +344,6 @@ def test_a_sealed_blob_under_another_id_does_not_open(place: Place) -> None:
 
 def test_a_home_of_format_1_is_taken_over(tmp_path: Path) -> None:
     """Golden: written by the version before writes had leases. Nothing of it is lost."""
-    import shutil
-
-    from tests.store.places import DiskPlace
-
     golden = Path(__file__).parent / "golden" / "home_1"
     shutil.copytree(golden, tmp_path / "home")
     clock = Clock()

@@ -24,7 +24,6 @@ from kvshelf.errors import (
 )
 from kvshelf.store import CompressedCache, Manifest, Quota, Rules, Store
 from kvshelf.store.artifact import Kept
-from kvshelf.store.blobs import WRITE_LEASE_S
 from kvshelf.store.disk import DiskStore
 from kvshelf.store.keyring import Keyring
 from kvshelf.store.ram import PER_COPY, RECENT_S, RamTier
@@ -99,7 +98,7 @@ def far(server: ValkeyServer, clock: Clock, build: Callable[..., Node]) -> Node:
 
 def open_home(place: Place, clock: Clock, **options: Any) -> Shelf:
     """Its writers' leases do not run out on a busy machine."""
-    return place.open(now=clock, write_lease_s=WRITE_LEASE_S, **options)
+    return place.open(now=clock, **options)
 
 
 def flip_in_ram(node: Node, manifest: Manifest) -> None:
