@@ -24,6 +24,7 @@ from kvshelf.errors import (
     WorkerCrashed,
 )
 from kvshelf.service.logs import note
+from kvshelf.service.turns import Rounds
 from kvshelf.store.base import Store
 from kvshelf.store.identity import canonical_json, digest
 from kvshelf.store.ledger import RequestRecord
@@ -44,7 +45,7 @@ class Background:
         self._store = store
         self._engines = engines
         self._deadline_s = deadline_s
-        self._waiting: asyncio.Queue[_Key] = asyncio.Queue()
+        self._waiting = _Backlog()
         self._known: set[_Key] = set()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -172,3 +173,16 @@ class Background:
 class _Key(NamedTuple):
     id: str
     tenant: str
+
+
+class _Backlog(asyncio.Queue[_Key]):
+    """Gives out requests of tenants in turn, by the three methods that `asyncio.Queue` has for being overridden."""
+
+    def _init(self, _maxsize: int) -> None:
+        self._queue: Rounds[_Key] = Rounds()
+
+    def _put(self, item: _Key) -> None:
+        self._queue.add(item.tenant, item)
+
+    def _get(self) -> _Key:
+        return self._queue.take()

@@ -32,6 +32,9 @@ class FairEngine:
         self._questions = FairQueue(f"questions to {self.model!r}", questions, waiting)
         self._creations = FairQueue(f"creations by {self.model!r}", CREATIONS_PER_REPLICA * settings.replicas, waiting)
 
+    async def estimate(self, spec: Mapping[str, Any], *, deadline_s: float) -> dict[str, Any]:
+        return await self._engine.estimate(spec, deadline_s=deadline_s)
+
     async def create(self, spec: Mapping[str, Any], *, tenant: str, deadline_s: float) -> Created:
         async with self._creations.turn(tenant, deadline_s) as left_s:
             return await self._engine.create(spec, tenant=tenant, deadline_s=left_s)

@@ -5,16 +5,21 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncGenerator, Coroutine
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from kvshelf.errors import DeadlineExceeded, QueueFull, RateLimited, RequestTimeout
+from kvshelf import open_store
+from kvshelf.errors import DeadlineExceeded, InternalError, QueueFull, RateLimited, RequestTimeout
+from kvshelf.service.background import Background
 from kvshelf.service.engines import FairEngine
 from kvshelf.service.limits import RateLimiter, TenantLimits
 from kvshelf.service.settings import Settings
 from kvshelf.service.turns import FairQueue, Rounds
+from kvshelf.store.base import Store
+from kvshelf.store.ledger import Ledger
 from kvshelf.workers.generation import Sampling
 from kvshelf.workers.remote import RemoteEngine
 from kvshelf.workers.replica import MAX_UNREAD_PIECES, Asked
@@ -281,6 +286,38 @@ def test_who_waits_too_long_is_told() -> None:
         assert work.began == ["a0", "c0"]
 
     run(test())
+
+
+class Creator:
+    """Stands for the workers: remembers whose creations it is asked for, which fail for good."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.asked: list[str] = []
+        self._ledger = ledger
+
+    async def create(self, _: dict[str, Any], *, tenant: str, request_id: str, **__: Any) -> None:
+        self.asked.append(tenant)
+        attempt = self._ledger.start_attempt(request_id, worker="test", lease_s=9)
+        self._ledger.fail(request_id, attempt, code="internal", message="a test", final=True)
+        raise InternalError("a test")
+
+
+def test_creations_in_the_background_take_turns_too(tmp_path: Path) -> None:
+    async def test(store: Store) -> None:
+        creator = Creator(store.ledger)
+        background = Background(store, {"m": cast(RemoteEngine, creator)}, deadline_s=9)
+        for number in range(20):
+            await background.submit({"model": "m", "document": str(number)}, "a")
+        await background.submit({"model": "m", "document": "0"}, "b")
+        background.start()
+        while len(creator.asked) < 21:
+            await asyncio.sleep(0.01)
+        await background.stop()
+        assert "b" in creator.asked[:3]
+        assert creator.asked.count("a") == 20
+
+    with open_store(f"disk://{tmp_path}/shelf") as store:
+        run(test(store))
 
 
 class Talker:
