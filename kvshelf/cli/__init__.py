@@ -9,7 +9,7 @@ import typer
 
 import kvshelf
 from kvshelf.bench.cli import app as bench
-from kvshelf.cli import _common, caches, calibrate, doctor, keys, policies, serve, transfer
+from kvshelf.cli import _common, caches, calibrate, doctor, estimate, keys, policies, serve, transfer
 from kvshelf.errors import KvshelfError
 
 app = typer.Typer(
@@ -36,6 +36,7 @@ for command in (
     caches.ls,
     caches.show,
     caches.rm,
+    estimate.estimate,
     policies.policies,
     calibrate.calibrate,
     doctor.doctor,

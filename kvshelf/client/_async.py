@@ -199,6 +199,7 @@ class AsyncClient(_Group):
     """`Client`, awaited: `await AsyncClient().caches.create(document=...)`. Close it, or use it in `async with`."""
 
     ready = _Method(_calls.readiness)
+    estimate = _Method(_calls.estimate)
 
     def __init__(
         self,

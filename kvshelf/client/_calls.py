@@ -71,13 +71,19 @@ class ImportFields(TypedDict, total=False):
 
 
 class QueryFields(TypedDict, total=False):
-    """How an answer is made: at most `max_tokens` tokens, until one of the `stop` texts. Temperature 0 is greedy."""
+    """How an answer is made: at most `max_tokens` tokens, until one of the `stop` texts. Temperature 0 is greedy.
+
+    `compare`: what the full cache answers comes with it. `on_miss="recompute"`: a cache that is corrupt or of another
+    model is made again from its kept source. Both may raise `SourceNotKept`.
+    """
 
     max_tokens: int | None
     temperature: float | None
     top_p: float | None
     seed: int | None
     stop: str | Sequence[str] | None
+    compare: bool | None
+    on_miss: str | None
 
 
 class ListFields(TypedDict, total=False):
@@ -178,6 +184,18 @@ def retrieve_request(id: str, *, wait_s: float | None = None) -> Call[types.Requ
     return Call("GET", path, parse_as(types.RequestObject), params={"wait_s": wait_s}, extra_read_s=wait_s or 0.0)
 
 
+def estimate(**fields: Unpack[CreateFields]) -> Call[types.EstimateObject]:
+    """What `caches.create` with these arguments would take in tokens, bytes and seconds; nothing is compressed.
+
+    Without `policy` every policy is told, without `codec` the five codecs. Raises as `caches.create` does.
+    """
+    given = dict(fields)
+    if (path := given.pop("file", None)) is not None:
+        given["document"] = _text(Path(str(path)))
+    body = {"json": _checked(types.Estimate, given)}
+    return Call("POST", "/v1/estimate", parse_as(types.EstimateObject), body=body)
+
+
 def list_models() -> Call[list[types.ModelObject]]:
     """The models this service answers for; the first one is the default."""
     return Call("GET", "/v1/models", lambda response: parse_as(types.ModelList)(response).data)
@@ -241,15 +259,26 @@ def _plain(value: Any) -> Any:
 
 def _upload(path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
     """A multipart body: the file as it is, text fields as text, all others as JSON."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise InvalidRequest(f"cannot read {path}: {error.strerror}", param="file") from error
+    data = _read(path)
     # The bytes stand in for the document, so that the other fields are checked by the same rules.
     checked = _checked(types.CreateCache, {**fields, "document": "file"})
     form = {key: value if isinstance(value, str) else json.dumps(value) for key, value in checked.items()}
     del form["document"]
     return {"files": {"file": (path.name, data, "text/plain")}, "data": form}
+
+
+def _text(path: Path) -> str:
+    try:
+        return _read(path).decode()
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"{path}: byte {error.start} is not valid UTF-8", param="file") from error
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidRequest(f"cannot read {path}: {error.strerror}", param="file") from error
 
 
 def _content(response: httpx.Response) -> bytes:

@@ -175,8 +175,8 @@ class Caches(_Group):
     ) -> AnswerObject | _calls.Answers:
         """Ask one question, several independent ones (a list), or continue with chat `messages`.
 
-        Keywords: `max_tokens`, `temperature`, `top_p`, `seed`, `stop`. Raises `CacheNotFound`, `CacheExpired`,
-        `CacheCorrupt`, `ModelMismatch`, ...
+        Keywords: `max_tokens`, `temperature`, `top_p`, `seed`, `stop`, `compare`, `on_miss`. Raises `CacheNotFound`,
+        `CacheExpired`, `CacheCorrupt`, `ModelMismatch`, `SourceNotKept`, ...
         """
         return self._sender.send(_calls.query_cache(id, {"prompt": prompt, "messages": messages, **fields}))
 
@@ -221,6 +221,7 @@ class Client(_Group):
     """
 
     ready = _Method(_calls.readiness)
+    estimate = _Method(_calls.estimate)
 
     def __init__(
         self,

@@ -114,6 +114,13 @@ class CreateCache(RequestBody):
         return self
 
 
+class Estimate(CreateCache):
+    """POST /v1/estimate: what a creation would take. The fields of a creation; nothing is compressed or stored.
+
+    Without `policy` all policies are told, with their default parameters; without `codec` the five codecs.
+    """
+
+
 class UpdateCache(RequestBody):
     """PATCH /v1/caches/{id}: what is given changes, all else stays. Labels are replaced as a whole.
 
@@ -150,15 +157,10 @@ class Query(RequestBody):
     seed: Seed | None = None
     stop: Stops | None = None
     stream: bool = False
-    compare: bool = False
-    on_miss: Literal["error", "recompute"] = "error"
-
-    @field_validator("compare", "on_miss")
-    @classmethod
-    def _later(cls, value: Any) -> Any:
-        if value in (True, "recompute"):
-            raise unsupported(f"the value {value!r}")
-        return value
+    compare: bool = Field(False, description="answer from the full cache too; it must be stored, or the source kept")
+    on_miss: Literal["error", "recompute"] = Field(
+        "error", description="recompute: a cache that cannot be used is made again from its kept source"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -167,6 +169,8 @@ class Query(RequestBody):
             raise misuse("prompt", f"exactly one of prompt and messages is needed; {found}")
         if self.stream and isinstance(self.prompt, list):
             raise misuse("stream", "several prompts cannot be streamed in one call; send one prompt per stream")
+        if self.stream and self.compare:
+            raise misuse("compare", "a comparison needs whole answers; leave stream out")
         return self
 
 
@@ -312,6 +316,38 @@ class RequestObject(ResponseBody):
     updated_at: float | None = None
 
 
+class PolicyEstimate(ResponseBody):
+    """What one policy would do. `kept` entries stay per layer and KV head; `bytes_stored` is the blob's size by codec.
+
+    `seconds` are for prefill and compression, without waiting and storing. `basis` says where they come from:
+    `measured` on this policy's own compressions, on those of `other_policies`, or `assumed` from the model's size. A
+    policy that refuses the document says why in `refused`, and has no numbers.
+    """
+
+    policy: str
+    kept: int | None = None
+    compression_ratio: float | None = None
+    bytes_stored: dict[str, int] | None = None
+    seconds: float | None = None
+    basis: Literal["measured", "other_policies", "assumed"] | None = None
+    refused: str | None = None
+
+
+class EstimateObject(ResponseBody):
+    """What creating a cache would take. `tokens` and `bytes_full` (the uncompressed KV) are exact.
+
+    `measured_tokens`: how many tokens of documents the worker that answered has compressed since it began.
+    """
+
+    object: Literal["estimate"] = "estimate"
+    model: str
+    layout: LayoutName
+    tokens: int
+    bytes_full: int
+    measured_tokens: int
+    policies: list[PolicyEstimate]
+
+
 class Usage(ResponseBody):
     """`cache_read_tokens` are document tokens served from the shelf; `prefill_tokens` went through the model, counted
     in its forward; `completion_tokens` were generated."""
@@ -321,7 +357,18 @@ class Usage(ResponseBody):
     completion_tokens: int
 
 
+class Comparison(ResponseBody):
+    """What the full cache answered. `agreement` is the fraction of positions at which both answers have the same token,
+    up to where the first of them ends; its end counts as a token."""
+
+    text: str
+    agreement: float
+
+
 class AnswerObject(ResponseBody):
+    """`cache_id` is the cache that answered. `recomputed` says why another one could not, where it was made again;
+    `compare` is what the full cache says. Both are there only when they say something."""
+
     id: str
     object: Literal["answer"] = "answer"
     cache_id: str
@@ -331,6 +378,8 @@ class AnswerObject(ResponseBody):
     load_ms: float
     policy: str
     compression_ratio: float
+    compare: Comparison | None = None
+    recomputed: MissReason | None = None
 
 
 class AnswerList(ResponseBody):

@@ -93,6 +93,10 @@ class RemoteEngine:
             finally:
                 response.cancel()
 
+    async def estimate(self, spec: Mapping[str, Any], *, deadline_s: float) -> dict[str, Any]:
+        estimated: dict[str, Any] = await self._call("estimate", deadline_s, dict(spec), origin=_origin())
+        return estimated
+
     async def describe(self, *, deadline_s: float) -> dict[str, Any]:
         described: dict[str, Any] = await self._call("describe", deadline_s)
         return described

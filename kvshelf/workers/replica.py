@@ -40,8 +40,10 @@ from kvshelf.store.identity import canonical_json
 from kvshelf.store.manifest import Manifest, Timings
 from kvshelf.workers.attachment import Attachment
 from kvshelf.workers.engine import Engine
+from kvshelf.workers.estimates import Rates, estimate
 from kvshelf.workers.flights import Flights
 from kvshelf.workers.generation import Answer, Sampling
+from kvshelf.workers.intake import Document
 from kvshelf.workers.job import Job
 from kvshelf.workers.phases import Phase, in_sequence
 from kvshelf.workers.residents import Resident, ResidentLimits, Residents
@@ -119,6 +121,7 @@ class Replica:
         self._store = store
         self._scheduler = scheduler
         self._flights: Flights[Created] = Flights()
+        self._rates = Rates()
         self._threads = ThreadPoolExecutor(max_workers=8, thread_name_prefix="replica")
         self._residents = Residents(store, engine.attach, residents or ResidentLimits(), self._threads)
         self._evicting: asyncio.Task[NoReturn] | None = None
@@ -176,6 +179,12 @@ class Replica:
             finish = self._store.ledger.finish
             await self._off_loop(finish, request_id, attempt, cache_ids=[created.manifest["id"]])
             return created
+
+    async def estimate(self, spec: Mapping[str, Any], *, origin: str = "") -> dict[str, Any]:
+        """What creating this would take, see `estimates.estimate`: in seconds as this replica has measured them."""
+        _log_as(origin)
+        with _named_errors():
+            return await self._off_loop(estimate, self._engine, self._rates, _document(spec), spec)
 
     async def query(
         self, cache_id: str, asked: Asked, *, tenant: str, deadline_s: float | None = None, origin: str = ""
@@ -266,6 +275,7 @@ class Replica:
             source=_source(spec),
         )
         took = manifest.timings
+        self._rates.add(manifest.policy, manifest.num_tokens, took)
         phases = in_sequence(queue=took.queue_s, prefill=took.prefill_s, compress=took.compress_s, store=took.store_s)
         log.info(
             "compressed", cache_id=cache_id, tokens=manifest.num_tokens, kept=manifest.kept_tokens, **_rounded(phases)
@@ -375,9 +385,8 @@ class _Loaded:
 
 
 def _prepare(engine: Engine, spec: Mapping[str, Any]) -> Job:
-    document = next(spec[name] for name in ("document", "messages", "token_ids") if spec[name] is not None)
     return engine.prepare(
-        document,
+        _document(spec),
         layout=spec["layout"],
         policy=spec["policy"],
         compression_ratio=spec["compression_ratio"],
@@ -385,6 +394,11 @@ def _prepare(engine: Engine, spec: Mapping[str, Any]) -> Job:
         policy_params=spec["policy_params"],
         expected_questions=spec["expected_questions"],
     )
+
+
+def _document(spec: Mapping[str, Any]) -> Document:
+    found: Document = next(spec[name] for name in ("document", "messages", "token_ids") if spec[name] is not None)
+    return found
 
 
 def prolonged(store: Store, manifest: Manifest, ttl_s: float | None, expires_at: float | None) -> Manifest:

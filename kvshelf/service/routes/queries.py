@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from kvshelf.client.types import AnswerDelta, AnswerList, AnswerObject, Query, Usage
+from kvshelf.client.types import AnswerDelta, AnswerList, AnswerObject, Comparison, Query, Usage
 from kvshelf.service import openapi
 from kvshelf.service.body import read_json
+from kvshelf.service.errors import miss_reason
 from kvshelf.service.events import event_stream
-from kvshelf.service.keys import Reader
-from kvshelf.service.state import InService, off_loop, until_hangup
+from kvshelf.service.keys import Caller, Reader
+from kvshelf.service.misses import MISSES, Original
+from kvshelf.service.state import InService, Service, off_loop, until_hangup
+from kvshelf.store.manifest import Manifest
 from kvshelf.workers.generation import Sampling
 from kvshelf.workers.replica import Asked, Replied
 
@@ -31,25 +34,90 @@ router = APIRouter(prefix="/v1/caches", tags=["queries"], responses=openapi.ERRO
 async def query(cache_id: str, request: Request, service: InService, caller: Reader) -> Response:
     """Answer one or several prompts from a stored cache, without prefilling its document again."""
     body = await read_json(request, Query, service.settings)
-    asked = _asked(body)
-    with service.metrics.asking():
-        manifest = await off_loop(service.store.stat, cache_id, tenant=caller.tenant)
-    engine = service.engine_for(manifest)
-    deadline_s = service.settings.request_deadline_s
+    asking = await _Asking.begin(service, caller, cache_id, body)
     if body.stream:
-        replies = engine.stream(cache_id, asked, tenant=caller.tenant, deadline_s=deadline_s)
-        return await event_stream(request, _events(cache_id, replies))
-    replied = await until_hangup(request, engine.query(cache_id, asked, tenant=caller.tenant, deadline_s=deadline_s))
-    answers = [answer_object(cache_id, reply) for reply in replied]
-    content = AnswerList(data=answers) if isinstance(body.prompt, list) else answers[0]
-    return JSONResponse(content.model_dump(mode="json"))
+        return await event_stream(request, asking.events())
+    answers = await until_hangup(request, asking.answers())
+    if isinstance(body.prompt, list):
+        return JSONResponse({"object": "list", "data": [_wire(answer) for answer in answers]})
+    return JSONResponse(_wire(answers[0]))
 
 
-async def _events(cache_id: str, replies: AsyncGenerator[str | Replied, None]) -> AsyncGenerator[dict[str, Any], None]:
-    async with aclosing(replies):
-        async for piece in replies:
-            event = AnswerDelta(text=piece) if isinstance(piece, str) else answer_object(cache_id, piece)
-            yield event.model_dump(mode="json")
+class _Asking:
+    """One query. `original` is None where a miss is an error and nothing is compared."""
+
+    def __init__(
+        self, service: Service, caller: Caller, body: Query, manifest: Manifest, original: Original | None
+    ) -> None:
+        self._service = service
+        self._tenant = caller.tenant
+        self._deadline_s = service.settings.request_deadline_s
+        self._asked = _asked(body)
+        self._body = body
+        self._manifest = manifest
+        self._original = original
+
+    @classmethod
+    async def begin(cls, service: Service, caller: Caller, cache_id: str, body: Query) -> _Asking:
+        """Look the cache up. Raises as `Store.stat` does, or as `Original.find`."""
+        if body.compare or body.on_miss == "recompute":
+            original = await Original.find(service, caller, cache_id, recompute=body.on_miss == "recompute")
+            return cls(service, caller, body, original.manifest, original)
+        with service.metrics.asking():
+            manifest = await off_loop(service.store.stat, cache_id, tenant=caller.tenant)
+        return cls(service, caller, body, manifest, None)
+
+    async def answers(self) -> list[AnswerObject]:
+        """The answer to each prompt, with those of the full cache beside them where they are asked for."""
+        manifest, reason = self._manifest, None
+        try:
+            replies = await self._replies(manifest)
+        except MISSES as miss:
+            manifest, reason = await self._again(miss), miss_reason(miss)
+            replies = await self._replies(manifest)
+        answers = [answer_object(manifest.id, reply, recomputed=reason) for reply in replies]
+        if not self._body.compare:
+            return answers
+        assert self._original is not None
+        full = await self._replies(await self._original.full())
+        compared = [_comparison(ours, theirs) for ours, theirs in zip(replies, full, strict=True)]
+        return [answer.model_copy(update={"compare": found}) for answer, found in zip(answers, compared, strict=True)]
+
+    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
+        """The one answer as events: its pieces, then the whole."""
+        begun = False
+        try:
+            async with aclosing(self._pieces(self._manifest)) as events:
+                async for event in events:
+                    begun = True
+                    yield event
+            return
+        except MISSES as miss:
+            if begun:
+                raise
+            manifest, reason = await self._again(miss), miss_reason(miss)
+        async with aclosing(self._pieces(manifest, reason)) as events:
+            async for event in events:
+                yield event
+
+    async def _replies(self, manifest: Manifest) -> list[Replied]:
+        engine = self._service.engine_for(manifest)
+        return await engine.query(manifest.id, self._asked, tenant=self._tenant, deadline_s=self._deadline_s)
+
+    async def _pieces(self, manifest: Manifest, recomputed: Any = None) -> AsyncGenerator[dict[str, Any], None]:
+        engine = self._service.engine_for(manifest)
+        replies = engine.stream(manifest.id, self._asked, tenant=self._tenant, deadline_s=self._deadline_s)
+        async with aclosing(replies):
+            async for piece in replies:
+                if isinstance(piece, str):
+                    yield AnswerDelta(text=piece).model_dump(mode="json")
+                else:
+                    yield _wire(answer_object(manifest.id, piece, recomputed=recomputed))
+
+    async def _again(self, miss: Any) -> Manifest:
+        if self._body.on_miss == "error" or self._original is None:
+            raise miss
+        return await self._original.again(miss)
 
 
 def _asked(body: Query) -> Asked:
@@ -64,7 +132,7 @@ def stop_texts(stop: str | list[str] | None) -> tuple[str, ...]:
     return (stop,) if isinstance(stop, str) else tuple(stop or ())
 
 
-def answer_object(cache_id: str, reply: Replied) -> AnswerObject:
+def answer_object(cache_id: str, reply: Replied, *, recomputed: Any = None) -> AnswerObject:
     usage = reply.answer.usage
     return AnswerObject(
         id="ans_" + secrets.token_hex(12),
@@ -79,4 +147,24 @@ def answer_object(cache_id: str, reply: Replied) -> AnswerObject:
         load_ms=round(reply.load_ms, 3),
         policy=reply.policy,
         compression_ratio=reply.compression_ratio,
+        recomputed=recomputed,
     )
+
+
+def _comparison(ours: Replied, full: Replied) -> Comparison:
+    return Comparison(text=full.answer.text, agreement=agreement(ours.answer.token_ids, full.answer.token_ids))
+
+
+def agreement(ours: Sequence[int], theirs: Sequence[int]) -> float:
+    """The fraction of positions at which two answers have the same token, up to where the first of them ends.
+
+    An end token counts as a token, so that an answer that stops too early disagrees there.
+    """
+    pairs = list(zip(ours, theirs, strict=False))
+    return sum(a == b for a, b in pairs) / len(pairs) if pairs else float(len(ours) == len(theirs))
+
+
+def _wire(answer: AnswerObject) -> dict[str, Any]:
+    """An answer as JSON. `compare` and `recomputed` are there only when they say something."""
+    silent = {name for name in ("compare", "recomputed") if getattr(answer, name) is None}
+    return answer.model_dump(mode="json", exclude=silent)

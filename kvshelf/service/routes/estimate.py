@@ -1,0 +1,28 @@
+"""/v1/estimate: what a creation would take, before any work."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+
+from kvshelf.client.types import Estimate, EstimateObject
+from kvshelf.service import openapi
+from kvshelf.service.body import read_json
+from kvshelf.service.keys import Reader
+from kvshelf.service.state import InService, until_hangup
+from kvshelf.workers.policies import build
+
+router = APIRouter(prefix="/v1/estimate", tags=["caches"], responses=openapi.ERRORS)
+
+
+@router.post("", openapi_extra=openapi.body_of(Estimate))
+async def estimate(request: Request, service: InService, _: Reader) -> EstimateObject:
+    """Tokens, and by policy the entries kept, the bytes stored and the seconds it would take. Nothing is compressed."""
+    body = await read_json(request, Estimate, service.settings)
+    spec = body.model_dump(mode="json")
+    for narrowing in {"policy", "codec"} - body.model_fields_set:
+        spec[narrowing] = None
+    if spec["policy"] is not None:
+        build(body.policy, body.policy_params)
+    engine = service.engines[service.engine(body.model).model]
+    work = engine.estimate(spec, deadline_s=service.settings.request_deadline_s)
+    return EstimateObject.model_validate(await until_hangup(request, work))
