@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
@@ -19,11 +19,13 @@ from kvshelf.service.metrics import Metrics
 from kvshelf.service.settings import Settings
 from kvshelf.service.turns import FairQueue
 from kvshelf.store.base import Store
-from kvshelf.store.identity import ModelIdentity
+from kvshelf.store.identity import ModelIdentity, canonical_json, digest
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.remote import RemoteEngine
 
 ResultT = TypeVar("ResultT")
+
+_TAGGED = {"blob_digest", "created_at", "expires_at", "has_source", "labels", "name", "pinned", "quality"}
 
 THREADS = 32
 """Of this process, for all that blocks."""
@@ -37,6 +39,7 @@ class Service:
     """The parts of a running front end. `engines`, `models` and `identities` are in the order of the settings.
 
     fair: the engines as tenants get at them, in turn. whole: the turns of what reads or writes whole caches.
+    conditional: held while a change compares what is there with what its caller has seen.
     """
 
     settings: Settings
@@ -48,6 +51,7 @@ class Service:
     background: Background
     metrics: Metrics
     whole: FairQueue
+    conditional: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def engine(self, model: str | None) -> FairEngine:
         """The engine of a model by name, the first one served without a name."""
@@ -127,8 +131,13 @@ async def _hangup(request: Request) -> None:
 def cache_response(manifest: Manifest, *, existing: bool) -> JSONResponse:
     """The answer to whoever put a cache on the shelf: 201, or 200 where it was there already."""
     cache = cache_object(manifest, existing=existing)
-    headers = {"location": f"/v1/caches/{cache.id}"}
+    headers = {"location": f"/v1/caches/{cache.id}", "etag": etag_of(manifest)}
     return JSONResponse(cache.model_dump(mode="json"), status_code=200 if existing else 201, headers=headers)
+
+
+def etag_of(manifest: Manifest) -> str:
+    """Changes with everything of a cache but its last use: being asked is no change that others must know of."""
+    return f'"{digest("kvshelf.etag", canonical_json(manifest.model_dump(mode="json", include=_TAGGED)))}"'
 
 
 def cache_object(manifest: Manifest, *, existing: bool = False) -> CacheObject:

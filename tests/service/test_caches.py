@@ -164,6 +164,39 @@ def test_bad_filters_are_refused_by_name(http: httpx.Client, params: dict[str, A
     assert response.json()["error"]["param"] == param
 
 
+def test_a_change_can_depend_on_what_was_seen(http: httpx.Client) -> None:
+    created = http.post("/v1/caches", json={"document": DOCUMENT + "tags", "policy": "full"})
+    url = f"/v1/caches/{created.json()['id']}"
+    first = http.get(url).headers["etag"]
+    assert created.headers["etag"] == first
+    assert http.post(f"{url}/query", json={"prompt": "?", "max_tokens": 1}).status_code == 200
+    for seen in (first, f"W/{first}", f'"other", {first}', "*"):
+        unchanged = http.get(url, headers={"if-none-match": seen})
+        assert (unchanged.status_code, unchanged.content, unchanged.headers["etag"]) == (304, b"", first)
+    changed = http.patch(url, json={"name": "one"}, headers={"if-match": first})
+    assert (changed.status_code, changed.json()["name"]) == (200, "one")
+    assert changed.headers["etag"] == http.get(url, headers={"if-none-match": first}).headers["etag"] != first
+    for stale in (first, f"W/{changed.headers['etag']}", "nothing"):
+        for refusal in (
+            http.patch(url, json={"name": "two"}, headers={"if-match": stale}),
+            http.delete(url, headers={"if-match": stale}),
+        ):
+            assert (refusal.status_code, refusal.json()["error"]["code"]) == (412, "etag_mismatch")
+    assert http.get(url).json()["name"] == "one"
+    assert http.delete(url, headers={"if-match": changed.headers["etag"]}).status_code == 200
+
+
+def test_of_many_who_saw_the_same_one_changes_it(http: httpx.Client) -> None:
+    url = f"/v1/caches/{create(http, document=DOCUMENT + 'race', policy='full')['id']}"
+    seen = http.get(url).headers["etag"]
+
+    def change(n: int) -> int:
+        return http.patch(url, json={"name": str(n)}, headers={"if-match": seen}).status_code
+
+    with ThreadPoolExecutor(10) as threads:
+        assert sorted(threads.map(change, range(10))) == [200] + [412] * 9
+
+
 def test_deleting(http: httpx.Client) -> None:
     cache_id = create(http, document=DOCUMENT + "to be deleted", policy="full")["id"]
     assert http.delete(f"/v1/caches/{cache_id}").json() == {"id": cache_id, "object": "cache", "deleted": True}

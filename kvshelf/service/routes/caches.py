@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Request, Response
 from fastapi.responses import JSONResponse
 
 from kvshelf.client.types import CacheList, CacheObject, CreateCache, Deleted, ListCaches, RequestObject, UpdateCache
+from kvshelf.errors import EtagMismatch
 from kvshelf.service import openapi
 from kvshelf.service.body import read_create, read_json, read_query
-from kvshelf.service.keys import Reader, Writer
+from kvshelf.service.keys import Caller, Reader, Writer
 from kvshelf.service.routes.requests import request_json
-from kvshelf.service.state import InService, cache_object, cache_response, off_loop, until_hangup
+from kvshelf.service.state import InService, Service, cache_object, cache_response, etag_of, off_loop, until_hangup
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.policies import build
 
@@ -76,21 +79,65 @@ async def list_caches(request: Request, service: InService, caller: Reader) -> C
     return CacheList(data=data, has_more=page.has_more, last_id=data[-1].id if data else None)
 
 
-@router.get("/{cache_id}")
-async def get_cache(cache_id: str, service: InService, caller: Reader) -> CacheObject:
+@router.get(
+    "/{cache_id}", response_model=CacheObject, responses={304: {"description": "as the caller has it: If-None-Match"}}
+)
+async def get_cache(
+    cache_id: str, service: InService, caller: Reader, if_none_match: Annotated[str, Header()] = ""
+) -> Response:
     """What the shelf knows about one cache."""
-    return cache_object(await off_loop(service.store.stat, cache_id, tenant=caller.tenant))
+    manifest = await off_loop(service.store.stat, cache_id, tenant=caller.tenant)
+    if if_none_match and _names(if_none_match, etag_of(manifest), weak=True):
+        return Response(status_code=304, headers={"etag": etag_of(manifest)})
+    return _tagged(manifest)
 
 
-@router.patch("/{cache_id}", openapi_extra=openapi.body_of(UpdateCache))
-async def update_cache(cache_id: str, request: Request, service: InService, caller: Writer) -> CacheObject:
+@router.patch("/{cache_id}", response_model=CacheObject, openapi_extra=openapi.body_of(UpdateCache))
+async def update_cache(
+    cache_id: str, request: Request, service: InService, caller: Writer, if_match: Annotated[str, Header()] = ""
+) -> Response:
     """Change how long a cache is kept, its name, its labels, or whether it is pinned; all else stays as it is."""
     body = await read_json(request, UpdateCache, service.settings)
-    return cache_object(await off_loop(service.store.update, cache_id, tenant=caller.tenant, **body.changes()))
+    async with _as_seen(service, caller, cache_id, if_match):
+        manifest = await off_loop(service.store.update, cache_id, tenant=caller.tenant, **body.changes())
+    return _tagged(manifest)
 
 
 @router.delete("/{cache_id}")
-async def delete_cache(cache_id: str, service: InService, caller: Writer) -> Deleted:
+async def delete_cache(
+    cache_id: str, service: InService, caller: Writer, if_match: Annotated[str, Header()] = ""
+) -> Deleted:
     """Remove a cache. Downloads and answers that have begun are completed."""
-    receipt = await off_loop(service.store.delete, cache_id, tenant=caller.tenant)
+    async with _as_seen(service, caller, cache_id, if_match):
+        receipt = await off_loop(service.store.delete, cache_id, tenant=caller.tenant)
     return Deleted(id=receipt.id)
+
+
+def _tagged(manifest: Manifest) -> Response:
+    return JSONResponse(cache_object(manifest).model_dump(mode="json"), headers={"etag": etag_of(manifest)})
+
+
+def _names(header: str, etag: str, *, weak: bool) -> bool:
+    """Whether If-Match or If-None-Match names a tag (RFC 9110, section 13.1): the first compares strongly."""
+    tags = [tag.strip() for tag in header.split(",")]
+    return "*" in tags or etag in [tag.removeprefix("W/") if weak else tag for tag in tags]
+
+
+@asynccontextmanager
+async def _as_seen(service: Service, caller: Caller, cache_id: str, if_match: str) -> AsyncIterator[None]:
+    """For a change of what the caller has seen. Raises `EtagMismatch` if it is another by now.
+
+    One such change at a time, so that of two callers who saw the same only one succeeds. That holds for the callers of
+    one front end: a store has no change under a condition.
+    """
+    if not if_match:
+        yield
+        return
+    async with service.conditional:
+        etag = etag_of(await off_loop(service.store.stat, cache_id, tenant=caller.tenant))
+        if not _names(if_match, etag, weak=False):
+            raise EtagMismatch(
+                f"cache {cache_id} was changed since: it has the ETag {etag} now; fetch it and decide again",
+                param="if-match",
+            )
+        yield
