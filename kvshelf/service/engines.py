@@ -32,6 +32,11 @@ class FairEngine:
         self._questions = FairQueue(f"questions to {self.model!r}", questions, waiting)
         self._creations = FairQueue(f"creations by {self.model!r}", CREATIONS_PER_REPLICA * settings.replicas, waiting)
 
+    @property
+    def waiting(self) -> dict[str, int]:
+        """How many wait, by kind of work."""
+        return {"question": self._questions.waiting, "creation": self._creations.waiting}
+
     async def estimate(self, spec: Mapping[str, Any], *, deadline_s: float) -> dict[str, Any]:
         return await self._engine.estimate(spec, deadline_s=deadline_s)
 

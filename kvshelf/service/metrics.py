@@ -16,6 +16,7 @@ from typing import Final
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
 from kvshelf.errors import CacheNotFound, KvshelfError, StoreUnavailable
+from kvshelf.service.engines import FairEngine
 from kvshelf.service.errors import miss_reason
 from kvshelf.store.base import Store
 from kvshelf.workers.phases import Phase
@@ -73,6 +74,7 @@ class Metrics:
 
         self.in_flight = gauge("calls_in_flight", "calls that workers were asked and have not ended", "model", "call")
         self._replicas = gauge("replicas", "replicas: running, wanted", "model", "state")
+        self._waiting = gauge("waiting_requests", "requests in the queues before the workers", "model", "kind")
         self._background = gauge("background_requests", "creations in the background: queued, running", "state")
         self._store_up = gauge("store_up", "1 if the store answered when it was last asked")
         self._caches = gauge("caches", "caches on the shelf; NaN if the store does not say")
@@ -134,13 +136,19 @@ class Metrics:
             self._first_token_s.labels(model).observe(reply.first_token_s)
             _observe(self._answer_s, model, reply.phases)
 
-    def read_workers(self, engines: Mapping[str, RemoteEngine], wanted: int, background: Mapping[str, int]) -> None:
-        """Set what is known without asking anybody. `background`: requests by state."""
+    def read_queues(self, queues: Mapping[str, FairEngine], background: Mapping[str, int]) -> None:
+        """Set how much waits. `background`: requests by state."""
+        for model, queue in queues.items():
+            for kind, count in queue.waiting.items():
+                self._waiting.labels(model, kind).set(count)
+        for state, count in background.items():
+            self._background.labels(state).set(count)
+
+    def read_workers(self, engines: Mapping[str, RemoteEngine], wanted: int) -> None:
+        """Set how many replicas run, as far as is known."""
         for model, engine in engines.items():
             self._replicas.labels(model, "running").set(engine.running)
             self._replicas.labels(model, "wanted").set(wanted)
-        for state, count in background.items():
-            self._background.labels(state).set(count)
 
     async def read_shelf(self, store: Store) -> None:
         """Ask the store how much it holds, unless it was asked a moment ago. Never waits for long."""

@@ -74,7 +74,10 @@ def _named(scope: Scope) -> dict[str, str]:
     """The ids in the path, for the log; there a path that does not exist is of interest, too."""
     if "route" not in scope:
         return {"path": scope["path"][:200]}
-    return {name: str(value)[:80] for name, value in scope.get("path_params", {}).items()}
+    ids = {name: str(value)[:80] for name, value in scope.get("path_params", {}).items()}
+    if "request_id" in ids:  # of the ledger: in the log that name is the HTTP request's own
+        ids["request"] = ids.pop("request_id")
+    return ids
 
 
 def _describe(span: Span, method: str, route: str, status: int, facts: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ from kvshelf.workers.phases import Phase
 log = structlog.get_logger("kvshelf.service")
 
 _STANDARD = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-_FLUSH_MS = 3000
+_EXPORT_S = 3.0  # for one batch; a collector that hangs must not hold up the end of the service for longer
 
 
 @contextmanager
@@ -45,11 +45,10 @@ def tracer_to(endpoint: str | None) -> Iterator[Tracer]:
         return
     name = os.environ.get("OTEL_SERVICE_NAME", "kvshelf")
     provider = TracerProvider(resource=Resource.create({SERVICE_NAME: name}), shutdown_on_exit=False)
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_S)))
     try:
         yield provider.get_tracer("kvshelf")
     finally:
-        provider.force_flush(_FLUSH_MS)
         provider.shutdown()
 
 

@@ -68,6 +68,11 @@ class FairQueue:
         self._waiting: Rounds[asyncio.Future[None]] = Rounds()
         self._mean_s = 1.0
 
+    @property
+    def waiting(self) -> int:
+        """How many wait for a slot."""
+        return len(self._waiting)
+
     @asynccontextmanager
     async def turn(self, tenant: str, deadline_s: float) -> AsyncIterator[float]:
         """A slot for the time of the block, and the seconds that are left of the deadline once it is there.

@@ -45,7 +45,7 @@ def test_openapi_describes_every_route_and_body(http: httpx.Client) -> None:
         "/v1/caches", "/v1/caches/{cache_id}", "/v1/caches/{cache_id}/blob", "/v1/caches/{cache_id}/query",
         "/v1/caches/import", "/v1/caches/{cache_id}/verify",
         "/v1/requests/{request_id}", "/v1/chat/completions", "/v1/models", "/v1/policies", "/v1/limits", "/livez",
-        "/readyz",
+        "/metrics", "/readyz",
     }  # fmt: skip
     schemas = document["components"]["schemas"]
     assert schemas["CreateCache"]["additionalProperties"] is False
