@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from typer.testing import CliRunner
 
 from kvshelf import open_store
+from kvshelf.cli import app
 from kvshelf.errors import InvalidRequest
 from kvshelf.service.server import _store_config
 from kvshelf.service.settings import Settings, load_settings, without_secret
@@ -75,6 +77,9 @@ def test_the_client_s_variables_may_be_there(monkeypatch: pytest.MonkeyPatch) ->
         ("max_ttl_s", "soon"),
         ("tenant_max_caches", 0),
         ("tenant_max_bytes", -1),
+        ("tenant_max_concurrent", 0),
+        ("tenant_requests_per_minute", 0),
+        ("unread_deadline_s", 0),
         ("max_import_bytes", 5),
         ("colour", "red"),
     ],
@@ -95,6 +100,28 @@ def test_the_default_lies_within_the_maximum() -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
 def test_loopback_may_be_bound(host: str) -> None:
     assert load_settings(host=host).host == host
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.2", "example.org"])
+def test_any_address_may_be_bound_with_keys(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    monkeypatch.setenv("KVSHELF_API_KEY_FILE", "/etc/kvshelf/keys.json")
+    assert load_settings(host=host).host == host
+    with pytest.raises(InvalidRequest, match="1 character"):
+        load_settings(api_key_file="", host=host)
+
+
+def test_serve_shows_its_settings_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSHELF_STORE", "ram:1GiB+redis://me:hunter2@host:6379/0")
+    monkeypatch.setenv("KVSHELF_API_KEY", "kvsk_of_a_client")
+    arguments = ["serve", "--print-config", "--api-key-file", "/etc/keys.json", "--host", "0.0.0.0", "--port", "9"]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    assert "hunter2" not in done.output
+    assert "kvsk" not in done.output
+    shown = json.loads(done.stdout)
+    assert shown.keys() == Settings.model_fields.keys()
+    assert (shown["store"], shown["api_key_file"]) == ("ram:1GiB+redis://***@host:6379/0", "/etc/keys.json")
+    assert (shown["host"], shown["port"], shown["replicas"]) == ("0.0.0.0", 9, 1)
 
 
 def test_secrets_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,6 +166,7 @@ def test_what_replicas_get_holds_no_key_and_travels(tmp_path: Path) -> None:
 def test_a_key_file_is_found_from_any_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     assert load_settings(encryption_key_file="keys").encryption_key_file == str(tmp_path / "keys")
+    assert load_settings(api_key_file="keys").api_key_file == str(tmp_path / "keys")
 
 
 @pytest.mark.parametrize(
@@ -148,6 +176,7 @@ def test_a_key_file_is_found_from_any_folder(monkeypatch: pytest.MonkeyPatch, tm
         (["--port", "1", "--store", "disk:///dev/null/shelf"], ""),
         (["--host", "0.0.0.0"], "API keys"),
         (["--encryption-key-file", "/no/such/keys"], "/no/such/keys"),
+        (["--api-key-file", "/no/such/keys.json"], "/no/such/keys.json"),
     ],
 )
 def test_serve_says_in_one_line_why_it_does_not_start(arguments: list[str], words: str) -> None:
