@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Literal, TypeVar
 
@@ -48,6 +49,9 @@ _Word = Literal["live", "lost", "away"]
 _COMPLAINT_S: Final = 60.0
 """At least so long between two log lines about one tier."""
 
+_FAILING_S: Final = 150.0
+"""How long after a failure `health` speaks of it: by then two sweeps, by default, have tried the tier again."""
+
 
 class _Lost(CacheNotFound):
     """The home began anew and knows nothing of this cache; it may have had it before."""
@@ -63,6 +67,7 @@ class TieredStore(Store):
         self._tiers = tuple(tiers)
         self._giving_back = threading.Lock()
         self._complained_at: dict[str, float] = {}
+        self._failed_at: dict[str, float] = {}
         for tier in self._tiers:
             with self._tolerant(tier):
                 if not tier.noted():
@@ -390,7 +395,11 @@ class TieredStore(Store):
         return self._home.usage(tenant=tenant)
 
     def health(self) -> Health:
-        return self._home.health()
+        """As `Store.health`; that a tier has failed of late is a warning."""
+        home, now = self._home.health(), time.monotonic()
+        failing = [name for name, at in self._failed_at.items() if now - at < _FAILING_S]
+        warnings = [f"the {name} tier does not work; caches come from the home" for name in failing]
+        return replace(home, warnings=(*home.warnings, *warnings))
 
     # Tiers that fail
 
@@ -400,7 +409,7 @@ class TieredStore(Store):
         try:
             yield
         except (KvshelfError, OSError, MemoryError) as error:
-            now = time.monotonic()
+            now = self._failed_at[tier.name] = time.monotonic()
             if now - self._complained_at.get(tier.name, -_COMPLAINT_S) >= _COMPLAINT_S:
                 self._complained_at[tier.name] = now
                 log.warning("the %s tier does not work; caches come from the home: %s", tier.name, error)
