@@ -24,7 +24,7 @@ BELOW: dict[str, set[str]] = {
     "store": {"errors", "kernels"},
     "workers": {"errors", "kernels", "store"},
     "client": {"errors"},
-    "service": {"errors", "kernels", "store", "workers", "client", ""},
+    "service": {"errors", "_extras", "kernels", "store", "workers", "client", ""},
     "bench": {"errors", "_extras", "kernels", "store", "workers", "client"},
     "cli": {"errors", "_extras", "kernels", "store", "workers", "client", "service", "bench", ""},
     "__main__": {"cli"},
