@@ -331,6 +331,13 @@ def test_the_shelf_and_the_workers_are_shown(http: httpx.Client, service: LiveSe
     assert found["kvshelf_waiting_requests", frozenset({("model", MODEL), ("kind", "question")})] == 0
 
 
+def test_a_made_up_method_is_one_of_the_others(numbers: Metrics) -> None:
+    for method in ("BREW", "STEEP", "POUR"):
+        numbers.request("/livez", method, 405, 0.1)
+    label = frozenset({("route", "/livez"), ("method", "other"), ("status", "405")})
+    assert samples(numbers)["kvshelf_http_requests_total", label] == 3
+
+
 def test_two_apps_do_not_share_numbers(numbers: Metrics) -> None:
     from kvshelf.service.metrics import Metrics
 
