@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
 from kvshelf.client.strict import (
     MAX_MESSAGES,
@@ -77,6 +77,8 @@ class StreamOptions(RequestBody):
 
 class ChatCompletionRequest(RequestBody):
     """OpenAI's body and `cache_id`, the stored cache to ask. `user` is accepted and has no effect, as at OpenAI."""
+
+    model_config = ConfigDict(json_schema_extra={"required": ["messages", "cache_id"]})
 
     cache_id: str | None = None
     model: ModelName | None = None

@@ -59,6 +59,11 @@ _StopList = Annotated[list[StopText], Field(max_length=MAX_STOPS), Tag("(list)")
 Stops = Annotated[Annotated[StopText, Tag("(one)")] | _StopList, Discriminator(one_or_list)]
 
 
+def one_of(**types: str | list[str]) -> dict[str, Any]:
+    """For a type's JSON schema: exactly one of these fields must be given, with a value of its JSON type."""
+    return {"oneOf": [{"properties": {name: {"type": kind}}, "required": [name]} for name, kind in types.items()]}
+
+
 def unsupported(what: str) -> PydanticCustomError:
     return PydanticCustomError("unsupported", "{what} is not supported by this version of kvshelf", {"what": what})
 

@@ -39,6 +39,7 @@ from kvshelf.client.strict import (
     TopP,
     Ttl,
     misuse,
+    one_of,
     unsupported,
 )
 
@@ -64,6 +65,8 @@ class CreateCache(RequestBody):
     `compression_ratio` is the fraction of entries REMOVED, `budget_tokens` the mean number of entries kept per layer
     and KV head. Without either, the policy's default applies.
     """
+
+    model_config = ConfigDict(json_schema_extra=one_of(document="string", messages="array", token_ids="array"))
 
     document: str | None = Field(None, description="the document as text; special tokens in it are plain text")
     messages: MessageList | None = Field(None, description="a conversation prefix, for chat models")
@@ -149,6 +152,8 @@ class UpdateCache(RequestBody):
 class Query(RequestBody):
     """POST /v1/caches/{id}/query: ask a stored cache. Exactly one of `prompt` (one or several) and `messages`."""
 
+    model_config = ConfigDict(json_schema_extra=one_of(prompt=["string", "array"], messages="array"))
+
     prompt: Prompts | None = None
     messages: MessageList | None = None
     max_tokens: MaxTokens = 64
@@ -188,10 +193,10 @@ class QueryString(BaseModel):
 class ListCaches(QueryString):
     """GET /v1/caches: the filters."""
 
-    document_id: str | None = None
-    model: str | None = None
-    policy: str | None = None
-    limit: Annotated[int, Field(ge=1, le=1000)] = 20
+    document_id: str | None = Field(None, description="caches of this document")
+    model: str | None = Field(None, description="caches of this model")
+    policy: str | None = Field(None, description="caches of this policy")
+    limit: Annotated[int, Field(ge=1, le=1000, description="caches in this page")] = 20
     after: str | None = Field(None, description="the last id of the page before")
 
 

@@ -180,7 +180,11 @@ def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
 def _methods(request: Request, routes: Sequence[BaseRoute]) -> str:
     """What the path of a request can do, over all its routes; Starlette names the methods of the first one only."""
     matching = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
-    return ", ".join(sorted({method for route in matching for method in getattr(route, "methods", ())}))
+    # /v1/caches/import is a /v1/caches/{cache_id}, too, with an id that nothing has: the most definite path counts.
+    paths = [str(getattr(route, "path", "")) for route in matching]
+    nearest = min(paths, key=lambda path: path.count("{"))
+    found = [route for route, path in zip(matching, paths, strict=True) if path == nearest]
+    return ", ".join(sorted({method for route in found for method in getattr(route, "methods", ())}))
 
 
 class RequestIds:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI
@@ -69,8 +70,19 @@ def json_or_events(one: type[BaseModel], *more: type[BaseModel]) -> dict[int | s
     return {200: {"description": "the answer", "content": content}}
 
 
-def query_parameter(name: str, kind: str, description: str) -> dict[str, Any]:
-    return {"name": name, "in": "query", "required": False, "schema": {"type": kind}, "description": description}
+def query_of(model: type[BaseModel]) -> dict[str, Any]:
+    """The `parameters` of a route that reads its query string itself. Labels have any name, and stand in its text."""
+    fields = model.model_json_schema()["properties"]
+    return {"parameters": [_parameter(name, schema) for name, schema in fields.items() if name != "labels"]}
+
+
+def _parameter(name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
+    # There is no null in a query string: what may be None is left out.
+    plain = next(option for option in schema.get("anyOf", [schema]) if option.get("type") != "null")
+    rules = {key: value for key, value in plain.items() if key not in ("title", "description")}
+    return {
+        "name": name, "in": "query", "required": False, "schema": rules, "description": schema.get("description", "")
+    }  # fmt: skip
 
 
 def install(app: FastAPI) -> None:

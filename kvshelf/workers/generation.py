@@ -18,6 +18,8 @@ from kvshelf.workers.suffixes import SuffixRow
 if TYPE_CHECKING:
     from kvshelf.workers.batch import Batch
 
+_LEAST_TEMPERATURE = 1e-30  # float32 has smaller numbers, but not many
+
 FinishReason = Literal["stop", "length"]
 Checkpoint = Callable[[], None]
 
@@ -180,7 +182,10 @@ class _Sampler:
         """The next token id from logits `[vocabulary]`."""
         if self._sampling.temperature == 0:
             return int(logits.argmax())
-        probabilities = torch.softmax(logits.float().cpu() / self._sampling.temperature, dim=-1)
+        logits = logits.float().cpu()
+        # The largest becomes 0, so that no temperature makes it infinite; below the floor all others have no mass left.
+        scaled = (logits - logits.max()) / max(self._sampling.temperature, _LEAST_TEMPERATURE)
+        probabilities = torch.softmax(scaled, dim=-1)
         ranked, order = probabilities.sort(descending=True, stable=True)
         # A token stays while the mass before it is short of top_p, so that the first one always stays.
         ranked[ranked.cumsum(0) - ranked >= self._sampling.top_p] = 0

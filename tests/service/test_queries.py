@@ -77,6 +77,12 @@ def test_sampling_is_repeatable_with_a_seed(http: httpx.Client, cache: dict[str,
     assert drawn[0] == drawn[1] != drawn[2]  # 16 draws from a wide distribution: equal by chance never
 
 
+@pytest.mark.parametrize("temperature", [1e-20, 1e-40, 5e-324])
+def test_the_smallest_temperatures_are_greedy(http: httpx.Client, cache: dict[str, Any], temperature: float) -> None:
+    greedy = ask(http, cache, prompt="tide", max_tokens=8)["text"]
+    assert ask(http, cache, prompt="tide", max_tokens=8, temperature=temperature, seed=1)["text"] == greedy
+
+
 def test_stop_texts_end_an_answer_before_them(http: httpx.Client, cache: dict[str, Any]) -> None:
     whole = ask(http, cache, prompt="tide", max_tokens=30)["text"]
     stop = whole[12:15]

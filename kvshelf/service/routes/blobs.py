@@ -27,11 +27,6 @@ router = APIRouter(prefix="/v1/caches", tags=["caches"], responses=openapi.ERROR
 _CHUNK_BYTES = 1 << 20
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 _BLOB = {"content": {BLOB_TYPE: {"schema": {"type": "string", "format": "binary"}}}}
-_ABOUT = [
-    openapi.query_parameter("ttl_s", "number", "seconds until the cache expires"),
-    openapi.query_parameter("expires_at", "number", "Unix seconds, instead of ttl_s"),
-    openapi.query_parameter("name", "string", "a name for people; labels are given as label.<key>=<value>"),
-]
 
 
 @router.post(
@@ -39,7 +34,7 @@ _ABOUT = [
     status_code=201,
     response_model=CacheObject,
     responses=openapi.EXISTING,
-    openapi_extra={"parameters": _ABOUT, "requestBody": {"required": True} | _BLOB},
+    openapi_extra=openapi.query_of(ImportCache) | {"requestBody": {"required": True} | _BLOB},
 )
 async def import_cache(request: Request, service: InService, caller: Writer) -> Response:
     """Store a blob that was downloaded or exported. It keeps its codec; its id is the one it has on this shelf."""

@@ -52,16 +52,7 @@ async def create(
     return cache_response(Manifest.model_validate(created.manifest), existing=created.existing)
 
 
-_FILTERS = [
-    openapi.query_parameter("document_id", "string", "caches of this document"),
-    openapi.query_parameter("model", "string", "caches of this model"),
-    openapi.query_parameter("policy", "string", "caches of this policy"),
-    openapi.query_parameter("limit", "integer", "1 to 1000 caches in this page; 20 if absent"),
-    openapi.query_parameter("after", "string", "the last id of the page before"),
-]
-
-
-@router.get("", openapi_extra={"parameters": _FILTERS})
+@router.get("", openapi_extra=openapi.query_of(ListCaches))
 async def list_caches(request: Request, service: InService, caller: Reader) -> CacheList:
     """Caches on the shelf, newest first. `label.<key>=<value>` filters by label, and may be given several times."""
     filters = read_query(request, ListCaches)
