@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from kvshelf.errors import InvalidRequest, KvshelfError
+from kvshelf.errors import InternalError, InvalidRequest, KvshelfError
 from kvshelf.store.arriving import ArrivingCache
 from kvshelf.store.artifact import CompressedCache
 from kvshelf.store.identity import Identity, Layout, digest
@@ -28,23 +29,48 @@ from kvshelf.workers.export import Positions, export
 from kvshelf.workers.generation import Answer, Checkpoint, Generation, Sampling
 from kvshelf.workers.intake import Document, Intake, Prompt
 from kvshelf.workers.job import Job
+from kvshelf.workers.levels import Level, SharedReducer, distinct_jobs, shared
 from kvshelf.workers.policies import DEFAULT_POLICY, Policy, build
 from kvshelf.workers.policies.base import Absorber, Observes
 from kvshelf.workers.policies.full import Full
 from kvshelf.workers.policies.view import ProbePass, Source
+from kvshelf.workers.quality import QUESTIONS, Probe, Quality, Reference, ask, ask_without
 from kvshelf.workers.reducing import LayerReducer
 from kvshelf.workers.requirements import require_observable, require_room, require_within_window
 from kvshelf.workers.rope import Rope
-from kvshelf.workers.text import TextFormat
+from kvshelf.workers.text import EncodedDocument, TextFormat
 
 
 @dataclass(frozen=True)
 class Compression:
-    """A compressed cache and the seconds its prefill and its compression took (pauses at checkpoints not counted)."""
+    """A compressed cache and the seconds its prefill and its compression took (pauses at checkpoints not counted).
+
+    Levels that share a prefill all report the whole of it. `quality` is None where nothing was measured.
+    """
 
     cache: CompressedCache
     prefill_s: float
     compress_s: float
+    quality: Quality | None = None
+
+    def encoded(self, codec: str) -> Compression:
+        """With the cache under a codec, which counts as compression. Raises as `CompressedCache.encoded` does."""
+        started = time.perf_counter()
+        cache = self.cache.encoded(codec)
+        return replace(self, cache=cache, compress_s=self.compress_s + time.perf_counter() - started)
+
+    def measured(self, quality: Quality) -> Compression:
+        """With the quality of its cache."""
+        return replace(self, quality=quality)
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """What one prefill gave: a compression for each level, in their order, and what the full cache said to a probe,
+    where it was asked one."""
+
+    compressions: list[Compression]
+    reference: Reference | None
 
 
 class Engine:
@@ -110,9 +136,13 @@ class Engine:
         )
         return self.run(job).cache
 
+    def encode_document(self, document: Document, *, layout: Layout | None = None) -> EncodedDocument:
+        """Check and tokenize a document that `prepare` is given more than once. Thread-safe. Raises as it does."""
+        return self._intake.document(document, layout)
+
     def prepare(
         self,
-        document: Document,
+        document: Document | EncodedDocument,
         *,
         layout: Layout | None = None,
         policy: str = DEFAULT_POLICY,
@@ -133,7 +163,7 @@ class Engine:
         if not chosen.takes_budget and (compression_ratio is not None or budget_tokens is not None):
             param = "budget_tokens" if compression_ratio is None else "compression_ratio"
             raise InvalidRequest(f"policy {policy!r} keeps everything and takes no {param}", param=param)
-        encoded = self._intake.document(document, layout)
+        encoded = document if isinstance(document, EncodedDocument) else self._intake.document(document, layout)
         if expected_questions and not chosen.takes_questions:
             raise InvalidRequest(
                 f"policy {policy!r} does not look at questions; leave expected_questions out, or choose a policy that "
@@ -181,18 +211,92 @@ class Engine:
         `checkpoint` is called between layers. It may raise to end the work, and it may use this engine: run a step of a
         `Generation`, say.
         """
-        prefill = self._prefill_whole if job.absorber is None else self._prefill_in_chunks
+        (compression,) = self.prefill([Level(job)], checkpoint=checkpoint).compressions
+        return compression
+
+    def run_levels(
+        self, levels: Sequence[Level], *, questions: int = QUESTIONS, checkpoint: Checkpoint | None = None
+    ) -> list[Compression]:
+        """Keep one document in several ways, and measure what each costs. In the order of `levels`.
+
+        Levels whose policies look at the same passes behind the document share a prefill (`levels.shared` says why not
+        all do). Their cost is measured with `questions` made from the document; 0 measures nothing. A level is what
+        `run` and its codec would have given, bytes and all, but for last bits where a device sums rows of longer calls
+        in another order. All levels of a prefill are in memory at once. Encoding counts as compression.
+        """
+        done: dict[int, Compression] = {}
+        for group in shared(levels):
+            prefill = self.prefill(group, questions=questions, checkpoint=checkpoint)
+            for level, compression in zip(group, prefill.compressions, strict=True):
+                if prefill.reference is not None:
+                    compression = compression.measured(self.measure(compression.cache, prefill.reference))
+                    (checkpoint or _nothing)()
+                done[id(level)] = compression
+        return [done[id(level)] for level in levels]
+
+    def prefill(self, group: Sequence[Level], *, questions: int = 0, checkpoint: Checkpoint | None = None) -> Prefill:
+        """Run one group of `levels.shared`.
+
+        The full cache answers `questions` made from the document on the way; with 0, or where `probe` makes none, there
+        is no reference to measure by.
+        """
+        jobs = distinct_jobs(group)
+        probe = self.probe(jobs[0], questions)
+        reduced: Sequence[LayerReducer | ChunkedPrefill]
         started = time.perf_counter()
         with torch.no_grad(), kvshelf_attention(self.model):
-            reduced = prefill(job, checkpoint or (lambda: None))
-        elapsed = time.perf_counter() - started
-        cache = CompressedCache(
-            layers=reduced.records(),
-            num_tokens=job.num_tokens,
-            next_position=job.policy.next_position(job.num_tokens, job.budget),
-            identity=job.identity,
-        )
-        return Compression(cache, elapsed - reduced.compress_s - reduced.paused_s, reduced.compress_s)
+            if jobs[0].absorber is not None:
+                chunked = self._prefill_in_chunks(jobs[0], checkpoint or _nothing)
+                reduced, paused_s, reference = [chunked], chunked.paused_s, None
+            else:
+                whole, reference = self._prefill_whole(jobs, probe, checkpoint or _nothing)
+                reduced, paused_s = whole.reducers, whole.paused_s
+            records = [reducer.records() for reducer in reduced]
+        elapsed = time.perf_counter() - started - paused_s - (reference.probe_s if reference is not None else 0)
+        prefill_s = elapsed - sum(reducer.compress_s for reducer in reduced)
+        made: dict[int, Compression] = {}
+        for job, layers, reducer in zip(jobs, records, reduced, strict=True):
+            next_position = job.policy.next_position(job.num_tokens, job.budget)
+            cache = CompressedCache(layers, job.num_tokens, next_position, job.identity)
+            made[id(job)] = Compression(cache, prefill_s, reducer.compress_s)
+        return Prefill([made[id(level.job)].encoded(level.codec) for level in group], reference)
+
+    # Measuring
+
+    def probe(self, job: Job, questions: int = QUESTIONS) -> Probe | None:
+        """What measures the quality of this document's caches; None where nothing can, or `questions` is 0.
+
+        That is a document too short to ask about; one read chunk by chunk, of which there never is a full cache to
+        compare with; no room for the questions behind the document; and a RoPE that changes with the length, under
+        which what stands behind the document would change it.
+        """
+        if not questions or job.absorber is not None or self.rope is None or self.rope.length_dependent:
+            return None
+        probe = Probe.of(job.source, questions)
+        if probe is None or job.num_tokens + probe.num_tokens > self.max_tokens:
+            return None
+        window = models.sliding_window(self.model.config)
+        behind = probe.num_tokens + sum(len(found.token_ids) for found in job.passes)
+        return probe if window is None or job.num_tokens + behind <= window else None
+
+    def measure(self, cache: CompressedCache, reference: Reference) -> Quality:
+        """How close `cache` is to the full cache of its document, of which `reference` came with the prefill.
+
+        Raises `InvalidRequest` for the cache of another document, `ModelMismatch` for that of another model, and
+        `InternalError` where the model's logits are not numbers.
+        """
+        if cache.identity.document != reference.document:
+            raise InvalidRequest("the reference is of another document than the cache; use that of its own prefill")
+        started = time.perf_counter()
+        with torch.no_grad(), self.attached(cache) as past:
+            agreement, kl = reference.compare(ask(self.model, reference.probe, past))
+        seconds = time.perf_counter() - started + reference.probe_s
+        if not math.isfinite(kl):
+            raise InternalError(
+                "the model's logits are not numbers, so no quality can be measured; if the model overflows in float16, "
+                "load it with dtype bfloat16 or float32"
+            )
+        return Quality(agreement, kl, len(reference.best), seconds)
 
     # Attaching
 
@@ -316,19 +420,37 @@ class Engine:
         found = calibration.find(self.identity, self.model.config.name_or_path)
         return replace(source, calibration=found)
 
-    def _prefill_whole(self, job: Job, checkpoint: Checkpoint) -> LayerReducer:
-        reducer = LayerReducer(
+    def _prefill_whole(
+        self, jobs: Sequence[Job], probe: Probe | None, checkpoint: Checkpoint
+    ) -> tuple[SharedReducer, Reference | None]:
+        measured = (probe.asked,) if probe is not None else ()
+        reducer = SharedReducer(
+            [self._reducer(job) for job in jobs],
+            measured=[len(found.token_ids) for found in measured],
+            checkpoint=checkpoint,
+        )
+        first = jobs[0]
+        inputs = first.inputs(self.model.device, measured)
+        if probe is None:
+            self.model.base_model(**inputs, use_cache=False, **{CONTEXT: reducer})
+            return reducer, None
+        places = probe.places(inputs["input_ids"].shape[1] - probe.num_tokens, self.model.device)
+        out = self.model(**inputs, use_cache=False, logits_to_keep=places, **{CONTEXT: reducer})
+        started = time.perf_counter()
+        without = ask_without(self.model, probe)
+        seconds = time.perf_counter() - started
+        return reducer, Reference.of(first.identity.document, probe, out.logits[0], without, seconds)
+
+    def _reducer(self, job: Job) -> LayerReducer:
+        return LayerReducer(
             # With a budget of the whole document every policy keeps everything.
             job.policy if job.budget.tokens < job.num_tokens else Full(),
             job.source,
             job.budget,
             num_layers=self.model.config.num_hidden_layers,
-            probe_lengths=[len(probe.token_ids) for probe in job.passes],
+            probe_lengths=[len(found.token_ids) for found in job.passes],
             rope=self.rope,
-            checkpoint=checkpoint,
         )
-        self.model.base_model(**job.inputs(self.model.device), use_cache=False, **{CONTEXT: reducer})
-        return reducer
 
     def _prefill_in_chunks(self, job: Job, checkpoint: Checkpoint) -> ChunkedPrefill:
         assert job.absorber is not None
@@ -346,6 +468,10 @@ class Engine:
         if configured is None:
             configured = self.model.config.eos_token_id
         return frozenset([configured] if isinstance(configured, int) else configured or [])
+
+
+def _nothing() -> None:
+    """The checkpoint of a caller who has nothing else to do."""
 
 
 def _ids_digest(token_ids: Sequence[int]) -> str:

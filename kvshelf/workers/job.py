@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,10 +30,13 @@ class Job:
     def num_tokens(self) -> int:
         return self.source.num_tokens
 
-    def inputs(self, device: torch.device) -> dict[str, Tensor]:
-        """Ids and positions of the document and, behind it, of every probe pass: what one forward pass takes."""
+    def inputs(self, device: torch.device, measured: Sequence[ProbePass] = ()) -> dict[str, Tensor]:
+        """Ids and positions of the document and, behind it, of every probe pass: what one forward pass takes.
+
+        `measured` are passes behind those of the policy, which it does not look at.
+        """
         ids, positions = list(self.source.token_ids), list(range(self.num_tokens))
-        for probe in self.passes:
+        for probe in (*self.passes, *measured):
             ids += probe.token_ids
             positions += range(probe.first_position, probe.first_position + len(probe.token_ids))
         input_ids = torch.tensor([ids], device=device)
