@@ -201,6 +201,19 @@ def test_who_leaves_takes_no_slot_along() -> None:
     run(test())
 
 
+def test_who_leaves_makes_room_in_the_queue() -> None:
+    async def test() -> None:
+        work = Work(FairQueue("work", 1, 1))
+        await work.ask("a0")
+        await work.ask("a1")
+        await work.drop("a1")
+        await work.ask("b0")
+        await work.end("a0")
+        assert work.began == ["a0", "b0"]
+
+    run(test())
+
+
 def test_a_turn_that_comes_as_its_caller_leaves_goes_to_the_next() -> None:
     async def test() -> None:
         work = Work(FairQueue("work", 1, 100))
