@@ -35,6 +35,7 @@ class CreateFields(TypedDict, total=False):
     document: str | None
     messages: Messages | None
     token_ids: Sequence[int] | None
+    tokenizer: str | None
     file: str | os.PathLike[str] | None
     model: str | None
     layout: str | None

@@ -71,6 +71,9 @@ class CreateCache(RequestBody):
     document: str | None = Field(None, description="the document as text; special tokens in it are plain text")
     messages: MessageList | None = Field(None, description="a conversation prefix, for chat models")
     token_ids: list[TokenId] | None = Field(None, description="the document as token ids of the model")
+    tokenizer: Annotated[str, Field(max_length=128)] | None = Field(
+        None, description="with token_ids: the tokenizer that made them, as /v1/models names it; another one is refused"
+    )
     model: ModelName | None = Field(None, description="one of /v1/models; the first one served if absent")
     layout: LayoutName | None = Field(None, description="chat if the model has a chat template, else plain")
     policy: Annotated[str, Field(min_length=1, max_length=64)] = Field("keydiff", description="one of /v1/policies")
@@ -112,6 +115,8 @@ class CreateCache(RequestBody):
         if self.compression_ratio is not None and self.budget_tokens is not None:
             raise misuse("budget_tokens", "give compression_ratio or budget_tokens, not both")
         _require_one_expiry(self.ttl_s, self.expires_at)
+        if self.tokenizer is not None and self.token_ids is None:
+            raise misuse("tokenizer", "only token_ids come from a tokenizer; leave it out")
         if self.keep_source and self.token_ids is not None:
             raise misuse("keep_source", "there is no source to keep: token_ids are no text")
         return self
@@ -407,6 +412,7 @@ class ModelObject(ResponseBody):
     max_tokens: int = 0
     default_layout: LayoutName | None = None
     fingerprint: str | None = None
+    tokenizer: str | None = Field(None, description="digest of the tokenizer; empty where the model has none")
     dtype: str | None = None
     device: str | None = None
 

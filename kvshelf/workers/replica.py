@@ -150,6 +150,7 @@ class Replica:
             "max_tokens": engine.max_tokens,
             "default_layout": engine.default_layout,
             "fingerprint": engine.identity.fingerprint(),
+            "tokenizer": engine.identity.tokenizer,
             "dtype": engine.identity.dtype,
             "device": str(engine.model.device),
             "identity": asdict(engine.identity),

@@ -236,6 +236,8 @@ def test_routes_and_methods_that_are_not_there(http: httpx.Client) -> None:
     response = http.put("/v1/caches", json={})
     refused(response, 405, "method_not_allowed")
     assert response.headers["allow"] == "GET, POST"
+    # Also the path of a cache, of a name that none has: what that one could do is not told.
+    assert http.put("/v1/caches/import").headers["allow"] == "POST"
 
 
 def test_a_body_over_the_cap_with_its_length(http: httpx.Client) -> None:

@@ -88,6 +88,18 @@ def test_all_three_forms_and_a_file(http: httpx.Client) -> None:
     assert (response.status_code, response.json()["id"]) == (200, text["id"])
 
 
+def test_token_ids_of_another_tokenizer_are_refused(http: httpx.Client) -> None:
+    (model,) = http.get("/v1/models").json()["data"]
+    ids = {"token_ids": [7, 8, 9] * 10, "policy": "full"}
+    assert create(http, **ids, tokenizer=model["tokenizer"])["id"] == create(http, **ids)["id"]
+    for path in ("/v1/caches", "/v1/estimate"):
+        refusal = http.post(path, json=ids | {"tokenizer": "0" * 64})
+        assert (refusal.status_code, refusal.json()["error"]["param"]) == (400, "tokenizer")
+        assert model["tokenizer"] in refusal.json()["error"]["message"]
+    without = http.post("/v1/caches", json={"document": DOCUMENT, "tokenizer": model["tokenizer"]})
+    assert (without.status_code, without.json()["error"]["param"]) == (400, "tokenizer")
+
+
 def test_budgets_and_layouts_are_different_caches_of_one_document(http: httpx.Client) -> None:
     by_tokens = create(http, document=DOCUMENT, budget_tokens=32)
     assert by_tokens["tokens"]["kept"] == 32

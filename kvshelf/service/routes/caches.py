@@ -10,7 +10,7 @@ from fastapi import APIRouter, Header, Request, Response
 from fastapi.responses import JSONResponse
 
 from kvshelf.client.types import CacheList, CacheObject, CreateCache, Deleted, ListCaches, RequestObject, UpdateCache
-from kvshelf.errors import EtagMismatch
+from kvshelf.errors import EtagMismatch, InvalidRequest
 from kvshelf.service import openapi
 from kvshelf.service.body import read_create, read_json, read_query
 from kvshelf.service.keys import Caller, Reader, Writer
@@ -40,6 +40,7 @@ async def create(
     """Compress a document once and store it. The same document, model and policy give the same id."""
     body = await read_create(request, service.settings)
     engine = service.engine(body.model)
+    require_tokenizer(service, engine.model, body)
     build(body.policy, body.policy_params)
     await off_loop(service.store.expiry, body.ttl_s, body.expires_at)
     spec = body.model_dump(mode="json") | {"model": engine.model}
@@ -50,6 +51,17 @@ async def create(
     deadline_s = service.settings.request_deadline_s
     created = await until_hangup(request, engine.create(spec, tenant=caller.tenant, deadline_s=deadline_s))
     return cache_response(Manifest.model_validate(created.manifest), existing=created.existing)
+
+
+def require_tokenizer(service: Service, model: str, body: CreateCache) -> None:
+    """Raises `InvalidRequest` where token ids come of another tokenizer than the model's: they would be other text."""
+    ours = service.identities[model].tokenizer
+    if body.tokenizer not in (None, ours):
+        raise InvalidRequest(
+            f"the token ids come from the tokenizer {body.tokenizer!r}, and {model!r} has {ours!r}; use that one, or "
+            "send the document as text",
+            param="tokenizer",
+        )
 
 
 @router.get("", openapi_extra=openapi.query_of(ListCaches))

@@ -8,6 +8,7 @@ from kvshelf.client.types import Estimate, EstimateObject
 from kvshelf.service import openapi
 from kvshelf.service.body import read_json
 from kvshelf.service.keys import Reader
+from kvshelf.service.routes.caches import require_tokenizer
 from kvshelf.service.state import InService, until_hangup
 from kvshelf.workers.policies import build
 
@@ -24,5 +25,6 @@ async def estimate(request: Request, service: InService, _: Reader) -> EstimateO
     if spec["policy"] is not None:
         build(body.policy, body.policy_params)
     engine = service.engines[service.engine(body.model).model]
+    require_tokenizer(service, engine.model, body)
     work = engine.estimate(spec, deadline_s=service.settings.request_deadline_s)
     return EstimateObject.model_validate(await until_hangup(request, work))
