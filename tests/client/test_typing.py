@@ -15,7 +15,7 @@ from typing import assert_type
 from kvshelf import AsyncClient, Client, CompressedCache, Engine, open_store
 from kvshelf.client import AnswerStream, AsyncAnswerStream
 from kvshelf.client.types import (
-    AnswerObject, CacheObject, Deleted, ModelObject, PolicyObject, RequestObject, Verification
+    AnswerObject, CacheObject, Deleted, EstimateObject, ModelObject, PolicyObject, RequestObject, Verification
 )
 """
 
@@ -35,6 +35,7 @@ def use(client: Client) -> None:
     assert_type(client.caches.verify("kvs_1"), Verification)
     assert_type(client.caches.delete("kvs_1"), Deleted)
     assert_type(client.requests.retrieve("req_1", wait_s=5), RequestObject)
+    assert_type(client.estimate(file="a.txt", policy="full"), EstimateObject)
     assert_type(client.models.list(), list[ModelObject])
     assert_type(client.policies.list(), list[PolicyObject])
 
@@ -48,6 +49,7 @@ async def ause(client: AsyncClient) -> None:
     assert_type(await client.caches.download("kvs_1"), bytes)
     assert_type(await client.caches.update("kvs_1", name="a"), CacheObject)
     assert_type(await client.caches.verify("kvs_1"), Verification)
+    assert_type(await client.estimate(document="a"), EstimateObject)
 
 assert_type(Engine.load("kvshelf-tiny"), Engine)
 assert_type(CompressedCache.from_bytes(b""), CompressedCache)
