@@ -53,11 +53,13 @@ def binary() -> str:
 
 
 def free_port() -> int:
-    """Not one that the kernel gives to outgoing connections: it is still free when a server is started again."""
+    """One whose cluster bus, 10,000 above, is free too. Neither is one that the kernel gives to outgoing connections,
+    nor one of Ray's: both are still free when a server is started again."""
     while True:
-        port = random.randrange(20_000, 32_000)
-        with socket.socket() as probe, suppress(OSError):
+        port = random.randrange(20_000, 22_700)
+        with socket.socket() as probe, socket.socket() as bus, suppress(OSError):
             probe.bind(("127.0.0.1", port))
+            bus.bind(("127.0.0.1", port + 10_000))
             return port
 
 
