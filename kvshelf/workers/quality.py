@@ -42,10 +42,10 @@ VERSION: Final = 1
 QUESTIONS: Final = 8
 """Made of a document by default. Six times as many cost six times as much and rank no better (docs/quality.md)."""
 
-CUE: Final = 4
+CUE: Final = 6
 """Tokens of a passage that are put as the question."""
 
-ANSWER: Final = 3
+ANSWER: Final = 4
 """Tokens of it that are predicted. Later ones follow from those before them, and ever less from the cache."""
 
 _SURE: Final = 0.9
@@ -154,8 +154,9 @@ def rare_passages(token_ids: Sequence[int], first: int, count: int) -> list[int]
 
     The document behind its first `first` tokens is cut into strips of equal length, and each gives the passage whose
     answer has the rarest tokens: names and numbers, which are what people ask for, and of repeated text the places that
-    differ. By strips, because the rarest of all can stand in one paragraph. Rare is what the document has few of: the
-    model's own surprise would need logits of the whole document.
+    differ. Of equal ones the last: sentences say what is new at their end. By strips, because the rarest of all can
+    stand in one paragraph. Rare is what the document has few of: the model's own surprise would need logits of the
+    whole document.
     """
     whole = CUE + ANSWER
     room = len(token_ids) - first - whole + 1

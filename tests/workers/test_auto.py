@@ -62,6 +62,7 @@ def test_what_could_not_be_smaller_is_not_made(tiny, prose):
     """With no floor the smallest of the first prefill is kept, and the dear one is not run at all."""
     choice = auto(tiny, prose, min_quality=0.0).run(tiny)
     assert (choice.level.job.policy.name, choice.level.job.budget.compression_ratio) == ("keydiff", 0.9375)
+    assert [one.quality is not None for one in choice.tried].count(True) == 1
     zipped = [one for one in choice.tried if one.policy == "kvzip"]
     assert [one.nbytes for one in zipped] == [None] * 3
     assert all("not made" in one.reason for one in zipped)

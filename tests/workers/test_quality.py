@@ -66,7 +66,7 @@ def by_formula(probe, full, reduced, without):
     return agreement / total, kl / total
 
 
-@pytest.mark.parametrize(("policy", "removed"), [("keydiff", 0.5), ("streaming_llm", 0.5), ("snapkv", 0.75)])
+@pytest.mark.parametrize(("policy", "removed"), [("keydiff", 0.75), ("streaming_llm", 0.5), ("snapkv", 0.75)])
 def test_the_numbers_are_those_of_the_formula_by_hand(tiny, prose, policy, removed):
     """RoPE, masks and softmax by hand in fp64, and the document's cache from transformers alone."""
     job = tiny.prepare(prose, policy=policy, compression_ratio=removed)
@@ -98,10 +98,9 @@ class Without(ScoringPolicy):
         return (~dropped).float().expand(layer.kv_heads, -1)
 
 
-def without(engine, text, part):
-    """The quality of a cache that has everything of `text` but `part`."""
-    before = len(engine.encode_document(text[: text.index(part)]).token_ids)
-    count = engine.text.count_tokens(part)
+def without(engine, text, at, count):
+    """The quality of a cache that has everything of `text` but `count` tokens from character `at` on."""
+    before = len(engine.encode_document(text[:at]).token_ids)
     job = engine.prepare(text, policy="keydiff")
     budget = Budget(job.num_tokens - count, count / job.num_tokens)
     (made,) = engine.run_levels([Level(replace(job, policy=Without(first=before, last=before + count), budget=budget))])
@@ -113,8 +112,9 @@ def test_a_lost_fact_shows_and_lost_repetition_does_not(tiny):
     filler = " The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
     fact = " The access code of the amber falcon is 482913."
     text = filler * 9 + fact + filler * 9
-    lost = without(tiny, text, fact)
-    spare = without(tiny, text, filler[: len(fact)])
+    count = tiny.text.count_tokens(fact)
+    lost = without(tiny, text, text.index(fact), count)
+    spare = without(tiny, text, 3 * len(filler), count)
     assert spare.agreement == 1.0
     assert lost.agreement < 0.95
     assert lost.kl > 10 * spare.kl
@@ -210,10 +210,10 @@ def test_passages_lie_in_the_document_apart_and_in_order(ids, first, count):
 
 def test_of_each_strip_the_rarest_answer_is_asked_for():
     ids = [1, 2, 3, 4, 5, 6, 7] * 20
-    ids[40:43] = [90, 91, 92]
-    ids[100:103] = [93, 94, 95]
+    ids[40:44] = [90, 91, 92, 93]
+    ids[100:104] = [94, 95, 96, 97]
     starts = rare_passages(ids, 0, 2)
-    assert [ids[start + CUE : start + CUE + ANSWER] for start in starts] == [[90, 91, 92], [93, 94, 95]]
+    assert [ids[start + CUE : start + CUE + ANSWER] for start in starts] == [[90, 91, 92, 93], [94, 95, 96, 97]]
 
 
 def test_a_probe_asks_in_the_models_own_form(tiny):
@@ -363,4 +363,4 @@ def test_a_fact_that_is_asked_for_is_a_fact(tiny):
     fact = Fact("access code", "the amber falcon", "482913")
     text = "The grass is green. The sky is blue. " * 40 + f"The {fact.attribute} of {fact.thing} is {fact.value}. "
     asked = tiny.text.decode(tiny.probe(tiny.prepare(text + "The sun is yellow. " * 40)).asked.token_ids)
-    assert fact.value in asked.replace("<|end|>\n<|assistant|>\n", "")
+    assert fact.value in asked or fact.thing.removeprefix("the ") in asked
