@@ -11,12 +11,6 @@ from kvshelf.store.redis.link import RedisLink
 from tests.store.redis.servers import ValkeyServer
 
 
-@pytest.fixture(scope="session")
-def shared_valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
-    with ValkeyServer(tmp_path_factory.mktemp("valkey")) as server:
-        yield server
-
-
 @pytest.fixture
 def valkey(shared_valkey: ValkeyServer) -> ValkeyServer:
     """A server that several tests use one after the other, empty. It must not be killed or paused."""
