@@ -132,10 +132,6 @@ class RedisLink:
         """Why caches are not safe here: one sentence each."""
         return [problem for facts in self.facts() for problem in facts.problems()]
 
-    def warnings(self) -> list[str]:
-        """What an operator should know of: one sentence each."""
-        return [warning for facts in self.facts() for warning in facts.warnings()]
-
     def borrow(self, key: str) -> Loan:
         """A connection to the server of a key, for a conversation of one's own; use it within `talking`."""
         with self._translated():

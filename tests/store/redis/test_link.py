@@ -119,7 +119,7 @@ def test_facts_problems_and_warnings(start_valkey: Start, connect: Connect) -> N
     assert (facts.maxmemory, facts.maxmemory_policy, facts.aof_enabled) == (64 << 20, "noeviction", True)
     assert facts.used_memory > 0
     assert int(facts.version.split(".")[0]) >= 7
-    assert safe.problems() == safe.warnings() == []
+    assert safe.problems() == [text for facts in safe.facts() for text in facts.warnings()] == []
 
 
 @pytest.mark.parametrize("policy", ["allkeys-lru", "volatile-ttl"])
@@ -128,7 +128,7 @@ def test_eviction_is_a_problem(start_valkey: Start, connect: Connect, policy: st
     (problem,) = link.problems()
     assert policy in problem
     assert "noeviction" in problem
-    restart, memory = link.warnings()
+    restart, memory = link.facts()[0].warnings()
     assert "appendonly" in restart
     assert "maxmemory" in memory
 
