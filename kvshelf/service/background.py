@@ -28,8 +28,8 @@ from kvshelf.service.turns import Rounds
 from kvshelf.store.base import Store
 from kvshelf.store.identity import canonical_json, digest
 from kvshelf.store.ledger import RequestRecord
+from kvshelf.workers.attempts import LEASE_S, MAX_ATTEMPTS
 from kvshelf.workers.remote import RemoteEngine
-from kvshelf.workers.replica import LEASE_S, MAX_ATTEMPTS
 
 log = structlog.get_logger("kvshelf.service")
 

@@ -10,8 +10,9 @@ from typing import Any
 from kvshelf.errors import RequestTimeout
 from kvshelf.service.settings import Settings
 from kvshelf.service.turns import FairQueue
+from kvshelf.workers.creations import Created
 from kvshelf.workers.remote import RemoteEngine
-from kvshelf.workers.replica import MAX_UNREAD_PIECES, Asked, Created, Replied
+from kvshelf.workers.replica import MAX_UNREAD_PIECES, Asked, Replied
 
 CREATIONS_PER_REPLICA = 2
 """One document is being prefilled while the next is tokenized and the last one stored."""

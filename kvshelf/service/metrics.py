@@ -19,9 +19,10 @@ from kvshelf.errors import CacheNotFound, KvshelfError, StoreUnavailable
 from kvshelf.service.engines import FairEngine
 from kvshelf.service.errors import miss_reason
 from kvshelf.store.base import Store
+from kvshelf.workers.creations import Created
 from kvshelf.workers.phases import Phase
 from kvshelf.workers.remote import RemoteEngine
-from kvshelf.workers.replica import Created, Replied
+from kvshelf.workers.replica import Replied
 
 USAGE_AGE_S: Final = 5.0
 """How old the numbers of the shelf may be: scrapers that come often do not make the store work."""

@@ -16,8 +16,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvshelf.service.logs import collecting, note
 from kvshelf.service.metrics import Metrics, result_of
 from kvshelf.service.tracing import add_phases
+from kvshelf.workers.creations import Created
 from kvshelf.workers.remote import RemoteEngine
-from kvshelf.workers.replica import Asked, Created, Replied
+from kvshelf.workers.replica import Asked, Replied
 
 log = structlog.get_logger("kvshelf.service")
 

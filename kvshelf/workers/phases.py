@@ -21,3 +21,8 @@ def in_sequence(**seconds: float) -> tuple[Phase, ...]:
         found.append(Phase(name, start_s, length))
         start_s += length
     return tuple(found)
+
+
+def rounded(phases: tuple[Phase, ...]) -> dict[str, float]:
+    """Their seconds by name, for a log line."""
+    return {f"{phase.name}_s": round(phase.seconds, 4) for phase in phases}

@@ -27,7 +27,8 @@ from kvshelf.errors import (
     QueueFull,
     WorkerCrashed,
 )
-from kvshelf.workers.replica import Asked, Created, Replied
+from kvshelf.workers.creations import Created
+from kvshelf.workers.replica import Asked, Replied
 
 RESTART_S = 5.0
 """About how long Ray needs to replace a dead replica: what callers are told to wait."""

@@ -1,0 +1,48 @@
+"""What every call of a replica has in common: threads beside the event loop, its log lines, and named errors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import copy_context
+from functools import partial
+from typing import Any, TypeVar
+
+import structlog
+import torch
+
+from kvshelf.errors import DocumentTooLong, InternalError, KvshelfError
+
+log = structlog.get_logger("kvshelf.workers")
+
+ResultT = TypeVar("ResultT")
+
+
+class Threads(ThreadPoolExecutor):
+    """Threads for what would hold up the event loop: tokenization and the store."""
+
+    async def run(self, call: Callable[..., ResultT], *args: Any, **kwargs: Any) -> ResultT:
+        """`call` on one of them. What is logged there is logged for the same request."""
+        run = copy_context().run
+        return await asyncio.get_running_loop().run_in_executor(self, partial(run, call, *args, **kwargs))
+
+
+def log_as(origin: str) -> None:
+    """Every line of this call carries the caller's id. Each call is a task of its own, so nothing is to be undone."""
+    structlog.contextvars.bind_contextvars(request_id=origin)
+
+
+@contextmanager
+def named_errors() -> Iterator[None]:
+    """What leaves a replica is an error of kvshelf: foreign ones may not survive the trip to another process."""
+    try:
+        yield
+    except KvshelfError:
+        raise
+    except torch.OutOfMemoryError as exc:
+        raise DocumentTooLong(f"this does not fit into the memory of the device: {str(exc)[:200]}") from exc
+    except Exception as exc:
+        log.exception("a bug in a replica")
+        raise InternalError(f"the worker failed unexpectedly ({type(exc).__name__}); its log has the details") from exc
