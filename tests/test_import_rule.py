@@ -44,7 +44,7 @@ NO_FOREIGN = {
     "workers": {"fastapi", "starlette", "uvicorn", "httpx"},
 }
 
-RAY_MODULES = {"kvshelf.workers.cluster", "kvshelf.workers.deployment", "kvshelf.workers.remote"}
+RAY_MODULES = {f"kvshelf.workers.{name}" for name in ("cluster", "deployment", "lifeline", "remote")}
 """The engine and its scheduler are plain Python; Ray wraps them at the edge."""
 
 CODE_FROM_DATA = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}

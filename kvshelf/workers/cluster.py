@@ -6,7 +6,7 @@ import logging
 import os
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 
 def prepare_environment(address: str | None) -> None:
@@ -47,6 +47,13 @@ def ray_cluster(address: str | None, *, min_cpus: int) -> Iterator[bool]:
         logging_level=logging.ERROR,
     )
     try:
-        yield local
+        with nullcontext() if local else _known_there():
+            yield local
     finally:
         ray.shutdown()
+
+
+def _known_there() -> AbstractContextManager[None]:
+    from kvshelf.workers import lifeline  # here, because it imports ray
+
+    return lifeline.held()

@@ -20,6 +20,7 @@ from ray import serve
 from kvshelf import errors
 from kvshelf.errors import InvalidRequest, KvshelfError, NoWorker
 from kvshelf.store.config import StoreConfig
+from kvshelf.workers import lifeline
 from kvshelf.workers import model as models
 from kvshelf.workers.engine import Engine
 from kvshelf.workers.remote import RemoteEngine, replicas_running
@@ -86,6 +87,7 @@ def deploy(configs: Sequence[ReplicaConfig], limits: DeploymentLimits) -> dict[s
         raise InvalidRequest(f"two models go by one name: {', '.join(sorted(names))}", param="models")
     logging.getLogger("ray.serve").setLevel(logging.ERROR)  # each replica that starts is no news
     serve.start(proxy_location="Disabled")
+    lifeline.remove_orphans()  # before anything is placed: they hold GPUs
     gpus = ray.cluster_resources().get("GPU", 0) > 0
     resources = {"num_gpus": 1, "num_cpus": 0} if gpus else {"num_cpus": 1}
     deployment = serve.deployment(ServedReplica).options(
@@ -98,8 +100,9 @@ def deploy(configs: Sequence[ReplicaConfig], limits: DeploymentLimits) -> dict[s
         graceful_shutdown_timeout_s=5.0,
         max_constructor_retry_count=1,  # at the start, what fails once fails again; later Serve goes on trying anyway
     )
+    job = lifeline.job_id()
     targets = [
-        serve.RunTarget(target=deployment.bind(config), name=_app_name(config.model), route_prefix=None)
+        serve.RunTarget(target=deployment.bind(config), name=_app_name(config.model, job), route_prefix=None)
         for config in configs
     ]
     handles = serve.run_many(targets, wait_for_ingress_deployment_creation=True, wait_for_applications_running=False)
@@ -138,7 +141,7 @@ def undeploy(engines: Iterable[RemoteEngine]) -> None:
         serve.delete(engine.app)
 
 
-def _app_name(model: str) -> str:
-    # Readable in Ray's tools, and never that of another service on the same cluster.
+def _app_name(model: str, job: str) -> str:
+    # Readable in Ray's tools, never that of another service on the same cluster, and it tells whose it is.
     readable = re.sub(r"[^A-Za-z0-9]+", "-", served_name(model)).strip("-")
-    return f"kvshelf-{readable[:40]}-{secrets.token_hex(4)}"
+    return f"kvshelf-{readable[:40]}-job{job}-{secrets.token_hex(4)}"

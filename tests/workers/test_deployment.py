@@ -36,5 +36,5 @@ def test_a_folder_goes_by_its_own_name(tmp_path: Path) -> None:
     (tmp_path / "my-model").mkdir()
     assert served_name(str(tmp_path / "my-model")) == served_name(f"{tmp_path}/my-model/") == "my-model"
     assert served_name("some-org/some-model") == "some-org/some-model"
-    assert _app_name("some-org/some-model").startswith("kvshelf-some-org-some-model-")
-    assert _app_name("m") != _app_name("m")  # two services on one cluster
+    assert _app_name("some-org/some-model", "0300").startswith("kvshelf-some-org-some-model-job0300-")
+    assert _app_name("m", "0300") != _app_name("m", "0300")  # two services on one cluster
