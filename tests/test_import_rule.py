@@ -24,9 +24,10 @@ BELOW: dict[str, set[str]] = {
     "store": {"errors", "kernels"},
     "workers": {"errors", "kernels", "store"},
     "client": {"errors"},
-    "service": {"errors", "_extras", "kernels", "store", "workers", "client", ""},
-    "bench": {"errors", "_extras", "kernels", "store", "workers", "client"},
-    "cli": {"errors", "_extras", "kernels", "store", "workers", "client", "service", "bench", ""},
+    "corpus": {"errors", "_extras", "kernels", "store", "workers", "client"},
+    "service": {"errors", "_extras", "kernels", "store", "workers", "client", "corpus", ""},
+    "bench": {"errors", "_extras", "kernels", "store", "workers", "client", "corpus"},
+    "cli": {"errors", "_extras", "kernels", "store", "workers", "client", "corpus", "service", "bench", ""},
     "__main__": {"cli"},
     "": {"errors", "_extras", "client", "store", "workers"},  # kvshelf/__init__.py: the public names, loaded lazily
 }

@@ -1,0 +1,115 @@
+"""What is known of a run while it goes on, and when it has ended."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Self
+
+from kvshelf.errors import InvalidRequest
+
+
+class RunState(StrEnum):
+    """`waiting`: by itself, for what `Progress.reason` says. The last three are ends."""
+
+    RUNNING = "running"
+    PAUSED = "paused"
+    WAITING = "waiting"
+    CANCELLING = "cancelling"
+    CANCELLED = "cancelled"
+    COMPLETED = "completed"
+    FAILED = "failed"
+
+    @property
+    def ended(self) -> bool:
+        return self in (RunState.CANCELLED, RunState.COMPLETED, RunState.FAILED)
+
+
+@dataclass(frozen=True)
+class Window:
+    """The time of day in which a batch may work, on the clock of the machine that runs it. It may span midnight."""
+
+    begin: datetime.time
+    end: datetime.time
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """From `22:00-06:00`. Raises `InvalidRequest`."""
+        try:
+            begin, end = (datetime.datetime.strptime(part.strip(), "%H:%M").time() for part in text.split("-"))
+        except ValueError as error:
+            raise InvalidRequest(f"window {text!r:.80} is not of the form 22:00-06:00", param="window") from error
+        if begin == end:
+            raise InvalidRequest(f"window {text!r:.80} is empty; leave it out to work all day", param="window")
+        return cls(begin, end)
+
+    def __str__(self) -> str:
+        return f"{self.begin:%H:%M}-{self.end:%H:%M}"
+
+    def open_at(self, now: datetime.time) -> bool:
+        if self.begin < self.end:
+            return self.begin <= now < self.end
+        return now >= self.begin or now < self.end
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How one batch is run.
+
+    batch_id: rows are known in the ledger by it, so that a run that goes on finds its attempts. document_deadline_s:
+    for one attempt, its waiting for a replica included. in_flight: rows that are with the replicas at once; None: as
+    many as keep them busy. max_gpu_hours: of replicas' work in this run; then it is cancelled. retry_failed: rows that
+    failed in an earlier run of this batch are tried again.
+    """
+
+    tenant: str
+    batch_id: str
+    max_attempts: int = 3
+    document_deadline_s: float = 3600.0
+    in_flight: int | None = None
+    window: Window | None = None
+    max_gpu_hours: float | None = None
+    retry_failed: bool = False
+
+
+@dataclass(frozen=True)
+class WorkerProgress:
+    """What one replica has made. `seconds` is its work for this run."""
+
+    done: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A snapshot. `done` rows have succeeded in this run or were `reused`; `failed` ones have an error row.
+
+    total: rows of the input; None until it is known. reason: why it is paused, waiting or has failed. tokens, bytes_*:
+    of the caches that are done, the reused ones too; tokens_per_s of new ones only. eta_s: None while unknown.
+    gpu_hours: of replicas' work in this run. workers: by the replica's name. times: Unix seconds at which each state
+    was entered last.
+    """
+
+    state: RunState
+    reason: str = ""
+    total: int | None = None
+    done: int = 0
+    reused: int = 0
+    failed: int = 0
+    tokens: int = 0
+    bytes_full: int = 0
+    bytes_stored: int = 0
+    tokens_per_s: float = 0.0
+    elapsed_s: float = 0.0
+    eta_s: float | None = None
+    gpu_hours: float = 0.0
+    workers: Mapping[str, WorkerProgress] = field(default_factory=dict)
+    times: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Summary(Progress):
+    """The last snapshot of a run that has ended; the results are in its journal."""
