@@ -74,12 +74,17 @@ def soak() -> bool:
 
 @dataclass(frozen=True)
 class LiveService:
-    """A service process, started as a user would start it. `log` is its standard error."""
+    """A service, started as a user would start it: `process` is its supervisor, `log` its standard error."""
 
     process: subprocess.Popen[str]
     url: str
     home: Path
     log: Path
+
+    def front_end_pid(self) -> int:
+        """The one that answers HTTP, while no other is taking its place."""
+        (pid,) = _children(self.process.pid)
+        return pid
 
     def replica_pids(self) -> list[int]:
         """The processes that hold its models."""
@@ -138,10 +143,12 @@ def _title(pid: int) -> str:
         return ""
 
 
+def _children(pid: int) -> list[int]:
+    return [int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()]
+
+
 def _descendants(pid: int) -> list[int]:
-    children = [
-        int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()
-    ]
+    children = _children(pid)
     return children + [below for child in children for below in _descendants(child)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -34,9 +35,14 @@ def serve(
     host: Annotated[str | None, typer.Option(help="Where to listen.")] = None,
     port: Annotated[int | None, typer.Option(help="0 takes a free port.")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+    env_file: Annotated[
+        Path | None,
+        typer.Option(envvar="KVSHELF_ENV_FILE", help="More variables, as lines NAME=value; the environment wins."),
+    ] = None,
     print_config: Annotated[bool, typer.Option("--print-config", help="Show the settings and stop.")] = False,
+    place: Annotated[str | None, typer.Option(hidden=True)] = None,  # for the process that the supervisor starts
 ) -> None:
-    """Run the service until it is stopped.
+    """Run the service until it is stopped. On SIGHUP it is replaced, without a pause, by one that starts anew.
 
     Every option can also be given as an environment variable: --store is KVSHELF_STORE, --model KVSHELF_MODELS, and so
     on; an option wins over its variable.
@@ -45,6 +51,7 @@ def serve(
         from kvshelf.service.settings import load_settings
 
         settings = load_settings(
+            env_file,
             store=store,
             encryption_key_file=None if encryption_key_file is None else str(encryption_key_file),
             api_key_file=None if api_key_file is None else str(api_key_file),
@@ -61,6 +68,13 @@ def serve(
         if print_config:
             print(json.dumps(settings.redacted(), indent=2))
             return
-        from kvshelf.service.server import serve as run
+        if place is None:
+            from kvshelf.service.supervisor import supervise
 
-        run(settings)
+            # As this process was started: with the same interpreter, as a script or a module.
+            sys.exit(supervise(settings, [sys.executable, *sys.orig_argv[1:]]))
+        from kvshelf.service.server import serve as run
+        from kvshelf.service.supervisor import Place
+
+        with Place.inherited(place) as inherited:
+            run(settings, inherited)

@@ -1,12 +1,14 @@
-"""`serve`: bring up the store, Ray, the workers and the HTTP server, in this order; take them down in reverse."""
+"""The service proper: bring up the store, Ray, the workers and the HTTP server, in this order; down in reverse."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import FrameType
 from typing import NoReturn
@@ -15,11 +17,11 @@ import structlog
 import uvicorn
 from opentelemetry.trace import Tracer
 
-from kvshelf.errors import InvalidRequest
 from kvshelf.service import logs
 from kvshelf.service.keyfile import KeyFile
 from kvshelf.service.keys import LiveKeys
 from kvshelf.service.settings import Settings
+from kvshelf.service.supervisor import Place
 from kvshelf.service.tracing import tracer_to
 from kvshelf.store.base import Store
 from kvshelf.store.config import StoreConfig
@@ -31,30 +33,30 @@ READY = "kvshelf is ready at "
 log = structlog.get_logger("kvshelf.service")
 
 
-def serve(settings: Settings) -> None:
-    """Run the service until SIGINT or SIGTERM, then take down what was started and return.
+def serve(settings: Settings, place: Place) -> None:
+    """Run the service until SIGINT, SIGTERM or until another takes its place, then take down what was started.
 
-    Raises errors of kvshelf when a part does not come up: a port in use, a store that does not work, an unknown model.
+    Raises errors of kvshelf when a part does not come up: a store that does not work, an unknown model.
     """
     logs.configure(settings.log_level)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it is meant for the supervisor, whoever else gets it
+    place.require(settings.host, settings.port)
     prepare_environment(settings.address)
     shelf = _store_config(settings)
     keys = None if settings.api_key_file is None else LiveKeys(KeyFile(settings.api_key_file))
     with (
         _stopped_by_signals(),
-        # What can be refused at once is refused before Ray is started, which takes seconds.
-        _bound(settings.host, settings.port, settings.unread_deadline_s) as listener,
-        shelf.open() as store,
+        shelf.open() as store,  # before Ray, which takes seconds: what can be refused at once is
         tracer_to(settings.otel_endpoint) as tracer,
     ):
         log.info("starting", models=settings.models, store=settings.redacted()["store"])
         replicas = settings.replicas * len(settings.models)
         with ray_cluster(settings.address, min_cpus=replicas) as local, _stopped_by_signals():
-            _serve_on(listener, settings, shelf, store, tracer, keys, local=local)
+            _serve_on(place, settings, shelf, store, tracer, keys, local=local)
 
 
 def _serve_on(
-    listener: socket.socket,
+    place: Place,
     settings: Settings,
     shelf: StoreConfig,
     store: Store,
@@ -91,7 +93,8 @@ def _serve_on(
     engines = deployment.deploy(configs, limits)
     try:
         deployment.await_running(engines.values(), deadline_s=settings.startup_deadline_s)
-        _HttpServer(create_app(settings, engines, store, tracer, keys), settings).run(sockets=[listener])
+        _cut_off_unread(place.listener, settings.unread_deadline_s)
+        _HttpServer(create_app(settings, engines, store, tracer, keys), settings, place).run(sockets=[place.listener])
     finally:
         if not local:  # a cluster of one's own goes down as a whole
             deployment.undeploy(engines.values())
@@ -110,9 +113,9 @@ def _store_config(settings: Settings) -> StoreConfig:
 
 
 class _HttpServer(uvicorn.Server):
-    """uvicorn, telling the world once it listens."""
+    """uvicorn, which tells world and supervisor once it listens, and leaves when the supervisor's line ends."""
 
-    def __init__(self, app: object, settings: Settings) -> None:
+    def __init__(self, app: object, settings: Settings, place: Place) -> None:
         super().__init__(
             uvicorn.Config(
                 app,  # type: ignore[arg-type]  # FastAPI is an ASGI application, uvicorn's own type is a union of Any
@@ -124,34 +127,51 @@ class _HttpServer(uvicorn.Server):
                 timeout_graceful_shutdown=int(settings.shutdown_grace_s),
             )
         )
+        self._line = place.line
+        self._grace_s = settings.shutdown_grace_s
+        self._following: asyncio.Task[None] | None = None
+        self._replaced = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started and sockets:
             host, port = sockets[0].getsockname()[:2]
             print(f"{READY}http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+            with suppress(BrokenPipeError):  # then the line has ended, which is noticed next
+                self._line.send(b".")
+            self._following = asyncio.create_task(self._follow())
+
+    async def _follow(self) -> None:
+        await asyncio.get_running_loop().sock_recv(self._line, 1)
+        self._replaced = self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._following is not None:
+            self._following.cancel()
+        if self._replaced:
+            await self._drain()
+        await super().shutdown(sockets)
+
+    async def _drain(self) -> None:
+        """Accept no more, finish what is open, and close no connection on which a request may be on its way.
+
+        uvicorn would close those at once on which it has answered everything, while another request comes in. Here
+        they get their answer, which says that it is the last; those that stay silent, uvicorn closes after 5 s as ever.
+        """
+        for server in self.servers:
+            server.close()
+        self.server_state.default_headers = [*self.server_state.default_headers, (b"connection", b"close")]
+        end = time.monotonic() + self._grace_s
+        while self.server_state.connections and not self.force_exit and time.monotonic() < end:
+            await asyncio.sleep(0.1)
+        self.config.timeout_graceful_shutdown = 1  # what is open now has had its time
 
 
-@contextmanager
-def _bound(host: str, port: int, unread_deadline_s: float) -> Iterator[socket.socket]:
-    """A socket that holds the port but does not listen yet: until the service is ready, connections are refused.
-
-    Connections whose other side takes nothing for so long are cut off.
-    """
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    with socket.socket(family, kind, protocol) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; connections inherit it
-            # Nothing above TCP can end a connection whose reader has stopped: closing it waits for what is unsent.
-            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(unread_deadline_s * 1000))
-        try:
-            listener.bind(address)
-        except OSError as error:
-            raise InvalidRequest(
-                f"cannot listen on {host} port {port}: {error.strerror}. Choose another --port, or 0 for a free one",
-                param="port",
-            ) from error
-        yield listener
+def _cut_off_unread(listener: socket.socket, deadline_s: float) -> None:
+    """Connections that will be accepted, and whose other side takes nothing for so long, are cut off."""
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
+        # Nothing above TCP can end a connection whose reader has stopped: closing it waits for what is unsent.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(deadline_s * 1000))
 
 
 class _Leave(BaseException):

@@ -17,8 +17,8 @@ from kvshelf.errors import InvalidRequest
 
 PREFIX = "KVSHELF_"
 
-OTHER_VARIABLES = frozenset({"KVSHELF_URL", "KVSHELF_API_KEY", "KVSHELF_KERNELS"})
-"""Read by the clients and by the kernels. They may stand in the environment of a service."""
+OTHER_VARIABLES = frozenset({"KVSHELF_URL", "KVSHELF_API_KEY", "KVSHELF_ENV_FILE", "KVSHELF_KERNELS"})
+"""Read by the clients, the command line and the kernels. They may stand in the environment of a service."""
 
 _TIER = re.compile(r"\+(?=[a-z-]+:)")
 _URL_SECRET = re.compile(r"(?<=://).*@", re.DOTALL)
@@ -130,11 +130,14 @@ class Settings(BaseSettings):
         return {name: _redact(value) for name, value in self.model_dump(mode="json").items()}
 
 
-def load_settings(**overrides: Any) -> Settings:
-    """Settings from the environment; `overrides` that are not None win. Raises `InvalidRequest` that names the setting.
+def load_settings(env_file: Path | None = None, **overrides: Any) -> Settings:
+    """Settings from a file of variables and from the environment, which wins; `overrides` that are not None win over
+    both. Raises `InvalidRequest` that names the setting.
 
     A `KVSHELF_` variable that no setting reads is refused: it is a typing error whose author believes it took effect.
     """
+    if env_file is not None and not env_file.is_file():  # pydantic would pass it over
+        raise InvalidRequest(f"there is no file {env_file}", param="env_file")
     known = {PREFIX + name.upper() for name in Settings.model_fields} | OTHER_VARIABLES
     unknown = sorted(name for name in os.environ if name.upper().startswith(PREFIX) and name.upper() not in known)
     if unknown:
@@ -142,7 +145,7 @@ def load_settings(**overrides: Any) -> Settings:
             f"unknown setting {unknown[0]}; the settings are {', '.join(sorted(known))}", param=unknown[0]
         )
     try:
-        return Settings(**{name: value for name, value in overrides.items() if value is not None})
+        return Settings(_env_file=env_file, **{name: value for name, value in overrides.items() if value is not None})
     except ValidationError as exc:
         first = exc.errors(include_url=False, include_input=False)[0]
         name = ".".join(str(part) for part in first["loc"])

@@ -43,7 +43,7 @@ def answer_of(connection: socket.socket) -> tuple[int, dict[str, Any]]:
 
 
 def memory_mib(service: LiveService) -> float:
-    status = Path(f"/proc/{service.process.pid}/status").read_text()
+    status = Path(f"/proc/{service.front_end_pid()}/status").read_text()
     return int(status.split("VmRSS:")[1].split()[0]) / 1024
 
 
