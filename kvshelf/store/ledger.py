@@ -29,7 +29,7 @@ class RequestRecord(Record):
     """One request. Times are Unix seconds. `error` is the last attempt's, also while another one is to come.
 
     attempts: the number of the last attempt. Numbers never begin anew, also when the request is queued again after it
-    had ended: `attempts_before` says how many of them belong to the time before that.
+    had ended: `attempts_before` says how many of them belong to the time before that, or were not to be counted.
     """
 
     id: str
@@ -46,7 +46,7 @@ class RequestRecord(Record):
 
     @property
     def tries(self) -> int:
-        """Attempts since the request was last queued anew."""
+        """Attempts that count, since the request was last queued anew."""
         return self.attempts - self.attempts_before
 
 
@@ -81,11 +81,20 @@ class Ledger(abc.ABC):
 
     @abc.abstractmethod
     def fail(
-        self, request_id: str, attempt: int, *, code: str, message: str, param: str | None = None, final: bool
+        self,
+        request_id: str,
+        attempt: int,
+        *,
+        code: str,
+        message: str,
+        param: str | None = None,
+        final: bool,
+        counted: bool = True,
     ) -> None:
         """The attempt failed. `final`: for good, the body is dropped; otherwise the request is queued again.
 
-        Raises `StateConflict` for a stale holder.
+        `counted` False: the request was not to blame, so `tries` is as if there had been no such attempt. Raises
+        `StateConflict` for a stale holder.
         """
 
     @abc.abstractmethod

@@ -133,6 +133,17 @@ def test_a_failure_is_repeated_or_final(ledger: Ledger, lease_s: float) -> None:
         ledger.body("req_1")
 
 
+def test_a_failure_that_nobody_is_to_blame_for_is_not_counted(ledger: Ledger, home: Home, lease_s: float) -> None:
+    ledger.open_request("req_1", tenant="me", body=b"x")
+    ledger.start_attempt("req_1", worker="w1", lease_s=lease_s)
+    home.wait(5)
+    for attempt, counted, tries in ((2, False, 1), (3, True, 2), (4, False, 2)):
+        assert ledger.start_attempt("req_1", worker="w1", lease_s=lease_s) == attempt
+        ledger.fail("req_1", attempt, code="storage_full", message="full", final=False, counted=counted)
+        record = ledger.get_request("req_1", tenant="me")
+        assert (record.state, record.attempts, record.tries) == ("queued", attempt, tries)
+
+
 def test_a_failed_request_that_is_sent_again_starts_anew(ledger: Ledger, lease_s: float) -> None:
     ledger.open_request("req_1", tenant="me", body=b"x")
     ledger.start_attempt("req_1", worker="w1", lease_s=lease_s)

@@ -73,14 +73,23 @@ class SqliteLedger(Ledger):
             )
 
     def fail(
-        self, request_id: str, attempt: int, *, code: str, message: str, param: str | None = None, final: bool
+        self,
+        request_id: str,
+        attempt: int,
+        *,
+        code: str,
+        message: str,
+        param: str | None = None,
+        final: bool,
+        counted: bool = True,
     ) -> None:
         with self._database.write() as tx:
             _require_holder(tx, request_id, attempt)
             tx.execute(
                 "UPDATE requests SET state = ?, body = iif(?, NULL, body), worker = NULL, lease_until = NULL, "
-                "error_code = ?, error_message = ?, error_param = ?, updated_at = ? WHERE id = ?",
-                ("failed" if final else "queued", final, code, message, param, self._now(), request_id),
+                "error_code = ?, error_message = ?, error_param = ?, updated_at = ?, "
+                "attempts_before = attempts_before + ? WHERE id = ?",
+                ("failed" if final else "queued", final, code, message, param, self._now(), not counted, request_id),
             )
 
     def get_request(self, request_id: str, *, tenant: str) -> RequestRecord:

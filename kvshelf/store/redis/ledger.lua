@@ -140,6 +140,7 @@ function operations.fail()
     call('HSET', KEY, 'state', 'queued', 'updated_at', exact(now_s()))
   end
   set_error(a.code, a.message, a.param)
+  if a.counted == '0' then call('HINCRBY', KEY, 'attempts_before', 1) end
   return {'done'}
 end
 

@@ -74,7 +74,15 @@ class RedisLedger(Ledger):
         _require_holder(reply, request_id, attempt)
 
     def fail(
-        self, request_id: str, attempt: int, *, code: str, message: str, param: str | None = None, final: bool
+        self,
+        request_id: str,
+        attempt: int,
+        *,
+        code: str,
+        message: str,
+        param: str | None = None,
+        final: bool,
+        counted: bool = True,
     ) -> None:
         reply = self._run(
             "fail",
@@ -84,6 +92,7 @@ class RedisLedger(Ledger):
             message=message,
             param=param,
             final=final,
+            counted=counted,
             keep_ended_s=KEEP_ENDED_S,
         )
         _require_holder(reply, request_id, attempt)
