@@ -8,6 +8,8 @@ import secrets
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+from kvshelf.errors import NoWorker
+
 
 def prepare_environment(address: str | None) -> None:
     """Set what Ray and torch read when they start. Call before the first import of ray; what is set already stays.
@@ -39,13 +41,19 @@ def ray_cluster(address: str | None, *, min_cpus: int) -> Iterator[bool]:
     import ray  # here, because it reads the environment when it is imported
 
     local = address is None
-    ray.init(
-        address="local" if local else address,
-        num_cpus=max(os.cpu_count() or 1, min_cpus) if local else None,
-        include_dashboard=False if local else None,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
+    try:
+        ray.init(
+            address="local" if local else address,
+            num_cpus=max(os.cpu_count() or 1, min_cpus) if local else None,
+            include_dashboard=False if local else None,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    except ConnectionError as error:
+        raise NoWorker(
+            f"there is no Ray cluster that lets us in at {address!r}: {error}. Is `ray start` running on this machine, "
+            "and is RAY_AUTH_TOKEN (with RAY_AUTH_MODE=token) the cluster's?"
+        ) from error
     try:
         with nullcontext() if local else _known_there():
             yield local
