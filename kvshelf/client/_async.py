@@ -117,6 +117,7 @@ class AsyncCaches(_Group):
     download = _Method(_calls.download_cache)
     import_blob = _Method(_calls.import_blob)
     verify = _Method(_calls.verify_cache)
+    kept = _Method(_calls.kept_tokens)
 
     @overload
     async def create(

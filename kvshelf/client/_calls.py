@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from kvshelf.client import types
 from kvshelf.client._exchange import Call, parse_as
+from kvshelf.client.kept_types import KeptOf, KeptTokens
 from kvshelf.client.strict import RequestBody, parse_request, refusal
 from kvshelf.errors import InvalidRequest
 
@@ -162,6 +163,19 @@ def verify_cache(id: str) -> Call[types.Verification]:
     that it is corrupt is no error but an answer, whose `ok` is false.
     """
     return Call("POST", _cache_path(id) + "/verify", parse_as(types.Verification))
+
+
+def kept_tokens(id: str, document: str | None = None, *, first_layer: int = 0) -> Call[KeptTokens]:
+    """Which tokens of its document a cache kept, by layer and head; `document` is its text where no source was kept.
+
+    What one answer does not hold is asked for with `first_layer=answer.next_layer`. Raises `SourceNotKept`,
+    `StateConflict` for a text that is not the cache's document, `ModelMismatch`, `CacheNotFound`, ...
+    """
+    path, params = _cache_path(id) + "/kept", {"first_layer": first_layer}
+    if document is None:
+        return Call("GET", path, parse_as(KeptTokens), params=params)
+    body = {"json": _checked(KeptOf, {"document": document})}
+    return Call("POST", path, parse_as(KeptTokens), params=params, body=body)
 
 
 def query_cache(id: str, fields: Mapping[str, Any]) -> Call[types.AnswerObject | Answers]:

@@ -121,6 +121,7 @@ class Caches(_Group):
     download = _Method(_calls.download_cache)
     import_blob = _Method(_calls.import_blob)
     verify = _Method(_calls.verify_cache)
+    kept = _Method(_calls.kept_tokens)
 
     @overload
     def create(

@@ -264,6 +264,7 @@ class CacheObject(ResponseBody):
     labels: dict[str, str] = Field(default_factory=dict)
     has_source: bool = False
     timings: Timings = Timings()
+    uses: int = Field(0, description="questions asked so far")
     existing: bool = False
 
 

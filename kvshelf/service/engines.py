@@ -11,6 +11,7 @@ from kvshelf.errors import RequestTimeout
 from kvshelf.service.settings import Settings
 from kvshelf.service.turns import FairQueue
 from kvshelf.workers.creations import Created
+from kvshelf.workers.intake import Document
 from kvshelf.workers.remote import RemoteEngine
 from kvshelf.workers.replica import MAX_UNREAD_PIECES, Asked, Replied
 
@@ -40,6 +41,13 @@ class FairEngine:
 
     async def estimate(self, spec: Mapping[str, Any], *, deadline_s: float) -> dict[str, Any]:
         return await self._engine.estimate(spec, deadline_s=deadline_s)
+
+    async def kept(
+        self, cache_id: str, document: Document | None, *, tenant: str, first_layer: int, deadline_s: float
+    ) -> dict[str, Any]:
+        return await self._engine.kept(
+            cache_id, document, tenant=tenant, first_layer=first_layer, deadline_s=deadline_s
+        )
 
     async def create(self, spec: Mapping[str, Any], *, tenant: str, deadline_s: float) -> Created:
         async with self._creations.turn(tenant, deadline_s) as left_s:

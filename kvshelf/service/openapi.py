@@ -9,6 +9,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from kvshelf.client.kept_types import KeptOf
 from kvshelf.client.openai import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
 from kvshelf.client.types import (
     AnswerDelta,
@@ -31,6 +32,7 @@ _READ_BY_ROUTES: list[type[BaseModel]] = [
     CreateCache,
     ErrorEnvelope,
     Estimate,
+    KeptOf,
     Query,
     RequestObject,
     UpdateCache,

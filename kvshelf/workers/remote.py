@@ -28,6 +28,7 @@ from kvshelf.errors import (
     WorkerCrashed,
 )
 from kvshelf.workers.creations import Created
+from kvshelf.workers.intake import Document
 from kvshelf.workers.replica import Asked, Replied
 
 RESTART_S = 5.0
@@ -97,6 +98,13 @@ class RemoteEngine:
     async def estimate(self, spec: Mapping[str, Any], *, deadline_s: float) -> dict[str, Any]:
         estimated: dict[str, Any] = await self._call("estimate", deadline_s, dict(spec), origin=_origin())
         return estimated
+
+    async def kept(
+        self, cache_id: str, document: Document | None, *, tenant: str, first_layer: int, deadline_s: float
+    ) -> dict[str, Any]:
+        about = {"tenant": tenant, "first_layer": first_layer, "origin": _origin()}
+        told: dict[str, Any] = await self._call("kept", deadline_s, cache_id, document, **about)
+        return told
 
     async def describe(self, *, deadline_s: float) -> dict[str, Any]:
         described: dict[str, Any] = await self._call("describe", deadline_s)

@@ -24,6 +24,8 @@ from kvshelf.workers.calls import Threads, log_as, named_errors
 from kvshelf.workers.creations import Created, Creations
 from kvshelf.workers.engine import Engine
 from kvshelf.workers.generation import Answer, Sampling
+from kvshelf.workers.intake import Document
+from kvshelf.workers.kept import kept
 from kvshelf.workers.phases import Phase, rounded
 from kvshelf.workers.residents import Resident, ResidentLimits, Residents
 from kvshelf.workers.scheduler import Scheduler
@@ -130,6 +132,16 @@ class Replica:
     async def estimate(self, spec: Mapping[str, Any], *, origin: str = "") -> dict[str, Any]:
         """As `Creations.estimate`."""
         return await self._creations.estimate(spec, origin=origin)
+
+    async def kept(
+        self, cache_id: str, document: Document | None, *, tenant: str, first_layer: int = 0, origin: str = ""
+    ) -> dict[str, Any]:
+        """Which tokens of its document a cache kept, see `kvshelf.workers.kept`."""
+        log_as(origin)
+        with named_errors():
+            return await self._threads.run(
+                kept, self._engine, self._store, cache_id, document, tenant=tenant, first_layer=first_layer
+            )
 
     async def query(
         self, cache_id: str, asked: Asked, *, tenant: str, deadline_s: float | None = None, origin: str = ""

@@ -43,7 +43,7 @@ def test_openapi_describes_every_route_and_body(http: httpx.Client) -> None:
     document = http.get("/openapi.json").json()
     assert set(document["paths"]) == {
         "/v1/caches", "/v1/caches/{cache_id}", "/v1/caches/{cache_id}/blob", "/v1/caches/{cache_id}/query",
-        "/v1/caches/import", "/v1/caches/{cache_id}/verify", "/v1/estimate",
+        "/v1/caches/import", "/v1/caches/{cache_id}/verify", "/v1/caches/{cache_id}/kept", "/v1/estimate",
         "/v1/requests/{request_id}", "/v1/chat/completions", "/v1/models", "/v1/policies", "/v1/limits", "/livez",
         "/metrics", "/readyz",
     }  # fmt: skip

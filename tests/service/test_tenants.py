@@ -43,6 +43,8 @@ NEEDS = {
     ("GET", "/v1/caches/{cache_id}/blob"): "read",
     ("POST", "/v1/caches/{cache_id}/verify"): "write",
     ("POST", "/v1/caches/{cache_id}/query"): "read",
+    ("GET", "/v1/caches/{cache_id}/kept"): "read",
+    ("POST", "/v1/caches/{cache_id}/kept"): "read",
     ("GET", "/v1/requests/{request_id}"): "read",
     ("POST", "/v1/chat/completions"): "read",
     ("POST", "/v1/estimate"): "read",
@@ -186,6 +188,8 @@ ABOUT_ONE: list[tuple[str, str, Any]] = [
     ("DELETE", "", None),
     ("GET", "/blob", None),
     ("POST", "/verify", None),
+    ("GET", "/kept", None),
+    ("POST", "/kept", {"document": DOCUMENT}),
     ("POST", "/query", {"prompt": "What rises?"}),
     ("POST", "/query", {"prompt": "What rises?", "stream": True}),
 ]

@@ -1,0 +1,47 @@
+"""/v1/caches/{id}/kept: which tokens of its document a cache kept."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request
+
+from kvshelf.client.kept_types import KeptOf, KeptTokens
+from kvshelf.service import openapi
+from kvshelf.service.body import read_json
+from kvshelf.service.keys import Caller, Reader
+from kvshelf.service.state import InService, Service, off_loop, until_hangup
+from kvshelf.workers.intake import Document
+
+router = APIRouter(prefix="/v1/caches/{cache_id}/kept", tags=["caches"], responses=openapi.ERRORS)
+
+FirstLayer = Annotated[int, Query(ge=0, lt=2**31, description="the first layer whose bitmaps are wanted")]
+
+
+@router.get("")
+async def kept(
+    cache_id: str, request: Request, service: InService, caller: Reader, first_layer: FirstLayer = 0
+) -> KeptTokens:
+    """Which tokens of its kept source a cache kept, by layer and head; `source_not_kept` where there is none."""
+    return await _kept(request, service, caller, cache_id, None, first_layer)
+
+
+@router.post("", openapi_extra=openapi.body_of(KeptOf))
+async def kept_of(
+    cache_id: str, request: Request, service: InService, caller: Reader, first_layer: FirstLayer = 0
+) -> KeptTokens:
+    """As GET, for the caller's own copy of the document; `state_conflict` where it is another one."""
+    body = await read_json(request, KeptOf, service.settings)
+    document = next(value for value in body.model_dump(mode="json").values() if value is not None)
+    return await _kept(request, service, caller, cache_id, document, first_layer)
+
+
+async def _kept(
+    request: Request, service: Service, caller: Caller, cache_id: str, document: Document | None, first_layer: int
+) -> KeptTokens:
+    manifest = await off_loop(service.store.stat, cache_id, tenant=caller.tenant)
+    engine = service.engine_for(manifest)
+    # A replica reads the whole cache for this, and holds it until it has answered.
+    async with service.whole.turn(caller.tenant, service.settings.request_deadline_s) as left_s:
+        work = engine.kept(cache_id, document, tenant=caller.tenant, first_layer=first_layer, deadline_s=left_s)
+        return KeptTokens.model_validate(await until_hangup(request, work))
