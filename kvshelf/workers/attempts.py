@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from enum import Enum
 
 import structlog
 
-from kvshelf.errors import CallerError, Cancelled, KvshelfError, QuotaExceeded, StateConflict, StoreError
-from kvshelf.store.ledger import Ledger
+from kvshelf.errors import (
+    CallerError,
+    Cancelled,
+    KvshelfError,
+    NoWorker,
+    QueueFull,
+    QuotaExceeded,
+    StateConflict,
+    StoreError,
+    WorkerCrashed,
+)
+from kvshelf.store.ledger import Ledger, RequestRecord
 from kvshelf.workers.calls import Threads
 
 log = structlog.get_logger("kvshelf.workers")
@@ -21,6 +33,40 @@ LEASE_S = 10.0
 """How long after its last sign of life a worker's request may be taken over by another."""
 
 
+class Standing(Enum):
+    """How a request of the ledger stands with those who want it done."""
+
+    DUE = "due"
+    """An attempt can begin."""
+    HELD = "held"
+    """A worker is at it, or died so lately that its lease still lives."""
+    SPENT = "spent"
+    """Its workers ended without a word, as often as may be."""
+    ENDED = "ended"
+
+    @classmethod
+    def of(cls, record: RequestRecord, *, max_attempts: int = MAX_ATTEMPTS) -> Standing:
+        if record.state in ("done", "failed"):
+            return cls.ENDED
+        if record.state == "queued":
+            return cls.DUE
+        if record.lease_until is not None and record.lease_until > time.time():
+            return cls.HELD
+        return cls.SPENT if record.tries >= max_attempts else cls.DUE
+
+
+def give_up(ledger: Ledger, record: RequestRecord) -> None:
+    """End a request that is `SPENT`. Raises `StateConflict` if it no longer is."""
+    message = (
+        f"each of {record.tries} attempts ended without a word: the worker died, or lost the store. This document may "
+        "be the cause"
+    )
+    ledger.fail(record.id, record.attempts, code=WorkerCrashed.code, message=message, final=True)
+
+
+_BLAMELESS = (StoreError, NoWorker, QueueFull, Cancelled)
+
+
 class Attempts:
     """What one worker, known in the ledger by its name, tries."""
 
@@ -30,21 +76,30 @@ class Attempts:
         self._threads = threads
 
     @asynccontextmanager
-    async def counted(self, request_id: str, tenant: str) -> AsyncIterator[int]:
-        """Count an attempt in the ledger, keep its lease alive, and record it if the work inside fails."""
+    async def counted(self, request_id: str, tenant: str, *, max_attempts: int = MAX_ATTEMPTS) -> AsyncIterator[int]:
+        """Count an attempt in the ledger, keep its lease alive, and record it if the work inside fails.
+
+        What the request is not to blame for does not count in the end: that the work was stopped, that the store does
+        not work or is full.
+        """
         start = self._ledger.start_attempt
         attempt = await self._threads.run(start, request_id, worker=self._worker, lease_s=LEASE_S)
         renewing = asyncio.ensure_future(self._renew(request_id, attempt))
         try:
             yield attempt
         except asyncio.CancelledError:
-            # The service is stopping. Nobody is to blame, so it is never final; the write outlives the cancellation.
+            # The service is stopping, or the batch. The write outlives the cancellation.
             stopped = Cancelled("the service stopped")
-            await asyncio.shield(self._record_failure(request_id, attempt, stopped, final=False))
+            await asyncio.shield(self._record_failure(request_id, attempt, stopped, final=False, counted=False))
+            raise
+        except _BLAMELESS as error:
+            # No room for this one even on an empty shelf is the document's own fault.
+            final = error.details.get("fits") is False
+            await self._record_failure(request_id, attempt, error, final=final, counted=final)
             raise
         except KvshelfError as error:
             record = await self._threads.run(self._ledger.get_request, request_id, tenant=tenant)
-            final = isinstance(error, CallerError | QuotaExceeded) or record.tries >= MAX_ATTEMPTS
+            final = isinstance(error, CallerError | QuotaExceeded) or record.tries >= max_attempts
             await self._record_failure(request_id, attempt, error, final=final)
             raise
         finally:
@@ -58,11 +113,11 @@ class Attempts:
             except StoreError:
                 log.warning("a lease could not be renewed; it is tried again", request=request_id, exc_info=True)
 
-    async def _record_failure(self, request_id: str, attempt: int, error: KvshelfError, *, final: bool) -> None:
-        fail = self._ledger.fail
+    async def _record_failure(
+        self, request_id: str, attempt: int, error: KvshelfError, *, final: bool, counted: bool = True
+    ) -> None:
+        told = {"code": error.code, "message": error.message, "param": error.param}
         try:
-            await self._threads.run(
-                fail, request_id, attempt, code=error.code, message=error.message, param=error.param, final=final
-            )
+            await self._threads.run(self._ledger.fail, request_id, attempt, **told, final=final, counted=counted)
         except StateConflict:
             log.warning("an attempt was taken over by another worker", request=request_id, attempt=attempt)
