@@ -8,6 +8,7 @@
     │   ├── NotFound                    404
     │   │   ├── CacheNotFound                cache_not_found
     │   │   ├── RequestNotFound              request_not_found
+    │   │   ├── BatchNotFound                batch_not_found
     │   │   └── FileNotFound                 file_not_found
     │   ├── MethodNotAllowed            405  method_not_allowed
     │   ├── RequestTimeout              408  request_timeout       (the upload was too slow)
@@ -108,6 +109,10 @@ class CacheNotFound(NotFound):
 
 class RequestNotFound(NotFound):
     code = "request_not_found"
+
+
+class BatchNotFound(NotFound):
+    code = "batch_not_found"
 
 
 class FileNotFound(NotFound):

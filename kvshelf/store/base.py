@@ -7,16 +7,20 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, BinaryIO, Final, Literal, Self
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, Literal, Self
 
 from kvshelf.errors import CacheCorrupt, CacheNotFound, InvalidRequest
 from kvshelf.store.arriving import ArrivingCache
 from kvshelf.store.artifact import CompressedCache
+from kvshelf.store.batches import Batches
 from kvshelf.store.blobs import Health
 from kvshelf.store.codecs import Codec
 from kvshelf.store.identity import Identity
 from kvshelf.store.ledger import Ledger
 from kvshelf.store.manifest import Manifest, Placement, Record, Timings, Usage
+
+if TYPE_CHECKING:
+    from kvshelf.store.uploads import Files  # which needs the rules, and these need this module
 
 PAGE_LIMIT: Final = 1000
 LABEL_LIMIT: Final = 64
@@ -51,12 +55,15 @@ class Receipt(Record):
 
 
 class Swept(Record):
-    """How many a sweep removed: expired caches, what dead writers left, and old tombstones and requests."""
+    """How many a sweep removed: expired caches and files, what dead writers left, and old tombstones, requests and
+    batches."""
 
     expired: int = 0
     orphans: int = 0
     tombstones: int = 0
     requests: int = 0
+    files: int = 0
+    batches: int = 0
 
 
 class Scrubbed(Record):
@@ -100,6 +107,8 @@ class Store(abc.ABC):
     """
 
     ledger: Ledger
+    files: Files
+    batches: Batches
 
     @abc.abstractmethod
     def put(

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
+from kvshelf.store.docket import Docket
 from kvshelf.store.ledger import Ledger
 from kvshelf.store.manifest import Manifest, Usage
 
@@ -128,6 +129,8 @@ class Index(abc.ABC):
     """32 secret bytes, the same for all who use this home: content addresses are keyed with it."""
 
     ledger: Ledger
+
+    docket: Docket
 
     write_lease_s: float
     """How long a writer may be silent; usually `WRITE_LEASE_S`."""

@@ -22,11 +22,13 @@ from kvshelf.store import base, blob, codecs, housekeeping, sealing
 from kvshelf.store.arriving import ArrivingCache
 from kvshelf.store.artifact import CompressedCache
 from kvshelf.store.base import UNSET, BlobFile, Page, Receipt, Scrubbed, Store, Swept, Unset
+from kvshelf.store.batches import Batches
 from kvshelf.store.blobs import Blobs, Health, Step
 from kvshelf.store.identity import Identity
 from kvshelf.store.index import KEEP_ENDED_S, Entry, Index, Query
 from kvshelf.store.manifest import Manifest, Placement, Timings, Usage, describe, source_digest
 from kvshelf.store.rules import Rules
+from kvshelf.store.uploads import Files
 from kvshelf.store.writer import (
     SOURCE_PREFIX,
     Content,
@@ -58,6 +60,8 @@ class Shelf(Store):
         self._rules = rules or Rules()
         self._now = now
         self._writer = Writer(index, blobs, self._rules, now, on_step)
+        self.files = Files(index.docket, index, blobs, self._writer, self._rules, now)
+        self.batches = Batches(index.docket)
 
     def close(self) -> None:
         self._index.close()
@@ -357,6 +361,8 @@ class Shelf(Store):
             orphans=orphans,
             tombstones=self._index.forget(now - KEEP_ENDED_S),
             requests=self.ledger.forget(now - KEEP_ENDED_S),
+            files=self.files.sweep(now),
+            batches=self.batches.forget(now),
         )
 
     def usage(self, *, tenant: str | None = None) -> Usage:

@@ -63,6 +63,8 @@ class TieredStore(Store):
     def __init__(self, home: Shelf, tiers: Sequence[Tier]) -> None:
         """tiers: fastest first. Home and tiers become this store's to close."""
         self.ledger = home.ledger
+        self.files = home.files
+        self.batches = home.batches
         self._home = home
         self._tiers = tuple(tiers)
         self._giving_back = threading.Lock()

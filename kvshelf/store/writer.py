@@ -102,6 +102,20 @@ class Writer:
             self._discard(writing)
         return published
 
+    def put_file(self, key: str, tenant: str, content: Content, keep: Callable[[str, int], None]) -> None:
+        """Store bytes that belong to no cache. `keep` is told their name and size, and must hold them (`Docket.add`).
+
+        key: under which the write is registered, of the form of a cache's id.
+        """
+        with self._writing(key, tenant, [content], source_only=True) as writing:
+            # For ever: an item of the docket ends with a sweep, whatever the server thinks of the time.
+            self._keep_until(writing, None)
+        try:
+            keep(writing.name, writing.source_bytes)
+        except StorageFull:
+            self._discard(writing)
+            raise
+
     @contextmanager
     def _writing(
         self, cache_id: str, tenant: str, contents: Sequence[Content], *, source_only: bool = False

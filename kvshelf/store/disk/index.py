@@ -10,6 +10,7 @@ from kvshelf.errors import QuotaExceeded, StorageFull, StoreUnavailable
 from kvshelf.store import eviction
 from kvshelf.store.blobs import WRITE_LEASE_S
 from kvshelf.store.disk.database import Database
+from kvshelf.store.disk.docket import SqliteDocket
 from kvshelf.store.disk.ledger import SqliteLedger
 from kvshelf.store.index import Entry, Index, Query, Quota, Writing
 from kvshelf.store.manifest import Manifest, Usage
@@ -29,6 +30,7 @@ class SqliteIndex(Index):
     ) -> None:
         self.key = key
         self.ledger = SqliteLedger(database, now)
+        self.docket = SqliteDocket(database, now)
         self._database = database
         self._now = now
         self.write_lease_s = write_lease_s

@@ -111,6 +111,33 @@ CREATE TABLE requests (
 CREATE INDEX requests_by_state ON requests (state, created_at);
 """
 
+ADDED: Final = """
+-- Tables that came later and change nothing of the others: they are made where they are missing.
+--
+-- Files and batches, see kvshelf.store.docket. term: the number of the newest lease.
+CREATE TABLE IF NOT EXISTS docket (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT,
+    kind TEXT NOT NULL,
+    id TEXT NOT NULL UNIQUE,
+    tenant TEXT NOT NULL,
+    text TEXT NOT NULL,
+    version INTEGER NOT NULL,
+    open INTEGER NOT NULL,
+    due REAL,
+    term INTEGER NOT NULL DEFAULT 0,
+    lease_until REAL NOT NULL DEFAULT 0
+) STRICT;
+CREATE INDEX IF NOT EXISTS docket_of_tenant ON docket (kind, tenant, seq);
+CREATE INDEX IF NOT EXISTS docket_open ON docket (seq) WHERE open = 1;
+CREATE INDEX IF NOT EXISTS docket_due ON docket (kind, due) WHERE due IS NOT NULL;
+CREATE TABLE IF NOT EXISTS docket_lines (
+    item TEXT NOT NULL REFERENCES docket (id) ON DELETE CASCADE,
+    number INTEGER NOT NULL,
+    line BLOB NOT NULL,
+    PRIMARY KEY (item, number)
+) STRICT, WITHOUT ROWID;
+"""
+
 MIGRATION: Final = f"""
 ALTER TABLE caches RENAME COLUMN file TO name;
 UPDATE caches SET name = substr(name, 1, length(name) - length('.kvb')) WHERE name IS NOT NULL;

@@ -18,6 +18,7 @@ from kvshelf.store.blobs import WRITE_LEASE_S
 from kvshelf.store.identity import digest
 from kvshelf.store.index import KEEP_ENDED_S, Entry, EntryState, Index, Query, Quota, Writing
 from kvshelf.store.manifest import Manifest, Usage
+from kvshelf.store.redis.docket import RedisDocket
 from kvshelf.store.redis.ledger import RedisLedger
 from kvshelf.store.redis.link import RedisLink
 from kvshelf.store.redis.script import Script, Value
@@ -52,6 +53,7 @@ class RedisIndex(Index):
 
     def __init__(self, link: RedisLink, prefix: str, write_lease_s: float) -> None:
         self.ledger = RedisLedger(link, prefix)
+        self.docket = RedisDocket(link, prefix)
         self.write_lease_s = write_lease_s
         self._incarnation = ""
         self._link = link
