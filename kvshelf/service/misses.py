@@ -19,6 +19,7 @@ from kvshelf.errors import (
 from kvshelf.service.errors import miss_reason
 from kvshelf.service.keys import Caller
 from kvshelf.service.state import Service, off_loop
+from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.policies import POLICIES
 
@@ -35,7 +36,7 @@ _SAME_DOCUMENT = ("model", "document", "layout", "boundary")
 class Original:
     """A cache that is asked, and its kept source, if it has one: messages as JSON, or text.
 
-    The source is read before the cache is: one that turns out to be corrupt is set aside together with its source.
+    The source is read before the cache is, and also where that is known to be corrupt: its own bytes are checked apart.
     """
 
     service: Service
@@ -51,8 +52,7 @@ class Original:
         store, tenant = service.store, caller.tenant
         try:
             with service.metrics.asking():
-                manifest = await off_loop(store.stat, cache_id, tenant=tenant)
-                source = await off_loop(store.source, cache_id, tenant=tenant) if manifest.has_source else None
+                manifest, source = await off_loop(_found, store, cache_id, tenant, recompute=recompute)
         except CacheError as miss:
             if not recompute:
                 raise
@@ -121,6 +121,19 @@ class Original:
             keep_source=True,
         )
         return spec.model_dump(mode="json", warnings=False)
+
+
+def _found(store: Store, cache_id: str, tenant: str, *, recompute: bool) -> tuple[Manifest, str | None]:
+    try:
+        manifest = store.stat(cache_id, tenant=tenant)
+        return manifest, store.source(cache_id, tenant=tenant) if manifest.has_source else None
+    except CacheCorrupt as miss:
+        if not recompute:
+            raise
+        try:
+            return store.original(cache_id, tenant=tenant)
+        except SourceNotKept:
+            raise miss from None
 
 
 def _lost(miss: KvshelfError) -> SourceNotKept:

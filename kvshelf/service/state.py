@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
@@ -19,13 +19,11 @@ from kvshelf.service.metrics import Metrics
 from kvshelf.service.settings import Settings
 from kvshelf.service.turns import FairQueue
 from kvshelf.store.base import Store
-from kvshelf.store.identity import ModelIdentity, canonical_json, digest
+from kvshelf.store.identity import ModelIdentity
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.remote import RemoteEngine
 
 ResultT = TypeVar("ResultT")
-
-_TAGGED = {"blob_digest", "created_at", "expires_at", "has_source", "labels", "name", "pinned", "quality"}
 
 THREADS = 32
 """Of this process, for all that blocks."""
@@ -39,7 +37,6 @@ class Service:
     """The parts of a running front end. `engines`, `models` and `identities` are in the order of the settings.
 
     fair: the engines as tenants get at them, in turn. whole: the turns of what reads or writes whole caches.
-    conditional: held while a change compares what is there with what its caller has seen.
     """
 
     settings: Settings
@@ -51,7 +48,6 @@ class Service:
     background: Background
     metrics: Metrics
     whole: FairQueue
-    conditional: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def engine(self, model: str | None) -> FairEngine:
         """The engine of a model by name, the first one served without a name."""
@@ -136,8 +132,7 @@ def cache_response(manifest: Manifest, *, existing: bool) -> JSONResponse:
 
 
 def etag_of(manifest: Manifest) -> str:
-    """Changes with everything of a cache but its last use: being asked is no change that others must know of."""
-    return f'"{digest("kvshelf.etag", canonical_json(manifest.model_dump(mode="json", include=_TAGGED)))}"'
+    return f'"{manifest.revision}"'
 
 
 def cache_object(manifest: Manifest, *, existing: bool = False) -> CacheObject:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import abc
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, Literal, Self
 
-from kvshelf.errors import CacheCorrupt, CacheNotFound, InvalidRequest
+from kvshelf.errors import CacheCorrupt, CacheNotFound, EtagMismatch, InvalidRequest
 from kvshelf.store.arriving import ArrivingCache
 from kvshelf.store.artifact import CompressedCache
 from kvshelf.store.batches import Batches
@@ -173,6 +173,13 @@ class Store(abc.ABC):
     def source(self, cache_id: str, *, tenant: str = "default") -> str:
         """The document's text, verified. Raises `SourceNotKept` where none was kept, and as `get` does."""
 
+    def original(self, cache_id: str, *, tenant: str = "default") -> tuple[Manifest, str]:
+        """The manifest and the document's text, to make a cache again: also of one whose blob is corrupt.
+
+        Raises as `source` does; `CacheCorrupt` only where the text or the manifest is not what was written either.
+        """
+        return self.stat(cache_id, tenant=tenant), self.source(cache_id, tenant=tenant)
+
     @abc.abstractmethod
     def keep_source(self, cache_id: str, text: str, *, tenant: str = "default") -> Manifest:
         """Keep a document's text beside a cache that is there. Whose text it is, the caller must know.
@@ -213,15 +220,21 @@ class Store(abc.ABC):
         labels: Mapping[str, str] | Unset = UNSET,
         name: str | Unset = UNSET,
         pinned: bool | Unset = UNSET,
+        if_revision: Collection[str] | None = None,
     ) -> Manifest:
         """Change what may change; None as `ttl_s` or `expires_at` means no expiry, labels are replaced as a whole.
 
         Raises as `get` does, and `InvalidRequest`. A pinned cache is never evicted for space; it expires all the same.
+        if_revision: change it only as the caller has seen it, with one of these `Manifest.revision`s; else it is
+        `EtagMismatch`. Of several callers who saw the same, in any processes, one succeeds.
         """
 
     @abc.abstractmethod
-    def delete(self, cache_id: str, *, tenant: str = "default") -> Receipt:
-        """Remove a cache, expired and corrupt ones too. Readers that have it open finish. Raises `CacheNotFound`."""
+    def delete(self, cache_id: str, *, tenant: str = "default", if_revision: Collection[str] | None = None) -> Receipt:
+        """Remove a cache, expired and corrupt ones too. Readers that have it open finish. Raises `CacheNotFound`.
+
+        if_revision: as for `update`, and then it raises as `get` does, too.
+        """
 
     @abc.abstractmethod
     def touch(self, cache_id: str, *, tenant: str = "default") -> None:
@@ -290,6 +303,16 @@ def corrupt(cache_id: str, problem: str, reason: str) -> CacheCorrupt:
         param="cache_id",
         reason=reason,
     )
+
+
+def require_revision(manifest: Manifest, if_revision: Collection[str] | None) -> None:
+    """Raises `EtagMismatch` if a caller has seen the cache, and has not seen it as it is now."""
+    if if_revision is not None and manifest.revision not in if_revision:
+        raise EtagMismatch(
+            f'cache {manifest.id} was changed since: it has the ETag "{manifest.revision}" now; fetch it and decide '
+            "again",
+            param="if-match",
+        )
 
 
 def placement(

@@ -229,7 +229,8 @@ class Index(abc.ABC):
         among the `abandoned`.
 
         False: the entry was put again since (its seq differs), or is a tombstone already; nothing is done. But
-        "deleted" is laid over the tombstones of other states too. "expired" needs that it is expired at `now`.
+        "deleted" is laid over the tombstones of other states too, and needs that the entry's version is what it was.
+        "expired" needs that it is expired at `now`.
         """
 
     @abc.abstractmethod

@@ -11,6 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from kvshelf.store.artifact import CompressedCache
 from kvshelf.store.blob import PackedBlob
+from kvshelf.store.identity import canonical_json, digest
+
+_REVISED = {"blob_digest", "created_at", "expires_at", "has_source", "labels", "name", "pinned", "quality"}
 
 
 class Record(BaseModel):
@@ -68,6 +71,11 @@ class Manifest(Record):
     has_source: bool = False
     source_digest: str | None = None
     uses: int = 0
+
+    @property
+    def revision(self) -> str:
+        """Changes with everything but the last use: being asked is no change that others must know of."""
+        return digest("kvshelf.etag", canonical_json(self.model_dump(mode="json", include=_REVISED)))
 
 
 @dataclass(frozen=True)

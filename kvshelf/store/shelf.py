@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from io import BufferedReader, RawIOBase
@@ -189,14 +189,22 @@ class Shelf(Store):
             return BlobFile(BufferedReader(file), summary.nbytes, summary.root.hex())
 
     def source(self, cache_id: str, *, tenant: str = "default") -> str:
-        entry = self._ready(cache_id, tenant)
+        return self._read_source(self._ready(cache_id, tenant))
+
+    def original(self, cache_id: str, *, tenant: str = "default") -> tuple[Manifest, str]:
+        entry = self._kept(cache_id, tenant)
+        if entry.text is None:
+            raise base.corrupt(cache_id, entry.problem or "unknown", "quarantined")
+        return entry.manifest(), self._read_source(entry)
+
+    def _read_source(self, entry: Entry) -> str:
         if entry.source is None:
             raise SourceNotKept(
-                f"the text of cache {cache_id} was not kept; create it with keep_source to have it", param="cache_id"
+                f"the text of cache {entry.id} was not kept; create it with keep_source to have it", param="cache_id"
             )
-        subject = SOURCE_PREFIX + cache_id
-        with self._quarantining(entry):
-            opened = open_plain(self._blobs, self._rules, entry.source, entry.source_bytes, tenant, subject)
+        subject = SOURCE_PREFIX + entry.id
+        with self._quarantining(entry, (entry.source, entry.source_bytes)):
+            opened = open_plain(self._blobs, self._rules, entry.source, entry.source_bytes, entry.tenant, subject)
             with opened as (file, nbytes), BufferedReader(file) as whole:
                 text = whole.read(nbytes)
             if source_digest(text) != entry.manifest().source_digest:
@@ -228,6 +236,13 @@ class Shelf(Store):
 
     def _ready(self, cache_id: str, tenant: str) -> Entry:
         """The entry of a cache that may be read, or the error that says why it may not."""
+        entry = self._kept(cache_id, tenant)
+        if entry.state == "corrupt":
+            raise base.corrupt(cache_id, entry.problem or "unknown", "quarantined")
+        return entry
+
+    def _kept(self, cache_id: str, tenant: str) -> Entry:
+        """As `_ready`, and the entry of one that is corrupt."""
         base.require_id(cache_id)
         entry = self._index.find(cache_id, tenant)
         if entry is None or entry.state == "deleted":
@@ -242,8 +257,6 @@ class Shelf(Store):
             raise CacheExpired(
                 f"cache {cache_id} has expired; compress its document again", param="cache_id", reason="expired"
             )
-        if entry.state == "corrupt":
-            raise base.corrupt(cache_id, entry.problem or "unknown", "quarantined")
         return entry
 
     def _open(self, cache_id: str, tenant: str) -> tuple[Entry, RawIOBase]:
@@ -261,16 +274,19 @@ class Shelf(Store):
             entry = again
 
     @contextmanager
-    def _quarantining(self, entry: Entry) -> Iterator[None]:
-        """Inside the block, a `BlobError` sets the cache aside: who asks again hears the same without reading it."""
+    def _quarantining(self, entry: Entry, read: tuple[str, int] | None = None) -> Iterator[None]:
+        """Inside the block, a `BlobError` sets the cache aside: who asks again hears the same without reading it.
+
+        read: what is read in the block, its name and size; the blob if nothing is said. The source of a cache whose
+        blob is corrupt stays where it is, for the cache can be made again from it.
+        """
         try:
             yield
         except BlobError as error:
             # Where the shelf cannot be written to either, the verdict stands all the same and is reached again.
             with suppress(StoreError):
                 if self._index.mark_corrupt(entry, error.message):
-                    for name, nbytes in entry.names():
-                        self._blobs.set_aside(name, nbytes)
+                    self._blobs.set_aside(*(read or entry.names()[0]))
             raise base.corrupt(entry.id, error.message, error.reason) from error
 
     def list(
@@ -309,6 +325,7 @@ class Shelf(Store):
         labels: Mapping[str, str] | Unset = UNSET,
         name: str | Unset = UNSET,
         pinned: bool | Unset = UNSET,
+        if_revision: Collection[str] | None = None,
     ) -> Manifest:
         changes: dict[str, Any] = base.changes(labels, name, pinned)
         if not (isinstance(ttl_s, Unset) and isinstance(expires_at, Unset)):
@@ -316,8 +333,10 @@ class Shelf(Store):
             changes["expires_at"] = self._rules.changed_expiry(ttl, at, self._now())
         while True:
             entry = self._ready(cache_id, tenant)
-            manifest = entry.manifest().model_copy(update=changes)
-            if self._change(entry, manifest):
+            seen = entry.manifest()
+            base.require_revision(seen, if_revision)
+            manifest = seen.model_copy(update=changes)
+            if self._change(entry, manifest):  # not if it was changed since it was looked up
                 return manifest
 
     def _change(self, entry: Entry, manifest: Manifest) -> bool:
@@ -338,13 +357,15 @@ class Shelf(Store):
     def touch(self, cache_id: str, *, tenant: str = "default") -> None:
         self._index.touch(cache_id, tenant, self._now())
 
-    def delete(self, cache_id: str, *, tenant: str = "default") -> Receipt:
+    def delete(self, cache_id: str, *, tenant: str = "default", if_revision: Collection[str] | None = None) -> Receipt:
         base.require_id(cache_id)
         now = self._now()
         while True:
-            entry = self._index.find(cache_id, tenant)
+            entry = self._index.find(cache_id, tenant) if if_revision is None else self._ready(cache_id, tenant)
             if entry is None or entry.state == "deleted":
                 raise base.not_found(cache_id)
+            if if_revision is not None:
+                base.require_revision(entry.manifest(), if_revision)
             if housekeeping.bury(self._index, self._blobs, entry, "deleted", now):
                 freed = entry.nbytes + entry.source_bytes
                 return Receipt(id=cache_id, deleted_at=now, bytes_freed=freed, homes=(self._blobs.home,))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -105,6 +105,12 @@ class TieredStore(Store):
             text = self._home.source(cache_id, tenant=tenant)
             self._keep_source(manifest, text)
         return text
+
+    def original(self, cache_id: str, *, tenant: str = "default") -> tuple[Manifest, str]:
+        try:
+            return super().original(cache_id, tenant=tenant)
+        except CacheCorrupt:
+            return self._home.original(cache_id, tenant=tenant)
 
     def _look_up(self, cache_id: str, tenant: str) -> tuple[Manifest, _Word]:
         """The manifest of a cache that may be read, of a copy if need be."""
@@ -255,6 +261,7 @@ class TieredStore(Store):
         labels: Mapping[str, str] | Unset = UNSET,
         name: str | Unset = UNSET,
         pinned: bool | Unset = UNSET,
+        if_revision: Collection[str] | None = None,
     ) -> Manifest:
         changes: dict[str, Any] = {
             "ttl_s": ttl_s,
@@ -262,13 +269,15 @@ class TieredStore(Store):
             "labels": labels,
             "name": name,
             "pinned": pinned,
+            "if_revision": if_revision,
         }
         manifest = self._insist(cache_id, tenant, partial(self._home.update, cache_id, tenant=tenant, **changes))
         self._confirm(manifest)
         return manifest
 
-    def delete(self, cache_id: str, *, tenant: str = "default") -> Receipt:
-        receipt = self._insist(cache_id, tenant, partial(self._home.delete, cache_id, tenant=tenant))
+    def delete(self, cache_id: str, *, tenant: str = "default", if_revision: Collection[str] | None = None) -> Receipt:
+        delete = partial(self._home.delete, cache_id, tenant=tenant, if_revision=if_revision)
+        receipt = self._insist(cache_id, tenant, delete)
         return receipt.model_copy(update={"homes": (*receipt.homes, *self._drop(cache_id, tenant))})
 
     def touch(self, cache_id: str, *, tenant: str = "default") -> None:

@@ -58,6 +58,13 @@ def test_a_corrupt_cache_is_made_again_as_it_was(
     for field in ("name", "labels", "codec", "policy_params", "bytes", "has_source"):
         assert now[field] == cache[field]
     assert (now["expires_at"] is None) == (cache["expires_at"] is None)
+    flip(service, cache["id"])
+    refused(http.get(f"/v1/caches/{cache['id']}/blob"), 424, "cache_corrupt")  # a query is answered from memory
+    refused(http.post(f"/v1/caches/{cache['id']}/query", json=question), 424, "cache_corrupt")
+    late = ask(http, cache, **question, max_tokens=8, on_miss="recompute")
+    assert (late["recomputed"], late["text"]) == ("corrupt", answer["text"]), (
+        "its source is there, whoever met it first"
+    )
     usual = ask(http, cache, **question, max_tokens=8, on_miss="recompute")
     assert "recomputed" not in usual
     assert usual["text"] == answer["text"]

@@ -206,6 +206,47 @@ def test_a_source_is_added_to_a_cache_that_is_there(shelf: Shelf, place: Place) 
     assert len(place.names()) == 2
 
 
+@pytest.mark.parametrize("damage", [flip, gone])
+def test_the_source_of_a_corrupt_cache_is_there_to_make_it_again(place: Place, damage: Any) -> None:
+    with place.open() as shelf:
+        manifest = shelf.put(make_cache(), source="the text", labels={"a": "b"})
+        assert shelf.original(manifest.id) == (manifest, "the text")
+        place.change(manifest, damage)
+        for _ in range(2):
+            with pytest.raises(CacheCorrupt):
+                shelf.get(manifest.id)
+            with pytest.raises(CacheCorrupt):
+                shelf.source(manifest.id)
+            assert shelf.original(manifest.id) == (manifest, "the text")
+        with pytest.raises(CacheNotFound):
+            shelf.original(manifest.id, tenant="you")
+        again = shelf.put(make_cache(), source="the text")
+        require_equal(make_cache(), shelf.get(manifest.id))
+        assert shelf.original(again.id) == (again, "the text")
+        shelf.delete(manifest.id)
+        shelf.sweep()
+        assert place.names() == set()
+        bare = shelf.put(make_cache(5))
+        place.change(bare, damage)
+        with pytest.raises(CacheCorrupt):
+            shelf.get(bare.id)
+        with pytest.raises(SourceNotKept):
+            shelf.original(bare.id)
+
+
+def test_a_source_that_is_corrupt_makes_nothing_again(place: Place) -> None:
+    with place.open() as shelf:
+        manifest = shelf.put(make_cache(), source="the text")
+        entry = shelf._index.find(manifest.id, "default")
+        assert entry is not None
+        shelf._blobs.remove(entry.source or "", entry.source_bytes)
+        for _ in range(2):
+            with pytest.raises(CacheCorrupt):
+                shelf.original(manifest.id)
+        with pytest.raises(CacheCorrupt):
+            shelf.stat(manifest.id)
+
+
 @pytest.mark.parametrize("text", ["", "half \ud800", 5])
 def test_what_is_no_text_is_no_source(shelf: Shelf, place: Place, text: Any) -> None:
     with pytest.raises(InvalidRequest) as refusal:

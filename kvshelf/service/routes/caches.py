@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Request, Response
 from fastapi.responses import JSONResponse
 
 from kvshelf.client.types import CacheList, CacheObject, CreateCache, Deleted, ListCaches, RequestObject, UpdateCache
-from kvshelf.errors import EtagMismatch, InvalidRequest
+from kvshelf.errors import InvalidRequest
 from kvshelf.service import openapi
 from kvshelf.service.body import read_create, read_json, read_query
-from kvshelf.service.keys import Caller, Reader, Writer
+from kvshelf.service.keys import Reader, Writer
 from kvshelf.service.routes.requests import request_json
 from kvshelf.service.state import InService, Service, cache_object, cache_response, etag_of, off_loop, until_hangup
 from kvshelf.store.manifest import Manifest
@@ -90,7 +88,7 @@ async def get_cache(
 ) -> Response:
     """What the shelf knows about one cache."""
     manifest = await off_loop(service.store.stat, cache_id, tenant=caller.tenant)
-    if if_none_match and _names(if_none_match, etag_of(manifest), weak=True):
+    if not {"*", etag_of(manifest)}.isdisjoint(tag.removeprefix("W/") for tag in _tags(if_none_match)):
         return Response(status_code=304, headers={"etag": etag_of(manifest)})
     return _tagged(manifest)
 
@@ -101,8 +99,8 @@ async def update_cache(
 ) -> Response:
     """Change how long a cache is kept, its name, its labels, or whether it is pinned; all else stays as it is."""
     body = await read_json(request, UpdateCache, service.settings)
-    async with _as_seen(service, caller, cache_id, if_match):
-        manifest = await off_loop(service.store.update, cache_id, tenant=caller.tenant, **body.changes())
+    condition = {"tenant": caller.tenant, "if_revision": _seen(if_match)}
+    manifest = await off_loop(service.store.update, cache_id, **condition, **body.changes())
     return _tagged(manifest)
 
 
@@ -111,8 +109,8 @@ async def delete_cache(
     cache_id: str, service: InService, caller: Writer, if_match: Annotated[str, Header()] = ""
 ) -> Deleted:
     """Remove a cache. Downloads and answers that have begun are completed."""
-    async with _as_seen(service, caller, cache_id, if_match):
-        receipt = await off_loop(service.store.delete, cache_id, tenant=caller.tenant)
+    condition = {"tenant": caller.tenant, "if_revision": _seen(if_match)}
+    receipt = await off_loop(service.store.delete, cache_id, **condition)
     return Deleted(id=receipt.id)
 
 
@@ -120,27 +118,13 @@ def _tagged(manifest: Manifest) -> Response:
     return JSONResponse(cache_object(manifest).model_dump(mode="json"), headers={"etag": etag_of(manifest)})
 
 
-def _names(header: str, etag: str, *, weak: bool) -> bool:
-    """Whether If-Match or If-None-Match names a tag (RFC 9110, section 13.1): the first compares strongly."""
-    tags = [tag.strip() for tag in header.split(",")]
-    return "*" in tags or etag in [tag.removeprefix("W/") if weak else tag for tag in tags]
+def _tags(header: str) -> list[str]:
+    """The entity tags of an If-Match or If-None-Match header (RFC 9110, section 13.1)."""
+    return [tag.strip() for tag in header.split(",")]
 
 
-@asynccontextmanager
-async def _as_seen(service: Service, caller: Caller, cache_id: str, if_match: str) -> AsyncIterator[None]:
-    """For a change of what the caller has seen. Raises `EtagMismatch` if it is another by now.
-
-    One such change at a time, so that of two callers who saw the same only one succeeds. That holds for the callers of
-    one front end: a store has no change under a condition.
-    """
-    if not if_match:
-        yield
-        return
-    async with service.conditional:
-        etag = etag_of(await off_loop(service.store.stat, cache_id, tenant=caller.tenant))
-        if not _names(if_match, etag, weak=False):
-            raise EtagMismatch(
-                f"cache {cache_id} was changed since: it has the ETag {etag} now; fetch it and decide again",
-                param="if-match",
-            )
-        yield
+def _seen(if_match: str) -> list[str] | None:
+    """The revisions that a caller of a change has seen; None: any. A weak tag names none, the comparison is strong."""
+    if not if_match or "*" in _tags(if_match):
+        return None
+    return [tag[1:-1] for tag in _tags(if_match) if tag[:1] == tag[-1:] == '"']

@@ -184,11 +184,12 @@ class SqliteIndex(Index):
 
     def bury(self, entry: Entry, state: Literal["expired", "evicted", "deleted"], now: float) -> bool:
         where = {
-            "deleted": "state != 'deleted'",
+            "deleted": "state != 'deleted' AND version = ?",
             "expired": "state IN ('ready', 'corrupt') AND expires_at <= ?",
             "evicted": "state = 'ready' AND pinned = 0",
         }[state]
-        values = (state, now, entry.seq, *([now] if state == "expired" else []))
+        bound: dict[str, list[float]] = {"deleted": [entry.version], "expired": [now], "evicted": []}
+        values = (state, now, entry.seq, *bound[state])
         with self._database.write() as tx:
             _doom(tx, f"seq = ? AND {where}", values[2:])
             buried = tx.execute(

@@ -408,7 +408,7 @@ function operations.mark_corrupt()
 end
 
 local function may_bury(entry)
-  if a.state == 'deleted' then return entry.state ~= 'deleted' end
+  if a.state == 'deleted' then return entry.state ~= 'deleted' and entry.version == a.version end
   if a.state == 'evicted' then return entry.state == 'ready' and entry.pinned == '0' end
   return is_stored(entry) and is_expired(entry.expires_at, a.now)
 end

@@ -172,7 +172,8 @@ class RedisIndex(Index):
         return _is_done(reply)
 
     def bury(self, entry: Entry, state: Literal["expired", "evicted", "deleted"], now: float) -> bool:
-        return _is_done(self._run("bury", id=entry.id, seq=entry.seq, state=state, now=now, keep_ended_s=KEEP_ENDED_S))
+        changes: dict[str, Value] = {"state": state, "now": now, "keep_ended_s": KEEP_ENDED_S}
+        return _is_done(self._run("bury", id=entry.id, seq=entry.seq, version=entry.version, **changes))
 
     def expired(self, now: float, limit: int) -> list[Entry]:
         return [_entry(shown, as_kept=True) for shown in self._run("expired", now=now, limit=limit)[1]]
