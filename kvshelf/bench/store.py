@@ -127,7 +127,7 @@ def _layer(kept: int, tokens: int, generator: torch.Generator) -> Kept:
     return Kept(
         keys=numbers(),
         values=numbers(),
-        entry_positions=torch.cat(positions).to(torch.int32),
+        entries_at=torch.cat(positions).to(torch.int32),
         offsets=offsets_of([kept] * KV_HEADS),
     )
 

@@ -201,7 +201,7 @@ class RedisHome(Home):
     def translated(self) -> AbstractContextManager[None]:
         from kvshelf.store.redis.faults import translated
 
-        return translated(str(self._address))
+        return translated(self._address)
 
     def _connected(self) -> redis.Redis:
         """A plain client of redis-py, as one would write it without kvshelf."""

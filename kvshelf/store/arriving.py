@@ -46,9 +46,12 @@ class ArrivingCache:
     place: str = "home"
     """Where the bytes come from: the home, or the name of a tier before it."""
 
-    def __init__(self, summary: BlobSummary, body: RawIOBase | memoryview, guard: Guard) -> None:
+    def __init__(
+        self, summary: BlobSummary, body: RawIOBase | memoryview, guard: Guard, *, read_ahead: bool = True
+    ) -> None:
         """`body`: a file at the first byte of the body, which is read once, from front to end, and closed; or the body
-        itself, which must not change: the layers become views of it."""
+        itself, which must not change: the layers become views of it. read_ahead: whether another thread is to read it
+        meanwhile, see `Blobs.read_ahead`."""
         self._summary = summary
         self._body = None if isinstance(body, memoryview) else body
         self._memory = body if isinstance(body, memoryview) else None
@@ -61,6 +64,7 @@ class ArrivingCache:
         self.num_layers = len(summary.header.layers)
         self.nbytes = body_bytes(summary.header)
         """Bytes of all layers together, which is what `read` allocates."""
+        self._read_ahead = read_ahead and self.nbytes >= _READ_AHEAD_BYTES
         self.root = summary.root
         """The blob's root digest: equal roots mean equal content. `Manifest.blob_digest` is its hex form."""
         self.layers: tuple[Future[LayerRecord], ...] = tuple(Future() for _ in range(self.num_layers))
@@ -128,7 +132,7 @@ class ArrivingCache:
         segments = [memory[layer.offset : layer.offset + layer.nbytes] for layer in layers]
         if self._body is None:
             yield from segments
-        elif self.nbytes < _READ_AHEAD_BYTES:
+        elif not self._read_ahead:
             for segment in segments:
                 fill(self._body, segment)
                 yield segment

@@ -6,7 +6,7 @@ cannot vouch for is checked here, on the way in and on the way out: what is writ
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -165,7 +165,7 @@ class _Reader:
         fields: dict[str, Any] = {
             "keys": self._rows("keys", self._dims.key_dim),
             "values": self._rows("values", self._dims.value_dim),
-            "entry_positions": self._positions("positions", header.position_encoding, header.lengths),
+            "entries_at": self._positions("positions", header.position_encoding, header.lengths),
             "offsets": offsets_of(header.lengths),
             "rope_mode": header.rope_mode,
         }
@@ -176,7 +176,7 @@ class _Reader:
             **fields,
             slot_scales=self._tensor("slot_scales", torch.float32, sum(header.slot_lengths)),
             slot_classes=torch.from_numpy(classes.astype(np.int32)),
-            slot_positions=self._positions("slot_positions", header.slot_position_encoding, header.slot_lengths),
+            slot_positions=self._positions("slot_positions", header.slot_position_encoding, header.slot_lengths)(),
             slot_offsets=offsets_of(header.slot_lengths),
         )
 
@@ -211,9 +211,10 @@ class _Reader:
         span = self._spans[name]
         return self._segment[span.offset : span.offset + span.nbytes]
 
-    def _positions(self, name: str, encoding: positions.Encoding, lengths: list[int]) -> Tensor:
-        found = positions.decode(encoding, self._bytes(name), lengths, self._num_tokens)
-        return torch.from_numpy(found.astype(np.int32))
+    def _positions(self, name: str, encoding: positions.Encoding, lengths: list[int]) -> Callable[[], Tensor]:
+        """Checked, and expanded by whoever asks."""
+        expand = positions.decode(encoding, self._bytes(name), lengths, self._num_tokens)
+        return lambda: torch.from_numpy(expand().astype(np.int32))
 
 
 def _require_sound(where: str, record: LayerRecord) -> None:

@@ -60,6 +60,11 @@ class Blobs(abc.ABC):
     cheap_to_walk: ClassVar[bool]
     """Whether every sweep may call `found`."""
 
+    read_ahead: ClassVar[bool]
+    """Whether it pays to read an opened file on a thread of its own while what it gave is digested. Where the bytes
+    come from another process, that one works meanwhile, and two threads that pass segments to each other lose more than
+    they gain: 43 instead of 33 ms of processor time for 64 MB from Redis."""
+
     @abc.abstractmethod
     def write(self, name: str, buffers: Iterable[memoryview], nbytes: int, *, beat: Step, on_step: Step) -> None:
         """Create and make durable. `beat` is called between pieces of a few MB, so that the writer can keep its lease.

@@ -36,8 +36,10 @@ class Packed:
     equal heads can still be viewed as `[kv_heads, kept, D]` without a copy.
 
     keys: `[entries, D]` and values: `[entries, Dv]`, in the model's dtype, contiguous, each head's rows in ascending
-    position; or the same as `QuantizedRows`. entry_positions: `[entries]` int32, original positions in the document.
-    `rope_mode` says whether the rotation of RoPE is in the keys ("baked") or still to be applied ("pre").
+    position; or the same as `QuantizedRows`. entries_at: `[entries]` int32, what `entry_positions` gives, or a function
+    that makes it when it is first asked for and cannot fail: to expand the bitmaps of a 64 MB cache takes half as long
+    as to receive it, and attention needs no position. Two threads may each call it; they make the same. `rope_mode`
+    says whether the rotation of RoPE is in the keys ("baked") or still to be applied ("pre").
 
     importance: `[entries]` fp32, higher is more important, or None: what codec `mixed` chooses by. It lives in memory
     only: never in a blob, and not in `nbytes`.
@@ -45,7 +47,7 @@ class Packed:
 
     keys: Rows
     values: Rows
-    entry_positions: Tensor
+    entries_at: Tensor | Callable[[], Tensor]
     offsets: tuple[int, ...]
     rope_mode: RopeMode = "baked"
     importance: Tensor | None = None
@@ -55,7 +57,8 @@ class Packed:
         # Internal invariants; bytes from outside are checked by the blob reader, with named errors.
         assert self.offsets[0] == 0
         assert list(self.offsets) == sorted(self.offsets)
-        assert self.keys.shape[0] == self.values.shape[0] == self.entry_positions.shape[0] == entries
+        assert self.keys.shape[0] == self.values.shape[0] == entries
+        assert not isinstance(self.entries_at, Tensor) or self.entries_at.shape[0] == entries
         assert self.importance is None or self.importance.shape == (entries,)
 
     @property
@@ -97,6 +100,11 @@ class Packed:
         """Whether keys or values are codes."""
         return isinstance(self.keys, QuantizedRows) or isinstance(self.values, QuantizedRows)
 
+    @cached_property
+    def entry_positions(self) -> Tensor:
+        """`[entries]` int32, original positions in the document, ascending within a head."""
+        return self.entries_at if isinstance(self.entries_at, Tensor) else self.entries_at()
+
     @property
     def positions(self) -> list[Tensor]:
         """One ascending int tensor of original positions per KV head."""
@@ -104,8 +112,9 @@ class Packed:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held in memory: everything but `importance`."""
-        return sum(getattr(self, name).nbytes for name in self._tensors())
+        """Bytes held in memory: everything but `importance`, positions as tensors."""
+        held: int = sum(getattr(self, name).nbytes for name in self._tensors())
+        return held + self.entries * torch.int32.itemsize
 
     def heads(self) -> list[tuple[Tensor, Tensor]]:
         """Keys `[kept_h, D]` and values `[kept_h, Dv]` of each KV head, as views. Quantized records have none."""
@@ -135,15 +144,15 @@ class Packed:
 
     def to(self, device: torch.device | str) -> Self:
         """The same record on another device; itself when it is there already."""
-        if self.entry_positions.device == torch.device(device):
+        if self.keys.device == torch.device(device):
             return self
         moved = {name: getattr(self, name).to(device) for name in self._tensors()}
         importance = None if self.importance is None else self.importance.to(device)
-        return replace(self, **moved, importance=importance)
+        return replace(self, **moved, entries_at=self.entry_positions.to(device), importance=importance)
 
     def _tensors(self) -> tuple[str, ...]:
-        """Names of the fields that hold tensors and belong to the artifact."""
-        return ("keys", "values", "entry_positions")
+        """Names of the fields that hold tensors and belong to the artifact, but for the positions of the entries."""
+        return ("keys", "values")
 
     def _selected(self, chosen: Tensor) -> dict[str, Any]:
         """The fields of this class for the entries that `chosen` `[entries]` bool marks."""
@@ -152,7 +161,7 @@ class Packed:
         return {
             "keys": self.keys[chosen],
             "values": self.values[chosen],
-            "entry_positions": self.entry_positions[chosen],
+            "entries_at": self.entry_positions[chosen],
             "offsets": offsets_of([int(head.sum()) for head in torch.split(chosen, self.lengths)]),
             "rope_mode": self.rope_mode,
             "importance": None if self.importance is None else self.importance[chosen],

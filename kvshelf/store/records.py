@@ -42,7 +42,7 @@ class Kept(Packed):
         return cls(
             keys=torch.cat(list(keys)),
             values=torch.cat(list(values)),
-            entry_positions=torch.cat(list(positions)).to(torch.int32),
+            entries_at=torch.cat(list(positions)).to(torch.int32),
             offsets=offsets_of([head.shape[0] for head in positions]),
             rope_mode=rope_mode,
         )

@@ -176,7 +176,8 @@ class Shelf(Store):
         with self._opening(cache_id, tenant) as (entry, file, nbytes):
             summary = blob.open_file(file, nbytes)  # type: ignore[arg-type]
             _require_root(entry, summary.root)
-            arriving = ArrivingCache(summary, file, partial(self._quarantining, entry))
+            guard = partial(self._quarantining, entry)
+            arriving = ArrivingCache(summary, file, guard, read_ahead=self._blobs.read_ahead)
             if self.cache_id(arriving.identity, tenant=tenant, codec=arriving.codec) != cache_id:
                 raise BlobError("its blob belongs to another cache", reason="wrong_identity")
             return arriving

@@ -114,7 +114,7 @@ class ChunkedLayer(AttachedLayer):
         return Kept(
             keys=self._kept_keys.flatten(0, 1),
             values=self._kept_values.flatten(0, 1),
-            entry_positions=self._positions.flatten(),
+            entries_at=self._positions.flatten(),
             offsets=tuple(range(0, heads * self._capacity + 1, self._capacity)),
             importance=self._importance.flatten(),
         )

@@ -182,7 +182,7 @@ def shrunk(record: Kept, counts: Sequence[int]) -> Kept:
     return Kept(
         keys=record.keys[rows],
         values=record.values[rows],
-        entry_positions=record.entry_positions[rows],
+        entries_at=record.entry_positions[rows],
         offsets=tuple(accumulate(counts, initial=0)),
         rope_mode=record.rope_mode,
         importance=record.importance[rows],

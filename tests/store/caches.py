@@ -58,7 +58,7 @@ def make_layer(
     return Kept(
         keys=torch.randn(entries, dims[0], generator=generator).to(dtype),
         values=torch.randn(entries, dims[1], generator=generator).to(dtype),
-        entry_positions=torch.cat(positions),
+        entries_at=torch.cat(positions),
         offsets=offsets_of(lengths),
     )
 
@@ -89,7 +89,7 @@ def make_merged(
     return Merged(
         keys=torch.randn(entries, dims[0], generator=generator).to(dtype),
         values=torch.randn(entries, dims[1], generator=generator).to(dtype),
-        entry_positions=torch.tensor([p for head in centers for p in head], dtype=torch.int32),
+        entries_at=torch.tensor([p for head in centers for p in head], dtype=torch.int32),
         offsets=offsets_of(lengths),
         rope_mode=rope_mode,
         slot_scales=torch.tensor([scale for _, _, scale in flat], dtype=torch.float32),
@@ -225,7 +225,7 @@ def golden_merged() -> Merged:
     return Merged(
         keys=torch.arange(9, dtype=torch.float32).view(3, 3) / 8 - 0.5,
         values=torch.arange(15, dtype=torch.float32).view(3, 5) - 7,
-        entry_positions=torch.tensor([4, 20, 7], dtype=torch.int32),
+        entries_at=torch.tensor([4, 20, 7], dtype=torch.int32),
         offsets=(0, 2, 2, 3),
         slot_scales=torch.tensor([0.5, 1, 1.25, 1, 0.75, 1]),
         slot_classes=torch.tensor([1, 0, 1, 1, 0, 0], dtype=torch.int32),
@@ -240,7 +240,7 @@ def ragged_float16() -> Kept:
     return Kept(
         keys=(numbers[:, :3] * 37 % 11 - 5).to(torch.float16),
         values=(numbers * 29 % 17 / 4).to(torch.float16),
-        entry_positions=torch.cat([torch.arange(5, 24), torch.tensor([0, 11, 12])]).to(torch.int32),
+        entries_at=torch.cat([torch.arange(5, 24), torch.tensor([0, 11, 12])]).to(torch.int32),
         offsets=(0, 19, 22),
         rope_mode="pre",
     )

@@ -267,6 +267,11 @@ def segment_later(p: Parts) -> None:
 
 
 @case("not_canonical")
+def whole_number_for_a_float(p: Parts) -> None:
+    p.fields["identity"]["compression_ratio"] = 0
+
+
+@case("not_canonical")
 def keys_in_another_order(p: Parts) -> None:
     p.join()  # sets the digest
     p.header = msgpack.packb(dict(reversed(sorted_fields(p.fields).items())))

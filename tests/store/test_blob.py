@@ -218,7 +218,7 @@ def test_unknown_codecs_are_refused_by_name() -> None:
         ({"slot_scales": torch.tensor([1, 1, 1, 1, torch.inf, 1])}, "a slot whose scale is not finite"),
         ({"slot_positions": torch.tensor([2, 2, 9, 20, 23, 7], dtype=torch.int32)}, "must ascend"),
         ({"slot_positions": torch.tensor([2, 4, 9, 20, 24, 7], dtype=torch.int32)}, "at most 23"),
-        ({"entry_positions": torch.tensor([20, 4, 7], dtype=torch.int32)}, "must ascend"),
+        ({"entries_at": torch.tensor([20, 4, 7], dtype=torch.int32)}, "must ascend"),
     ],
 )
 def test_merged_records_that_make_no_sense_are_not_written(changes: dict[str, Any], message: str) -> None:
@@ -266,7 +266,7 @@ def test_more_classes_than_two_bytes_can_count() -> None:
     record = Merged(
         keys=torch.zeros(classes, 1),
         values=torch.zeros(classes, 1),
-        entry_positions=torch.arange(classes, dtype=torch.int32),
+        entries_at=torch.arange(classes, dtype=torch.int32),
         offsets=(0, classes),
         slot_scales=torch.ones(classes),
         slot_classes=torch.arange(classes, dtype=torch.int32),

@@ -29,7 +29,7 @@ def test_what_is_encoded_comes_back(case: tuple[int, list[list[int]]]) -> None:
     num_tokens, found = case
     lengths = [len(head) for head in found]
     name, data = positions.encode(flat(found), lengths, num_tokens)
-    assert positions.decode(name, memoryview(data), lengths, num_tokens).tolist() == flat(found).tolist()
+    assert positions.decode(name, memoryview(data), lengths, num_tokens)().tolist() == flat(found).tolist()
 
 
 @settings(deadline=None)
@@ -39,7 +39,7 @@ def test_positions_of_the_longest_document_the_format_allows(case: tuple[int, li
     lengths = [len(head) for head in found]
     name, data = positions.encode(flat(found), lengths, num_tokens)
     assert name == "delta"
-    assert positions.decode(name, memoryview(data), lengths, num_tokens).tolist() == flat(found).tolist()
+    assert positions.decode(name, memoryview(data), lengths, num_tokens)().tolist() == flat(found).tolist()
 
 
 @settings(deadline=None)

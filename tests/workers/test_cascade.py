@@ -143,7 +143,7 @@ def record_of(importance, lengths):
     return Kept(
         keys=torch.arange(rows * 2.0).view(rows, 2),
         values=torch.arange(rows * 3.0).view(rows, 3),
-        entry_positions=torch.cat([torch.arange(n) * 2 for n in lengths]).to(torch.int32),
+        entries_at=torch.cat([torch.arange(n) * 2 for n in lengths]).to(torch.int32),
         offsets=tuple(accumulate(lengths, initial=0)),
         importance=torch.tensor(importance),
     )

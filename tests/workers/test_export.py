@@ -223,7 +223,7 @@ def drop_one(record, head):
 def merged(record):
     slots = torch.cat([torch.arange(length) for length in record.lengths]).to(torch.int32)
     return Merged(
-        **{name: getattr(record, name) for name in ("keys", "values", "entry_positions", "offsets")},
+        **{name: getattr(record, name) for name in ("keys", "values", "entries_at", "offsets")},
         slot_scales=torch.ones(record.entries), slot_classes=slots, slot_positions=record.entry_positions,
         slot_offsets=record.offsets,
     )  # fmt: skip

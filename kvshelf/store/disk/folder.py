@@ -31,6 +31,7 @@ class Folder(Blobs):
 
     home = "disk"
     cheap_to_walk = True
+    read_ahead = True
 
     def __init__(self, path: Path, blobs: int, quarantine: int) -> None:
         """blobs, quarantine: descriptors of the two folders: files are found relative to them, whatever happens to

@@ -114,6 +114,7 @@ class RedisBlobs(Blobs):
 
     home = "redis"
     cheap_to_walk = False
+    read_ahead = False
 
     def __init__(
         self,

@@ -10,6 +10,7 @@ from typing import Final
 from redis.exceptions import MaxConnectionsError, RedisError
 
 from kvshelf.errors import StorageFull, StoreError, StoreUnavailable
+from kvshelf.store.redis.address import RedisAddress
 from kvshelf.store.redis.wire import Garbled, Refused
 
 _FULL: Final = {
@@ -43,13 +44,12 @@ def is_unreachable(error: BaseException) -> bool:
 
 
 @contextmanager
-def translated(shown: str) -> Iterator[None]:
-    """Inside the block, what goes wrong becomes `StoreUnavailable` or `StorageFull`. shown: the store's URL, without
-    its password."""
+def translated(address: RedisAddress) -> Iterator[None]:
+    """Inside the block, what goes wrong becomes `StoreUnavailable` or `StorageFull`."""
     try:
         yield
     except REFUSALS as error:
-        raise _translate(error, shown) from error
+        raise _translate(error, str(address)) from error
 
 
 def _translate(error: Exception, shown: str) -> StoreError:

@@ -173,7 +173,7 @@ class RedisLink:
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
-        with translated(str(self.address)):
+        with translated(self.address):
             try:
                 yield
             except REFUSALS as error:

@@ -309,7 +309,7 @@ def keep(layer: LayerView, mask: Tensor, importance: Tensor | None = None, count
     return Kept(
         keys=keys,
         values=values,
-        entry_positions=positions,
+        entries_at=positions,
         offsets=tuple(accumulate(lengths, initial=0)),
         importance=positions.float() if importance is None else _of_entries(importance, positions, lengths),
     )

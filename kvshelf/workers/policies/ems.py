@@ -95,7 +95,7 @@ class EMS(TailPolicy):
         return Merged(
             keys=class_keys.to(layer.keys.dtype),
             values=class_values,
-            entry_positions=kept.nonzero()[:, 1].to(torch.int32),
+            entries_at=kept.nonzero()[:, 1].to(torch.int32),
             offsets=offsets_of(budget.per_head),
             rope_mode="pre" if self.unrotated else "baked",
             importance=importance[kept],

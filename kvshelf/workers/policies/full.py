@@ -33,7 +33,7 @@ class Full(Policy):
             # Heads packed one after the other. The layer's own memory is token-major and is freed after this copy.
             keys=layer.keys.reshape(heads * num_tokens, -1).contiguous(),
             values=layer.values.reshape(heads * num_tokens, -1).contiguous(),
-            entry_positions=layer.positions.to(torch.int32).repeat(heads),
+            entries_at=layer.positions.to(torch.int32).repeat(heads),
             offsets=tuple(range(0, heads * num_tokens + 1, num_tokens)),
             importance=layer.positions.float().repeat(heads),
         )

@@ -58,7 +58,7 @@ class StreamingLLM(Policy):
         record = Kept(
             keys=_runs(layer.keys, sinks, recents),
             values=_runs(layer.values, sinks, recents),
-            entry_positions=positions.to(torch.int32),
+            entries_at=positions.to(torch.int32),
             offsets=offsets_of(budget.per_head),
             importance=positions.float().masked_fill_(positions < sinks, torch.inf),
         )
