@@ -59,21 +59,13 @@ def _require_one_expiry(ttl_s: float | None, expires_at: float | None) -> None:
         raise misuse("expires_at", "give ttl_s or expires_at, not both")
 
 
-class CreateCache(RequestBody):
-    """POST /v1/caches: compress a document once. Exactly one of `document`, `messages` and `token_ids` is required.
+class CacheOptions(RequestBody):
+    """How a document is compressed and kept, whatever the document.
 
     `compression_ratio` is the fraction of entries REMOVED, `budget_tokens` the mean number of entries kept per layer
     and KV head. Without either, the policy's default applies.
     """
 
-    model_config = ConfigDict(json_schema_extra=one_of(document="string", messages="array", token_ids="array"))
-
-    document: str | None = Field(None, description="the document as text; special tokens in it are plain text")
-    messages: MessageList | None = Field(None, description="a conversation prefix, for chat models")
-    token_ids: list[TokenId] | None = Field(None, description="the document as token ids of the model")
-    tokenizer: Annotated[str, Field(max_length=128)] | None = Field(
-        None, description="with token_ids: the tokenizer that made them, as /v1/models names it; another one is refused"
-    )
     model: ModelName | None = Field(None, description="one of /v1/models; the first one served if absent")
     layout: LayoutName | None = Field(None, description="chat if the model has a chat template, else plain")
     policy: Annotated[str, Field(min_length=1, max_length=64)] = Field("keydiff", description="one of /v1/policies")
@@ -88,7 +80,6 @@ class CreateCache(RequestBody):
     )
     ttl_s: Ttl | None = Field(None, description="seconds until the cache expires")
     expires_at: ExpiresAt | None = Field(None, description="Unix seconds, instead of ttl_s")
-    name: CacheName = ""
     labels: Labels = Field(default_factory=dict)
     keep_source: bool = Field(False, description="keep the document's text, or the messages as JSON, beside the cache")
 
@@ -107,14 +98,36 @@ class CreateCache(RequestBody):
         return value
 
     @model_validator(mode="after")
+    def _one_of_each(self) -> Self:
+        if self.compression_ratio is not None and self.budget_tokens is not None:
+            raise misuse("budget_tokens", "give compression_ratio or budget_tokens, not both")
+        _require_one_expiry(self.ttl_s, self.expires_at)
+        return self
+
+
+class CreateCache(CacheOptions):
+    """POST /v1/caches: compress a document once. Exactly one of `document`, `messages` and `token_ids` is required.
+
+    `compression_ratio` is the fraction of entries REMOVED, `budget_tokens` the mean number of entries kept per layer
+    and KV head. Without either, the policy's default applies.
+    """
+
+    model_config = ConfigDict(json_schema_extra=one_of(document="string", messages="array", token_ids="array"))
+
+    document: str | None = Field(None, description="the document as text; special tokens in it are plain text")
+    messages: MessageList | None = Field(None, description="a conversation prefix, for chat models")
+    token_ids: list[TokenId] | None = Field(None, description="the document as token ids of the model")
+    tokenizer: Annotated[str, Field(max_length=128)] | None = Field(
+        None, description="with token_ids: the tokenizer that made them, as /v1/models names it; another one is refused"
+    )
+    name: CacheName = ""
+
+    @model_validator(mode="after")
     def _consistent(self) -> Self:
         given = [name for name in ("document", "messages", "token_ids") if getattr(self, name) is not None]
         if len(given) != 1:
             found = f"{' and '.join(given)} were given" if given else "none was given"
             raise misuse("document", f"exactly one of document, messages and token_ids is needed; {found}")
-        if self.compression_ratio is not None and self.budget_tokens is not None:
-            raise misuse("budget_tokens", "give compression_ratio or budget_tokens, not both")
-        _require_one_expiry(self.ttl_s, self.expires_at)
         if self.tokenizer is not None and self.token_ids is None:
             raise misuse("tokenizer", "only token_ids come from a tokenizer; leave it out")
         if self.keep_source and self.token_ids is not None:
