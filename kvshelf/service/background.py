@@ -33,9 +33,11 @@ from kvshelf.workers.remote import RemoteEngine
 
 log = structlog.get_logger("kvshelf.service")
 
+_PREFIX = "req_"
 _RUNNERS_PER_MODEL = 2  # one document is being prefilled while the next is tokenized and the last one stored
 _POLL_S = 0.5
 _STORE_PAUSE_S = 2.0
+_LOOK_S = 2.0
 
 
 class Background:
@@ -50,7 +52,7 @@ class Background:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Take up what an earlier process left unfinished, and begin to work."""
+        """Begin to work, with what an earlier process left unfinished."""
         runners = [self._run() for _ in range(_RUNNERS_PER_MODEL * len(self._engines))]
         self._tasks = [asyncio.ensure_future(work) for work in (self._take_up(), *runners)]
 
@@ -69,7 +71,7 @@ class Background:
     async def submit(self, spec: Mapping[str, Any], tenant: str) -> RequestRecord:
         """Write a creation down, durably, and queue it. The same creation has the same id and is done once."""
         body = canonical_json(dict(spec))
-        request_id = "req_" + digest("kvshelf.request", tenant, body)
+        request_id = _PREFIX + digest("kvshelf.request", tenant, body)
         note(request=request_id)
         record = await asyncio.to_thread(self._open, request_id, tenant, body.encode())
         if record.state in ("queued", "running"):
@@ -92,16 +94,23 @@ class Background:
             self._waiting.put_nowait(key)
 
     async def _take_up(self) -> None:
+        """Queue what nobody works on: an earlier process left it, or another one on this shelf that ends or dies.
+
+        Looked for now and then, not at the start alone: a process that is being replaced accepts requests until the
+        one in its place is ready.
+        """
         while True:
             try:
                 unfinished = await asyncio.to_thread(self._store.ledger.unfinished)
             except StoreError as error:
                 log.warning("unfinished requests cannot be read yet", code=error.code, message=error.message)
-                await asyncio.sleep(_STORE_PAUSE_S)
-            else:
-                for record in unfinished:
+                unfinished = []
+            for record in unfinished:
+                if not record.id.startswith(_PREFIX):  # the ledger has rows of batches, too
+                    continue
+                if record.lease_until is None or record.lease_until < time.time():
                     self._enqueue(_Key(record.id, record.tenant))
-                return
+            await asyncio.sleep(_LOOK_S)
 
     async def _run(self) -> None:
         while True:
@@ -113,10 +122,10 @@ class Background:
             except RequestNotFound:
                 log.warning("a request is gone from the ledger", request=key.id)
             except Exception:
-                # One request must not end the runner. It stays in the ledger and is taken up at the next start.
+                # One request must not end the runner. It stays in the ledger, for the next start: here it is known.
                 log.exception("background request failed unexpectedly", request=key.id)
-            finally:
-                self._known.discard(key)
+                continue
+            self._known.discard(key)
 
     async def _advance(self, key: _Key) -> float | None:
         """Try a request once, if it is time. Returns the seconds until the next try, None when it has ended."""
@@ -132,9 +141,9 @@ class Background:
         if record.state in ("done", "failed"):
             return None
         if record.state == "running":
-            # A worker is at it that this process did not ask, or one that died: then its lease runs out.
             if record.lease_until is not None and record.lease_until > time.time():
-                return _POLL_S
+                # A worker is at it that this process did not ask, or one that died: then `_take_up` will find it.
+                return None
             if record.tries >= MAX_ATTEMPTS:
                 await asyncio.to_thread(self._give_up, record)
                 return None
