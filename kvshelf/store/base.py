@@ -17,7 +17,7 @@ from kvshelf.store.blobs import Health
 from kvshelf.store.codecs import Codec
 from kvshelf.store.identity import Identity
 from kvshelf.store.ledger import Ledger
-from kvshelf.store.manifest import Manifest, Placement, Record, Timings, Usage
+from kvshelf.store.manifest import Judgement, Manifest, Placement, Record, Timings, Usage
 
 if TYPE_CHECKING:
     from kvshelf.store.uploads import Files  # which needs the rules, and these need this module
@@ -124,6 +124,7 @@ class Store(abc.ABC):
         pinned: bool = False,
         timings: Timings | None = None,
         source: str | None = None,
+        judged: Judgement | None = None,
     ) -> Manifest:
         """Store a cache: write, verify what was written, then make it visible. Durable when it returns.
 
@@ -131,8 +132,9 @@ class Store(abc.ABC):
         id hold the canonical text of the codec that is stored. `source`: the document's text, to be kept beside it.
         When this cache is on the shelf already, nothing is written and the existing manifest is returned unchanged, its
         labels and expiry included (but a source is added where there is none). One that has expired or is corrupt is
-        replaced. `store_s` of the manifest's timings is filled in. Raises `InvalidRequest` (arguments, or a cache that
-        the codec or the format cannot hold), `QuotaExceeded`, `StorageFull`; nothing is visible after an error.
+        replaced. judged: what was measured of it. `store_s` of the manifest's timings is filled in. Raises
+        `InvalidRequest` (arguments, or a cache that the codec or the format cannot hold), `QuotaExceeded`,
+        `StorageFull`; nothing is visible after an error.
         """
 
     @abc.abstractmethod
@@ -186,6 +188,10 @@ class Store(abc.ABC):
 
         Nothing is written where a source is kept already. Raises as `put` and `get` do.
         """
+
+    @abc.abstractmethod
+    def keep_judgement(self, cache_id: str, judged: Judgement, *, tenant: str = "default") -> Manifest:
+        """What was measured of a cache that is there, in place of what its manifest says. Raises as `get` does."""
 
     @abc.abstractmethod
     def stat(self, cache_id: str, *, tenant: str = "default") -> Manifest:
@@ -324,6 +330,7 @@ def placement(
     pinned: bool,
     timings: Timings,
     source: str | None,
+    judged: Judgement,
 ) -> Placement:
     """Check what a caller of `put` gave; raises `InvalidRequest`."""
     return Placement(
@@ -335,6 +342,7 @@ def placement(
         pinned=bool(pinned),
         timings=timings,
         source=None if source is None else require_source(source),
+        judged=judged,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from blake3 import blake3
@@ -13,7 +13,7 @@ from kvshelf.store.artifact import CompressedCache
 from kvshelf.store.blob import PackedBlob
 from kvshelf.store.identity import canonical_json, digest
 
-_REVISED = {"blob_digest", "created_at", "expires_at", "has_source", "labels", "name", "pinned", "quality"}
+_REVISED = {"blob_digest", "created_at", "expires_at", "has_source", "labels", "name", "pinned", "quality", "tried"}
 
 
 class Record(BaseModel):
@@ -36,12 +36,24 @@ class Timings(Record):
     store_s: float = 0.0
 
 
+class Judgement(Record):
+    """What a cache costs against the full one, in JSON types; what is in both, the workers say.
+
+    quality: how close it is, None where nobody measured it. tried: where it was chosen among several ways to keep its
+    document, all of them and what came of each.
+    """
+
+    quality: dict[str, Any] | None = None
+    tried: tuple[dict[str, Any], ...] = ()
+
+
 class Manifest(Record):
     """What the shelf knows about one cache without reading it. Times are Unix seconds, sizes bytes, digests hex.
 
     identity: `Identity.to_dict()`. bytes_full: keys and values before compression. bytes_stored: the blob.
     blob_digest: the blob's root digest; segment_digests: one per layer. uses: questions asked so far.
     source_digest: BLAKE3 of the document's text as UTF-8, where that is kept beside the cache.
+    quality, tried: see `Judgement`.
     """
 
     id: str
@@ -61,6 +73,7 @@ class Manifest(Record):
     blob_digest: str
     segment_digests: tuple[str, ...]
     quality: dict[str, Any] | None = None
+    tried: tuple[dict[str, Any], ...] = ()
     timings: Timings = Field(default_factory=Timings)
     created_at: float
     expires_at: float | None = None
@@ -90,6 +103,7 @@ class Placement:
     pinned: bool
     timings: Timings
     source: str | None = None
+    judged: Judgement = field(default_factory=Judgement)
 
 
 def describe(
@@ -121,6 +135,8 @@ def describe(
         bytes_stored=packed.nbytes,
         blob_digest=packed.root.hex(),
         segment_digests=tuple(layer.digest.hex() for layer in packed.header.layers),
+        quality=placement.judged.quality,
+        tried=placement.judged.tried,
         timings=placement.timings.model_copy(update={"store_s": store_s}),
         created_at=created_at,
         expires_at=placement.expires_at,

@@ -26,7 +26,7 @@ from kvshelf.store.batches import Batches
 from kvshelf.store.blobs import Blobs, Health, Step
 from kvshelf.store.identity import Identity
 from kvshelf.store.index import KEEP_ENDED_S, Entry, Index, Query
-from kvshelf.store.manifest import Manifest, Placement, Timings, Usage, describe, source_digest
+from kvshelf.store.manifest import Judgement, Manifest, Placement, Timings, Usage, describe, source_digest
 from kvshelf.store.rules import Rules
 from kvshelf.store.uploads import Files
 from kvshelf.store.writer import (
@@ -101,10 +101,12 @@ class Shelf(Store):
         pinned: bool = False,
         timings: Timings | None = None,
         source: str | None = None,
+        judged: Judgement | None = None,
     ) -> Manifest:
         expiry = self.expiry(ttl_s, expires_at)
         stored_as = codecs.resolve(cache.codec, codec)
-        placement = base.placement(tenant, stored_as, expiry, labels or {}, name, pinned, timings or Timings(), source)
+        timings, judged = timings or Timings(), judged or Judgement()
+        placement = base.placement(tenant, stored_as, expiry, labels or {}, name, pinned, timings, source, judged)
         cache_id = self.cache_id(cache.identity, tenant=tenant, codec=placement.codec)
         entry = self._index.find(cache_id, tenant)
         if entry is None or not entry.live(self._now()) or not is_whole(self._blobs, entry):
@@ -168,6 +170,13 @@ class Shelf(Store):
                 return entry.manifest()
             manifest = entry.manifest().model_copy(update=changes)
             if self._writer.add_source(entry, manifest, source_content(cache_id, data)):
+                return manifest
+
+    def keep_judgement(self, cache_id: str, judged: Judgement, *, tenant: str = "default") -> Manifest:
+        while True:
+            entry = self._ready(cache_id, tenant)
+            manifest = entry.manifest().model_copy(update=judged.model_dump())
+            if self._index.rewrite(entry, manifest):  # not if it was changed since it was looked up
                 return manifest
 
     # Reading

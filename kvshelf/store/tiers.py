@@ -35,7 +35,7 @@ from kvshelf.store.artifact import CompressedCache
 from kvshelf.store.base import UNSET, BlobFile, Page, Receipt, Scrubbed, Store, Swept, Unset
 from kvshelf.store.blobs import Health
 from kvshelf.store.identity import Identity
-from kvshelf.store.manifest import Manifest, Timings, Usage
+from kvshelf.store.manifest import Judgement, Manifest, Timings, Usage
 from kvshelf.store.shelf import Shelf
 from kvshelf.store.tier import Tier
 
@@ -227,6 +227,7 @@ class TieredStore(Store):
         pinned: bool = False,
         timings: Timings | None = None,
         source: str | None = None,
+        judged: Judgement | None = None,
     ) -> Manifest:
         encoded = cache.encoded(codec)
         manifest = self._home.put(
@@ -240,6 +241,7 @@ class TieredStore(Store):
             pinned=pinned,
             timings=timings,
             source=source,
+            judged=judged,
         )
         self._share(manifest, self._tiers, encoded)
         if source is not None:
@@ -249,6 +251,12 @@ class TieredStore(Store):
     def keep_source(self, cache_id: str, text: str, *, tenant: str = "default") -> Manifest:
         manifest = self._insist(cache_id, tenant, partial(self._home.keep_source, cache_id, text, tenant=tenant))
         self._keep_source(manifest, text)
+        return manifest
+
+    def keep_judgement(self, cache_id: str, judged: Judgement, *, tenant: str = "default") -> Manifest:
+        keep = partial(self._home.keep_judgement, cache_id, judged, tenant=tenant)
+        manifest = self._insist(cache_id, tenant, keep)
+        self._confirm(manifest)
         return manifest
 
     def update(

@@ -3,51 +3,85 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import structlog
 
-from kvshelf.errors import CacheError, CacheNotFound
 from kvshelf.store.base import Store
-from kvshelf.store.identity import canonical_json
-from kvshelf.store.manifest import Manifest, Timings
+from kvshelf.store.manifest import Manifest
 from kvshelf.workers.attempts import Attempts
+from kvshelf.workers.auto import Selection
 from kvshelf.workers.calls import Threads, log_as, named_errors
 from kvshelf.workers.engine import Engine
 from kvshelf.workers.estimates import Rates, estimate
 from kvshelf.workers.flights import Flights
-from kvshelf.workers.intake import Document
-from kvshelf.workers.job import Job
+from kvshelf.workers.levels import Levels
 from kvshelf.workers.phases import Phase, in_sequence, rounded
-from kvshelf.workers.scheduler import Scheduler
+from kvshelf.workers.quality import QUESTIONS
+from kvshelf.workers.scheduler import Scheduler, Work
+from kvshelf.workers.shelving import Shelving
+from kvshelf.workers.ticket import Ticket
+from kvshelf.workers.wanted import document_of, wanted
+
+ResultT = TypeVar("ResultT")
 
 log = structlog.get_logger("kvshelf.workers")
 
 
 @dataclass(frozen=True)
-class Created:
-    """A stored cache, and whether it was on the shelf already. `manifest` has JSON types only.
-
-    phases: of the work, where there was any: queue, prefill, compress, store, told one after the other although prefill
-    and compress take turns.
-    """
+class Stored:
+    """A cache on the shelf, and whether it was there already. `manifest` has JSON types only."""
 
     manifest: dict[str, Any]
     existing: bool
+
+
+@dataclass(frozen=True)
+class Created:
+    """What a creation has put on the shelf, or found there: one cache, or one for each of its levels, in their order.
+
+    phases: of the work, where there was any: queue, prefill, compress, store, told one after the other although prefill
+    and compress take turns. What was measured, and ways that were tried and not kept, count as prefill.
+    """
+
+    caches: tuple[Stored, ...]
     phases: tuple[Phase, ...] = ()
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """That of the first cache, which is the only one but for levels."""
+        return self.caches[0].manifest
+
+    @property
+    def existing(self) -> bool:
+        """Whether all of them were there already."""
+        return all(cache.existing for cache in self.caches)
 
 
 class Creations:
-    """What one replica creates. `worker` is its name in the ledger."""
+    """What one replica creates. `worker` is its name in the ledger.
 
-    def __init__(self, engine: Engine, store: Store, scheduler: Scheduler, threads: Threads, worker: str) -> None:
+    `questions` measure the quality of each new cache; 0 leaves it out, but where a request has a `min_quality`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        store: Store,
+        scheduler: Scheduler,
+        threads: Threads,
+        *,
+        worker: str,
+        questions: int = QUESTIONS,
+    ) -> None:
         self._engine = engine
         self._store = store
         self._scheduler = scheduler
         self._threads = threads
         self._attempts = Attempts(store.ledger, worker, threads)
+        self._questions = questions
         self._flights: Flights[Created] = Flights()
         self._rates = Rates()
 
@@ -72,102 +106,85 @@ class Creations:
         async with self._attempts.counted(request_id, tenant) as attempt:
             with named_errors():
                 created = await self._create(spec, tenant, deadline_s)
-            finish = self._store.ledger.finish
-            await self._threads.run(finish, request_id, attempt, cache_ids=[created.manifest["id"]])
+            ids = [cache.manifest["id"] for cache in created.caches]
+            await self._threads.run(self._store.ledger.finish, request_id, attempt, cache_ids=ids)
             return created
 
     async def estimate(self, spec: Mapping[str, Any], *, origin: str = "") -> dict[str, Any]:
         """What creating this would take, see `estimates.estimate`: in seconds as this replica has measured them."""
         log_as(origin)
         with named_errors():
-            return await self._threads.run(estimate, self._engine, self._rates, _document(spec), spec)
+            return await self._threads.run(estimate, self._engine, self._rates, document_of(spec), spec)
 
     async def _create(self, spec: Mapping[str, Any], tenant: str, deadline_s: float | None) -> Created:
-        job = await self._threads.run(_prepare, self._engine, spec)
-        cache_id = self._store.cache_id(job.identity, tenant=tenant, codec=spec["codec"])
-        created, began = await self._flights.join(
-            cache_id, lambda: self._compress(cache_id, job, spec, tenant, deadline_s)
-        )
-        if created.existing or not began:
-            manifest = await self._threads.run(_as_asked, self._store, created.manifest, spec)
-            return Created(manifest, existing=True)
-        return created
+        work = await self._threads.run(wanted, self._engine, spec, self._questions)
+        shelving = Shelving.of(self._store, tenant, spec, work.levels)
+        if isinstance(work, Selection):
+            key = f"{work.min_quality!r} of {' '.join(shelving.ids)}"
+            created, began = await self._flights.join(key, lambda: self._choose(work, shelving, deadline_s))
+        else:
+            key = " ".join(shelving.ids)
+            created, began = await self._flights.join(key, lambda: self._make(work, shelving, deadline_s))
+        caches = [cache if began else replace(cache, existing=True) for cache in created.caches]
+        if any(cache.existing for cache in caches):
+            caches = await self._threads.run(_as_asked, shelving, caches)
+        return Created(tuple(caches), created.phases if began else ())
 
-    async def _compress(
-        self, cache_id: str, job: Job, spec: Mapping[str, Any], tenant: str, deadline_s: float | None
-    ) -> Created:
-        try:
-            manifest = await self._threads.run(self._store.stat, cache_id, tenant=tenant)
-            return Created(_plain(manifest), existing=True)
-        except (CacheNotFound, CacheError):
-            pass  # not there, or there and of no use any more: `put` replaces it
+    async def _make(self, work: Levels, shelving: Shelving, deadline_s: float | None) -> Created:
+        """Every level: those on the shelf as they are, the others from as few prefills as may be."""
+        there = await self._threads.run(shelving.there)
+        missing = [(id_, level) for id_, level in zip(shelving.ids, work.levels, strict=True) if id_ not in there]
+        stored = dict(there)
+        phases: tuple[Phase, ...] = ()
+        if missing:
+            fewer = replace(work, levels=tuple(level for _, level in missing))
+            made, ticket = await self._run(fewer, shelving.tenant, deadline_s)
+            for (id_, level), compression in zip(missing, made, strict=True):
+                stored[id_] = await self._threads.run(shelving.put, level, compression, ticket.queue_s)
+            phases = self._record([stored[id_] for id_, _ in missing], ticket)
+        return Created(tuple(Stored(_plain(stored[id_]), id_ in there) for id_ in shelving.ids), phases)
+
+    async def _choose(self, work: Selection, shelving: Shelving, deadline_s: float | None) -> Created:
+        """The smallest level that is good enough, and only that."""
+        there = await self._threads.run(shelving.there)
+        known = shelving.known(work, there)
+        if known is not None:
+            return Created((Stored(_plain(known), existing=True),))
+        choice, ticket = await self._run(work, shelving.tenant, deadline_s)
+        manifest = await self._threads.run(shelving.put_choice, work, choice, ticket.queue_s)
+        phases = self._record([manifest], ticket)
+        return Created((Stored(_plain(manifest), manifest.id in there),), phases)
+
+    async def _run(self, work: Work[ResultT], tenant: str, deadline_s: float | None) -> tuple[ResultT, Ticket[ResultT]]:
+        """Have the model do it; it stops within a layer when its caller goes away."""
         await self._threads.run(self._store.admit, tenant)
-        ticket = self._scheduler.compress(job, deadline_s=deadline_s)
+        ticket = self._scheduler.compress(work, deadline_s=deadline_s)
         try:
-            compression = await asyncio.wrap_future(ticket.future)
+            return await asyncio.wrap_future(ticket.future), ticket
         finally:
             ticket.cancel()
-        manifest = await self._threads.run(
-            self._store.put,
-            compression.cache,
-            codec=spec["codec"],
-            tenant=tenant,
-            ttl_s=spec["ttl_s"],
-            expires_at=spec["expires_at"],
-            labels=spec["labels"],
-            name=spec["name"],
-            timings=Timings(queue_s=ticket.queue_s, prefill_s=compression.prefill_s, compress_s=compression.compress_s),
-            source=_source(spec),
-        )
-        took = manifest.timings
-        self._rates.add(manifest.policy, manifest.num_tokens, took)
-        phases = in_sequence(queue=took.queue_s, prefill=took.prefill_s, compress=took.compress_s, store=took.store_s)
-        log.info(
-            "compressed", cache_id=cache_id, tokens=manifest.num_tokens, kept=manifest.kept_tokens, **rounded(phases)
-        )
-        return Created(_plain(manifest), existing=False, phases=phases)
+
+    def _record(self, new: Sequence[Manifest], ticket: Ticket[Any]) -> tuple[Phase, ...]:
+        """Remember how long it took, and log it; returns the phases of it."""
+        compress_s, store_s = (sum(getattr(made.timings, name) for made in new) for name in ("compress_s", "store_s"))
+        prefill_s = max(0.0, ticket.worked_s - compress_s)
+        phases = in_sequence(queue=ticket.queue_s, prefill=prefill_s, compress=compress_s, store=store_s)
+        for made in new:
+            self._rates.add(made.policy, made.num_tokens, made.timings)
+            about = {"tokens": made.num_tokens, "kept": made.kept_tokens, "tried": len(made.tried)}
+            if made.quality is not None:
+                about["agreement"] = made.quality["agreement"]
+            log.info("compressed", cache_id=made.id, **about, **rounded(phases))
+        return phases
 
 
-def _prepare(engine: Engine, spec: Mapping[str, Any]) -> Job:
-    return engine.prepare(
-        _document(spec),
-        layout=spec["layout"],
-        policy=spec["policy"],
-        compression_ratio=spec["compression_ratio"],
-        budget_tokens=spec["budget_tokens"],
-        policy_params=spec["policy_params"],
-        expected_questions=spec["expected_questions"],
-    )
-
-
-def _document(spec: Mapping[str, Any]) -> Document:
-    found: Document = next(spec[name] for name in ("document", "messages", "token_ids") if spec[name] is not None)
-    return found
-
-
-def prolonged(store: Store, manifest: Manifest, ttl_s: float | None, expires_at: float | None) -> Manifest:
-    """A cache that is there already lives at least as long as its newest request asks; never shorter."""
-    have, want = manifest.expires_at, store.expiry(ttl_s, expires_at)
-    if have is None or (want is not None and want <= have):
-        return manifest
-    return store.update(manifest.id, tenant=manifest.tenant, expires_at=want)
-
-
-def _as_asked(store: Store, plain: dict[str, Any], spec: Mapping[str, Any]) -> dict[str, Any]:
-    """A cache that is there already, with what its newest request wants besides: more time, its source kept."""
-    manifest = prolonged(store, Manifest.model_validate(plain), spec["ttl_s"], spec["expires_at"])
-    source = _source(spec)
-    if source is not None and not manifest.has_source:
-        manifest = store.keep_source(manifest.id, source, tenant=manifest.tenant)
-    return _plain(manifest)
-
-
-def _source(spec: Mapping[str, Any]) -> str | None:
-    """What is kept beside the cache as its document: the text, or the messages as JSON. None: nothing is to be kept."""
-    if not spec["keep_source"]:
-        return None
-    document: str | None = spec["document"]
-    return document if document is not None else canonical_json(spec["messages"])
+def _as_asked(shelving: Shelving, caches: Sequence[Stored]) -> list[Stored]:
+    return [
+        replace(cache, manifest=_plain(shelving.as_asked(Manifest.model_validate(cache.manifest))))
+        if cache.existing
+        else cache
+        for cache in caches
+    ]
 
 
 def _plain(manifest: Manifest) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from kvshelf.store.config import StoreConfig
 from kvshelf.workers import lifeline
 from kvshelf.workers import model as models
 from kvshelf.workers.engine import Engine
+from kvshelf.workers.quality import QUESTIONS
 from kvshelf.workers.remote import RemoteEngine, replicas_running
 from kvshelf.workers.replica import Replica
 from kvshelf.workers.residents import ResidentLimits
@@ -33,8 +34,9 @@ from kvshelf.workers.scheduler import Scheduler, SchedulerLimits
 class ReplicaConfig:
     """What each replica of one model is made of.
 
-    model: bundled name, folder or hub id. threads: CPU threads for torch; None leaves Ray's choice. begin: called in
-    the replica's process before anything else, for what that process is to do besides: its logs.
+    model: bundled name, folder or hub id. threads: CPU threads for torch; None leaves Ray's choice. questions: by how
+    many the quality of each new cache is measured. begin: called in the replica's process before anything else, for
+    what that process is to do besides: its logs.
     """
 
     model: str
@@ -44,6 +46,7 @@ class ReplicaConfig:
     threads: int | None = None
     limits: SchedulerLimits = field(default_factory=SchedulerLimits)
     residents: ResidentLimits = field(default_factory=ResidentLimits)
+    questions: int = QUESTIONS
     begin: Callable[[], None] = lambda: None
 
 
@@ -65,7 +68,9 @@ class ServedReplica(Replica):
             torch.set_num_threads(config.threads)
         model, tokenizer = models.load(config.model, device=config.device, dtype=config.dtype)
         engine = Engine(model, tokenizer, name=served_name(config.model))
-        super().__init__(engine, config.store.open(), Scheduler(engine, config.limits), config.residents)
+        super().__init__(
+            engine, config.store.open(), Scheduler(engine, config.limits), config.residents, questions=config.questions
+        )
         self.start()
 
     def __del__(self) -> None:

@@ -5,11 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from kvshelf.workers.job import Job
+from kvshelf.workers.quality import QUESTIONS
 from kvshelf.workers.reducing import LayerReducer
+
+if TYPE_CHECKING:  # the engine is built on this
+    from kvshelf.workers.engine import Compression, Engine
 
 
 @dataclass(frozen=True)
@@ -18,6 +23,30 @@ class Level:
 
     job: Job
     codec: str = "none"
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether it is the full cache itself, to the last bit."""
+        return self.codec == "none" and self.job.budget.tokens == self.job.num_tokens
+
+
+@dataclass(frozen=True)
+class Levels:
+    """Levels of one document, all of which are wanted: work for the thread that owns the model.
+
+    `questions`: by how many the cost of each is measured, see `Engine.run_levels`.
+    """
+
+    levels: tuple[Level, ...]
+    questions: int = QUESTIONS
+
+    @property
+    def num_tokens(self) -> int:
+        return self.levels[0].job.num_tokens
+
+    def run(self, engine: Engine, *, checkpoint: Callable[[], None] | None = None) -> list[Compression]:
+        """A compression for each, in their order."""
+        return engine.run_levels(self.levels, questions=self.questions, checkpoint=checkpoint)
 
 
 def shared(levels: Sequence[Level]) -> list[list[Level]]:

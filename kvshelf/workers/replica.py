@@ -27,6 +27,7 @@ from kvshelf.workers.generation import Answer, Sampling
 from kvshelf.workers.intake import Document
 from kvshelf.workers.kept import kept
 from kvshelf.workers.phases import Phase, rounded
+from kvshelf.workers.quality import QUESTIONS
 from kvshelf.workers.residents import Resident, ResidentLimits, Residents
 from kvshelf.workers.scheduler import Scheduler
 from kvshelf.workers.ticket import Ticket
@@ -70,18 +71,25 @@ class Replied:
 class Replica:
     """See the module. `start` it on the event loop that will call it, `stop` it once.
 
-    `origin` is the id under which the caller logs what it asks for; the lines that are logged here carry it, too.
+    `questions` measure the quality of each new cache; with 0 it is not measured. `origin` is the id under which the
+    caller logs what it asks for; the lines that are logged here carry it, too.
     """
 
     def __init__(
-        self, engine: Engine, store: Store, scheduler: Scheduler, residents: ResidentLimits | None = None
+        self,
+        engine: Engine,
+        store: Store,
+        scheduler: Scheduler,
+        residents: ResidentLimits | None = None,
+        *,
+        questions: int = QUESTIONS,
     ) -> None:
         self.name = f"{os.uname().nodename}:{os.getpid()}:{secrets.token_hex(4)}"
         self._engine = engine
         self._store = store
         self._scheduler = scheduler
         self._threads = Threads(max_workers=8, thread_name_prefix="replica")
-        self._creations = Creations(engine, store, scheduler, self._threads, self.name)
+        self._creations = Creations(engine, store, scheduler, self._threads, worker=self.name, questions=questions)
         self._residents = Residents(store, engine.attach, residents or ResidentLimits(), self._threads)
         self._evicting: asyncio.Task[NoReturn] | None = None
 

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from kvshelf.errors import InvalidRequest, KvshelfError, NoWorker, QueueFull
 from kvshelf.workers.attachment import block
@@ -31,9 +31,11 @@ from kvshelf.workers.ticket import Ticket
 if TYPE_CHECKING:
     from kvshelf.store.artifact import CompressedCache
     from kvshelf.workers.attachment import Attachment, Wait
-    from kvshelf.workers.engine import Compression, Engine
-    from kvshelf.workers.generation import Answer, Generation, Sampling
-    from kvshelf.workers.job import Job
+    from kvshelf.workers.engine import Engine
+    from kvshelf.workers.generation import Answer, Checkpoint, Generation, Sampling
+
+ResultT = TypeVar("ResultT")
+ResultT_co = TypeVar("ResultT_co", covariant=True)
 
 _PATIENCE_S = 0.02  # how long the thread waits for a layer before it looks again for cancelled and for new questions
 
@@ -57,10 +59,20 @@ class SchedulerLimits:
     batch_share: float = 0.1
 
 
+class Work(Protocol[ResultT_co]):
+    """The compression of a document of `num_tokens`: one way to keep it, or several (see `levels` and `auto`)."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    def run(self, engine: Engine, *, checkpoint: Checkpoint) -> ResultT_co:
+        """Runs on the thread that owns the model; calls `checkpoint` between its parts."""
+
+
 @dataclass(eq=False)
 class _Compressing:
-    ticket: Ticket[Compression]
-    job: Job
+    ticket: Ticket[Any]
+    work: Work[Any]
 
 
 @dataclass(eq=False)
@@ -142,14 +154,14 @@ class Scheduler:
         """Whether work that is handed over will be done."""
         return self._queues.accepting and self._thread.is_alive()
 
-    def compress(self, job: Job, *, deadline_s: float | None = None) -> Ticket[Compression]:
+    def compress(self, work: Work[ResultT], *, deadline_s: float | None = None) -> Ticket[ResultT]:
         """Queue a prepared document. Raises `QueueFull`, `NoWorker`."""
-        work = _Compressing(Ticket(deadline_s), job)
+        ticket: Ticket[ResultT] = Ticket(deadline_s)
         with self._queues.changed:
             self.require_room()
-            self._queues.compressions.append(work)
+            self._queues.compressions.append(_Compressing(ticket, work))
             self._queues.changed.notify()
-        return work.ticket
+        return ticket
 
     def require_room(self) -> None:
         """Raise what `compress` would raise now: `QueueFull` or `NoWorker`."""
@@ -157,7 +169,7 @@ class Scheduler:
             self._require_accepting()
             queue = self._queues.compressions
             if len(queue) >= self._limits.max_compressions:
-                tokens = sum(queued.job.num_tokens for queued in queue)
+                tokens = sum(queued.work.num_tokens for queued in queue)
                 raise _queue_full("documents", len(queue), self._token_pace.estimate(tokens))
 
     def generate(
@@ -223,26 +235,30 @@ class Scheduler:
         with self._queues.changed:
             if not self._queues.compressions:
                 return
-            self._compressing = work = self._queues.compressions.popleft()
-        work.ticket.begin()
+            self._compressing = queued = self._queues.compressions.popleft()
+        ticket = queued.ticket
+        ticket.begin()
         last_unit = time.monotonic()
 
         def between_layers() -> None:
             nonlocal last_unit
-            self._check(work.ticket)
+            unit_s = time.monotonic() - last_unit
+            ticket.worked_s += unit_s
+            self._check(ticket)
             share = self._limits.batch_share
-            self._generate_for((time.monotonic() - last_unit) * (1 - share) / share)
-            self._check(work.ticket)
+            self._generate_for(unit_s * (1 - share) / share)
+            self._check(ticket)
             last_unit = time.monotonic()
 
         try:
-            self._check(work.ticket)
-            result = self._engine.run(work.job, checkpoint=between_layers)
+            self._check(ticket)
+            result = queued.work.run(self._engine, checkpoint=between_layers)
         except Exception as exc:  # one document's error is that document's answer, whatever it is
-            work.ticket.resolve(None, exc)
+            ticket.resolve(None, exc)
         else:
-            self._token_pace.record(result.prefill_s + result.compress_s, work.job.num_tokens)
-            work.ticket.resolve(result)
+            ticket.worked_s += time.monotonic() - last_unit
+            self._token_pace.record(ticket.worked_s, queued.work.num_tokens)
+            ticket.resolve(result)
         finally:
             self._compressing = None
 

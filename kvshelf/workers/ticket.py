@@ -16,12 +16,14 @@ class Ticket(Generic[ResultT]):
     """A caller's claim on one piece of work, handed in at `submitted` (of `time.monotonic`).
 
     Seconds from there on: `queue_s` until the model took it up; `first_s` until the first token of an answer, 0 before.
+    `worked_s`: how long the model worked on a compression, without its pauses for others.
     """
 
     def __init__(self, deadline_s: float | None) -> None:
         self.future: Future[ResultT] = Future()
         self.queue_s = 0.0
         self.first_s = 0.0
+        self.worked_s = 0.0
         self.submitted = time.monotonic()
         self._deadline = math.inf if deadline_s is None else self.submitted + deadline_s
         self._cancelled = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,9 @@ from kvshelf.store.disk import DiskStore
 from kvshelf.store.index import Quota
 from kvshelf.store.rules import Rules
 from kvshelf.workers import replica as replica_module
-from kvshelf.workers.engine import Compression, Engine
+from kvshelf.workers.engine import Engine, Prefill
 from kvshelf.workers.generation import Sampling
-from kvshelf.workers.job import Job
+from kvshelf.workers.levels import Level
 from kvshelf.workers.replica import Asked, Replica, Replied
 from kvshelf.workers.residents import ResidentLimits
 from kvshelf.workers.scheduler import Scheduler
@@ -48,7 +48,9 @@ class Watched(Engine):
     runs = 0
     on_layer: Callable[[], None] = staticmethod(lambda: None)
 
-    def run(self, job: Job, *, checkpoint: Callable[[], None] | None = None) -> Compression:
+    def prefill(
+        self, group: Sequence[Level], *, questions: int = 0, checkpoint: Callable[[], None] | None = None
+    ) -> Prefill:
         self.runs += 1
 
         def watched() -> None:
@@ -56,7 +58,7 @@ class Watched(Engine):
             if checkpoint is not None:
                 checkpoint()
 
-        return super().run(job, checkpoint=watched)
+        return super().prefill(group, questions=questions, checkpoint=watched)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from pathlib import Path
 
@@ -13,9 +13,10 @@ import pytest
 from kvshelf.errors import Cancelled, DeadlineExceeded, InvalidRequest, NoWorker, QueueFull, StoreUnavailable
 from kvshelf.store import open_store
 from kvshelf.store.artifact import CompressedCache
-from kvshelf.workers.engine import Compression, Engine
+from kvshelf.workers.engine import Engine, Prefill
 from kvshelf.workers.generation import Sampling
 from kvshelf.workers.job import Job
+from kvshelf.workers.levels import Level, Levels
 from kvshelf.workers.scheduler import Scheduler, SchedulerLimits
 
 DOCUMENT = "The harbour master keeps the tide tables in a green book. " * 20
@@ -45,6 +46,11 @@ def scheduler(engine: Engine) -> Iterator[Scheduler]:
     scheduler.stop()
 
 
+def alone(job: Job) -> Levels:
+    """The work of one level, not measured."""
+    return Levels((Level(job),), questions=0)
+
+
 class Gate:
     """Holds the scheduler's thread inside the first piece of text of a generation until it is opened."""
 
@@ -66,8 +72,8 @@ class Gate:
 def test_a_compression_through_the_scheduler_is_the_engine_s_own(
     scheduler: Scheduler, engine: Engine, job: Job
 ) -> None:
-    ticket = scheduler.compress(job)
-    assert ticket.future.result(WAIT_S).cache.to_bytes() == engine.run(job).cache.to_bytes()
+    ticket = scheduler.compress(alone(job))
+    assert ticket.future.result(WAIT_S)[0].cache.to_bytes() == engine.run(job).cache.to_bytes()
     assert ticket.queue_s >= 0
 
 
@@ -94,7 +100,7 @@ def test_a_question_is_answered_inside_a_compression(
 ) -> None:
     gate = Gate(scheduler, engine, cache)
     order: list[str] = []
-    compressing = scheduler.compress(job)
+    compressing = scheduler.compress(alone(job))
     asking = scheduler.generate(cache, engine.encode_query(cache, "When?"), Sampling(max_tokens=2))
     compressing.future.add_done_callback(lambda _: order.append("compression"))
     asking.future.add_done_callback(lambda _: order.append("answer"))
@@ -120,7 +126,7 @@ def test_generations_keep_stepping_while_a_compression_runs(engine: Engine, job:
         asking = scheduler.generate(
             cache, engine.encode_query(cache, "Go on"), Sampling(max_tokens=200), on_text=on_text
         )
-        scheduler.compress(job).future.result(WAIT_S)
+        scheduler.compress(alone(job)).future.result(WAIT_S)
         asking.cancel()
         with pytest.raises(Cancelled):
             asking.future.result(WAIT_S)
@@ -144,7 +150,7 @@ def test_an_error_fails_its_own_work_only(
     with pytest.raises(InvalidRequest):
         refused.future.result(WAIT_S)
     assert fine.future.result(WAIT_S).usage.completion_tokens == 8
-    assert scheduler.compress(job).future.result(WAIT_S).cache.num_tokens == job.num_tokens
+    assert scheduler.compress(alone(job)).future.result(WAIT_S)[0].cache.num_tokens == job.num_tokens
     assert scheduler.alive
 
 
@@ -172,13 +178,15 @@ class Watched(Engine):
 
     on_layer: Callable[[], None]
 
-    def run(self, job: Job, *, checkpoint: Callable[[], None] | None = None) -> Compression:
+    def prefill(
+        self, group: Sequence[Level], *, questions: int = 0, checkpoint: Callable[[], None] | None = None
+    ) -> Prefill:
         def watched() -> None:
             self.on_layer()
             assert checkpoint is not None
             checkpoint()
 
-        return super().run(job, checkpoint=watched)
+        return super().prefill(group, questions=questions, checkpoint=watched)
 
 
 @pytest.fixture
@@ -207,7 +215,7 @@ def test_a_compression_that_shall_not_go_on_leaves_after_its_layer(
     scheduler.start()
     try:
         with scheduler._queues.changed:  # the thread takes the work once `ticket` is bound
-            ticket = scheduler.compress(watched.prepare(DOCUMENT), deadline_s=deadline_s)
+            ticket = scheduler.compress(alone(watched.prepare(DOCUMENT)), deadline_s=deadline_s)
         with pytest.raises(error):
             ticket.future.result(WAIT_S)
     finally:
@@ -240,9 +248,9 @@ def test_a_full_queue_refuses_and_says_when_to_come_back(
         scheduler.generate(cache, query, Sampling(max_tokens=2))
     assert refused.value.details["queued"] == 4
     assert refused.value.details["retry_after_s"] > 0
-    documents = [scheduler.compress(job) for _ in range(2)]
+    documents = [scheduler.compress(alone(job)) for _ in range(2)]
     with pytest.raises(QueueFull):
-        scheduler.compress(job)
+        scheduler.compress(alone(job))
     gate.open()
     for ticket in (*waiting, *documents):
         ticket.future.result(WAIT_S)
@@ -254,12 +262,12 @@ def test_stopping_leaves_nobody_waiting(engine: Engine, job: Job, cache: Compres
     scheduler.start()
     query = engine.encode_query(cache, "Go on")
     tickets = [scheduler.generate(cache, query, Sampling(max_tokens=5000)) for _ in range(3)]
-    tickets += [scheduler.compress(job) for _ in range(3)]  # type: ignore[list-item]  # only their futures are looked at
+    tickets += [scheduler.compress(alone(job)) for _ in range(3)]  # type: ignore[misc]  # their futures are looked at
     scheduler.stop()
     assert not wait([ticket.future for ticket in tickets], timeout=0).not_done
     assert all(isinstance(ticket.future.exception(), NoWorker) for ticket in tickets[:3])
     with pytest.raises(NoWorker):
-        scheduler.compress(job)
+        scheduler.compress(alone(job))
     assert not scheduler.alive
 
 
@@ -267,10 +275,10 @@ def test_stopping_with_time_to_drain_finishes_what_was_taken(engine: Engine, job
     scheduler = Scheduler(engine)
     scheduler.start()
     answer = scheduler.generate(cache, engine.encode_query(cache, "What?"), Sampling(max_tokens=30))
-    compression = scheduler.compress(job)
+    compression = scheduler.compress(alone(job))
     scheduler.stop(drain_s=WAIT_S)
     assert answer.future.result(0).usage.completion_tokens == 30
-    assert compression.future.result(0).cache.num_tokens == job.num_tokens
+    assert compression.future.result(0)[0].cache.num_tokens == job.num_tokens
 
 
 def test_questions_wait_for_bytes_and_are_refused_where_there_will_never_be_enough(

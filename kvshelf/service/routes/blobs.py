@@ -20,7 +20,7 @@ from kvshelf.service.state import InService, Service, cache_response, in_turn, o
 from kvshelf.store.artifact import CompressedCache
 from kvshelf.store.base import BlobFile, Store
 from kvshelf.store.manifest import Manifest
-from kvshelf.workers.creations import prolonged
+from kvshelf.workers.shelving import prolonged
 
 router = APIRouter(prefix="/v1/caches", tags=["caches"], responses=openapi.ERRORS)
 

@@ -1,0 +1,65 @@
+"""What a creation asks for, as the engine understands it. A spec has the fields of `CreateCache`, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from kvshelf.errors import InvalidRequest
+from kvshelf.store.identity import canonical_json
+from kvshelf.workers.auto import MIN_QUALITY, Selection, auto
+from kvshelf.workers.engine import Engine
+from kvshelf.workers.intake import Document
+from kvshelf.workers.levels import Level, Levels
+from kvshelf.workers.policies import build
+
+AUTO: Final = "auto"
+"""The policy of a creation that leaves policy, ratio and codec to be chosen."""
+
+
+def wanted(engine: Engine, spec: Mapping[str, Any], questions: int) -> Levels | Selection:
+    """The ways to keep the document: all of them, or the smallest that is good enough. No work of the model.
+
+    `questions` measure what each costs where nothing is to be selected. Raises as `Engine.prepare` does.
+    """
+    require_policy(spec)
+    document = engine.encode_document(document_of(spec), layout=spec["layout"])
+    floor = spec["min_quality"]
+    if spec["policy"] == AUTO:
+        return auto(engine, document, min_quality=MIN_QUALITY if floor is None else floor)
+    jobs = [
+        engine.prepare(
+            document,
+            policy=spec["policy"],
+            compression_ratio=ratio,
+            budget_tokens=spec["budget_tokens"],
+            policy_params=spec["policy_params"],
+            expected_questions=spec["expected_questions"],
+        )
+        for ratio in spec["levels"] or [spec["compression_ratio"]]
+    ]
+    levels = tuple(Level(job, spec["codec"]) for job in jobs)
+    return Levels(levels, questions) if floor is None else Selection(levels, floor)
+
+
+def require_policy(spec: Mapping[str, Any]) -> None:
+    """Raises `InvalidRequest` for a policy or a parameter that does not exist, and for levels of one that has none."""
+    if spec["policy"] == AUTO:
+        return
+    policy = build(spec["policy"], spec["policy_params"])
+    if spec["levels"] and not policy.takes_budget:
+        raise InvalidRequest(f"policy {policy.name!r} keeps everything and takes no levels", param="levels")
+
+
+def document_of(spec: Mapping[str, Any]) -> Document:
+    """The one document of a creation."""
+    found: Document = next(spec[name] for name in ("document", "messages", "token_ids") if spec[name] is not None)
+    return found
+
+
+def source_of(spec: Mapping[str, Any]) -> str | None:
+    """What is kept beside the cache as its document: the text, or the messages as JSON. None: nothing is to be kept."""
+    if not spec["keep_source"]:
+        return None
+    document: str | None = spec["document"]
+    return document if document is not None else canonical_json(spec["messages"])
