@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 from pydantic import Field
 
 from kvshelf.errors import BatchNotFound, StateConflict
-from kvshelf.store.docket import Docket, Item
+from kvshelf.store.docket import Docket, Item, require_after
 from kvshelf.store.index import KEEP_ENDED_S
 from kvshelf.store.manifest import Record
 
@@ -149,7 +149,9 @@ class Batches:
         return count
 
     def list(self, *, tenant: str, limit: int, after: str | None = None) -> tuple[list[BatchRecord], bool]:
-        """A tenant's batches, newest first, and whether there are more."""
+        """A tenant's batches, newest first, and whether there are more. Raises `InvalidRequest` for an unknown
+        `after`."""
+        require_after(self._docket, tenant, after)
         found = self._docket.listing("batch", tenant, after, limit + 1)
         return [_record(item) for item in found[:limit]], len(found) > limit
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from kvshelf.errors import StateConflict
+from kvshelf.errors import InvalidRequest, StateConflict
 
 Kind = Literal["file", "batch"]
 
@@ -103,6 +103,12 @@ class Docket(abc.ABC):
     @abc.abstractmethod
     def lines(self, item_id: str, start: int, limit: int) -> list[bytes]:
         """Lines of a journal, from number `start` (counted from 0)."""
+
+
+def require_after(docket: Docket, tenant: str, after: str | None) -> None:
+    """Raise `InvalidRequest` where a listing cannot go on behind `after`: it would end there, and look complete."""
+    if after is not None and docket.find(after, tenant) is None:
+        raise InvalidRequest(f"after: there is no {after[:80]!r} to continue from", param="after")
 
 
 def overtaken(item_id: str, term: int) -> StateConflict:

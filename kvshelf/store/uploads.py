@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import mmap
 import secrets
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from io import BufferedReader, RawIOBase
 from typing import BinaryIO, Final
 
 from blake3 import blake3
 
 from kvshelf.errors import BlobError, FileNotFound
+from kvshelf.store.base import BlobFile
 from kvshelf.store.blobs import Blobs
-from kvshelf.store.docket import Docket, Item
+from kvshelf.store.docket import Docket, Item, require_after
 from kvshelf.store.index import Index
 from kvshelf.store.manifest import Record
 from kvshelf.store.rules import Rules
@@ -107,7 +107,8 @@ class Files:
     def list(
         self, *, tenant: str, limit: int, after: str | None = None, purpose: str | None = None
     ) -> tuple[list[FileRecord], bool]:
-        """A tenant's files, newest first, and whether there are more."""
+        """A tenant's files, newest first, and whether there are more. Raises `InvalidRequest` where `after` is none."""
+        require_after(self._docket, tenant, after)
         found: list[FileRecord] = []
         while True:
             items = self._docket.listing("file", tenant, after, _BATCH)
@@ -118,12 +119,13 @@ class Files:
                 return found[:limit], len(found) > limit
             after = items[-1].id
 
-    @contextmanager
-    def open(self, file_id: str, *, tenant: str) -> Iterator[tuple[FileRecord, BinaryIO]]:
-        """The content, seekable, at byte 0. A reader may finish when the file is deleted meanwhile."""
+    def open(self, file_id: str, *, tenant: str) -> BlobFile:
+        """The content, seekable. It is not verified: whoever reads it to the end can compare its digest (`digest_of`).
+
+        A reader may finish when the file is deleted meanwhile. Raises `FileNotFound`.
+        """
         record = self.get(file_id, tenant=tenant)
-        with self._opened(record) as raw, BufferedReader(raw, _PART) as file:
-            yield record, file
+        return BlobFile(BufferedReader(self._opened(record), _PART), record.nbytes, record.digest)
 
     def _opened(self, record: FileRecord) -> RawIOBase:
         if record.name is None:

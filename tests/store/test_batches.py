@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 
 import pytest
 
-from kvshelf.errors import BatchNotFound, FileNotFound, QuotaExceeded, StateConflict, StoreUnavailable
+from kvshelf.errors import BatchNotFound, FileNotFound, InvalidRequest, QuotaExceeded, StateConflict, StoreUnavailable
 from kvshelf.store.base import Store
 from kvshelf.store.batches import BatchRecord
 from kvshelf.store.blobs import new_name
@@ -17,6 +17,7 @@ from kvshelf.store.docket import Docket, Item
 from kvshelf.store.index import KEEP_ENDED_S, Index, Quota, Writing
 from kvshelf.store.keyring import Keyring
 from kvshelf.store.rules import Rules
+from kvshelf.store.uploads import digest_of
 from tests.store.indexes import Home, disk_home, empty_redis_home
 from tests.store.places import Clock, Place
 from tests.store.test_index import race
@@ -225,7 +226,9 @@ def test_tenants_see_nothing_of_each_other(store: Store, tmp_path: Path) -> None
         assert messages[0] == messages[1]
     assert store.batches.list(tenant="me", limit=5) == ([], False)
     assert store.files.list(tenant="me", limit=5) == ([], False)
-    assert store.files.list(tenant="me", limit=5, after=file.id) == ([], False)
+    for listing, after in ((store.files.list, file.id), (store.batches.list, theirs.id)):
+        with pytest.raises(InvalidRequest, match="continue from"):
+            listing(tenant="me", limit=5, after=after)
 
 
 def given(folder: Path, data: bytes) -> BinaryIO:
@@ -243,11 +246,13 @@ def test_a_file_comes_back_as_it_went_in(place: Place, tmp_path: Path, nbytes: i
         record = store.files.create(given(tmp_path, data), tenant="me", filename="rows.jsonl", purpose="batch")
         assert store.files.get(record.id, tenant="me") == record
         assert (record.nbytes, record.filename, len(place.names())) == (nbytes, "rows.jsonl", min(nbytes, 1))
-        with store.files.open(record.id, tenant="me") as (found, file):
-            assert found == record
-            assert file.read() == data
-            file.seek(nbytes // 2)
-            assert file.read(100) == data[nbytes // 2 :][:100]
+        with store.files.open(record.id, tenant="me") as opened:
+            assert (opened.nbytes, opened.digest) == (nbytes, record.digest)
+            assert opened.file.read() == data
+            opened.file.seek(nbytes // 2)
+            assert opened.file.read(100) == data[nbytes // 2 :][:100]
+            opened.file.seek(0)
+            assert digest_of(opened.file) == record.digest
         assert store.check() == []
         assert store.files.delete(record.id, tenant="me") == record
         assert place.names() == set()
@@ -296,10 +301,10 @@ def test_listing_files_by_purpose(store: Store, tmp_path: Path) -> None:
 def test_a_reader_finishes_a_file_that_is_deleted_meanwhile(store: Store, tmp_path: Path) -> None:
     data = secrets.token_bytes(3_000_000)
     record = store.files.create(given(tmp_path, data), tenant="me", filename="", purpose="batch")
-    with store.files.open(record.id, tenant="me") as (_, file):
-        begun = file.read(10)
+    with store.files.open(record.id, tenant="me") as opened:
+        begun = opened.file.read(10)
         store.files.delete(record.id, tenant="me")
-        assert begun + file.read() == data
+        assert begun + opened.file.read() == data
 
 
 def test_what_is_written_and_not_kept_is_swept(place: Place, clock: Clock, tmp_path: Path) -> None:
@@ -329,6 +334,6 @@ def test_a_file_whose_bytes_are_gone_says_so(store: Store, place: Place, tmp_pat
     record = store.files.create(given(tmp_path, b"rows"), tenant="me", filename="", purpose="batch")
     assert record.name is not None
     store.files._blobs.remove(record.name, record.stored_bytes)
-    with pytest.raises(FileNotFound, match="upload it again"), store.files.open(record.id, tenant="me"):
-        pass
+    with pytest.raises(FileNotFound, match="upload it again"):
+        store.files.open(record.id, tenant="me")
     assert place.names() == set()
