@@ -21,14 +21,13 @@ from kvshelf.errors import (
     KvshelfError,
     RequestNotFound,
     StoreError,
-    WorkerCrashed,
 )
 from kvshelf.service.logs import note
 from kvshelf.service.turns import Rounds
 from kvshelf.store.base import Store
 from kvshelf.store.identity import canonical_json, digest
 from kvshelf.store.ledger import RequestRecord
-from kvshelf.workers.attempts import LEASE_S, MAX_ATTEMPTS
+from kvshelf.workers.attempts import LEASE_S, Standing, give_up
 from kvshelf.workers.remote import RemoteEngine
 
 log = structlog.get_logger("kvshelf.service")
@@ -138,14 +137,12 @@ class Background:
 
     async def _advance_in(self, key: _Key) -> float | None:
         record = await asyncio.to_thread(self._store.ledger.get_request, key.id, tenant=key.tenant)
-        if record.state in ("done", "failed"):
-            return None
-        if record.state == "running":
-            if record.lease_until is not None and record.lease_until > time.time():
-                # A worker is at it that this process did not ask, or one that died: then `_take_up` will find it.
+        match Standing.of(record):
+            case Standing.ENDED | Standing.HELD:
+                # Held by a worker that this process did not ask, or by one that died: then `_take_up` will find it.
                 return None
-            if record.tries >= MAX_ATTEMPTS:
-                await asyncio.to_thread(self._give_up, record)
+            case Standing.SPENT:
+                await asyncio.to_thread(give_up, self._store.ledger, record)
                 return None
         try:
             await self._try(record)
@@ -164,14 +161,7 @@ class Background:
             await asyncio.to_thread(self._refuse, record, f"model {spec['model']!r} is no longer served here")
             return
         created = await engine.create(spec, tenant=record.tenant, deadline_s=self._deadline_s, request_id=record.id)
-        log.info("created", cache_id=created.manifest["id"], existing=created.existing)
-
-    def _give_up(self, record: RequestRecord) -> None:
-        message = (
-            f"each of {record.tries} attempts ended without a word: the worker died, or lost the store. This document "
-            "may be the cause"
-        )
-        self._store.ledger.fail(record.id, record.attempts, code=WorkerCrashed.code, message=message, final=True)
+        log.info("created", cache_ids=[cache.manifest["id"] for cache in created.caches], existing=created.existing)
 
     def _refuse(self, record: RequestRecord, message: str) -> None:
         ledger = self._store.ledger

@@ -11,7 +11,7 @@ import structlog
 
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
-from kvshelf.workers.attempts import Attempts
+from kvshelf.workers.attempts import MAX_ATTEMPTS, Attempts
 from kvshelf.workers.auto import Selection
 from kvshelf.workers.calls import Threads, log_as, named_errors
 from kvshelf.workers.engine import Engine
@@ -43,11 +43,13 @@ class Created:
     """What a creation has put on the shelf, or found there: one cache, or one for each of its levels, in their order.
 
     phases: of the work, where there was any: queue, prefill, compress, store, told one after the other although prefill
-    and compress take turns. What was measured, and ways that were tried and not kept, count as prefill.
+    and compress take turns. What was measured, and ways that were tried and not kept, count as prefill. worker: who did
+    it, where a request of the ledger was worked on.
     """
 
     caches: tuple[Stored, ...]
     phases: tuple[Phase, ...] = ()
+    worker: str = ""
 
     @property
     def manifest(self) -> dict[str, Any]:
@@ -80,6 +82,7 @@ class Creations:
         self._store = store
         self._scheduler = scheduler
         self._threads = threads
+        self._worker = worker
         self._attempts = Attempts(store.ledger, worker, threads)
         self._questions = questions
         self._flights: Flights[Created] = Flights()
@@ -92,23 +95,25 @@ class Creations:
         tenant: str,
         deadline_s: float | None = None,
         request_id: str | None = None,
+        max_attempts: int = MAX_ATTEMPTS,
         origin: str = "",
     ) -> Created:
         """Compress what `spec` describes (the fields of `CreateCache`) and store it, unless the shelf has it.
 
-        With `request_id`, a request of the ledger, the attempt is counted there before any work, and its end recorded.
+        With `request_id`, a request of the ledger, the attempt is counted there before any work, and its end recorded:
+        the failure of the `max_attempts`th is final.
         """
         log_as(origin)
         if request_id is None:
             with named_errors():
                 return await self._create(spec, tenant, deadline_s)
         self._scheduler.require_room()  # a full queue is no attempt
-        async with self._attempts.counted(request_id, tenant) as attempt:
+        async with self._attempts.counted(request_id, tenant, max_attempts=max_attempts) as attempt:
             with named_errors():
                 created = await self._create(spec, tenant, deadline_s)
             ids = [cache.manifest["id"] for cache in created.caches]
             await self._threads.run(self._store.ledger.finish, request_id, attempt, cache_ids=ids)
-            return created
+            return replace(created, worker=self._worker)
 
     async def estimate(self, spec: Mapping[str, Any], *, origin: str = "") -> dict[str, Any]:
         """What creating this would take, see `estimates.estimate`: in seconds as this replica has measured them."""

@@ -27,6 +27,7 @@ from kvshelf.errors import (
     QueueFull,
     WorkerCrashed,
 )
+from kvshelf.workers.attempts import MAX_ATTEMPTS
 from kvshelf.workers.creations import Created
 from kvshelf.workers.intake import Document
 from kvshelf.workers.replica import Asked, Replied
@@ -62,7 +63,13 @@ class RemoteEngine:
         return self.handle.options(stream=True)
 
     async def create(
-        self, spec: Mapping[str, Any], *, tenant: str, deadline_s: float, request_id: str | None = None
+        self,
+        spec: Mapping[str, Any],
+        *,
+        tenant: str,
+        deadline_s: float,
+        request_id: str | None = None,
+        max_attempts: int = MAX_ATTEMPTS,
     ) -> Created:
         created: Created = await self._call(
             "create",
@@ -71,6 +78,7 @@ class RemoteEngine:
             tenant=tenant,
             deadline_s=deadline_s,
             request_id=request_id,
+            max_attempts=max_attempts,
             origin=_origin(),
         )
         return created

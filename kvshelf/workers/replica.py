@@ -20,6 +20,7 @@ import structlog
 from kvshelf.errors import DeadlineExceeded, InternalError, KvshelfError, RequestTimeout
 from kvshelf.store.base import Store
 from kvshelf.workers.attachment import Attachment
+from kvshelf.workers.attempts import MAX_ATTEMPTS
 from kvshelf.workers.calls import Threads, log_as, named_errors
 from kvshelf.workers.creations import Created, Creations
 from kvshelf.workers.engine import Engine
@@ -130,11 +131,17 @@ class Replica:
         tenant: str,
         deadline_s: float | None = None,
         request_id: str | None = None,
+        max_attempts: int = MAX_ATTEMPTS,
         origin: str = "",
     ) -> Created:
         """As `Creations.create`."""
         return await self._creations.create(
-            spec, tenant=tenant, deadline_s=deadline_s, request_id=request_id, origin=origin
+            spec,
+            tenant=tenant,
+            deadline_s=deadline_s,
+            request_id=request_id,
+            max_attempts=max_attempts,
+            origin=origin,
         )
 
     async def estimate(self, spec: Mapping[str, Any], *, origin: str = "") -> dict[str, Any]:
