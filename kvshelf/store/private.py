@@ -15,7 +15,8 @@ _LIMIT: Final = 1 << 20
 
 
 def read_private(path: Path, *, param: str) -> bytes:
-    """The bytes of a file that only its owner can read. The file that is checked is the one that is read.
+    """The bytes of a file that only its owner can read, or that root wrote for a group of ours: the form in which
+    Kubernetes hands out secrets. The file that is checked is the one that is read.
 
     Raises `InvalidRequest`, at fault the setting `param`, for one that is missing, no regular file, open to others, or
     longer than 1 MiB.
@@ -26,7 +27,7 @@ def read_private(path: Path, *, param: str) -> bytes:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode):
                 raise refused(path, "it is not a regular file", param=param)
-            if found.st_mode & 0o077:
+            if not _is_ours_alone(found):
                 mode = stat.S_IMODE(found.st_mode)
                 problem = f"others than its owner have access to it (mode {mode:o}); run: chmod 600 {path}"
                 raise refused(path, problem, param=param)
@@ -36,6 +37,12 @@ def read_private(path: Path, *, param: str) -> bytes:
     if len(data) > _LIMIT:
         raise refused(path, f"it has more than {_LIMIT} bytes", param=param)
     return data
+
+
+def _is_ours_alone(found: os.stat_result) -> bool:
+    others = found.st_mode & 0o077
+    by_root = found.st_uid == 0 != os.geteuid() and found.st_gid in (os.getegid(), *os.getgroups())
+    return others == 0 or (others == stat.S_IRGRP and by_root)
 
 
 def write_private(path: Path, data: bytes, *, param: str) -> None:

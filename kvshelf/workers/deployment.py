@@ -85,7 +85,7 @@ def served_name(model: str) -> str:
 def deploy(configs: Sequence[ReplicaConfig], limits: DeploymentLimits) -> dict[str, RemoteEngine]:
     """Start a deployment for each model, without waiting until they run; returns their callers by served name.
 
-    A replica takes one GPU where the cluster has GPUs, else one CPU.
+    A replica takes one GPU or one CPU, as its device says; with the device "auto" a GPU where the cluster has one now.
     """
     names = [served_name(config.model) for config in configs]
     if len(set(names)) != len(names):
@@ -93,11 +93,8 @@ def deploy(configs: Sequence[ReplicaConfig], limits: DeploymentLimits) -> dict[s
     logging.getLogger("ray.serve").setLevel(logging.ERROR)  # each replica that starts is no news
     serve.start(proxy_location="Disabled")
     lifeline.remove_orphans()  # before anything is placed: they hold GPUs
-    gpus = ray.cluster_resources().get("GPU", 0) > 0
-    resources = {"num_gpus": 1, "num_cpus": 0} if gpus else {"num_cpus": 1}
     deployment = serve.deployment(ServedReplica).options(
         num_replicas=limits.replicas,
-        ray_actor_options=resources,
         max_ongoing_requests=limits.max_ongoing_requests,
         max_queued_requests=limits.max_queued_requests,
         health_check_period_s=1.0,
@@ -107,7 +104,11 @@ def deploy(configs: Sequence[ReplicaConfig], limits: DeploymentLimits) -> dict[s
     )
     job = lifeline.job_id()
     targets = [
-        serve.RunTarget(target=deployment.bind(config), name=_app_name(config.model, job), route_prefix=None)
+        serve.RunTarget(
+            target=deployment.options(ray_actor_options=_resources(config.device)).bind(config),
+            name=_app_name(config.model, job),
+            route_prefix=None,
+        )
         for config in configs
     ]
     handles = serve.run_many(targets, wait_for_ingress_deployment_creation=True, wait_for_applications_running=False)
@@ -144,6 +145,12 @@ def undeploy(engines: Iterable[RemoteEngine]) -> None:
     """Take the deployments down. Not needed where the whole cluster goes down."""
     for engine in engines:
         serve.delete(engine.app)
+
+
+def _resources(device: str) -> dict[str, float]:
+    # Not by the cluster alone: GPU nodes may join after the service, which would then stay on their CPUs for good.
+    there = device == "auto" and ray.cluster_resources().get("GPU", 0) > 0
+    return {"num_gpus": 1, "num_cpus": 0} if there or device.startswith("cuda") else {"num_cpus": 1}
 
 
 def _app_name(model: str, job: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvshelf import errors
-from kvshelf.workers.deployment import _app_name, _startup_error, served_name
+from kvshelf.workers.deployment import _app_name, _resources, _startup_error, served_name
 
 TRACEBACK = """The deployment failed to start 1 times in a row. Error:
 Traceback (most recent call last):
@@ -38,3 +38,8 @@ def test_a_folder_goes_by_its_own_name(tmp_path: Path) -> None:
     assert served_name("some-org/some-model") == "some-org/some-model"
     assert _app_name("some-org/some-model", "0300").startswith("kvshelf-some-org-some-model-job0300-")
     assert _app_name("m", "0300") != _app_name("m", "0300")  # two services on one cluster
+
+
+def test_a_device_that_is_named_decides_what_a_replica_takes_whatever_nodes_are_there_yet() -> None:
+    assert _resources("cuda") == _resources("cuda:0") == {"num_gpus": 1, "num_cpus": 0}
+    assert _resources("cpu") == {"num_cpus": 1}

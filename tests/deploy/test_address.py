@@ -1,0 +1,86 @@
+"""`kvshelf serve --address`: a real `ray start`, a real Valkey, and services that come and go on them."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from kvshelf import Client
+from kvshelf.client.types import CacheObject
+from tests.conftest import LiveService, _descendants, _title
+from tests.store.redis.servers import PATIENT, ValkeyServer, free_port, wait_until
+
+DOCUMENT = "The harbour master keeps the tide tables in a green book. " * 20
+
+RAY = Path(sys.executable).parent / "ray"
+
+
+class Head:
+    """A Ray cluster of one node and one CPU, which has room for one replica and no more."""
+
+    def __init__(self, folder: Path) -> None:
+        self.address = f"127.0.0.1:{free_port()}"
+        command = [str(RAY), "start", "--head", "--block", "--disable-usage-stats", "--include-dashboard=false"]
+        command += [f"--port={self.address.partition(':')[2]}", "--num-cpus=1", f"--temp-dir={folder}"]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def replicas(self) -> list[int]:
+        return [pid for pid in _descendants(self.process.pid) if _title(pid).startswith("ray::ServeReplica")]
+
+    def stop(self) -> None:
+        for pid in (self.process.pid, *_descendants(self.process.pid)):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)  # nothing of it is kept, and its own way down takes ten seconds
+        self.process.wait()
+
+
+@contextmanager
+def head() -> Iterator[Head]:
+    folder = Path(tempfile.mkdtemp(prefix="ray-"))  # the path of a socket has at most 107 characters
+    running = Head(folder)
+    try:
+        yield running
+    finally:
+        running.stop()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_services_come_and_go_on_a_cluster_and_leave_nothing_behind(
+    start_service: Callable[..., AbstractContextManager[LiveService]],
+    tiny_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    with head() as cluster, ValkeyServer(tmp_path, appendonly="yes") as valkey:
+        settings = {"address": cluster.address, "store": valkey.url + PATIENT, "threads": 1}
+        with start_service(tmp_path / "first", tiny_folder, **settings) as first:
+            assert first.replica_pids() == []  # it runs on the cluster
+            assert len(cluster.replicas()) == 1
+            with Client(first.url) as client:
+                cache = client.caches.create(document=DOCUMENT, compression_ratio=0.75)
+                answer = ask(client, cache)
+            first.kill()
+        # The dead one's replica still holds the only CPU.
+        with start_service(tmp_path / "second", tiny_folder, **settings) as second, Client(second.url) as client:
+            assert client.caches.create(document=DOCUMENT, compression_ratio=0.75).existing
+            assert ask(client, cache) == answer
+            wait_until(lambda: len(cluster.replicas()) == 1, "only the second one's replica is there")
+        wait_until(lambda: cluster.replicas() == [], "who leaves takes its replicas along")
+
+
+def ask(client: Client, cache: CacheObject) -> str:
+    answer = client.caches.query(cache.id, prompt="Where are the tide tables?", max_tokens=8)
+    assert answer.usage.cache_read_tokens > 0
+    return answer.text
