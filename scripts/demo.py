@@ -36,7 +36,7 @@ from kvshelf import Client, CompressedCache, Engine
 from kvshelf.bench.tasks import Question, TaskDocument, make_facts, write_document
 from kvshelf.client.types import CacheObject
 from kvshelf.errors import ConnectionFailed, InternalError, KvshelfError
-from kvshelf.service.server import READY
+from kvshelf.service.http_server import READY
 
 MODEL = "kvshelf-tiny"
 SEED = 11

@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
-import socket
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 from typing import NoReturn
 
 import structlog
-import uvicorn
 from opentelemetry.trace import Tracer
 
 from kvshelf.service import logs
+from kvshelf.service.http_server import HttpServer, cut_off_unread
 from kvshelf.service.keyfile import KeyFile
 from kvshelf.service.keys import LiveKeys
 from kvshelf.service.settings import Settings
+from kvshelf.service.storage import store_config
 from kvshelf.service.supervisor import Place
 from kvshelf.service.tracing import tracer_to
 from kvshelf.store.base import Store
 from kvshelf.store.config import StoreConfig
 from kvshelf.workers.cluster import prepare_environment, ray_cluster
-
-READY = "kvshelf is ready at "
-"""Begins the one line on standard output that says where the service listens."""
 
 log = structlog.get_logger("kvshelf.service")
 
@@ -42,7 +37,7 @@ def serve(settings: Settings, place: Place) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it is meant for the supervisor, whoever else gets it
     place.require(settings.host, settings.port)
     prepare_environment(settings.address)
-    shelf = _store_config(settings)
+    shelf = store_config(settings)
     keys = None if settings.api_key_file is None else LiveKeys(KeyFile(settings.api_key_file))
     with (
         _stopped_by_signals(),
@@ -68,6 +63,7 @@ def _serve_on(
     # Imported here because they import ray, which reads the environment prepared above.
     from kvshelf.service.app import create_app
     from kvshelf.workers import deployment
+    from kvshelf.workers.quality import QUESTIONS
     from kvshelf.workers.residents import ResidentLimits
     from kvshelf.workers.scheduler import SchedulerLimits
 
@@ -85,6 +81,7 @@ def _serve_on(
                 batch_share=settings.batch_share,
             ),
             residents=ResidentLimits(settings.resident_bytes, settings.resident_idle_s),
+            questions=QUESTIONS if settings.quality_probe else 0,
             begin=partial(logs.configure, settings.log_level),
         )
         for model in settings.models
@@ -93,85 +90,12 @@ def _serve_on(
     engines = deployment.deploy(configs, limits)
     try:
         deployment.await_running(engines.values(), deadline_s=settings.startup_deadline_s)
-        _cut_off_unread(place.listener, settings.unread_deadline_s)
-        _HttpServer(create_app(settings, engines, store, tracer, keys), settings, place).run(sockets=[place.listener])
+        cut_off_unread(place.listener, settings.unread_deadline_s)
+        app = create_app(settings, engines, store, tracer, keys)
+        HttpServer(app, place, grace_s=settings.shutdown_grace_s).run(sockets=[place.listener])
     finally:
         if not local:  # a cluster of one's own goes down as a whole
             deployment.undeploy(engines.values())
-
-
-def _store_config(settings: Settings) -> StoreConfig:
-    """How this process and every replica open the store."""
-    return StoreConfig(
-        url=settings.store,
-        default_ttl_s=settings.default_ttl_s,
-        max_ttl_s=settings.max_ttl_s,
-        tenant_max_caches=settings.tenant_max_caches,
-        tenant_max_bytes=settings.tenant_max_bytes,
-        encryption_key_file=settings.encryption_key_file,
-    )
-
-
-class _HttpServer(uvicorn.Server):
-    """uvicorn, which tells world and supervisor once it listens, and leaves when the supervisor's line ends."""
-
-    def __init__(self, app: object, settings: Settings, place: Place) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,  # type: ignore[arg-type]  # FastAPI is an ASGI application, uvicorn's own type is a union of Any
-                loop="asyncio",
-                lifespan="on",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                timeout_graceful_shutdown=int(settings.shutdown_grace_s),
-            )
-        )
-        self._line = place.line
-        self._grace_s = settings.shutdown_grace_s
-        self._following: asyncio.Task[None] | None = None
-        self._replaced = False
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started and sockets:
-            host, port = sockets[0].getsockname()[:2]
-            print(f"{READY}http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
-            with suppress(BrokenPipeError):  # then the line has ended, which is noticed next
-                self._line.send(b".")
-            self._following = asyncio.create_task(self._follow())
-
-    async def _follow(self) -> None:
-        await asyncio.get_running_loop().sock_recv(self._line, 1)
-        self._replaced = self.should_exit = True
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if self._following is not None:
-            self._following.cancel()
-        if self._replaced:
-            await self._drain()
-        await super().shutdown(sockets)
-
-    async def _drain(self) -> None:
-        """Accept no more, finish what is open, and close no connection on which a request may be on its way.
-
-        uvicorn would close those at once on which it has answered everything, while another request comes in. Here
-        they get their answer, which says that it is the last; those that stay silent, uvicorn closes after 5 s as ever.
-        """
-        for server in self.servers:
-            server.close()
-        self.server_state.default_headers = [*self.server_state.default_headers, (b"connection", b"close")]
-        end = time.monotonic() + self._grace_s
-        while self.server_state.connections and not self.force_exit and time.monotonic() < end:
-            await asyncio.sleep(0.1)
-        self.config.timeout_graceful_shutdown = 1  # what is open now has had its time
-
-
-def _cut_off_unread(listener: socket.socket, deadline_s: float) -> None:
-    """Connections that will be accepted, and whose other side takes nothing for so long, are cut off."""
-    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
-        # Nothing above TCP can end a connection whose reader has stopped: closing it waits for what is unsent.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(deadline_s * 1000))
 
 
 class _Leave(BaseException):
