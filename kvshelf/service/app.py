@@ -21,7 +21,7 @@ from kvshelf.service.engines import FairEngine
 from kvshelf.service.keys import Access, LiveKeys
 from kvshelf.service.limits import TenantLimits
 from kvshelf.service.metrics import Metrics
-from kvshelf.service.routes import blobs, caches, chat, estimate, kept, meta, metrics, queries, requests
+from kvshelf.service.routes import blobs, caches, chat, estimate, kept, meta, metrics, page, queries, requests
 from kvshelf.service.settings import Settings
 from kvshelf.service.state import THREADS, WHOLE_CACHES, Service
 from kvshelf.service.telemetry import ObservedEngine, ObservedRequests
@@ -68,7 +68,8 @@ def create_app(
             await asyncio.gather(*beside, return_exceptions=True)
 
     app = FastAPI(title="kvshelf", version=kvshelf.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    routers = [resource.router for resource in (caches, blobs, queries, kept, requests, estimate, chat, meta, metrics)]
+    resources = (caches, blobs, queries, kept, requests, estimate, chat, meta, metrics, page)
+    routers = [resource.router for resource in resources]
     for router in routers:
         app.include_router(router)
     limits = TenantLimits(settings.tenant_max_concurrent, settings.tenant_requests_per_minute)

@@ -1,0 +1,137 @@
+/** The HTTP API, as this page uses it. Everything that goes wrong is a `Failure` with the service's own words. */
+
+const KEY = "kvshelf.key";
+
+export class Failure extends Error {
+  /** `code` is the service's, or connection_failed; `requestId` is what its log calls the request. */
+  constructor(message, code, { status = 0, requestId = "", missReason = null } = {}) {
+    super(message);
+    Object.assign(this, { code, status, requestId, missReason });
+  }
+}
+
+/** The API key, for as long as this tab lives. It goes into a header and nowhere else. */
+export const apiKey = {
+  get: () => sessionStorage.getItem(KEY) ?? "",
+  set: (key) => (key ? sessionStorage.setItem(KEY, key) : sessionStorage.removeItem(KEY)),
+};
+
+/** Hears `refused` with the failure when the service wants a key, or another one. */
+export const access = new EventTarget();
+
+function authorization() {
+  const key = apiKey.get();
+  return key ? { authorization: `Bearer ${key}` } : {};
+}
+
+function failureOf(status, text, requestId) {
+  let error = {};
+  try {
+    error = JSON.parse(text).error ?? {};
+  } catch {
+    // Not the service but something before it has answered.
+  }
+  const failure = new Failure(error.message ?? `the answer has the status ${status}`, error.code ?? `http_${status}`, {
+    status,
+    requestId: requestId ?? "",
+    missReason: error.miss_reason ?? null,
+  });
+  if (status === 401) access.dispatchEvent(new CustomEvent("refused", { detail: failure }));
+  return failure;
+}
+
+const unreachable = () => new Failure("the service cannot be reached, or the connection broke", "connection_failed");
+
+async function send(method, path, { json, headers = {}, signal } = {}) {
+  const body = json === undefined ? undefined : JSON.stringify(json);
+  const type = json === undefined ? {} : { "content-type": "application/json" };
+  let response;
+  try {
+    response = await fetch(path, { method, body, headers: { ...authorization(), ...type, ...headers }, signal });
+  } catch (error) {
+    throw error.name === "AbortError" ? error : unreachable();
+  }
+  if (response.ok) return response;
+  throw failureOf(response.status, await response.text(), response.headers.get("x-request-id"));
+}
+
+const get = async (path, options) => (await send("GET", path, options)).json();
+
+/** A path with a query string of what is given. */
+function withQuery(path, query) {
+  const given = Object.entries(query).filter(([, value]) => value !== null && value !== undefined && value !== "");
+  return given.length ? `${path}?${new URLSearchParams(given)}` : path;
+}
+
+const ofCache = (id, rest = "") => `v1/caches/${encodeURIComponent(id)}${rest}`;
+
+export const listCaches = (query, options) => get(withQuery("v1/caches", query), options);
+export const getCache = (id, options) => get(ofCache(id), options);
+export const updateCache = async (id, json) => (await send("PATCH", ofCache(id), { json })).json();
+export const deleteCache = async (id) => (await send("DELETE", ofCache(id))).json();
+export const listPolicies = async () => (await get("v1/policies")).data;
+export const listModels = async () => (await get("v1/models")).data;
+export const getRequest = (id, waitS, options) =>
+  get(withQuery(`v1/requests/${encodeURIComponent(id)}`, { wait_s: waitS }), options);
+
+/** Which tokens a cache kept; `document` is its text where the service has not kept it. */
+export async function keptTokens(id, document, firstLayer, options) {
+  const path = withQuery(ofCache(id, "/kept"), { first_layer: firstLayer });
+  if (document === null) return get(path, options);
+  return (await send("POST", path, { json: { document }, ...options })).json();
+}
+
+/** The events of a streamed answer, as objects. One that is an error is thrown. */
+export async function* ask(id, question, options) {
+  const response = await send("POST", ofCache(id, "/query"), { json: { ...question, stream: true }, ...options });
+  for await (const event of events(response)) {
+    if (event.error) throw new Failure(event.error.message, event.error.code);
+    yield event;
+  }
+}
+
+/** The `data:` lines of an event stream up to [DONE]. EventSource cannot send a key. */
+export async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let pending = "";
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) throw new Failure("the stream broke off before its end", "connection_failed");
+      const lines = (pending + value).split("\n");
+      pending = lines.pop();
+      for (const line of lines) {
+        if (!line.startsWith("data: ")) continue;
+        if (line === "data: [DONE]") return;
+        yield JSON.parse(line.slice(6));
+      }
+    }
+  } catch (error) {
+    throw error instanceof TypeError ? unreachable() : error;
+  } finally {
+    reader.cancel().catch(() => {}); // whoever leaves early hangs up, and the service stops
+  }
+}
+
+/**
+ * Create a cache in the background. `body` is a FormData, or an object for JSON. fetch does not tell how much of a body
+ * has gone out, so this is an XMLHttpRequest.
+ */
+export function createInBackground(body, { onProgress, signal }) {
+  return new Promise((resolve, reject) => {
+    const request = new XMLHttpRequest();
+    request.open("POST", "v1/caches");
+    const isForm = body instanceof FormData;
+    const headers = { ...authorization(), prefer: "respond-async", ...(isForm ? {} : { "content-type": "application/json" }) };
+    for (const [name, value] of Object.entries(headers)) request.setRequestHeader(name, value);
+    request.upload.onprogress = (event) => event.lengthComputable && onProgress(event.loaded / event.total);
+    request.onerror = () => reject(unreachable());
+    request.onabort = () => reject(new DOMException("stopped", "AbortError"));
+    request.onload = () => {
+      if (request.status === 202) resolve(JSON.parse(request.responseText));
+      else reject(failureOf(request.status, request.responseText, request.getResponseHeader("x-request-id")));
+    };
+    signal.addEventListener("abort", () => request.abort());
+    request.send(isForm ? body : JSON.stringify(body));
+  });
+}

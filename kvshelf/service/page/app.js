@@ -1,0 +1,100 @@
+/** The page: which view the address names, the key if one is needed, and the work that goes on beside the views. */
+
+import { access, apiKey } from "./api.js";
+import { html } from "./dom.js";
+import { Jobs } from "./jobs.js";
+import { FailureNote } from "./parts.js";
+import { render } from "./vendor/preact.js";
+import { useEffect, useRef, useState } from "./vendor/hooks.js";
+import { AskView } from "./views/ask.js";
+import { KeptView } from "./views/kept.js";
+import { PutView } from "./views/put.js";
+import { ShelfView } from "./views/shelf.js";
+
+/** Each view: its title, and the component, which gets the rest of the address as `ids`. A view is one line here. */
+const VIEWS = {
+  shelf: ["Shelf", ShelfView],
+  put: ["Put", PutView],
+  ask: ["Ask", AskView],
+  kept: ["Kept tokens", KeptView],
+};
+
+/** `#kept/kvs_...` as ["kept", ["kvs_..."]]. */
+function readAddress() {
+  const [name, ...ids] = location.hash.slice(1).split("/").map(decodeURIComponent);
+  return [Object.hasOwn(VIEWS, name) ? name : "shelf", ids];
+}
+
+function useAddress() {
+  const [address, setAddress] = useState(readAddress);
+  useEffect(() => {
+    const changed = () => setAddress(readAddress());
+    addEventListener("hashchange", changed);
+    return () => removeEventListener("hashchange", changed);
+  }, []);
+  return address;
+}
+
+function App({ jobs }) {
+  const [name, ids] = useAddress();
+  const [refused, setRefused] = useState(null);
+  const [session, setSession] = useState(0); // of a key: another one sees another shelf
+  const heading = useRef();
+  const [title, View] = VIEWS[name];
+
+  useEffect(() => {
+    const hear = (event) => setRefused(event.detail);
+    access.addEventListener("refused", hear);
+    return () => access.removeEventListener("refused", hear);
+  }, []);
+  useEffect(() => {
+    document.title = `${title} · kvshelf`;
+  }, [title]);
+
+  const useKey = (key) => {
+    apiKey.set(key);
+    setRefused(null);
+    setSession(session + 1);
+  };
+  const shown = refused
+    ? html`<${KeyForm} failure=${refused} onKey=${useKey} />`
+    : html`<${View} key=${`${name} ${session}`} ids=${ids} jobs=${jobs} />`;
+  return html`
+    <a class="skip" href="#main" onClick=${(event) => (event.preventDefault(), heading.current.focus())}>Skip to content</a>
+    <header class="bar">
+      <span class="brand" aria-hidden="true">kvshelf</span>
+      <${Navigation} current=${name} />
+      ${apiKey.get() && html`<button class="quiet" onClick=${() => useKey("")}>Forget key</button>`}
+    </header>
+    <main id="main" class=${name}>
+      <h1 ref=${heading} tabindex="-1">${refused ? "API key" : title}</h1>
+      ${shown}
+    </main>
+  `;
+}
+
+function Navigation({ current }) {
+  return html`<nav aria-label="Views">
+    ${Object.entries(VIEWS).map(
+      ([name, [title]]) => html`<a href=${`#${name}`} aria-current=${name === current ? "page" : undefined}>${title}</a>`,
+    )}
+  </nav>`;
+}
+
+function KeyForm({ failure, onKey }) {
+  const [key, setKey] = useState("");
+  const submit = (event) => {
+    event.preventDefault();
+    onKey(key.trim());
+  };
+  return html`<form class="card narrow" onSubmit=${submit}>
+    <${FailureNote} failure=${failure} />
+    <label>API key
+      <input type="password" required autocomplete="off" spellcheck=${false} value=${key} onInput=${(event) => setKey(event.target.value)} />
+    </label>
+    <p class="hint">It is kept until this tab is closed, and sent in a header.</p>
+    <button class="main">Use this key</button>
+  </form>`;
+}
+
+render(html`<${App} jobs=${new Jobs()} />`, document.getElementById("app"));

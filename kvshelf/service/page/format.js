@@ -1,0 +1,56 @@
+/** Numbers and times as people read them. */
+
+const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
+const SPANS = [
+  ["year", 31_536_000], ["month", 2_592_000], ["day", 86_400], ["hour", 3600], ["minute", 60], ["second", 1],
+];
+const numbers = new Intl.NumberFormat("en");
+const relative = new Intl.RelativeTimeFormat("en", { numeric: "always", style: "short" });
+const moments = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "short" });
+
+export const count = (number) => numbers.format(number);
+
+export function bytes(number) {
+  let unit = 0;
+  for (; number >= 1024 && unit < UNITS.length - 1; unit += 1) number /= 1024;
+  return `${unit && number < 100 ? number.toFixed(1) : Math.round(number)} ${UNITS[unit]}`;
+}
+
+export const percent = (share) => `${Number((share * 100).toFixed(share > 0.99 && share < 1 ? 2 : 1))} %`;
+
+export const milliseconds = (ms) => (ms < 1000 ? `${ms < 10 ? ms.toFixed(1) : Math.round(ms)} ms` : `${(ms / 1000).toFixed(2)} s`);
+
+/** A time in Unix seconds against now: "in 3 days", "5 min. ago". */
+export function fromNow(unix, now = Date.now() / 1000) {
+  const seconds = unix - now;
+  const [unit, length] = SPANS.find(([, span]) => Math.abs(seconds) >= span) ?? SPANS.at(-1);
+  return relative.format(Math.trunc(seconds / length), unit);
+}
+
+export const moment = (unix) => moments.format(new Date(unix * 1000));
+
+export const expiry = (cache) => (cache.expires_at === null ? "never" : fromNow(cache.expires_at));
+
+/** What the shelf's table shows of the quality: the share of tokens that agree with the full cache's. */
+export const quality = (cache) => (typeof cache.quality?.agreement === "number" ? percent(cache.quality.agreement) : "–");
+
+/** What people call a cache: its name, else its document. */
+export const title = (cache) => cache.name || cache.document_id;
+
+/** One line that tells a cache from others of its document. */
+export const summary = (cache) =>
+  `${title(cache)}: ${cache.policy}, ${percent(cache.compression_ratio)} removed${cache.codec === "none" ? "" : `, ${cache.codec}`}`;
+
+/** Labels as lines of name=value, and back. Throws an Error that names the line. */
+export const labelLines = (labels) => Object.entries(labels).map(([name, value]) => `${name}=${value}`).join("\n");
+
+export function parseLabels(text) {
+  const lines = text.split("\n").map((line) => line.trim()).filter(Boolean);
+  return Object.fromEntries(
+    lines.map((line) => {
+      const at = line.indexOf("=");
+      if (at < 1) throw new Error(`a label is name=value, and this one is not: ${line}`);
+      return [line.slice(0, at).trim(), line.slice(at + 1).trim()];
+    }),
+  );
+}

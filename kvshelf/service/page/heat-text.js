@@ -1,0 +1,71 @@
+/** The text of a document, each token on the color of its share. Only what is near the window has elements for tokens. */
+
+import { html } from "./dom.js";
+import { level, stretches } from "./heat.js";
+import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "./vendor/hooks.js";
+
+/** `shares` of `Kept.shares`; `chosen`: the token that is marked; `onChoose` hears of another one. */
+export function HeatText({ tokens, shares, templateTokens, chosen, onChoose }) {
+  const box = useRef();
+  const parts = useMemo(() => stretches(tokens), [tokens]);
+  const near = useNear(box, parts.length);
+  const place = parts.findIndex(([first, end]) => chosen >= first && chosen < end);
+
+  // The stretch first: its tokens have elements once it is near. (scrollIntoView would move the page, too.)
+  useLayoutEffect(() => {
+    if (!near.has(place)) box.current.scrollTop = box.current.children[place].offsetTop;
+  }, [chosen]);
+  useLayoutEffect(() => {
+    const mark = box.current.querySelector(".chosen");
+    const above = mark && mark.getBoundingClientRect().top - box.current.getBoundingClientRect().top;
+    if (mark && (above < 0 || above > box.current.clientHeight - 2 * mark.offsetHeight)) {
+      box.current.scrollTop += above - box.current.clientHeight / 2;
+    }
+  }, [chosen, near.has(place)]);
+
+  const choose = (event) => {
+    const token = event.target.dataset?.token;
+    if (token !== undefined) onChoose(Number(token));
+  };
+  return html`<div class="heat" ref=${box} role="region" aria-label="Text of the document" tabindex="0" onClick=${choose}>
+    ${parts.map(([first, end], at) => html`<${Stretch}
+      key=${first} tokens=${tokens} first=${first} end=${end} shares=${shares} drawn=${near.has(at)}
+      templateTokens=${templateTokens} chosen=${chosen >= first && chosen < end ? chosen : -1}
+    />`)}
+  </div>`;
+}
+
+/** Which children of the box are in its window or near it. */
+function useNear(box, count) {
+  const [near, setNear] = useState(new Set([0, 1]));
+  useEffect(() => {
+    const places = new Map([...box.current.children].map((child, at) => [child, at]));
+    const look = (entries) =>
+      setNear((before) => {
+        const after = new Set(before);
+        for (const { target, isIntersecting } of entries) after[isIntersecting ? "add" : "delete"](places.get(target));
+        return after;
+      });
+    const observer = new IntersectionObserver(look, { root: box.current, rootMargin: "100% 0px" });
+    for (const child of places.keys()) observer.observe(child);
+    return () => observer.disconnect();
+  }, [count]);
+  return near;
+}
+
+/** Some tokens. As plain text they take the same room, so that nothing moves when their elements come and go. */
+function Stretch({ tokens, first, end, shares, drawn, templateTokens, chosen }) {
+  return useMemo(() => {
+    if (!drawn) return html`<p>${tokens.slice(first, end).join("")}</p>`;
+    const spans = [];
+    for (let at = first; at < end; at += 1) {
+      if (tokens[at] === "") continue; // the last token of its character has it
+      const names = [`k${level(shares.kept[at])}`];
+      if (shares.merged?.[at]) names.push("merged");
+      if (at < templateTokens) names.push("template");
+      if (at === chosen) names.push("chosen");
+      spans.push(html`<span key=${at} class=${names.join(" ")} data-token=${at}>${tokens[at]}</span>`);
+    }
+    return html`<p>${spans}</p>`;
+  }, [drawn, shares, chosen, tokens, first, end]);
+}

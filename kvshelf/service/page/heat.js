@@ -1,0 +1,96 @@
+/** Which tokens a cache kept, as numbers to draw: nothing here knows the page. */
+
+export const LEVELS = 8; // of color, besides none
+
+/** The answer of /v1/caches/{id}/kept, and what later answers add to it. */
+export class Kept {
+  #layers = new Map(); // number -> {kept, merged}: each head's bits
+
+  constructor(answer) {
+    this.about = answer;
+    this.tokens = answer.tokens;
+    this.addLayers(answer);
+  }
+
+  get numLayers() {
+    return this.about.num_layers;
+  }
+
+  addLayers(answer) {
+    for (const { layer, kept, merged } of answer.layers) {
+      this.#layers.set(layer, { kept: kept.map(decode), merged: (merged ?? []).map(decode) });
+    }
+  }
+
+  hasLayer(layer) {
+    return this.#layers.has(layer);
+  }
+
+  /** KV heads of a layer that is there. */
+  heads(layer) {
+    return this.#layers.get(layer).kept.length;
+  }
+
+  /** How a head has a token: "kept", "merged" or "evicted". */
+  state(layer, head, token) {
+    const { kept, merged } = this.#layers.get(layer);
+    if (bit(kept[head], token)) return "kept";
+    return merged.length && bit(merged[head], token) ? "merged" : "evicted";
+  }
+
+  /**
+   * For each token the share of heads that kept it, 0 to 1, and whether any has it merged into another: of all layers,
+   * of one (`layer`), or of one head.
+   */
+  shares(layer = null, head = null) {
+    if (layer === null) {
+      const { counts, merged_counts: merged, num_heads: heads } = this.about;
+      return { kept: Float32Array.from(counts, (n) => n / heads), merged: merged && Uint8Array.from(merged, (n) => n > 0) };
+    }
+    const { kept, merged } = this.#layers.get(layer);
+    const wanted = head === null ? [...kept.keys()] : [head];
+    const share = new Float32Array(this.tokens.length);
+    const joined = merged.length ? new Uint8Array(this.tokens.length) : null;
+    for (const each of wanted) {
+      for (let token = 0; token < share.length; token += 1) {
+        if (bit(kept[each], token)) share[token] += 1 / wanted.length;
+        else if (joined && bit(merged[each], token)) joined[token] = 1;
+      }
+    }
+    return { kept: share, merged: joined };
+  }
+
+  /** Kept entries of one head in `bins` equal stretches of the document, 0 to 1. */
+  density(layer, head, bins) {
+    const bits = this.#layers.get(layer).kept[head];
+    const found = new Float32Array(bins);
+    const sizes = new Float32Array(bins);
+    for (let token = 0; token < this.tokens.length; token += 1) {
+      const bin = Math.floor((token * bins) / this.tokens.length);
+      sizes[bin] += 1;
+      if (bit(bits, token)) found[bin] += 1;
+    }
+    return found.map((sum, bin) => (sizes[bin] ? sum / sizes[bin] : 0));
+  }
+}
+
+/** The level of color of a share: 0 for none, up to `LEVELS` for all. */
+export const level = (share) => (share <= 0 ? 0 : Math.max(1, Math.ceil(share * LEVELS - 1e-6)));
+
+/** Tokens in stretches of about `size` that end with a line where one does: [first, past the last]. */
+export function stretches(tokens, size = 500) {
+  const found = [];
+  let first = 0;
+  for (let at = 0; at < tokens.length; at += 1) {
+    const length = at + 1 - first;
+    if ((length >= size && tokens[at].includes("\n")) || length >= 3 * size || at === tokens.length - 1) {
+      found.push([first, at + 1]);
+      first = at + 1;
+    }
+  }
+  return found;
+}
+
+const decode = (text) => Uint8Array.from(atob(text), (char) => char.charCodeAt(0));
+
+const bit = (bytes, index) => (bytes[index >> 3] >> (index & 7)) & 1;

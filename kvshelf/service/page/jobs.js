@@ -1,0 +1,76 @@
+/** Documents on their way to the shelf. They go on while somebody looks at another view. */
+
+import { createInBackground, getRequest } from "./api.js";
+
+const AT_ONCE = 2; // a browser has six connections to a host, and a job waits on one
+const WAIT_S = 20;
+
+/**
+ * The jobs of this tab, newest first. A "changed" event follows each change. A job is `{key, name, state, share, failure,
+ * requestState, cacheId, startedAt, endedAt}`; its state is waiting, uploading, working, done, failed or stopped.
+ */
+export class Jobs extends EventTarget {
+  list = [];
+  #next = 1;
+
+  /** Put a document on the shelf: `body` as of `createInBackground`. */
+  add(name, body) {
+    const job = { key: this.#next, name, body, state: "waiting", share: 0, stop: new AbortController() };
+    this.#next += 1;
+    this.list = [job, ...this.list];
+    this.#begin();
+    this.#tell();
+  }
+
+  /** Give up waiting. What the service has received already it completes. */
+  stop(key) {
+    const job = this.list.find((each) => each.key === key);
+    if (job.state === "waiting") this.#change(job, { state: "stopped", body: null });
+    job.stop.abort();
+  }
+
+  /** Forget those that have ended. */
+  clear() {
+    this.list = this.list.filter((job) => ["waiting", "uploading", "working"].includes(job.state));
+    this.#tell();
+  }
+
+  #begin() {
+    const active = this.list.filter((job) => ["uploading", "working"].includes(job.state)).length;
+    const waiting = this.list.filter((job) => job.state === "waiting").reverse(); // the oldest first
+    for (const job of waiting.slice(0, Math.max(0, AT_ONCE - active))) this.#run(job);
+  }
+
+  async #run(job) {
+    this.#change(job, { state: "uploading", startedAt: Date.now() });
+    try {
+      const onProgress = (share) => this.#change(job, { share });
+      const request = await createInBackground(job.body, { onProgress, signal: job.stop.signal });
+      this.#change(job, { state: "working", share: null, body: null, requestState: request.state });
+      await this.#await(job, request.id);
+    } catch (failure) {
+      const state = failure.name === "AbortError" ? "stopped" : "failed";
+      this.#change(job, { state, failure: state === "failed" ? failure : undefined });
+    }
+    this.#change(job, { endedAt: Date.now(), body: null });
+    this.#begin();
+  }
+
+  async #await(job, id) {
+    for (let waitS = 0; ; waitS = WAIT_S) {
+      const request = await getRequest(id, waitS, { signal: job.stop.signal });
+      this.#change(job, { requestState: request.state });
+      if (request.state === "done") return this.#change(job, { state: "done", cacheId: request.cache_id });
+      if (request.state === "failed") return this.#change(job, { state: "failed", failure: request.error });
+    }
+  }
+
+  #change(job, fields) {
+    Object.assign(job, fields);
+    this.#tell();
+  }
+
+  #tell() {
+    this.dispatchEvent(new Event("changed"));
+  }
+}

@@ -1,0 +1,53 @@
+/** The shelf, page by page as somebody looks at it: ten thousand caches are never fetched or shown at once. */
+
+import { listCaches } from "./api.js";
+import { useCallback, useEffect, useRef, useState } from "./vendor/hooks.js";
+
+const PAGE = 200;
+const NOTHING = { rows: [], more: true, loading: false, failure: null };
+
+/**
+ * The caches that match `query`, newest first: `{rows, more, loading, failure, loadMore, refresh, replace, remove}`.
+ * `loadMore` fetches the next page, unless one is on its way.
+ */
+export function useCaches(query) {
+  const [state, setState] = useState(NOTHING);
+  const current = useRef({ stop: new AbortController(), busy: false, rows: [], more: false }); // until the first `refresh`
+  const wanted = JSON.stringify(query);
+
+  const loadMore = useCallback(async () => {
+    const run = current.current;
+    if (run.busy || !run.more) return;
+    run.busy = true;
+    setState((before) => ({ ...before, loading: true, failure: null }));
+    try {
+      const after = run.last;
+      const page = await listCaches({ ...JSON.parse(wanted), limit: PAGE, after }, { signal: run.stop.signal });
+      Object.assign(run, { rows: [...run.rows, ...page.data], more: page.has_more, last: page.last_id ?? after, busy: false });
+      setState({ rows: run.rows, more: run.more, loading: false, failure: null });
+    } catch (failure) {
+      if (run.stop.signal.aborted) return;
+      Object.assign(run, { busy: false, more: false });
+      setState((before) => ({ ...before, more: false, loading: false, failure }));
+    }
+  }, [wanted]);
+
+  const refresh = useCallback(() => {
+    current.current.stop.abort();
+    current.current = { stop: new AbortController(), busy: false, rows: [], more: true };
+    return loadMore();
+  }, [loadMore]);
+
+  useEffect(() => {
+    refresh();
+    return () => current.current.stop.abort();
+  }, [refresh]);
+
+  const change = (edit) => {
+    current.current.rows = edit(current.current.rows);
+    setState((before) => ({ ...before, rows: current.current.rows }));
+  };
+  const replace = (cache) => change((rows) => rows.map((row) => (row.id === cache.id ? cache : row)));
+  const remove = (id) => change((rows) => rows.filter((row) => row.id !== id));
+  return { ...state, loadMore, refresh, replace, remove };
+}

@@ -1,0 +1,111 @@
+/** Ask one cache, or two side by side, and watch the answers come. */
+
+import { ask, getCache, listCaches } from "../api.js";
+import { html } from "../dom.js";
+import { count, milliseconds, summary } from "../format.js";
+import { Announce, Facts, FailureNote, useLoaded } from "../parts.js";
+import { useEffect, useRef, useState } from "../vendor/hooks.js";
+
+const RECENT = 100;
+
+export function AskView({ ids }) {
+  const [prompt, setPrompt] = useState("");
+  const [maxTokens, setMaxTokens] = useState("64");
+  const [asked, setAsked] = useState(null);
+  const [recent, failure] = useLoaded((signal) => choices(ids, signal), [ids.join()]);
+  const chosen = ids.length ? ids : recent?.slice(0, 1).map((cache) => cache.id) ?? [];
+
+  const choose = (at) => (event) => {
+    const next = [...chosen];
+    next[at] = event.target.value;
+    location.hash = `ask/${next.filter(Boolean).join("/")}`;
+  };
+  const submit = (event) => {
+    event.preventDefault();
+    setAsked({ number: (asked?.number ?? 0) + 1, ids: chosen, prompt, maxTokens: Number(maxTokens) });
+  };
+  const onKeyDown = (event) => {
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) event.target.form.requestSubmit();
+  };
+  return html`
+    <form class="card" onSubmit=${submit}>
+      <div class="choices">
+        <${Choice} label="Cache" recent=${recent} value=${chosen[0] ?? ""} onChange=${choose(0)} />
+        <${Choice} label="Beside it" recent=${recent} value=${chosen[1] ?? ""} onChange=${choose(1)} optional />
+      </div>
+      <label>Question <textarea rows="3" required value=${prompt} onInput=${(event) => setPrompt(event.target.value)} onKeyDown=${onKeyDown}></textarea></label>
+      <div class="inline">
+        <label>Tokens at most <input type="number" min="1" max="4096" required value=${maxTokens} onInput=${(event) => setMaxTokens(event.target.value)} /></label>
+        <button class="main" disabled=${chosen.length === 0}>Ask</button>
+        <span class="hint">Ctrl+Enter asks, too.</span>
+      </div>
+      <${FailureNote} failure=${failure} />
+    </form>
+    <div class="answers">
+      ${(asked?.ids ?? []).map((id, at) => html`<${Answer} key=${`${asked.number} ${at}`} asked=${asked} id=${id} cache=${recent?.find((each) => each.id === id)} />`)}
+    </div>
+  `;
+}
+
+/** The newest caches, and those of the address. */
+async function choices(ids, signal) {
+  const [page, ...named] = await Promise.all([
+    listCaches({ limit: RECENT }, { signal }),
+    ...ids.map((id) => getCache(id, { signal })),
+  ]);
+  const there = new Set(named.map((cache) => cache.id));
+  return [...named, ...page.data.filter((cache) => !there.has(cache.id))];
+}
+
+function Choice({ label, recent, value, onChange, optional = false }) {
+  return html`<label>${label}
+    <select value=${value} onChange=${onChange}>
+      ${(optional || !value) && html`<option value="">${recent === null ? "…" : "none"}</option>`}
+      ${(recent ?? []).map((cache) => html`<option key=${cache.id} value=${cache.id}>${summary(cache)}</option>`)}
+    </select>
+  </label>`;
+}
+
+function Answer({ asked, id, cache }) {
+  const { text, answer, failure, firstMs, stop } = useAnswer(asked, id);
+  const state = failure ? "failed" : answer ? `ended: ${answer.finish_reason}` : "answers …";
+  return html`<section class="card answer" aria-label=${`Answer of ${cache ? summary(cache) : id}`} aria-busy=${!answer && !failure}>
+    <h2>${cache ? summary(cache) : id}</h2>
+    <p class="text">${text}</p>
+    <${FailureNote} failure=${failure} />
+    <${Facts} facts=${{
+      State: state,
+      "First token": firstMs === null ? "…" : milliseconds(firstMs),
+      Load: answer ? milliseconds(answer.load_ms) : "…",
+      "Tokens read": answer ? count(answer.usage.cache_read_tokens) : "…",
+      "Tokens prefilled": answer ? count(answer.usage.prefill_tokens) : "…",
+      "Tokens written": answer ? count(answer.usage.completion_tokens) : "…",
+    }} />
+    <button disabled=${answer || failure} onClick=${stop}>Stop</button>
+    <${Announce} text=${answer ? `Answer: ${answer.text}` : ""} />
+  </section>`;
+}
+
+/** One streamed answer: its text so far, the whole once it is there, and the time to its first piece as seen from here. */
+function useAnswer(asked, id) {
+  const [told, setTold] = useState({ text: "", answer: null, failure: null, firstMs: null });
+  const stop = useRef(null);
+  useEffect(() => {
+    stop.current = new AbortController();
+    const { signal } = stop.current;
+    const tell = (fields) => setTold((before) => ({ ...before, ...fields }));
+    const run = async () => {
+      const started = performance.now();
+      let text = "";
+      let firstMs = null;
+      for await (const event of ask(id, { prompt: asked.prompt, max_tokens: asked.maxTokens }, { signal })) {
+        firstMs ??= performance.now() - started;
+        if (event.object === "answer.delta") text += event.text;
+        tell(event.object === "answer.delta" ? { text, firstMs } : { text: event.text, answer: event, firstMs });
+      }
+    };
+    run().catch((failure) => tell({ failure: failure.name === "AbortError" ? { message: "It was stopped.", code: "stopped" } : failure }));
+    return () => stop.current.abort();
+  }, []);
+  return { ...told, stop: () => stop.current.abort() };
+}

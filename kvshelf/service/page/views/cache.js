@@ -1,0 +1,109 @@
+/** One cache: everything that is known of it, and all that can be changed. */
+
+import { deleteCache, updateCache } from "../api.js";
+import { html } from "../dom.js";
+import { bytes, count, expiry, fromNow, labelLines, moment, parseLabels, percent, quality, title } from "../format.js";
+import { Confirm, Facts, FailureNote } from "../parts.js";
+import { useState } from "../vendor/hooks.js";
+
+const SPANS = { minutes: 60, hours: 3600, days: 86_400 };
+
+/** `onChanged(cache, what)` and `onRemoved(cache)` hear of what the service has done. */
+export function CacheCard({ cache, onChanged, onRemoved }) {
+  const [failure, setFailure] = useState(null);
+  const [asking, setAsking] = useState(false);
+  const [busy, setBusy] = useState(false);
+
+  const carryOut = async (work) => {
+    setBusy(true);
+    setFailure(null);
+    try {
+      await work();
+    } catch (error) {
+      setFailure(error);
+    }
+    setBusy(false);
+  };
+  const change = (json, what) => carryOut(async () => onChanged(await updateCache(cache.id, json), what));
+  const remove = () =>
+    carryOut(async () => {
+      setAsking(false);
+      await deleteCache(cache.id);
+      onRemoved(cache);
+    });
+
+  return html`
+    <h2>${title(cache)}</h2>
+    <p class="links">
+      <a class="button main" href=${`#ask/${cache.id}`}>Ask</a>
+      <a class="button" href=${`#kept/${cache.id}`}>Kept tokens</a>
+      <button aria-pressed=${cache.pinned} disabled=${busy} onClick=${() => change({ pinned: !cache.pinned }, cache.pinned ? "no longer pinned" : "pinned")}>
+        ${cache.pinned ? "Unpin" : "Pin"}
+      </button>
+      <button class="danger" disabled=${busy} onClick=${() => setAsking(true)}>Delete</button>
+    </p>
+    <${FailureNote} failure=${failure} />
+    <${CacheFacts} cache=${cache} />
+    <${Changes} cache=${cache} busy=${busy} onChange=${change} onWrong=${setFailure} />
+    ${asking && html`<${Confirm}
+      question=${`Delete the cache of ${title(cache)} (${cache.policy}, ${percent(cache.compression_ratio)} removed)? Its document would have to be compressed again.`}
+      action="Delete it" onYes=${remove} onNo=${() => setAsking(false)}
+    />`}
+  `;
+}
+
+function CacheFacts({ cache }) {
+  const { quality: measured, timings, tokens } = cache;
+  return html`<${Facts} facts=${{
+    Cache: html`<code>${cache.id}</code>`,
+    Document: html`<code>${cache.document_id}</code>`,
+    Model: cache.model,
+    Policy: `${cache.policy}, ${percent(cache.compression_ratio)} removed`,
+    Codec: cache.codec,
+    Tokens: `${count(tokens.kept)} of ${count(tokens.document)} per head`,
+    Size: `${bytes(cache.bytes.stored)} of ${bytes(cache.bytes.full)}`,
+    Quality: measured && `${quality(cache)} as the full cache answers${typeof measured.kl === "number" ? `, KL ${measured.kl.toFixed(3)}` : ""}`,
+    Hits: `${count(cache.uses)}${cache.last_used_at ? `, last ${fromNow(cache.last_used_at)}` : ""}`,
+    Made: `${moment(cache.created_at)}, ${(timings.prefill_s + timings.compress_s).toFixed(2)} s of work`,
+    Expires: cache.expires_at === null ? "never" : `${moment(cache.expires_at)}, ${expiry(cache)}`,
+    Source: cache.has_source ? "kept beside the cache" : "not kept",
+    Labels: Object.keys(cache.labels).length ? html`<span class="labels">${labelLines(cache.labels)}</span>` : null,
+  }} />`;
+}
+
+function Changes({ cache, busy, onChange, onWrong }) {
+  const [name, setName] = useState(cache.name);
+  const [labels, setLabels] = useState(labelLines(cache.labels));
+  const [amount, setAmount] = useState("");
+  const [unit, setUnit] = useState("days");
+
+  const describe = (event) => {
+    event.preventDefault();
+    try {
+      onChange({ name, labels: parseLabels(labels) }, "name and labels are changed");
+    } catch (error) {
+      onWrong(error);
+    }
+  };
+  const extend = (event) => {
+    event.preventDefault();
+    onChange({ ttl_s: Number(amount) * SPANS[unit] }, `kept for ${amount} ${unit} from now`);
+  };
+  return html`
+    <form class="inline" onSubmit=${extend} aria-label="Lifetime">
+      <label>Keep for <input type="number" min="0.01" step="any" required value=${amount} onInput=${(event) => setAmount(event.target.value)} /></label>
+      <label><span class="unseen">Unit</span>
+        <select value=${unit} onChange=${(event) => setUnit(event.target.value)}>
+          ${Object.keys(SPANS).map((span) => html`<option key=${span}>${span}</option>`)}
+        </select>
+      </label>
+      <button disabled=${busy}>Set</button>
+      <button type="button" disabled=${busy || cache.expires_at === null} onClick=${() => onChange({ ttl_s: null }, "it never expires")}>For ever</button>
+    </form>
+    <form onSubmit=${describe} aria-label="Name and labels">
+      <label>Name <input maxlength="256" value=${name} onInput=${(event) => setName(event.target.value)} /></label>
+      <label>Labels, one name=value a line <textarea rows="2" value=${labels} onInput=${(event) => setLabels(event.target.value)}></textarea></label>
+      <button disabled=${busy}>Save name and labels</button>
+    </form>
+  `;
+}

@@ -1,0 +1,146 @@
+/** The heat map of a document: which of its tokens each layer and head of a cache kept. */
+
+import { getCache, keptTokens } from "../api.js";
+import { html } from "../dom.js";
+import { count, percent, summary } from "../format.js";
+import { HeatMap } from "../heat-map.js";
+import { HeatText } from "../heat-text.js";
+import { Kept, LEVELS } from "../heat.js";
+import { Announce, FailureNote, useLoaded } from "../parts.js";
+import { useEffect, useMemo, useState } from "../vendor/hooks.js";
+import { CachePicker } from "./picker.js";
+
+const MAP_LAYERS = 16; // drawn at once: more of them would be no glance
+
+export function KeptView({ ids: [id] }) {
+  if (!id) return html`<p>Which tokens of its document did a cache keep? Choose one.</p><${CachePicker} view="kept" />`;
+  return html`<${KeptOf} key=${id} id=${id} />`;
+}
+
+function KeptOf({ id }) {
+  const [text, setText] = useState(null);
+  const [cache, cacheFailure] = useLoaded((signal) => getCache(id, { signal }), [id]);
+  const [kept, failure] = useLoaded(async (signal) => new Kept(await keptTokens(id, text, 0, { signal })), [id, text]);
+  const wantsText = failure && ["source_not_kept", "state_conflict", "document_too_short", "body_too_large"].includes(failure.code);
+  return html`
+    <p class="subject">${cache ? summary(cache) : "…"}</p>
+    <${FailureNote} failure=${cacheFailure ?? (failure?.code === "source_not_kept" ? null : failure)} />
+    ${(wantsText || (text !== null && !kept)) && html`<${OwnText} onText=${setText} />`}
+    ${kept ? html`<${Heat} id=${id} text=${text} kept=${kept} />` : !failure && html`<p class="hint">Loading …</p>`}
+  `;
+}
+
+function OwnText({ onText }) {
+  const [text, setText] = useState("");
+  const submit = (event) => {
+    event.preventDefault();
+    onText(text);
+  };
+  const read = async (event) => onText(await event.target.files[0].text());
+  return html`<form class="card narrow" onSubmit=${submit}>
+    <p>The text of this document was not kept on the shelf. Give it here, exactly as it was: it is compared by its tokens,
+      and stored nowhere.</p>
+    <label>Choose its file <input type="file" onChange=${read} /></label>
+    <label>Or paste its text <textarea rows="6" required value=${text} onInput=${(event) => setText(event.target.value)}></textarea></label>
+    <button class="main">Show what was kept</button>
+  </form>`;
+}
+
+function Heat({ id, text, kept }) {
+  const [layer, setLayer] = useState(null);
+  const [head, setHead] = useState(null);
+  const [token, setToken] = useState(kept.about.template_tokens);
+  const [loaded, failure] = useLayer(kept, id, text, layer);
+  const shares = useMemo(() => (loaded ? kept.shares(layer, head) : null), [kept, loaded, layer, head]);
+  const layers = useMemo(() => mapLayers(kept, layer), [kept, loaded, layer]);
+
+  const chooseLayer = (event) => {
+    setLayer(event.target.value === "" ? null : Number(event.target.value));
+    setHead(null);
+  };
+  const heads = layer !== null && loaded ? kept.heads(layer) : 0;
+  return html`
+    <form class="filters" aria-label="Layers and heads" onSubmit=${(event) => event.preventDefault()}>
+      <label>Layer <select value=${layer ?? ""} onChange=${chooseLayer}>
+        <option value="">all ${kept.numLayers}</option>
+        ${[...Array(kept.numLayers).keys()].map((number) => html`<option key=${number} value=${number}>${number}</option>`)}
+      </select></label>
+      <label>Head <select value=${head ?? ""} disabled=${layer === null} onChange=${(event) => setHead(event.target.value === "" ? null : Number(event.target.value))}>
+        <option value="">all${heads ? ` ${heads}` : ""}</option>
+        ${[...Array(heads).keys()].map((number) => html`<option key=${number} value=${number}>${number}</option>`)}
+      </select></label>
+      <${Legend} merges=${kept.about.merged_counts !== null} />
+    </form>
+    <${FailureNote} failure=${failure} />
+    <${HeatMap} kept=${kept} layers=${layers} label=${`Kept entries along the document, layers ${layers.join(", ")}`} onChoose=${setToken} />
+    <div class="split">
+      ${shares
+        ? html`<${HeatText} tokens=${kept.tokens} shares=${shares} templateTokens=${kept.about.template_tokens} chosen=${token} onChoose=${setToken} />`
+        : html`<p class="heat hint">Loading …</p>`}
+      <aside class="card" aria-label="The chosen token">
+        <${TokenCard} kept=${kept} token=${token} onToken=${setToken} />
+        <p class="hint">${kept.about.meaning}</p>
+      </aside>
+    </div>
+  `;
+}
+
+/** Have the bitmaps of a layer fetched, if they are not there: a large cache comes in pages. */
+function useLayer(kept, id, text, layer) {
+  const there = layer === null || kept.hasLayer(layer);
+  const [[fetched, failure], setState] = useState([null, null]);
+  useEffect(() => {
+    if (there) return undefined;
+    const stop = new AbortController();
+    keptTokens(id, text, layer, { signal: stop.signal }).then(
+      (answer) => (kept.addLayers(answer), setState([layer, null])),
+      (error) => stop.signal.aborted || setState([null, error]),
+    );
+    return () => stop.abort();
+  }, [layer, there]);
+  return [there || fetched === layer, failure];
+}
+
+/** The layers of the map: the first ones that are there, or the chosen one. */
+function mapLayers(kept, layer) {
+  if (layer !== null && kept.hasLayer(layer)) return [layer];
+  const there = [...Array(kept.numLayers).keys()].filter((number) => kept.hasLayer(number));
+  return there.slice(0, MAP_LAYERS);
+}
+
+function Legend({ merges }) {
+  return html`<span class="legend">
+    <span class="k0">evicted</span>
+    ${[...Array(LEVELS).keys()].map((at) => html`<span key=${at} class=${`k${at + 1}`} aria-hidden="true"> </span>`)}
+    <span>kept by all heads</span>
+    ${merges && html`<span class="merged">merged into another</span>`}
+  </span>`;
+}
+
+function TokenCard({ kept, token, onToken }) {
+  const { counts, merged_counts: merged, num_heads: heads, template_tokens: template } = kept.about;
+  const layers = [...Array(kept.numLayers).keys()].filter((layer) => kept.hasLayer(layer));
+  const told = `${count(counts[token])} of ${count(heads)} heads kept it (${percent(counts[token] / heads)})`;
+  const set = (event) => {
+    const number = Math.round(Number(event.target.value));
+    if (number >= 0 && number < kept.tokens.length) onToken(number);
+  };
+  return html`
+    <h2>Token <input type="number" aria-label="Number of the token" min="0" max=${kept.tokens.length - 1} value=${token} onInput=${set} /> of ${count(kept.tokens.length)}</h2>
+    <p class="token"><code>${JSON.stringify(kept.tokens[token])}</code>${token < template && " (of the chat template)"}</p>
+    <p>${told}${merged?.[token] ? `, ${count(merged[token])} merged it into another` : ""}.</p>
+    <div class="heads" tabindex="0" role="region" aria-label="By layer and head">
+      <table>
+        <thead><tr><th scope="col">Layer</th><th scope="col">Heads</th></tr></thead>
+        <tbody>${layers.map((layer) => html`<tr key=${layer}>
+          <th scope="row">${layer}</th>
+          <td>${[...Array(kept.heads(layer)).keys()].map((head) => html`<${Head} key=${head} head=${head} state=${kept.state(layer, head, token)} />`)}</td>
+        </tr>`)}</tbody>
+      </table>
+    </div>
+    <${Announce} text=${`Token ${token}: ${told}`} />
+  `;
+}
+
+const Head = ({ head, state }) =>
+  html`<span class=${`head ${state}`} title=${`head ${head}: ${state}`}><span class="unseen">head ${head} ${state}</span></span>`;

@@ -1,0 +1,90 @@
+/** The shelf: what is on it, and what can be done with each cache. */
+
+import { getCache, listModels, listPolicies } from "../api.js";
+import { html } from "../dom.js";
+import { bytes, count, expiry, percent, quality, title } from "../format.js";
+import { useCaches } from "../pages.js";
+import { Announce, FailureNote, useLoaded } from "../parts.js";
+import { Rows } from "../rows.js";
+import { useEffect, useRef, useState } from "../vendor/hooks.js";
+import { CacheCard } from "./cache.js";
+
+const COLUMNS = [
+  { name: "document", title: "Document", cell: title },
+  { name: "policy", title: "Policy", cell: (cache) => cache.policy },
+  { name: "removed", title: "Removed", cell: (cache) => percent(cache.compression_ratio) },
+  { name: "size", title: "Size", cell: (cache) => bytes(cache.bytes.stored) },
+  { name: "quality", title: "Quality", cell: quality },
+  { name: "hits", title: "Hits", cell: (cache) => count(cache.uses) },
+  { name: "expiry", title: "Expires", cell: expiry },
+  { name: "pinned", title: "Pinned", cell: (cache) => (cache.pinned ? "pinned" : "") },
+];
+const ANY = { policy: "", model: "", document_id: "", label: "" };
+
+export function ShelfView({ ids: [opened] }) {
+  const [filters, setFilters] = useState(ANY);
+  const [current, setCurrent] = useState(null); // an id: rows come and go
+  const [said, setSaid] = useState("");
+  const caches = useCaches(queryOf(filters));
+  const card = useRef();
+  const index = caches.rows.findIndex((cache) => cache.id === current);
+  const [linked, linkFailure] = useLoaded(async (signal) => (opened ? getCache(opened, { signal }) : null), [opened]);
+  useEffect(() => setCurrent(opened ?? null), [opened]);
+
+  const shown = caches.rows[index] ?? (linked?.id === current ? linked : null);
+  const changed = (cache, what) => {
+    caches.replace(cache);
+    setSaid(what);
+  };
+  const removed = (cache) => {
+    const next = caches.rows[index + 1] ?? caches.rows[index - 1];
+    caches.remove(cache.id);
+    setCurrent(next?.id ?? null);
+    setSaid(`${title(cache)} is deleted`);
+  };
+  const told = caches.more ? `the newest ${count(caches.rows.length)}, more below` : `${count(caches.rows.length)} in all`;
+  return html`
+    <${Filters} filters=${filters} onChange=${setFilters} onRefresh=${caches.refresh} told=${caches.loading ? "loading …" : told} />
+    <${FailureNote} failure=${caches.failure ?? linkFailure} />
+    <div class="split">
+      <${Rows}
+        label="Caches on the shelf" rows=${caches.rows} columns=${COLUMNS} current=${index}
+        onCurrent=${(at) => setCurrent(caches.rows[at].id)} onOpen=${() => card.current?.querySelector("a, button").focus()}
+        more=${caches.more} onEnd=${caches.loadMore}
+        empty="There is nothing here. Put a document on the shelf, or loosen the filters."
+      />
+      <aside class="card" aria-label="The chosen cache" ref=${card}>
+        ${shown
+          ? html`<${CacheCard} key=${shown.id} cache=${shown} onChanged=${changed} onRemoved=${removed} />`
+          : html`<p class="hint">Choose a cache to see all of it, to ask it, or to change it. The arrow keys go through the
+              list, Enter leads here.</p>`}
+      </aside>
+    </div>
+    <${Announce} text=${said} />
+  `;
+}
+
+/** The filters as the API takes them. A label without a value is not one yet. */
+function queryOf({ label, ...rest }) {
+  const at = label.indexOf("=");
+  return at > 0 ? { ...rest, [`label.${label.slice(0, at).trim()}`]: label.slice(at + 1).trim() } : rest;
+}
+
+function Filters({ filters, onChange, onRefresh, told }) {
+  const [policies] = useLoaded(listPolicies, []);
+  const [models] = useLoaded(listModels, []);
+  const set = (name) => (event) => onChange({ ...filters, [name]: event.target.value.trim() });
+  const choice = (name, label, options) => html`<label>${label}
+    <select value=${filters[name]} onChange=${set(name)}>
+      <option value="">any</option>
+      ${(options ?? []).map((option) => html`<option key=${option.id} value=${option.id}>${option.id}</option>`)}
+    </select>
+  </label>`;
+  return html`<form class="filters" aria-label="Filters" onSubmit=${(event) => event.preventDefault()}>
+    ${choice("policy", "Policy", policies)} ${choice("model", "Model", models)}
+    <label>Document <input placeholder="doc_…" value=${filters.document_id} onChange=${set("document_id")} /></label>
+    <label>Label <input placeholder="name=value" value=${filters.label} onChange=${set("label")} /></label>
+    <button type="button" onClick=${onRefresh}>Refresh</button>
+    <output>${told}</output>
+  </form>`;
+}
