@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from tempfile import TemporaryFile
@@ -40,6 +40,7 @@ _JSON = "application/json"
 _FORM = "multipart/form-data"
 _PIECE_BYTES = 4 << 20
 _MAX_FIELD_BYTES = 1 << 20
+_MAX_NAME = 255
 _INSTEAD_OF_FILE = ("document", "messages", "token_ids")
 
 
@@ -87,6 +88,46 @@ async def received_blob(request: Request, settings: Settings) -> AsyncIterator[B
                     pending = bytearray()
         await off_loop(_append, file, pending)
         yield file
+
+
+@asynccontextmanager
+async def received_file(
+    request: Request, settings: Settings, model: type[RequestT]
+) -> AsyncIterator[tuple[RequestT, str, BinaryIO]]:
+    """The form of an upload: its fields, the name of its `file`, and that, up to `max_file_bytes`, on disk.
+
+    The file ends with the block. Fields inside of others are written as OpenAI's client does it: `outer[inner]`.
+    """
+    _require_type(request, _FORM)
+    cap = _Cap("max_file_bytes", settings.max_file_bytes, settings.request_deadline_s)
+    async with aclosing(_arriving(request, settings, cap)) as chunks:
+        parser = _StrictParser(request.headers, chunks, max_files=1, max_fields=8, max_part_size=_MAX_FIELD_BYTES)
+        parser.spool_max_size = 1  # 0 would keep it in memory
+        try:
+            with _disk_errors():
+                form = await parser.parse()
+        except MultiPartException as exc:
+            raise InvalidRequest(f"the form cannot be read: {exc.message}") from exc
+    try:
+        file = form.get("file")
+        if not isinstance(file, UploadFile):
+            raise InvalidRequest("a form has the file as one part named file; there is none", param="file")
+        fields = [(name, value) for name, value in form.multi_items() if isinstance(value, str)]
+        yield parse_request(model, _nested(fields)), (file.filename or "")[-_MAX_NAME:], file.file
+    finally:
+        await form.close()
+
+
+def _nested(fields: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """Text fields, and objects of fields that are named `outer[inner]`; a number in these is one."""
+    values: dict[str, Any] = {}
+    for name, value in fields:
+        outer, _, inner = name.removesuffix("]").partition("[")
+        place = values.setdefault(outer, {}) if inner else values
+        if not isinstance(place, dict) or (inner or outer) in place:
+            raise InvalidRequest(f"the form has {name} twice", param=name)
+        place[inner or outer] = int(value) if inner and value.isdecimal() and len(value) < 20 else value
+    return values
 
 
 def _append(file: BinaryIO, data: bytearray) -> None:

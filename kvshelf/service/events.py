@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from fastapi import Request
 from fastapi.responses import StreamingResponse
@@ -15,7 +15,17 @@ from kvshelf.service.logs import note
 from kvshelf.service.state import until_hangup
 
 
-async def event_stream(request: Request, events: AsyncGenerator[dict[str, Any], None]) -> StreamingResponse:
+class Event(NamedTuple):
+    """An event with an id, which a reader that comes back says it has seen. Without data it keeps the line open."""
+
+    data: dict[str, Any] | None
+    id: str
+
+
+EventT = TypeVar("EventT", dict[str, Any], Event)
+
+
+async def event_stream(request: Request, events: AsyncGenerator[EventT, None]) -> StreamingResponse:
     """Stream `events`. What goes wrong before the first one is an ordinary error response; later, an event of its own.
 
     When the caller hangs up, `events` is closed, and with it the work behind it ends.
@@ -25,7 +35,7 @@ async def event_stream(request: Request, events: AsyncGenerator[dict[str, Any], 
     return StreamingResponse(_lines(first, events), headers=headers, media_type="text/event-stream")
 
 
-async def _lines(first: dict[str, Any], events: AsyncGenerator[dict[str, Any], None]) -> AsyncIterator[str]:
+async def _lines(first: EventT, events: AsyncGenerator[EventT, None]) -> AsyncIterator[str]:
     yield _line(first)
     try:
         async with aclosing(events):
@@ -39,5 +49,7 @@ async def _lines(first: dict[str, Any], events: AsyncGenerator[dict[str, Any], N
     yield "data: [DONE]\n\n"
 
 
-def _line(event: dict[str, Any]) -> str:
-    return f"data: {json.dumps(event, ensure_ascii=False, separators=(',', ':'))}\n\n"
+def _line(event: dict[str, Any] | Event) -> str:
+    if isinstance(event, dict):
+        return f"data: {json.dumps(event, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    return ":\n\n" if event.data is None else f"id: {event.id}\n{_line(event.data)}"

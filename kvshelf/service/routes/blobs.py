@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import mmap
-import re
-from collections.abc import AsyncIterator
-from typing import Annotated, BinaryIO
+from typing import BinaryIO
 
-from fastapi import APIRouter, Header, Request, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 
 from kvshelf.client.types import CacheObject, ImportCache, Verification
-from kvshelf.errors import CacheCorrupt, CacheError, CacheNotFound, InvalidRequest
+from kvshelf.errors import CacheCorrupt, CacheError, CacheNotFound
 from kvshelf.service import openapi
 from kvshelf.service.body import BLOB_TYPE, read_query, received_blob
-from kvshelf.service.errors import error_response
+from kvshelf.service.downloads import InDownload, download
 from kvshelf.service.keys import Reader, Writer
 from kvshelf.service.state import InService, Service, cache_response, in_turn, off_loop
 from kvshelf.store.artifact import CompressedCache
-from kvshelf.store.base import BlobFile, Store
+from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.shelving import prolonged
 
 router = APIRouter(prefix="/v1/caches", tags=["caches"], responses=openapi.ERRORS)
 
-_CHUNK_BYTES = 1 << 20
-_RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 _BLOB = {"content": {BLOB_TYPE: {"schema": {"type": "string", "format": "binary"}}}}
 
 
@@ -95,56 +91,7 @@ def _verification(store: Store, cache_id: str, tenant: str) -> Verification:
     response_class=StreamingResponse,
     responses={200: {"description": "the blob"} | _BLOB, 206: {"description": "the range asked for"} | _BLOB},
 )
-async def download(
-    cache_id: str,
-    service: InService,
-    caller: Reader,
-    range: Annotated[str, Header()] = "",
-    if_range: Annotated[str, Header()] = "",
-    if_none_match: Annotated[str, Header()] = "",
-) -> Response:
+async def download_blob(cache_id: str, service: InService, caller: Reader, wanted: InDownload) -> Response:
     """The stored bytes, for `CompressedCache.from_bytes`. One byte range is honoured; several get the whole blob."""
     blob = await in_turn(service, caller, service.store.open_blob, cache_id, tenant=caller.tenant)
-    etag = f'"{blob.digest}"'
-    headers = {"etag": etag, "accept-ranges": "bytes"}
-    if etag in [tag.strip().removeprefix("W/") for tag in if_none_match.split(",")]:
-        blob.close()
-        return Response(status_code=304, headers=headers)
-    span = None if if_range not in ("", etag) else _span(range, blob.nbytes)
-    if span is not None and span[0] >= span[1]:
-        blob.close()
-        refused = error_response(InvalidRequest(f"range {range!r} is outside the {blob.nbytes} bytes", param="range"))
-        refused.status_code = 416
-        refused.headers["content-range"] = f"bytes */{blob.nbytes}"
-        return refused
-    start, end = span or (0, blob.nbytes)
-    headers["content-length"] = str(end - start)
-    if span is not None:
-        headers["content-range"] = f"bytes {start}-{end - 1}/{blob.nbytes}"
-    content = _chunks(blob, start, end)
-    status = 200 if span is None else 206
-    return StreamingResponse(content, status_code=status, headers=headers, media_type=BLOB_TYPE)
-
-
-def _span(header: str, size: int) -> tuple[int, int] | None:
-    """First byte and one past the last of a Range header (RFC 9110, section 14.1.2). None: send all. Empty: refuse."""
-    match = _RANGE.fullmatch(header.replace(" ", ""))
-    if match is None or match.groups() == ("", ""):
-        return None
-    first, last = match.groups()
-    if first == "":
-        return max(0, size - int(last)), size
-    if last != "" and int(last) < int(first):
-        return None  # not a valid range at all, so the header is ignored
-    return int(first), min(size, int(last) + 1 if last else size)
-
-
-async def _chunks(blob: BlobFile, start: int, end: int) -> AsyncIterator[bytes]:
-    with blob:
-        blob.file.seek(start)
-        while start < end:
-            chunk = await off_loop(blob.file.read, min(_CHUNK_BYTES, end - start))
-            if not chunk:
-                return  # shorter than its manifest says: the client sees a broken transfer, and checks digests
-            start += len(chunk)
-            yield chunk
+    return download(blob, wanted, BLOB_TYPE)
