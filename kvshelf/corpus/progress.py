@@ -88,7 +88,8 @@ class Progress:
     """A snapshot. `done` rows have succeeded in this run or were `reused`; `failed` ones have an error row.
 
     total: rows of the input; None until it is known. reason: why it is paused, waiting or has failed. tokens, bytes_*:
-    of the caches that are done, the reused ones too; tokens_per_s of new ones only. eta_s: None while unknown.
+    of the caches that are done, the reused ones too; tokens_per_s of new ones only. elapsed_s: at work, without pauses
+    and waiting. eta_s: seconds of work that are left, None while unknown. fraction: of the input, 0 to 1.
     gpu_hours: of replicas' work in this run. workers: by the replica's name. times: Unix seconds at which each state
     was entered last.
     """
@@ -105,6 +106,7 @@ class Progress:
     tokens_per_s: float = 0.0
     elapsed_s: float = 0.0
     eta_s: float | None = None
+    fraction: float = 0.0
     gpu_hours: float = 0.0
     workers: Mapping[str, WorkerProgress] = field(default_factory=dict)
     times: Mapping[str, float] = field(default_factory=dict)

@@ -37,6 +37,8 @@ class Result:
     policy: str = ""
     nbytes: int = 0
     """Of the input, as `Row.nbytes`."""
+    levels: tuple[Mapping[str, Any], ...] = ()
+    """Of a row that asked for several: the caches, the first of them too. `bytes_stored` is that of all."""
 
     @property
     def key(self) -> tuple[str, int]:
@@ -51,7 +53,8 @@ class Result:
     def from_dict(cls, values: Mapping[str, Any]) -> Result:
         """The inverse of `to_dict`. Raises `TypeError` for values that are none."""
         error = values["error"]
-        return cls(**{**values, "error": None if error is None else RowError(**error)})
+        error = None if error is None else RowError(**error)
+        return cls(**{**values, "error": error, "levels": tuple(values["levels"])})
 
     def output(self, *, file: bool) -> dict[str, Any]:
         """The line of the output. `file`: name the input, because there are several."""
@@ -72,6 +75,7 @@ class Result:
             "attempts": self.attempts,
             "seconds": round(self.seconds, 4),
             "reused": self.reused,
+            **({"levels": [dict(level) for level in self.levels]} if self.levels else {}),
         }
 
 

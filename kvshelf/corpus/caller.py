@@ -1,0 +1,297 @@
+"""One row's way to its end: attempts by replicas, counted in the ledger, until there is a cache or an error."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import structlog
+
+from kvshelf.corpus.progress import RunOptions
+from kvshelf.corpus.results import Result, failed
+from kvshelf.corpus.rows import Row, RowError
+from kvshelf.errors import (
+    CacheError,
+    CacheNotFound,
+    Cancelled,
+    InternalError,
+    InvalidRequest,
+    KvshelfError,
+    NoWorker,
+    QueueFull,
+    RequestNotFound,
+    StateConflict,
+    StoreError,
+)
+from kvshelf.store.base import Store
+from kvshelf.store.identity import canonical_json, digest
+from kvshelf.store.ledger import RequestRecord
+from kvshelf.store.manifest import Manifest
+from kvshelf.workers.attempts import LEASE_S, Standing, give_up
+from kvshelf.workers.remote import RemoteEngine
+
+log = structlog.get_logger("kvshelf.corpus")
+
+PREFIX: Final = "row_"
+"""Begins the ids of rows in the ledger: these requests are a batch's, and nobody else takes them up."""
+
+_POLL_S = 0.5
+_CALM_S = 2.0
+_MAX_CALM_S = 30.0
+_DROP_S = 3.0
+_COME_AGAIN = (NoWorker, QueueFull, StateConflict, Cancelled)
+"""Nothing was tried: there is no room or no replica, or another one is at it, or was stopped."""
+
+
+@dataclass
+class _Call:
+    """A row on its way. uncounted: attempts of which the ledger knows nothing. spent_s: in attempts that failed."""
+
+    row: Row
+    id: str
+    engine: RemoteEngine
+    spec: dict[str, Any]
+    found: bool = False
+    uncounted: int = 0
+    spent_s: float = 0.0
+
+
+class Caller:
+    """Puts rows to the engines, `slots` at a time, for the callers of one event loop.
+
+    began: when the run began, Unix seconds; a cache that is older was there already. going: set while rows may begin.
+    """
+
+    def __init__(
+        self, engines: Mapping[str, RemoteEngine], store: Store, options: RunOptions, *, began: float, slots: int
+    ) -> None:
+        self._engines = engines
+        self._store = store
+        self._options = options
+        self._began = began
+        self._slots = asyncio.Semaphore(slots)
+        self._calm = _Calm()
+        self.going = asyncio.Event()
+        self.at_work = 0
+
+    @property
+    def trouble(self) -> str:
+        """What is wrong with the store, "" if nothing is."""
+        return "" if self._calm.trouble is None else self._calm.trouble.message
+
+    async def settle(self, row: Row) -> Result:
+        """How a row ends. Raises nothing but its own cancellation."""
+        try:
+            if row.spec is None:
+                assert row.error is not None
+                return failed(row, row.error)
+            call = self._call(row, row.spec)
+        except KvshelfError as error:
+            return failed(row, RowError.of(error))
+        async with self._slots:
+            await self.going.wait()
+            self.at_work += 1
+            try:
+                return await self._end(call)
+            except asyncio.CancelledError:
+                await asyncio.shield(self._drop(call))
+                raise
+            except Exception as exc:
+                log.exception("a row failed unexpectedly", source=row.source, line=row.line)
+                bug = InternalError(f"this is a bug of kvshelf ({type(exc).__name__}); the log has the details")
+                return failed(row, RowError.of(bug))
+            finally:
+                self.at_work -= 1
+
+    def _call(self, row: Row, spec: Mapping[str, Any]) -> _Call:
+        model = spec["model"] or next(iter(self._engines))
+        if model not in self._engines:
+            raise InvalidRequest(f"model: {model!r:.80} is not served here; there is {', '.join(self._engines)}")
+        options = self._options
+        # The document is part of the id: a line that was mended is a row that nobody has tried.
+        parts = (options.tenant, options.batch_id, row.source, str(row.line), canonical_json(spec))
+        return _Call(row, PREFIX + digest("kvshelf.row", *parts), self._engines[model], {**spec, "model": model})
+
+    async def _end(self, call: _Call) -> Result:
+        while True:
+            await self.going.wait()
+            try:
+                async with self._calm.turn():
+                    step = await self._step(call)
+            except StoreError as error:
+                log.warning("the store keeps a row waiting", code=error.code, message=error.message)
+                continue
+            if isinstance(step, Result):
+                self._calm.restored()
+                return step
+            await asyncio.sleep(step)
+
+    async def _step(self, call: _Call) -> Result | float:
+        """One step towards the end: the end itself, or seconds until the next step."""
+        record = await asyncio.to_thread(self._record, call)
+        match Standing.of(record, max_attempts=self._options.max_attempts):
+            case Standing.ENDED:
+                return await asyncio.to_thread(self._ended, call, record)
+            case Standing.HELD:
+                return _POLL_S
+            case Standing.SPENT:
+                await asyncio.to_thread(give_up, self._store.ledger, record)
+                return 0.0
+            case Standing.DUE:
+                return await self._attempt(call, record)
+
+    def _record(self, call: _Call) -> RequestRecord:
+        """The row in the ledger; written there if it is not, or if what an earlier run left is no end."""
+        ledger, tenant = self._store.ledger, self._options.tenant
+        try:
+            record = ledger.get_request(call.id, tenant=tenant)
+        except RequestNotFound:
+            return ledger.open_request(call.id, tenant=tenant, body=b"")
+        if call.found:
+            return record
+        call.found = True
+        code = None if record.error is None else record.error.code
+        again = record.state == "failed" and (self._options.retry_failed or code == Cancelled.code)
+        if again or (record.state == "done" and not self._manifests(record)):
+            return ledger.open_request(call.id, tenant=tenant, body=b"", again=True)
+        return record
+
+    def _ended(self, call: _Call, record: RequestRecord) -> Result | float:
+        if record.error is not None:
+            error = RowError(record.error.code, record.error.message)
+            return failed(call.row, error, attempts=record.tries, seconds=call.spent_s)
+        manifests = self._manifests(record)
+        if not manifests:  # deleted since, while this row waited
+            call.found = False
+            return 0.0
+        reused = all(manifest.created_at < self._began for manifest in manifests)
+        return _success(call.row, manifests, attempts=record.tries, reused=reused)
+
+    def _manifests(self, record: RequestRecord) -> list[Manifest]:
+        """Those of the row's caches, if all of them are on the shelf."""
+        try:
+            return [self._store.stat(cache_id, tenant=record.tenant) for cache_id in record.cache_ids]
+        except (CacheNotFound, CacheError):
+            return []
+
+    async def _attempt(self, call: _Call, record: RequestRecord) -> Result | float:
+        options, started = self._options, time.monotonic()
+        try:
+            created = await call.engine.create(
+                call.spec,
+                tenant=options.tenant,
+                deadline_s=options.document_deadline_s,
+                request_id=call.id,
+                max_attempts=options.max_attempts,
+            )
+        except StoreError as error:
+            if error.details.get("fits") is False:  # the document's fault, and recorded as that
+                return 0.0
+            raise
+        except _COME_AGAIN as error:
+            return float(error.details.get("retry_after_s", _POLL_S))
+        except KvshelfError as error:
+            call.spent_s += time.monotonic() - started
+            now = await asyncio.to_thread(self._record, call)
+            return 0.0 if now.attempts > record.attempts else await self._uncounted(call, error)
+        manifests = [Manifest.model_validate(cache.manifest) for cache in created.caches]
+        worked_s = sum(phase.seconds for phase in created.phases if phase.name != "queue")
+        done = _success(call.row, manifests, attempts=record.tries + 1, reused=created.existing)
+        return replace(done, seconds=worked_s, worker=created.worker)
+
+    async def _uncounted(self, call: _Call, error: KvshelfError) -> float:
+        """An attempt failed before the ledger heard of it. As often as may be, and then the row has failed."""
+        call.uncounted += 1
+        if call.uncounted < self._options.max_attempts:
+            return _POLL_S
+        await asyncio.to_thread(self._fail, call, error)
+        return 0.0
+
+    def _fail(self, call: _Call, error: KvshelfError, *, counted: bool = True) -> None:
+        ledger = self._store.ledger
+        attempt = ledger.start_attempt(call.id, worker="batch", lease_s=LEASE_S)
+        ledger.fail(call.id, attempt, code=error.code, message=error.message, final=True, counted=counted)
+
+    async def _drop(self, call: _Call) -> None:
+        """End a row in the ledger that nobody will work on. Its replica lets go of it within a layer."""
+        end = time.monotonic() + _DROP_S
+        while time.monotonic() < end:
+            try:
+                if await asyncio.to_thread(self._dropped, call):
+                    return
+            except StateConflict:
+                pass  # its replica took it a moment ago
+            except (StoreError, RequestNotFound):
+                return
+            await asyncio.sleep(0.1)
+
+    def _dropped(self, call: _Call) -> bool:
+        record = self._store.ledger.get_request(call.id, tenant=self._options.tenant)
+        standing = Standing.of(record)
+        if standing is Standing.DUE:
+            self._fail(call, Cancelled("the batch was cancelled"), counted=False)
+        return standing is not Standing.HELD
+
+
+class _Calm:
+    """Rows go on freely until the store is in trouble. Then one at a time tries, after a pause that grows, until one
+    has come to its end: a document that finds the store full has been computed for nothing."""
+
+    def __init__(self) -> None:
+        self.trouble: StoreError | None = None
+        self._pause_s = _CALM_S
+        self._one = asyncio.Lock()
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        async with self._one if self.trouble else nullcontext():
+            if self.trouble:
+                await asyncio.sleep(self._pause_s)
+            try:
+                yield
+            except StoreError as error:
+                self.trouble = error
+                self._pause_s = min(2 * self._pause_s, _MAX_CALM_S)
+                raise
+
+    def restored(self) -> None:
+        self.trouble = None
+        self._pause_s = _CALM_S
+
+
+def _success(row: Row, manifests: Sequence[Manifest], *, attempts: int, reused: bool) -> Result:
+    """A row with these caches on the shelf. Its seconds are those of the manifests, if it was made in this run."""
+    first = manifests[0]
+    took = sum(each.timings.prefill_s + each.timings.compress_s + each.timings.store_s for each in manifests)
+    return Result(
+        row.source,
+        row.line,
+        row.custom_id,
+        cache_id=first.id,
+        document_id=first.document_id,
+        tokens=first.num_tokens,
+        kept=first.kept_tokens,
+        bytes_full=first.bytes_full,
+        bytes_stored=sum(each.bytes_stored for each in manifests),
+        quality=first.quality,
+        attempts=attempts,
+        seconds=0.0 if reused else took,
+        reused=reused,
+        policy=first.policy,
+        nbytes=row.nbytes,
+        levels=tuple(_level(each) for each in manifests) if len(manifests) > 1 else (),
+    )
+
+
+def _level(manifest: Manifest) -> dict[str, Any]:
+    return {
+        "cache_id": manifest.id,
+        "compression_ratio": manifest.compression_ratio,
+        "tokens": {"document": manifest.num_tokens, "kept": manifest.kept_tokens},
+        "bytes": {"full": manifest.bytes_full, "stored": manifest.bytes_stored},
+        "quality": manifest.quality,
+    }
