@@ -42,11 +42,12 @@ from kvshelf.workers.remote import RemoteEngine, watch
 log = structlog.get_logger("kvshelf.corpus")
 
 PIECE_ROWS: Final = 16
-PIECE_BYTES: Final = 256 << 10
+PIECE_CHARS: Final = 256 << 10
 """What one task of a caller gets at most, but always one row: little, so that the last ones keep every replica busy."""
 
-SORTED_BYTES: Final = 8 << 20
-"""Of consecutive rows, the longest come first: so no long document is left for the end alone."""
+SORTED_ROWS: Final = 4096
+SORTED_CHARS: Final = 8 << 20
+"""Of so many consecutive rows the longest come first: so no long document is left for the end alone."""
 
 SLOTS_PER_CALLER: Final = 32
 _READERS: Final = 2
@@ -161,22 +162,22 @@ def _patiently(shard: Shard) -> Iterator[Row]:
 
 
 def packed(rows: Iterator[Row]) -> Iterator[list[Row]]:
-    """The rows in pieces; of each `SORTED_BYTES` of them the longest first."""
-    for group in _cut(rows, max_rows=PIECE_ROWS * 256, max_bytes=SORTED_BYTES):
-        group.sort(key=lambda row: row.nbytes, reverse=True)
-        yield from _cut(iter(group), max_rows=PIECE_ROWS, max_bytes=PIECE_BYTES)
+    """The rows in pieces; of each `SORTED_CHARS` of them the longest first."""
+    for group in _cut(rows, max_rows=SORTED_ROWS, max_chars=SORTED_CHARS):
+        group.sort(key=lambda row: row.length, reverse=True)
+        yield from _cut(iter(group), max_rows=PIECE_ROWS, max_chars=PIECE_CHARS)
 
 
-def _cut(rows: Iterator[Row], *, max_rows: int, max_bytes: int) -> Iterator[list[Row]]:
+def _cut(rows: Iterator[Row], *, max_rows: int, max_chars: int) -> Iterator[list[Row]]:
     """Runs of rows that stay within both limits; one row alone may be beyond."""
     piece: list[Row] = []
-    nbytes = 0
+    chars = 0
     for row in rows:
-        if piece and (len(piece) >= max_rows or nbytes + row.nbytes > max_bytes):
+        if piece and (len(piece) >= max_rows or chars + row.length > max_chars):
             yield piece
-            piece, nbytes = [], 0
+            piece, chars = [], 0
         piece.append(row)
-        nbytes += row.nbytes
+        chars += row.length
     if piece:
         yield piece
 

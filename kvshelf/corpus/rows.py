@@ -23,6 +23,7 @@ MAX_CUSTOM_ID: Final = 512
 DOCUMENTS: Final = ("document", "messages", "token_ids")
 """The fields of which a row gives exactly one."""
 
+_CHARS_PER_TOKEN: Final = 4
 _ENDPOINT: Final = "/v1/caches"
 _OPENAI_FIELDS: Final = {"custom_id", "method", "url", "body"}
 _ALTERNATIVES: Final = (("compression_ratio", "budget_tokens", "levels"), ("ttl_s", "expires_at"))
@@ -56,6 +57,16 @@ class Row:
     spec: Mapping[str, Any] | None = None
     nbytes: int = 0
     error: RowError | None = None
+
+    @property
+    def length(self) -> int:
+        """About the characters of its document, to know long ones from short ones."""
+        if self.spec is None:
+            return 0
+        if self.spec["token_ids"] is not None:
+            return _CHARS_PER_TOKEN * len(self.spec["token_ids"])
+        text = self.spec["document"]
+        return len(text) if text is not None else sum(len(message["content"]) for message in self.spec["messages"])
 
     def to_json(self) -> bytes:
         return pydantic_core.to_json(asdict(self))
