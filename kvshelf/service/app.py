@@ -17,11 +17,25 @@ from kvshelf.client.types import ModelObject
 from kvshelf.errors import KvshelfError
 from kvshelf.service import errors, openapi
 from kvshelf.service.background import Background
+from kvshelf.service.batches import BatchRunner
 from kvshelf.service.engines import FairEngine
 from kvshelf.service.keys import Access, LiveKeys
 from kvshelf.service.limits import TenantLimits
 from kvshelf.service.metrics import Metrics
-from kvshelf.service.routes import blobs, caches, chat, estimate, kept, meta, metrics, page, queries, requests
+from kvshelf.service.routes import (
+    batches,
+    blobs,
+    caches,
+    chat,
+    estimate,
+    files,
+    kept,
+    meta,
+    metrics,
+    page,
+    queries,
+    requests,
+)
 from kvshelf.service.settings import Settings
 from kvshelf.service.state import THREADS, WHOLE_CACHES, Service
 from kvshelf.service.telemetry import ObservedEngine, ObservedRequests
@@ -50,7 +64,10 @@ def create_app(
         identities = {about["id"]: ModelIdentity(**about["identity"]) for about in described}
         fair = {name: FairEngine(engine, settings) for name, engine in engines.items()}
         whole = FairQueue("whole caches", WHOLE_CACHES, settings.max_queued_requests)
-        app.state.service = Service(settings, store, engines, fair, models, identities, background, numbers, whole)
+        runner = BatchRunner(store, workers, settings, numbers)
+        app.state.service = Service(
+            settings, store, engines, fair, models, identities, background, runner, numbers, whole
+        )
         beside = [
             asyncio.create_task(watch(list(engines.values()))),
             asyncio.create_task(_take_stock(store)),
@@ -59,16 +76,18 @@ def create_app(
         if keys is not None:
             beside.append(asyncio.create_task(keys.follow()))
         background.start()
+        runner.start()
         try:
             yield
         finally:
+            await runner.stop()
             await background.stop()
             for task in beside:
                 task.cancel()
             await asyncio.gather(*beside, return_exceptions=True)
 
     app = FastAPI(title="kvshelf", version=kvshelf.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    resources = (caches, blobs, queries, kept, requests, estimate, chat, meta, metrics, page)
+    resources = (caches, blobs, queries, kept, requests, estimate, chat, files, batches, meta, metrics, page)
     routers = [resource.router for resource in resources]
     for router in routers:
         app.include_router(router)

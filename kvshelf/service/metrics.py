@@ -15,6 +15,7 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
+from kvshelf.corpus.progress import Progress
 from kvshelf.errors import CacheNotFound, KvshelfError, StoreUnavailable
 from kvshelf.service.engines import FairEngine
 from kvshelf.service.errors import miss_reason
@@ -77,6 +78,9 @@ class Metrics:
         self._replicas = gauge("replicas", "replicas: running, wanted", "model", "state")
         self._waiting = gauge("waiting_requests", "requests in the queues before the workers", "model", "kind")
         self._background = gauge("background_requests", "creations in the background: queued, running", "state")
+        self._batches = gauge("batches", "batches that have not ended: run here, waiting", "state")
+        self._batch_rows = counter("batch_rows", "rows of batches by result: new, reused, failed", "result")
+        self._batch_tokens = counter("batch_tokens", "document tokens of rows that have a cache")
         self._store_up = gauge("store_up", "1 if the store answered when it was last asked")
         self._caches = gauge("caches", "caches on the shelf; NaN if the store does not say")
         self._shelf_bytes = gauge("shelf_bytes", "bytes of all caches on the shelf; NaN if the store does not say")
@@ -144,6 +148,19 @@ class Metrics:
                 self._waiting.labels(model, kind).set(count)
         for state, count in background.items():
             self._background.labels(state).set(count)
+
+    def read_batches(self, batches: Mapping[str, int]) -> None:
+        """Set how many batches there are, by state."""
+        for state, count in batches.items():
+            self._batches.labels(state).set(count)
+
+    def batch_advanced(self, before: Progress, now: Progress) -> None:
+        """A batch has gone on between these two snapshots of one run."""
+        new = (now.done - now.reused) - (before.done - before.reused)
+        counts = {"new": new, "reused": now.reused - before.reused, "failed": now.failed - before.failed}
+        for result, count in counts.items():
+            self._batch_rows.labels(result).inc(max(0, count))
+        self._batch_tokens.inc(max(0, now.tokens - before.tokens))
 
     def read_workers(self, engines: Mapping[str, RemoteEngine], wanted: int) -> None:
         """Set how many replicas run, as far as is known."""

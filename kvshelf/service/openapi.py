@@ -9,6 +9,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from kvshelf.client.batch_types import CreateBatch
 from kvshelf.client.kept_types import KeptOf
 from kvshelf.client.openai import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
 from kvshelf.client.types import (
@@ -29,6 +30,7 @@ _READ_BY_ROUTES: list[type[BaseModel]] = [
     ChatCompletion,
     ChatCompletionChunk,
     ChatCompletionRequest,
+    CreateBatch,
     CreateCache,
     ErrorEnvelope,
     Estimate,

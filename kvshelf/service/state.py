@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse
 from kvshelf.client.types import CacheObject, ModelObject
 from kvshelf.errors import Cancelled, InvalidRequest, ModelMismatch
 from kvshelf.service.background import Background
+from kvshelf.service.batches import BatchRunner
 from kvshelf.service.engines import FairEngine
 from kvshelf.service.keys import Caller
 from kvshelf.service.metrics import Metrics
@@ -46,6 +47,7 @@ class Service:
     models: tuple[ModelObject, ...]
     identities: Mapping[str, ModelIdentity]
     background: Background
+    batches: BatchRunner
     metrics: Metrics
     whole: FairQueue
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Literal
 
 from pydantic import Field
 
-from kvshelf.errors import BatchNotFound, StateConflict
-from kvshelf.store.docket import Docket, Item, require_after
+from kvshelf.errors import BatchNotFound
+from kvshelf.store.docket import Docket, Item, overtaken, require_after
 from kvshelf.store.index import KEEP_ENDED_S
 from kvshelf.store.manifest import Record
 
@@ -54,7 +54,7 @@ class BatchRecord(Record):
 
     body: the request as it was accepted. times: when each state was entered last. attempts: how often it was begun,
     the retries included; a retry does the failed rows again. progress: numbers of the run for people, JSON types only.
-    version: counts its changes; see `Batches.change`.
+    version: counts its changes.
     """
 
     id: str
@@ -107,14 +107,24 @@ class Batches:
             raise BatchNotFound(f"there is no batch {batch_id[:80]!r}", param="batch_id")
         return _record(item)
 
-    def change(self, record: BatchRecord, *, term: int | None = None) -> BatchRecord:
-        """Store a record in the place of the version that it has; returns it with the next one.
+    def update(
+        self, batch_id: str, change: Callable[[BatchRecord], BatchRecord], *, tenant: str, term: int | None = None
+    ) -> BatchRecord:
+        """Change a batch as it is now, and again if somebody else was faster; what `change` gives back as it was stays.
 
-        Raises `StateConflict` if it was changed since, or the term is over.
+        Raises `BatchNotFound`, what `change` raises, and `StateConflict` if the lease of `term` is over.
         """
-        if not self._docket.change(_item(record), term=term):
-            raise StateConflict(f"batch {record.id} was changed meanwhile; look at it and try again", param="batch_id")
-        return record.model_copy(update={"version": record.version + 1})
+        tried = -1
+        while True:
+            record = self.get(batch_id, tenant=tenant)
+            changed = change(record)
+            if changed == record:
+                return record
+            if record.version == tried:
+                raise overtaken(batch_id, term or 0)
+            if self._docket.change(_item(changed), term=term):
+                return changed.model_copy(update={"version": record.version + 1})
+            tried = record.version
 
     def unfinished(self) -> list[BatchRecord]:
         """Those of all tenants that have not ended, oldest first."""

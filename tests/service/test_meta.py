@@ -44,6 +44,9 @@ def test_openapi_describes_every_route_and_body(http: httpx.Client) -> None:
     assert set(document["paths"]) == {
         "/v1/caches", "/v1/caches/{cache_id}", "/v1/caches/{cache_id}/blob", "/v1/caches/{cache_id}/query",
         "/v1/caches/import", "/v1/caches/{cache_id}/verify", "/v1/caches/{cache_id}/kept", "/v1/estimate",
+        "/v1/files", "/v1/files/{file_id}", "/v1/files/{file_id}/content",
+        "/v1/batches", "/v1/batches/{batch_id}", "/v1/batches/{batch_id}/cancel", "/v1/batches/{batch_id}/pause",
+        "/v1/batches/{batch_id}/resume", "/v1/batches/{batch_id}/retry", "/v1/batches/{batch_id}/events",
         "/v1/requests/{request_id}", "/v1/chat/completions", "/v1/models", "/v1/policies", "/v1/limits", "/livez",
         "/metrics", "/readyz",
     }  # fmt: skip

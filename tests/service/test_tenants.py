@@ -48,6 +48,19 @@ NEEDS = {
     ("GET", "/v1/requests/{request_id}"): "read",
     ("POST", "/v1/chat/completions"): "read",
     ("POST", "/v1/estimate"): "read",
+    ("POST", "/v1/files"): "write",
+    ("GET", "/v1/files"): "read",
+    ("GET", "/v1/files/{file_id}"): "read",
+    ("GET", "/v1/files/{file_id}/content"): "read",
+    ("DELETE", "/v1/files/{file_id}"): "write",
+    ("POST", "/v1/batches"): "write",
+    ("GET", "/v1/batches"): "read",
+    ("GET", "/v1/batches/{batch_id}"): "read",
+    ("POST", "/v1/batches/{batch_id}/cancel"): "write",
+    ("POST", "/v1/batches/{batch_id}/pause"): "write",
+    ("POST", "/v1/batches/{batch_id}/resume"): "write",
+    ("POST", "/v1/batches/{batch_id}/retry"): "write",
+    ("GET", "/v1/batches/{batch_id}/events"): "read",
     ("GET", "/v1/models"): "read",
     ("GET", "/v1/policies"): "read",
     ("GET", "/v1/limits"): "read",
@@ -118,7 +131,8 @@ def routes(guarded: Guarded) -> list[tuple[str, str]]:
 
 
 def path_of(template: str) -> str:
-    return template.format(cache_id=UNKNOWN, request_id="req_" + "0" * 40)
+    ids = {"request_id": "req_" + "0" * 40, "file_id": "file_" + "0" * 40, "batch_id": "batch_" + "0" * 40}
+    return template.format(cache_id=UNKNOWN, **ids)
 
 
 def test_nothing_but_health_is_open_without_a_key(guarded: Guarded) -> None:

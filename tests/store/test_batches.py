@@ -194,10 +194,16 @@ def test_a_batch_from_its_beginning_to_its_end(store: Store, clock: Clock) -> No
     assert term is not None
     store.batches.append(record.id, term, [b"a", b"b"])
     assert list(store.batches.journal(record.id)) == [b"a", b"b"]
-    record = store.batches.change(record.entered("in_progress", 1001.0), term=term)
-    with pytest.raises(StateConflict):
-        store.batches.change(record.model_copy(update={"version": 0}))
-    ended = store.batches.change(record.entered("completed", clock(), output_file_id="file_2"))
+    assert store.batches.update(record.id, lambda found: found, tenant="me") == record, "nothing was to change"
+    begun = store.batches.update(record.id, lambda found: found.entered("in_progress", 1001.0), tenant="me", term=term)
+    assert (begun.state, begun.version) == ("in_progress", 1)
+    with pytest.raises(StateConflict, match="is over"):
+        store.batches.update(record.id, lambda found: found.entered("failed", 1.0), tenant="me", term=term + 1)
+
+    def end(found: BatchRecord) -> BatchRecord:
+        return found.entered("completed", clock(), output_file_id="file_2")
+
+    ended = store.batches.update(record.id, end, tenant="me")
     assert store.batches.get(record.id, tenant="me") == ended
     assert ended.times == {"validating": 1000.0, "in_progress": 1001.0, "completed": clock()}
     assert store.batches.unfinished() == []
@@ -206,6 +212,22 @@ def test_a_batch_from_its_beginning_to_its_end(store: Store, clock: Clock) -> No
     with pytest.raises(BatchNotFound):
         store.batches.get(record.id, tenant="me")
     assert list(store.batches.journal(record.id)) == []
+
+
+def test_a_change_is_made_again_where_another_one_was_faster(store: Store) -> None:
+    record = batch(store)
+    seen: list[int] = []
+
+    def change(found: BatchRecord) -> BatchRecord:
+        seen.append(found.version)
+        if len(seen) == 1:
+            store.batches.update(record.id, lambda each: each.entered("in_progress", 5.0), tenant="me")
+        return found.model_copy(update={"attempts": 7})
+
+    changed = store.batches.update(record.id, change, tenant="me")
+    assert seen == [0, 1]
+    assert (changed.state, changed.attempts, changed.version) == ("in_progress", 7, 2)
+    assert store.batches.get(record.id, tenant="me") == changed
 
 
 def test_tenants_see_nothing_of_each_other(store: Store, tmp_path: Path) -> None:

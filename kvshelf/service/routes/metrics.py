@@ -23,6 +23,7 @@ async def metrics(_: Admin, service: InService, accept: Annotated[str, Header()]
     """All numbers of this service, in the text format of Prometheus, or in OpenMetrics where that is asked for."""
     service.metrics.read_workers(service.engines, service.settings.replicas)
     service.metrics.read_queues(service.fair, service.background.counts)
+    service.metrics.read_batches(service.batches.counts)
     await service.metrics.read_shelf(service.store)
     encode, media_type = choose_encoder(accept)
     return Response(encode(service.metrics.registry), media_type=media_type)

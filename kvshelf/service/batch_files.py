@@ -1,0 +1,118 @@
+"""What a batch reads before its work and writes after it: the input as a whole, and the files of results."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from tempfile import TemporaryFile
+from typing import Any, BinaryIO, Final
+
+from kvshelf.corpus.results import Result
+from kvshelf.corpus.stored import last_results
+from kvshelf.errors import StorageFull
+from kvshelf.store.base import Store
+from kvshelf.store.batches import BatchCounts, BatchProblem, BatchRecord, BatchState
+from kvshelf.store.uploads import digest_of
+
+_PIECE: Final = 1 << 20
+
+
+class BadInput(Exception):
+    """The input cannot be worked on at all."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.problem = BatchProblem(code=code, message=message, param="input_file_id")
+
+
+@dataclass(frozen=True)
+class Written:
+    """The files of results, and what stands in them."""
+
+    output_file_id: str
+    error_file_id: str
+    counts: BatchCounts
+
+
+def count_rows(store: Store, file_id: str, tenant: str, max_rows: int) -> int:
+    """The lines of an input, which is read to its end and found sound. Raises `BadInput`, `FileNotFound`."""
+    with store.files.open(file_id, tenant=tenant) as opened:
+        rows = _lines(opened.file)
+        opened.file.seek(0)
+        sound = digest_of(opened.file) == opened.digest
+    if not sound:
+        raise BadInput("file_damaged", f"file {file_id} is not what was uploaded; upload it again")
+    if rows == 0:
+        raise BadInput("empty_file", f"file {file_id} has no line")
+    if rows > max_rows:
+        raise BadInput(
+            "too_many_rows", f"file {file_id} has {rows} lines, and a batch takes {max_rows}; cut it into several"
+        )
+    return rows
+
+
+def _lines(file: BinaryIO) -> int:
+    count, last = 0, b"\n"
+    while piece := file.read(_PIECE):
+        count += piece.count(b"\n")
+        last = piece[-1:]
+    return count + (last != b"\n")
+
+
+def write_results(store: Store, record: BatchRecord) -> Written:
+    """Make the two files of a batch out of its journal: rows that have a cache, and rows that have an error."""
+    found: Counter[str] = Counter()
+    with _disk_errors(), TemporaryFile() as output, TemporaryFile() as errors:
+        for result in last_results(store.batches, record.id):
+            _write_line(errors if result.error else output, result)
+            found["failed" if result.error else "reused" if result.reused else "made"] += 1
+        output_id = _stored(store, record, output, "output")
+        error_id = _stored(store, record, errors, "errors")
+    made, reused = found["made"], found["reused"]
+    counts = BatchCounts(total=record.counts.total, completed=made + reused, failed=found["failed"], reused=reused)
+    return Written(output_id, error_id, counts)
+
+
+def _stored(store: Store, record: BatchRecord, file: BinaryIO, name: str) -> str:
+    file.flush()
+    kept = store.files.create(
+        file,
+        tenant=record.tenant,
+        filename=f"{record.id}_{name}.jsonl",
+        purpose="batch_output",
+        ttl_s=record.body["output_keep_s"],
+    )
+    return kept.id
+
+
+def _write_line(file: BinaryIO, result: Result) -> None:
+    line: dict[str, Any] = result.output(file=False)
+    file.write(json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
+
+
+@contextmanager
+def _disk_errors() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageFull(
+            f"no place for the results of a batch: {error.strerror}; make room for temporary files"
+        ) from error
+
+
+def outcome(
+    record: BatchRecord, counts: BatchCounts, problems: tuple[BatchProblem, ...]
+) -> tuple[BatchState, tuple[BatchProblem, ...]]:
+    """How a batch ends with these rows, and what its callers are told about it as a whole."""
+    if problems:
+        return "failed", problems
+    if record.state == "cancelling":
+        return "cancelled", ()
+    if counts.completed + counts.failed < counts.total:
+        return "expired", ()
+    if counts.completed == 0:
+        return "failed", (BatchProblem(code="no_success", message="no row succeeded; the error file says why"),)
+    return "completed", ()

@@ -1,0 +1,272 @@
+"""One batch at work, for as long as this process holds its lease."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, Final, TypeVar
+
+import structlog
+
+from kvshelf.corpus.progress import Progress, RunOptions, RunState, Summary, Window
+from kvshelf.corpus.run import Run
+from kvshelf.corpus.stored import HomeJournal, StoredFile, StoredShard
+from kvshelf.errors import FileNotFound, QuotaExceeded, StateConflict, StoreError
+from kvshelf.service.batch_files import BadInput, count_rows, outcome, write_results
+from kvshelf.service.metrics import Metrics
+from kvshelf.service.settings import Settings
+from kvshelf.service.storage import store_config
+from kvshelf.store.base import Store
+from kvshelf.store.batches import BatchCounts, BatchProblem, BatchRecord
+from kvshelf.workers.remote import RemoteEngine
+
+log = structlog.get_logger("kvshelf.service")
+
+ResultT = TypeVar("ResultT")
+Update = Callable[[BatchRecord], BatchRecord]
+
+LEASE_S: Final = 15.0
+"""How long after its last sign of life a front end's batch may be taken over by another."""
+
+_STEER_S: Final = 0.5
+_STORE_PAUSE_S: Final = 2.0
+_STOP_S: Final = 5.0
+_AT_WORK: Final = (RunState.RUNNING, RunState.PAUSED, RunState.WAITING)
+
+
+def rest_reason(record: BatchRecord, now: float) -> str:
+    """Why nobody works on a batch now although it has not ended; "" if somebody should."""
+    if record.state == "cancelling" or now >= record.expires_at:
+        return ""
+    if record.state == "paused":
+        return "it was paused"
+    window = record.body["window"]
+    if window is not None and not Window.parse(window).open_at(datetime.datetime.fromtimestamp(now).time()):
+        return f"it is outside its window {window}"
+    return ""
+
+
+class BatchWork:
+    """`run` it once. All that comes of it stands in the store."""
+
+    def __init__(
+        self,
+        record: BatchRecord,
+        term: int,
+        store: Store,
+        engines: Mapping[str, RemoteEngine],
+        settings: Settings,
+        metrics: Metrics,
+    ) -> None:
+        """term: of the lease, which is this process's."""
+        self._id = record.id
+        self._tenant = record.tenant
+        self._term = term
+        self._batches = store.batches
+        self._store = store
+        self._engines = engines
+        self._settings = settings
+        self._metrics = metrics
+
+    async def run(self) -> None:
+        """Work until the batch has ended or rests, or until the lease is lost. Raises nothing."""
+        renewing = asyncio.create_task(self._renew())
+        working = asyncio.create_task(self._advance())
+        unexpected = False
+        try:
+            await asyncio.wait({renewing, working}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                working.result()
+        except StateConflict:
+            log.warning("a batch was taken over by another process", batch=self._id)
+        except Exception:
+            # It stays in the store. The lease stays as well, so that what fails at once is not tried every second.
+            log.exception("a batch failed unexpectedly", batch=self._id)
+            unexpected = True
+        finally:
+            for task in (working, renewing):
+                task.cancel()
+            await asyncio.gather(working, renewing, return_exceptions=True)
+            if not unexpected:
+                with suppress(StoreError):
+                    await asyncio.to_thread(self._batches.release, self._id, self._term)
+
+    async def _renew(self) -> None:
+        """Keep the lease; ends when another process has it."""
+        while True:
+            await asyncio.sleep(LEASE_S / 3)
+            try:
+                await asyncio.to_thread(self._batches.renew, self._id, self._term, lease_s=LEASE_S)
+            except StateConflict:
+                return
+            except StoreError as error:
+                log.warning("the lease of a batch could not be renewed", batch=self._id, code=error.code)
+
+    async def _advance(self) -> None:
+        """From whatever state the batch is in to its end, or to where it rests."""
+        record = await self._change(_as_it_is)
+        log.info("batch taken up", batch=self._id, state=record.state, attempt=record.attempts)
+        problems: tuple[BatchProblem, ...] = ()
+        try:
+            if record.state == "validating":
+                record = await self._validate(record)
+            if record.state != "cancelling" and time.time() < record.expires_at:
+                summary = await self._work(record)
+                record = await self._change(lambda record: _after(record, summary))
+                if (rest := rest_reason(record, time.time())) and summary.state == RunState.CANCELLED:
+                    log.info("batch rests", batch=self._id, reason=rest)
+                    return
+                problems = _problems(record, summary)
+        except BadInput as bad:
+            problems = (bad.problem,)
+        except FileNotFound as gone:
+            problems = (BatchProblem(code=gone.code, message=gone.message, param="input_file_id"),)
+        await self._end(problems)
+
+    async def _validate(self, record: BatchRecord) -> BatchRecord:
+        """Look through the whole input before any work; what is wrong with one row is that row's own end."""
+        file_id, limit = record.body["input_file_id"], self._settings.max_batch_rows
+        total = await self._insist(count_rows, self._store, file_id, self._tenant, limit)
+
+        def begin(record: BatchRecord) -> BatchRecord:
+            counted = record.model_copy(update={"counts": BatchCounts(total=total)})
+            return counted.entered("in_progress", time.time()) if record.state == "validating" else counted
+
+        return await self._change(begin)
+
+    async def _work(self, record: BatchRecord) -> Summary:
+        """Run it until nothing is left to do, or nothing more may be done now."""
+        run = await self._insist(self._made, record)
+        run.start()
+        told = Progress(RunState.RUNNING)
+        used_before = float(record.progress.get("gpu_hours", 0.0))
+        try:
+            while (summary := await asyncio.to_thread(run.wait, _STEER_S)) is None:
+                with suppress(StoreError):  # the run itself waits for the store
+                    progress = run.progress()
+                    await self._steer(run, progress, used_before)
+                    self._metrics.batch_advanced(told, progress)
+                    told = progress
+        except BaseException:
+            run.cancel("the service stops")
+            await asyncio.to_thread(run.wait, _STOP_S)
+            raise
+        self._metrics.batch_advanced(told, summary)
+        return summary
+
+    def _made(self, record: BatchRecord) -> Run:
+        config = store_config(self._settings)
+        file = self._store.files.get(record.body["input_file_id"], tenant=self._tenant)
+        shard = StoredShard(
+            config, self._tenant, file.id, file.filename, record.body["options"], file.nbytes, record.counts.total
+        )
+        journal = HomeJournal(self._batches, self._id, self._term)
+        return Run(StoredFile(shard), self._engines, config, journal, _options(record))
+
+    async def _steer(self, run: Run, progress: Progress, used_before: float) -> None:
+        """Tell the store how the run goes on, and the run what its callers want of it."""
+        record = await asyncio.to_thread(self._change_now, lambda record: _told(record, progress, used_before))
+        if progress.state not in _AT_WORK:
+            return
+        if record.state == "cancelling":
+            run.cancel("it was cancelled")
+        elif time.time() >= record.expires_at:
+            run.cancel(f"its completion window of {record.body['completion_window']} is over")
+        elif reason := rest_reason(record, time.time()):
+            run.cancel(reason)
+
+    async def _end(self, problems: tuple[BatchProblem, ...]) -> None:
+        """Write the files of results, from the journal alone; with them the batch has ended."""
+        record = await self._change(_ending)
+        written = await self._insist(write_results, self._store, record)
+
+        def end(record: BatchRecord) -> BatchRecord:
+            state, told = outcome(record, written.counts, problems)
+            files = {"output_file_id": written.output_file_id, "error_file_id": written.error_file_id}
+            return record.entered(state, time.time(), counts=written.counts, problems=told, **files)
+
+        ended = await self._change(end)
+        log.info("batch ended", batch=self._id, state=ended.state, **ended.counts.model_dump())
+
+    async def _change(self, update: Update) -> BatchRecord:
+        return await self._insist(self._change_now, update)
+
+    def _change_now(self, update: Update) -> BatchRecord:
+        return self._batches.update(self._id, update, tenant=self._tenant, term=self._term)
+
+    async def _insist(self, call: Callable[..., ResultT], *args: Any) -> ResultT:
+        """What must be done before the batch can go on: a store that does not work, or is full, is waited for."""
+        while True:
+            try:
+                return await asyncio.to_thread(call, *args)
+            except (StoreError, QuotaExceeded) as error:
+                log.warning("a batch waits for the store", batch=self._id, code=error.code, message=error.message)
+                await asyncio.sleep(_STORE_PAUSE_S)
+
+
+def _as_it_is(record: BatchRecord) -> BatchRecord:
+    return record
+
+
+def _options(record: BatchRecord) -> RunOptions:
+    """How it is run. Its window is not among them: outside of it the batch rests, and another one has its place."""
+    body = record.body
+    limit = body["max_gpu_hours"]
+    return RunOptions(
+        tenant=record.tenant,
+        batch_id=record.id,
+        max_attempts=body["max_attempts"],
+        document_deadline_s=body["document_timeout_s"],
+        max_gpu_hours=None if limit is None else limit - record.progress.get("gpu_hours", 0.0),
+        retry_failed=record.attempts > 1,
+    )
+
+
+def _told(record: BatchRecord, progress: Progress, used_before: float) -> BatchRecord:
+    """The record with the numbers of a run. Nothing changes for the passing of time alone."""
+    counts = BatchCounts(
+        total=record.counts.total, completed=progress.done, failed=progress.failed, reused=progress.reused
+    )
+    waits = progress.reason if progress.state == RunState.WAITING else ""
+    if counts == record.counts and record.progress.get("waits_for", "") == waits:
+        return record
+    told = {
+        "waits_for": waits,
+        "tokens": progress.tokens,
+        "bytes_full": progress.bytes_full,
+        "bytes_stored": progress.bytes_stored,
+        "tokens_per_s": round(progress.tokens_per_s, 3),
+        "elapsed_s": round(progress.elapsed_s, 3),
+        "eta_s": None if progress.eta_s is None else round(progress.eta_s, 3),
+        "gpu_hours": used_before + progress.gpu_hours,
+        "workers": {
+            name: {"done": share.done, "tokens": share.tokens, "seconds": round(share.seconds, 3)}
+            for name, share in progress.workers.items()
+        },
+    }
+    return record.model_copy(update={"counts": counts, "progress": told})
+
+
+def _after(record: BatchRecord, summary: Summary) -> BatchRecord:
+    """A run that was cancelled by nobody has used up its hours: then that is the end of the batch."""
+    wanted = record.state == "cancelling" or time.time() >= record.expires_at or rest_reason(record, time.time())
+    if summary.state != RunState.CANCELLED or wanted:
+        return record
+    reason = {**record.progress, "reason": summary.reason}
+    return record.entered("cancelling", time.time(), progress=reason)
+
+
+def _problems(record: BatchRecord, summary: Summary) -> tuple[BatchProblem, ...]:
+    """Why a run has failed before it had tried every row."""
+    if summary.state != RunState.FAILED or summary.done + summary.failed >= record.counts.total:
+        return ()
+    return (BatchProblem(code="run_failed", message=summary.reason),)
+
+
+def _ending(record: BatchRecord) -> BatchRecord:
+    if record.state in ("cancelling", "finalizing"):
+        return record
+    return record.entered("finalizing", time.time())

@@ -1,0 +1,230 @@
+"""/v1/batches: compress every row of an uploaded file. In OpenAI's shapes, and with its states."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable
+from typing import Annotated, Any, Final
+
+from fastapi import APIRouter, Header, Request, Response
+
+from kvshelf.client.batch_types import (
+    BatchError,
+    BatchErrors,
+    BatchList,
+    BatchObject,
+    BatchProgress,
+    CreateBatch,
+    ListBatches,
+    RequestCounts,
+)
+from kvshelf.corpus.progress import Window
+from kvshelf.corpus.rows import require_defaults
+from kvshelf.errors import InvalidRequest, StateConflict
+from kvshelf.service import openapi
+from kvshelf.service.batch_work import rest_reason
+from kvshelf.service.body import read_json, read_query
+from kvshelf.service.events import Event, event_stream
+from kvshelf.service.keys import Caller, Reader, Writer
+from kvshelf.service.routes.files import KEEP_S
+from kvshelf.service.state import InService, Service, off_loop
+from kvshelf.store.batches import BatchRecord, BatchState
+from kvshelf.workers.policies import build
+
+router = APIRouter(prefix="/v1/batches", tags=["batches"], responses=openapi.ERRORS)
+
+_POLL_S: Final = 1.0
+_UNITS_S: Final = {"h": 3600.0, "d": 86400.0}
+_EVENTS: Final[dict[int | str, dict[str, Any]]] = {
+    200: {
+        "description": "the batch, each time that it has changed",
+        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+    }
+}
+
+
+@router.post("", openapi_extra=openapi.body_of(CreateBatch))
+async def create_batch(request: Request, service: InService, caller: Writer) -> BatchObject:
+    """Begin a batch. The request is checked here; the file is looked through before any work, and what is wrong with
+    it as a whole ends the batch as `failed`."""
+    body = await read_json(request, CreateBatch, service.settings)
+    service.engine(body.model)
+    if body.policy != "auto":
+        build(body.policy, body.policy_params)
+    require_defaults(body.options())
+    if body.window is not None:
+        Window.parse(body.window)
+    file = await off_loop(service.store.files.get, body.input_file_id, tenant=caller.tenant)
+    if file.purpose != "batch":
+        raise InvalidRequest(
+            f"file {file.id} has the purpose {file.purpose!r}; upload it with the purpose 'batch'",
+            param="input_file_id",
+        )
+    now = time.time()
+    create = service.store.batches.create
+    record = await off_loop(create, caller.tenant, _body(body), now=now, expires_at=now + _window_s(body))
+    service.batches.nudge()
+    return batch_object(record)
+
+
+def _body(body: CreateBatch) -> dict[str, Any]:
+    """What is kept of the request."""
+    own = {"endpoint", "input_file_id", "completion_window", "metadata", "window", "max_gpu_hours", "max_attempts"}
+    keep = body.output_expires_after
+    return body.model_dump(mode="json", include=own | {"document_timeout_s"}) | {
+        "options": body.options(),
+        "output_keep_s": KEEP_S if keep is None else float(keep.seconds),
+    }
+
+
+def _window_s(body: CreateBatch) -> float:
+    return float(body.completion_window[:-1]) * _UNITS_S[body.completion_window[-1]]
+
+
+@router.get("", openapi_extra=openapi.query_of(ListBatches))
+async def list_batches(request: Request, service: InService, caller: Reader) -> BatchList:
+    """Batches, newest first. They are known for 30 days after their end."""
+    asked = read_query(request, ListBatches)
+    list_ = service.store.batches.list
+    found, has_more = await off_loop(list_, tenant=caller.tenant, limit=asked.limit, after=asked.after)
+    data = [batch_object(record) for record in found]
+    first, last = (data[0].id, data[-1].id) if data else (None, None)
+    return BatchList(data=data, has_more=has_more, first_id=first, last_id=last)
+
+
+@router.get("/{batch_id}")
+async def get_batch(batch_id: str, service: InService, caller: Reader) -> BatchObject:
+    """How far a batch is."""
+    return batch_object(await off_loop(service.store.batches.get, batch_id, tenant=caller.tenant))
+
+
+@router.post("/{batch_id}/cancel")
+async def cancel_batch(batch_id: str, service: InService, caller: Writer) -> BatchObject:
+    """End a batch within a layer of the model. What is done stays done, and stands in its files."""
+
+    def cancel(record: BatchRecord) -> BatchRecord:
+        if record.state in ("cancelling", "cancelled"):
+            return record
+        return _require_unended(record, "cancelled").entered("cancelling", time.time())
+
+    return await _changed(service, caller, batch_id, cancel)
+
+
+@router.post("/{batch_id}/pause")
+async def pause_batch(batch_id: str, service: InService, caller: Writer) -> BatchObject:
+    """Stop working on a batch until it is resumed. Its completion window goes on."""
+
+    def pause(record: BatchRecord) -> BatchRecord:
+        if record.state == "paused":
+            return record
+        return _require(record, "in_progress", "paused").entered("paused", time.time())
+
+    return await _changed(service, caller, batch_id, pause)
+
+
+@router.post("/{batch_id}/resume")
+async def resume_batch(batch_id: str, service: InService, caller: Writer) -> BatchObject:
+    """Go on with a batch that was paused."""
+
+    def resume(record: BatchRecord) -> BatchRecord:
+        if record.state == "in_progress":
+            return record
+        return _require(record, "paused", "resumed").entered("in_progress", time.time())
+
+    return await _changed(service, caller, batch_id, resume)
+
+
+@router.post("/{batch_id}/retry")
+async def retry_batch(batch_id: str, service: InService, caller: Writer) -> BatchObject:
+    """Go on with a batch that has ended: its failed rows are tried again, and those that were never tried are done."""
+    record = await off_loop(service.store.batches.get, batch_id, tenant=caller.tenant)
+    await off_loop(service.store.files.get, record.body["input_file_id"], tenant=caller.tenant)
+
+    def retry(record: BatchRecord) -> BatchRecord:
+        if not record.ended:
+            raise StateConflict(f"batch {record.id} is {record.state}; only one that has ended can be tried again")
+        state: BatchState = "in_progress" if record.counts.total else "validating"
+        now = time.time()
+        again = {"attempts": record.attempts + 1, "problems": (), "progress": {}}
+        return record.entered(state, now, expires_at=now + record.expires_at - record.created_at, **again)
+
+    return await _changed(service, caller, batch_id, retry)
+
+
+@router.get("/{batch_id}/events", responses=_EVENTS, response_class=Response)
+async def batch_events(
+    batch_id: str, request: Request, service: InService, caller: Reader, last_event_id: Annotated[str, Header()] = ""
+) -> Response:
+    """The batch as server-sent events: as it is, then each time that it has changed, at last as it ended.
+
+    Each has an id. Who comes back with `Last-Event-ID` hears of the next change, or of the end.
+    """
+    return await event_stream(request, _snapshots(service, caller, batch_id, last_event_id))
+
+
+async def _snapshots(service: Service, caller: Caller, batch_id: str, seen: str) -> AsyncGenerator[Event, None]:
+    while True:
+        record = await off_loop(service.store.batches.get, batch_id, tenant=caller.tenant)
+        batch = batch_object(record)
+        event_id = f"{record.version}-{batch.status}"
+        yield Event(batch.model_dump(mode="json") if record.ended or event_id != seen else None, event_id)
+        if record.ended:
+            return
+        seen = event_id
+        await asyncio.sleep(_POLL_S)
+
+
+def _require(record: BatchRecord, state: BatchState, to_be: str) -> BatchRecord:
+    if record.state != state:
+        raise StateConflict(f"batch {record.id} is {record.state}; only one that is {state} can be {to_be}")
+    return record
+
+
+def _require_unended(record: BatchRecord, to_be: str) -> BatchRecord:
+    if record.ended:
+        raise StateConflict(f"batch {record.id} is {record.state} and can no longer be {to_be}")
+    return record
+
+
+async def _changed(
+    service: Service, caller: Caller, batch_id: str, change: Callable[[BatchRecord], BatchRecord]
+) -> BatchObject:
+    """Change a batch. Whoever works on it looks for that every moment."""
+    record = await off_loop(service.store.batches.update, batch_id, change, tenant=caller.tenant)
+    service.batches.nudge()
+    return batch_object(record)
+
+
+def batch_object(record: BatchRecord) -> BatchObject:
+    """A batch as the API shows it. One that waits by itself is shown as paused, and says for what."""
+    body, told = record.body, record.progress
+    waits = told.get("waits_for", "")
+    if record.state in ("in_progress", "paused"):
+        waits = rest_reason(record, time.time()) or waits
+    paused = record.state == "in_progress" and waits
+    return BatchObject(
+        id=record.id,
+        endpoint=body["endpoint"],
+        input_file_id=body["input_file_id"],
+        completion_window=body["completion_window"],
+        status="paused" if paused else record.state,
+        errors=_errors(record),
+        output_file_id=record.output_file_id,
+        error_file_id=record.error_file_id,
+        created_at=int(record.created_at),
+        expires_at=int(record.expires_at),
+        request_counts=RequestCounts(**record.counts.model_dump()),
+        metadata=body["metadata"],
+        model=body["options"].get("model"),
+        window=body["window"],
+        max_gpu_hours=body["max_gpu_hours"],
+        progress=BatchProgress.model_validate(told | {"reason": waits or told.get("reason", "")}),
+        **{f"{state}_at": int(entered) for state, entered in record.times.items() if state != "validating"},
+    )
+
+
+def _errors(record: BatchRecord) -> BatchErrors | None:
+    if not record.problems:
+        return None
+    return BatchErrors(data=[BatchError(**problem.model_dump()) for problem in record.problems])

@@ -1,0 +1,105 @@
+"""/v1/files: the inputs and outputs of batches, in OpenAI's shapes."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import StreamingResponse
+
+from kvshelf.client.batch_types import CreateFile, FileDeleted, FileList, FileObject, ListFiles
+from kvshelf.errors import StateConflict
+from kvshelf.service import openapi
+from kvshelf.service.body import read_query, received_file
+from kvshelf.service.downloads import InDownload, download
+from kvshelf.service.keys import Reader, Writer
+from kvshelf.service.state import InService, in_turn, off_loop
+from kvshelf.store.base import Store
+from kvshelf.store.uploads import FileRecord
+
+router = APIRouter(prefix="/v1/files", tags=["files"], responses=openapi.ERRORS)
+
+KEEP_S: Final = 30 * 86400.0
+"""How long a file is kept where nothing is said."""
+
+_TYPE: Final = "application/octet-stream"
+_FORM: Final[dict[str, Any]] = {
+    "type": "object",
+    "properties": {
+        "file": {"type": "string", "format": "binary", "description": "JSON lines, in UTF-8"},
+        "purpose": {"type": "string", "enum": ["batch"]},
+        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+        "expires_after[seconds]": {"type": "integer", "minimum": 1, "description": "30 days if absent"},
+    },
+    "required": ["file", "purpose"],
+}
+_CONTENT: Final = {"content": {_TYPE: {"schema": {"type": "string", "format": "binary"}}}}
+
+
+@router.post(
+    "", openapi_extra={"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}}
+)
+async def create_file(request: Request, service: InService, caller: Writer) -> FileObject:
+    """Upload the input of a batch, as a multipart form. It counts for the tenant's quota until it is deleted."""
+    async with received_file(request, service.settings, CreateFile) as (about, filename, file):
+        ttl_s = KEEP_S if about.expires_after is None else float(about.expires_after.seconds)
+        create = service.store.files.create
+        told = {"tenant": caller.tenant, "filename": filename, "purpose": about.purpose, "ttl_s": ttl_s}
+        record = await in_turn(service, caller, create, file, **told)
+    return file_object(record)
+
+
+@router.get("", openapi_extra=openapi.query_of(ListFiles))
+async def list_files(request: Request, service: InService, caller: Reader) -> FileList:
+    """Files, newest first: those that were uploaded, and what batches left."""
+    asked = read_query(request, ListFiles)
+    found, has_more = await off_loop(
+        service.store.files.list, tenant=caller.tenant, limit=asked.limit, after=asked.after, purpose=asked.purpose
+    )
+    data = [file_object(record) for record in found]
+    first, last = (data[0].id, data[-1].id) if data else (None, None)
+    return FileList(data=data, has_more=has_more, first_id=first, last_id=last)
+
+
+@router.get("/{file_id}")
+async def get_file(file_id: str, service: InService, caller: Reader) -> FileObject:
+    """What is known of one file."""
+    return file_object(await off_loop(service.store.files.get, file_id, tenant=caller.tenant))
+
+
+@router.get(
+    "/{file_id}/content",
+    response_class=StreamingResponse,
+    responses={200: {"description": "the file"} | _CONTENT, 206: {"description": "the range asked for"} | _CONTENT},
+)
+async def get_content(file_id: str, service: InService, caller: Reader, wanted: InDownload) -> Response:
+    """The bytes of a file. One byte range is honoured; several get the whole file."""
+    opened = await off_loop(service.store.files.open, file_id, tenant=caller.tenant)
+    return download(opened, wanted, _TYPE)
+
+
+@router.delete("/{file_id}")
+async def delete_file(file_id: str, service: InService, caller: Writer) -> FileDeleted:
+    """Remove a file. Downloads that have begun are completed; the input of a batch that goes on stays (409)."""
+    await off_loop(_delete, service.store, file_id, caller.tenant)
+    return FileDeleted(id=file_id)
+
+
+def _delete(store: Store, file_id: str, tenant: str) -> None:
+    users = [record.id for record in store.batches.unfinished() if record.body["input_file_id"] == file_id]
+    if users:
+        store.files.get(file_id, tenant=tenant)  # of another tenant: then there is no such file
+        raise StateConflict(f"file {file_id} is the input of {users[0]}, which has not ended; cancel that first")
+    store.files.delete(file_id, tenant=tenant)
+
+
+def file_object(record: FileRecord) -> FileObject:
+    return FileObject(
+        id=record.id,
+        bytes=record.nbytes,
+        created_at=int(record.created_at),
+        expires_at=None if record.expires_at is None else int(record.expires_at),
+        filename=record.filename,
+        purpose=record.purpose,
+        digest=record.digest,
+    )
