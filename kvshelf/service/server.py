@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from types import FrameType
 from typing import NoReturn
 
@@ -62,40 +60,12 @@ def _serve_on(
 ) -> None:
     # Imported here because they import ray, which reads the environment prepared above.
     from kvshelf.service.app import create_app
-    from kvshelf.workers import deployment
-    from kvshelf.workers.quality import QUESTIONS
-    from kvshelf.workers.residents import ResidentLimits
-    from kvshelf.workers.scheduler import SchedulerLimits
+    from kvshelf.service.replicas import running_replicas
 
-    threads = settings.threads or _share_of_cpus(settings) if local else settings.threads
-    configs = [
-        deployment.ReplicaConfig(
-            model=model,
-            store=shelf,
-            device=settings.device,
-            dtype=settings.dtype,
-            threads=threads,
-            limits=SchedulerLimits(
-                max_open=settings.max_open_generations,
-                max_suffix_bytes=settings.max_suffix_bytes,
-                batch_share=settings.batch_share,
-            ),
-            residents=ResidentLimits(settings.resident_bytes, settings.resident_idle_s),
-            questions=QUESTIONS if settings.quality_probe else 0,
-            begin=partial(logs.configure, settings.log_level),
-        )
-        for model in settings.models
-    ]
-    limits = deployment.DeploymentLimits(settings.replicas, settings.max_ongoing_requests, settings.max_queued_requests)
-    engines = deployment.deploy(configs, limits)
-    try:
-        deployment.await_running(engines.values(), deadline_s=settings.startup_deadline_s)
+    with running_replicas(settings, shelf, local=local) as engines:
         cut_off_unread(place.listener, settings.unread_deadline_s)
         app = create_app(settings, engines, store, tracer, keys)
         HttpServer(app, place, grace_s=settings.shutdown_grace_s).run(sockets=[place.listener])
-    finally:
-        if not local:  # a cluster of one's own goes down as a whole
-            deployment.undeploy(engines.values())
 
 
 class _Leave(BaseException):
@@ -120,7 +90,3 @@ def _stopped_by_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _share_of_cpus(settings: Settings) -> int:
-    return max(1, (os.cpu_count() or 1) // (settings.replicas * len(settings.models)))
