@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from kvshelf.client import Client
     from kvshelf.client.types import AnswerObject, CacheObject
 
-Files = Annotated[list[Path], typer.Argument(metavar="FILE...", help="Text files in UTF-8; - is standard input.")]
+Files = Annotated[
+    list[Path], typer.Argument(metavar="FILE...", help="Text in UTF-8, PDF or HTML; - is text from standard input.")
+]
 STDIN = Path("-")
 
 Id = Annotated[str, typer.Argument(metavar="ID", help="kvs_..., as printed by `kvshelf put`.")]

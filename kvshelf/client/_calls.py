@@ -22,6 +22,9 @@ from kvshelf.client.kept_types import KeptOf, KeptTokens
 from kvshelf.client.strict import RequestBody, parse_request, refusal
 from kvshelf.errors import InvalidRequest
 
+# Guessed from no list of the system's: there .ts is a film.
+_MEDIA_TYPES = {".pdf": "application/pdf", ".html": "text/html", ".htm": "text/html", ".xhtml": "application/xhtml+xml"}
+
 Messages = Sequence[Mapping[str, str] | types.Message]
 Prompts = list[str]
 Answers = list[types.AnswerObject]
@@ -30,7 +33,8 @@ Answers = list[types.AnswerObject]
 class CreateFields(TypedDict, total=False):
     """What `caches.create` takes; None is as good as absent.
 
-    Exactly one of `document`, `messages`, `token_ids` and `file` (a path) is needed.
+    Exactly one of `document`, `messages`, `token_ids` and `file` (the path of text, PDF or HTML) is
+    needed.
     """
 
     document: str | None
@@ -279,7 +283,7 @@ def _upload(path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
     checked = _checked(types.CreateCache, {**fields, "document": "file"})
     form = {key: value if isinstance(value, str) else json.dumps(value) for key, value in checked.items()}
     del form["document"]
-    return {"files": {"file": (path.name, data, "text/plain")}, "data": form}
+    return {"files": {"file": (path.name, data, _MEDIA_TYPES.get(path.suffix.lower(), "text/plain"))}, "data": form}
 
 
 def _text(path: Path) -> str:

@@ -19,6 +19,7 @@ from kvshelf.service import errors, openapi
 from kvshelf.service.background import Background
 from kvshelf.service.batches import BatchRunner
 from kvshelf.service.engines import FairEngine
+from kvshelf.service.extract import Extractor
 from kvshelf.service.keys import Access, LiveKeys
 from kvshelf.service.limits import TenantLimits
 from kvshelf.service.metrics import Metrics
@@ -65,8 +66,9 @@ def create_app(
         fair = {name: FairEngine(engine, settings) for name, engine in engines.items()}
         whole = FairQueue("whole caches", WHOLE_CACHES, settings.max_queued_requests)
         runner = BatchRunner(store, workers, settings, numbers)
+        extractor = Extractor(settings)
         app.state.service = Service(
-            settings, store, engines, fair, models, identities, background, runner, numbers, whole
+            settings, store, engines, fair, models, identities, background, runner, numbers, whole, extractor
         )
         beside = [
             asyncio.create_task(watch(list(engines.values()))),

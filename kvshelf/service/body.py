@@ -15,6 +15,7 @@ from tempfile import TemporaryFile
 from typing import Any, BinaryIO, TypeVar
 
 import pydantic_core
+from python_multipart.multipart import parse_options_header
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
@@ -29,8 +30,10 @@ from kvshelf.errors import (
     StorageFull,
     UnsupportedMediaType,
 )
+from kvshelf.service.extract import Upload
+from kvshelf.service.keys import Caller
 from kvshelf.service.settings import Settings
-from kvshelf.service.state import off_loop
+from kvshelf.service.state import Service, off_loop, until_hangup
 
 QueryT = TypeVar("QueryT", bound=QueryString)
 
@@ -50,11 +53,23 @@ async def read_json(request: Request, model: type[RequestT], settings: Settings)
     return parse_request(model, await _read(request, settings))
 
 
-async def read_create(request: Request, settings: Settings) -> CreateCache:
-    """The validated body of a creation: JSON, or a form with the document as its `file`."""
+async def read_create(request: Request, service: Service, caller: Caller) -> CreateCache:
+    """The validated body of a creation: JSON, or a form with the document as its `file`, be it text, PDF or HTML."""
     is_form = _require_type(request, _JSON, _FORM) == _FORM
-    body = await _read(request, settings)
-    return parse_request(CreateCache, await _form_values(request, body) if is_form else body)
+    body = await _read(request, service.settings)
+    if not is_form:
+        return parse_request(CreateCache, body)
+    values, file = await _form_values(request, body)
+    # The other fields first: a file is not worth reading for a request that is refused anyway.
+    checked = parse_request(CreateCache, values | {"document": ""})
+    return checked.model_copy(update={"document": await _document(request, service, caller, file)})
+
+
+async def _document(request: Request, service: Service, caller: Caller, file: Upload) -> str:
+    kind = file.kind
+    if kind == "text":
+        return _utf8(file.data, "file")
+    return await until_hangup(request, service.extractor.text(file, kind, caller.tenant))
 
 
 def read_query(request: Request, model: type[QueryT]) -> QueryT:
@@ -224,8 +239,8 @@ class _StrictParser(MultiPartParser):
             super().on_part_end()
 
 
-async def _form_values(request: Request, body: bytes) -> dict[str, Any]:
-    """The fields of a creation from a form: `file` is the document, text fields are text, all others are JSON."""
+async def _form_values(request: Request, body: bytes) -> tuple[dict[str, Any], Upload]:
+    """The fields of a creation from a form, and its `file`: text fields are text, all others are JSON."""
 
     async def chunks() -> AsyncGenerator[bytes, None]:
         yield body
@@ -237,18 +252,25 @@ async def _form_values(request: Request, body: bytes) -> dict[str, Any]:
     except MultiPartException as exc:
         raise InvalidRequest(f"the form cannot be read: {exc.message}") from exc
     values: dict[str, Any] = {}
+    file: Upload | None = None
     for name, value in form.multi_items():
-        if name in values or (name == "file" and "document" in values):
+        if name in values or (name == "file" and file is not None):
             raise InvalidRequest(f"the form has {name} twice", param=name)
         if isinstance(value, UploadFile) != (name == "file") or name in _INSTEAD_OF_FILE:
             raise InvalidRequest(f"{name}: a form has the document as one file part named file", param=name)
         if isinstance(value, UploadFile):
-            values["document"] = _utf8(await value.read(), "file")
+            file = await _upload(value)
         else:
             values[name] = value if _is_text(CreateCache.model_json_schema(), name) else _json(value, name)
-    if "document" not in values:
+    if file is None:
         raise InvalidRequest("a form has the document as one file part named file; there is none", param="file")
-    return values
+    return values, file
+
+
+async def _upload(part: UploadFile) -> Upload:
+    media_type, parameters = parse_options_header(part.content_type)
+    charset = parameters.get(b"charset", b"")
+    return Upload(await part.read(), media_type.decode("latin-1").lower(), charset.decode("ascii", "replace"))
 
 
 def _is_text(schema: Mapping[str, Any], name: str) -> bool:

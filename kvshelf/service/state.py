@@ -15,6 +15,7 @@ from kvshelf.errors import Cancelled, InvalidRequest, ModelMismatch
 from kvshelf.service.background import Background
 from kvshelf.service.batches import BatchRunner
 from kvshelf.service.engines import FairEngine
+from kvshelf.service.extract import Extractor
 from kvshelf.service.keys import Caller
 from kvshelf.service.metrics import Metrics
 from kvshelf.service.settings import Settings
@@ -37,7 +38,8 @@ WHOLE_CACHES = 4
 class Service:
     """The parts of a running front end. `engines`, `models` and `identities` are in the order of the settings.
 
-    fair: the engines as tenants get at them, in turn. whole: the turns of what reads or writes whole caches.
+    fair: the engines as tenants get at them, in turn. whole: the turns of what reads or writes whole caches. extractor:
+    reads uploaded files that are no plain text.
     """
 
     settings: Settings
@@ -50,6 +52,7 @@ class Service:
     batches: BatchRunner
     metrics: Metrics
     whole: FairQueue
+    extractor: Extractor
 
     def engine(self, model: str | None) -> FairEngine:
         """The engine of a model by name, the first one served without a name."""

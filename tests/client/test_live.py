@@ -53,8 +53,8 @@ def test_a_file_is_the_same_as_its_text(client: Client, cache: CacheObject, tmp_
 
 
 def test_a_file_that_is_not_text_is_refused(client: Client, tmp_path: Path) -> None:
-    path = tmp_path / "picture.png"
-    path.write_bytes(b"\x89PNG\r\n\x1a\n")
+    path = tmp_path / "notes"
+    path.write_bytes(b"\xff\xfe in another encoding")
     with pytest.raises(errors.InvalidRequest, match="byte 0") as caught:
         client.caches.create(file=path)
     assert caught.value.param == "file"

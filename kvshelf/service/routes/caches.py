@@ -36,7 +36,7 @@ async def create(
     request: Request, service: InService, caller: Writer, prefer: Annotated[str, Header()] = ""
 ) -> Response:
     """Compress a document once and store it. The same document, model and policy give the same id."""
-    body = await read_create(request, service.settings)
+    body = await read_create(request, service, caller)
     engine = service.engine(body.model)
     require_tokenizer(service, engine.model, body)
     build(body.policy, body.policy_params)
