@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ import pytest
 from kvshelf import Client
 from kvshelf.client.types import CacheObject
 from tests.conftest import LiveService, _descendants, _title
+from tests.deploy.files import DEPLOY
 from tests.store.redis.servers import PATIENT, ValkeyServer, free_port, wait_until
 
 DOCUMENT = "The harbour master keeps the tide tables in a green book. " * 20
@@ -73,11 +75,43 @@ def test_services_come_and_go_on_a_cluster_and_leave_nothing_behind(
                 answer = ask(client, cache)
             first.kill()
         # The dead one's replica still holds the only CPU.
-        with start_service(tmp_path / "second", tiny_folder, **settings) as second, Client(second.url) as client:
-            assert client.caches.create(document=DOCUMENT, compression_ratio=0.75).existing
-            assert ask(client, cache) == answer
-            wait_until(lambda: len(cluster.replicas()) == 1, "only the second one's replica is there")
+        with front_end(tiny_folder, RAY_HEAD=cluster.address, KVSHELF_STORE=settings["store"]) as second:
+            with Client(second.url) as client:
+                assert client.caches.create(document=DOCUMENT, compression_ratio=0.75).existing
+                assert ask(client, cache) == answer
+            assert len(cluster.replicas()) == 1
+            # Without its node it cannot call anybody, so both end, and what supervises the script starts both anew.
+            os.kill(second.raylet(), signal.SIGKILL)
+            assert second.process.wait(timeout=60) == 0
         wait_until(lambda: cluster.replicas() == [], "who leaves takes its replicas along")
+
+
+@dataclass(frozen=True)
+class FrontEnd:
+    process: subprocess.Popen[str]
+    url: str
+
+    def raylet(self) -> int:
+        (found,) = (pid for pid in _descendants(self.process.pid) if "raylet/raylet" in _title(pid).split()[0])
+        return found
+
+
+@contextmanager
+def front_end(model: Path, **variables: object) -> Iterator[FrontEnd]:
+    """The script that the images start a front end with."""
+    path = f"{RAY.parent}{os.pathsep}{os.environ['PATH']}"
+    given = os.environ | {"PATH": path} | {name: str(value) for name, value in variables.items()}
+    command = ["bash", str(DEPLOY / "docker" / "front-end.sh"), "--port=0", "--threads=1", f"--model={model}"]
+    process = subprocess.Popen(command, env=given, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        ready = next(line for line in process.stdout if line.startswith("kvshelf is ready at "))
+        yield FrontEnd(process, ready.split()[-1])
+    finally:
+        for pid in (process.pid, *_descendants(process.pid)):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
 
 
 def ask(client: Client, cache: CacheObject) -> str:
