@@ -1,0 +1,250 @@
+"""SIGHUP puts another service in the place of the one that runs. Whoever asks meanwhile notices nothing.
+
+No client here repeats anything: every connection that broke and every answer that failed would show.
+"""
+
+from __future__ import annotations
+
+import http.client
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import openai
+import pytest
+
+from kvshelf import Client
+from kvshelf.client import Retries
+from tests.service.conftest import created
+from tests.service.test_supervisor import SUPERVISOR
+
+if TYPE_CHECKING:
+    from tests.conftest import LiveService
+
+# The real HTTP server with an application that says which process answers: starting it takes a second.
+CHILD = """
+import asyncio, os, sys
+from kvshelf.service.http_server import HttpServer
+from kvshelf.service.supervisor import Place
+
+async def app(scope, receive, send):
+    if scope["type"] == "lifespan":
+        while True:
+            message = await receive()
+            await send({"type": message["type"] + ".complete"})
+            if message["type"] == "lifespan.shutdown":
+                return
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    for _ in range(20 if scope["path"] == "/slowly" else 1):
+        await asyncio.sleep(0.05 if scope["path"] == "/slowly" else 0)
+        await send({"type": "http.response.body", "body": b"%d " % os.getpid(), "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
+
+with Place.inherited(sys.argv[1].removeprefix("--place=")) as place:
+    HttpServer(app, place, grace_s=20).run(sockets=[place.listener])
+"""
+
+
+class Crowd:
+    """Asks in several ways at once, each again and again, until it leaves; `counts` are their answers so far."""
+
+    def __init__(self, ways: Sequence[Callable[[], object]], *, pause_s: float = 0) -> None:
+        self.counts = [0] * len(ways)
+        self._pause_s = pause_s
+        self._stop = threading.Event()
+        threads = ThreadPoolExecutor(len(ways))
+        self._asking: list[Future[None]] = [threads.submit(self._ask, *each) for each in enumerate(ways)]
+
+    def _ask(self, number: int, way: Callable[[], object]) -> None:
+        while not self._stop.wait(self._pause_s):
+            way()
+            self.counts[number] += 1
+
+    def each_asks_again(self) -> None:
+        """Wait until it is so. Raises what one of them met."""
+        before = list(self.counts)
+        while any(now < then + 2 for now, then in zip(self.counts, before, strict=True)):
+            for future in self._asking:
+                if future.done():
+                    future.result()
+            time.sleep(0.05)
+
+    def leave(self) -> None:
+        self._stop.set()
+        for future in self._asking:
+            future.result()
+
+
+@contextmanager
+def half_sent(url: str) -> Iterator[None]:
+    """Before the block a part of a request is sent, after it the rest; it is answered, and told that it was the last.
+
+    The connection has been used before and so looks idle, as each does for a moment whenever a server stops.
+    """
+    with closing(http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)) as connection:
+        connection.request("GET", "/")
+        assert connection.getresponse().read()
+        connection.sock.sendall(b"GET / HTTP/1.1\r\nhost: here\r\n")
+        yield
+        connection.sock.sendall(b"\r\n")
+        with http.client.HTTPResponse(connection.sock) as response:
+            response.begin()
+            assert (response.status, response.getheader("connection")) == (200, "close")
+
+
+def test_no_request_is_lost_when_one_server_takes_over_from_another(tmp_path: Path, soak: bool) -> None:
+    (tmp_path / "child.py").write_text(CHILD)
+    command = [sys.executable, "-c", SUPERVISOR, str(tmp_path / "child.py")]
+    answered_by: set[str] = set()
+
+    def get(client: Any, path: str) -> None:
+        pids = set(client.get(f"{url}{path}").raise_for_status().text.split())
+        assert len(pids) == 1
+        answered_by.update(pids)
+
+    with ExitStack() as stack:
+        process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        stack.callback(process.terminate)
+        assert process.stdout is not None
+        url = process.stdout.readline().split()[-1]
+        fast, other, slow = (stack.enter_context(httpx.Client()) for _ in range(3))
+        ways = [lambda: get(fast, "/"), lambda: get(other, "/"), lambda: get(slow, "/slowly")]
+        crowd = Crowd([*ways, lambda: get(httpx, "/"), lambda: get(httpx, "/")])
+        stack.callback(crowd.leave)
+        for _ in range(50 if soak else 4):
+            crowd.each_asks_again()
+            with half_sent(url):
+                process.send_signal(signal.SIGHUP)
+                assert process.stdout.readline().split()[-1] == url
+                time.sleep(0.5)  # by now the one before has been told
+        crowd.each_asks_again()
+    assert len(answered_by) == (51 if soak else 5)
+    print(f"{sum(crowd.counts)} answers by {len(answered_by)} servers")
+
+
+PROMPT = "Where is the green book?"
+LENGTH = 8
+LONG = 400
+
+
+@contextmanager
+def asking(url: str, cache_id: str) -> Iterator[list[Callable[[], str | None]]]:
+    """Eight ways to put one question, each with its own connections; the last has a long answer."""
+    path = f"/v1/caches/{cache_id}/query"
+    body = {"prompt": PROMPT, "max_tokens": LENGTH}
+    chat: dict[str, Any] = {"model": "random-tiny", "messages": [{"role": "user", "content": PROMPT}]}
+    chat |= {"max_tokens": LENGTH, "extra_body": {"cache_id": cache_id}}
+    with ExitStack() as stack:
+        plain, streaming = (stack.enter_context(Client(url, retries=Retries(max_retries=0))) for _ in range(2))
+        kept, slow = (stack.enter_context(httpx.Client(base_url=url, timeout=60)) for _ in range(2))
+        theirs, their_streams = (
+            stack.enter_context(openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)) for _ in range(2)
+        )
+
+        def stream(length: int) -> str:
+            with streaming.caches.stream(cache_id, prompt=PROMPT, max_tokens=length) as pieces:
+                return "".join(pieces)
+
+        def fresh() -> str:
+            return str(httpx.post(url + path, json=body, timeout=60).raise_for_status().json()["text"])
+
+        def keeping(client: httpx.Client, pause_s: float) -> str:
+            time.sleep(pause_s)
+            return str(client.post(path, json=body).raise_for_status().json()["text"])
+
+        def their_stream() -> str:
+            chunks = their_streams.chat.completions.create(**chat, stream=True)
+            return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+
+        yield [
+            lambda: plain.caches.query(cache_id, prompt=PROMPT, max_tokens=LENGTH).text,
+            lambda: stream(LENGTH),
+            fresh,
+            lambda: keeping(kept, 0),
+            lambda: keeping(slow, 1.5),  # its connection is idle when the service is replaced
+            lambda: theirs.chat.completions.create(**chat).choices[0].message.content,
+            their_stream,
+            lambda: stream(LONG),  # it is open when the service is replaced
+        ]
+
+
+def same_again(way: Callable[[], str | None]) -> Callable[[], None]:
+    """The same way, whose answers must be what it is now."""
+    expected = way()
+    assert expected
+
+    def ask() -> None:
+        assert way() == expected
+
+    return ask
+
+
+def await_log(service: LiveService, words: str, count: int = 1) -> None:
+    end = time.monotonic() + 200
+    while service.log.read_text().count(words) < count:
+        assert time.monotonic() < end, service.log.read_text()[-3000:]
+        time.sleep(0.05)
+
+
+def gone(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists()
+
+
+def submit(client: httpx.Client, number: int) -> str:
+    """A creation that is accepted and done later, by whichever of two services."""
+    body = {"document": f"Ship number {number} leaves at noon. " * 50}
+    accepted = client.post("/v1/caches", json=body, headers={"prefer": "respond-async"})
+    assert accepted.status_code == 202, accepted.text
+    return str(accepted.json()["id"])
+
+
+@pytest.mark.timeout(500)
+def test_a_restart_without_a_failed_query(
+    start_service: Callable[..., AbstractContextManager[LiveService]], tiny_folder: Path, tmp_path: Path, soak: bool
+) -> None:
+    """First one that fails, for a cause found early or (with all counts) late; then those that change a setting."""
+    model, keys, env_file = tmp_path / tiny_folder.name, tmp_path / "keys", tmp_path / "env"
+    model.symlink_to(tiny_folder)
+    keys.write_text("ab" * 32)
+    keys.chmod(0o600)
+    env_file.write_text("KVSHELF_MAX_QUEUED_REQUESTS=100\n")
+    settings = {"env_file": env_file, "encryption_key_file": keys, "shutdown_grace_s": 60}
+    with ExitStack() as stack:
+        service = stack.enter_context(start_service(tmp_path / "home", model, **settings))
+        ours = stack.enter_context(httpx.Client(base_url=service.url, timeout=60))
+        cache = created(ours, document="The harbour master keeps the tide tables in a green book. " * 9)
+        ways = stack.enter_context(asking(service.url, cache["id"]))
+        crowd = Crowd([same_again(way) for way in ways], pause_s=0 if soak else 0.05)
+        stack.callback(crowd.leave)
+
+        lost = model if soak else keys
+        lost.rename(tmp_path / "aside")
+        service.process.send_signal(signal.SIGHUP)
+        await_log(service, "the restart failed")
+        crowd.each_asks_again()
+        assert ours.get("/v1/limits").json()["max_queued_requests"] == 100
+        (tmp_path / "aside").rename(lost)
+
+        for restart in range(1, 6 if soak else 2):
+            old = [service.front_end_pid(), *service.replica_pids()]
+            env_file.write_text(f"KVSHELF_MAX_QUEUED_REQUESTS={100 + restart}\n")
+            service.process.send_signal(signal.SIGHUP)
+            accepted: list[str] = []
+            while f'"max_queued_requests":{100 + restart}' not in ours.get("/v1/limits").text:
+                accepted.append(submit(ours, len(accepted) + 1000 * restart))
+                time.sleep(1)
+            await_log(service, '"event": "restarted"', restart)
+            while not all(map(gone, old)):
+                time.sleep(0.1)
+            crowd.each_asks_again()
+            for request in accepted:
+                assert ours.get(f"/v1/requests/{request}", params={"wait_s": 30}).json()["state"] == "done"
+        print(f"answered by one service or the other, by client: {crowd.counts}")
