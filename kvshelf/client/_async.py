@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, suppress
 from typing import Any, Generic, Literal, ParamSpec, Self, TypeVar, Unpack, overload
 
 import httpx
 
-from kvshelf.client import _calls, _failures
+from kvshelf.client import _batch_calls, _calls, _failures
 from kvshelf.client._config import Connection, Retries, Timeouts
 from kvshelf.client._exchange import Attempts, Call
-from kvshelf.client._stream import AnswerReader
+from kvshelf.client._stream import AnswerReader, BatchReader
+from kvshelf.client.batch_types import BatchObject, FileObject
 from kvshelf.client.types import AnswerObject, CacheObject, RequestObject
 
 P = ParamSpec("P")
@@ -178,6 +180,74 @@ class AsyncCaches(_Group):
         return AsyncAnswerStream(await self._sender.exchange(call, stream=True), self._sender.connection.base_url)
 
 
+class AsyncFiles(_Group):
+    """The inputs and outputs of batches: `client.files`."""
+
+    retrieve = _Method(_batch_calls.retrieve_file)
+    delete = _Method(_batch_calls.delete_file)
+    content = _Method(_batch_calls.file_content)
+
+    async def create(
+        self,
+        *,
+        file: _batch_calls.FileInput,
+        purpose: str = "batch",
+        expires_after: _batch_calls.ExpiresAfter | None = None,
+    ) -> FileObject:
+        """Upload a path, bytes, an open file, or one of these with a name, sent in pieces from where it lies.
+
+        Raises `InvalidRequest`, `BodyTooLarge`, `QuotaExceeded`, `StorageFull`.
+        """
+        with _batch_calls.opened(file) as (name, content):
+            call = _batch_calls.create_file(name, content, purpose=purpose, expires_after=expires_after)
+            return await self._sender.send(call)
+
+    async def list(self, **fields: Unpack[_batch_calls.FileFilters]) -> AsyncIterator[FileObject]:
+        """All files, newest first; `purpose` filters. They are fetched `limit` at a time as they are read."""
+        while True:
+            page = await self._sender.send(_batch_calls.list_files(fields))
+            for each in page.data:
+                yield each
+            if not page.has_more:
+                return
+            fields = {**fields, "after": page.last_id}
+
+
+class AsyncBatches(_Group):
+    """Files compressed row by row in the background: `client.batches`."""
+
+    create = _Method(_batch_calls.create_batch)
+    retrieve = _Method(_batch_calls.retrieve_batch)
+    cancel = _Method(_batch_calls.cancel_batch)
+    pause = _Method(_batch_calls.pause_batch)
+    resume = _Method(_batch_calls.resume_batch)
+    retry = _Method(_batch_calls.retry_batch)
+
+    async def list(self, **fields: Unpack[_batch_calls.BatchFilters]) -> AsyncIterator[BatchObject]:
+        """All batches, newest first. They are fetched `limit` at a time as they are read."""
+        while True:
+            page = await self._sender.send(_batch_calls.list_batches(fields))
+            for each in page.data:
+                yield each
+            if not page.has_more:
+                return
+            fields = {**fields, "after": page.last_id}
+
+    async def events(self, id: str) -> AsyncIterator[BatchObject]:
+        """A batch as it is, then each time that it has changed, at last as it ended. Broken connections are renewed.
+
+        Raises `BatchNotFound`, `ConnectionFailed`.
+        """
+        reader = BatchReader()
+        while not reader.ended:
+            response = await self._sender.exchange(_batch_calls.batch_events(id, reader.seen), stream=True)
+            with suppress(httpx.HTTPError, httpx.StreamError):
+                async with aclosing(response):
+                    async for line in response.aiter_lines():
+                        if (batch := reader.feed(line)) is not None:
+                            yield batch
+
+
 class AsyncRequests(_Group):
     """Creations in the background: `client.requests`."""
 
@@ -216,6 +286,8 @@ class AsyncClient(_Group):
         super().__init__(_Sender(self._http, connection))
         self.caches = AsyncCaches(self._sender)
         self.requests = AsyncRequests(self._sender)
+        self.files = AsyncFiles(self._sender)
+        self.batches = AsyncBatches(self._sender)
         self.models = AsyncModels(self._sender)
         self.policies = AsyncPolicies(self._sender)
 

@@ -107,7 +107,7 @@ def create_cache(fields: CreateFields) -> Call[types.CacheObject]:
     given = dict(fields)
     if (path := given.pop("file", None)) is None:
         return Call(
-            "POST", "/v1/caches", parse_as(types.CacheObject), body={"json": _checked(types.CreateCache, given)}
+            "POST", "/v1/caches", parse_as(types.CacheObject), body={"json": checked(types.CreateCache, given)}
         )
     return Call("POST", "/v1/caches", parse_as(types.CacheObject), body=_upload(Path(str(path)), given))
 
@@ -124,7 +124,7 @@ def retrieve_cache(id: str) -> Call[types.CacheObject]:
 
 
 def list_caches(fields: ListFields) -> Call[types.CacheList]:
-    return Call("GET", "/v1/caches", parse_as(types.CacheList), params=_query_string(types.ListCaches, fields))
+    return Call("GET", "/v1/caches", parse_as(types.CacheList), params=query_string(types.ListCaches, fields))
 
 
 def update_cache(id: str, **fields: Unpack[UpdateFields]) -> Call[types.CacheObject]:
@@ -157,7 +157,7 @@ def import_blob(blob: bytes, **fields: Unpack[ImportFields]) -> Call[types.Cache
     if not isinstance(blob, bytes):
         raise InvalidRequest(f"a blob is bytes, not {type(blob).__name__}", param="blob")
     headers = {"content-type": "application/octet-stream"}
-    params = _query_string(types.ImportCache, fields)
+    params = query_string(types.ImportCache, fields)
     path = "/v1/caches/import"
     return Call("POST", path, parse_as(types.CacheObject), params=params, headers=headers, body={"content": blob})
 
@@ -178,7 +178,7 @@ def kept_tokens(id: str, document: str | None = None, *, first_layer: int = 0) -
     path, params = _cache_path(id) + "/kept", {"first_layer": first_layer}
     if document is None:
         return Call("GET", path, parse_as(KeptTokens), params=params)
-    body = {"json": _checked(KeptOf, {"document": document})}
+    body = {"json": checked(KeptOf, {"document": document})}
     return Call("POST", path, parse_as(KeptTokens), params=params, body=body)
 
 
@@ -186,12 +186,12 @@ def query_cache(id: str, fields: Mapping[str, Any]) -> Call[types.AnswerObject |
     """One prompt, or messages, has one answer; a list of prompts has as many, in the same order."""
     several = isinstance(fields.get("prompt"), list | tuple)
     parse = _answers if several else parse_as(types.AnswerObject)
-    return Call("POST", _cache_path(id) + "/query", parse, body={"json": _checked(types.Query, fields)})
+    return Call("POST", _cache_path(id) + "/query", parse, body={"json": checked(types.Query, fields)})
 
 
 def stream_query(id: str, fields: Mapping[str, Any]) -> Call[None]:
     """The answer is an event stream, which `_stream.AnswerReader` reads."""
-    body = {"json": _checked(types.Query, {**fields, "stream": True})}
+    body = {"json": checked(types.Query, {**fields, "stream": True})}
     return Call("POST", _cache_path(id) + "/query", lambda _: None, body=body)
 
 
@@ -199,7 +199,7 @@ def retrieve_request(id: str, *, wait_s: float | None = None) -> Call[types.Requ
     """The state of a creation in the background. With `wait_s` the service answers when the state is final, or after
     that many seconds. Raises `RequestNotFound`.
     """
-    path = "/v1/requests/" + _id(id)
+    path = "/v1/requests/" + quoted(id)
     return Call("GET", path, parse_as(types.RequestObject), params={"wait_s": wait_s}, extra_read_s=wait_s or 0.0)
 
 
@@ -211,7 +211,7 @@ def estimate(**fields: Unpack[CreateFields]) -> Call[types.EstimateObject]:
     given = dict(fields)
     if (path := given.pop("file", None)) is not None:
         given["document"] = _text(Path(str(path)))
-    body = {"json": _checked(types.Estimate, given)}
+    body = {"json": checked(types.Estimate, given)}
     return Call("POST", "/v1/estimate", parse_as(types.EstimateObject), body=body)
 
 
@@ -231,23 +231,23 @@ def readiness() -> Call[types.Readiness]:
 
 
 def _cache_path(id: str) -> str:
-    return "/v1/caches/" + _id(id)
+    return "/v1/caches/" + quoted(id)
 
 
-def _id(id: str) -> str:
+def quoted(id: str) -> str:
     # An empty id would turn "this cache" into "the list of caches".
     if not isinstance(id, str) or not id:
         raise InvalidRequest(f"{id!r} is not an id; ids look like kvs_... or req_...", param="id")
     return quote(id, safe="")
 
 
-def _checked(model: type[RequestBody], fields: Mapping[str, Any]) -> dict[str, Any]:
+def checked(model: type[RequestBody], fields: Mapping[str, Any]) -> dict[str, Any]:
     """The JSON of a request, only with what was given. Raises `InvalidRequest` before anything is sent."""
     return _as_json(model, {key: value for key, value in fields.items() if value is not None})
 
 
 def _as_json(model: type[RequestBody], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """As `_checked`, where None says something."""
+    """As `checked`, where None says something."""
     try:
         text = json.dumps(dict(fields), default=_plain)
     except (TypeError, ValueError) as error:
@@ -255,7 +255,7 @@ def _as_json(model: type[RequestBody], fields: Mapping[str, Any]) -> dict[str, A
     return parse_request(model, text.encode()).model_dump(mode="json", exclude_unset=True)
 
 
-def _query_string(model: type[types.QueryString], fields: Mapping[str, Any]) -> dict[str, Any]:
+def query_string(model: type[types.QueryString], fields: Mapping[str, Any]) -> dict[str, Any]:
     """The parameters of a query string, only with what was given. Raises `InvalidRequest` before anything is sent."""
     try:
         query = model.model_validate({key: value for key, value in fields.items() if value is not None})
@@ -280,8 +280,8 @@ def _upload(path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
     """A multipart body: the file as it is, text fields as text, all others as JSON."""
     data = _read(path)
     # The bytes stand in for the document, so that the other fields are checked by the same rules.
-    checked = _checked(types.CreateCache, {**fields, "document": "file"})
-    form = {key: value if isinstance(value, str) else json.dumps(value) for key, value in checked.items()}
+    given = checked(types.CreateCache, {**fields, "document": "file"})
+    form = {key: value if isinstance(value, str) else json.dumps(value) for key, value in given.items()}
     del form["document"]
     return {"files": {"file": (path.name, data, _MEDIA_TYPES.get(path.suffix.lower(), "text/plain"))}, "data": form}
 

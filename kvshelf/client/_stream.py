@@ -1,12 +1,16 @@
-"""Reading a streamed answer from the lines of an event stream (WHATWG HTML, section 9.2), without doing any I/O."""
+"""Reading answers and batches from the lines of an event stream (WHATWG HTML, section 9.2), without doing any I/O."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from pydantic import ValidationError
 
 from kvshelf.client import _failures
+from kvshelf.client.batch_types import BatchObject
 from kvshelf.client.types import AnswerDelta, AnswerObject, ErrorBody
 from kvshelf.errors import ConnectionFailed
 
@@ -22,20 +26,13 @@ class AnswerReader:
 
     def feed(self, line: str) -> str | None:
         """The text that this line adds, None if it adds none. Raises the error that an error event carries."""
-        if not line.startswith("data:"):
-            return None
-        data = line.removeprefix("data:").strip()
-        if data == "[DONE]":
-            return None
-        try:
-            event = json.loads(data)
-            if "error" in event:
-                raise _failures.from_body(ErrorBody.model_validate(event["error"]))
+        with _understood(line):
+            event = _event(line)
+            if event is None:
+                return None
             if event["object"] == "answer.delta":
                 return AnswerDelta.model_validate(event).text
             self.answer = AnswerObject.model_validate(event)
-        except (ValueError, TypeError, KeyError, ValidationError) as error:
-            raise ConnectionFailed(f"the stream holds something that is no event of kvshelf: {data[:120]!r}") from error
         return None
 
     def close(self) -> AnswerObject:
@@ -43,3 +40,47 @@ class AnswerReader:
         if self.answer is None:
             raise ConnectionFailed("the stream ended before the answer was complete; repeat the query")
         return self.answer
+
+
+class BatchReader:
+    """Takes the lines of the events of one batch, over several connections if need be.
+
+    seen: the id of the last event, with which to come back. ended: whether that was the end of the batch.
+    """
+
+    def __init__(self) -> None:
+        self.seen = ""
+        self.ended = False
+        self._next = ""
+
+    def feed(self, line: str) -> BatchObject | None:
+        """The batch, where this line tells of it. Raises the error that an error event carries."""
+        if line.startswith("id:"):
+            self._next = line.removeprefix("id:").strip()
+            return None
+        with _understood(line):
+            event = _event(line)
+            if event is None:
+                return None
+            batch = BatchObject.model_validate(event)
+        self.seen, self.ended = self._next, batch.ended
+        return batch
+
+
+def _event(line: str) -> Any:
+    """The JSON of a `data:` line; None for other lines and at the end. Raises the error that an error event carries."""
+    data = line.removeprefix("data:").strip()
+    if not line.startswith("data:") or data == "[DONE]":
+        return None
+    event = json.loads(data)
+    if "error" in event and "object" not in event:
+        raise _failures.from_body(ErrorBody.model_validate(event["error"]))
+    return event
+
+
+@contextmanager
+def _understood(line: str) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, ValidationError) as error:
+        raise ConnectionFailed(f"the stream holds something that is no event of kvshelf: {line[:120]!r}") from error

@@ -5,14 +5,16 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
 from typing import Any, Generic, Literal, ParamSpec, Self, TypeVar, Unpack, overload
 
 import httpx
 
-from kvshelf.client import _calls, _failures
+from kvshelf.client import _batch_calls, _calls, _failures
 from kvshelf.client._config import Connection, Retries, Timeouts
 from kvshelf.client._exchange import Attempts, Call
-from kvshelf.client._stream import AnswerReader
+from kvshelf.client._stream import AnswerReader, BatchReader
+from kvshelf.client.batch_types import BatchObject, FileObject
 from kvshelf.client.types import AnswerObject, CacheObject, RequestObject
 
 P = ParamSpec("P")
@@ -194,6 +196,71 @@ class Caches(_Group):
         return AnswerStream(self._sender.exchange(call, stream=True), self._sender.connection.base_url)
 
 
+class Files(_Group):
+    """The inputs and outputs of batches: `client.files`."""
+
+    retrieve = _Method(_batch_calls.retrieve_file)
+    delete = _Method(_batch_calls.delete_file)
+    content = _Method(_batch_calls.file_content)
+
+    def create(
+        self,
+        *,
+        file: _batch_calls.FileInput,
+        purpose: str = "batch",
+        expires_after: _batch_calls.ExpiresAfter | None = None,
+    ) -> FileObject:
+        """Upload a path, bytes, an open file, or one of these with a name, sent in pieces from where it lies.
+
+        Raises `InvalidRequest`, `BodyTooLarge`, `QuotaExceeded`, `StorageFull`.
+        """
+        with _batch_calls.opened(file) as (name, content):
+            call = _batch_calls.create_file(name, content, purpose=purpose, expires_after=expires_after)
+            return self._sender.send(call)
+
+    def list(self, **fields: Unpack[_batch_calls.FileFilters]) -> Iterator[FileObject]:
+        """All files, newest first; `purpose` filters. They are fetched `limit` at a time as they are read."""
+        while True:
+            page = self._sender.send(_batch_calls.list_files(fields))
+            yield from page.data
+            if not page.has_more:
+                return
+            fields = {**fields, "after": page.last_id}
+
+
+class Batches(_Group):
+    """Files compressed row by row in the background: `client.batches`."""
+
+    create = _Method(_batch_calls.create_batch)
+    retrieve = _Method(_batch_calls.retrieve_batch)
+    cancel = _Method(_batch_calls.cancel_batch)
+    pause = _Method(_batch_calls.pause_batch)
+    resume = _Method(_batch_calls.resume_batch)
+    retry = _Method(_batch_calls.retry_batch)
+
+    def list(self, **fields: Unpack[_batch_calls.BatchFilters]) -> Iterator[BatchObject]:
+        """All batches, newest first. They are fetched `limit` at a time as they are read."""
+        while True:
+            page = self._sender.send(_batch_calls.list_batches(fields))
+            yield from page.data
+            if not page.has_more:
+                return
+            fields = {**fields, "after": page.last_id}
+
+    def events(self, id: str) -> Iterator[BatchObject]:
+        """A batch as it is, then each time that it has changed, at last as it ended. Broken connections are renewed.
+
+        Raises `BatchNotFound`, `ConnectionFailed`.
+        """
+        reader = BatchReader()
+        while not reader.ended:
+            response = self._sender.exchange(_batch_calls.batch_events(id, reader.seen), stream=True)
+            with suppress(httpx.HTTPError, httpx.StreamError), closing(response):
+                for line in response.iter_lines():
+                    if (batch := reader.feed(line)) is not None:
+                        yield batch
+
+
 class Requests(_Group):
     """Creations in the background: `client.requests`."""
 
@@ -238,6 +305,8 @@ class Client(_Group):
         super().__init__(_Sender(self._http, connection))
         self.caches = Caches(self._sender)
         self.requests = Requests(self._sender)
+        self.files = Files(self._sender)
+        self.batches = Batches(self._sender)
         self.models = Models(self._sender)
         self.policies = Policies(self._sender)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pydantic_core
 
 from kvshelf.corpus.results import Journal, Result
-from kvshelf.corpus.rows import Row, parse_jsonl
+from kvshelf.corpus.rows import Row, RowError, parse_jsonl
 from kvshelf.corpus.sources import Shard, Source
 from kvshelf.store.batches import Batches
 from kvshelf.store.config import StoreConfig
@@ -43,19 +43,43 @@ class StoredFile(Source):
 
 
 class HomeJournal(Journal):
-    """See `Journal`. One line of JSON for each result; who has lost the lease of the batch can add none."""
+    """See `Journal`. One line of JSON for each result; who has lost the lease of the batch can add none.
+
+    A run that goes on brings the ends of earlier rows again, then as reused: what the journal has of these stays.
+    """
 
     def __init__(self, batches: Batches, batch_id: str, term: int) -> None:
         self._batches = batches
         self._batch_id = batch_id
         self._term = term
+        self._ends: dict[tuple[str, int], _End] | None = None
 
     def append(self, results: Sequence[Result]) -> None:
-        lines = [pydantic_core.to_json(result.to_dict()) for result in results]
-        self._batches.append(self._batch_id, self._term, lines)
+        if self._ends is None:
+            self._ends = {result.key: _end_of(result) for result in self._read()}
+        known = self._ends
+        new = [result for result in results if not _says_nothing_new(result, known.get(result.key))]
+        self._batches.append(self._batch_id, self._term, [pydantic_core.to_json(each.to_dict()) for each in new])
+        known.update((result.key, _end_of(result)) for result in new)
 
     def finished(self) -> Iterator[Result]:
         return last_results(self._batches, self._batch_id)
+
+    def _read(self) -> Iterator[Result]:
+        return map(_parsed, self._batches.journal(self._batch_id))
+
+
+_End = tuple[str | None, RowError | None, int]
+
+
+def _end_of(result: Result) -> _End:
+    return result.cache_id, result.error, result.attempts
+
+
+def _says_nothing_new(result: Result, known: _End | None) -> bool:
+    if known is None:
+        return False
+    return known[0] == result.cache_id if result.reused else result.error is not None and known == _end_of(result)
 
 
 def last_results(batches: Batches, batch_id: str) -> Iterator[Result]:

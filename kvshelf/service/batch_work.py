@@ -142,12 +142,11 @@ class BatchWork:
         run = await self._insist(self._made, record)
         run.start()
         told = Progress(RunState.RUNNING)
-        used_before = float(record.progress.get("gpu_hours", 0.0))
         try:
             while (summary := await asyncio.to_thread(run.wait, _STEER_S)) is None:
                 with suppress(StoreError):  # the run itself waits for the store
                     progress = run.progress()
-                    await self._steer(run, progress, used_before)
+                    await self._steer(run, progress, record)
                     self._metrics.batch_advanced(told, progress)
                     told = progress
         except BaseException:
@@ -166,9 +165,9 @@ class BatchWork:
         journal = HomeJournal(self._batches, self._id, self._term)
         return Run(StoredFile(shard), self._engines, config, journal, _options(record))
 
-    async def _steer(self, run: Run, progress: Progress, used_before: float) -> None:
+    async def _steer(self, run: Run, progress: Progress, before: BatchRecord) -> None:
         """Tell the store how the run goes on, and the run what its callers want of it."""
-        record = await asyncio.to_thread(self._change_now, lambda record: _told(record, progress, used_before))
+        record = await asyncio.to_thread(self._change_now, lambda record: _told(record, progress, before))
         if progress.state not in _AT_WORK:
             return
         if record.state == "cancelling":
@@ -225,23 +224,30 @@ def _options(record: BatchRecord) -> RunOptions:
     )
 
 
-def _told(record: BatchRecord, progress: Progress, used_before: float) -> BatchRecord:
-    """The record with the numbers of a run. Nothing changes for the passing of time alone."""
+def _told(record: BatchRecord, progress: Progress, before: BatchRecord) -> BatchRecord:
+    """The record with the numbers of a run, which found the batch as in `before`. Nothing changes for time alone.
+
+    A run that goes on comes by the rows of earlier ones again, as reused: callers are told of no step back.
+    """
+    had, past = before.counts, before.progress
     counts = BatchCounts(
-        total=record.counts.total, completed=progress.done, failed=progress.failed, reused=progress.reused
+        total=had.total,
+        completed=max(had.completed, progress.done),
+        failed=progress.failed,
+        reused=max(had.reused, progress.reused - (had.completed - had.reused)),
     )
     waits = progress.reason if progress.state == RunState.WAITING else ""
     if counts == record.counts and record.progress.get("waits_for", "") == waits:
         return record
     told = {
         "waits_for": waits,
-        "tokens": progress.tokens,
-        "bytes_full": progress.bytes_full,
-        "bytes_stored": progress.bytes_stored,
+        "tokens": max(past.get("tokens", 0), progress.tokens),
+        "bytes_full": max(past.get("bytes_full", 0), progress.bytes_full),
+        "bytes_stored": max(past.get("bytes_stored", 0), progress.bytes_stored),
         "tokens_per_s": round(progress.tokens_per_s, 3),
-        "elapsed_s": round(progress.elapsed_s, 3),
+        "elapsed_s": round(past.get("elapsed_s", 0.0) + progress.elapsed_s, 3),
         "eta_s": None if progress.eta_s is None else round(progress.eta_s, 3),
-        "gpu_hours": used_before + progress.gpu_hours,
+        "gpu_hours": past.get("gpu_hours", 0.0) + progress.gpu_hours,
         "workers": {
             name: {"done": share.done, "tokens": share.tokens, "seconds": round(share.seconds, 3)}
             for name, share in progress.workers.items()
