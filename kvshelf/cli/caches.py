@@ -30,9 +30,20 @@ Id = Annotated[str, typer.Argument(metavar="ID", help="kvs_..., as printed by `k
 
 def put(
     files: Files,
-    policy: Annotated[str | None, typer.Option(help="One of `kvshelf policies`.")] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="One of `kvshelf policies`; auto chooses policy, ratio and codec.")
+    ] = None,
     compression_ratio: Annotated[float | None, typer.Option(help="Fraction of the entries REMOVED, 0.75 say.")] = None,
     budget_tokens: Annotated[int | None, typer.Option(help="Entries kept per layer and head, instead.")] = None,
+    level: Annotated[
+        list[float] | None, typer.Option(help="A ratio of several: as many caches, from one prefill. May be repeated.")
+    ] = None,
+    min_quality: Annotated[
+        float | None,
+        typer.Option(
+            help="Least agreement with the full cache, 0.98 say: keep the smallest level that has it, or none."
+        ),
+    ] = None,
     param: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="A parameter of the policy.")] = None,
     model: Annotated[str | None, typer.Option(help="One of the service's models.")] = None,
     layout: Annotated[str | None, typer.Option(help="chat or plain.")] = None,
@@ -52,7 +63,7 @@ def put(
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compress documents and put them on the shelf. Prints one cache id per file.
+    """Compress documents and put them on the shelf. Prints one cache id per file, or one per level.
 
     A document that is there already, compressed in the same way, costs nothing. A file that fails does not stop the
     others; the exit code is that of the first failure.
@@ -64,6 +75,8 @@ def put(
             "policy_params": _common.parameters(param),
             "compression_ratio": compression_ratio,
             "budget_tokens": budget_tokens,
+            "levels": level or None,
+            "min_quality": min_quality,
             "model": model,
             "layout": layout,
             "codec": codec,
@@ -84,19 +97,22 @@ def put(
 def _put_one(client: Client, file: Path, fields: Mapping[str, Any], as_json: bool) -> None:
     document = {"document": sys.stdin.read()} if file == STDIN else {"file": file}
     with _common.notes.status(f"compressing {file} ..."):
-        cache = client.caches.create(**{**document, **fields})
-    if as_json:
-        return _common.print_object(cache)
-    print(cache.id, flush=True)
-    _common.notes.print(f"{file}: {_summary(cache)}", style="dim", soft_wrap=True)
-    return None
+        made: Any = client.caches.create(**{**document, **fields})
+    for cache in made if isinstance(made, list) else [made]:
+        if as_json:
+            _common.print_object(cache)
+        else:
+            print(cache.id, flush=True)
+            _common.notes.print(f"{file}: {_summary(cache)}", style="dim", soft_wrap=True)
 
 
 def _summary(cache: CacheObject) -> str:
     done = "already on the shelf" if cache.existing else f"prefilled in {cache.timings.prefill_s:.2f} s"
+    agreement = "" if cache.quality is None else f", agreement {cache.quality.agreement:.3f}"
     return (
-        f"{cache.tokens.document} tokens, {cache.tokens.kept} kept by {cache.policy}, "
-        f"{_common.megabytes(cache.bytes.stored)} ({cache.bytes.stored / cache.bytes.full:.0%} of full), {done}"
+        f"{cache.tokens.document} tokens, {cache.tokens.kept} kept by {cache.policy}, codec {cache.codec}, "
+        f"{_common.megabytes(cache.bytes.stored)} ({cache.bytes.stored / cache.bytes.full:.0%} of full){agreement}, "
+        f"{done}"
     )
 
 
@@ -162,12 +178,14 @@ def _table(caches: list[CacheObject]) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("ID", no_wrap=True)
     table.add_column("POLICY", no_wrap=True)
-    for heading in ("KEPT", "OF", "SIZE"):
+    for heading in ("KEPT", "OF", "SIZE", "QUALITY"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("NAME", overflow="ellipsis", no_wrap=True)
     for cache in caches:
         size = _common.megabytes(cache.bytes.stored)
-        table.add_row(cache.id, cache.policy, str(cache.tokens.kept), str(cache.tokens.document), size, cache.name)
+        quality = "-" if cache.quality is None else f"{cache.quality.agreement:.3f}"
+        kept, whole = str(cache.tokens.kept), str(cache.tokens.document)
+        table.add_row(cache.id, cache.policy, kept, whole, size, quality, cache.name)
     return table
 
 
@@ -206,6 +224,7 @@ def _details(cache: CacheObject) -> Table:
         "tokens": f"{cache.tokens.document}, of which {cache.tokens.kept} kept per layer and head",
         "size": f"{_common.megabytes(cache.bytes.stored)}, codec {cache.codec}; "
         f"uncompressed {_common.megabytes(cache.bytes.full)}",
+        "quality": _quality(cache),
         "labels": ", ".join(f"{key}={value}" for key, value in cache.labels.items()) or "-",
         "created": when(cache.created_at),
         "last used": when(cache.last_used_at),
@@ -218,6 +237,14 @@ def _details(cache: CacheObject) -> Table:
     for name, value in rows.items():
         table.add_row(name, value)
     return table
+
+
+def _quality(cache: CacheObject) -> str:
+    found = cache.quality
+    if found is None:
+        return "not measured"
+    chosen = f"; chosen among {len(cache.tried)}" if cache.tried else ""
+    return f"agreement {found.agreement:.3f} with the full cache, KL {found.kl:.3g} nats, {found.tokens} tokens{chosen}"
 
 
 def rm(

@@ -18,9 +18,12 @@ if TYPE_CHECKING:
 
 def estimate(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A text file in UTF-8; - is standard input.")],
-    policy: Annotated[str | None, typer.Option(help="Only this policy.  [default: all]")] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="Only this policy, or what auto would try.  [default: all]")
+    ] = None,
     compression_ratio: Annotated[float | None, typer.Option(help="Fraction of the entries REMOVED, 0.75 say.")] = None,
     budget_tokens: Annotated[int | None, typer.Option(help="Entries kept per layer and head, instead.")] = None,
+    level: Annotated[list[float] | None, typer.Option(help="A ratio of several. May be repeated.")] = None,
     param: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="A parameter of the policy.")] = None,
     model: Annotated[str | None, typer.Option(help="One of the service's models.")] = None,
     layout: Annotated[str | None, typer.Option(help="chat or plain.")] = None,
@@ -34,6 +37,7 @@ def estimate(
         "policy_params": _common.parameters(param) or None,
         "compression_ratio": compression_ratio,
         "budget_tokens": budget_tokens,
+        "levels": level or None,
         "model": model,
         "layout": layout,
         "codec": codec,
@@ -51,19 +55,19 @@ def estimate(
 def _table(found: EstimateObject) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("POLICY", no_wrap=True)
-    codecs = next((list(row.bytes_stored) for row in found.policies if row.bytes_stored), [])
+    codecs = list(dict.fromkeys(codec for row in found.policies for codec in row.bytes_stored or ()))
     for heading in ("KEPT", "SECONDS", *codecs):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in found.policies:
-        table.add_row(row.policy, *_cells(row))
+        table.add_row(row.policy, *_cells(row, codecs))
     return table
 
 
-def _cells(row: PolicyEstimate) -> list[str]:
+def _cells(row: PolicyEstimate, codecs: list[str]) -> list[str]:
     if row.bytes_stored is None or row.seconds is None:
         return ["refused"]
     mark = {"measured": "", "other_policies": "~", "assumed": "?"}[row.basis or "assumed"]
-    sizes = [_common.megabytes(size) for size in row.bytes_stored.values()]
+    sizes = [_common.megabytes(row.bytes_stored[codec]) if codec in row.bytes_stored else "" for codec in codecs]
     return [str(row.kept), f"{mark}{row.seconds:.3g}", *sizes]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, Generic, Literal, ParamSpec, Self, TypeVar, Unpack, overload
 
@@ -123,17 +123,45 @@ class AsyncCaches(_Group):
 
     @overload
     async def create(
-        self, *, respond_async: Literal[False] = False, **fields: Unpack[_calls.CreateFields]
+        self, *, levels: None = None, respond_async: Literal[False] = False, **fields: Unpack[_calls.CreateFields]
     ) -> CacheObject: ...
     @overload
-    async def create(self, *, respond_async: Literal[True], **fields: Unpack[_calls.CreateFields]) -> RequestObject: ...
     async def create(
-        self, *, respond_async: bool = False, **fields: Unpack[_calls.CreateFields]
-    ) -> CacheObject | RequestObject:
+        self,
+        *,
+        levels: Sequence[float],
+        min_quality: float,
+        respond_async: Literal[False] = False,
+        **fields: Unpack[_calls.KeepFields],
+    ) -> CacheObject: ...
+    @overload
+    async def create(
+        self,
+        *,
+        levels: Sequence[float],
+        min_quality: None = None,
+        respond_async: Literal[False] = False,
+        **fields: Unpack[_calls.KeepFields],
+    ) -> _calls.Levels: ...
+    @overload
+    async def create(
+        self,
+        *,
+        levels: Sequence[float] | None = None,
+        respond_async: Literal[True],
+        **fields: Unpack[_calls.CreateFields],
+    ) -> RequestObject: ...
+    async def create(
+        self,
+        *,
+        levels: Sequence[float] | None = None,
+        respond_async: bool = False,
+        **fields: Unpack[_calls.CreateFields],
+    ) -> CacheObject | _calls.Levels | RequestObject:
         """Compress a document and put it on the shelf, as `Client.caches.create` does."""
         if respond_async:
-            return await self._sender.send(_calls.create_in_background(fields))
-        return await self._sender.send(_calls.create_cache(fields))
+            return await self._sender.send(_calls.create_in_background({**fields, "levels": levels}))
+        return await self._sender.send(_calls.create_cache({**fields, "levels": levels}))
 
     def list(self, **fields: Unpack[_calls.ListFields]) -> AsyncIterator[CacheObject]:
         """All caches that match, for `async for`; the arguments are those of `Client.caches.list`."""

@@ -28,10 +28,11 @@ _MEDIA_TYPES = {".pdf": "application/pdf", ".html": "text/html", ".htm": "text/h
 Messages = Sequence[Mapping[str, str] | types.Message]
 Prompts = list[str]
 Answers = list[types.AnswerObject]
+Levels = list[types.CacheObject]
 
 
-class CreateFields(TypedDict, total=False):
-    """What `caches.create` takes; None is as good as absent.
+class KeepFields(TypedDict, total=False):
+    """Which document to keep, and how; None is as good as absent.
 
     Exactly one of `document`, `messages`, `token_ids` and `file` (the path of text, PDF or HTML) is
     needed.
@@ -55,6 +56,18 @@ class CreateFields(TypedDict, total=False):
     name: str | None
     labels: Mapping[str, str] | None
     keep_source: bool | None
+
+
+class CreateFields(KeepFields, total=False):
+    """What `caches.create` takes."""
+
+    min_quality: float | None
+
+
+class LevelFields(CreateFields, total=False):
+    """What `estimate` takes, and `caches.create` for several caches at once."""
+
+    levels: Sequence[float] | None
 
 
 class UpdateFields(TypedDict, total=False):
@@ -103,16 +116,17 @@ class ListFields(TypedDict, total=False):
     after: str | None
 
 
-def create_cache(fields: CreateFields) -> Call[types.CacheObject]:
+def create_cache(fields: LevelFields) -> Call[types.CacheObject | Levels]:
+    """Levels without a floor have a cache each, in their order; all else has one."""
     given = dict(fields)
+    several = given.get("levels") is not None and given.get("min_quality") is None
+    parse = _levels if several else parse_as(types.CacheObject)
     if (path := given.pop("file", None)) is None:
-        return Call(
-            "POST", "/v1/caches", parse_as(types.CacheObject), body={"json": checked(types.CreateCache, given)}
-        )
-    return Call("POST", "/v1/caches", parse_as(types.CacheObject), body=_upload(Path(str(path)), given))
+        return Call("POST", "/v1/caches", parse, body={"json": checked(types.CreateCache, given)})
+    return Call("POST", "/v1/caches", parse, body=_upload(Path(str(path)), given))
 
 
-def create_in_background(fields: CreateFields) -> Call[types.RequestObject]:
+def create_in_background(fields: LevelFields) -> Call[types.RequestObject]:
     call = create_cache(fields)
     headers = {"prefer": "respond-async"}
     return Call(call.method, call.path, parse_as(types.RequestObject), headers=headers, body=call.body)
@@ -203,10 +217,11 @@ def retrieve_request(id: str, *, wait_s: float | None = None) -> Call[types.Requ
     return Call("GET", path, parse_as(types.RequestObject), params={"wait_s": wait_s}, extra_read_s=wait_s or 0.0)
 
 
-def estimate(**fields: Unpack[CreateFields]) -> Call[types.EstimateObject]:
+def estimate(**fields: Unpack[LevelFields]) -> Call[types.EstimateObject]:
     """What `caches.create` with these arguments would take in tokens, bytes and seconds; nothing is compressed.
 
-    Without `policy` every policy is told, without `codec` the five codecs. Raises as `caches.create` does.
+    Without `policy` every policy is told, without `codec` the five codecs; with `levels` each of them, and with the
+    policy "auto" each way that it would try. Raises as `caches.create` does.
     """
     given = dict(fields)
     if (path := given.pop("file", None)) is not None:
@@ -302,6 +317,10 @@ def _read(path: Path) -> bytes:
 
 def _content(response: httpx.Response) -> bytes:
     return response.content
+
+
+def _levels(response: httpx.Response) -> Levels:
+    return parse_as(types.LevelList)(response).data
 
 
 def _answers(response: httpx.Response) -> Answers:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from typing import Any, Generic, Literal, ParamSpec, Self, TypeVar, Unpack, overload
 
@@ -127,13 +127,41 @@ class Caches(_Group):
 
     @overload
     def create(
-        self, *, respond_async: Literal[False] = False, **fields: Unpack[_calls.CreateFields]
+        self, *, levels: None = None, respond_async: Literal[False] = False, **fields: Unpack[_calls.CreateFields]
     ) -> CacheObject: ...
     @overload
-    def create(self, *, respond_async: Literal[True], **fields: Unpack[_calls.CreateFields]) -> RequestObject: ...
     def create(
-        self, *, respond_async: bool = False, **fields: Unpack[_calls.CreateFields]
-    ) -> CacheObject | RequestObject:
+        self,
+        *,
+        levels: Sequence[float],
+        min_quality: float,
+        respond_async: Literal[False] = False,
+        **fields: Unpack[_calls.KeepFields],
+    ) -> CacheObject: ...
+    @overload
+    def create(
+        self,
+        *,
+        levels: Sequence[float],
+        min_quality: None = None,
+        respond_async: Literal[False] = False,
+        **fields: Unpack[_calls.KeepFields],
+    ) -> _calls.Levels: ...
+    @overload
+    def create(
+        self,
+        *,
+        levels: Sequence[float] | None = None,
+        respond_async: Literal[True],
+        **fields: Unpack[_calls.CreateFields],
+    ) -> RequestObject: ...
+    def create(
+        self,
+        *,
+        levels: Sequence[float] | None = None,
+        respond_async: bool = False,
+        **fields: Unpack[_calls.CreateFields],
+    ) -> CacheObject | _calls.Levels | RequestObject:
         """Compress a document and put it on the shelf; a cache that is there already comes back with `existing` true.
 
         One of `document` (text), `messages`, `token_ids` and `file` (a path), and as keywords `model`, `layout`,
@@ -141,11 +169,16 @@ class Caches(_Group):
         `expires_at`, `name`, `labels`, and `keep_source` to keep the text beside the cache. With `respond_async` the
         request comes back at once, for `client.requests.retrieve`.
 
-        Raises `InvalidRequest`, `DocumentTooLong`, `DocumentTooShort`, `PolicyUnsupported`, `QueueFull`, ...
+        `levels` are several compression ratios at once, whose caches come back in a list, from one prefill. With
+        `min_quality` only the smallest that agrees with the full cache so far is kept; the policy "auto" chooses
+        policy, ratio and codec in the same way. What was tried is in the cache's `tried`.
+
+        Raises `InvalidRequest`, `DocumentTooLong`, `DocumentTooShort`, `PolicyUnsupported`, `QualityBelowFloor`,
+        `QueueFull`, ...
         """
         if respond_async:
-            return self._sender.send(_calls.create_in_background(fields))
-        return self._sender.send(_calls.create_cache(fields))
+            return self._sender.send(_calls.create_in_background({**fields, "levels": levels}))
+        return self._sender.send(_calls.create_cache({**fields, "levels": levels}))
 
     def list(self, **fields: Unpack[_calls.ListFields]) -> Iterator[CacheObject]:
         """All caches that match `document_id`, `model`, `policy` and `labels`.

@@ -13,6 +13,7 @@ MAX_PROMPTS = 256
 MAX_MESSAGES = 4096
 MAX_STOPS = 16
 MAX_LABELS = 64
+MAX_LEVELS = 16
 MAX_TTL_S = 10 * 365 * 86400.0
 
 LayoutName = Literal["chat", "plain"]
@@ -62,10 +63,6 @@ Stops = Annotated[Annotated[StopText, Tag("(one)")] | _StopList, Discriminator(o
 def one_of(**types: str | list[str]) -> dict[str, Any]:
     """For a type's JSON schema: exactly one of these fields must be given, with a value of its JSON type."""
     return {"oneOf": [{"properties": {name: {"type": kind}}, "required": [name]} for name, kind in types.items()]}
-
-
-def unsupported(what: str) -> PydanticCustomError:
-    return PydanticCustomError("unsupported", "{what} is not supported by this version of kvshelf", {"what": what})
 
 
 def misuse(param: str, message: str) -> PydanticCustomError:
@@ -122,7 +119,7 @@ def _path(loc: tuple[int | str, ...]) -> str:
 def _found(error: ErrorDetails) -> str:
     value = error.get("input")
     scalar = value is None or isinstance(value, bool | int | float | str)
-    if error["type"] in ("missing", "misuse", "unsupported", "json_invalid") or not scalar:
+    if error["type"] in ("missing", "misuse", "json_invalid") or not scalar:
         return ""
     shown = repr(value)
     return f"; found {shown if len(shown) <= 60 else shown[:60] + '...'}"

@@ -1,8 +1,7 @@
 """The types of the HTTP API, shared word for word by the service and the clients.
 
 Requests are strict: an unknown field, "3" where 3 is meant, true where a number is meant, NaN, and a value outside its
-bounds are refused, with the field named. Fields of the contract that this version cannot honour are refused too, never
-ignored. Responses are read leniently, so that a client understands a newer service.
+bounds are refused, with the field named. Responses are read leniently, so that a client understands a newer service.
 
 Times are Unix seconds, sizes bytes; durations carry `_s` or `_ms`. The bases and shared
 fields are in `strict`; chat completions, in OpenAI's shapes, in `openai`.
@@ -15,6 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from kvshelf.client.strict import (
+    MAX_LEVELS,
     MAX_MESSAGES,
     CacheName,
     CodecText,
@@ -40,7 +40,6 @@ from kvshelf.client.strict import (
     Ttl,
     misuse,
     one_of,
-    unsupported,
 )
 
 
@@ -59,6 +58,10 @@ def _require_one_expiry(ttl_s: float | None, expires_at: float | None) -> None:
         raise misuse("expires_at", "give ttl_s or expires_at, not both")
 
 
+_CHOSEN = {"policy_params", "compression_ratio", "budget_tokens", "codec", "levels", "expected_questions"}
+"""What the policy "auto" is not told."""
+
+
 class CacheOptions(RequestBody):
     """How a document is compressed and kept, whatever the document.
 
@@ -68,13 +71,21 @@ class CacheOptions(RequestBody):
 
     model: ModelName | None = Field(None, description="one of /v1/models; the first one served if absent")
     layout: LayoutName | None = Field(None, description="chat if the model has a chat template, else plain")
-    policy: Annotated[str, Field(min_length=1, max_length=64)] = Field("keydiff", description="one of /v1/policies")
+    policy: Annotated[str, Field(min_length=1, max_length=64)] = Field(
+        "keydiff", description="one of /v1/policies; auto chooses policy, ratio and codec for the document"
+    )
     policy_params: dict[str, Any] = Field(default_factory=dict, max_length=64)
     compression_ratio: Ratio | None = None
     budget_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     codec: CodecText = "none"
-    levels: list[Ratio] | None = None
-    min_quality: Annotated[float, Field(ge=0, le=1)] | None = None
+    levels: Annotated[list[Ratio], Field(min_length=1, max_length=MAX_LEVELS)] | None = Field(
+        None, description="several compression ratios: as many caches, from one prefill"
+    )
+    min_quality: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        None,
+        description="least agreement with the full cache: the smallest of the levels that has it is stored, or none; "
+        "with the policy auto 0.98 unless given",
+    )
     expected_questions: list[Text] = Field(
         default_factory=list, max_length=256, description="guide the policies that score by the end of the prompt"
     )
@@ -83,24 +94,22 @@ class CacheOptions(RequestBody):
     labels: Labels = Field(default_factory=dict)
     keep_source: bool = Field(False, description="keep the document's text, or the messages as JSON, beside the cache")
 
-    @field_validator("policy")
+    @field_validator("levels")
     @classmethod
-    def _no_auto(cls, policy: str) -> str:
-        if policy == "auto":
-            raise unsupported('policy "auto" (choosing the policy for you)')
-        return policy
-
-    @field_validator("levels", "min_quality")
-    @classmethod
-    def _later(cls, value: Any) -> Any:
-        if value not in (None, []):
-            raise unsupported("this field")
-        return value
+    def _distinct(cls, levels: list[float] | None) -> list[float] | None:
+        if levels is not None and len(set(levels)) != len(levels):
+            raise misuse("levels", "a level is given twice; each makes a cache of its own")
+        return levels
 
     @model_validator(mode="after")
     def _one_of_each(self) -> Self:
+        if self.policy == "auto" and (chosen := _CHOSEN & self.model_fields_set):
+            raise misuse(min(chosen), f'the policy "auto" chooses {" and ".join(sorted(chosen))}; leave it out')
         if self.compression_ratio is not None and self.budget_tokens is not None:
             raise misuse("budget_tokens", "give compression_ratio or budget_tokens, not both")
+        for other in ("compression_ratio", "budget_tokens"):
+            if self.levels is not None and getattr(self, other) is not None:
+                raise misuse("levels", f"give levels or {other}, not both")
         _require_one_expiry(self.ttl_s, self.expires_at)
         return self
 
@@ -138,7 +147,8 @@ class CreateCache(CacheOptions):
 class Estimate(CreateCache):
     """POST /v1/estimate: what a creation would take. The fields of a creation; nothing is compressed or stored.
 
-    Without `policy` all policies are told, with their default parameters; without `codec` the five codecs.
+    Without `policy` all policies are told, with their default parameters; without `codec` the five codecs. Each of the
+    `levels` has a row, and so has each way that the policy "auto" would try.
     """
 
 
@@ -254,8 +264,41 @@ class Timings(ResponseBody):
     store_s: float = 0.0
 
 
+class Quality(ResponseBody):
+    """How close a cache is to the full one, on questions made from the document when it was compressed.
+
+    `agreement`, 0 to 1: how often it says the token that the full cache is sure of. `kl`: the divergence of its
+    probabilities, in nats. `tokens` were predicted, in `probe_s` seconds. Numbers of another `version` do not compare.
+    """
+
+    agreement: float
+    kl: float
+    tokens: int
+    probe_s: float
+    version: int
+
+
+class Tried(ResponseBody):
+    """One way to keep a document, and its bytes and quality, or the reason why there are none.
+
+    `cache_id` is the id that its cache would have, null where the policy refused the document.
+    """
+
+    cache_id: str | None = None
+    policy: str
+    compression_ratio: float
+    codec: str
+    bytes: int | None = None
+    quality: Quality | None = None
+    reason: str | None = None
+
+
 class CacheObject(ResponseBody):
-    """One stored cache. `existing` is true in the answer to a POST that found the cache on the shelf."""
+    """One stored cache. `existing` is true in the answer to a POST that found the cache on the shelf.
+
+    `quality` is how close it is to the full cache, null where that was not measured. `tried` is there where the cache
+    was chosen among several ways to keep its document: all of them, and what came of each.
+    """
 
     id: str
     object: Literal["cache"] = "cache"
@@ -268,7 +311,8 @@ class CacheObject(ResponseBody):
     codec: str
     tokens: TokenCounts
     bytes: ByteCounts
-    quality: dict[str, Any] | None = None
+    quality: Quality | None = None
+    tried: list[Tried] = Field(default_factory=list)
     created_at: float
     expires_at: float | None = None
     last_used_at: float | None = None
@@ -279,6 +323,13 @@ class CacheObject(ResponseBody):
     timings: Timings = Timings()
     uses: int = Field(0, description="questions asked so far")
     existing: bool = False
+
+
+class LevelList(ResponseBody):
+    """The answer to a creation with `levels`: the caches in their order."""
+
+    object: Literal["list"] = "list"
+    data: list[CacheObject]
 
 
 class CacheList(ResponseBody):
@@ -328,12 +379,16 @@ class ErrorEnvelope(ResponseBody):
 
 
 class RequestObject(ResponseBody):
-    """A request that is worked on in the background. `cache_id` is set once it is done, `error` once it has failed."""
+    """A request that is worked on in the background. `cache_id` is set once it is done, `error` once it has failed.
+
+    `cache_ids` are those of all levels, in their order; `cache_id` is the first of them.
+    """
 
     id: str
     object: Literal["cache.request"] = "cache.request"
     state: RequestState
     cache_id: str | None = None
+    cache_ids: list[str] = Field(default_factory=list)
     attempts: int = 0
     error: ErrorBody | None = None
     created_at: float | None = None

@@ -30,6 +30,7 @@ USAGE_AGE_S: Final = 5.0
 
 _USAGE_PATIENCE_S = 2.0
 _SECONDS = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+_AGREEMENTS = (0.25, 0.5, 0.75, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99, 1)
 _PLACES = ("memory", "ram", "disk", "home")
 _REASONS = ("not_found", "expired", "evicted", "corrupt", "version", "model_changed", "store_unavailable")
 _METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})
@@ -62,6 +63,14 @@ class Metrics:
         self._kept_tokens = counter("kept_tokens", "tokens per layer and head that new caches keep", "model")
         self._full_bytes = counter("full_bytes", "bytes of new caches before compression", "model")
         self._stored_bytes = counter("stored_bytes", "bytes of new caches as stored", "model")
+
+        self._agreement = Histogram(
+            "kvshelf_quality_agreement",
+            "agreement of new caches with the full cache",
+            ("model", "policy"),
+            registry=registry,
+            buckets=_AGREEMENTS,
+        )
 
         self._queries = counter("queries", "queries by result: answered, or an error's code", "result")
         self._hits = counter("cache_hits", "queries answered from a cache, by where it was", "read_from")
@@ -107,15 +116,17 @@ class Metrics:
             raise
 
     def created(self, model: str, policy: str, created: Created) -> None:
-        """A creation has ended well."""
+        """A creation has ended well. It counts once, and its document, if anything is new; its caches one by one."""
         self._creations.labels(model, policy, "existing" if created.existing else "new").inc()
         if not created.existing:
-            manifest = created.manifest
-            self._document_tokens.labels(model).inc(manifest["num_tokens"])
+            self._document_tokens.labels(model).inc(created.manifest["num_tokens"])
+        for manifest in (cache.manifest for cache in created.caches if not cache.existing):
             self._kept_tokens.labels(model).inc(manifest["kept_tokens"])
             self._full_bytes.labels(model).inc(manifest["bytes_full"])
             self._stored_bytes.labels(model).inc(manifest["bytes_stored"])
-            _observe(self._creation_s, model, created.phases)
+            if manifest["quality"] is not None:
+                self._agreement.labels(model, manifest["policy"]).observe(manifest["quality"]["agreement"])
+        _observe(self._creation_s, model, created.phases)
 
     @contextmanager
     def asking(self) -> Iterator[None]:

@@ -19,6 +19,7 @@ from kvshelf.client.types import (
     CreateCache,
     ErrorEnvelope,
     Estimate,
+    LevelList,
     Query,
     RequestObject,
     UpdateCache,
@@ -50,6 +51,11 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 EXISTING: dict[int | str, dict[str, Any]] = {200: {"model": CacheObject, "description": "it was on the shelf already"}}
 """For the `responses` of the routes that put a cache on the shelf."""
+
+EXISTING_LEVELS: dict[int | str, dict[str, Any]] = {
+    200: {"model": CacheObject | LevelList, "description": "it was on the shelf already, or all of its levels were"}
+}
+"""For the one that may put several there."""
 
 
 def body_of(model: type[BaseModel], *, form: bool = False) -> dict[str, Any]:

@@ -86,6 +86,10 @@ class Settings(BaseSettings):
     resident_idle_s: Seconds = Field(600.0, description="after which a cache that nobody asks leaves the memory")
     batch_share: float = Field(0.1, gt=0, lt=1, description="least share of a busy model's time for compression")
 
+    quality_probe: bool = Field(
+        True, description="measure what each compression costs on its document; else only where min_quality asks"
+    )
+
     sweep_interval_s: Seconds = Field(60.0, description="between two removals of what has expired")
     startup_deadline_s: Seconds = Field(300.0, description="for the models to be loaded")
     shutdown_grace_s: Seconds = Field(10.0, description="for open requests when the service stops")

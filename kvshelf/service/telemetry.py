@@ -109,6 +109,8 @@ class ObservedEngine(RemoteEngine):
         self._metrics.created(self.model, policy, created)
         manifest = created.manifest
         note(cache_id=manifest["id"], tokens=manifest["num_tokens"], existing=created.existing)
+        if len(created.caches) > 1:
+            note(caches=len(created.caches))
         return created
 
     async def query(self, cache_id: str, asked: Asked, **call: Any) -> list[Replied]:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal
 
 from kvshelf.errors import CallerError
 from kvshelf.store.codecs import BITS, Codec, Precision
 from kvshelf.store.manifest import Timings
+from kvshelf.workers.auto import CANDIDATES
 from kvshelf.workers.engine import Engine
 from kvshelf.workers.intake import Document
 from kvshelf.workers.job import Job
 from kvshelf.workers.policies import POLICIES, build
+from kvshelf.workers.wanted import AUTO
 
 Basis = Literal["measured", "other_policies", "assumed"]
 """Where seconds come from: this policy's own compressions, those of others, or the assumption below."""
@@ -136,27 +138,21 @@ def estimate(engine: Engine, rates: Rates, document: Document, asked: Mapping[st
     """What compressing `document` would take; the model does nothing. Thread-safe.
 
     `asked` has the fields of a creation. Its `policy` and `codec` may be None: then all policies are told, or the five
-    codecs without parameters. Raises as `Engine.prepare` does, but a policy that refuses among all is only told so.
+    codecs without parameters. Ways that share a prefill are each told the whole of it. Raises as `Engine.prepare` does,
+    but a policy that refuses among several is only told so.
     """
     encoded = engine.encode_document(document, layout=asked["layout"])
     shape = Shape.of(engine)
-    codecs = CODECS if asked["codec"] is None else (str(Codec.parse(asked["codec"])),)
     rows = []
-    for policy in POLICIES if asked["policy"] is None else (asked["policy"],):
+    for way in _ways(asked):
         try:
-            job = engine.prepare(
-                encoded,
-                policy=policy,
-                policy_params=asked["policy_params"] if asked["policy"] else {},
-                **_budget(asked, policy),
-                expected_questions=asked["expected_questions"] if asked["policy"] else (),
-            )
+            job = engine.prepare(encoded, policy=way.policy, compression_ratio=way.compression_ratio, **way.more)
         except CallerError as error:
-            if asked["policy"] is not None:
+            if way.policy == asked["policy"]:
                 raise
-            rows.append(PolicyEstimate(policy, refused=error.message))
+            rows.append(PolicyEstimate(way.policy, compression_ratio=way.compression_ratio, refused=error.message))
         else:
-            rows.append(_row(job, shape, rates, codecs))
+            rows.append(_row(job, shape, rates, way.codecs))
     num_tokens = len(encoded.token_ids)
     return {
         "model": engine.name,
@@ -168,11 +164,33 @@ def estimate(engine: Engine, rates: Rates, document: Document, asked: Mapping[st
     }
 
 
-def _budget(asked: Mapping[str, Any], policy: str) -> dict[str, Any]:
-    """The budget for a policy that takes one. Alone, a policy that takes none refuses it; among all it goes without."""
-    if asked["policy"] is None and not build(policy, {}).takes_budget:
-        return {}
-    return {"compression_ratio": asked["compression_ratio"], "budget_tokens": asked["budget_tokens"]}
+@dataclass(frozen=True)
+class _Way:
+    """A row of an estimate before it is one. `more`: further arguments of `Engine.prepare`."""
+
+    policy: str
+    compression_ratio: float | None
+    codecs: tuple[str, ...]
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _ways(asked: Mapping[str, Any]) -> list[_Way]:
+    """The candidates of "auto", or the levels of one policy, or of all."""
+    if asked["policy"] == AUTO:
+        ways = dict.fromkeys((policy, ratio) for policy, ratio, _ in CANDIDATES)
+        return [_Way(*way, tuple(codec for *other, codec in CANDIDATES if tuple(other) == way)) for way in ways]
+    codecs = CODECS if asked["codec"] is None else (str(Codec.parse(asked["codec"])),)
+    ratios = asked["levels"] or [asked["compression_ratio"]]
+    budget = {"budget_tokens": asked["budget_tokens"]}
+    if asked["policy"] is not None:
+        more = budget | {"policy_params": asked["policy_params"], "expected_questions": asked["expected_questions"]}
+        return [_Way(asked["policy"], ratio, codecs, more) for ratio in ratios]
+    found = []
+    for policy in POLICIES:
+        # Alone, a policy that takes no budget refuses it; among all it goes without.
+        taken = build(policy, {}).takes_budget
+        found += [_Way(policy, ratio, codecs, budget if taken else {}) for ratio in (ratios if taken else [None])]
+    return found
 
 
 def _row(job: Job, shape: Shape, rates: Rates, codecs: Iterable[str]) -> PolicyEstimate:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tests.conftest import LiveService
 
 ASYNC = {"prefer": "respond-async"}
-FIELDS = {"id", "object", "state", "cache_id", "attempts", "error", "created_at", "updated_at"}
+FIELDS = {"id", "object", "state", "cache_id", "cache_ids", "attempts", "error", "created_at", "updated_at"}
 
 
 def submit(http: httpx.Client, **body: Any) -> dict[str, Any]:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import pickle
+import random
+from dataclasses import replace
 
 import pytest
 
 from kvshelf.bench.tasks import make_document
 from kvshelf.errors import Cancelled, DocumentTooShort, InvalidRequest, PolicyUnsupported, QualityBelowFloor
-from kvshelf.workers.auto import CANDIDATES, MIN_QUALITY, Selection, auto
+from kvshelf.workers.auto import CANDIDATES, MIN_QUALITY, Selection, Tried, auto
 from kvshelf.workers.levels import Level
+from kvshelf.workers.quality import Quality
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +115,59 @@ def test_a_candidate_that_refuses_the_document_is_named(tiny):
     assert {one.policy for one in selection.refused} == {"kvzip"}
     assert all("16384 tokens" in one.reason for one in selection.refused)
     assert len(selection.levels) + len(selection.refused) == len(CANDIDATES)
+
+
+@pytest.fixture(scope="module")
+def tried(everything):
+    """What came of each candidate, all of them made and measured."""
+    ways = ((level, made.cache.nbytes, made.quality) for level, made in everything)
+    return [
+        Tried(level.job.identity.policy, level.job.identity.compression_ratio, level.codec, nbytes, quality)
+        for level, nbytes, quality in ways
+    ]
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.4, 0.8, MIN_QUALITY, 1.0])
+def test_what_is_known_says_what_would_be_chosen_or_nothing(everything, tried, floor):
+    """Of any part of the facts: a choice only if nothing that was left out could be good enough and smaller."""
+    levels = [level for level, _ in everything]
+    selection = Selection(tuple(levels), floor)
+    good = {one.nbytes: level for one, level in zip(tried, levels, strict=True) if selection.meets(level, one.quality)}
+    assert selection.known(tried) is good[min(good)]
+    answers, chance = 0, random.Random(7)
+    for _ in range(200):
+        told = [chance.choice([one, one, one, replace(one, quality=None), None]) for one in tried]
+        level = selection.known(told)
+        if level is None:
+            continue
+        answers += 1
+        nbytes = next(nbytes for nbytes, one in good.items() if one is level)
+        missed = [one for size, one in good.items() if size < nbytes]
+        # Heads share a budget unevenly, and their last entries are not encoded: of equal counts one may take less.
+        assert all(one.codec == level.codec and one.job.budget.tokens >= level.job.budget.tokens for one in missed)
+    assert 0 < answers < 200
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.9, MIN_QUALITY])
+def test_what_one_choice_has_tried_makes_the_same_choice_again(tiny, prose, floor):
+    selection = auto(tiny, prose, min_quality=floor)
+    choice = selection.run(tiny)
+    told = [Tried.from_dict(json.loads(json.dumps(one.to_dict()))) for one in choice.tried]
+    assert selection.known(told) is choice.level
+    assert selection.known([None] * len(told)) is None
+
+
+def test_that_nothing_is_good_enough_can_be_known_too(tiny, prose):
+    levels = tuple(Level(tiny.prepare(prose, compression_ratio=ratio)) for ratio in (0.9, 0.95))
+    ways = [("keydiff", 0.9, "none", 20), ("keydiff", 0.95, "none", 10)]
+    told = [Tried(*way, Quality(agreement=0.5, kl=1.0, tokens=32, probe_s=0.0)) for way in ways]
+    with pytest.raises(QualityBelowFloor, match=r"'keydiff' at 0\.9.* with 0\.5") as refused:
+        Selection(levels, 0.6).known(told)
+    assert [one["bytes"] for one in refused.value.details["tried"]] == [20, 10]
+    assert Selection(levels, 0.4).known(told) is levels[1]
+    assert Selection(levels, 0.4).known([told[0], None]) is None
+    old = replace(told[1].quality, version=0).to_dict()
+    assert Tried.from_dict(told[1].to_dict() | {"quality": old}).quality is None
 
 
 @pytest.mark.parametrize("floor", [-0.1, 1.1, float("nan"), True])

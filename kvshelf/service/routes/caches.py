@@ -7,7 +7,16 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Request, Response
 from fastapi.responses import JSONResponse
 
-from kvshelf.client.types import CacheList, CacheObject, CreateCache, Deleted, ListCaches, RequestObject, UpdateCache
+from kvshelf.client.types import (
+    CacheList,
+    CacheObject,
+    CreateCache,
+    Deleted,
+    LevelList,
+    ListCaches,
+    RequestObject,
+    UpdateCache,
+)
 from kvshelf.errors import InvalidRequest
 from kvshelf.service import openapi
 from kvshelf.service.body import read_create, read_json, read_query
@@ -15,12 +24,13 @@ from kvshelf.service.keys import Reader, Writer
 from kvshelf.service.routes.requests import request_json
 from kvshelf.service.state import InService, Service, cache_object, cache_response, etag_of, off_loop, until_hangup
 from kvshelf.store.manifest import Manifest
-from kvshelf.workers.policies import build
+from kvshelf.workers.creations import Created
+from kvshelf.workers.wanted import require_policy
 
 router = APIRouter(prefix="/v1/caches", tags=["caches"], responses=openapi.ERRORS)
 
 _ACCEPTED: dict[int | str, dict[str, Any]] = {
-    **openapi.EXISTING,
+    **openapi.EXISTING_LEVELS,
     202: {"model": RequestObject, "description": "with `Prefer: respond-async`: it is written down and will be done"},
 }
 
@@ -28,27 +38,38 @@ _ACCEPTED: dict[int | str, dict[str, Any]] = {
 @router.post(
     "",
     status_code=201,
-    response_model=CacheObject,
+    response_model=CacheObject | LevelList,
     responses=_ACCEPTED,
     openapi_extra=openapi.body_of(CreateCache, form=True),
 )
 async def create(
     request: Request, service: InService, caller: Writer, prefer: Annotated[str, Header()] = ""
 ) -> Response:
-    """Compress a document once and store it. The same document, model and policy give the same id."""
+    """Compress a document once and store it. The same document, model and policy give the same id.
+
+    With `levels`, as many caches in a list. With `min_quality` or the policy "auto" the smallest that is good enough.
+    """
     body = await read_create(request, service, caller)
     engine = service.engine(body.model)
     require_tokenizer(service, engine.model, body)
-    build(body.policy, body.policy_params)
-    await off_loop(service.store.expiry, body.ttl_s, body.expires_at)
     spec = body.model_dump(mode="json") | {"model": engine.model}
+    require_policy(spec)
+    await off_loop(service.store.expiry, body.ttl_s, body.expires_at)
     if "respond-async" in [wish.strip().lower() for wish in prefer.split(",")]:
         record = await service.background.submit(spec, caller.tenant)
         headers = {"location": f"/v1/requests/{record.id}", "preference-applied": "respond-async"}
         return JSONResponse(request_json(record), status_code=202, headers=headers)
     deadline_s = service.settings.request_deadline_s
     created = await until_hangup(request, engine.create(spec, tenant=caller.tenant, deadline_s=deadline_s))
+    if body.levels is not None and body.min_quality is None:
+        return JSONResponse(_level_list(created), status_code=200 if created.existing else 201)
     return cache_response(Manifest.model_validate(created.manifest), existing=created.existing)
+
+
+def _level_list(created: Created) -> dict[str, Any]:
+    caches = [(Manifest.model_validate(cache.manifest), cache.existing) for cache in created.caches]
+    data = [cache_object(manifest, existing=existing) for manifest, existing in caches]
+    return LevelList(data=data).model_dump(mode="json")
 
 
 def require_tokenizer(service: Service, model: str, body: CreateCache) -> None:

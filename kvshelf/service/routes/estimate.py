@@ -10,7 +10,7 @@ from kvshelf.service.body import read_json
 from kvshelf.service.keys import Reader
 from kvshelf.service.routes.caches import require_tokenizer
 from kvshelf.service.state import InService, until_hangup
-from kvshelf.workers.policies import build
+from kvshelf.workers.wanted import require_policy
 
 router = APIRouter(prefix="/v1/estimate", tags=["caches"], responses=openapi.ERRORS)
 
@@ -23,7 +23,7 @@ async def estimate(request: Request, service: InService, _: Reader) -> EstimateO
     for narrowing in {"policy", "codec"} - body.model_fields_set:
         spec[narrowing] = None
     if spec["policy"] is not None:
-        build(body.policy, body.policy_params)
+        require_policy(spec)
     engine = service.engines[service.engine(body.model).model]
     require_tokenizer(service, engine.model, body)
     work = engine.estimate(spec, deadline_s=service.settings.request_deadline_s)

@@ -57,6 +57,7 @@ def request_json(record: RequestRecord) -> dict[str, Any]:
         id=record.id,
         state=record.state,
         cache_id=record.cache_ids[0] if record.cache_ids else None,
+        cache_ids=list(record.cache_ids),
         attempts=record.tries,
         error=error,
         created_at=record.created_at,
