@@ -9,7 +9,7 @@ import typer
 
 import kvshelf
 from kvshelf.bench.cli import app as bench
-from kvshelf.cli import _common, caches, calibrate, doctor, estimate, keys, policies, serve, transfer
+from kvshelf.cli import _common, batch, caches, calibrate, doctor, estimate, keys, policies, serve, transfer
 from kvshelf.errors import KvshelfError
 
 app = typer.Typer(
@@ -42,6 +42,7 @@ for command in (
     doctor.doctor,
 ):
     app.command()(command)
+app.command(epilog=batch.EPILOG)(batch.batch)
 app.command("export")(transfer.export_cache)
 app.command("import")(transfer.import_cache)
 app.add_typer(keys.app, name="keys")

@@ -150,13 +150,13 @@ def _json_or_text(value: str) -> Any:
 _UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
-def seconds(text: str | None) -> float | None:
+def seconds(text: str | None, option: str = "--ttl") -> float | None:
     """`90`, `90s`, `15m`, `2h` or `7d` in seconds."""
     if text is None:
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text)
     if match is None:
-        raise InvalidRequest(f"--ttl {text!r} is not a duration; write 90s, 15m, 2h or 7d", param="--ttl")
+        raise InvalidRequest(f"{option} {text!r} is not a duration; write 90s, 15m, 2h or 7d", param=option)
     return float(match[1]) * _UNITS_S[match[2]]
 
 

@@ -1,0 +1,85 @@
+"""How a batch is shown while it runs: a live display for a person, a line now and then for a log."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+from rich.console import Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from kvshelf.cli import _common
+
+if TYPE_CHECKING:
+    from kvshelf.corpus.progress import Progress
+
+_LINE_EVERY_S: Final = 60.0
+_MOST_WORKERS: Final = 16
+
+
+@contextmanager
+def shown(*, quiet: bool) -> Iterator[Callable[[Progress], None]]:
+    """Gives what to call with each snapshot. Everything goes to standard error."""
+    if quiet:
+        yield lambda _: None
+    elif _common.notes.is_terminal:
+        with Live(console=_common.notes, refresh_per_second=4, transient=True) as live:
+            yield lambda progress: live.update(_display(progress))
+    else:
+        yield _Lines().show
+
+
+class _Lines:
+    def __init__(self) -> None:
+        self._next = 0.0
+        self._state = ""
+
+    def show(self, progress: Progress) -> None:
+        """Print a line when the state changes, and else once a minute."""
+        if progress.state == self._state and time.monotonic() < self._next:
+            return
+        self._state, self._next = progress.state, time.monotonic() + _LINE_EVERY_S
+        _common.notes.print(_headline(progress), soft_wrap=True)
+
+
+def _display(progress: Progress) -> Group:
+    bar = ProgressBar(total=1.0, completed=progress.fraction, width=60)
+    workers = _workers(progress) if len(progress.workers) > 1 else ""
+    return Group(Text(_headline(progress)), bar, Text(_numbers(progress), style="dim"), workers)
+
+
+def _headline(progress: Progress) -> str:
+    of = "" if progress.total is None else f" of {progress.total:,}"
+    reason = f" ({progress.reason})" if progress.reason else ""
+    left = "" if progress.eta_s is None else f", {duration(progress.eta_s)} left"
+    return f"{progress.state}{reason}: {progress.done + progress.failed:,}{of} documents, {progress.fraction:.0%}{left}"
+
+
+def _numbers(progress: Progress) -> str:
+    saved = progress.bytes_full - progress.bytes_stored
+    return (
+        f"{progress.reused:,} reused, {progress.failed:,} failed, {progress.tokens_per_s:,.0f} tokens/s, "
+        f"{_common.megabytes(saved)} saved, {progress.gpu_hours:.2f} GPU hours"
+    )
+
+
+def _workers(progress: Progress) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim", style="dim")
+    table.add_column("WORKER")
+    for heading in ("DOCUMENTS", "TOKENS/S"):
+        table.add_column(heading, justify="right")
+    for name, worker in sorted(progress.workers.items())[:_MOST_WORKERS]:
+        rate = worker.tokens / worker.seconds if worker.seconds else 0.0
+        table.add_row(name, f"{worker.done:,}", f"{rate:,.0f}")
+    return table
+
+
+def duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}"

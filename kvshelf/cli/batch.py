@@ -1,0 +1,202 @@
+"""batch: compress a whole corpus, here or by a running service."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvshelf._extras import needs_extra
+from kvshelf.cli import _common, _progress
+from kvshelf.cli._common import AsJson, KeyFile, Labels, Store
+
+if TYPE_CHECKING:
+    from kvshelf.corpus.journal import FileJournal
+    from kvshelf.corpus.progress import Summary
+
+STOPPED = 6
+"""The exit code of a batch that was ended before its last row."""
+
+EPILOG = """
+Exit codes: 0 every document is on the shelf; 1 some or all failed, the output says why; 2 refused before any work;
+6 stopped before the end: run the same command again to go on.
+"""
+
+
+def batch(
+    input: Annotated[
+        str,
+        typer.Argument(metavar="INPUT", help="A JSONL or Parquet file, a folder of texts, or a pattern like 'd/*.md'."),
+    ],
+    output: Annotated[Path, typer.Option(help="One line per document, as .jsonl or .parquet.")],
+    policy: Annotated[str | None, typer.Option(help="One of `kvshelf policies`.")] = None,
+    compression_ratio: Annotated[float | None, typer.Option(help="Fraction of the entries REMOVED, 0.75 say.")] = None,
+    budget_tokens: Annotated[int | None, typer.Option(help="Entries kept per layer and head, instead.")] = None,
+    level: Annotated[list[float] | None, typer.Option(help="A ratio of several for each document. Repeat it.")] = None,
+    min_quality: Annotated[float | None, typer.Option(help="Least agreement with the full cache, 0.98 say.")] = None,
+    param: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="A parameter of the policy.")] = None,
+    layout: Annotated[str | None, typer.Option(help="chat or plain.")] = None,
+    codec: Annotated[str | None, typer.Option(help="none, int8, int4, int2 or mixed.")] = None,
+    ttl: Annotated[str | None, typer.Option(help="How long to keep the caches: 90s, 15m, 2h, 7d.")] = None,
+    label: Labels = None,
+    keep_source: Annotated[bool, typer.Option("--keep-source", help="Keep the texts beside the caches.")] = False,
+    expected_question: Annotated[list[str] | None, typer.Option(help="A question to come. May be repeated.")] = None,
+    window: Annotated[str | None, typer.Option(help="Work only at this time of day: 22:00-06:00.")] = None,
+    max_gpu_hours: Annotated[
+        float | None, typer.Option(min=0, help="Stop when the replicas have worked so long.")
+    ] = None,
+    document_timeout: Annotated[str, typer.Option(help="For each attempt at one document: 90s, 15m, 2h.")] = "1h",
+    max_attempts: Annotated[int, typer.Option(min=1, max=100, help="Before a document is given up.")] = 3,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Try again what failed in an earlier run.")
+    ] = False,
+    report: Annotated[Path | None, typer.Option(help="Write a report as well, .md or .html.")] = None,
+    store: Store = None,
+    encryption_key_file: KeyFile = None,
+    model: Annotated[list[str] | None, typer.Option(help="As for `kvshelf serve`; the first is the default.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
+    replicas: Annotated[int | None, typer.Option(help="Replicas of each model.")] = None,
+    address: Annotated[
+        str | None, typer.Option(help="Of a running Ray cluster; auto finds it.  [default: a local one]")
+    ] = None,
+    url: Annotated[
+        str | None, typer.Option("--url", envvar="KVSHELF_URL", help="A running service that is to do it.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compress a corpus: many documents in, one line out for each, with its cache id or what went wrong.
+
+    With --url a running service does it. Without, this command starts the model itself and writes into --store. Run
+    the same command again after it was stopped, or to look for new documents: what is on the shelf is not done again.
+    """
+    with _common.named_errors(as_json=as_json):
+        fields = {
+            "policy": policy,
+            "policy_params": _common.parameters(param) or None,
+            "compression_ratio": compression_ratio,
+            "budget_tokens": budget_tokens,
+            "levels": level or None,
+            "min_quality": min_quality,
+            "layout": layout,
+            "codec": codec,
+            "ttl_s": _common.seconds(ttl),
+            "labels": _common.pairs(label, "--label") or None,
+            "keep_source": keep_source or None,
+            "expected_questions": expected_question or None,
+        }
+        job = _Job(
+            input,
+            output,
+            report,
+            {name: value for name, value in fields.items() if value is not None},
+            {
+                "window": window,
+                "max_gpu_hours": max_gpu_hours,
+                "document_deadline_s": _common.seconds(document_timeout, "--document-timeout"),
+                "max_attempts": max_attempts,
+                "retry_failed": retry_failed,
+            },
+            as_json,
+        )
+        if url is not None and store is None:
+            from kvshelf.cli.batch_remote import run_remote
+
+            raise typer.Exit(run_remote(url, job))
+        with needs_extra("serve", purpose="kvshelf batch"):
+            code = job.run(
+                store=store,
+                encryption_key_file=None if encryption_key_file is None else str(encryption_key_file),
+                models=tuple(model) if model else None,
+                device=device,
+                dtype=dtype,
+                replicas=replicas,
+                address=address,
+            )
+    raise typer.Exit(code)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One batch that this command runs itself. fields: of `CreateCache`, for all rows; options: of `RunOptions`."""
+
+    input: str
+    output: Path
+    report: Path | None
+    fields: Mapping[str, Any]
+    options: Mapping[str, Any]
+    as_json: bool
+
+    def run(self, **settings: Any) -> int:
+        """Returns the exit code. What can be refused at once is refused before anything is started."""
+        from kvshelf.corpus.files import FileSource
+        from kvshelf.corpus.journal import FileJournal
+        from kvshelf.corpus.output import require_format, write_output
+        from kvshelf.corpus.progress import RunOptions, RunState, Window
+        from kvshelf.corpus.rows import require_defaults
+        from kvshelf.service.settings import load_settings
+        from kvshelf.service.standalone import TENANT, run_standalone
+
+        loaded = load_settings(**settings)
+        require_format(self.output)
+        require_defaults(self.fields)
+        _require_policy(self.fields)
+        options = {**self.options, "window": Window.parse(self.options["window"]) if self.options["window"] else None}
+        source = FileSource(self.input, self.fields)
+        where = self.input if "://" in self.input else str(Path(self.input).absolute())
+        about = {"input": where, "output": str(self.output.absolute()), "fields": self.fields, "dtype": loaded.dtype}
+        journal = self.output.with_name(self.output.name + ".journal")
+        with FileJournal(journal, about) as kept:
+            with _progress.shown(quiet=self.as_json) as show:
+                summary = run_standalone(
+                    loaded, source, kept, about, lambda batch_id: RunOptions(TENANT, batch_id, **options), show
+                )
+            write_output(self.output, kept.finished(), file=source.several)
+            if self.report is not None:
+                _write_report(self.report, summary, kept)
+            if summary.state is RunState.COMPLETED:
+                kept.delete()
+        return self._told(summary)
+
+    def _told(self, summary: Summary) -> int:
+        """Say how it ended; returns the exit code."""
+        if self.as_json:
+            print(json.dumps(asdict(summary) | {"output": str(self.output)}))
+        else:
+            print(self.output)
+            _common.notes.print(_sentence(summary), soft_wrap=True, style="red" if summary.state == "failed" else None)
+        if summary.state == "cancelled":
+            return STOPPED
+        return 1 if summary.failed or summary.state == "failed" else 0
+
+
+def _sentence(summary: Summary) -> str:
+    rows = (
+        f"{summary.done:,} documents are on the shelf, {summary.reused:,} of them were before; {summary.failed:,} failed"
+    )
+    sizes = f"{_common.megabytes(summary.bytes_stored)} hold what takes {_common.megabytes(summary.bytes_full)} in full"
+    match summary.state:
+        case "cancelled":
+            return f"stopped ({summary.reason}): {rows}. Run the same command again to go on"
+        case "failed":
+            return f"failed: {summary.reason}"
+    again = ". The output says why; --retry-failed tries them again" if summary.failed else ""
+    return f"{rows}; {sizes}; {summary.gpu_hours:.2f} GPU hours{again}"
+
+
+def _require_policy(fields: Mapping[str, Any]) -> None:
+    """Raises `InvalidRequest` for a policy that no row could be compressed with."""
+    from kvshelf.workers.policies import build
+
+    if fields.get("policy", "auto") != "auto":
+        build(fields["policy"], fields.get("policy_params", {}))
+
+
+def _write_report(path: Path, summary: Summary, kept: FileJournal) -> None:
+    from kvshelf.corpus.report import write_report
+
+    write_report(path, summary, kept.finished())
