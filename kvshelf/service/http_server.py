@@ -15,6 +15,11 @@ READY = "kvshelf is ready at "
 """Begins the one line on standard output that says where the service listens."""
 
 
+_KEEP_ALIVE_S = 75
+"""How long a connection may be idle. Longer than clients keep theirs, which is 5 s in httpx and so in openai: else a
+request now and then meets a connection that is being closed. (uvicorn's own value is 5 s, nginx's is 75.)"""
+
+
 class HttpServer(uvicorn.Server):
     """uvicorn, which tells world and supervisor once it listens, and leaves when the supervisor's line ends.
 
@@ -30,6 +35,7 @@ class HttpServer(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                timeout_keep_alive=_KEEP_ALIVE_S,
                 timeout_graceful_shutdown=int(grace_s),
             )
         )
@@ -62,7 +68,7 @@ class HttpServer(uvicorn.Server):
         """Accept no more, finish what is open, and close no connection on which a request may be on its way.
 
         uvicorn would close those at once on which it has answered everything, while another request comes in. Here
-        they get their answer, which says that it is the last; those that stay silent, uvicorn closes after 5 s as ever.
+        they get their answer, which says that it is the last one, for as long as what is open may go on.
         """
         for server in self.servers:
             server.close()
