@@ -35,7 +35,7 @@ def write_output(path: Path, results: Iterable[Result], *, file: bool) -> int:
     The file gets its name when it is complete. Memory does not grow with it.
     """
     lines = (result.output(file=file) for result in results)
-    with _written(path) as target:
+    with written(path) as target:
         return _write_parquet(target, lines) if path.suffix.lower() in PARQUET else _write_jsonl(target, lines)
 
 
@@ -73,7 +73,8 @@ def _write_parquet(target: IO[bytes], lines: Iterator[dict[str, Any]]) -> int:
 
 
 @contextmanager
-def _written(path: Path) -> Iterator[IO[bytes]]:
+def written(path: Path) -> Iterator[IO[bytes]]:
+    """A file that gets its name when the block ends well. Raises `StorageFull` where it cannot be written."""
     partial = path.with_name(path.name + ".partial")
     try:
         with partial.open("wb") as target:
@@ -82,7 +83,7 @@ def _written(path: Path) -> Iterator[IO[bytes]]:
             os.fsync(target.fileno())
         os.replace(partial, path)
     except OSError as error:
-        raise StorageFull(f"the output cannot be written to {path}: {error.strerror or error}") from error
+        raise StorageFull(f"{path} cannot be written: {error.strerror or error}") from error
     finally:
         with suppress(OSError):
             partial.unlink()
