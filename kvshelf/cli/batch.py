@@ -175,9 +175,7 @@ class _Job:
 
 
 def _sentence(summary: Summary) -> str:
-    rows = (
-        f"{summary.done:,} documents are on the shelf, {summary.reused:,} of them were before; {summary.failed:,} failed"
-    )
+    rows = f"{summary.done:,} documents are on the shelf, {summary.reused:,} of them were before; {summary.failed:,} failed"
     sizes = f"{_common.megabytes(summary.bytes_stored)} hold what takes {_common.megabytes(summary.bytes_full)} in full"
     match summary.state:
         case "cancelled":

@@ -18,6 +18,7 @@ from kvshelf.errors import (
     CacheError,
     CacheNotFound,
     Cancelled,
+    DeadlineExceeded,
     InternalError,
     InvalidRequest,
     KvshelfError,
@@ -63,6 +64,9 @@ class _Call:
 class Caller:
     """Puts rows to the engines, `slots` at a time, for the callers of one event loop.
 
+    A row of which an attempt has failed is tried while no other such row is. Rows that died together would otherwise go
+    on to die together, and a document that kills its worker would take with it those that happened to be beside it.
+
     began: when the run began, Unix seconds; a cache that is older was there already. going: set while rows may begin.
     """
 
@@ -75,6 +79,7 @@ class Caller:
         self._began = began
         self._slots = asyncio.Semaphore(slots)
         self._calm = _Calm()
+        self._suspects = asyncio.Lock()
         self.going = asyncio.Event()
         self.at_work = 0
 
@@ -125,6 +130,8 @@ class Caller:
             except StoreError as error:
                 log.warning("the store keeps a row waiting", code=error.code, message=error.message)
                 continue
+            except StateConflict:  # another worker has it, or its last one only just let go of it
+                step = _POLL_S
             if isinstance(step, Result):
                 self._calm.restored()
                 return step
@@ -181,13 +188,14 @@ class Caller:
     async def _attempt(self, call: _Call, record: RequestRecord) -> Result | float:
         options, started = self._options, time.monotonic()
         try:
-            created = await call.engine.create(
-                call.spec,
-                tenant=options.tenant,
-                deadline_s=options.document_deadline_s,
-                request_id=call.id,
-                max_attempts=options.max_attempts,
-            )
+            async with self._suspects if record.tries else nullcontext():
+                created = await call.engine.create(
+                    call.spec,
+                    tenant=options.tenant,
+                    deadline_s=options.document_deadline_s,
+                    request_id=call.id,
+                    max_attempts=options.max_attempts,
+                )
         except StoreError as error:
             if error.details.get("fits") is False:  # the document's fault, and recorded as that
                 return 0.0
@@ -195,9 +203,12 @@ class Caller:
         except _COME_AGAIN as error:
             return float(error.details.get("retry_after_s", _POLL_S))
         except KvshelfError as error:
+            if error.details.get("begun") is False:  # it was late before its turn came
+                return _POLL_S
             call.spent_s += time.monotonic() - started
+            lost = isinstance(error, DeadlineExceeded) and "begun" not in error.details  # the replica said nothing
             now = await asyncio.to_thread(self._record, call)
-            return 0.0 if now.attempts > record.attempts else await self._uncounted(call, error)
+            return await self._uncounted(call, error) if lost or now.tries == record.tries else 0.0
         manifests = [Manifest.model_validate(cache.manifest) for cache in created.caches]
         worked_s = sum(phase.seconds for phase in created.phases if phase.name != "queue")
         done = _success(call.row, manifests, attempts=record.tries + 1, reused=created.existing)

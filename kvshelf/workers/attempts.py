@@ -79,8 +79,8 @@ class Attempts:
     async def counted(self, request_id: str, tenant: str, *, max_attempts: int = MAX_ATTEMPTS) -> AsyncIterator[int]:
         """Count an attempt in the ledger, keep its lease alive, and record it if the work inside fails.
 
-        What the request is not to blame for does not count in the end: that the work was stopped, that the store does
-        not work or is full.
+        What the request is not to blame for does not count in the end: that the work was stopped, or not even begun in
+        time; that the store does not work or is full.
         """
         start = self._ledger.start_attempt
         attempt = await self._threads.run(start, request_id, worker=self._worker, lease_s=LEASE_S)
@@ -99,8 +99,9 @@ class Attempts:
             raise
         except KvshelfError as error:
             record = await self._threads.run(self._ledger.get_request, request_id, tenant=tenant)
-            final = isinstance(error, CallerError | QuotaExceeded) or record.tries >= max_attempts
-            await self._record_failure(request_id, attempt, error, final=final)
+            counted = error.details.get("begun") is not False
+            final = counted and (isinstance(error, CallerError | QuotaExceeded) or record.tries >= max_attempts)
+            await self._record_failure(request_id, attempt, error, final=final, counted=counted)
             raise
         finally:
             renewing.cancel()

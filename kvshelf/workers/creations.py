@@ -29,6 +29,9 @@ ResultT = TypeVar("ResultT")
 
 log = structlog.get_logger("kvshelf.workers")
 
+_HANG_S = 2.0
+"""After its deadline, how long a document may take to come to the end of a layer. Less than callers wait for it."""
+
 
 @dataclass(frozen=True)
 class Stored:
@@ -165,7 +168,10 @@ class Creations:
         await self._threads.run(self._store.admit, tenant)
         ticket = self._scheduler.compress(work, deadline_s=deadline_s)
         try:
-            return await asyncio.wrap_future(ticket.future), ticket
+            async with asyncio.timeout(None if deadline_s is None else deadline_s + _HANG_S):
+                return await asyncio.wrap_future(ticket.future), ticket
+        except TimeoutError as exc:  # the scheduler itself ends what is late, between two units of work
+            raise ticket.too_late() from exc
         finally:
             ticket.cancel()
 

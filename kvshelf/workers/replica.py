@@ -38,6 +38,10 @@ log = structlog.get_logger("kvshelf.workers")
 MAX_UNREAD_PIECES = 1024
 """Pieces of a streamed answer that may wait for a slow client before it is cut off. No answer waits for its client."""
 
+STUCK_S = 30.0
+"""After its deadline, how long a document may hold the model before its replica is replaced. Between two layers it ends
+by itself, so a layer that takes so long does not come to its end at all, or takes the replica from everyone else."""
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -109,6 +113,8 @@ class Replica:
         """Raise if this replica can no longer work and must be replaced."""
         if not self._scheduler.alive:
             raise InternalError(f"the scheduler thread of {self._engine.name!r} has ended")
+        if self._scheduler.overdue_s > STUCK_S:
+            raise InternalError(f"{self._engine.name!r} hangs in a document that should have ended {STUCK_S:g} s ago")
 
     async def describe(self) -> dict[str, Any]:
         """The model, for /v1/models, and its `ModelIdentity`. JSON types only."""

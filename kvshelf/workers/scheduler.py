@@ -154,6 +154,13 @@ class Scheduler:
         """Whether work that is handed over will be done."""
         return self._queues.accepting and self._thread.is_alive()
 
+    @property
+    def overdue_s(self) -> float:
+        """For how long the document at hand should have ended: the model is still at a unit of its work. 0: it is not
+        late."""
+        compressing = self._compressing
+        return 0.0 if compressing is None else compressing.ticket.overdue_s
+
     def compress(self, work: Work[ResultT], *, deadline_s: float | None = None) -> Ticket[ResultT]:
         """Queue a prepared document. Raises `QueueFull`, `NoWorker`."""
         ticket: Ticket[ResultT] = Ticket(deadline_s)

@@ -24,6 +24,7 @@ class Ticket(Generic[ResultT]):
         self.queue_s = 0.0
         self.first_s = 0.0
         self.worked_s = 0.0
+        self.begun = False
         self.submitted = time.monotonic()
         self._deadline = math.inf if deadline_s is None else self.submitted + deadline_s
         self._cancelled = False
@@ -33,11 +34,17 @@ class Ticket(Generic[ResultT]):
         self._cancelled = True
 
     def begin(self) -> None:
+        self.begun = True
         self.queue_s = time.monotonic() - self.submitted
 
     def has_token(self) -> None:
         """The answer has a token; the first call counts."""
         self.first_s = self.first_s or time.monotonic() - self.submitted
+
+    @property
+    def overdue_s(self) -> float:
+        """Seconds since its deadline; 0 before."""
+        return max(0.0, time.monotonic() - self._deadline)
 
     @property
     def busy_s(self) -> float:
@@ -49,10 +56,15 @@ class Ticket(Generic[ResultT]):
         if self._cancelled:
             raise Cancelled("the caller went away")
         if time.monotonic() > self._deadline:
-            raise DeadlineExceeded(
-                f"the work was not done {self._deadline - self.submitted:.1f} s after it was asked for; ask for less, "
-                "or when the service is less busy"
-            )
+            raise self.too_late()
+
+    def too_late(self) -> DeadlineExceeded:
+        """`begun` in its details: whether the model had taken it up."""
+        return DeadlineExceeded(
+            f"the work was not done {self._deadline - self.submitted:.1f} s after it was asked for; ask for less, or "
+            "when the service is less busy",
+            begun=self.begun,
+        )
 
     def resolve(self, result: ResultT | None, error: BaseException | None = None) -> None:
         """Deliver the result or the error. A future that its owner cancelled takes neither."""
