@@ -137,8 +137,8 @@ def _saved(summary: Summary, found: Findings) -> Section | None:
     if found.new_tokens:
         each = found.new_s / found.seconds.count
         sentences.append(
-            f"One took {each:,.2f} s of a replica, on average. That is prefill, compression, probe and storing together; "
-            "what a question saves is the prefill in it."
+            f"One took {each:,.2f} s of a replica, on average. That is prefill, compression, probe and storing "
+            "together; what a question saves is the prefill in it."
         )
     if found.reused_tokens:
         sentences.append(f"{found.reused_tokens:,} tokens were not prefilled because their caches were there before.")
@@ -155,7 +155,7 @@ def _slowest(found: Findings) -> Section | None:
     section = _distribution("Seconds", found.seconds, _short, "seconds of a replica")
     sentences = list(section.sentences) if section else []
     if found.repeated:
-        sentences.append(f"{found.repeated:,} documents took more than one attempt.")
+        sentences.append(f"Documents that took more than one attempt: {found.repeated:,}.")
     headings = ("slowest at", "custom id", "tokens", "attempts", "seconds")
     picture = section.picture if section else None
     return Section(f"Seconds, and the {EXTREMES} slowest", sentences, picture, [Table(headings, rows, texts=2)])
