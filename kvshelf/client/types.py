@@ -512,8 +512,26 @@ class PolicyList(ResponseBody):
     data: list[PolicyObject]
 
 
+class Allowance(ResponseBody):
+    """How much a tenant may have of something, has, and may have besides. `limit` null: any number. `used` null: not
+    counted, or the store does not say at the moment."""
+
+    limit: int | None
+    used: int | None
+    left: int | None
+
+
+class TenantAllowances(ResponseBody):
+    """Of the caller's tenant: what is on the shelf, and what it asks of this front end, this very request included."""
+
+    caches: Allowance
+    bytes: Allowance
+    open_requests: Allowance
+    requests_per_minute: Allowance
+
+
 class Limits(ResponseBody):
-    """What one request may ask of this service."""
+    """What one request may ask of this service, and the caller's tenant of all together."""
 
     object: Literal["limits"] = "limits"
     max_body_bytes: int
@@ -523,6 +541,7 @@ class Limits(ResponseBody):
     upload_deadline_s: float
     request_deadline_s: float
     models: dict[str, int] = Field(description="longest document, question and answer together, in tokens, by model")
+    tenant: TenantAllowances | None = None
 
 
 class ReadyPart(ResponseBody):

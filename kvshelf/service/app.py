@@ -53,6 +53,7 @@ def create_app(
 ) -> FastAPI:
     """The app around workers that run already. Its lifespan runs what goes on beside the requests."""
     numbers = Metrics()
+    limits = TenantLimits(settings.tenant_max_concurrent, settings.tenant_requests_per_minute)
     engines = {name: ObservedEngine(engine, numbers, tracer) for name, engine in workers.items()}
 
     @asynccontextmanager
@@ -63,12 +64,12 @@ def create_app(
         described = await asyncio.gather(*(engine.describe(deadline_s=60.0) for engine in engines.values()))
         models = tuple(ModelObject.model_validate(about | {"created": int(time.time())}) for about in described)
         identities = {about["id"]: ModelIdentity(**about["identity"]) for about in described}
-        fair = {name: FairEngine(engine, settings) for name, engine in engines.items()}
+        fair = {name: FairEngine(engine, settings, numbers.asking) for name, engine in engines.items()}
         whole = FairQueue("whole caches", WHOLE_CACHES, settings.max_queued_requests)
         runner = BatchRunner(store, workers, settings, numbers)
         extractor = Extractor(settings)
         app.state.service = Service(
-            settings, store, engines, fair, models, identities, background, runner, numbers, whole, extractor
+            settings, store, engines, fair, models, identities, background, runner, numbers, whole, extractor, limits
         )
         beside = [
             asyncio.create_task(watch(list(engines.values()))),
@@ -93,7 +94,6 @@ def create_app(
     routers = [resource.router for resource in resources]
     for router in routers:
         app.include_router(router)
-    limits = TenantLimits(settings.tenant_max_concurrent, settings.tenant_requests_per_minute)
     app.add_middleware(Access, keys=keys, limits=limits)
     errors.install(app, [route for router in routers for route in router.routes])
     openapi.install(app)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import AbstractContextManager, AsyncExitStack, aclosing, asynccontextmanager, nullcontext
 from typing import Any
 
 from kvshelf.errors import RequestTimeout
@@ -26,7 +26,14 @@ class FairEngine:
     takes everything in its order.
     """
 
-    def __init__(self, engine: RemoteEngine, settings: Settings) -> None:
+    def __init__(
+        self,
+        engine: RemoteEngine,
+        settings: Settings,
+        counting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """counting: a block for what can refuse a question before the engine counts it."""
+        self._counting = counting
         self._engine = engine
         self.model = engine.model
         questions = settings.replicas * min(settings.max_open_generations, settings.max_ongoing_requests)
@@ -53,8 +60,16 @@ class FairEngine:
         async with self._creations.turn(tenant, deadline_s) as left_s:
             return await self._engine.create(spec, tenant=tenant, deadline_s=left_s)
 
+    @asynccontextmanager
+    async def _turn(self, tenant: str, deadline_s: float) -> AsyncIterator[float]:
+        """A slot for a question. One that gets none is counted here; what happens in the block is not."""
+        async with AsyncExitStack() as stack:
+            with self._counting():
+                left_s = await stack.enter_async_context(self._questions.turn(tenant, deadline_s))
+            yield left_s
+
     async def query(self, cache_id: str, asked: Asked, *, tenant: str, deadline_s: float) -> list[Replied]:
-        async with self._questions.turn(tenant, deadline_s) as left_s:
+        async with self._turn(tenant, deadline_s) as left_s:
             return await self._engine.query(cache_id, asked, tenant=tenant, deadline_s=left_s)
 
     async def stream(
@@ -65,7 +80,7 @@ class FairEngine:
 
         async def fetch() -> None:
             async with (
-                self._questions.turn(tenant, deadline_s) as left_s,
+                self._turn(tenant, deadline_s) as left_s,
                 aclosing(self._engine.stream(cache_id, asked, tenant=tenant, deadline_s=left_s)) as arriving,
             ):
                 async for piece in arriving:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from kvshelf.client.types import Allowance
 from kvshelf.errors import RateLimited
 
 _RETRY_S = 1.0
@@ -69,6 +70,15 @@ class TenantLimits:
         finally:
             self._open[tenant] -= 1
 
+    def open_requests(self, tenant: str) -> Allowance:
+        return allowance(self._max_concurrent, self._open[tenant])
+
+    def rate(self, tenant: str) -> Allowance:
+        """Requests a minute; without such a limit they are not counted."""
+        if self._rate is None:
+            return allowance(None, None)
+        return allowance(self._rate.per_minute, self._rate.per_minute - self._rate.left(tenant)[0])
+
     def headers(self, tenant: str) -> dict[str, str]:
         """OpenAI's headers, where a rate is set; the time until the bucket is full is a duration in seconds."""
         if self._rate is None:
@@ -79,3 +89,9 @@ class TenantLimits:
             "x-ratelimit-remaining-requests": str(remaining),
             "x-ratelimit-reset-requests": f"{reset_s:.3f}s",
         }
+
+
+def allowance(limit: int | None, used: int | None) -> Allowance:
+    """None: any number, or not known."""
+    left = None if limit is None or used is None else max(0, limit - used)
+    return Allowance(limit=limit, used=used, left=left)

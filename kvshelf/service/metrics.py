@@ -140,6 +140,10 @@ class Metrics:
                 self._misses.labels(reason).inc()
             raise
 
+    def turned_away(self, code: str) -> None:
+        """A question was refused before it came to a route: its caller has no key, or asks too much."""
+        self._queries.labels(code).inc()
+
     def answered(self, model: str, replies: Sequence[Replied]) -> None:
         """A query has been answered: one or several prompts, from one cache."""
         self._queries.labels("answered").inc()

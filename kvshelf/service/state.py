@@ -17,6 +17,7 @@ from kvshelf.service.batches import BatchRunner
 from kvshelf.service.engines import FairEngine
 from kvshelf.service.extract import Extractor
 from kvshelf.service.keys import Caller
+from kvshelf.service.limits import TenantLimits
 from kvshelf.service.metrics import Metrics
 from kvshelf.service.settings import Settings
 from kvshelf.service.turns import FairQueue
@@ -39,7 +40,7 @@ class Service:
     """The parts of a running front end. `engines`, `models` and `identities` are in the order of the settings.
 
     fair: the engines as tenants get at them, in turn. whole: the turns of what reads or writes whole caches. extractor:
-    reads uploaded files that are no plain text.
+    reads uploaded files that are no plain text. limits: what each tenant may ask, and how much of it is left.
     """
 
     settings: Settings
@@ -53,6 +54,7 @@ class Service:
     metrics: Metrics
     whole: FairQueue
     extractor: Extractor
+    limits: TenantLimits
 
     def engine(self, model: str | None) -> FairEngine:
         """The engine of a model by name, the first one served without a name."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
@@ -13,6 +14,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvshelf.errors import Forbidden, RateLimited, Unauthorized
 from kvshelf.service.logs import collecting, note
 from kvshelf.service.metrics import Metrics, result_of
 from kvshelf.service.tracing import add_phases
@@ -24,6 +26,13 @@ log = structlog.get_logger("kvshelf.service")
 
 NO_ROUTE = "unmatched"
 """The route of requests for paths that do not exist: what they ask for is any text, and no label."""
+
+MALFORMED = "malformed"
+"""In the log, in place of an id that is none."""
+
+_ID = re.compile(r"(kvs|req|file|batch)_[0-9a-f]{16,64}")
+_QUESTION = re.compile(r"/v1/caches/[^/]+/query|/v1/chat/completions")
+_AT_THE_DOOR = (Forbidden.code, RateLimited.code, Unauthorized.code)
 
 
 class ObservedRequests:
@@ -57,6 +66,8 @@ class ObservedRequests:
                 seconds = time.monotonic() - started
                 method, route = scope["method"], getattr(scope.get("route"), "path", NO_ROUTE)
                 self._metrics.request(route, method, status, seconds)
+                if method == "POST" and facts.get("code") in _AT_THE_DOOR and _QUESTION.fullmatch(scope["path"]):
+                    self._metrics.turned_away(facts["code"])
                 _describe(span, method, route, status, facts)
                 about = _named(scope) | facts
                 log.info("request", method=method, route=route, status=status, seconds=round(seconds, 4), **about)
@@ -72,10 +83,9 @@ class ObservedRequests:
 
 
 def _named(scope: Scope) -> dict[str, str]:
-    """The ids in the path, for the log; there a path that does not exist is of interest, too."""
-    if "route" not in scope:
-        return {"path": scope["path"][:200]}
-    ids = {name: str(value)[:80] for name, value in scope.get("path_params", {}).items()}
+    """The ids in the path, for the log. Nothing else of it: who mistakes a path may have put a key or a text there."""
+    params = scope.get("path_params", {}).items() if "route" in scope else ()
+    ids = {name: str(value) if _ID.fullmatch(str(value)) else MALFORMED for name, value in params}
     if "request_id" in ids:  # of the ledger: in the log that name is the HTTP request's own
         ids["request"] = ids.pop("request_id")
     return ids

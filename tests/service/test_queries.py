@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from tests.service.scrape import moving
+
 if TYPE_CHECKING:
     from tests.conftest import LiveService
 
@@ -179,7 +181,7 @@ def test_more_than_the_queue_holds_is_refused_with_a_time_to_come_back(
     def query(_: int) -> httpx.Response:
         return http.post(f"/v1/caches/{cache['id']}/query", json={"prompt": "tide", "max_tokens": 16})
 
-    with ThreadPoolExecutor(90) as threads:
+    with moving(http) as moved, ThreadPoolExecutor(90) as threads:
         responses = list(threads.map(query, range(90)))
     served = [response for response in responses if response.status_code == 200]
     refused = [response for response in responses if response.status_code == 429]
@@ -187,6 +189,8 @@ def test_more_than_the_queue_holds_is_refused_with_a_time_to_come_back(
     assert served
     assert refused
     assert all(response.json()["error"]["code"] == "queue_full" for response in refused)
+    assert moved("kvshelf_queries_total", result="queue_full") == len(refused)
+    assert moved("kvshelf_queries_total") == 90
     assert all(int(response.headers["retry-after"]) >= 1 for response in refused)
     assert len({response.json()["text"] for response in served}) == 1
 

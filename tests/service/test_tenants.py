@@ -20,6 +20,7 @@ import pytest
 
 from kvshelf.service.keyfile import KeyFile
 from tests.service.conftest import created, refused
+from tests.service.scrape import moving
 
 if TYPE_CHECKING:
     from tests.conftest import LiveService
@@ -29,6 +30,7 @@ Start = Callable[..., AbstractContextManager["LiveService"]]
 PER_MINUTE = 2400
 CONCURRENT = 24
 UNREAD_S = 2.0
+MOST_CACHES = 1000
 OPEN = {"/livez", "/readyz", "/openapi.json"}
 DOCUMENT = "Quicksilver tides rise over the quay at noon. " * 12
 UNKNOWN = "kvs_" + "0" * 40
@@ -100,7 +102,7 @@ def guarded(start_service: Start, tiny_folder: Path, tmp_path_factory: pytest.Te
     file = KeyFile(home / "api-keys.json")
     file.create("nobody", ["read"])
     limits = {"tenant_requests_per_minute": PER_MINUTE, "tenant_max_concurrent": CONCURRENT}
-    limits |= {"unread_deadline_s": UNREAD_S, "upload_grace_s": 30}
+    limits |= {"unread_deadline_s": UNREAD_S, "upload_grace_s": 30, "tenant_max_caches": MOST_CACHES}
     with start_service(home, tiny_folder, host="0.0.0.0", api_key_file=file.path, **limits) as running:
         yield Guarded(running, file)
 
@@ -336,6 +338,42 @@ def test_a_rate_is_kept_and_every_answer_says_how_much_is_left(guarded: Guarded,
         time.sleep(1)
         assert client.get("/v1/limits").status_code == 200
         assert "x-ratelimit-limit-requests" in client.post("/v1/caches", json={"nonsense": 1}).headers
+
+
+def test_limits_say_how_much_of_them_is_used(guarded: Guarded) -> None:
+    with guarded.client(guarded.key("modest")) as client:
+        before = client.get("/v1/limits").json()["tenant"]
+        assert before["caches"] == {"limit": MOST_CACHES, "used": 0, "left": MOST_CACHES}
+        assert before["bytes"] == {"limit": None, "used": 0, "left": None}
+        assert before["open_requests"] == {"limit": CONCURRENT, "used": 1, "left": CONCURRENT - 1}
+        rate = before["requests_per_minute"]
+        assert rate["limit"] == PER_MINUTE == rate["used"] + rate["left"]
+        assert rate["used"] > 0
+        cache = created(client, document=DOCUMENT + "modest")
+        after = client.get("/v1/limits").json()["tenant"]
+        assert after["caches"] == {"limit": MOST_CACHES, "used": 1, "left": MOST_CACHES - 1}
+        assert after["bytes"]["used"] == cache["bytes"]["stored"]
+        upload = begin_upload(guarded.service.url, client.headers["authorization"].removeprefix("Bearer "))
+        end = time.monotonic() + 10
+        while client.get("/v1/limits").json()["tenant"]["open_requests"]["used"] != 2:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        upload.close()
+
+
+def test_a_question_that_is_turned_away_is_counted_as_that(guarded: Guarded, acme: httpx.Client) -> None:
+    cache_id = created(acme, document=DOCUMENT)["id"]
+    asked = {"prompt": "?", "max_tokens": 1}
+    chat = {"cache_id": cache_id, "messages": [{"role": "user", "content": "?"}]}
+    key = guarded.key("keeper", "admin")
+    with guarded.client(key) as admin, guarded.client("kvsk_wrong") as stranger, moving(admin) as moved:
+        refused(stranger.post(f"/v1/caches/{cache_id}/query", json=asked), 401, "unauthorized")
+        refused(stranger.post("/v1/chat/completions", json=chat), 401, "unauthorized")
+        refused(stranger.post("/v1/estimate", json={"document": "?"}), 401, "unauthorized")
+        refused(admin.post(f"/v1/caches/{cache_id}/query", json=asked), 403, "forbidden")
+    assert moved("kvshelf_queries_total", result="unauthorized") == 2
+    assert moved("kvshelf_queries_total", result="forbidden") == 1
+    assert moved("kvshelf_queries_total") == 3
 
 
 def begin_upload(url: str, key: str) -> socket.socket:

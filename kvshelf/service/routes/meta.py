@@ -8,10 +8,11 @@ from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
 
 from kvshelf.client.strict import MAX_PROMPTS
-from kvshelf.client.types import Limits, ModelList, PolicyList, PolicyObject, Readiness, ReadyPart
-from kvshelf.errors import DeadlineExceeded, KvshelfError, QueueFull
+from kvshelf.client.types import Limits, ModelList, PolicyList, PolicyObject, Readiness, ReadyPart, TenantAllowances
+from kvshelf.errors import DeadlineExceeded, KvshelfError, QueueFull, StoreUnavailable
 from kvshelf.service import openapi
 from kvshelf.service.keys import Reader
+from kvshelf.service.limits import allowance
 from kvshelf.service.state import InService, Service, off_loop
 from kvshelf.workers.policies import catalog
 from kvshelf.workers.remote import RemoteEngine
@@ -35,8 +36,8 @@ async def policies(_: Reader) -> PolicyList:
 
 
 @router.get("/v1/limits")
-async def limits(service: InService, _: Reader) -> Limits:
-    """What one request may ask of this service."""
+async def limits(service: InService, caller: Reader) -> Limits:
+    """What one request may ask of this service, and how much of its limits the caller's tenant has used."""
     settings = service.settings
     return Limits(
         max_body_bytes=settings.max_body_bytes,
@@ -46,6 +47,22 @@ async def limits(service: InService, _: Reader) -> Limits:
         upload_deadline_s=settings.upload_deadline_s,
         request_deadline_s=settings.request_deadline_s,
         models={model.id: model.max_tokens for model in service.models},
+        tenant=await _allowances(service, caller.tenant),
+    )
+
+
+async def _allowances(service: Service, tenant: str) -> TenantAllowances:
+    settings, asked = service.settings, service.limits
+    try:
+        usage = await off_loop(service.store.usage, tenant=tenant)
+        caches, nbytes = usage.caches, usage.bytes
+    except StoreUnavailable:
+        caches, nbytes = None, None  # the limits are known all the same
+    return TenantAllowances(
+        caches=allowance(settings.tenant_max_caches, caches),
+        bytes=allowance(settings.tenant_max_bytes, nbytes),
+        open_requests=asked.open_requests(tenant),
+        requests_per_minute=asked.rate(tenant),
     )
 
 
