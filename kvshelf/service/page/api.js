@@ -94,16 +94,18 @@ export async function* ask(id, question, options) {
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let pending = "";
+  let ended = false;
   try {
     for (;;) {
       const { value, done } = await reader.read();
+      if (done && ended) return;
       if (done) throw new Failure("the stream broke off before its end", "connection_failed");
       const lines = (pending + value).split("\n");
       pending = lines.pop();
       for (const line of lines) {
         if (!line.startsWith("data: ")) continue;
-        if (line === "data: [DONE]") return;
-        yield JSON.parse(line.slice(6));
+        ended = line === "data: [DONE]";
+        if (!ended) yield JSON.parse(line.slice(6));
       }
     }
   } catch (error) {

@@ -1,7 +1,7 @@
 /** What several views are made of. */
 
 import { html } from "./dom.js";
-import { useEffect, useRef, useState } from "./vendor/hooks.js";
+import { useEffect, useLayoutEffect, useRef, useState } from "./vendor/hooks.js";
 
 /** What went wrong, with its code and the id under which the service's log has it. */
 export function FailureNote({ failure }) {
@@ -26,7 +26,7 @@ export function Facts({ facts }) {
 /** A question before something that cannot be undone. Escape and "Keep" answer no. */
 export function Confirm({ question, action, onYes, onNo }) {
   const dialog = useRef();
-  useEffect(() => dialog.current.showModal(), []);
+  useLayoutEffect(() => dialog.current.showModal(), []); // before the next key is heard
   return html`<dialog ref=${dialog} onClose=${onNo} aria-labelledby="confirm-question">
     <p id="confirm-question">${question}</p>
     <div class="buttons">

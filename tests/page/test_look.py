@@ -1,0 +1,133 @@
+"""How the page looks, to eyes and to assistive technology: its headers, sizes, schemes, and what axe-core finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from tests.page.conftest import QUESTION, OpenPage, document
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+Put = Callable[..., dict[str, Any]]
+
+IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
+VIEWS = ("shelf", "put", "ask", "kept")
+
+
+@pytest.fixture(scope="module")
+def shelf(put: Put, http: httpx.Client) -> Iterator[list[str]]:
+    """Some caches of one document, as a user would have them; the newest is under EMS."""
+    ways = [
+        {"policy": "full"}, {"policy": "keydiff", "compression_ratio": 0.5},
+        {"policy": "snapkv", "compression_ratio": 0.75, "codec": "int8", "ttl_s": 86_400 * 8},
+        {"policy": "ems", "compression_ratio": 0.75, "ttl_s": 86_400 * 30},
+    ]  # fmt: skip
+    made = [put(document=document(71), name=f"Harbour report, {way['policy']}", **way)["id"] for way in ways]
+    http.patch(f"/v1/caches/{made[0]}", json={"pinned": True})
+    yield made
+    for cache_id in made:
+        http.delete(f"/v1/caches/{cache_id}")
+
+
+def show(page: Page, view: str, shelf: list[str]) -> None:
+    """Go to a view and have it filled."""
+    address = {"ask": f"ask/{shelf[1]}/{shelf[0]}", "kept": f"kept/{shelf[3]}", "shelf": f"shelf/{shelf[1]}"}
+    page.goto(page.url.split("#")[0] + "#" + address.get(view, view))
+    if view == "shelf":
+        page.locator(".grid [aria-selected=true]").wait_for()
+    elif view == "put":
+        page.get_by_text("Keep the keys least like").wait_for()
+    elif view == "ask":
+        page.get_by_label("Question").fill(QUESTION)
+        page.get_by_role("button", name="Ask").click()
+        page.get_by_text("ended:").nth(1).wait_for()
+    else:
+        page.locator(".heat .chosen").wait_for()
+
+
+def test_every_file_has_the_policy_and_its_type(bundled_service: str) -> None:
+    with httpx.Client(base_url=bundled_service) as client:
+        for path, kind in (("/", "text/html"), ("/page/app.js", "javascript"), ("/page/style.css", "text/css")):
+            response = client.get(path)
+            assert response.status_code == 200
+            assert kind in response.headers["content-type"]
+            policy = response.headers["content-security-policy"]
+            assert "default-src 'self'" in policy
+            assert "frame-ancestors 'none'" in policy
+            assert "unsafe" not in policy
+            assert response.headers["x-content-type-options"] == "nosniff"
+            assert response.headers["referrer-policy"] == "no-referrer"
+            assert response.headers["cache-control"] == "no-cache"
+            assert client.get(path, headers={"if-none-match": response.headers["etag"]}).status_code == 304
+            assert client.head(path).status_code == 200
+        for path in ("/page/nothing.js", "/page/", "/page/%2e%2e/app.py", "/page/views"):
+            assert client.get(path).status_code == 404, path
+        assert client.post("/").status_code == 405
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing(scheme: Any, open_page: OpenPage, shelf: list[str]) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-core comes with this package")
+    page = open_page(color_scheme=scheme)
+    for view in VIEWS:
+        show(page, view, shelf)
+        if view == "shelf":
+            page.get_by_role("button", name="Delete", exact=True).click()  # the dialog is looked at, too
+        found = axe.Axe().run(page)
+        assert found.violations_count == 0, f"{view}, {scheme}:\n{found.generate_report()}"
+        if view == "shelf":
+            page.keyboard.press("Escape")
+
+
+@pytest.mark.parametrize(("width", "height"), [(360, 740), (3840, 2160)], ids=["phone", "4k"])
+def test_it_is_readable_on_small_and_on_large_screens(
+    width: int, height: int, open_page: OpenPage, shelf: list[str]
+) -> None:
+    page = open_page(viewport={"width": width, "height": height})
+    for view in VIEWS:
+        show(page, view, shelf)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, view
+        sizes = page.evaluate(
+            "[...document.querySelectorAll('main *')].filter((node) => node.innerText?.trim())"
+            ".map((node) => parseFloat(getComputedStyle(node).fontSize))"
+        )
+        assert min(sizes) >= (13 if width == 360 else 20), view
+
+
+def test_nothing_moves_while_a_view_is_filled(open_page: OpenPage, shelf: list[str]) -> None:
+    for view in VIEWS:
+        page = open_page()
+        show(page, view, shelf)
+        assert page.evaluate("told.shift") < 0.05, view
+
+
+def test_pictures(open_page: OpenPage, shelf: list[str], tmp_path: Path) -> None:
+    """The pictures of docs/page.md, which are renewed where the folder can be written."""
+    small: dict[str, Any] = {"viewport": {"width": 1120, "height": 640}}
+    for name, view, scheme in (
+        ("shelf-light", "shelf", "light"),
+        ("shelf-dark", "shelf", "dark"),
+        ("heatmap", "kept", "light"),
+    ):
+        page = open_page(color_scheme=scheme, **small)
+        show(page, view, shelf)
+        if view == "shelf":  # only what a user would have there
+            page.get_by_label("Document").fill(page.locator(".facts code").nth(1).inner_text())
+            page.keyboard.press("Enter")
+            page.get_by_text("4 in all").wait_for()
+        picture = page.screenshot(path=tmp_path / f"{name}.png")
+        assert len(picture) < 200_000
+        darkness = sum(picture_ground(page)) / 3
+        assert (darkness < 60) == (scheme == "dark")
+
+
+def picture_ground(page: Page) -> list[int]:
+    """Red, green and blue behind everything."""
+    color: str = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    return [int(part) for part in color.removeprefix("rgb(").removesuffix(")").split(",")]

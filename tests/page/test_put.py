@@ -1,0 +1,90 @@
+"""Putting documents on the shelf from the page."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import httpx
+
+from tests.page.conftest import OpenPage, document
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+# What a browser does when somebody drops files.
+_DROP = """
+([name, text]) => {
+  const files = new DataTransfer();
+  files.items.add(new File([text], name, { type: "text/plain" }));
+  const zone = document.querySelector(".drop");
+  for (const kind of ["dragover", "drop"]) {
+    zone.dispatchEvent(new DragEvent(kind, { dataTransfer: files, bubbles: true, cancelable: true }));
+  }
+}
+"""
+_WATCH_STATES = """
+window.states = [];
+new MutationObserver(() => document.querySelectorAll(".job > span:nth-child(2)").forEach((node) => {
+  if (states.at(-1) !== node.textContent) states.push(node.textContent);
+})).observe(document.querySelector(".jobs"), { childList: true, subtree: true, characterData: true });
+"""
+
+
+def drop(page: Page, name: str, text: str) -> None:
+    page.locator(".drop").wait_for()
+    page.evaluate(_DROP, [name, text])
+
+
+def test_a_dropped_file_goes_to_the_shelf_and_tells_how_far_it_is(open_page: OpenPage, http: httpx.Client) -> None:
+    page = open_page("put")
+    page.get_by_label("Policy").select_option("lagkv")
+    page.get_by_label("Removed").fill("0.75")
+    page.get_by_label("Keys and values").select_option("int4")
+    page.get_by_label("Labels").fill("from=page")
+    page.evaluate(_WATCH_STATES)
+    drop(page, "quay.txt", document(41))
+    job = page.locator(".job", has_text="quay.txt")
+    job.get_by_text("is on the shelf").wait_for()
+    states = " / ".join(page.evaluate("states"))
+    assert states.index("is sent") < states.index("is on the shelf")
+    assert "100 %" in states
+    assert "is compressed" in states or "waits for the model" in states
+    assert page.get_by_role("progressbar", name="Progress of quay.txt").get_attribute("value") == "1"
+    job.get_by_role("link", name="Show").click()
+    cache = http.get(f"/v1/caches/{page.url.rpartition('/')[2]}").json()
+    assert (cache["policy"], cache["compression_ratio"], cache["codec"].partition(":")[0]) == ("lagkv", 0.75, "int4")
+    assert (cache["name"], cache["labels"], cache["has_source"]) == ("quay.txt", {"from": "page"}, True)
+    page.locator(".grid [aria-selected=true]", has_text="quay.txt").wait_for()
+    page.get_by_role("link", name="Put").click()
+    assert page.locator(".job", has_text="quay.txt").count() == 1
+
+
+def test_pasted_text_goes_to_the_shelf(open_page: OpenPage, http: httpx.Client) -> None:
+    page = open_page("put")
+    page.get_by_role("textbox", name="Name", exact=True).fill("pasted")
+    page.get_by_label("Or paste its text").fill(document(42))
+    page.get_by_role("button", name="Put the text").click()
+    page.locator(".job", has_text="pasted").get_by_role("link", name="Ask").click()
+    page.get_by_label("Question").wait_for()
+    names = [cache["name"] for cache in http.get("/v1/caches").json()["data"]]
+    assert "pasted" in names
+
+
+def test_what_is_refused_is_told_with_its_code(open_page: OpenPage) -> None:
+    page = open_page("put")
+    drop(page, "empty.txt", "")
+    page.locator(".job", has_text="empty.txt").get_by_text("document_too_short").wait_for()
+    page.get_by_label("Labels").fill("nothing")
+    drop(page, "labelled.txt", document(43))
+    page.get_by_role("alert").get_by_text("and this one is not: nothing").wait_for()
+    assert page.locator(".job", has_text="labelled.txt").count() == 0
+
+
+def test_several_files_wait_for_their_turn(open_page: OpenPage) -> None:
+    page = open_page("put")
+    for number in range(5):
+        drop(page, f"many-{number}.txt", document(50 + number, words=120))
+    for number in range(5):
+        page.locator(".job", has_text=f"many-{number}.txt").get_by_text("is on the shelf").wait_for()
+    page.get_by_role("button", name="Clear").click()
+    page.get_by_text("Nothing yet.").wait_for()
