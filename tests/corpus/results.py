@@ -1,0 +1,19 @@
+"""Results made up for tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvshelf.corpus.results import Result
+from kvshelf.corpus.rows import RowError
+
+
+def success(line: int, **fields: Any) -> Result:
+    known = {"custom_id": f"row-{line}", "cache_id": f"kvs_{line}", "document_id": f"doc_{line}", "tokens": 100}
+    known |= {"kept": 25, "bytes_full": 1000, "bytes_stored": 250, "attempts": 1, "seconds": 0.5, "nbytes": 10}
+    return Result("in.jsonl", line, **{**known, **fields})
+
+
+def failure(line: int, **fields: Any) -> Result:
+    error = RowError("worker_crashed", "it died")
+    return Result("in.jsonl", line, **{"error": error, "attempts": 3, "nbytes": 10, **fields})
