@@ -65,7 +65,7 @@ class CreateBatch(CacheOptions):
     max_gpu_hours: Annotated[float, Field(gt=0, le=1e6)] | None = Field(
         None, description="of the replicas' work, after which it is cancelled with what is done"
     )
-    max_attempts: Annotated[int, Field(ge=1, le=10)] = Field(3, description="at each row, before it is an error row")
+    max_attempts: Annotated[int, Field(ge=1, le=100)] = Field(3, description="at each row, before it is an error row")
     document_timeout_s: Annotated[float, Field(gt=0, le=86400)] = Field(3600.0, description="for one attempt")
 
     def options(self) -> dict[str, Any]:
