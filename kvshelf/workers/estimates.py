@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal
 
+from transformers import PreTrainedModel
+
 from kvshelf.errors import CallerError
 from kvshelf.store.codecs import BITS, Codec, Precision
 from kvshelf.store.manifest import Timings
@@ -41,8 +43,8 @@ class Shape:
     flops: float
 
     @classmethod
-    def of(cls, engine: Engine) -> Shape:
-        config, model = engine.model.config, engine.model
+    def of(cls, model: PreTrainedModel) -> Shape:
+        config = model.config
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         # Two operations for each weight, as is usual; attention itself is left out, which is little but in long ones.
@@ -142,7 +144,7 @@ def estimate(engine: Engine, rates: Rates, document: Document, asked: Mapping[st
     but a policy that refuses among several is only told so.
     """
     encoded = engine.encode_document(document, layout=asked["layout"])
-    shape = Shape.of(engine)
+    shape = Shape.of(engine.model)
     rows = []
     for way in _ways(asked):
         try:

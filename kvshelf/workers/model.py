@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from blake3 import blake3
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.store.identity import DIGEST_BYTES, ModelIdentity, canonical_json
@@ -48,6 +48,22 @@ def load(name: str, *, device: str, dtype: str) -> tuple[PreTrainedModel, Any]:
             f"the weights of {name!r} do not fit into {target}, and kvshelf cannot spread a model over several yet",
             param="model",
         ) from error
+
+
+def skeleton(name: str) -> PreTrainedModel:
+    """A model without its weights, for what can be reckoned from its configuration alone. Names as in `load`."""
+    try:
+        config = AutoConfig.from_pretrained(_source(name), trust_remote_code=False)
+        return without_weights(config)
+    except (OSError, ValueError, KeyError) as error:
+        raise InvalidRequest(f"the configuration of {name!r} cannot be read: {error}", param="model") from error
+
+
+def without_weights(config: PretrainedConfig) -> PreTrainedModel:
+    """On torch's meta device, where numbers take no memory."""
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    return model
 
 
 def identify(model: PreTrainedModel, text: TextFormat | None, name: str) -> ModelIdentity:

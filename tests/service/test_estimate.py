@@ -31,7 +31,7 @@ def estimate(http: httpx.Client, **body: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("removed", [0.0, 0.5, 0.9, 0.97])
 def test_sizes_are_those_of_real_blobs(tiny: Engine, codec: str, removed: float) -> None:
     cache = tiny.compress(DOCUMENT, policy="keydiff", compression_ratio=removed)
-    said = Shape.of(tiny).stored_bytes(cache.num_tokens, cache.kept_tokens, codec)
+    said = Shape.of(tiny.model).stored_bytes(cache.num_tokens, cache.kept_tokens, codec)
     assert said == pytest.approx(len(cache.to_bytes(codec=codec)), rel=0.05)
 
 
