@@ -70,7 +70,7 @@ FINE = {"document": "A short note about nothing in particular."}
         ({"policy": "auto", "codec": "none"}, "codec"),
         ({"policy": "auto", "compression_ratio": 0.5}, "compression_ratio"),
         ({"policy": "auto", "budget_tokens": 9}, "budget_tokens"),
-        ({"policy": "auto", "policy_params": {}}, "policy_params"),
+        ({"policy": "auto", "policy_params": {"sink": 4}}, "policy_params"),
         ({"policy": "auto", "expected_questions": ["why?"]}, "expected_questions"),
         ({"expected_questions": ["why?"], "policy": "keydiff"}, "expected_questions"),
         ({"expected_questions": [""], "policy": "snapkv"}, "expected_questions[0]"),
