@@ -103,8 +103,9 @@ class CacheOptions(RequestBody):
 
     @model_validator(mode="after")
     def _one_of_each(self) -> Self:
-        if self.policy == "auto" and (chosen := _CHOSEN & self.model_fields_set):
-            raise misuse(min(chosen), f'the policy "auto" chooses {" and ".join(sorted(chosen))}; leave it out')
+        chosen = [name for name in _CHOSEN & self.model_fields_set if getattr(self, name) not in (None, {}, [])]
+        if self.policy == "auto" and chosen:
+            raise misuse(min(chosen), f'the policy "auto" chooses for itself; leave {", ".join(sorted(chosen))} out')
         if self.compression_ratio is not None and self.budget_tokens is not None:
             raise misuse("budget_tokens", "give compression_ratio or budget_tokens, not both")
         for other in ("compression_ratio", "budget_tokens"):
