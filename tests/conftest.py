@@ -163,6 +163,7 @@ def service(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     """One service for the whole test run. Its caps are small, so that tests can go beyond them."""
     home = tmp_path_factory.mktemp("service")
     caps = {"max_body_bytes": 1 << 20, "max_import_bytes": 4 << 20, "max_file_bytes": 8 << 20, "upload_grace_s": 1}
+    caps |= {"max_batch_rows": 200}
     caps |= {"max_ongoing_requests": 16, "max_queued_requests": 24}
     with live_service(home, tiny_folder, sweep_interval_s=1, **caps) as running:
         yield running

@@ -39,7 +39,7 @@ _AT_WORK: Final = (RunState.RUNNING, RunState.PAUSED, RunState.WAITING)
 
 def rest_reason(record: BatchRecord, now: float) -> str:
     """Why nobody works on a batch now although it has not ended; "" if somebody should."""
-    if record.state == "cancelling" or now >= record.expires_at:
+    if record.state in ("validating", "cancelling") or now >= record.expires_at:
         return ""
     if record.state == "paused":
         return "it was paused"
@@ -113,11 +113,13 @@ class BatchWork:
         try:
             if record.state == "validating":
                 record = await self._validate(record)
+            if self._rests(record):
+                return
             if record.state != "cancelling" and time.time() < record.expires_at:
-                summary = await self._work(record)
-                record = await self._change(lambda record: _after(record, summary))
-                if (rest := rest_reason(record, time.time())) and summary.state == RunState.CANCELLED:
-                    log.info("batch rests", batch=self._id, reason=rest)
+                before = record
+                summary = await self._work(before)
+                record = await self._change(lambda record: _after(_told(record, summary, before), summary))
+                if summary.state == RunState.CANCELLED and self._rests(record):
                     return
                 problems = _problems(record, summary)
         except BadInput as bad:
@@ -125,6 +127,11 @@ class BatchWork:
         except FileNotFound as gone:
             problems = (BatchProblem(code=gone.code, message=gone.message, param="input_file_id"),)
         await self._end(problems)
+
+    def _rests(self, record: BatchRecord) -> bool:
+        if reason := rest_reason(record, time.time()):
+            log.info("batch rests", batch=self._id, reason=reason)
+        return bool(reason)
 
     async def _validate(self, record: BatchRecord) -> BatchRecord:
         """Look through the whole input before any work; what is wrong with one row is that row's own end."""
@@ -188,7 +195,10 @@ class BatchWork:
             return record.entered(state, time.time(), counts=written.counts, problems=told, **files)
 
         ended = await self._change(end)
-        log.info("batch ended", batch=self._id, state=ended.state, **ended.counts.model_dump())
+        log.info("batch results written", batch=self._id, state=ended.state, **ended.counts.model_dump())
+        for file_id in filter(None, (record.output_file_id, record.error_file_id)):  # of an earlier attempt
+            with suppress(FileNotFound, StoreError):
+                await asyncio.to_thread(self._store.files.delete, file_id, tenant=self._tenant)
 
     async def _change(self, update: Update) -> BatchRecord:
         return await self._insist(self._change_now, update)
