@@ -57,6 +57,7 @@ def test_a_manifest_says_what_was_stored(store: DiskStore, clock: Clock) -> None
         "blob_digest": blob.root(data).hex(),
         "segment_digests": tuple(layer.digest.hex() for layer in header.layers),
         "quality": None,
+        "tried": (),
         "created_at": clock.time,
         "expires_at": clock.time + 60,
         "last_used_at": None,

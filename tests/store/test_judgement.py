@@ -1,0 +1,44 @@
+"""What was measured of a cache stands in its manifest, from the start or later."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvshelf.errors import CacheNotFound
+from kvshelf.store.manifest import Judgement
+from tests.store.caches import make_cache
+from tests.store.places import Place
+
+GOOD = Judgement(quality={"agreement": 0.98, "version": 1}, tried=({"policy": "full", "bytes": 17},))
+
+
+def test_it_is_stored_with_the_cache_and_replaced_later(place: Place) -> None:
+    with place.open() as ours, place.open() as theirs:
+        bare, judged = ours.put(make_cache(0)), ours.put(make_cache(1), judged=GOOD)
+        assert (bare.quality, bare.tried) == (None, ())
+        assert (judged.quality, judged.tried) == (GOOD.quality, GOOD.tried)
+        assert theirs.stat(judged.id) == judged
+        assert ours.put(make_cache(0), judged=GOOD) == bare, "what is there is left as it is"
+        seen = theirs.keep_judgement(bare.id, GOOD)
+        assert ours.stat(bare.id) == seen == bare.model_copy(update=GOOD.model_dump())
+        assert seen.revision != bare.revision
+        assert ours.get(bare.id).to_bytes() == make_cache(0).to_bytes()
+
+
+def test_it_goes_with_other_changes(place: Place) -> None:
+    with place.open() as shelf:
+        bare = shelf.put(make_cache())
+        shelf.update(bare.id, name="kept")
+        shelf.keep_judgement(bare.id, GOOD)
+        found = shelf.update(bare.id, labels={"a": "b"})
+        assert (found.name, found.labels, found.quality) == ("kept", {"a": "b"}, GOOD.quality)
+
+
+def test_what_is_not_there_is_not_judged(place: Place) -> None:
+    with place.open() as shelf:
+        bare = shelf.put(make_cache())
+        with pytest.raises(CacheNotFound):
+            shelf.keep_judgement(bare.id, GOOD, tenant="another")
+        shelf.delete(bare.id)
+        with pytest.raises(CacheNotFound):
+            shelf.keep_judgement(bare.id, GOOD)
