@@ -121,7 +121,9 @@ class _Asking:
 
 
 def _asked(body: Query) -> Asked:
-    sampling = Sampling(body.max_tokens, body.temperature, body.top_p, body.seed, stop_texts(body.stop))
+    # Answers that are compared are drawn by the same numbers: what differs is then the cache and not chance.
+    seed = secrets.randbits(63) if body.compare and body.seed is None else body.seed
+    sampling = Sampling(body.max_tokens, body.temperature, body.top_p, seed, stop_texts(body.stop))
     if body.messages is not None:
         return Asked(([message.model_dump() for message in body.messages],), sampling)
     assert body.prompt is not None  # the type asks for exactly one of the two
