@@ -70,6 +70,7 @@ class Settings(BaseSettings):
     max_file_bytes: int = Field(1 << 30, ge=1024, description="of one file that is uploaded as the input of a batch")
     max_batch_rows: int = Field(100_000, ge=1, description="in the input of one batch")
     max_running_batches: int = Field(2, ge=1, le=64, description="at once; others wait for their turn")
+    tenant_max_batches: int = Field(100, ge=1, description="batches of one tenant that have not ended")
     extract_cpu_s: Seconds = Field(60.0, description="processor time to read the text out of one PDF or HTML page")
     extract_memory_bytes: int = Field(1 << 30, ge=256 << 20, description="memory for the same")
     upload_deadline_s: Seconds = Field(120.0, description="the whole body must have arrived by then")

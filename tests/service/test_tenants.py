@@ -190,6 +190,27 @@ def ids(client: httpx.Client) -> list[str]:
     return [cache["id"] for cache in client.get("/v1/caches", params={"limit": 1000}).json()["data"]]
 
 
+def test_files_and_batches_of_another_tenant_are_not_there(acme: httpx.Client, other: httpx.Client) -> None:
+    upload = {"files": {"file": ("secret.jsonl", b'{"document": "x"}')}, "data": {"purpose": "batch"}}
+    file = acme.post("/v1/files", **upload).json()["id"]
+    body = {"input_file_id": file, "endpoint": "/v1/caches", "window": "00:00-00:01"}
+    batch = acme.post("/v1/batches", json=body).json()["id"]
+    unknown = {file: "file_" + "0" * 40, batch: "batch_" + "0" * 40}
+    about = [("GET", "files", file, ""), ("GET", "files", file, "/content"), ("DELETE", "files", file, "")]
+    about += [("GET", "batches", batch, ""), ("GET", "batches", batch, "/events")]
+    about += [("POST", "batches", batch, f"/{verb}") for verb in ("cancel", "pause", "resume", "retry")]
+    for method, kind, known, path in about:
+        found = other.request(method, f"/v1/{kind}/{known}{path}")
+        nothing = other.request(method, f"/v1/{kind}/{unknown[known]}{path}")
+        assert (found.status_code, found.text.replace(known, unknown[known])) == (404, nothing.text), (method, path)
+    refused(other.post("/v1/batches", json=body), 404, "file_not_found")
+    for kind, known in (("files", file), ("batches", batch)):
+        assert known in [each["id"] for each in acme.get(f"/v1/{kind}").json()["data"]]
+        assert other.get(f"/v1/{kind}").json()["data"] == []
+        refused(other.get(f"/v1/{kind}", params={"after": known}), 400, "invalid_request")
+    assert acme.post(f"/v1/batches/{batch}/cancel").json()["status"] in ("cancelling", "cancelled")
+
+
 def test_a_tenant_is_never_taken_from_the_request(acme: httpx.Client, other: httpx.Client) -> None:
     ours = created(acme, document=DOCUMENT)
     for headers in ({"x-tenant": "acme"}, {"x-kvshelf-tenant": "acme"}, {"openai-organization": "acme"}):

@@ -21,7 +21,7 @@ from kvshelf.client.batch_types import (
 )
 from kvshelf.corpus.progress import Window
 from kvshelf.corpus.rows import require_defaults
-from kvshelf.errors import InvalidRequest, StateConflict
+from kvshelf.errors import InvalidRequest, QuotaExceeded, StateConflict
 from kvshelf.service import openapi
 from kvshelf.service.batch_work import rest_reason
 from kvshelf.service.body import read_json, read_query
@@ -61,11 +61,17 @@ async def create_batch(request: Request, service: InService, caller: Writer) -> 
             f"file {file.id} has the purpose {file.purpose!r}; upload it with the purpose 'batch'",
             param="input_file_id",
         )
-    now = time.time()
-    create = service.store.batches.create
-    record = await off_loop(create, caller.tenant, _body(body), now=now, expires_at=now + _window_s(body))
+    record = await off_loop(_created, service, caller.tenant, body)
     service.batches.nudge()
     return batch_object(record)
+
+
+def _created(service: Service, tenant: str, body: CreateBatch) -> BatchRecord:
+    limit = service.settings.tenant_max_batches
+    if sum(record.tenant == tenant for record in service.store.batches.unfinished()) >= limit:
+        raise QuotaExceeded(f"{limit} batches of this tenant have not ended, as many as may be; wait, or cancel some")
+    now = time.time()
+    return service.store.batches.create(tenant, _body(body), now=now, expires_at=now + _window_s(body))
 
 
 def _body(body: CreateBatch) -> dict[str, Any]:
