@@ -9,6 +9,7 @@ from rich.table import Table
 
 from kvshelf.bench.cli_kernels import kernels
 from kvshelf.bench.cli_quality import memory, quality
+from kvshelf.bench.cli_rates import rates
 from kvshelf.bench.cli_speed import column_sums, speed
 from kvshelf.bench.cli_store import store
 from kvshelf.bench.options import (
@@ -32,6 +33,7 @@ app.command()(speed)
 app.command()(column_sums)
 app.command()(kernels)
 app.command()(store)
+app.command()(rates)
 
 
 @app.command()

@@ -9,7 +9,7 @@ import typer
 
 import kvshelf
 from kvshelf.bench.cli import app as bench
-from kvshelf.cli import _common, batch, caches, calibrate, doctor, estimate, keys, policies, serve, transfer
+from kvshelf.cli import _common, batch, caches, calibrate, doctor, estimate, keys, plan, policies, serve, transfer
 from kvshelf.errors import KvshelfError
 
 app = typer.Typer(
@@ -37,6 +37,7 @@ for command in (
     caches.show,
     caches.rm,
     estimate.estimate,
+    plan.plan,
     policies.policies,
     calibrate.calibrate,
     doctor.doctor,
