@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic_settings import BaseSettings, DotEnvSettingsSource, NoDecode, SettingsConfigDict
 
 from kvshelf.client.strict import Ttl
 from kvshelf.errors import InvalidRequest
@@ -146,13 +146,14 @@ def load_settings(env_file: Path | None = None, **overrides: Any) -> Settings:
 
     A `KVSHELF_` variable that no setting reads is refused: it is a typing error whose author believes it took effect.
     """
-    if env_file is not None and not env_file.is_file():  # pydantic would pass it over
-        raise InvalidRequest(f"there is no file {env_file}", param="env_file")
-    known = {PREFIX + name.upper() for name in Settings.model_fields} | OTHER_VARIABLES
-    unknown = sorted(name for name in os.environ if name.upper().startswith(PREFIX) and name.upper() not in known)
+    settings = {PREFIX + name.upper() for name in Settings.model_fields}
+    found = {name for name in os.environ if name.upper().startswith(PREFIX)} - OTHER_VARIABLES
+    if env_file is not None:
+        found |= _names_in(env_file)
+    unknown = sorted(name for name in found if name.upper() not in settings)
     if unknown:
         raise InvalidRequest(
-            f"unknown setting {unknown[0]}; the settings are {', '.join(sorted(known))}", param=unknown[0]
+            f"unknown setting {unknown[0]}; the settings are {', '.join(sorted(settings))}", param=unknown[0]
         )
     try:
         return Settings(_env_file=env_file, **{name: value for name, value in overrides.items() if value is not None})
@@ -160,6 +161,12 @@ def load_settings(env_file: Path | None = None, **overrides: Any) -> Settings:
         first = exc.errors(include_url=False, include_input=False)[0]
         name = ".".join(str(part) for part in first["loc"])
         raise InvalidRequest(f"setting {name}: {first['msg']}", param=name) from exc
+
+
+def _names_in(env_file: Path) -> set[str]:
+    if not env_file.is_file():  # pydantic would pass it over
+        raise InvalidRequest(f"there is no file {env_file}", param="env_file")
+    return {name.upper() for name in DotEnvSettingsSource(Settings, env_file=env_file).env_vars}
 
 
 def without_secret(url: str) -> str:

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 from kvshelf import open_store
 from kvshelf.cli import app
 from kvshelf.errors import InvalidRequest
-from kvshelf.service.server import _store_config
 from kvshelf.service.settings import Settings, load_settings, without_secret
+from kvshelf.service.storage import store_config
 from kvshelf.store.config import StoreConfig
 
 
@@ -37,6 +37,22 @@ def test_the_environment_is_read_and_arguments_win(monkeypatch: pytest.MonkeyPat
     settings = load_settings(port=9001, host=None)
     assert (settings.models, settings.port, settings.sweep_interval_s) == (("one", "two"), 9001, 5.0)
     assert settings.host == "127.0.0.1"
+
+
+def test_a_file_of_variables_is_read_and_the_environment_wins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "kvshelf.env"
+    file.write_text("# Ours\nKVSHELF_PORT=9000\nKVSHELF_REPLICAS=2\nKVSHELF_MODELS=one,two\n")
+    monkeypatch.setenv("KVSHELF_REPLICAS", "3")
+    settings = load_settings(file, models=("three",))
+    assert (settings.port, settings.replicas, settings.models) == (9000, 3, ("three",))
+
+
+@pytest.mark.parametrize("text", [None, "KVSHELF_PROT=9000", "PORT=9000", "KVSHELF_PORT=many"])
+def test_a_file_of_variables_that_makes_no_sense_is_refused(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "kvshelf.env").write_text(text)
+    with pytest.raises(InvalidRequest, match=r"PORT|PROT|port|there is no file"):
+        load_settings(tmp_path / "kvshelf.env")
 
 
 def test_the_shelf_is_among_the_user_s_data_unless_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -154,7 +170,7 @@ def test_what_replicas_get_holds_no_key_and_travels(tmp_path: Path) -> None:
     settings = load_settings(
         store=f"disk://{tmp_path}/shelf", encryption_key_file=str(keys), max_ttl_s=50, tenant_max_caches=1
     )
-    config = _store_config(settings)
+    config = store_config(settings)
     sent = pickle.dumps(config)
     assert b"ab" * 32 not in sent
     assert bytes.fromhex("ab" * 32) not in sent
