@@ -70,6 +70,11 @@ async def test_the_asynchronous_client(service_url: str, client: openai.OpenAI, 
         said = await aclient.chat.completions.create(**asked)
         stream = await aclient.chat.completions.create(**asked, stream=True)
         text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+        for streamed in (False, True):
+            with pytest.raises(openai.NotFoundError) as unknown:
+                missing = {"cache_id": "kvs_" + "0" * 40}
+                await aclient.chat.completions.create(**asked | {"extra_body": missing}, stream=streamed)
+            assert unknown.value.code == "cache_not_found"
     assert said.choices[0].message.content == text == client.chat.completions.create(**asked).choices[0].message.content
 
 
@@ -153,7 +158,11 @@ def test_what_is_busy_or_broken_is_tried_again(
             hasty.chat.completions.create(**asked, max_tokens=2)
         assert busy.value.code == "rate_limited"
         assert int(busy.value.response.headers["retry-after"]) >= 1
-        assert patient.chat.completions.create(**asked, max_tokens=2).choices[0].message.content
+        raw = patient.chat.completions.with_raw_response.create(**asked, max_tokens=2)
+        assert raw.parse().choices[0].message.content
+        assert raw.headers["x-ratelimit-limit-requests"] == "60"
+        assert int(raw.headers["x-ratelimit-remaining-requests"]) < 60
+        assert raw.headers["x-ratelimit-reset-requests"].endswith("s")
 
         time.sleep(5)  # a few requests are allowed again
         valkey.pause()

@@ -1,4 +1,4 @@
-"""The compression policies, by name. A new one is a file here and a line in `POLICIES`."""
+"""The compression policies, by name. A new one is a file here and a line in `_OURS`, or comes with another package."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from kvshelf.workers.policies.ems import EMS
 from kvshelf.workers.policies.expected_attention import ExpectedAttention
 from kvshelf.workers.policies.full import Full
 from kvshelf.workers.policies.h2o import H2O
+from kvshelf.workers.policies.installed import installed
 from kvshelf.workers.policies.keydiff import KeyDiff
 from kvshelf.workers.policies.knorm import Knorm
 from kvshelf.workers.policies.kvzip import KVzip
@@ -46,7 +47,7 @@ __all__ = ["POLICIES", "LayerView", "Policy", "PolicyInfo", "ScoringPolicy", "bu
 
 DEFAULT_POLICY = "keydiff"
 
-POLICIES: Mapping[str, type[Policy]] = {
+_OURS: Mapping[str, type[Policy]] = {
     cls.name: cls
     for cls in (
         Full,
@@ -74,6 +75,8 @@ POLICIES: Mapping[str, type[Policy]] = {
         Tova,
     )
 }
+
+POLICIES: Mapping[str, type[Policy]] = {**_OURS, **installed(_OURS)}
 
 
 @dataclass(frozen=True)

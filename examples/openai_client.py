@@ -1,0 +1,42 @@
+"""Ask a document on the shelf with OpenAI's own client: nothing of it is sent or read again.
+
+pip install openai kvshelf
+python examples/openai_client.py            # the service at KVSHELF_URL, or http://127.0.0.1:8765
+"""
+
+import os
+
+from openai import OpenAI
+
+from kvshelf import Client
+
+URL = os.environ.get("KVSHELF_URL", "http://127.0.0.1:8765")
+KEY = os.environ.get("KVSHELF_API_KEY", "none")  # a service without keys takes any
+
+DOCUMENT = "The harbour opens at six. The access code of the amber falcon is 482913. Boats wait at the lock. " * 3
+
+
+def main() -> None:
+    with Client(URL) as shelf:
+        cache = shelf.caches.create(document=DOCUMENT, policy="full")
+
+    client = OpenAI(base_url=f"{URL}/v1", api_key=KEY)
+    asked = {
+        "model": cache.model,
+        "messages": [{"role": "user", "content": "What is the access code of the amber falcon?"}],
+        "max_tokens": 16,
+        "extra_body": {"cache_id": cache.id},
+    }
+    said = client.chat.completions.create(**asked)
+    print("answer:", said.choices[0].message.content)
+    print("tokens from the shelf:", said.usage.prompt_tokens_details.cached_tokens)
+    print("tokens read for the question:", said.usage.prompt_tokens - said.usage.prompt_tokens_details.cached_tokens)
+
+    print("streamed:", end=" ")
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        print(chunk.choices[0].delta.content or "", end="", flush=True)
+    print()
+
+
+if __name__ == "__main__":
+    main()
