@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from tempfile import TemporaryFile
 from typing import Any, BinaryIO, Final
 
 from kvshelf.corpus.results import Result
 from kvshelf.corpus.stored import last_results
-from kvshelf.errors import StorageFull
+from kvshelf.service.storage import room_for
 from kvshelf.store.base import Store
 from kvshelf.store.batches import BatchCounts, BatchProblem, BatchRecord, BatchState
 from kvshelf.store.uploads import digest_of
@@ -65,7 +63,7 @@ def _lines(file: BinaryIO) -> int:
 def write_results(store: Store, record: BatchRecord) -> Written:
     """Make the two files of a batch out of its journal: rows that have a cache, and rows that have an error."""
     found: Counter[str] = Counter()
-    with _disk_errors(), TemporaryFile() as output, TemporaryFile() as errors:
+    with room_for("the results of a batch"), TemporaryFile() as output, TemporaryFile() as errors:
         for result in last_results(store.batches, record.id):
             _write_line(errors if result.error else output, result)
             found["failed" if result.error else "reused" if result.reused else "made"] += 1
@@ -91,16 +89,6 @@ def _stored(store: Store, record: BatchRecord, file: BinaryIO, name: str) -> str
 def _write_line(file: BinaryIO, result: Result) -> None:
     line: dict[str, Any] = result.output(file=False)
     file.write(json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
-
-
-@contextmanager
-def _disk_errors() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StorageFull(
-            f"no place for the results of a batch: {error.strerror}; make room for temporary files"
-        ) from error
 
 
 def outcome(

@@ -192,7 +192,8 @@ class BatchWork:
         def end(record: BatchRecord) -> BatchRecord:
             state, told = outcome(record, written.counts, problems)
             files = {"output_file_id": written.output_file_id, "error_file_id": written.error_file_id}
-            return record.entered(state, time.time(), counts=written.counts, problems=told, **files)
+            numbers = {**record.progress, "waits_for": "", "eta_s": None}
+            return record.entered(state, time.time(), counts=written.counts, problems=told, progress=numbers, **files)
 
         ended = await self._change(end)
         log.info("batch results written", batch=self._id, state=ended.state, **ended.counts.model_dump())

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import ExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from tempfile import TemporaryFile
 from typing import Any, BinaryIO, TypeVar
@@ -27,13 +27,13 @@ from kvshelf.errors import (
     Cancelled,
     InvalidRequest,
     RequestTimeout,
-    StorageFull,
     UnsupportedMediaType,
 )
 from kvshelf.service.extract import Upload
 from kvshelf.service.keys import Caller
 from kvshelf.service.settings import Settings
 from kvshelf.service.state import Service, off_loop, until_hangup
+from kvshelf.service.storage import room_for
 
 QueryT = TypeVar("QueryT", bound=QueryString)
 
@@ -93,7 +93,7 @@ async def received_blob(request: Request, settings: Settings) -> AsyncIterator[B
     cap = _Cap("max_import_bytes", settings.max_import_bytes, settings.request_deadline_s)
     pending = bytearray()
     with ExitStack() as stack:
-        with _disk_errors():
+        with room_for("a blob that arrives"):
             file = stack.enter_context(TemporaryFile())
         async with aclosing(_arriving(request, settings, cap)) as chunks:
             async for chunk in chunks:
@@ -119,7 +119,7 @@ async def received_file(
         parser = _StrictParser(request.headers, chunks, max_files=1, max_fields=8, max_part_size=_MAX_FIELD_BYTES)
         parser.spool_max_size = 1  # 0 would keep it in memory
         try:
-            with _disk_errors():
+            with room_for("a file that arrives"):
                 form = await parser.parse()
         except MultiPartException as exc:
             raise InvalidRequest(f"the form cannot be read: {exc.message}") from exc
@@ -146,17 +146,9 @@ def _nested(fields: Sequence[tuple[str, str]]) -> dict[str, Any]:
 
 
 def _append(file: BinaryIO, data: bytearray) -> None:
-    with _disk_errors():
+    with room_for("a blob that arrives"):
         file.write(data)
         file.flush()
-
-
-@contextmanager
-def _disk_errors() -> Iterator[None]:
-    try:
-        yield
-    except OSError as exc:
-        raise StorageFull(f"no place for a blob that arrives: {exc.strerror}; make room for temporary files") from exc
 
 
 def _require_type(request: Request, *accepted: str) -> str:

@@ -1,7 +1,14 @@
-"""How every process of the service opens the store. Beside the settings, because those are read without torch."""
+"""Where the service puts bytes: the store, as every process opens it, and temporary files.
+
+Beside the settings, because those are read by processes that need no torch.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kvshelf.errors import StorageFull
 from kvshelf.service.settings import Settings
 from kvshelf.store.config import StoreConfig
 
@@ -15,3 +22,12 @@ def store_config(settings: Settings) -> StoreConfig:
         tenant_max_bytes=settings.tenant_max_bytes,
         encryption_key_file=settings.encryption_key_file,
     )
+
+
+@contextmanager
+def room_for(what: str) -> Iterator[None]:
+    """Inside the block temporary files are written, and a disk that takes no more is `StorageFull`."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageFull(f"no place for {what}: {error.strerror}; make room for temporary files") from error

@@ -71,7 +71,7 @@ class Files:
         key = secrets.token_hex(20)
         file_id = f"file_{key}"
         nbytes = file.seek(0, 2)
-        content = _content(file_id, file, nbytes)
+        content, digest = _content(file_id, file, nbytes)
         now = self._now()
         record = FileRecord(
             id=file_id,
@@ -79,7 +79,7 @@ class Files:
             filename=filename,
             purpose=purpose,
             nbytes=nbytes,
-            digest=_digest(content),
+            digest=digest,
             name=None,
             stored_bytes=0,
             created_at=now,
@@ -183,25 +183,20 @@ class _Empty(RawIOBase):
         return 0
 
 
-def _content(file_id: str, file: BinaryIO, nbytes: int) -> Content:
-    """A file as parts that are sealed apart: of a megabyte, or as many as the format has."""
+def _content(file_id: str, file: BinaryIO, nbytes: int) -> tuple[Content, str]:
+    """A file as parts that are sealed apart, of a megabyte or as many as the format has; and its digest."""
     view = memoryview(mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_READ) if nbytes else b"")
     size = max(_PART, -(-nbytes // PARTS_LIMIT))
     parts = [[view[start : start + size]] for start in range(0, nbytes, size)]
-    written = _digest(Content("", parts, nbytes, lambda *_: True))
-
-    def same(stored: RawIOBase, size: int) -> bool:
-        return size == nbytes and digest_of(stored) == written
-
-    return Content(FILE_PREFIX + file_id, parts, nbytes, same)
-
-
-def _digest(content: Content) -> str:
     hasher = blake3()
-    for part in content.parts:
-        for buffer in part:
-            hasher.update(buffer)
-    return hasher.hexdigest()
+    for (part,) in parts:
+        hasher.update(part)
+    written = hasher.hexdigest()
+
+    def same(stored: RawIOBase, found: int) -> bool:
+        return found == nbytes and digest_of(stored) == written
+
+    return Content(FILE_PREFIX + file_id, parts, nbytes, same), written
 
 
 def digest_of(file: RawIOBase | BinaryIO) -> str:
