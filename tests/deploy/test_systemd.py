@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvshelf.service.settings import Settings
+from kvshelf.service.settings import load_settings
 from tests.deploy.files import UNIT
 
 
@@ -34,10 +34,12 @@ def test_the_service_can_write_its_state_and_nothing_else() -> None:
     assert found["ProtectSystem"] == ["strict"]
     assert found["NoNewPrivileges"] == ["yes"]
     assert found["CapabilityBoundingSet"] == [""]
-    (store,) = (value for value in found["Environment"] if value.startswith("KVSHELF_STORE="))
-    assert store.startswith(f"KVSHELF_STORE=disk:///var/lib/{found['StateDirectory'][0]}/")
+    settings = load_settings(UNIT.with_name("kvshelf.env"))
+    assert settings.store.startswith(f"disk:///var/lib/{found['StateDirectory'][0]}/")
+    assert found["ExecStart"][0].endswith(f" --env-file /etc/kvshelf/{UNIT.with_name('kvshelf.env').name}")
+    assert "EnvironmentFile" not in found
 
 
 def test_it_is_given_the_time_to_stop() -> None:
     (stop_s,) = directives()["TimeoutStopSec"]
-    assert float(stop_s) > Settings.model_fields["shutdown_grace_s"].default + 30
+    assert float(stop_s) > load_settings(UNIT.with_name("kvshelf.env")).shutdown_grace_s + 30
