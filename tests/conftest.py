@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kvshelf.workers.cluster import prepare_environment
+
 if TYPE_CHECKING:
     from kvshelf.workers.engine import Engine
 
@@ -24,6 +26,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Triton reads it when it is imported itself, which torch and transformers do wherever it is installed: so here, before
 # any test. Compilation is tested in processes of its own; to run the kernels' tests on a GPU, set it to 0.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Ray reads it when it is imported, which many tests do without starting a cluster.
+prepare_environment(None)
 
 TOKENIZER = Path(__file__).parent.parent / "kvshelf" / "models" / "kvshelf-tiny"
 
