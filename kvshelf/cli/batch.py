@@ -160,9 +160,9 @@ class _Job:
                 _write_report(self.report, summary, kept)
             if summary.state is RunState.COMPLETED:
                 kept.delete()
-        return self._told(summary)
+        return self.told(summary)
 
-    def _told(self, summary: Summary) -> int:
+    def told(self, summary: Summary) -> int:
         """Say how it ended; returns the exit code."""
         if self.as_json:
             print(json.dumps(asdict(summary) | {"output": str(self.output)}))
