@@ -65,7 +65,7 @@ def body_of(model: type[BaseModel], *, form: bool = False) -> dict[str, Any]:
         fields = {
             name: {"type": "string"} for name in model.model_fields if name not in ("document", "messages", "token_ids")
         }
-        fields["file"] = {"type": "string", "format": "binary"}
+        fields["file"] = {"type": "string", "format": "binary", "description": "the document: text, PDF or HTML"}
         content["multipart/form-data"] = {"schema": {"type": "object", "properties": fields, "required": ["file"]}}
     return {"requestBody": {"required": True, "content": content}}
 

@@ -70,10 +70,10 @@ async def test_the_asynchronous_client(service_url: str, client: openai.OpenAI, 
         said = await aclient.chat.completions.create(**asked)
         stream = await aclient.chat.completions.create(**asked, stream=True)
         text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+        missing = asked | {"extra_body": {"cache_id": "kvs_" + "0" * 40}}
         for streamed in (False, True):
             with pytest.raises(openai.NotFoundError) as unknown:
-                missing = {"cache_id": "kvs_" + "0" * 40}
-                await aclient.chat.completions.create(**asked | {"extra_body": missing}, stream=streamed)
+                await aclient.chat.completions.create(**missing, stream=streamed)
             assert unknown.value.code == "cache_not_found"
     assert said.choices[0].message.content == text == client.chat.completions.create(**asked).choices[0].message.content
 
