@@ -13,9 +13,9 @@ import typer
 from kvshelf._extras import needs_extra
 from kvshelf.cli import _common, _progress
 from kvshelf.cli._common import AsJson, KeyFile, Labels, Store
+from kvshelf.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from kvshelf.corpus.journal import FileJournal
     from kvshelf.corpus.progress import Summary
 
 STOPPED = 6
@@ -97,7 +97,7 @@ def batch(
             {
                 "window": window,
                 "max_gpu_hours": max_gpu_hours,
-                "document_deadline_s": _common.seconds(document_timeout, "--document-timeout"),
+                "document_deadline_s": _timeout(document_timeout),
                 "max_attempts": max_attempts,
                 "retry_failed": retry_failed,
             },
@@ -122,7 +122,7 @@ def batch(
 
 @dataclass(frozen=True)
 class _Job:
-    """One batch that this command runs itself. fields: of `CreateCache`, for all rows; options: of `RunOptions`."""
+    """What is to be done. fields: of `CreateCache`, for all rows; options: of `RunOptions`, the window as text."""
 
     input: str
     output: Path
@@ -132,17 +132,20 @@ class _Job:
     as_json: bool
 
     def run(self, **settings: Any) -> int:
-        """Returns the exit code. What can be refused at once is refused before anything is started."""
+        """Do it here; returns the exit code. What can be refused at once is refused before anything is started."""
         from kvshelf.corpus.files import FileSource
         from kvshelf.corpus.journal import FileJournal
         from kvshelf.corpus.output import require_format, write_output
         from kvshelf.corpus.progress import RunOptions, RunState, Window
+        from kvshelf.corpus.report import require_report, write_report
         from kvshelf.corpus.rows import require_defaults
         from kvshelf.service.settings import load_settings
         from kvshelf.service.standalone import TENANT, run_standalone
 
         loaded = load_settings(**settings)
         require_format(self.output)
+        if self.report is not None:
+            require_report(self.report)
         require_defaults(self.fields)
         _require_policy(self.fields)
         options = {**self.options, "window": Window.parse(self.options["window"]) if self.options["window"] else None}
@@ -157,7 +160,7 @@ class _Job:
                 )
             write_output(self.output, kept.finished(), file=source.several)
             if self.report is not None:
-                _write_report(self.report, summary, kept)
+                write_report(self.report, summary, kept.finished())
             if summary.state is RunState.COMPLETED:
                 kept.delete()
         return self.told(summary)
@@ -175,7 +178,7 @@ class _Job:
 
 
 def _sentence(summary: Summary) -> str:
-    rows = f"{summary.done:,} documents are on the shelf, {summary.reused:,} of them were before; {summary.failed:,} failed"
+    rows = f"{summary.done:,} documents on the shelf, {summary.reused:,} of them before; {summary.failed:,} failed"
     sizes = f"{_common.megabytes(summary.bytes_stored)} hold what takes {_common.megabytes(summary.bytes_full)} in full"
     match summary.state:
         case "cancelled":
@@ -186,15 +189,16 @@ def _sentence(summary: Summary) -> str:
     return f"{rows}; {sizes}; {summary.gpu_hours:.2f} GPU hours{again}"
 
 
+def _timeout(text: str) -> float:
+    seconds = _common.seconds(text, "--document-timeout")
+    if not seconds:
+        raise InvalidRequest(f"--document-timeout {text!r} leaves no time at all", param="--document-timeout")
+    return seconds
+
+
 def _require_policy(fields: Mapping[str, Any]) -> None:
     """Raises `InvalidRequest` for a policy that no row could be compressed with."""
     from kvshelf.workers.policies import build
 
     if fields.get("policy", "auto") != "auto":
         build(fields["policy"], fields.get("policy_params", {}))
-
-
-def _write_report(path: Path, summary: Summary, kept: FileJournal) -> None:
-    from kvshelf.corpus.report import write_report
-
-    write_report(path, summary, kept.finished())
