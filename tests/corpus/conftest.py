@@ -1,0 +1,35 @@
+"""A Ray cluster for the tests of runs, with replicas that documents can harm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from kvshelf.store.config import StoreConfig
+from kvshelf.workers.cluster import ray_cluster
+from kvshelf.workers.remote import RemoteEngine
+from tests.corpus.hostile import vulnerable
+
+
+@dataclass(frozen=True)
+class Crew:
+    """Replicas of one small model, and the shelf they write to."""
+
+    engines: dict[str, RemoteEngine]
+    store: StoreConfig
+
+
+@pytest.fixture(scope="package")
+def crew(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
+    """Ray on this machine for the tests of this folder, one replica in it, and a shelf on disk."""
+    from kvshelf.workers import deployment
+
+    store = StoreConfig(f"disk://{tmp_path_factory.mktemp('corpus')}/home")
+    with ray_cluster(None, min_cpus=2):
+        config = deployment.ReplicaConfig(str(tiny_folder), store, threads=1, begin=vulnerable)
+        engines = deployment.deploy([config], deployment.DeploymentLimits())
+        deployment.await_running(engines.values(), deadline_s=200)
+        yield Crew(engines, store)

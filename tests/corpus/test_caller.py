@@ -1,0 +1,292 @@
+"""A row's way to its end, without Ray: real replicas in this process, a real shelf and its ledger."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvshelf.corpus import caller as caller_module
+from kvshelf.corpus.caller import PREFIX, Caller
+from kvshelf.corpus.progress import RunOptions
+from kvshelf.corpus.results import Result
+from kvshelf.corpus.rows import Row, read_row
+from kvshelf.errors import NoWorker, StorageFull, StoreUnavailable, WorkerCrashed
+from kvshelf.store.base import Store
+from kvshelf.store.config import StoreConfig
+from kvshelf.store.manifest import Usage
+from kvshelf.workers.engine import Engine
+from kvshelf.workers.replica import Replica
+from kvshelf.workers.scheduler import Scheduler
+from tests.corpus.hostile import document
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test waits as long as a batch may."""
+    monkeypatch.setattr(caller_module, "_POLL_S", 0.01)
+    monkeypatch.setattr(caller_module, "_CALM_S", 0.05)
+    monkeypatch.setattr(caller_module, "_MAX_CALM_S", 0.1)
+
+
+class Flaky:
+    """A replica's engine as callers see it; `fails` are raised in turn before the replica hears of a row."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        self.fails: list[Exception] = []
+        self.calls = 0
+        self.at_once = 0
+        self.most_at_once = 0
+
+    async def create(self, spec: Any, **options: Any) -> Any:
+        self.calls += 1
+        if self.fails:
+            raise self.fails.pop(0)
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        try:
+            return await self._replica.create(spec, **options)
+        finally:
+            self.at_once -= 1
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return StoreConfig(f"disk://{tmp_path}/home").open()
+
+
+@pytest.fixture
+async def engine(store: Store, tiny: Engine) -> AsyncIterator[Flaky]:
+    replica = Replica(tiny, store, Scheduler(tiny))
+    replica.start()
+    yield Flaky(replica)
+    replica.stop()
+
+
+def caller(engine: Flaky, store: Store, *, began: float | None = None, slots: int = 4, **options: Any) -> Caller:
+    made = Caller(
+        {"kvshelf-tiny": engine},  # type: ignore[dict-item]  # it does what callers ask of a `RemoteEngine`
+        store,
+        RunOptions("me", "batch_1", **options),
+        began=time.time() if began is None else began,
+        slots=slots,
+    )
+    made.going.set()
+    return made
+
+
+def row(number: int = 1, **fields: Any) -> Row:
+    return read_row({**document(number), **fields}, {}, source="in.jsonl", line=number, nbytes=10)
+
+
+def code(result: Result) -> str | None:
+    return None if result.error is None else result.error.code
+
+
+async def test_a_row_gets_a_cache_and_its_end_is_in_the_ledger(engine: Flaky, store: Store) -> None:
+    result = await caller(engine, store).settle(row())
+    assert code(result) is None
+    assert result.cache_id is not None
+    manifest = store.stat(result.cache_id, tenant="me")
+    assert (result.tokens, result.kept, result.attempts) == (manifest.num_tokens, manifest.kept_tokens, 1)
+    assert (result.reused, result.quality, result.policy) == (False, manifest.quality, "keydiff")
+    assert result.seconds > 0
+    assert result.worker
+    assert store.ledger.unfinished() == []
+
+
+async def test_a_row_with_an_error_costs_nothing(engine: Flaky, store: Store) -> None:
+    result = await caller(engine, store).settle(row(foo=1))
+    assert code(result) == "invalid_request"
+    assert (engine.calls, result.attempts) == (0, 0)
+
+
+async def test_what_the_engine_refuses_is_final_after_one_attempt(engine: Flaky, store: Store) -> None:
+    unknown = await caller(engine, store).settle(row(policy="none-such"))
+    assert (code(unknown), unknown.attempts) == ("invalid_request", 1)
+    elsewhere = await caller(engine, store).settle(row(model="another"))
+    assert code(elsewhere) == "invalid_request"
+    assert engine.calls == 1
+
+
+async def test_a_row_with_levels_has_all_their_caches(engine: Flaky, store: Store) -> None:
+    asked = row(levels=[0.5, 0.75])
+    if asked.error is not None:
+        pytest.skip("this version has no levels")
+    result = await caller(engine, store).settle(asked)
+    assert [level["compression_ratio"] for level in result.levels] == [0.5, 0.75]
+    assert result.cache_id == result.levels[0]["cache_id"]
+    again = await caller(engine, store, began=time.time() + 1).settle(asked)
+    assert (again.reused, again.levels) == (True, result.levels)
+
+
+async def test_a_later_run_finds_the_end_in_the_ledger_and_asks_no_replica(engine: Flaky, store: Store) -> None:
+    first = await caller(engine, store).settle(row())
+    again = await caller(engine, store, began=time.time() + 1).settle(row())
+    assert (again.cache_id, again.reused, again.seconds, again.attempts) == (first.cache_id, True, 0.0, 1)
+    repeated = await caller(engine, store, began=time.time() - 60).settle(row())
+    assert (repeated.reused, repeated.seconds > 0) == (False, True)  # the same run, whose process had died
+    assert engine.calls == 1
+
+
+async def test_what_has_left_the_shelf_is_made_again(engine: Flaky, store: Store) -> None:
+    first = await caller(engine, store).settle(row())
+    assert first.cache_id is not None
+    store.delete(first.cache_id, tenant="me")
+    again = await caller(engine, store).settle(row())
+    assert (again.cache_id, again.reused, engine.calls) == (first.cache_id, False, 2)
+
+
+async def test_a_document_that_another_row_has_made_is_reused(engine: Flaky, store: Store) -> None:
+    first = await caller(engine, store).settle(row(1))
+    twin = await caller(engine, store).settle(read_row(document(1), {}, source="in.jsonl", line=2, nbytes=1))
+    assert (twin.cache_id, twin.reused, twin.seconds > first.seconds) == (first.cache_id, True, False)
+
+
+async def test_a_line_that_was_mended_is_another_row(engine: Flaky, store: Store) -> None:
+    assert code(await caller(engine, store).settle(row(policy="none-such"))) == "invalid_request"
+    assert code(await caller(engine, store).settle(row(policy="knorm"))) is None
+
+
+async def test_failed_rows_are_tried_again_only_when_asked(engine: Flaky, store: Store) -> None:
+    bad = row(policy="none-such")
+    await caller(engine, store).settle(bad)
+    again = await caller(engine, store).settle(bad)
+    assert (code(again), engine.calls) == ("invalid_request", 1)
+    asked = await caller(engine, store, retry_failed=True).settle(bad)
+    assert (code(asked), engine.calls) == ("invalid_request", 2)
+
+
+async def test_a_missing_worker_is_waited_for(engine: Flaky, store: Store) -> None:
+    engine.fails = [NoWorker("none", retry_after_s=0.01)] * 20
+    result = await caller(engine, store).settle(row())
+    assert (code(result), result.attempts) == (None, 1)
+
+
+async def test_deaths_that_the_ledger_never_heard_of_are_counted_too(engine: Flaky, store: Store) -> None:
+    engine.fails = [WorkerCrashed("it died")] * 9
+    result = await caller(engine, store).settle(row())
+    assert (code(result), engine.calls) == ("worker_crashed", 3)
+    assert code(await caller(engine, store).settle(row())) == "worker_crashed"
+    assert engine.calls == 3
+
+
+async def test_attempts_that_ended_without_a_word_are_given_up(engine: Flaky, store: Store) -> None:
+    """The ledger has three attempts whose worker died; nobody tries a fourth one."""
+    one = caller(engine, store)
+    request = one._call(row(), row().spec or {}).id
+    assert request.startswith(PREFIX)
+    store.ledger.open_request(request, tenant="me", body=b"")
+    for _ in range(3):
+        store.ledger.start_attempt(request, worker="w", lease_s=0.001)
+        await asyncio.sleep(0.01)
+    result = await one.settle(row())
+    assert (code(result), result.attempts, engine.calls) == ("worker_crashed", 3, 0)
+
+
+@pytest.mark.parametrize("trouble", [StorageFull("full"), StoreUnavailable("away")], ids=["full", "away"])
+async def test_trouble_with_the_store_costs_no_attempt(engine: Flaky, store: Store, trouble: Exception) -> None:
+    """Rows wait, one of them tries now and then, and all end well when the trouble is over."""
+    engine.fails = [trouble] * 8
+    one = caller(engine, store)
+    work = [asyncio.create_task(one.settle(row(number))) for number in range(1, 5)]
+    await asyncio.sleep(0.2)
+    assert str(trouble) == one.trouble
+    results = await asyncio.gather(*work)
+    assert [(code(result), result.attempts) for result in results] == [(None, 1)] * 4
+    assert one.trouble == ""
+    assert engine.calls == 12
+
+
+async def test_a_full_shelf_is_seen_by_the_replica_and_not_counted(
+    engine: Flaky, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = store.put
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise StorageFull("the disk is full")
+
+    monkeypatch.setattr(store, "put", full)
+    one = caller(engine, store)
+    work = asyncio.create_task(one.settle(row()))
+    while engine.calls < 4:
+        await asyncio.sleep(0.02)
+    assert one.trouble == "the disk is full"
+    monkeypatch.setattr(store, "put", room)
+    result = await work
+    assert (code(result), result.attempts) == (None, 1)
+
+
+async def test_a_document_that_no_shelf_would_hold_is_a_row_s_own_error(
+    engine: Flaky, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: Any, **__: Any) -> Any:
+        raise StorageFull("9 bytes do not fit into 5", fits=False)
+
+    monkeypatch.setattr(store, "put", never)
+    result = await caller(engine, store).settle(row())
+    assert (code(result), result.attempts) == ("storage_full", 1)
+
+
+async def test_rows_that_failed_once_are_tried_one_at_a_time(engine: Flaky, store: Store) -> None:
+    one = caller(engine, store)
+    rows = [row(number) for number in range(1, 5)]
+    for each in rows:
+        call = one._call(each, each.spec or {})
+        store.ledger.open_request(call.id, tenant="me", body=b"")
+        store.ledger.start_attempt(call.id, worker="w", lease_s=0.001)
+    await asyncio.sleep(0.01)
+    results = await asyncio.gather(*(one.settle(each) for each in rows))
+    assert [(code(result), result.attempts) for result in results] == [(None, 2)] * 4
+    assert engine.most_at_once == 1
+
+
+async def test_rows_begin_only_while_they_may_and_only_so_many(engine: Flaky, store: Store) -> None:
+    one = caller(engine, store, slots=2)
+    one.going.clear()
+    work = [asyncio.create_task(one.settle(row(number))) for number in range(1, 7)]
+    await asyncio.sleep(0.05)
+    assert engine.calls == 0
+    one.going.set()
+    await asyncio.gather(*work)
+    assert engine.most_at_once <= 2
+
+
+async def test_a_cancelled_row_is_ended_in_the_ledger_and_begun_again_later(
+    engine: Flaky, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine._replica, "create", _forever)
+    one = caller(engine, store)
+    work = asyncio.create_task(one.settle(row()))
+    while engine.calls == 0:
+        await asyncio.sleep(0.01)
+    work.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await work
+    assert store.ledger.unfinished() == []
+    monkeypatch.undo()
+    result = await caller(engine, store).settle(row())
+    assert (code(result), result.attempts) == (None, 1)
+
+
+async def _forever(*_: Any, **__: Any) -> Any:
+    await asyncio.sleep(60)
+
+
+async def test_a_bug_is_one_row_s_error(engine: Flaky, store: Store) -> None:
+    engine.fails = [ZeroDivisionError("oops")]
+    assert code(await caller(engine, store).settle(row(1))) == "internal"
+    assert code(await caller(engine, store).settle(row(2))) is None
+    assert isinstance(store.usage(tenant="me"), Usage)

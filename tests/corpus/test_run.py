@@ -1,0 +1,242 @@
+"""Whole runs on real Ray: rows in, results out, whatever happens to the processes in between."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvshelf.corpus.progress import RunOptions, RunState, Summary, Window
+from kvshelf.corpus.results import Result
+from kvshelf.corpus.run import Run
+from kvshelf.errors import StorageFull
+from tests.conftest import _descendants, _title
+from tests.corpus.conftest import Crew
+from tests.corpus.hostile import HANGS, KILLS, KINDS, SLOW, SWELLS, Given, Remembered, corpus, document
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def options(**fields: Any) -> RunOptions:
+    """A batch of its own for each test."""
+    return RunOptions("me", f"batch_{time.time_ns()}", **fields)
+
+
+def begun(crew: Crew, lines: list[Any], journal: Remembered, how: RunOptions, **source: Any) -> Run:
+    run = Run(Given(lines, **source), crew.engines, crew.store, journal, how)
+    run.start()
+    return run
+
+
+def ended(run: Run) -> Summary:
+    summary = run.wait(800)
+    assert summary is not None
+    return summary
+
+
+def whole(crew: Crew, lines: list[Any], how: RunOptions, **source: Any) -> tuple[Summary, Remembered]:
+    journal = Remembered()
+    return ended(begun(crew, lines, journal, how, **source)), journal
+
+
+def until(true: Callable[[], bool], seconds: float = 300) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it did not come to pass"
+        time.sleep(0.02)
+
+
+def processes(title: str) -> list[int]:
+    return [pid for pid in _descendants(os.getpid()) if _title(pid).startswith(title)]
+
+
+def digests(crew: Crew, results: list[Result]) -> dict[str, tuple[str, ...]]:
+    """The caches of results and their segments, from the shelf, each of them read."""
+    with crew.store.open() as shelf:
+        ids = [result.cache_id for result in results if result.cache_id]
+        for cache_id in ids[:: max(1, len(ids) // 10)]:
+            shelf.get(cache_id, tenant="me")
+        return {cache_id: shelf.stat(cache_id, tenant="me").segment_digests for cache_id in ids}
+
+
+def require_order(crew: Crew) -> None:
+    """Nothing is left behind on the shelf or in the ledger."""
+    with crew.store.open() as shelf:
+        assert list(shelf.check()) == []
+        assert [record for record in shelf.ledger.unfinished() if record.tenant == "me"] == []
+
+
+@pytest.fixture(scope="module")
+def count(soak: bool) -> int:
+    return 2000 if soak else 60
+
+
+@pytest.fixture(scope="module")
+def undisturbed(crew: Crew, count: int) -> tuple[RunOptions, list[Any], Summary, Remembered]:
+    """A run of good rows, with a few that are none."""
+    lines: list[Any] = corpus(count)
+    lines[7:7] = [b"", b"no json", {"custom_id": "odd", "document": "x", "policy": "none-such"}]
+    lines.append(document(3))
+    how = options()
+    return how, lines, *whole(crew, lines, how, each=40)
+
+
+def test_every_row_has_an_end(undisturbed: Any, count: int, crew: Crew) -> None:
+    _, lines, summary, journal = undisturbed
+    assert summary.state is RunState.COMPLETED
+    assert (summary.total, summary.done, summary.failed) == (len(lines), count + 1, 3)
+    assert summary.reused == 1  # the document that comes twice
+    assert len(journal.results) == len(lines)
+    assert journal.appended == len(lines)
+    assert all(result.attempts == 1 for result in journal.results.values() if result.cache_id)
+    found = journal.by_id()
+    assert found["odd"].error is not None
+    assert found["odd"].error.code == "invalid_request"
+    assert sum(worker.done for worker in summary.workers.values()) == count
+    assert summary.fraction == 1.0
+    assert summary.tokens_per_s > 0
+    assert len(digests(crew, list(journal.results.values()))) == count
+    require_order(crew)
+
+
+def test_a_finished_batch_is_done_again_without_a_prefill(undisturbed: Any, crew: Crew, soak: bool) -> None:
+    how, lines, first, before = undisturbed
+    started = time.monotonic()
+    summary, journal = whole(crew, lines, how, each=40)
+    seconds = time.monotonic() - started
+    assert (summary.state, summary.done, summary.reused) == (RunState.COMPLETED, first.done, first.done)
+    assert (summary.gpu_hours, summary.tokens_per_s, dict(summary.workers)) == (0.0, 0.0, {})
+    assert {key: result.cache_id for key, result in journal.results.items()} == {
+        key: result.cache_id for key, result in before.results.items()
+    }
+    if soak:
+        assert seconds < 60
+
+
+def test_documents_that_do_harm_are_error_rows_and_the_others_are_done(crew: Crew, soak: bool) -> None:
+    kinds = [KILLS, HANGS, SWELLS] * (4 if soak else 1)
+    lines: list[Any] = corpus(40)
+    for number, kind in enumerate(kinds):
+        lines.insert(number * 7, document(1000 + number, kind=kind))
+    summary, journal = whole(crew, lines, options(document_deadline_s=8, max_attempts=3))
+    found = journal.by_id()
+    assert (summary.state, summary.done, summary.failed) == (RunState.COMPLETED, 40, len(kinds))
+    for number, kind in enumerate(kinds):
+        result = found[f"d{1000 + number}"]
+        assert result.error is not None
+        assert (result.error.code, result.attempts) == (KINDS[kind], 1 if kind == SWELLS else 3)
+    require_order(crew)
+
+
+@pytest.mark.parametrize("victim", ["ray::ServeReplica", "ray::MapWorker", "ray::Gate"])
+def test_a_process_that_dies_changes_nothing_of_the_end(crew: Crew, soak: bool, victim: str) -> None:
+    """The same ids as are on the shelf in the end hold the same segments as without it."""
+    wanted = 400 if soak else 40
+    lines = corpus(wanted, tokens=(200, 400))
+    lines = [{**line, "labels": {"victim": victim.rpartition(":")[2]}} for line in lines]
+    for number in range(0, wanted, 10):  # long enough to be killed in
+        lines[number] = document(number, kind=SLOW)
+    journal = Remembered()
+    run = begun(crew, lines, journal, options())
+    until(lambda: run.progress().done >= 5)
+    (pid, *_) = processes(victim)
+    os.kill(pid, signal.SIGKILL)
+    summary = ended(run)
+    assert (summary.state, summary.done, summary.failed) == (RunState.COMPLETED, wanted, 0)
+    assert len(journal.results) == wanted
+    disturbed = digests(crew, list(journal.results.values()))
+    with crew.store.open() as shelf:
+        for cache_id in disturbed:
+            shelf.delete(cache_id, tenant="me")
+    _, calm = whole(crew, lines, options())
+    assert digests(crew, list(calm.results.values())) == disturbed
+    require_order(crew)
+
+
+def test_a_run_that_is_cancelled_ends_at_once_and_goes_on_later(crew: Crew) -> None:
+    how = options(in_flight=2)
+    lines = [document(number, kind=SLOW) for number in range(2000, 2012)]
+    journal = Remembered()
+    run = begun(crew, lines, journal, how)
+    until(lambda: run.progress().done >= 1)
+    asked = time.monotonic()
+    run.cancel("enough")
+    summary = ended(run)
+    assert time.monotonic() - asked < 30
+    assert (summary.state, summary.reason) == (RunState.CANCELLED, "enough")
+    assert 0 < summary.done == len(journal.results) < len(lines)
+    require_order(crew)
+    rest = ended(begun(crew, lines, journal, how))
+    assert (rest.state, rest.done, rest.reused) == (RunState.COMPLETED, len(lines), summary.done)
+    assert len(journal.results) == len(lines)
+
+
+def test_a_run_pauses_and_waits_and_says_so(crew: Crew) -> None:
+    now = datetime.datetime.now()
+    later = Window((now + datetime.timedelta(hours=2)).time(), (now + datetime.timedelta(hours=3)).time())
+    journal = Remembered()
+    run = begun(crew, corpus(30), journal, options(window=later))
+    until(lambda: run.progress().state is RunState.WAITING)
+    assert str(later) in run.progress().reason
+    time.sleep(3)
+    assert run.progress().done == 0
+    run.cancel()
+    assert ended(run).state is RunState.CANCELLED
+
+    run = begun(crew, [document(number, kind=SLOW) for number in range(2100, 2106)], journal, options(in_flight=1))
+    until(lambda: run.progress().done >= 1)
+    run.pause()
+    until(lambda: run.progress().state is RunState.PAUSED)
+    time.sleep(6)
+    held = run.progress().done
+    time.sleep(5)
+    assert run.progress().done == held < 6
+    run.resume()
+    summary = ended(run)
+    assert (summary.state, summary.done) == (RunState.COMPLETED, 6)
+    assert {"running", "paused", "completed"} <= summary.times.keys()
+
+
+def test_a_journal_that_has_no_room_holds_the_run_up_and_loses_nothing(crew: Crew) -> None:
+    journal = Remembered()
+    journal.refuse = StorageFull("no room for results")
+    run = begun(crew, corpus(30), journal, options())
+    until(lambda: run.progress().state is RunState.WAITING)
+    assert run.progress().reason == "no room for results"
+    journal.refuse = None
+    summary = ended(run)
+    assert (summary.state, summary.done, len(journal.results)) == (RunState.COMPLETED, 30, 30)
+
+
+def test_a_run_stops_when_its_gpu_hours_are_used_up(crew: Crew) -> None:
+    lines = [document(number, kind=SLOW) for number in range(2200, 2210)]
+    summary, journal = whole(crew, lines, options(in_flight=1, max_gpu_hours=4 / 3600))
+    assert summary.state is RunState.CANCELLED
+    assert "GPU hours are used up" in summary.reason
+    assert 0 < len(journal.results) < len(lines)
+    assert summary.gpu_hours * 3600 >= 4
+
+
+def test_a_batch_without_a_success_has_failed(crew: Crew) -> None:
+    summary, journal = whole(crew, [b"no json", b""], options())
+    assert (summary.state, summary.failed, len(journal.results)) == (RunState.FAILED, 2, 2)
+    assert "none of the 2 rows" in summary.reason
+
+
+def test_long_documents_come_first_and_pieces_are_small() -> None:
+    from kvshelf.corpus.pipeline import PIECE_CHARS, PIECE_ROWS, packed
+
+    rows = [row for shard in Given(corpus(100, tokens=(1, 5000))).shards() for row in shard.read()]
+    pieces = list(packed(iter(rows)))
+    lengths = [row.length for piece in pieces for row in piece]
+    assert lengths == sorted(lengths, reverse=True)
+    assert all(
+        len(piece) == 1 or (len(piece) <= PIECE_ROWS and sum(row.length for row in piece) <= PIECE_CHARS)
+        for piece in pieces
+    )
+    assert sorted(row.line for piece in pieces for row in piece) == list(range(1, 101))
