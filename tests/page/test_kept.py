@@ -131,7 +131,7 @@ async () => {
   const counts = tokens.map((_, at) => at % 65);
   const kept = new Kept({ tokens, counts, merged_counts: null, num_heads: 64, num_layers: 8, layers });
   const box = document.body.appendChild(document.createElement("div"));
-  render(h(HeatText, { tokens, shares: kept.shares(), templateTokens: 0, chosen: 50_000, onChoose() {} }), box);
+  render(h(HeatText, { kept, shares: kept.shares(), chosen: 50_000, onChoose() {} }), box);
   while (!box.querySelector(".chosen")) await new Promise(requestAnimationFrame);
   return { spans: box.querySelectorAll("span").length, seconds: (performance.now() - started) / 1000 };
 }

@@ -24,7 +24,7 @@ _DROP = """
 """
 _WATCH_STATES = """
 window.states = [];
-new MutationObserver(() => document.querySelectorAll(".job > span:nth-child(2)").forEach((node) => {
+new MutationObserver(() => document.querySelectorAll(".job .state").forEach((node) => {
   if (states.at(-1) !== node.textContent) states.push(node.textContent);
 })).observe(document.querySelector(".jobs"), { childList: true, subtree: true, characterData: true });
 """

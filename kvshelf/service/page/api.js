@@ -81,9 +81,25 @@ export async function keptTokens(id, document, firstLayer, options) {
   return (await send("POST", path, { json: { document }, ...options })).json();
 }
 
-/** The events of a streamed answer, as objects. One that is an error is thrown. */
-export async function* ask(id, question, options) {
-  const response = await send("POST", ofCache(id, "/query"), { json: { ...question, stream: true }, ...options });
+const ofBatch = (id, rest = "") => `v1/batches/${encodeURIComponent(id)}${rest}`;
+
+export const listBatches = (query, options) => get(withQuery("v1/batches", query), options);
+export const getBatch = (id, options) => get(ofBatch(id), options);
+export const createBatch = async (json) => (await send("POST", "v1/batches", { json })).json();
+/** `action`: cancel, pause, resume or retry. */
+export const changeBatch = async (id, action) => (await send("POST", ofBatch(id, `/${action}`))).json();
+export const getFile = async (id) => (await send("GET", `v1/files/${encodeURIComponent(id)}/content`)).blob();
+
+/** A batch each time it has changed, until it has ended. */
+export const batchEvents = (id, options) => streamed("GET", ofBatch(id, "/events"), options);
+
+/** The events of a streamed answer, as objects. */
+export const ask = (id, question, options) =>
+  streamed("POST", ofCache(id, "/query"), { json: { ...question, stream: true }, ...options });
+
+/** The events of an answer, as objects. One that is an error is thrown. */
+async function* streamed(method, path, options) {
+  const response = await send(method, path, options);
   for await (const event of events(response)) {
     if (event.error) throw new Failure(event.error.message, event.error.code);
     yield event;
@@ -91,7 +107,7 @@ export async function* ask(id, question, options) {
 }
 
 /** The `data:` lines of an event stream up to [DONE]. EventSource cannot send a key. */
-export async function* events(response) {
+async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let pending = "";
   let ended = false;
@@ -115,22 +131,30 @@ export async function* events(response) {
   }
 }
 
-/**
- * Create a cache in the background. `body` is a FormData, or an object for JSON. fetch does not tell how much of a body
- * has gone out, so this is an XMLHttpRequest.
- */
-export function createInBackground(body, { onProgress, signal }) {
+/** Create a cache in the background. `body` is a FormData, or an object for JSON. */
+export const createInBackground = (body, options) => upload("v1/caches", body, { prefer: "respond-async" }, options);
+
+/** Upload the input of a batch. */
+export function uploadFile(file, options) {
+  const form = new FormData();
+  form.append("purpose", "batch");
+  form.append("file", file);
+  return upload("v1/files", form, {}, options);
+}
+
+/** POST a body, and tell how much of it has gone out. fetch cannot, so this is an XMLHttpRequest. */
+function upload(path, body, headers, { onProgress, signal }) {
   return new Promise((resolve, reject) => {
     const request = new XMLHttpRequest();
-    request.open("POST", "v1/caches");
+    request.open("POST", path);
     const isForm = body instanceof FormData;
-    const headers = { ...authorization(), prefer: "respond-async", ...(isForm ? {} : { "content-type": "application/json" }) };
-    for (const [name, value] of Object.entries(headers)) request.setRequestHeader(name, value);
+    const all = { ...authorization(), ...headers, ...(isForm ? {} : { "content-type": "application/json" }) };
+    for (const [name, value] of Object.entries(all)) request.setRequestHeader(name, value);
     request.upload.onprogress = (event) => event.lengthComputable && onProgress(event.loaded / event.total);
     request.onerror = () => reject(unreachable());
     request.onabort = () => reject(new DOMException("stopped", "AbortError"));
     request.onload = () => {
-      if (request.status === 202) resolve(JSON.parse(request.responseText));
+      if (request.status < 300) resolve(JSON.parse(request.responseText));
       else reject(failureOf(request.status, request.responseText, request.getResponseHeader("x-request-id")));
     };
     signal.addEventListener("abort", () => request.abort());

@@ -2,11 +2,13 @@
 
 import { access, apiKey } from "./api.js";
 import { html } from "./dom.js";
+import { Field } from "./fields.js";
 import { Jobs } from "./jobs.js";
 import { FailureNote } from "./parts.js";
 import { render } from "./vendor/preact.js";
 import { useEffect, useRef, useState } from "./vendor/hooks.js";
 import { AskView } from "./views/ask.js";
+import { BatchesView } from "./views/batches.js";
 import { KeptView } from "./views/kept.js";
 import { PutView } from "./views/put.js";
 import { ShelfView } from "./views/shelf.js";
@@ -17,6 +19,7 @@ const VIEWS = {
   put: ["Put", PutView],
   ask: ["Ask", AskView],
   kept: ["Kept tokens", KeptView],
+  batches: ["Batches", BatchesView],
 };
 
 /** `#kept/kvs_...` as ["kept", ["kvs_..."]]. */
@@ -51,6 +54,10 @@ function App({ jobs }) {
     document.title = `${title} · kvshelf`;
   }, [title]);
 
+  const skip = (event) => {
+    event.preventDefault(); // the address names the view
+    heading.current.focus();
+  };
   const useKey = (key) => {
     apiKey.set(key);
     setRefused(null);
@@ -60,7 +67,7 @@ function App({ jobs }) {
     ? html`<${KeyForm} failure=${refused} onKey=${useKey} />`
     : html`<${View} key=${`${name} ${session}`} ids=${ids} jobs=${jobs} />`;
   return html`
-    <a class="skip" href="#main" onClick=${(event) => (event.preventDefault(), heading.current.focus())}>Skip to content</a>
+    <a class="skip" href="#main" onClick=${skip}>Skip to content</a>
     <header class="bar">
       <span class="brand" aria-hidden="true">kvshelf</span>
       <${Navigation} current=${name} />
@@ -76,7 +83,8 @@ function App({ jobs }) {
 function Navigation({ current }) {
   return html`<nav aria-label="Views">
     ${Object.entries(VIEWS).map(
-      ([name, [title]]) => html`<a href=${`#${name}`} aria-current=${name === current ? "page" : undefined}>${title}</a>`,
+      ([name, [title]]) =>
+        html`<a href=${`#${name}`} aria-current=${name === current ? "page" : undefined}>${title}</a>`,
     )}
   </nav>`;
 }
@@ -89,9 +97,7 @@ function KeyForm({ failure, onKey }) {
   };
   return html`<form class="card narrow" onSubmit=${submit}>
     <${FailureNote} failure=${failure} />
-    <label>API key
-      <input type="password" required autocomplete="off" spellcheck=${false} value=${key} onInput=${(event) => setKey(event.target.value)} />
-    </label>
+    <${Field} label="API key" type="password" required autocomplete="off" value=${key} onValue=${setKey} />
     <p class="hint">It is kept until this tab is closed, and sent in a header.</p>
     <button class="main">Use this key</button>
   </form>`;

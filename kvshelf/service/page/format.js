@@ -2,7 +2,12 @@
 
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
 const SPANS = [
-  ["year", 31_536_000], ["month", 2_592_000], ["day", 86_400], ["hour", 3600], ["minute", 60], ["second", 1],
+  ["year", 31_536_000],
+  ["month", 2_592_000],
+  ["day", 86_400],
+  ["hour", 3600],
+  ["minute", 60],
+  ["second", 1],
 ];
 const numbers = new Intl.NumberFormat("en");
 const relative = new Intl.RelativeTimeFormat("en", { numeric: "always", style: "short" });
@@ -18,7 +23,8 @@ export function bytes(number) {
 
 export const percent = (share) => `${Number((share * 100).toFixed(share > 0.99 && share < 1 ? 2 : 1))} %`;
 
-export const milliseconds = (ms) => (ms < 1000 ? `${ms < 10 ? ms.toFixed(1) : Math.round(ms)} ms` : `${(ms / 1000).toFixed(2)} s`);
+export const milliseconds = (ms) =>
+  ms < 1000 ? `${ms < 10 ? ms.toFixed(1) : Math.round(ms)} ms` : `${(ms / 1000).toFixed(2)} s`;
 
 /** A time in Unix seconds against now: "in 3 days", "5 min. ago". */
 export function fromNow(unix, now = Date.now() / 1000) {
@@ -32,20 +38,33 @@ export const moment = (unix) => moments.format(new Date(unix * 1000));
 export const expiry = (cache) => (cache.expires_at === null ? "never" : fromNow(cache.expires_at));
 
 /** What the shelf's table shows of the quality: the share of tokens that agree with the full cache's. */
-export const quality = (cache) => (typeof cache.quality?.agreement === "number" ? percent(cache.quality.agreement) : "–");
+export const quality = (cache) =>
+  typeof cache.quality?.agreement === "number" ? percent(cache.quality.agreement) : "–";
 
 /** What people call a cache: its name, else its document. */
 export const title = (cache) => cache.name || cache.document_id;
 
 /** One line that tells a cache from others of its document. */
 export const summary = (cache) =>
-  `${title(cache)}: ${cache.policy}, ${percent(cache.compression_ratio)} removed${cache.codec === "none" ? "" : `, ${cache.codec}`}`;
+  [
+    `${title(cache)}: ${cache.policy}`,
+    `${percent(cache.compression_ratio)} removed`,
+    cache.codec !== "none" && cache.codec,
+  ]
+    .filter(Boolean)
+    .join(", ");
 
 /** Labels as lines of name=value, and back. Throws an Error that names the line. */
-export const labelLines = (labels) => Object.entries(labels).map(([name, value]) => `${name}=${value}`).join("\n");
+export const labelLines = (labels) =>
+  Object.entries(labels)
+    .map(([name, value]) => `${name}=${value}`)
+    .join("\n");
 
 export function parseLabels(text) {
-  const lines = text.split("\n").map((line) => line.trim()).filter(Boolean);
+  const lines = text
+    .split("\n")
+    .map((line) => line.trim())
+    .filter(Boolean);
   return Object.fromEntries(
     lines.map((line) => {
       const at = line.indexOf("=");

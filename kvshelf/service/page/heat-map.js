@@ -30,7 +30,8 @@ export function HeatMap({ kept, layers, label, onChoose }) {
     const token = Math.floor(((event.clientX - left) / width) * kept.tokens.length);
     onChoose(Math.max(0, Math.min(kept.tokens.length - 1, token)));
   };
-  return html`<canvas ref=${canvas} class="map" role="img" aria-label=${label} style=${{ height: `${height}px` }} onClick=${choose}></canvas>`;
+  const style = { height: `${height}px` };
+  return html`<canvas ref=${canvas} class="map" role="img" aria-label=${label} style=${style} onClick=${choose}></canvas>`;
 }
 
 function paint(canvas, kept, layers, height) {

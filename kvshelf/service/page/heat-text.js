@@ -1,11 +1,12 @@
-/** The text of a document, each token on the color of its share. Only what is near the window has elements for tokens. */
+/** The text of a document, each token on the color of its share. Only what is near the window has elements. */
 
 import { html } from "./dom.js";
 import { level, stretches } from "./heat.js";
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "./vendor/hooks.js";
 
-/** `shares` of `Kept.shares`; `chosen`: the token that is marked; `onChoose` hears of another one. */
-export function HeatText({ tokens, shares, templateTokens, chosen, onChoose }) {
+/** `shares` of `kept.shares()`; `chosen`: the token that is marked; `onChoose` hears of another one. */
+export function HeatText({ kept, shares, chosen, onChoose }) {
+  const { tokens } = kept;
   const box = useRef();
   const parts = useMemo(() => stretches(tokens), [tokens]);
   const near = useNear(box, parts.length);
@@ -27,11 +28,14 @@ export function HeatText({ tokens, shares, templateTokens, chosen, onChoose }) {
     const token = event.target.dataset?.token;
     if (token !== undefined) onChoose(Number(token));
   };
-  return html`<div class="heat" ref=${box} role="region" aria-label="Text of the document" tabindex="0" onClick=${choose}>
-    ${parts.map(([first, end], at) => html`<${Stretch}
+  const about = { role: "region", "aria-label": "Text of the document", tabindex: 0 };
+  return html`<div class="heat" ref=${box} ...${about} onClick=${choose}>
+    ${parts.map(
+      ([first, end], at) => html`<${Stretch}
       key=${first} tokens=${tokens} first=${first} end=${end} shares=${shares} drawn=${near.has(at)}
-      templateTokens=${templateTokens} chosen=${chosen >= first && chosen < end ? chosen : -1}
-    />`)}
+      templateTokens=${kept.about.template_tokens} chosen=${chosen >= first && chosen < end ? chosen : -1}
+    />`,
+    )}
   </div>`;
 }
 

@@ -31,11 +31,13 @@ export class Kept {
     return this.#layers.get(layer).kept.length;
   }
 
-  /** How a head has a token: "kept", "merged" or "evicted". */
-  state(layer, head, token) {
+  /** How each head of a layer has a token: "kept", "merged" or "evicted". */
+  states(layer, token) {
     const { kept, merged } = this.#layers.get(layer);
-    if (bit(kept[head], token)) return "kept";
-    return merged.length && bit(merged[head], token) ? "merged" : "evicted";
+    return kept.map((bits, head) => {
+      if (bit(bits, token)) return "kept";
+      return merged.length && bit(merged[head], token) ? "merged" : "evicted";
+    });
   }
 
   /**
@@ -45,7 +47,10 @@ export class Kept {
   shares(layer = null, head = null) {
     if (layer === null) {
       const { counts, merged_counts: merged, num_heads: heads } = this.about;
-      return { kept: Float32Array.from(counts, (n) => n / heads), merged: merged && Uint8Array.from(merged, (n) => n > 0) };
+      return {
+        kept: Float32Array.from(counts, (n) => n / heads),
+        merged: merged && Uint8Array.from(merged, (n) => n > 0),
+      };
     }
     const { kept, merged } = this.#layers.get(layer);
     const wanted = head === null ? [...kept.keys()] : [head];

@@ -6,8 +6,9 @@ const AT_ONCE = 2; // a browser has six connections to a host, and a job waits o
 const WAIT_S = 20;
 
 /**
- * The jobs of this tab, newest first. A "changed" event follows each change. A job is `{key, name, state, share, failure,
- * requestState, cacheId, startedAt, endedAt}`; its state is waiting, uploading, working, done, failed or stopped.
+ * The jobs of this tab, newest first. A "changed" event follows each change. A job is `{key, name, state, share,
+ * failure, requestState, cacheId, startedAt, endedAt}`; its state is waiting, uploading, working, done, failed or
+ * stopped.
  */
 export class Jobs extends EventTarget {
   list = [];

@@ -12,7 +12,7 @@ const NOTHING = { rows: [], more: true, loading: false, failure: null };
  */
 export function useCaches(query) {
   const [state, setState] = useState(NOTHING);
-  const current = useRef({ stop: new AbortController(), busy: false, rows: [], more: false }); // until the first `refresh`
+  const current = useRef({ stop: new AbortController(), rows: [], more: false }); // until the first `refresh`
   const wanted = JSON.stringify(query);
 
   const loadMore = useCallback(async () => {
@@ -23,7 +23,12 @@ export function useCaches(query) {
     try {
       const after = run.last;
       const page = await listCaches({ ...JSON.parse(wanted), limit: PAGE, after }, { signal: run.stop.signal });
-      Object.assign(run, { rows: [...run.rows, ...page.data], more: page.has_more, last: page.last_id ?? after, busy: false });
+      Object.assign(run, {
+        rows: [...run.rows, ...page.data],
+        more: page.has_more,
+        last: page.last_id ?? after,
+        busy: false,
+      });
       setState({ rows: run.rows, more: run.more, loading: false, failure: null });
     } catch (failure) {
       if (run.stop.signal.aborted) return;

@@ -8,9 +8,11 @@ export function FailureNote({ failure }) {
   if (!failure) return null;
   return html`<div class="failure" role="alert">
     <p>${failure.message}</p>
-    <p class="hint"><code>${failure.code ?? "error"}</code>${failure.missReason && html` · <code>${failure.missReason}</code>`}${
-      failure.requestId && html` · request <code>${failure.requestId}</code>`
-    }</p>
+    <p class="hint">
+      <code>${failure.code ?? "error"}</code>
+      ${failure.missReason && html` · <code>${failure.missReason}</code>`}
+      ${failure.requestId && html` · request <code>${failure.requestId}</code>`}
+    </p>
   </div>`;
 }
 
@@ -20,7 +22,9 @@ export const Announce = ({ text }) => html`<p class="unseen" role="status">${tex
 /** A list of terms and values; null values are left out. */
 export function Facts({ facts }) {
   const given = Object.entries(facts).filter(([, value]) => value !== null && value !== undefined && value !== "");
-  return html`<dl class="facts">${given.map(([term, value]) => html`<div key=${term}><dt>${term}</dt><dd>${value}</dd></div>`)}</dl>`;
+  return html`<dl class="facts">
+    ${given.map(([term, value]) => html`<div key=${term}><dt>${term}</dt><dd>${value}</dd></div>`)}
+  </dl>`;
 }
 
 /** A question before something that cannot be undone. Escape and "Keep" answer no. */

@@ -44,7 +44,9 @@ export function Rows({ label, rows, columns, current, onCurrent, onOpen, more, o
 
   const onKeyDown = (event) => {
     const page = Math.max(1, Math.floor(sight.height / sight.row) - 1);
-    const step = { ArrowDown: 1, ArrowUp: -1, PageDown: page, PageUp: -page, Home: -Infinity, End: Infinity }[event.key];
+    const step = { ArrowDown: 1, ArrowUp: -1, PageDown: page, PageUp: -page, Home: -Infinity, End: Infinity }[
+      event.key
+    ];
     if (event.key === "Enter" && current >= 0) onOpen(current);
     if (step === undefined || rows.length === 0) return;
     event.preventDefault();
@@ -61,13 +63,15 @@ export function Rows({ label, rows, columns, current, onCurrent, onOpen, more, o
     onScroll=${() => setSight((before) => ({ ...before, top: box.current.scrollTop }))} onKeyDown=${onKeyDown}
   >
     <div class="row head" role="row" aria-rowindex="1">
-      ${columns.map((column) => html`<span key=${column.name} role="columnheader" class=${column.name}>${column.title}</span>`)}
+      ${columns.map(({ name, title }) => html`<span key=${name} role="columnheader" class=${name}>${title}</span>`)}
     </div>
     <div class="all" role="rowgroup" style=${{ height: `${rows.length * sight.row}px` }}>
-      ${drawn.map((index) => html`<${Row}
+      ${drawn.map(
+        (index) => html`<${Row}
         key=${rows[index].id} row=${rows[index]} index=${index} columns=${columns} top=${index * sight.row}
         selected=${index === current} reachable=${index === stop} onCurrent=${onCurrent} onOpen=${onOpen}
-      />`)}
+      />`,
+      )}
     </div>
   </div>
   ${rows.length === 0 && html`<p class="empty">${more ? "Loading …" : empty}</p>`}
@@ -80,7 +84,7 @@ function Row({ row, index, columns, top, selected, reachable, onCurrent, onOpen 
     style=${{ transform: `translateY(${top}px)` }}
     onClick=${() => onCurrent(index)} onDblClick=${() => onOpen(index)} onFocus=${() => selected || onCurrent(index)}
   >
-    ${columns.map((column) => html`<span key=${column.name} role="gridcell" class=${column.name}>${column.cell(row)}</span>`)}
+    ${columns.map(({ name, cell }) => html`<span key=${name} role="gridcell" class=${name}>${cell(row)}</span>`)}
   </div>`;
 }
 

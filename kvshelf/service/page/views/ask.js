@@ -2,6 +2,7 @@
 
 import { ask, getCache, listCaches } from "../api.js";
 import { html } from "../dom.js";
+import { Choice, Field } from "../fields.js";
 import { count, milliseconds, summary } from "../format.js";
 import { Announce, Facts, FailureNote, useLoaded } from "../parts.js";
 import { useEffect, useRef, useState } from "../vendor/hooks.js";
@@ -13,11 +14,14 @@ export function AskView({ ids }) {
   const [maxTokens, setMaxTokens] = useState("64");
   const [asked, setAsked] = useState(null);
   const [recent, failure] = useLoaded((signal) => choices(ids, signal), [ids.join()]);
-  const chosen = ids.length ? ids : recent?.slice(0, 1).map((cache) => cache.id) ?? [];
+  const chosen = ids.length ? ids : (recent?.slice(0, 1).map((cache) => cache.id) ?? []);
 
-  const choose = (at) => (event) => {
+  const named = (recent ?? []).map((cache) => [cache.id, summary(cache)]);
+  const none = ["", recent === null ? "…" : "none"];
+
+  const choose = (at) => (id) => {
     const next = [...chosen];
-    next[at] = event.target.value;
+    next[at] = id;
     location.hash = `ask/${next.filter(Boolean).join("/")}`;
   };
   const submit = (event) => {
@@ -30,19 +34,22 @@ export function AskView({ ids }) {
   return html`
     <form class="card" onSubmit=${submit}>
       <div class="choices">
-        <${Choice} label="Cache" recent=${recent} value=${chosen[0] ?? ""} onChange=${choose(0)} />
-        <${Choice} label="Beside it" recent=${recent} value=${chosen[1] ?? ""} onChange=${choose(1)} optional />
+        <${Choice} label="Cache" options=${chosen[0] ? named : [none, ...named]} value=${chosen[0] ?? ""} onValue=${choose(0)} />
+        <${Choice} label="Beside it" options=${[none, ...named]} value=${chosen[1] ?? ""} onValue=${choose(1)} />
       </div>
-      <label>Question <textarea rows="3" required value=${prompt} onInput=${(event) => setPrompt(event.target.value)} onKeyDown=${onKeyDown}></textarea></label>
+      <${Field} label="Question" as="textarea" rows="3" required value=${prompt} onValue=${setPrompt} onKeyDown=${onKeyDown} />
       <div class="inline">
-        <label>Tokens at most <input type="number" min="1" max="4096" required value=${maxTokens} onInput=${(event) => setMaxTokens(event.target.value)} /></label>
+        <${Field} label="Tokens at most" type="number" min="1" max="4096" required value=${maxTokens} onValue=${setMaxTokens} />
         <button class="main" disabled=${chosen.length === 0}>Ask</button>
         <span class="hint">Ctrl+Enter asks, too.</span>
       </div>
       <${FailureNote} failure=${failure} />
     </form>
     <div class="answers">
-      ${(asked?.ids ?? []).map((id, at) => html`<${Answer} key=${`${asked.number} ${at}`} asked=${asked} id=${id} cache=${recent?.find((each) => each.id === id)} />`)}
+      ${(asked?.ids ?? []).map((id, at) => {
+        const cache = recent?.find((each) => each.id === id);
+        return html`<${Answer} key=${`${asked.number} ${at}`} asked=${asked} id=${id} name=${cache ? summary(cache) : id} />`;
+      })}
     </div>
   `;
 }
@@ -57,20 +64,11 @@ async function choices(ids, signal) {
   return [...named, ...page.data.filter((cache) => !there.has(cache.id))];
 }
 
-function Choice({ label, recent, value, onChange, optional = false }) {
-  return html`<label>${label}
-    <select value=${value} onChange=${onChange}>
-      ${(optional || !value) && html`<option value="">${recent === null ? "…" : "none"}</option>`}
-      ${(recent ?? []).map((cache) => html`<option key=${cache.id} value=${cache.id}>${summary(cache)}</option>`)}
-    </select>
-  </label>`;
-}
-
-function Answer({ asked, id, cache }) {
+function Answer({ asked, id, name }) {
   const { text, answer, failure, firstMs, stop } = useAnswer(asked, id);
   const state = failure ? "failed" : answer ? `ended: ${answer.finish_reason}` : "answers …";
-  return html`<section class="card answer" aria-label=${`Answer of ${cache ? summary(cache) : id}`} aria-busy=${!answer && !failure}>
-    <h2>${cache ? summary(cache) : id}</h2>
+  return html`<section class="card answer" aria-label=${`Answer of ${name}`} aria-busy=${!answer && !failure}>
+    <h2>${name}</h2>
     <p class="text">${text}</p>
     <${FailureNote} failure=${failure} />
     <${Facts} facts=${{
@@ -86,7 +84,7 @@ function Answer({ asked, id, cache }) {
   </section>`;
 }
 
-/** One streamed answer: its text so far, the whole once it is there, and the time to its first piece as seen from here. */
+/** One streamed answer: its text so far, the whole once it is there, and the time to its first piece as seen here. */
 function useAnswer(asked, id) {
   const [told, setTold] = useState({ text: "", answer: null, failure: null, firstMs: null });
   const stop = useRef(null);
@@ -104,7 +102,9 @@ function useAnswer(asked, id) {
         tell(event.object === "answer.delta" ? { text, firstMs } : { text: event.text, answer: event, firstMs });
       }
     };
-    run().catch((failure) => tell({ failure: failure.name === "AbortError" ? { message: "It was stopped.", code: "stopped" } : failure }));
+    run().catch((failure) =>
+      tell({ failure: failure.name === "AbortError" ? { message: "It was stopped.", code: "stopped" } : failure }),
+    );
     return () => stop.current.abort();
   }, []);
   return { ...told, stop: () => stop.current.abort() };

@@ -2,7 +2,20 @@
 
 import { deleteCache, updateCache } from "../api.js";
 import { html } from "../dom.js";
-import { bytes, count, expiry, fromNow, labelLines, moment, parseLabels, percent, quality, title } from "../format.js";
+import { Choice, Field } from "../fields.js";
+import {
+  bytes,
+  count,
+  expiry,
+  fromNow,
+  labelLines,
+  moment,
+  parseLabels,
+  percent,
+  quality,
+  summary,
+  title,
+} from "../format.js";
 import { Confirm, Facts, FailureNote } from "../parts.js";
 import { useState } from "../vendor/hooks.js";
 
@@ -25,6 +38,7 @@ export function CacheCard({ cache, onChanged, onRemoved }) {
     setBusy(false);
   };
   const change = (json, what) => carryOut(async () => onChanged(await updateCache(cache.id, json), what));
+  const pin = () => change({ pinned: !cache.pinned }, cache.pinned ? "no longer pinned" : "pinned");
   const remove = () =>
     carryOut(async () => {
       setAsking(false);
@@ -37,7 +51,7 @@ export function CacheCard({ cache, onChanged, onRemoved }) {
     <p class="links">
       <a class="button main" href=${`#ask/${cache.id}`}>Ask</a>
       <a class="button" href=${`#kept/${cache.id}`}>Kept tokens</a>
-      <button aria-pressed=${cache.pinned} disabled=${busy} onClick=${() => change({ pinned: !cache.pinned }, cache.pinned ? "no longer pinned" : "pinned")}>
+      <button aria-pressed=${cache.pinned} disabled=${busy} onClick=${pin}>
         ${cache.pinned ? "Unpin" : "Pin"}
       </button>
       <button class="danger" disabled=${busy} onClick=${() => setAsking(true)}>Delete</button>
@@ -45,10 +59,13 @@ export function CacheCard({ cache, onChanged, onRemoved }) {
     <${FailureNote} failure=${failure} />
     <${CacheFacts} cache=${cache} />
     <${Changes} cache=${cache} busy=${busy} onChange=${change} onWrong=${setFailure} />
-    ${asking && html`<${Confirm}
-      question=${`Delete the cache of ${title(cache)} (${cache.policy}, ${percent(cache.compression_ratio)} removed)? Its document would have to be compressed again.`}
+    ${
+      asking &&
+      html`<${Confirm}
+      question=${`Delete this cache (${summary(cache)})? Its document would have to be compressed again.`}
       action="Delete it" onYes=${remove} onNo=${() => setAsking(false)}
-    />`}
+    />`
+    }
   `;
 }
 
@@ -62,7 +79,7 @@ function CacheFacts({ cache }) {
     Codec: cache.codec,
     Tokens: `${count(tokens.kept)} of ${count(tokens.document)} per head`,
     Size: `${bytes(cache.bytes.stored)} of ${bytes(cache.bytes.full)}`,
-    Quality: measured && `${quality(cache)} as the full cache answers${typeof measured.kl === "number" ? `, KL ${measured.kl.toFixed(3)}` : ""}`,
+    Quality: measured && `${quality(cache)} as the full cache answers, KL ${measured.kl.toFixed(3)}`,
     Hits: `${count(cache.uses)}${cache.last_used_at ? `, last ${fromNow(cache.last_used_at)}` : ""}`,
     Made: `${moment(cache.created_at)}, ${(timings.prefill_s + timings.compress_s).toFixed(2)} s of work`,
     Expires: cache.expires_at === null ? "never" : `${moment(cache.expires_at)}, ${expiry(cache)}`,
@@ -89,20 +106,17 @@ function Changes({ cache, busy, onChange, onWrong }) {
     event.preventDefault();
     onChange({ ttl_s: Number(amount) * SPANS[unit] }, `kept for ${amount} ${unit} from now`);
   };
+  const keep = () => onChange({ ttl_s: null }, "it never expires");
   return html`
     <form class="inline" onSubmit=${extend} aria-label="Lifetime">
-      <label>Keep for <input type="number" min="0.01" step="any" required value=${amount} onInput=${(event) => setAmount(event.target.value)} /></label>
-      <label><span class="unseen">Unit</span>
-        <select value=${unit} onChange=${(event) => setUnit(event.target.value)}>
-          ${Object.keys(SPANS).map((span) => html`<option key=${span}>${span}</option>`)}
-        </select>
-      </label>
+      <${Field} label="Keep for" type="number" min="0.01" step="any" required value=${amount} onValue=${setAmount} />
+      <${Choice} label="Unit" options=${Object.keys(SPANS).map((span) => [span, span])} value=${unit} onValue=${setUnit} />
       <button disabled=${busy}>Set</button>
-      <button type="button" disabled=${busy || cache.expires_at === null} onClick=${() => onChange({ ttl_s: null }, "it never expires")}>For ever</button>
+      <button type="button" disabled=${busy || cache.expires_at === null} onClick=${keep}>For ever</button>
     </form>
     <form onSubmit=${describe} aria-label="Name and labels">
-      <label>Name <input maxlength="256" value=${name} onInput=${(event) => setName(event.target.value)} /></label>
-      <label>Labels, one name=value a line <textarea rows="2" value=${labels} onInput=${(event) => setLabels(event.target.value)}></textarea></label>
+      <${Field} label="Name" maxlength="256" value=${name} onValue=${setName} />
+      <${Field} label="Labels, one name=value a line" as="textarea" rows="2" value=${labels} onValue=${setLabels} />
       <button disabled=${busy}>Save name and labels</button>
     </form>
   `;

@@ -2,6 +2,7 @@
 
 import { getCache, keptTokens } from "../api.js";
 import { html } from "../dom.js";
+import { Choice, Field, Files } from "../fields.js";
 import { count, percent, summary } from "../format.js";
 import { HeatMap } from "../heat-map.js";
 import { HeatText } from "../heat-text.js";
@@ -21,7 +22,8 @@ function KeptOf({ id }) {
   const [text, setText] = useState(null);
   const [cache, cacheFailure] = useLoaded((signal) => getCache(id, { signal }), [id]);
   const [kept, failure] = useLoaded(async (signal) => new Kept(await keptTokens(id, text, 0, { signal })), [id, text]);
-  const wantsText = failure && ["source_not_kept", "state_conflict", "document_too_short", "body_too_large"].includes(failure.code);
+  const wantsText =
+    failure && ["source_not_kept", "state_conflict", "document_too_short", "body_too_large"].includes(failure.code);
   return html`
     <p class="subject">${cache ? summary(cache) : "…"}</p>
     <${FailureNote} failure=${cacheFailure ?? (failure?.code === "source_not_kept" ? null : failure)} />
@@ -36,12 +38,14 @@ function OwnText({ onText }) {
     event.preventDefault();
     onText(text);
   };
-  const read = async (event) => onText(await event.target.files[0].text());
+  const read = async ([file]) => onText(await file.text());
   return html`<form class="card narrow" onSubmit=${submit}>
-    <p>The text of this document was not kept on the shelf. Give it here, exactly as it was: it is compared by its tokens,
-      and stored nowhere.</p>
-    <label>Choose its file <input type="file" onChange=${read} /></label>
-    <label>Or paste its text <textarea rows="6" required value=${text} onInput=${(event) => setText(event.target.value)}></textarea></label>
+    <p>
+      The text of this document was not kept on the shelf. Give it here, exactly as it was: it is compared by its tokens,
+      and stored nowhere.
+    </p>
+    <${Files} label="Choose its file" onFiles=${read} />
+    <${Field} label="Or paste its text" as="textarea" rows="6" required value=${text} onValue=${setText} />
     <button class="main">Show what was kept</button>
   </form>`;
 }
@@ -54,29 +58,26 @@ function Heat({ id, text, kept }) {
   const shares = useMemo(() => (loaded ? kept.shares(layer, head) : null), [kept, loaded, layer, head]);
   const layers = useMemo(() => mapLayers(kept, layer), [kept, loaded, layer]);
 
-  const chooseLayer = (event) => {
-    setLayer(event.target.value === "" ? null : Number(event.target.value));
+  const chooseLayer = (number) => {
+    setLayer(number);
     setHead(null);
   };
   const heads = layer !== null && loaded ? kept.heads(layer) : 0;
+  const mapLabel = `Kept entries along the document, layers ${layers.join(", ")}`;
   return html`
     <form class="filters" aria-label="Layers and heads" onSubmit=${(event) => event.preventDefault()}>
-      <label>Layer <select value=${layer ?? ""} onChange=${chooseLayer}>
-        <option value="">all ${kept.numLayers}</option>
-        ${[...Array(kept.numLayers).keys()].map((number) => html`<option key=${number} value=${number}>${number}</option>`)}
-      </select></label>
-      <label>Head <select value=${head ?? ""} disabled=${layer === null} onChange=${(event) => setHead(event.target.value === "" ? null : Number(event.target.value))}>
-        <option value="">all${heads ? ` ${heads}` : ""}</option>
-        ${[...Array(heads).keys()].map((number) => html`<option key=${number} value=${number}>${number}</option>`)}
-      </select></label>
+      <${OneOf} label="Layer" count=${kept.numLayers} value=${layer} onValue=${chooseLayer} />
+      <${OneOf} label="Head" count=${heads} value=${head} onValue=${setHead} disabled=${layer === null} />
       <${Legend} merges=${kept.about.merged_counts !== null} />
     </form>
     <${FailureNote} failure=${failure} />
-    <${HeatMap} kept=${kept} layers=${layers} label=${`Kept entries along the document, layers ${layers.join(", ")}`} onChoose=${setToken} />
+    <${HeatMap} kept=${kept} layers=${layers} label=${mapLabel} onChoose=${setToken} />
     <div class="split">
-      ${shares
-        ? html`<${HeatText} tokens=${kept.tokens} shares=${shares} templateTokens=${kept.about.template_tokens} chosen=${token} onChoose=${setToken} />`
-        : html`<p class="heat hint">Loading …</p>`}
+      ${
+        shares
+          ? html`<${HeatText} kept=${kept} shares=${shares} chosen=${token} onChoose=${setToken} />`
+          : html`<p class="heat hint">Loading …</p>`
+      }
       <aside class="card" aria-label="The chosen token">
         <${TokenCard} kept=${kept} token=${token} onToken=${setToken} />
         <p class="hint">${kept.about.meaning}</p>
@@ -85,10 +86,17 @@ function Heat({ id, text, kept }) {
   `;
 }
 
+/** All of some things that are counted from 0 (null), or one of them. */
+function OneOf({ count: many, value, onValue, ...rest }) {
+  const options = [["", `all ${many || ""}`], ...upTo(many).map((number) => [number, number])];
+  const hear = (text) => onValue(text === "" ? null : Number(text));
+  return html`<${Choice} options=${options} value=${value ?? ""} onValue=${hear} ...${rest} />`;
+}
+
 /** Have the bitmaps of a layer fetched, if they are not there: a large cache comes in pages. */
 function useLayer(kept, id, text, layer) {
   const there = layer === null || kept.hasLayer(layer);
-  const [[fetched, failure], setState] = useState([null, null]);
+  const [[arrived, failure], setState] = useState([null, null]);
   useEffect(() => {
     if (there) return undefined;
     const stop = new AbortController();
@@ -98,20 +106,19 @@ function useLayer(kept, id, text, layer) {
     );
     return () => stop.abort();
   }, [layer, there]);
-  return [there || fetched === layer, failure];
+  return [there || arrived === layer, failure];
 }
 
 /** The layers of the map: the first ones that are there, or the chosen one. */
 function mapLayers(kept, layer) {
   if (layer !== null && kept.hasLayer(layer)) return [layer];
-  const there = [...Array(kept.numLayers).keys()].filter((number) => kept.hasLayer(number));
-  return there.slice(0, MAP_LAYERS);
+  return fetched(kept).slice(0, MAP_LAYERS);
 }
 
 function Legend({ merges }) {
   return html`<span class="legend">
     <span class="k0">evicted</span>
-    ${[...Array(LEVELS).keys()].map((at) => html`<span key=${at} class=${`k${at + 1}`} aria-hidden="true"> </span>`)}
+    ${upTo(LEVELS).map((at) => html`<span key=${at} class=${`k${at + 1}`} aria-hidden="true"> </span>`)}
     <span>kept by all heads</span>
     ${merges && html`<span class="merged">merged into another</span>`}
   </span>`;
@@ -119,28 +126,48 @@ function Legend({ merges }) {
 
 function TokenCard({ kept, token, onToken }) {
   const { counts, merged_counts: merged, num_heads: heads, template_tokens: template } = kept.about;
-  const layers = [...Array(kept.numLayers).keys()].filter((layer) => kept.hasLayer(layer));
+  const layers = fetched(kept);
   const told = `${count(counts[token])} of ${count(heads)} heads kept it (${percent(counts[token] / heads)})`;
   const set = (event) => {
     const number = Math.round(Number(event.target.value));
     if (number >= 0 && number < kept.tokens.length) onToken(number);
   };
   return html`
-    <h2>Token <input type="number" aria-label="Number of the token" min="0" max=${kept.tokens.length - 1} value=${token} onInput=${set} /> of ${count(kept.tokens.length)}</h2>
-    <p class="token"><code>${JSON.stringify(kept.tokens[token])}</code>${token < template && " (of the chat template)"}</p>
+    <h2>
+      Token${" "}
+      <input
+        type="number" aria-label="Number of the token" min="0" max=${kept.tokens.length - 1} value=${token} onInput=${set}
+      />${" "}
+      of ${count(kept.tokens.length)}
+    </h2>
+    <p class="token">
+      <code>${JSON.stringify(kept.tokens[token])}</code>${token < template && " (of the chat template)"}
+    </p>
     <p>${told}${merged?.[token] ? `, ${count(merged[token])} merged it into another` : ""}.</p>
     <div class="heads" tabindex="0" role="region" aria-label="By layer and head">
       <table>
         <thead><tr><th scope="col">Layer</th><th scope="col">Heads</th></tr></thead>
-        <tbody>${layers.map((layer) => html`<tr key=${layer}>
-          <th scope="row">${layer}</th>
-          <td>${[...Array(kept.heads(layer)).keys()].map((head) => html`<${Head} key=${head} head=${head} state=${kept.state(layer, head, token)} />`)}</td>
-        </tr>`)}</tbody>
+        <tbody>
+          ${layers.map(
+            (layer) => html`<tr key=${layer}>
+              <th scope="row">${layer}</th>
+              <td>${kept.states(layer, token).map((state, head) => html`<${Head} key=${head} head=${head} state=${state} />`)}</td>
+            </tr>`,
+          )}
+        </tbody>
       </table>
+      ${layers.length < kept.numLayers && html`<p class="hint">Others are fetched when they are chosen above.</p>`}
     </div>
     <${Announce} text=${`Token ${token}: ${told}`} />
   `;
 }
 
 const Head = ({ head, state }) =>
-  html`<span class=${`head ${state}`} title=${`head ${head}: ${state}`}><span class="unseen">head ${head} ${state}</span></span>`;
+  html`<span class=${`head ${state}`} title=${`head ${head}: ${state}`}>
+    <span class="unseen">head ${head} ${state}</span>
+  </span>`;
+
+const upTo = (number) => [...Array(number).keys()];
+
+/** The layers whose bitmaps are there. */
+const fetched = (kept) => upTo(kept.numLayers).filter((layer) => kept.hasLayer(layer));

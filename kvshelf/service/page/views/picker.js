@@ -9,7 +9,11 @@ export function CachePicker({ view }) {
   const [page, failure] = useLoaded((signal) => listCaches({ limit: 50 }, { signal }), []);
   return html`
     <${FailureNote} failure=${failure} />
-    <ul class="picker">${(page?.data ?? []).map((cache) => html`<li key=${cache.id}><a href=${`#${view}/${cache.id}`}>${summary(cache)}</a></li>`)}</ul>
+    <ul class="picker">
+      ${(page?.data ?? []).map(
+        (cache) => html`<li key=${cache.id}><a href=${`#${view}/${cache.id}`}>${summary(cache)}</a></li>`,
+      )}
+    </ul>
     ${page?.data.length === 0 && html`<p class="hint">The shelf is empty.</p>`}
   `;
 }

@@ -2,6 +2,7 @@
 
 import { getCache, listModels, listPolicies } from "../api.js";
 import { html } from "../dom.js";
+import { Choice, Field } from "../fields.js";
 import { bytes, count, expiry, percent, quality, title } from "../format.js";
 import { useCaches } from "../pages.js";
 import { Announce, FailureNote, useLoaded } from "../parts.js";
@@ -42,22 +43,26 @@ export function ShelfView({ ids: [opened] }) {
     setCurrent(next?.id ?? null);
     setSaid(`${title(cache)} is deleted`);
   };
-  const told = caches.more ? `the newest ${count(caches.rows.length)}, more below` : `${count(caches.rows.length)} in all`;
+  const open = () => card.current.querySelector("a, button")?.focus();
+  const shownRows = count(caches.rows.length);
+  const known = caches.more ? `the newest ${shownRows}, more below` : `${shownRows} in all`;
   return html`
-    <${Filters} filters=${filters} onChange=${setFilters} onRefresh=${caches.refresh} told=${caches.loading ? "loading …" : told} />
+    <${Filters} filters=${filters} onChange=${setFilters} onRefresh=${caches.refresh} told=${caches.loading ? "loading …" : known} />
     <${FailureNote} failure=${caches.failure ?? linkFailure} />
     <div class="split">
       <${Rows}
         label="Caches on the shelf" rows=${caches.rows} columns=${COLUMNS} current=${index}
-        onCurrent=${(at) => setCurrent(caches.rows[at].id)} onOpen=${() => card.current?.querySelector("a, button").focus()}
+        onCurrent=${(at) => setCurrent(caches.rows[at].id)} onOpen=${open}
         more=${caches.more} onEnd=${caches.loadMore}
         empty="There is nothing here. Put a document on the shelf, or loosen the filters."
       />
       <aside class="card" aria-label="The chosen cache" ref=${card}>
-        ${shown
-          ? html`<${CacheCard} key=${shown.id} cache=${shown} onChanged=${changed} onRemoved=${removed} />`
-          : html`<p class="hint">Choose a cache to see all of it, to ask it, or to change it. The arrow keys go through the
-              list, Enter leads here.</p>`}
+        ${
+          shown
+            ? html`<${CacheCard} key=${shown.id} cache=${shown} onChanged=${changed} onRemoved=${removed} />`
+            : html`<p class="hint">Choose a cache to see all of it, to ask it, or to change it. The arrow keys go through the
+              list, Enter leads here.</p>`
+        }
       </aside>
     </div>
     <${Announce} text=${said} />
@@ -73,17 +78,13 @@ function queryOf({ label, ...rest }) {
 function Filters({ filters, onChange, onRefresh, told }) {
   const [policies] = useLoaded(listPolicies, []);
   const [models] = useLoaded(listModels, []);
-  const set = (name) => (event) => onChange({ ...filters, [name]: event.target.value.trim() });
-  const choice = (name, label, options) => html`<label>${label}
-    <select value=${filters[name]} onChange=${set(name)}>
-      <option value="">any</option>
-      ${(options ?? []).map((option) => html`<option key=${option.id} value=${option.id}>${option.id}</option>`)}
-    </select>
-  </label>`;
+  const of = (name) => ({ value: filters[name], onValue: (value) => onChange({ ...filters, [name]: value.trim() }) });
+  const any = (options) => [["", "any"], ...(options ?? []).map(({ id }) => [id, id])];
   return html`<form class="filters" aria-label="Filters" onSubmit=${(event) => event.preventDefault()}>
-    ${choice("policy", "Policy", policies)} ${choice("model", "Model", models)}
-    <label>Document <input placeholder="doc_…" value=${filters.document_id} onChange=${set("document_id")} /></label>
-    <label>Label <input placeholder="name=value" value=${filters.label} onChange=${set("label")} /></label>
+    <${Choice} label="Policy" options=${any(policies)} ...${of("policy")} />
+    <${Choice} label="Model" options=${any(models)} ...${of("model")} />
+    <${Field} label="Document" placeholder="doc_…" late ...${of("document_id")} />
+    <${Field} label="Label" placeholder="name=value" late ...${of("label")} />
     <button type="button" onClick=${onRefresh}>Refresh</button>
     <output>${told}</output>
   </form>`;

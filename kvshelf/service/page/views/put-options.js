@@ -1,0 +1,87 @@
+/** How a document is to be kept: the choices, and the fields of a creation that follow from them. */
+
+import { listModels, listPolicies } from "../api.js";
+import { html } from "../dom.js";
+import { Check, Choice, Field } from "../fields.js";
+import { parseLabels, percent } from "../format.js";
+import { FailureNote, useLoaded } from "../parts.js";
+
+const CODECS = {
+  none: "as the model computes them",
+  int8: "8 bits a number",
+  int4: "4 bits",
+  int2: "2 bits",
+  mixed: "8 bits for the important, 2 for the rest",
+};
+const SPANS = { "": "for ever", 3600: "an hour", 86400: "a day", 604800: "a week", 2592000: "30 days" };
+const AUTO = {
+  id: "auto",
+  summary: "Policy, ratio and codec are chosen for the document: the fewest bytes that lose little enough.",
+  advice: "",
+  takes_budget: false,
+  takes_questions: false,
+};
+
+export const DEFAULTS = {
+  model: "",
+  policy: "keydiff",
+  takesBudget: true,
+  takesQuestions: false,
+  ratio: "0.5",
+  codec: "none",
+  quality: "",
+  ttl: "",
+  name: "",
+  labels: "",
+  questions: "",
+  source: true,
+};
+
+/** The fields of a creation. Throws what is wrong with the choices. */
+export function fieldsOf(choices) {
+  const fields = { policy: choices.policy, keep_source: choices.source };
+  const questions = choices.questions.split("\n").filter((line) => line.trim());
+  if (choices.policy !== AUTO.id) fields.codec = choices.codec;
+  if (choices.takesBudget) fields.compression_ratio = Number(choices.ratio);
+  if (choices.takesQuestions && questions.length) fields.expected_questions = questions;
+  if (choices.quality) fields.min_quality = Number(choices.quality);
+  if (choices.model) fields.model = choices.model;
+  if (choices.ttl) fields.ttl_s = Number(choices.ttl);
+  if (choices.name) fields.name = choices.name;
+  if (choices.labels.trim()) fields.labels = parseLabels(choices.labels);
+  return fields;
+}
+
+export function PutOptions({ choices, onChange }) {
+  const [models] = useLoaded(listModels, []);
+  const [policies, failure] = useLoaded(listPolicies, []);
+  const offered = [AUTO, ...(policies ?? [{ ...AUTO, id: DEFAULTS.policy, summary: "…" }])];
+  const policy = offered.find(({ id }) => id === choices.policy);
+  const of = (name) => ({ value: choices[name], onValue: (value) => onChange({ ...choices, [name]: value }) });
+  const choosePolicy = (id) => {
+    const { takes_budget: takesBudget, takes_questions: takesQuestions } = offered.find((each) => each.id === id);
+    onChange({ ...choices, policy: id, takesBudget, takesQuestions });
+  };
+  const ids = (things) => things.map(({ id }) => [id, id]);
+  const removed = `Removed: ${choices.takesBudget ? percent(Number(choices.ratio)) : "as the policy has it"}`;
+  const codecs = Object.entries(CODECS).map(([id, told]) => [id, `${id}: ${told}`]);
+  const least = policy === AUTO ? "0.98" : "any";
+  return html`<form class="card" aria-label="How it is kept" onSubmit=${(event) => event.preventDefault()}>
+    <${FailureNote} failure=${failure} />
+    ${models?.length > 1 && html`<${Choice} label="Model" options=${ids(models)} ...${of("model")} />`}
+    <${Choice} label="Policy" options=${ids(offered)} value=${choices.policy} onValue=${choosePolicy} />
+    <p class="hint about">${policy.summary}${policy.advice && ` Good ${policy.advice}`}</p>
+    <${Field} label=${removed} type="range" min="0" max="0.98" step="0.01" disabled=${!choices.takesBudget} ...${of("ratio")} />
+    <${Choice} label="Keys and values" options=${codecs} disabled=${policy === AUTO} ...${of("codec")} />
+    <${Field} label="Least quality" type="number" min="0" max="1" step="0.01" placeholder=${least} ...${of("quality")} />
+    <${Choice} label="Kept" options=${Object.entries(SPANS)} ...${of("ttl")} />
+    <${Field} label="Name" maxlength="256" placeholder="the file's" ...${of("name")} />
+    <${Field} label="Labels, one name=value a line" as="textarea" rows="2" ...${of("labels")} />
+    ${
+      choices.takesQuestions &&
+      html`<${Field} label="Expected questions, one a line" as="textarea" rows="2" ...${of("questions")} />`
+    }
+    <${Check} label="Keep the text beside the cache" ...${of("source")} />
+    <p class="hint">The kept text shows which tokens stayed, and makes the cache again if it is lost.</p>
+  </form>`;
+}
