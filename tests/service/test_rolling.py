@@ -222,7 +222,8 @@ def test_a_restart_without_a_failed_query(
         ours = stack.enter_context(httpx.Client(base_url=service.url, timeout=60))
         cache = created(ours, document="The harbour master keeps the tide tables in a green book. " * 9)
         ways = stack.enter_context(asking(service.url, cache["id"]))
-        crowd = Crowd([same_again(way) for way in ways], pause_s=0 if soak else 0.05)
+        # The pauses leave time for the start beside them.
+        crowd = Crowd([same_again(way) for way in ways], pause_s=0 if soak else 0.2)
         stack.callback(crowd.leave)
 
         lost = model if soak else keys
@@ -240,7 +241,7 @@ def test_a_restart_without_a_failed_query(
             accepted: list[str] = []
             while f'"max_queued_requests":{100 + restart}' not in ours.get("/v1/limits").text:
                 accepted.append(submit(ours, len(accepted) + 1000 * restart))
-                time.sleep(1)
+                time.sleep(2)
             await_log(service, '"event": "restarted"', restart)
             while not all(map(gone, old)):
                 time.sleep(0.1)
