@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
+from kvshelf.errors import StorageFull
 from kvshelf.store.docket import Docket
 from kvshelf.store.ledger import Ledger
 from kvshelf.store.manifest import Manifest, Usage
@@ -252,3 +253,11 @@ class Index(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Let go of connections."""
+
+
+def over_budget(size: int, budget_bytes: int | None) -> StorageFull:
+    """`fits` in its details: whether it would on an empty shelf, so that it may be tried again when there is room."""
+    return StorageFull(
+        f"{size} bytes do not fit into the shelf's budget of {budget_bytes}",
+        fits=budget_bytes is None or size <= budget_bytes,
+    )

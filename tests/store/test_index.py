@@ -269,8 +269,12 @@ def test_all_tenants_share_the_budget(index: Index) -> None:
     held = writing(2, 500)
     index.begin(held, quota)
     refused = writing(3, 101)
-    with pytest.raises(StorageFull, match="101 bytes do not fit"):
+    with pytest.raises(StorageFull, match="101 bytes do not fit") as full:
         index.begin(refused, quota)
+    assert full.value.details == {"fits": True}
+    with pytest.raises(StorageFull, match="1001 bytes do not fit") as never:
+        index.begin(writing(5, 1001), quota)
+    assert never.value.details == {"fits": False}
     assert not index.knows(refused.name)
     index.begin(writing(3, 100), quota)
     index.abandon(held.name)

@@ -6,13 +6,13 @@ import sqlite3
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, Literal
 
-from kvshelf.errors import QuotaExceeded, StorageFull, StoreUnavailable
+from kvshelf.errors import QuotaExceeded, StoreUnavailable
 from kvshelf.store import eviction
 from kvshelf.store.blobs import WRITE_LEASE_S
 from kvshelf.store.disk.database import Database
 from kvshelf.store.disk.docket import SqliteDocket
 from kvshelf.store.disk.ledger import SqliteLedger
-from kvshelf.store.index import Entry, Index, Query, Quota, Writing
+from kvshelf.store.index import Entry, Index, Query, Quota, Writing, over_budget
 from kvshelf.store.manifest import Manifest, Usage
 
 _FIELDS: Final = (
@@ -51,7 +51,7 @@ class SqliteIndex(Index):
                     f"{nbytes} of {quota.max_bytes} bytes are taken and {size} more are needed; delete caches first"
                 )
             if quota.budget_bytes is not None and _taken(tx, replaced, None)[1] + size > quota.budget_bytes:
-                raise StorageFull(f"{size} bytes do not fit into the shelf's budget of {quota.budget_bytes}")
+                raise over_budget(size, quota.budget_bytes)
             tx.execute(
                 "INSERT INTO writes VALUES (?, ?, ?, ?, ?, ?, ?)",
                 (

@@ -13,10 +13,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, Literal, Self, cast
 
-from kvshelf.errors import QuotaExceeded, StorageFull, StoreUnavailable
+from kvshelf.errors import QuotaExceeded, StoreUnavailable
 from kvshelf.store.blobs import WRITE_LEASE_S
 from kvshelf.store.identity import digest
-from kvshelf.store.index import KEEP_ENDED_S, Entry, EntryState, Index, Query, Quota, Writing
+from kvshelf.store.index import KEEP_ENDED_S, Entry, EntryState, Index, Query, Quota, Writing, over_budget
 from kvshelf.store.manifest import Manifest, Usage
 from kvshelf.store.redis.docket import RedisDocket
 from kvshelf.store.redis.ledger import RedisLedger
@@ -312,7 +312,7 @@ def _require_room(reply: Sequence[Any], quota: Quota, size: int) -> None:
                 f"{int(nbytes)} of {quota.max_bytes} bytes are taken and {size} more are needed; delete caches first"
             )
         case ["budget_bytes", _]:
-            raise StorageFull(f"{size} bytes do not fit into the shelf's budget of {quota.budget_bytes}")
+            raise over_budget(size, quota.budget_bytes)
 
 
 def _writing_fields(writing: Writing) -> dict[str, Value]:
