@@ -28,7 +28,8 @@ def shelf(put: Put, http: httpx.Client) -> Iterator[list[str]]:
         {"policy": "snapkv", "compression_ratio": 0.75, "codec": "int8", "ttl_s": 86_400 * 8},
         {"policy": "ems", "compression_ratio": 0.75, "ttl_s": 86_400 * 30},
     ]  # fmt: skip
-    made = [put(document=document(71), name=f"Harbour report, {way['policy']}", **way)["id"] for way in ways]
+    label = {"report": "harbour"}
+    made = [put(document=document(71), name="Harbour report", labels=label, **way)["id"] for way in ways]
     http.patch(f"/v1/caches/{made[0]}", json={"pinned": True})
     yield made
     for cache_id in made:
@@ -110,7 +111,7 @@ def test_nothing_moves_while_a_view_is_filled(open_page: OpenPage, shelf: list[s
 def test_pictures(open_page: OpenPage, shelf: list[str], tmp_path: Path) -> None:
     """Those of docs/page.md; with PICTURES=docs/images in the environment they are renewed."""
     folder = Path(os.environ.get("PICTURES", tmp_path))
-    small: dict[str, Any] = {"viewport": {"width": 1120, "height": 640}}
+    small: dict[str, Any] = {"viewport": {"width": 1360, "height": 680}}
     for name, view, scheme in (
         ("shelf-light", "shelf", "light"),
         ("shelf-dark", "shelf", "dark"),
@@ -119,9 +120,10 @@ def test_pictures(open_page: OpenPage, shelf: list[str], tmp_path: Path) -> None
         page = open_page(color_scheme=scheme, **small)
         show(page, view, shelf)
         if view == "shelf":  # only what a user would have there
-            page.get_by_label("Document").fill(page.locator(".facts code").nth(1).inner_text())
+            page.get_by_label("Label", exact=True).fill("report=harbour")
             page.keyboard.press("Enter")
             page.get_by_text("4 in all").wait_for()
+            page.get_by_label("Label", exact=True).blur()
         picture = page.screenshot(path=folder / f"{name}.png")
         assert len(picture) < 200_000
         darkness = sum(picture_ground(page)) / 3
