@@ -1,4 +1,4 @@
-"""What a document of a batch costs the parts that all replicas share: a home and its server, the heads of Serve and Ray,
+"""What a document of a batch costs the parts that all replicas share: a home and its server, Ray and Serve themselves,
 and the process that runs the batch. `kvshelf plan` reckons with it.
 
 Processor time, because these parts are one thread each: what one document takes of a second is how many fit into one.

@@ -47,14 +47,14 @@ class SharedRates:
 
 
 MEASURED: Final = SharedRates(
-    redis_document_s=1.4e-3,
-    redis_mb_s=0.85e-3,
+    redis_document_s=1.40e-3,
+    redis_mb_s=0.852e-3,
     redis_document_bytes=5376,
     disk_document_s=13.7e-3,
     disk_document_bytes=4444,
-    controller_replica_s=1e-3,
-    gcs_replica_s=1e-4,
-    driver_result_s=0.1e-3,
-    basis="measured by `kvshelf bench rates` on 2 cores of an Intel Xeon at 2.1 GHz with Valkey 9.1.",
+    controller_replica_s=2.06e-3,
+    gcs_replica_s=0.50e-3,
+    driver_result_s=0.0354e-3,
+    basis="measured by `kvshelf bench rates` on 2 busy cores of an Intel Xeon with Valkey 9.1.",
 )
-"""Of a machine that others used at the same time: processors of one's own are faster, seldom by more than half."""
+"""docs/scale.md says under which circumstances."""

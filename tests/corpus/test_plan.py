@@ -1,0 +1,231 @@
+"""`kvshelf plan`: sums against sums made by hand, a simulation against what must hold, its page against itself."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+from typer.testing import CliRunner
+
+from kvshelf.cli import app
+from kvshelf.corpus.plan import BUILT_IN, Corpus, Plan, Speed, Work, make_plan, shape_of
+from kvshelf.corpus.rates import MEASURED, SharedRates
+from kvshelf.corpus.simulate import ATTEMPTS, Fleet, parts_of, simulate
+from kvshelf.errors import InvalidRequest
+from kvshelf.workers.estimates import Shape
+from kvshelf.workers.model import bundled_folder
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PAGE = ROOT / "docs" / "scale.md"
+
+LLAMA = Shape(layers=32, kv_heads=8, head_dim=128, itemsize=2, device="meta", flops=1.5e10)
+SPEED = Speed(10_000.0, "as given")
+
+
+def planned(**changes: Any) -> Plan:
+    given: dict[str, Any] = {"corpus": Corpus(((4096, 1_000_000),)), "work": Work(compression_ratio=0.75)}
+    given |= {"home": "redis", "gpus": 100, "hours": None, "rates": MEASURED} | changes
+    return make_plan(given.pop("corpus"), LLAMA, given.pop("work"), SPEED, given.pop("rates"), **given)
+
+
+def run(*words: str) -> str:
+    done = CliRunner().invoke(app, ["plan", *words])
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_the_sums_are_those_made_by_hand() -> None:
+    plan = planned()
+    assert plan.tokens == 4096 * 10**6
+    assert plan.gpu_hours == pytest.approx(4096 * 10**6 / 10_000 / 3600)
+    assert plan.hours == pytest.approx(plan.gpu_hours / 100)
+    assert plan.documents_per_hour == pytest.approx(10**6 / plan.hours)
+    assert plan.bytes_full == 10**6 * 4096 * 32 * 8 * 2 * 128 * 2
+    # A quarter of that, positions (a bitmap of 512 bytes for each head) and at most 600 bytes for each layer.
+    assert plan.bytes_stored == pytest.approx(plan.bytes_full / 4 + 10**6 * 32 * 8 * 512, rel=1e-3)
+    assert plan.redis_memory_bytes == plan.bytes_stored + 10**6 * MEASURED.redis_document_bytes
+    assert plan.network_bytes_per_s == pytest.approx(plan.bytes_stored / (plan.hours * 3600))
+
+
+def test_hours_give_gpus_and_gpus_hours() -> None:
+    wanted = planned(gpus=None, hours=10.0)
+    assert wanted.gpus == math.ceil(wanted.gpu_hours / 10)
+    assert wanted.hours <= 10
+    assert planned(gpus=wanted.gpus) == wanted
+    assert planned(gpus=None, hours=None).gpus == 1
+
+
+def test_a_folder_takes_no_memory_of_redis_and_no_network() -> None:
+    plan = planned(home="disk")
+    assert plan.redis_memory_bytes is None
+    assert plan.network_bytes_per_s == 0
+    assert plan.home_bytes == 10**6 * MEASURED.disk_document_bytes
+
+
+def test_lengths_are_added_up_one_by_one() -> None:
+    parts = [planned(corpus=Corpus(((tokens, count),))) for tokens, count in ((1000, 7), (50_000, 3))]
+    both = planned(corpus=Corpus(((1000, 7), (50_000, 3))))
+    for name in ("documents", "tokens", "bytes_full", "bytes_stored"):
+        assert getattr(both, name) == sum(getattr(part, name) for part in parts)
+
+
+def test_a_policy_without_a_budget_keeps_everything_and_a_budget_no_more_than_there_is() -> None:
+    assert Work("full").kept(1000) == 1000
+    assert Work(budget_tokens=256).kept(1000) == 256
+    assert Work(budget_tokens=256).kept(100) == 100
+    assert Work().kept(1000) == 500  # the default of a creation
+
+
+def test_shapes_are_those_of_the_published_models() -> None:
+    assert shape_of("Llama-3.1-8B").full_bytes(1) == 131072
+    assert shape_of("llama-3.1-8b").flops / 2 == pytest.approx(7.50e9, rel=0.01)  # 8.03e9 without its embeddings
+    assert shape_of("qwen2.5-7b").full_bytes(1) == 28 * 4 * 128 * 2 * 2
+    config = AutoConfig.from_pretrained(bundled_folder("kvshelf-tiny"))
+    tiny = shape_of("kvshelf-tiny")
+    assert (tiny.layers, tiny.kv_heads) == (config.num_hidden_layers, config.num_key_value_heads)
+    assert shape_of(bundled_folder("kvshelf-tiny")) == tiny
+    with pytest.raises(InvalidRequest, match="does not exist"):
+        shape_of("/nowhere")
+    assert len(BUILT_IN) == 4
+
+
+@pytest.mark.parametrize("text", ["", "12 3 4 5", "a", "0", "-1", "100 0", "1.5", "100\n\nx 3\n"])
+def test_a_file_of_lengths_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "lengths").write_text(text)
+    with pytest.raises(InvalidRequest) as error:
+        Corpus.read(tmp_path / "lengths", None)
+    assert error.value.param == "--lengths"
+    assert "line 3" in error.value.message or text != "100\n\nx 3\n"
+
+
+def test_a_file_of_lengths_is_read_and_scaled(tmp_path: Path) -> None:
+    (tmp_path / "lengths").write_text("100 30\n\n2000,10\n50\n")
+    assert Corpus.read(tmp_path / "lengths", None).lengths == ((100, 30), (2000, 10), (50, 1))
+    assert Corpus.read(tmp_path / "lengths", 41_000).lengths == ((100, 30_000), (2000, 10_000), (50, 1000))
+
+
+def test_measured_rates_are_used_and_foreign_files_refused(tmp_path: Path) -> None:
+    row = {"policy": "keydiff", "tokens": 8192, "plain_s": {"median": 2.0}, "whole": {"median": 1.05}}
+    speed = {"model": "m", "dtype": "bfloat16", "machine": {"gpu": "a GPU", "processor": "x"}}
+    (tmp_path / "speed.json").write_text(json.dumps(speed | {"compression": [{"rows": [row]}]}))
+    words = ("--rates", str(tmp_path / "speed.json"), "--json", "--model", "kvshelf-tiny")
+    plan = json.loads(run(*words))["plan"]
+    assert plan["tokens_per_s"] == pytest.approx(8192 / 2.1)
+    assert any("keydiff on m in bfloat16 on a GPU" in line for line in plan["assumptions"])
+    refused = CliRunner().invoke(app, ["plan", *words, "--policy", "snapkv"])
+    assert (refused.exit_code, "it has keydiff" in refused.output) == (2, True)
+
+    rates = {name: value for name, value in MEASURED.__dict__.items() if name != "basis"}
+    (tmp_path / "rates.json").write_text(json.dumps({"rates": rates, "machine": {"processor": "x"}}))
+    assert replace(SharedRates.read(tmp_path / "rates.json"), basis=MEASURED.basis) == MEASURED
+    for content in ("{}", "[]", "x", '{"rates": {"redis_mb_s": null}}'):
+        (tmp_path / "foreign").write_text(content)
+        with pytest.raises(InvalidRequest):
+            SharedRates.read(tmp_path / "foreign")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--gpus 1 --hours 1", "--home tape", "--home disk --simulate", "--tokens-per-s 1 --rates x", "--codec x",
+        "--policy x", "--compression-ratio 1", "--budget-tokens 0", "--lengths /nowhere", "--rates /nowhere",
+        "--shared-rates /nowhere", "--model /nowhere", "--documents 0",
+    ],
+)  # fmt: skip
+def test_what_is_no_plan_is_refused(words: str) -> None:
+    done = CliRunner().invoke(app, ["plan", "--model", "kvshelf-tiny", *words.split()])
+    assert done.exit_code == 2, done.output
+
+
+ROOMY = Fleet(gpus=100, servers=1000, server_memory_bytes=1e15, shelves=1000, services=100)
+
+
+def test_a_run_where_nothing_fails_takes_as_long_as_planned() -> None:
+    plan = planned()
+    calm = simulate(plan, replace(ROOMY, node_mtbf_h=1e12, poison=0.0), MEASURED)
+    assert calm.hours == pytest.approx(plan.hours)
+    assert (calm.documents, calm.error_rows, calm.node_failures, calm.lost_gpu_hours) == (10**6, 0, 0, 0)
+    assert (calm.stopped_by, calm.slowed_h) == (None, {})
+
+
+def test_failures_cost_what_they_must() -> None:
+    plan = planned()
+    found = simulate(plan, replace(ROOMY, node_mtbf_h=1.0, poison=1e-3), MEASURED)
+    nodes = 100 / 8
+    assert found.node_failures == pytest.approx(nodes * found.hours, rel=0.5)
+    assert found.error_rows == pytest.approx(1000, rel=0.15)
+    assert found.worker_deaths == ATTEMPTS * found.error_rows
+    assert found.hours > plan.hours
+    assert found.hours * 100 == pytest.approx(plan.gpu_hours + found.lost_gpu_hours, rel=0.05)
+    assert simulate(plan, replace(ROOMY, node_mtbf_h=1.0, poison=1e-3), MEASURED) == found
+    assert simulate(plan, replace(ROOMY, node_mtbf_h=1.0, poison=1e-3), MEASURED, seed=1) != found
+
+
+def test_a_full_part_sets_the_pace_and_full_memory_ends_the_run() -> None:
+    plan = planned()
+    calm = replace(ROOMY, node_mtbf_h=1e12, poison=0.0)
+    narrow = simulate(plan, replace(calm, servers=2, server_gbit=10.0), MEASURED)
+    (slowest, *_) = (
+        part for part in parts_of(plan, replace(calm, servers=2, server_gbit=10.0), MEASURED) if part.by_rate
+    )
+    assert slowest.used > 1
+    assert narrow.hours == pytest.approx(plan.hours * slowest.used)
+    assert narrow.slowed_h == {slowest.name: pytest.approx(narrow.hours)}
+    small = simulate(plan, replace(calm, servers=10, server_memory_bytes=plan.redis_memory_bytes / 40), MEASURED)  # type: ignore[operator]
+    assert small.documents == pytest.approx(10**6 / 4, abs=1)
+    assert small.stopped_by == "memory of the Redis servers"
+
+
+def test_each_setting_moves_the_part_that_names_it() -> None:
+    plan = planned(gpus=1000)
+    before = {part.name: part for part in parts_of(plan, Fleet(), MEASURED)}
+
+    def used(name: str, **changes: Any) -> float:
+        return next(part.used for part in parts_of(plan, replace(Fleet(), **changes), MEASURED) if part.name == name)
+
+    for change, names in {
+        "servers": [
+            "memory of the Redis servers",
+            "network of the Redis servers",
+            "threads of the Redis servers, for bytes",
+        ],
+        "shelves": ["thread of the Redis server with the index"],
+        "services": ["Serve's controller", "GCS of the Ray head", "process that runs the batch"],
+    }.items():
+        for name in names:
+            assert used(name, **{change: 4}) == pytest.approx(before[name].used / 4), name
+    first = max(before.values(), key=lambda part: part.used)
+    assert parts_of(plan, Fleet(), MEASURED)[0] == first
+    for part in before.values():
+        assert part.breaks_at(1000) == (pytest.approx(1000 / part.used) if part.by_rate else math.inf)
+
+
+COMMANDS = re.findall(r"```text\n\$ kvshelf plan (.*?)\n\n(.*?)```", PAGE.read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize(("words", "shown"), COMMANDS, ids=range(len(COMMANDS)))
+def test_the_page_shows_what_the_command_says(words: str, shown: str) -> None:
+    said = run(*shlex.split(words.replace("\\\n", " ")))
+    assert lines(said) == lines(shown)
+
+
+def lines(text: str) -> list[str]:
+    return [" ".join(line.split()) for line in text.splitlines() if line.strip()]
+
+
+def test_the_page_states_the_rates_that_the_command_reckons_with() -> None:
+    text = PAGE.read_text()
+    assert len(COMMANDS) >= 3
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([\d.,]+) (?:ms|bytes)", text, re.M))
+    reckoned = {name: value for name, value in MEASURED.__dict__.items() if name != "basis"}
+    assert rows.keys() == reckoned.keys()
+    for name, shown in rows.items():
+        value = reckoned[name] * (1 if name.endswith("bytes") else 1000)
+        assert float(shown.replace(",", "")) == pytest.approx(value, rel=1e-6), name
