@@ -191,9 +191,9 @@ def ids(client: httpx.Client) -> list[str]:
 
 
 def test_files_and_batches_of_another_tenant_are_not_there(acme: httpx.Client, other: httpx.Client) -> None:
-    upload = {"files": {"file": ("secret.jsonl", b'{"document": "x"}')}, "data": {"purpose": "batch"}}
+    upload = {"files": {"file": ("secret.jsonl", b"")}, "data": {"purpose": "batch"}}
     file = acme.post("/v1/files", **upload).json()["id"]
-    body = {"input_file_id": file, "endpoint": "/v1/caches", "window": "00:00-00:01"}
+    body = {"input_file_id": file, "endpoint": "/v1/caches"}
     batch = acme.post("/v1/batches", json=body).json()["id"]
     unknown = {file: "file_" + "0" * 40, batch: "batch_" + "0" * 40}
     about = [("GET", "files", file, ""), ("GET", "files", file, "/content"), ("DELETE", "files", file, "")]
@@ -208,7 +208,6 @@ def test_files_and_batches_of_another_tenant_are_not_there(acme: httpx.Client, o
         assert known in [each["id"] for each in acme.get(f"/v1/{kind}").json()["data"]]
         assert other.get(f"/v1/{kind}").json()["data"] == []
         refused(other.get(f"/v1/{kind}", params={"after": known}), 400, "invalid_request")
-    assert acme.post(f"/v1/batches/{batch}/cancel").json()["status"] in ("cancelling", "cancelled")
 
 
 def test_a_tenant_is_never_taken_from_the_request(acme: httpx.Client, other: httpx.Client) -> None:
