@@ -287,10 +287,15 @@ def test_what_is_not_there(http: httpx.Client) -> None:
     refused(http.get("/v1/batches", params={"after": "batch_x"}), 400, "invalid_request")
 
 
-def test_outside_its_window_a_batch_waits_and_says_so(http: httpx.Client) -> None:
-    """It takes no place of others meanwhile; its window opens in two hours."""
+def closed_window() -> str:
+    """A time of day that begins in two hours."""
     now = time.time()
-    window = "-".join(time.strftime("%H:%M", time.localtime(now + hours * 3600)) for hours in (2, 3))
+    return "-".join(time.strftime("%H:%M", time.localtime(now + hours * 3600)) for hours in (2, 3))
+
+
+def test_outside_its_window_a_batch_waits_and_says_so(http: httpx.Client) -> None:
+    """It takes no place of others meanwhile."""
+    window = closed_window()
     batch = begun(http, lines({"document": text(1)}), window=window)
     waiting = awaited(http, batch["id"], lambda now: now["status"] == "paused")
     assert (waiting["request_counts"]["total"], waiting["progress"]["reason"]) == (
@@ -303,7 +308,7 @@ def test_outside_its_window_a_batch_waits_and_says_so(http: httpx.Client) -> Non
 
 
 def test_who_comes_back_to_the_events_hears_only_what_is_new(http: httpx.Client) -> None:
-    batch = begun(http, lines({"document": text(1)}), window="00:00-00:01")
+    batch = begun(http, lines({"document": text(1)}), window=closed_window())
     url = f"/v1/batches/{batch['id']}"
     awaited(http, batch["id"], lambda now: now["status"] == "paused")
     (event_id, first), *_ = events(http, url, "", 1)
