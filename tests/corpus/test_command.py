@@ -1,0 +1,146 @@
+"""`kvshelf batch` as people run it: a process of its own, that is stopped, killed and started again."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from kvshelf.cli import app
+from kvshelf.store.config import StoreConfig
+from tests.conftest import _descendants
+from tests.corpus.hostile import corpus
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture
+def rows(tmp_path: Path, soak: bool) -> list[dict[str, Any]]:
+    """A corpus that takes long enough to be killed in."""
+    found = corpus(400 if soak else 60, tokens=(2000, 6000))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found) + "no json\n")
+    return found
+
+
+@pytest.fixture
+def begin(tmp_path: Path, tiny_folder: Path) -> Callable[..., subprocess.Popen[str]]:
+    def begin(*options: str, output: str = "out.jsonl", rows: str = "rows.jsonl") -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "kvshelf", "batch", rows, "--output", output, f"--model={tiny_folder}"]
+        command += ["--store", f"disk://{tmp_path}/shelf", "--policy", "knorm", *options]
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("KVSHELF_")}
+        return subprocess.Popen(
+            command, cwd=tmp_path, env=clean, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    return begin
+
+
+def end(process: subprocess.Popen[str], code: int) -> tuple[str, str]:
+    said, noted = process.communicate(timeout=600)
+    assert process.returncode == code, f"{said}\n{noted[-4000:]}"
+    return said, noted
+
+
+def output(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def until_some_are_done(folder: Path, process: subprocess.Popen[str], some: int) -> None:
+    deadline = time.monotonic() + 400
+    while not (journal := folder / "out.jsonl.journal").exists() or journal.read_bytes().count(b"\n") <= some:
+        assert process.poll() is None, "it ended before it could be stopped"
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    """Everything dies where it stands, as in a power cut."""
+    for pid in [process.pid, *_descendants(process.pid)]:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    process.communicate()
+
+
+def test_a_batch_that_is_killed_and_one_that_is_interrupted_go_on(
+    tmp_path: Path, rows: list[dict[str, Any]], begin: Callable[..., subprocess.Popen[str]]
+) -> None:
+    process = begin()
+    until_some_are_done(tmp_path, process, 5)
+    kill(process)
+    assert not (tmp_path / "out.jsonl").exists()
+
+    process = begin()
+    until_some_are_done(tmp_path, process, 20)
+    process.send_signal(signal.SIGINT)
+    _, noted = end(process, 6)
+    assert "Run the same command again to go on" in noted
+    partial = output(tmp_path / "out.jsonl")
+    assert 0 < len(partial) < len(rows)
+
+    said, noted = end(begin("--report", "morning.md"), 1)
+    assert said.strip() == "out.jsonl"
+    found = re.search(r"(\d+) documents on the shelf, (\d+) of them before; (\d+) failed", noted)
+    assert found is not None
+    done, reused, failed = map(int, found.groups())
+    assert (done, failed) == (len(rows), 1)
+    assert reused >= len([line for line in partial if "cache_id" in line])
+    lines = output(tmp_path / "out.jsonl")
+    assert {line["custom_id"] for line in lines} == {None, *(row["custom_id"] for row in rows)}
+    assert len(lines) == len(rows) + 1
+    assert [line["line"] for line in lines if "error" in line] == [len(rows) + 1]
+    assert not (tmp_path / "out.jsonl.journal").exists()
+    assert "invalid_request" in (tmp_path / "morning.md").read_text()
+    with StoreConfig(f"disk://{tmp_path}/shelf").open() as shelf:
+        assert list(shelf.check()) == []
+        assert shelf.usage().caches == len(rows)
+        assert shelf.sweep(now=time.time() + 3600).orphans >= 0
+        assert list(shelf.check()) == []
+
+    said, _ = end(begin("--json", output="again.parquet"), 1)
+    summary = json.loads(said)
+    assert (summary["state"], summary["done"], summary["reused"]) == ("completed", len(rows), len(rows))
+    assert (summary["gpu_hours"], summary["tokens_per_s"]) == (0.0, 0.0)
+    table = pq.read_table(tmp_path / "again.parquet").to_pylist()
+    assert {row["cache_id"] for row in table} == {line.get("cache_id") for line in lines}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--compression-ratio", "2"], "compression_ratio"),
+        (["--policy", "none-such"], "none-such"),
+        (["--policy", "knorm", "--param", "nothing=1"], "nothing"),
+        (["--window", "late"], "22:00-06:00"),
+        (["--document-timeout", "0"], "--document-timeout"),
+        (["--report", "morning.pdf"], ".md or .html"),
+        (["--output", "out.csv"], ".jsonl"),
+        (["--output", "nowhere/out.jsonl"], "nowhere"),
+        (["none.jsonl"], "none.jsonl"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_batch_that_cannot_be_done_is_refused_before_anything_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"document": "x"}\n')
+    given = options if options[0].endswith(".jsonl") else ["rows.jsonl", *options]
+    if "--output" not in given:
+        given = [*given, "--output", "out.jsonl"]
+    done = CliRunner().invoke(app, ["batch", *given, "--store", f"disk://{tmp_path}/shelf"], env={"COLUMNS": "400"})
+    assert done.exit_code == 2, done.output
+    assert message in done.output
+    assert [entry.name for entry in tmp_path.iterdir()] == ["rows.jsonl"]
