@@ -58,7 +58,9 @@ class Metrics:
         self._creations = counter(
             "creations", "creations by result: new, existing, or an error's code", "model", "policy", "result"
         )
-        self._creation_s = seconds("creation_phase", "of new caches: queue, prefill, compress, store", "model", "phase")
+        self._creation_s = seconds(
+            "creation_phase", "of new caches: queue, prefill, compress, measure, store", "model", "phase"
+        )
         self._document_tokens = counter("document_tokens", "tokens of the documents that were compressed", "model")
         self._kept_tokens = counter("kept_tokens", "tokens per layer and head that new caches keep", "model")
         self._full_bytes = counter("full_bytes", "bytes of new caches before compression", "model")

@@ -45,9 +45,9 @@ class Stored:
 class Created:
     """What a creation has put on the shelf, or found there: one cache, or one for each of its levels, in their order.
 
-    phases: of the work, where there was any: queue, prefill, compress, store, told one after the other although prefill
-    and compress take turns. What was measured, and ways that were tried and not kept, count as prefill. worker: who did
-    it, where a request of the ledger was worked on.
+    phases: of the work, where there was any: queue, prefill, compress, measure, store; told one after the other,
+    although prefill and compress take turns; ways that were tried and not kept count as measuring. worker: who did it,
+    where a request of the ledger was worked on.
     """
 
     caches: tuple[Stored, ...]
@@ -177,9 +177,12 @@ class Creations:
 
     def _record(self, new: Sequence[Manifest], ticket: Ticket[Any]) -> tuple[Phase, ...]:
         """Remember how long it took, and log it; returns the phases of it."""
+        prefill_s = sum({made.timings.prefill_s for made in new})  # the same to the last bit: they share it
         compress_s, store_s = (sum(getattr(made.timings, name) for made in new) for name in ("compress_s", "store_s"))
-        prefill_s = max(0.0, ticket.worked_s - compress_s)
-        phases = in_sequence(queue=ticket.queue_s, prefill=prefill_s, compress=compress_s, store=store_s)
+        measure_s = max(0.0, ticket.worked_s - prefill_s - compress_s)
+        phases = in_sequence(
+            queue=ticket.queue_s, prefill=prefill_s, compress=compress_s, measure=measure_s, store=store_s
+        )
         for made in new:
             self._rates.add(made.policy, made.num_tokens, made.timings)
             about = {"tokens": made.num_tokens, "kept": made.kept_tokens, "tried": len(made.tried)}
