@@ -7,6 +7,7 @@ is parsed fits in memory, `max_body_bytes` of it; a blob that is imported goes i
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing, asynccontextmanager
@@ -44,6 +45,7 @@ _FORM = "multipart/form-data"
 _PIECE_BYTES = 4 << 20
 _MAX_FIELD_BYTES = 1 << 20
 _MAX_NAME = 255
+_CHARSET = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:+-]{0,39}")
 _INSTEAD_OF_FILE = ("document", "messages", "token_ids")
 
 
@@ -261,8 +263,9 @@ async def _form_values(request: Request, body: bytes) -> tuple[dict[str, Any], U
 
 async def _upload(part: UploadFile) -> Upload:
     media_type, parameters = parse_options_header(part.content_type)
-    charset = parameters.get(b"charset", b"")
-    return Upload(await part.read(), media_type.decode("latin-1").lower(), charset.decode("ascii", "replace"))
+    charset = parameters.get(b"charset", b"").decode("latin-1")
+    known_form = charset if _CHARSET.fullmatch(charset) else ""  # it becomes an argument of a process
+    return Upload(await part.read(), media_type.decode("latin-1").lower(), known_form)
 
 
 def _is_text(schema: Mapping[str, Any], name: str) -> bool:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from kvshelf.errors import BodyTooLarge, DeadlineExceeded, InvalidRequest, UnsupportedMediaType
+from kvshelf.errors import BodyTooLarge, DeadlineExceeded, InvalidRequest, NoWorker, UnsupportedMediaType
 from kvshelf.service.settings import Settings
 from kvshelf.service.turns import FairQueue
 
@@ -118,6 +118,8 @@ class Extractor:
                 code, said = await _run(command, upload.data, settings.max_body_bytes + 1024)
         except TimeoutError as exc:
             raise DeadlineExceeded(f"the {kind.upper()} was not read in {settings.request_deadline_s:g} s") from exc
+        except OSError as exc:
+            raise NoWorker(f"no process could be started to read the file: {exc.strerror}; try again later") from exc
         word, _, behind = said.partition(b"\n")
         if code == 0 and word == b"text":
             return behind.decode()
