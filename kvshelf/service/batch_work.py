@@ -70,6 +70,7 @@ class BatchWork:
         self._engines = engines
         self._settings = settings
         self._metrics = metrics
+        self._let_go = False  # the run was cancelled so that the batch rests
 
     async def run(self) -> None:
         """Work until the batch has ended or rests, or until the lease is lost. Raises nothing."""
@@ -115,12 +116,12 @@ class BatchWork:
                 record = await self._validate(record)
             if self._rests(record):
                 return
-            if record.state != "cancelling" and time.time() < record.expires_at:
+            if not _is_to_end(record):
                 before = record
                 summary = await self._work(before)
-                record = await self._change(lambda record: _after(_told(record, summary, before), summary))
-                if summary.state == RunState.CANCELLED and self._rests(record):
-                    return
+                record = await self._change(lambda record: self._after(with_progress(record, summary, before), summary))
+                if summary.state == RunState.CANCELLED and self._let_go and not _is_to_end(record):
+                    return  # to be taken up again when it is time, perhaps at once
                 problems = _problems(record, summary)
         except BadInput as bad:
             problems = (bad.problem,)
@@ -174,7 +175,7 @@ class BatchWork:
 
     async def _steer(self, run: Run, progress: Progress, before: BatchRecord) -> None:
         """Tell the store how the run goes on, and the run what its callers want of it."""
-        record = await asyncio.to_thread(self._change_now, lambda record: _told(record, progress, before))
+        record = await asyncio.to_thread(self._change_now, lambda record: with_progress(record, progress, before))
         if progress.state not in _AT_WORK:
             return
         if record.state == "cancelling":
@@ -182,7 +183,15 @@ class BatchWork:
         elif time.time() >= record.expires_at:
             run.cancel(f"its completion window of {record.body['completion_window']} is over")
         elif reason := rest_reason(record, time.time()):
+            self._let_go = True
             run.cancel(reason)
+
+    def _after(self, record: BatchRecord, summary: Summary) -> BatchRecord:
+        """The record after a run. One that was cancelled by nobody has used up its hours: so the batch ends."""
+        if summary.state != RunState.CANCELLED or self._let_go or _is_to_end(record):
+            return record
+        reason = {**record.progress, "reason": summary.reason}
+        return record.entered("cancelling", time.time(), progress=reason)
 
     async def _end(self, problems: tuple[BatchProblem, ...]) -> None:
         """Write the files of results, from the journal alone; with them the batch has ended."""
@@ -235,7 +244,7 @@ def _options(record: BatchRecord) -> RunOptions:
     )
 
 
-def _told(record: BatchRecord, progress: Progress, before: BatchRecord) -> BatchRecord:
+def with_progress(record: BatchRecord, progress: Progress, before: BatchRecord) -> BatchRecord:
     """The record with the numbers of a run, which found the batch as in `before`. Nothing changes for time alone.
 
     A run that goes on comes by the rows of earlier ones again, as reused: callers are told of no step back.
@@ -267,13 +276,8 @@ def _told(record: BatchRecord, progress: Progress, before: BatchRecord) -> Batch
     return record.model_copy(update={"counts": counts, "progress": told})
 
 
-def _after(record: BatchRecord, summary: Summary) -> BatchRecord:
-    """A run that was cancelled by nobody has used up its hours: then that is the end of the batch."""
-    wanted = record.state == "cancelling" or time.time() >= record.expires_at or rest_reason(record, time.time())
-    if summary.state != RunState.CANCELLED or wanted:
-        return record
-    reason = {**record.progress, "reason": summary.reason}
-    return record.entered("cancelling", time.time(), progress=reason)
+def _is_to_end(record: BatchRecord) -> bool:
+    return record.state == "cancelling" or time.time() >= record.expires_at
 
 
 def _problems(record: BatchRecord, summary: Summary) -> tuple[BatchProblem, ...]:

@@ -188,6 +188,10 @@ def test_paused_resumed_cancelled_and_tried_again(http: httpx.Client) -> None:
     assert http.post(f"{url}/resume").json()["status"] == "in_progress"
     more = paused["request_counts"]["completed"] + 1
     awaited(http, batch["id"], lambda now: now["request_counts"]["completed"] >= more)
+    http.post(f"{url}/pause")
+    time.sleep(0.7)  # whoever works on it has begun to let it go
+    assert http.post(f"{url}/resume").json()["status"] == "in_progress"
+    time.sleep(3)
     asked = time.monotonic()
     assert http.post(f"{url}/cancel").json()["status"] == "cancelling"
     cancelled = ended(http, batch["id"])
