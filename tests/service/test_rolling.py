@@ -132,7 +132,7 @@ def test_no_request_is_lost_when_one_server_takes_over_from_another(tmp_path: Pa
 
 PROMPT = "Where is the green book?"
 LENGTH = 8
-LONG = 400
+LONG = 100
 
 
 @contextmanager
@@ -223,7 +223,7 @@ def test_a_restart_without_a_failed_query(
         cache = created(ours, document="The harbour master keeps the tide tables in a green book. " * 9)
         ways = stack.enter_context(asking(service.url, cache["id"]))
         # The pauses leave time for the start beside them.
-        crowd = Crowd([same_again(way) for way in ways], pause_s=0 if soak else 0.2)
+        crowd = Crowd([same_again(way) for way in ways], pause_s=0 if soak else 0.5)
         stack.callback(crowd.leave)
 
         lost = model if soak else keys
@@ -240,6 +240,7 @@ def test_a_restart_without_a_failed_query(
             service.process.send_signal(signal.SIGHUP)
             accepted: list[str] = []
             while f'"max_queued_requests":{100 + restart}' not in ours.get("/v1/limits").text:
+                assert service.log.read_text().count("the restart failed") == 1
                 accepted.append(submit(ours, len(accepted) + 1000 * restart))
                 time.sleep(2)
             await_log(service, '"event": "restarted"', restart)
