@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from kvshelf.bench.cli_batch import batch
 from kvshelf.bench.cli_kernels import kernels
 from kvshelf.bench.cli_quality import memory, quality
 from kvshelf.bench.cli_rates import rates
@@ -34,6 +35,7 @@ app.command()(column_sums)
 app.command()(kernels)
 app.command()(store)
 app.command()(rates)
+app.command()(batch)
 
 
 @app.command()

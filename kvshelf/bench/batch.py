@@ -1,0 +1,183 @@
+"""What a batch costs beside the work itself: a run through Ray against bare loops of `compress` and `put`.
+
+Both do the same documents on as many processes, each with one thread of torch, without measuring quality (a bare loop
+measures none), into fresh shelves on disk, one after the other in each round. Starting Ray, replicas and processes is
+in neither time; the run's own stages start within its time. Process time is that of all processes, Ray's too.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import multiprocessing
+import os
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+from kvshelf.bench.crew import Source as EngineSource
+from kvshelf.corpus.journal import FileJournal
+from kvshelf.corpus.progress import RunOptions, RunState
+from kvshelf.corpus.rows import Row, parse_jsonl
+from kvshelf.corpus.sources import Shard, Source
+from kvshelf.errors import InternalError
+from kvshelf.store.config import StoreConfig
+from kvshelf.workers.cluster import ray_cluster
+
+SHORTEST: Final = 200
+LONGEST: Final = 6000
+"""Tokens of a document; lengths in between are evenly spread over the logarithm."""
+
+_POLICY: Final = "knorm"
+_TICKS: Final = os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds on the clock and of processes, for all documents; tokens are the same for both ways."""
+
+    tokens: int
+    wall_s: float
+    process_s: float
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Resident bytes of the driver and of the largest other process, with a tenth of the rows done and at the end."""
+
+    driver_early: int
+    driver_end: int
+    worker_early: int
+    worker_end: int
+
+
+def made_corpus(documents: int, seed: int = 0) -> list[list[int]]:
+    """Token ids that mean nothing."""
+    chance = random.Random(seed)
+    low, high = math.log(SHORTEST), math.log(LONGEST)
+    return [
+        [chance.randrange(20, 500) for _ in range(round(math.exp(chance.uniform(low, high))))] for _ in range(documents)
+    ]
+
+
+def bare_loops(corpus: Sequence[list[int]], model: str, processes: int) -> Cost:
+    """As many loops as processes, each over its share of the documents, that begin together."""
+    context = multiprocessing.get_context("spawn")
+    begin = context.Barrier(processes + 1)
+    told: Any = context.SimpleQueue()
+    with TemporaryDirectory() as folder:
+        shares = [corpus[at::processes] for at in range(processes)]
+        loops = [
+            context.Process(target=_loop, args=(share, model, f"disk://{folder}/shelf", begin, told))
+            for share in shares
+        ]
+        for loop in loops:
+            loop.start()
+        begin.wait()
+        started = time.perf_counter()
+        process_s = sum(told.get() for _ in loops)
+        wall_s = time.perf_counter() - started
+        for loop in loops:
+            loop.join()
+    return Cost(sum(map(len, corpus)), wall_s, process_s)
+
+
+def _loop(documents: Sequence[list[int]], model: str, store: str, begin: Any, told: Any) -> None:
+    engine = EngineSource(model).load()
+    with StoreConfig(store).open() as shelf:
+        engine.compress(documents[0], policy=_POLICY)  # what a first call sets up is no part of the loop
+        begin.wait()
+        started = time.process_time()
+        for ids in documents:
+            shelf.put(engine.compress(ids, policy=_POLICY))
+        told.put(time.process_time() - started)
+
+
+@dataclass(frozen=True)
+class _Lines(Shard):
+    data: bytes
+    rows: int | None
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]  # the bytes it holds
+        return len(self.data)
+
+    def read(self) -> Iterator[Row]:
+        return parse_jsonl(io.BytesIO(self.data), "corpus", {"policy": _POLICY})
+
+
+class _Corpus(Source):
+    def __init__(self, corpus: Sequence[list[int]]) -> None:
+        lines = [json.dumps({"custom_id": str(number), "token_ids": ids}) for number, ids in enumerate(corpus)]
+        self._shard = _Lines("\n".join(lines).encode(), len(lines))
+
+    def shards(self) -> Sequence[Shard]:
+        return [self._shard]
+
+
+def batch_run(corpus: Sequence[list[int]], model: str, replicas: int) -> tuple[Cost, Memory, float]:
+    """The same documents through a run; its cost, its memory, and the seconds of the same batch when all is there."""
+    with TemporaryDirectory() as folder, ray_cluster(None, min_cpus=replicas):
+        from kvshelf.workers import deployment
+
+        store = StoreConfig(f"disk://{folder}/shelf")
+        config = deployment.ReplicaConfig(model, store, threads=1, questions=0)
+        engines = deployment.deploy([config], deployment.DeploymentLimits(replicas))
+        deployment.await_running(engines.values(), deadline_s=300)
+        cost, memory = _run(corpus, engines, store, Path(folder) / "first")
+        again, _ = _run(corpus, engines, store, Path(folder) / "second")
+    return cost, memory, again.wall_s
+
+
+def _run(corpus: Sequence[list[int]], engines: Any, store: StoreConfig, journal: Path) -> tuple[Cost, Memory]:
+    from kvshelf.corpus.run import Run
+
+    with FileJournal(journal, {}) as kept:
+        run = Run(_Corpus(corpus), engines, store, kept, RunOptions("bench", "batch_bench"))
+        early: tuple[int, int] | None = None
+        before, started = _tree_s(), time.perf_counter()
+        run.start()
+        while (summary := run.wait(0.2)) is None:
+            if early is None and run.progress().fraction > 0.1:
+                early = _resident()
+        cost = Cost(sum(map(len, corpus)), time.perf_counter() - started, _tree_s() - before)
+    if summary.state is not RunState.COMPLETED or summary.failed:
+        raise InternalError(f"the run of the bench ended {summary.state}: {summary.reason}, {summary.failed} failed")
+    end = _resident()
+    early = early or end
+    return cost, Memory(early[0], end[0], early[1], end[1])
+
+
+def _tree() -> list[int]:
+    """This process and all below it."""
+    found = [os.getpid()]
+    for pid in found:
+        with suppress(OSError):
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def _tree_s() -> float:
+    """Processor seconds of the tree, of children that have ended too."""
+    total = 0
+    for pid in _tree():
+        with suppress(OSError):
+            total += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]))
+    return total / _TICKS
+
+
+def _resident() -> tuple[int, int]:
+    """Bytes of this process, and of the largest below it."""
+    sizes = []
+    for pid in _tree():
+        with suppress(OSError):
+            sizes.append(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES)
+    return sizes[0], max(sizes[1:], default=0)
