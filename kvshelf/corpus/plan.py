@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from transformers import LlamaConfig
-
 from kvshelf.corpus.rates import SharedRates
 from kvshelf.errors import InvalidRequest
 from kvshelf.store.codecs import Codec
 from kvshelf.workers.budgets import Budget
 from kvshelf.workers.estimates import ASSUMED_FLOPS, Shape
-from kvshelf.workers.model import skeleton, without_weights
+from kvshelf.workers.model import described, skeleton
 from kvshelf.workers.policies import build
 
 Home = Literal["redis", "disk"]
@@ -185,7 +183,7 @@ def _assumptions(corpus: Corpus, speed: Speed, rates: SharedRates, home: Home) -
 def shape_of(model: str) -> Shape:
     """Of a built-in name, a bundled model, a folder or a hub id. Raises `InvalidRequest`."""
     if (known := BUILT_IN.get(model.lower())) is not None:
-        return Shape.of(without_weights(LlamaConfig(**known, dtype="bfloat16")))
+        return Shape.of(described("llama", **known, dtype="bfloat16"))
     return Shape.of(skeleton(model))
 
 

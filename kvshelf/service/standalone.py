@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from kvshelf import __version__
+import kvshelf
 from kvshelf.corpus.progress import Progress, RunOptions, Summary
 from kvshelf.corpus.results import Journal
 from kvshelf.corpus.sources import Source
@@ -74,7 +74,7 @@ def _made_under(engines: Mapping[str, RemoteEngine], about: Mapping[str, Any]) -
         described = [await engine.describe(deadline_s=_DESCRIBE_S) for engine in engines.values()]
         return [each["fingerprint"] for each in described]
 
-    return {**about, "models": asyncio.run(fingerprints()), "version": __version__}
+    return {**about, "models": asyncio.run(fingerprints()), "version": kvshelf.__version__}
 
 
 @contextmanager

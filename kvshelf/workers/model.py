@@ -54,12 +54,17 @@ def skeleton(name: str) -> PreTrainedModel:
     """A model without its weights, for what can be reckoned from its configuration alone. Names as in `load`."""
     try:
         config = AutoConfig.from_pretrained(_source(name), trust_remote_code=False)
-        return without_weights(config)
+        return _without_weights(config)
     except (OSError, ValueError, KeyError) as error:
         raise InvalidRequest(f"the configuration of {name!r} cannot be read: {error}", param="model") from error
 
 
-def without_weights(config: PretrainedConfig) -> PreTrainedModel:
+def described(model_type: str, **fields: Any) -> PreTrainedModel:
+    """As `skeleton`, of a configuration of transformers given field by field."""
+    return _without_weights(AutoConfig.for_model(model_type, **fields))
+
+
+def _without_weights(config: PretrainedConfig) -> PreTrainedModel:
     """On torch's meta device, where numbers take no memory."""
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
