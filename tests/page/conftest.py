@@ -42,8 +42,9 @@ def _chromium() -> str | None:
     return named or next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    """One for each module: while playwright runs, this thread has an event loop, and other tests need their own."""
     playwright = pytest.importorskip("playwright.sync_api", reason="the page is tested with playwright")
     path = _chromium()
     if path is None:

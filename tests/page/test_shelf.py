@@ -40,6 +40,7 @@ def test_a_row_tells_what_the_api_tells(open_page: OpenPage, put: Put, http: htt
     awaited(lambda: http.get(f"/v1/caches/{cache['id']}").json()["uses"] >= 1)
     page = open_page()
     cells = row_of(page, "tide tables").locator("[role=gridcell]")
+    cells.first.wait_for()
     told = dict(
         zip(
             [head.strip() for head in page.locator("[role=columnheader]").all_inner_texts()],

@@ -24,7 +24,7 @@ const VIEWS = {
 
 /** `#kept/kvs_...` as ["kept", ["kvs_..."]]. */
 function readAddress() {
-  const [name, ...ids] = location.hash.slice(1).split("/").map(decodeURIComponent);
+  const [name, ...ids] = location.hash.slice(1).split("/");
   return [Object.hasOwn(VIEWS, name) ? name : "shelf", ids];
 }
 

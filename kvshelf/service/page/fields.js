@@ -1,12 +1,19 @@
 /** Fields of forms, each with its label. */
 
 import { html } from "./dom.js";
+import { useEffect, useState } from "./vendor/hooks.js";
 
-/** `onValue` hears what is typed, with `late` only once it is left; all else is the element's own. */
-export function Field({ label, as = "input", onValue, late = false, ...rest }) {
-  const hear = (event) => onValue(event.target.value);
-  const heard = { [late ? "onChange" : "onInput"]: hear };
-  return html`<label>${label} <${as} ...${rest} ...${heard} /></label>`;
+/** `onValue` hears what is typed; all else is the element's own. */
+export function Field({ label, as = "input", onValue, ...rest }) {
+  return html`<label>${label} <${as} ...${rest} onInput=${(event) => onValue(event.target.value)} /></label>`;
+}
+
+/** As `Field`, where `onValue` hears only what is complete: after Enter, or when the field is left. */
+export function LateField({ value, onValue, ...rest }) {
+  const [draft, setDraft] = useState(value);
+  useEffect(() => setDraft(value), [value]);
+  const hear = (event) => onValue(event.target.value); // the draft may be a render behind
+  return html`<${Field} ...${rest} value=${draft} onValue=${setDraft} onChange=${hear} />`;
 }
 
 /** One of several: `options` are values with the text that people read. */

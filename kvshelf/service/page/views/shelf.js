@@ -2,7 +2,7 @@
 
 import { getCache, listModels, listPolicies } from "../api.js";
 import { html } from "../dom.js";
-import { Choice, Field } from "../fields.js";
+import { Choice, LateField } from "../fields.js";
 import { bytes, count, expiry, percent, quality, title } from "../format.js";
 import { useCaches } from "../pages.js";
 import { Announce, FailureNote, useLoaded } from "../parts.js";
@@ -83,8 +83,8 @@ function Filters({ filters, onChange, onRefresh, told }) {
   return html`<form class="filters" aria-label="Filters" onSubmit=${(event) => event.preventDefault()}>
     <${Choice} label="Policy" options=${any(policies)} ...${of("policy")} />
     <${Choice} label="Model" options=${any(models)} ...${of("model")} />
-    <${Field} label="Document" placeholder="doc_…" late ...${of("document_id")} />
-    <${Field} label="Label" placeholder="name=value" late ...${of("label")} />
+    <${LateField} label="Document" placeholder="doc_…" ...${of("document_id")} />
+    <${LateField} label="Label" placeholder="name=value" ...${of("label")} />
     <button type="button" onClick=${onRefresh}>Refresh</button>
     <output>${told}</output>
   </form>`;
