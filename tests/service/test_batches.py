@@ -211,9 +211,9 @@ def test_paused_resumed_cancelled_and_tried_again(http: httpx.Client) -> None:
 
     assert http.post(f"{url}/retry").json()["status"] == "in_progress"
     completed = ended(http, batch["id"])
-    assert (completed["status"], completed["request_counts"]) == (
-        "completed", {"total": 10, "completed": 10, "failed": 0, "reused": 0}
-    )  # fmt: skip
+    counts = completed["request_counts"]
+    assert (completed["status"], counts["total"], counts["completed"], counts["failed"]) == ("completed", 10, 10, 0)
+    assert counts["reused"] <= 3, "at most what was made in the moments in which it was stopped, and not told any more"
     rows, _ = results(http, completed)
     assert {row["custom_id"] for row in rows} == {f"long-{n}" for n in range(10)}
     assert [row for row in rows if row in done] == done, "what was done before is as it was"
