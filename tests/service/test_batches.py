@@ -363,7 +363,7 @@ def test_a_batch_goes_on_after_the_death_of_everything(
     """
     count = 60 if soak else 8
     with ValkeyServer(tmp_path / "valkey") as server:
-        die_and_go_on(lambda: start_service(tmp_path, tiny_folder, store=server.url), count)
+        die_and_go_on(lambda: start_service(tmp_path, tiny_folder, store=f"{server.url}?timeout_s=10"), count)
 
 
 def die_and_go_on(start: Callable[[], AbstractContextManager[LiveService]], count: int) -> None:
