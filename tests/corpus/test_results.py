@@ -106,14 +106,16 @@ def test_a_full_disk_leaves_the_journal_whole(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with FileJournal(path, ABOUT) as journal:
         journal.append([success(1)])
-        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 100, hard))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 600, hard))
         try:
             with pytest.raises(StorageFull, match="no room for the results"):
-                journal.append([success(2)])
+                journal.append([success(2, custom_id="x" * 1000)])
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        journal.append([success(2), success(3)])
-    assert kept(path).keys() == {1, 2, 3}
+        journal.append([Result("in.jsonl", 2)])  # shorter than what was left behind
+    assert kept(path).keys() == {1, 2}
+    assert path.read_bytes().count(b"\n") == 3
+    assert path.read_bytes().endswith(b"}\n")
 
 
 # Output
