@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import asdict
 from statistics import median
@@ -27,9 +28,12 @@ def batch(
         from kvshelf.workers.cluster import prepare_environment
 
         prepare_environment(None)
+        import structlog
+
         from kvshelf.bench.batch import bare_loops, batch_run, made_corpus
         from kvshelf.bench.measure import load_warning, machine
 
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))  # runs tell their states
     where, corpus = machine(), made_corpus(documents)
     report: dict[str, Any] = {"bench": "batch", "model": model, "documents": documents, "machine": where, "runs": []}
     headings = ("replicas", "tokens/s", "of bare loops", "by process time", "driver MB", "worker MB", "again, s")
