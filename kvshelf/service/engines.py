@@ -10,7 +10,7 @@ from typing import Any
 from kvshelf.errors import RequestTimeout
 from kvshelf.service.settings import Settings
 from kvshelf.service.turns import FairQueue
-from kvshelf.workers.creations import Created
+from kvshelf.workers.created import Created
 from kvshelf.workers.intake import Document
 from kvshelf.workers.remote import RemoteEngine
 from kvshelf.workers.replica import MAX_UNREAD_PIECES, Asked, Replied

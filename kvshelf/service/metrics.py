@@ -20,7 +20,7 @@ from kvshelf.errors import CacheNotFound, KvshelfError, StoreUnavailable
 from kvshelf.service.engines import FairEngine
 from kvshelf.service.errors import miss_reason
 from kvshelf.store.base import Store
-from kvshelf.workers.creations import Created
+from kvshelf.workers.created import Created
 from kvshelf.workers.phases import Phase
 from kvshelf.workers.remote import RemoteEngine
 from kvshelf.workers.replica import Replied

@@ -18,7 +18,7 @@ from kvshelf.errors import Forbidden, RateLimited, Unauthorized
 from kvshelf.service.logs import collecting, note
 from kvshelf.service.metrics import Metrics, result_of
 from kvshelf.service.tracing import add_phases
-from kvshelf.workers.creations import Created
+from kvshelf.workers.created import Created
 from kvshelf.workers.remote import RemoteEngine
 from kvshelf.workers.replica import Asked, Replied
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import structlog
@@ -14,6 +14,7 @@ from kvshelf.store.manifest import Manifest
 from kvshelf.workers.attempts import MAX_ATTEMPTS, Attempts
 from kvshelf.workers.auto import Selection
 from kvshelf.workers.calls import Threads, log_as, named_errors
+from kvshelf.workers.created import Created, Stored
 from kvshelf.workers.engine import Engine
 from kvshelf.workers.estimates import Rates, estimate
 from kvshelf.workers.flights import Flights
@@ -31,38 +32,6 @@ log = structlog.get_logger("kvshelf.workers")
 
 _HANG_S = 2.0
 """After its deadline, how long a document may take to come to the end of a layer. Less than callers wait for it."""
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A cache on the shelf, and whether it was there already. `manifest` has JSON types only."""
-
-    manifest: dict[str, Any]
-    existing: bool
-
-
-@dataclass(frozen=True)
-class Created:
-    """What a creation has put on the shelf, or found there: one cache, or one for each of its levels, in their order.
-
-    phases: of the work, where there was any: queue, prefill, compress, measure, store; told one after the other,
-    although prefill and compress take turns; ways that were tried and not kept count as measuring. worker: who did it,
-    where a request of the ledger was worked on.
-    """
-
-    caches: tuple[Stored, ...]
-    phases: tuple[Phase, ...] = ()
-    worker: str = ""
-
-    @property
-    def manifest(self) -> dict[str, Any]:
-        """That of the first cache, which is the only one but for levels."""
-        return self.caches[0].manifest
-
-    @property
-    def existing(self) -> bool:
-        """Whether all of them were there already."""
-        return all(cache.existing for cache in self.caches)
 
 
 class Creations:

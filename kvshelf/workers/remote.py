@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray.exceptions as ray_errors
 import structlog
@@ -28,9 +28,11 @@ from kvshelf.errors import (
     WorkerCrashed,
 )
 from kvshelf.workers.attempts import MAX_ATTEMPTS
-from kvshelf.workers.creations import Created
-from kvshelf.workers.intake import Document
-from kvshelf.workers.replica import Asked, Replied
+
+if TYPE_CHECKING:  # who asks for a creation needs no transformers: it would take a caller 5 s and 200 MB
+    from kvshelf.workers.created import Created
+    from kvshelf.workers.intake import Document
+    from kvshelf.workers.replica import Asked, Replied
 
 RESTART_S = 5.0
 """About how long Ray needs to replace a dead replica: what callers are told to wait."""

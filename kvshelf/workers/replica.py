@@ -22,7 +22,8 @@ from kvshelf.store.base import Store
 from kvshelf.workers.attachment import Attachment
 from kvshelf.workers.attempts import MAX_ATTEMPTS
 from kvshelf.workers.calls import Threads, log_as, named_errors
-from kvshelf.workers.creations import Created, Creations
+from kvshelf.workers.created import Created
+from kvshelf.workers.creations import Creations
 from kvshelf.workers.engine import Engine
 from kvshelf.workers.generation import Answer, Sampling
 from kvshelf.workers.intake import Document

@@ -229,7 +229,7 @@ def test_a_batch_without_a_success_has_failed(crew: Crew) -> None:
 
 
 def test_long_documents_come_first_and_pieces_are_small() -> None:
-    from kvshelf.corpus.pipeline import PIECE_CHARS, PIECE_ROWS, packed
+    from kvshelf.corpus.reading import PIECE_CHARS, PIECE_ROWS, packed
 
     rows = [row for shard in Given(corpus(100, tokens=(1, 5000))).shards() for row in shard.read()]
     pieces = list(packed(iter(rows)))

@@ -15,7 +15,7 @@ from kvshelf.errors import CacheNotFound, InvalidRequest, PolicyUnsupported, Qua
 from kvshelf.store.disk import DiskStore
 from kvshelf.store.shelf import Shelf
 from kvshelf.workers.auto import CANDIDATES, auto
-from kvshelf.workers.creations import Created
+from kvshelf.workers.created import Created
 from kvshelf.workers.engine import Engine, Prefill
 from kvshelf.workers.levels import Level
 from kvshelf.workers.quality import VERSION

@@ -24,7 +24,7 @@ from kvshelf.service.keys import Reader, Writer
 from kvshelf.service.routes.requests import request_json
 from kvshelf.service.state import InService, Service, cache_object, cache_response, etag_of, off_loop, until_hangup
 from kvshelf.store.manifest import Manifest
-from kvshelf.workers.creations import Created
+from kvshelf.workers.created import Created
 from kvshelf.workers.wanted import require_policy
 
 router = APIRouter(prefix="/v1/caches", tags=["caches"], responses=openapi.ERRORS)
