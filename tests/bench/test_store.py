@@ -96,7 +96,7 @@ def test_bad_options_are_refused(options: list[str]) -> None:
         ("disk:///no/such/folder", InvalidRequest),
         ("redis://:secret@localhost?timeout_s=never", InvalidRequest),
         ("redis-cluster://:secret@localhost", InvalidRequest),
-        (f"redis://:secret@127.0.0.1:{free_port()}", StoreUnavailable),
+        pytest.param(f"redis://:secret@127.0.0.1:{free_port()}", StoreUnavailable, id="nobody-there"),
     ],
 )
 def test_places_that_cannot_be_measured_are_refused(url: str, error: type[KvshelfError]) -> None:

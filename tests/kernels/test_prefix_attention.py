@@ -281,7 +281,9 @@ def test_neighbours_change_nothing(batch, data):
 
 
 @pytest.mark.parametrize(
-    "part", [packed([0], 8, 8), streamed([0], 8, 8), merged([0], [0], 8, 8), merged([3], [0], 8, 8)], ids=repr
+    "part",
+    [packed([0], 8, 8), streamed([0], 8, 8), merged([0], [0], 8, 8), merged([3], [0], 8, 8)],
+    ids=["packed", "streamed", "merged", "classes-without-slots"],
 )
 def test_an_empty_prefix_has_no_mass(part):
     out, lse = attend_prefix(random(1, 1, 5, 8), part, 0.3)
