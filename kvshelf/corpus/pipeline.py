@@ -13,6 +13,7 @@ import json
 import logging
 import secrets
 import threading
+import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ from kvshelf.corpus.reading import pieces
 from kvshelf.corpus.results import Result
 from kvshelf.corpus.rows import Row
 from kvshelf.corpus.sources import Shard, Source
+from kvshelf.errors import StoreError
+from kvshelf.store.base import Store
 from kvshelf.store.config import StoreConfig
 from kvshelf.workers.remote import RemoteEngine, watch
 
@@ -41,6 +44,7 @@ log = structlog.get_logger("kvshelf.corpus")
 
 SLOTS_PER_CALLER: Final = 32
 _READERS: Final = 2
+_OPEN_AGAIN_S: Final = 2.0
 _TELL_S: Final = 0.25
 
 _CPUS: Final = 0
@@ -130,6 +134,16 @@ class _Corpus(Datasource):  # type: ignore[misc]  # Ray's class has no types
         ]
 
 
+def _opened(config: StoreConfig) -> Store:
+    """The store, as soon as it can be had: a caller that did not start would end the whole run."""
+    while True:
+        try:
+            return config.open()
+        except StoreError as error:
+            log.warning("the store cannot be opened now", code=error.code, message=error.message)
+            time.sleep(_OPEN_AGAIN_S)
+
+
 class _Callers:
     """One process of the pipeline: its pieces come on threads, its rows run on one event loop."""
 
@@ -138,7 +152,7 @@ class _Callers:
         self._calls = calls
         self._stopped = False
         self._loop = asyncio.new_event_loop()
-        self._caller = Caller(calls.engines, calls.store.open(), calls.options, began=calls.began, slots=slots)
+        self._caller = Caller(calls.engines, _opened(calls.store), calls.options, began=calls.began, slots=slots)
         self._rows: set[asyncio.Task[Result]] = set()
         threading.Thread(target=self._run, daemon=True, name="caller").start()
 
