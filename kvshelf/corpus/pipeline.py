@@ -45,7 +45,11 @@ log = structlog.get_logger("kvshelf.corpus")
 SLOTS_PER_CALLER: Final = 32
 _READERS: Final = 2
 _OPEN_AGAIN_S: Final = 2.0
-_TELL_S: Final = 0.25
+_TELL_S: Final = 0.5
+_WATCH_S: Final = 2.0
+
+READ_AHEAD_BYTES: Final = 1 << 30
+"""Of rows that have been read and wait for a caller, on all nodes together; then reading waits."""
 
 _CPUS: Final = 0
 """Of the processes of a stage: they compute little. With a share of a CPU they would wait for ever where replicas hold
@@ -105,6 +109,7 @@ def _context() -> ray.data.DataContext:
     context = ray.data.DataContext.get_current().copy()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
+    context.execution_options.resource_limits = ray.data.ExecutionResources(object_store_memory=READ_AHEAD_BYTES)
     context.target_max_block_size = 1  # what a stage yields goes on at once, and is not gathered into larger blocks
     return context
 
@@ -180,7 +185,7 @@ class _Callers:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.create_task(self._obey())
-        self._loop.create_task(watch(self._calls.engines.values()))
+        self._loop.create_task(watch(self._calls.engines.values(), interval_s=_WATCH_S))
         self._loop.run_forever()
 
     async def _obey(self) -> None:

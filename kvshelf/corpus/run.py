@@ -30,8 +30,8 @@ ProgressT = TypeVar("ProgressT", bound=Progress)
 IN_FLIGHT_PER_REPLICA: Final = 3
 """One document is being prefilled while the next one is tokenized and the last one is stored."""
 
-_TICK_S: Final = 0.25
-_LET_GO_S: Final = 1.0
+_TICK_S: Final = 0.5
+_LET_GO_S: Final = 1.5
 _STOP_S: Final = 60.0
 """How long a cancelled pipeline has for its end. What it does after that, nobody waits for."""
 
