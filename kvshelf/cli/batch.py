@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -154,7 +156,8 @@ class _Job:
         about = {"input": where, "output": str(self.output.absolute()), "fields": self.fields, "dtype": loaded.dtype}
         journal = self.output.with_name(self.output.name + ".journal")
         with FileJournal(journal, about) as kept:
-            with _progress.shown(quiet=self.as_json) as show:
+            # Ray prints what happens on its nodes to standard output, which is for results.
+            with redirect_stdout(sys.stderr), _progress.shown(quiet=self.as_json) as show:
                 summary = run_standalone(
                     loaded, source, kept, about, lambda batch_id: RunOptions(TENANT, batch_id, **options), show
                 )
