@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import random
 import signal
 import time
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from tests.conftest import _descendants, _title
 from tests.corpus.conftest import Crew
 from tests.corpus.hostile import HANGS, KILLS, KINDS, SLOW, SWELLS, Given, Remembered, corpus, document
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(7200 if os.environ.get("KVSHELF_SOAK") == "1" else 900)
 
 
 def options(**fields: Any) -> RunOptions:
@@ -34,7 +35,7 @@ def begun(crew: Crew, lines: list[Any], journal: Remembered, how: RunOptions, **
 
 
 def ended(run: Run) -> Summary:
-    summary = run.wait(800)
+    summary = run.wait(7000)
     assert summary is not None
     return summary
 
@@ -240,3 +241,34 @@ def test_long_documents_come_first_and_pieces_are_small() -> None:
         for piece in pieces
     )
     assert sorted(row.line for piece in pieces for row in piece) == list(range(1, 101))
+
+
+def test_a_run_under_fire_ends_as_an_undisturbed_one(crew: Crew, soak: bool) -> None:
+    """2,000 documents, one in a hundred of them hostile, and every 20 seconds a random process dies."""
+    if not soak:
+        pytest.skip("it takes an hour; the kills one by one are tested above")
+    chance = random.Random(1)
+    lines = corpus(2000, tokens=(200, 6000))
+    for number in range(0, 2000, 100):
+        lines[number] = document(number, kind=chance.choice((KILLS, HANGS, SWELLS)))
+    journal = Remembered()
+    run = begun(crew, lines, journal, options(document_deadline_s=60))
+    kills = 0
+    while (summary := run.wait(20)) is None:
+        victims = [pid for title in ("ServedReplica", "MapWorker", "ray::Gate") for pid in processes(title)]
+        if victims:
+            os.kill(chance.choice(victims), signal.SIGKILL)
+            kills += 1
+    assert kills > 10
+    assert (summary.state, summary.done, summary.failed) == (RunState.COMPLETED, 1980, 20)
+    assert len(journal.results) == 2000
+    disturbed = digests(crew, list(journal.results.values()))
+    with crew.store.open() as shelf:
+        shelf.sweep(now=time.time() + 3600)
+        assert list(shelf.check()) == []
+        for cache_id in disturbed:
+            shelf.delete(cache_id, tenant="me")
+    good = [line for number, line in enumerate(lines) if number % 100]
+    _, calm = whole(crew, good, options())
+    assert digests(crew, list(calm.results.values())) == disturbed
+    require_order(crew)
