@@ -1,4 +1,4 @@
-"""The supervisor's own work: which child serves, and when it ends. Its children here do nothing but hold their place."""
+"""The supervisor's own work: which child serves, and when it ends. Its children here only hold their place."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_child_that_fails_changes_nothing(supervised: Callable[..., Supervised
     assert "the restart failed" in it.ended()[1]
 
 
-def test_a_first_child_that_fails_is_the_end(supervised: Callable[..., Supervised], tmp_path: Path) -> None:
+def test_a_first_child_that_fails_is_the_end(supervised: Callable[..., Supervised]) -> None:
     it = supervised()
     it.plan("fail")
     assert it.ended() == (3, "")
