@@ -34,7 +34,17 @@ class Head:
         self.address = f"127.0.0.1:{free_port()}"
         command = [str(RAY), "start", "--head", "--block", "--disable-usage-stats", "--include-dashboard=false"]
         command += [f"--port={self.address.partition(':')[2]}", "--num-cpus=1", f"--temp-dir={folder}"]
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.log = folder.with_name(f"{folder.name}.log")
+        with self.log.open("wb") as output:
+            self.process = subprocess.Popen(command, stdout=output, stderr=output)
+
+    def await_start(self) -> None:
+        """Until the node has joined. Ray says so in its output, after what may take it a minute where others work."""
+        wait_until(self._is_up, "Ray's head is up", timeout_s=120)
+
+    def _is_up(self) -> bool:
+        assert self.process.poll() is None, self.log.read_text()
+        return "Ray runtime started" in self.log.read_text()
 
     def replicas(self) -> list[int]:
         return [pid for pid in _descendants(self.process.pid) if _title(pid).startswith("ray::ServeReplica")]
@@ -51,9 +61,11 @@ def head() -> Iterator[Head]:
     folder = Path(tempfile.mkdtemp(prefix="ray-"))  # the path of a socket has at most 107 characters
     running = Head(folder)
     try:
+        running.await_start()
         yield running
     finally:
         running.stop()
+        running.log.unlink()
         shutil.rmtree(folder, ignore_errors=True)
 
 
