@@ -17,7 +17,6 @@ import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final
 
 import pyarrow as pa
@@ -31,7 +30,7 @@ from ray.data.datasource import Datasource, ReadTask
 from kvshelf.corpus.caller import Caller
 from kvshelf.corpus.gate import Order, Report
 from kvshelf.corpus.progress import RunOptions
-from kvshelf.corpus.reading import pieces
+from kvshelf.corpus.reading import reader
 from kvshelf.corpus.results import Result
 from kvshelf.corpus.rows import Row
 from kvshelf.corpus.sources import Shard, Source
@@ -132,7 +131,7 @@ class _Corpus(Datasource):  # type: ignore[misc]  # Ray's class has no types
     def get_read_tasks(self, parallelism: int, **_: Any) -> list[ReadTask]:  # noqa: ARG002  # the names are Ray's
         return [
             ReadTask(
-                partial(pieces, shard),
+                reader(shard),
                 BlockMetadata(num_rows=None, size_bytes=shard.nbytes, exec_stats=None, input_files=None),
             )
             for shard in self._shards

@@ -6,7 +6,7 @@ It runs in processes of its own, which import neither torch nor the model's side
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Final
 
@@ -30,10 +30,17 @@ SORTED_CHARS: Final = 8 << 20
 _READ_AGAIN_S: Final = 2.0
 
 
-def pieces(shard: Shard) -> Iterator[pa.Table]:
-    """The rows of a shard as they go to callers, in tables of one line."""
-    for rows in packed(_patiently(shard)):
-        yield pa.table({"rows": pa.array([[row.to_json() for row in rows]], pa.list_(pa.large_binary()))})
+def reader(shard: Shard) -> Callable[[], Iterator[pa.Table]]:
+    """A function that gives the rows of a shard as they go to callers, in tables of one line.
+
+    It has a name, unlike a partial one: of a shard that is large itself, Ray tells the function's name in a warning.
+    """
+
+    def read_shard() -> Iterator[pa.Table]:
+        for rows in packed(_patiently(shard)):
+            yield pa.table({"rows": pa.array([[row.to_json() for row in rows]], pa.list_(pa.large_binary()))})
+
+    return read_shard
 
 
 def _patiently(shard: Shard) -> Iterator[Row]:

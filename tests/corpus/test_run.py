@@ -83,6 +83,7 @@ def undisturbed(crew: Crew, count: int) -> tuple[RunOptions, list[Any], Summary,
     lines: list[Any] = corpus(count)
     lines[7:7] = [b"", b"no json", {"custom_id": "odd", "document": "x", "policy": "none-such"}]
     lines.append(document(3))
+    lines.insert(40, {"custom_id": "vast", "token_ids": [7] * 400_000})  # its shard is larger than Ray's tasks like
     how = options()
     return how, lines, *whole(crew, lines, how, each=40)
 
@@ -90,7 +91,7 @@ def undisturbed(crew: Crew, count: int) -> tuple[RunOptions, list[Any], Summary,
 def test_every_row_has_an_end(undisturbed: Any, count: int, crew: Crew) -> None:
     _, lines, summary, journal = undisturbed
     assert summary.state is RunState.COMPLETED
-    assert (summary.total, summary.done, summary.failed) == (len(lines), count + 1, 3)
+    assert (summary.total, summary.done, summary.failed) == (len(lines), count + 1, 4)
     assert summary.reused == 1  # the document that comes twice
     assert len(journal.results) == len(lines)
     assert journal.appended == len(lines)
@@ -98,6 +99,8 @@ def test_every_row_has_an_end(undisturbed: Any, count: int, crew: Crew) -> None:
     found = journal.by_id()
     assert found["odd"].error is not None
     assert found["odd"].error.code == "invalid_request"
+    assert found["vast"].error is not None
+    assert found["vast"].error.code == "document_too_long"
     assert sum(worker.done for worker in summary.workers.values()) == count
     assert summary.fraction == 1.0
     assert summary.tokens_per_s > 0
