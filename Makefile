@@ -32,7 +32,7 @@ check: setup  ## format, lint, types and the import rule
 
 # Most tests of these rooms compute on one core and start no service, so they run two at a time. All others start services,
 # wait for them, and measure how long they take: one after the other.
-IN_PAIRS := tests/kernels tests/store tests/workers tests/client tests/bench
+IN_PAIRS := tests/kernels tests/store tests/workers tests/client
 
 test: setup  ## all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(IN_PAIRS)
