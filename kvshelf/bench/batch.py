@@ -21,7 +21,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-from kvshelf.bench.crew import Source as EngineSource
 from kvshelf.corpus.journal import FileJournal
 from kvshelf.corpus.progress import RunOptions, RunState
 from kvshelf.corpus.rows import Row, parse_jsonl
@@ -90,6 +89,8 @@ def bare_loops(corpus: Sequence[list[int]], model: str, processes: int) -> Cost:
 
 
 def _loop(documents: Sequence[list[int]], model: str, store: str, begin: Any, told: Any) -> None:
+    from kvshelf.bench.crew import Source as EngineSource  # not above: the process that reads the corpus needs no model
+
     engine = EngineSource(model).load()
     with StoreConfig(store).open() as shelf:
         engine.compress(documents[0], policy=_POLICY)  # what a first call sets up is no part of the loop
