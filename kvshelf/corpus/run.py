@@ -118,6 +118,13 @@ class Run:
         gate = ray.remote(num_cpus=0, max_restarts=-1)(Gate).remote()
         calls = Calls(self._engines, self._store, self._options, time.time(), gate)
         threading.Thread(target=self._take, args=(shards, calls), name="pipeline", daemon=True).start()
+        try:
+            self._follow(gate)
+        finally:
+            ray.kill(gate)  # Ray keeps of an ended pipeline what holds its handle: its process would stay with ours
+
+    def _follow(self, gate: Any) -> None:
+        """Give orders and keep results until the pipeline has ended, or was told to and does not."""
         stopped: float | None = None
         while True:
             drained = self._drained.is_set()  # asked before the results are taken: then none can come after them

@@ -88,6 +88,11 @@ def undisturbed(crew: Crew, count: int) -> tuple[RunOptions, list[Any], Summary,
     return how, lines, *whole(crew, lines, how, each=40)
 
 
+def test_an_ended_run_leaves_no_process_of_its_own(undisturbed: Any) -> None:
+    del undisturbed
+    until(lambda: not processes("ray::Gate"), seconds=30)
+
+
 def test_every_row_has_an_end(undisturbed: Any, count: int, crew: Crew) -> None:
     _, lines, summary, journal = undisturbed
     assert summary.state is RunState.COMPLETED
