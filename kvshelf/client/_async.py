@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, Generic, Literal, ParamSpec, Self, TypeVar, Unpack, overload
 
@@ -52,6 +52,22 @@ class _Group:
 
     def __init__(self, sender: _Sender) -> None:
         self._sender = sender
+
+    def _all(self, build: Callable[[Any], Call[Any]], fields: Mapping[str, Any]) -> AsyncIterator[Any]:
+        """What a listing holds; `build` makes the call for the page that the fields name. Bad fields are refused at
+        once, not when the first page is read."""
+        return self._pages(build, build(fields), fields)
+
+    async def _pages(
+        self, build: Callable[[Any], Call[Any]], call: Call[Any], fields: Mapping[str, Any]
+    ) -> AsyncIterator[Any]:
+        while True:
+            page = await self._sender.send(call)
+            for each in page.data:
+                yield each
+            if not page.has_more:
+                return
+            call = build({**fields, "after": page.last_id})
 
 
 class _Method(Generic[P, T]):
@@ -165,16 +181,7 @@ class AsyncCaches(_Group):
 
     def list(self, **fields: Unpack[_calls.ListFields]) -> AsyncIterator[CacheObject]:
         """All caches that match, for `async for`; the arguments are those of `Client.caches.list`."""
-        return self._pages(_calls.list_caches(fields), fields)
-
-    async def _pages(self, call: Call[Any], fields: _calls.ListFields) -> AsyncIterator[CacheObject]:
-        while True:
-            page = await self._sender.send(call)
-            for cache in page.data:
-                yield cache
-            if not page.has_more:
-                return
-            call = _calls.list_caches({**fields, "after": page.last_id})
+        return self._all(_calls.list_caches, fields)
 
     @overload
     async def query(self, id: str, prompt: str, **fields: Unpack[_calls.QueryFields]) -> AnswerObject: ...
@@ -230,15 +237,9 @@ class AsyncFiles(_Group):
             call = _batch_calls.create_file(name, content, purpose=purpose, expires_after=expires_after)
             return await self._sender.send(call)
 
-    async def list(self, **fields: Unpack[_batch_calls.FileFilters]) -> AsyncIterator[FileObject]:
+    def list(self, **fields: Unpack[_batch_calls.FileFilters]) -> AsyncIterator[FileObject]:
         """All files, newest first; `purpose` filters. They are fetched `limit` at a time as they are read."""
-        while True:
-            page = await self._sender.send(_batch_calls.list_files(fields))
-            for each in page.data:
-                yield each
-            if not page.has_more:
-                return
-            fields = {**fields, "after": page.last_id}
+        return self._all(_batch_calls.list_files, fields)
 
 
 class AsyncBatches(_Group):
@@ -251,15 +252,9 @@ class AsyncBatches(_Group):
     resume = _Method(_batch_calls.resume_batch)
     retry = _Method(_batch_calls.retry_batch)
 
-    async def list(self, **fields: Unpack[_batch_calls.BatchFilters]) -> AsyncIterator[BatchObject]:
+    def list(self, **fields: Unpack[_batch_calls.BatchFilters]) -> AsyncIterator[BatchObject]:
         """All batches, newest first. They are fetched `limit` at a time as they are read."""
-        while True:
-            page = await self._sender.send(_batch_calls.list_batches(fields))
-            for each in page.data:
-                yield each
-            if not page.has_more:
-                return
-            fields = {**fields, "after": page.last_id}
+        return self._all(_batch_calls.list_batches, fields)
 
     async def events(self, id: str) -> AsyncIterator[BatchObject]:
         """A batch as it is, then each time that it has changed, at last as it ended. Broken connections are renewed.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, TypedDict, Unpack
@@ -26,13 +26,15 @@ class ExpiresAfter(TypedDict, total=False):
     seconds: int
 
 
-class BatchFields(TypedDict, total=False):
+class BatchFields(_calls.OptionFields, total=False):
     """What `batches.create` takes beside the file; None is as good as absent.
 
     The options of `caches.create` hold for all rows that do not bring their own. `completion_window` is "24h", "7d";
     `window` the time of day in which it may work: "22:00-06:00".
     """
 
+    levels: Sequence[float] | None
+    min_quality: float | None
     completion_window: str | None
     metadata: Mapping[str, str] | None
     output_expires_after: ExpiresAfter | None
@@ -40,20 +42,6 @@ class BatchFields(TypedDict, total=False):
     max_gpu_hours: float | None
     max_attempts: int | None
     document_timeout_s: float | None
-    model: str | None
-    layout: str | None
-    policy: str | None
-    policy_params: Mapping[str, Any] | None
-    compression_ratio: float | None
-    budget_tokens: int | None
-    codec: str | None
-    levels: list[float] | None
-    min_quality: float | None
-    expected_questions: list[str] | None
-    ttl_s: float | None
-    expires_at: float | None
-    labels: Mapping[str, str] | None
-    keep_source: bool | None
 
 
 class FileFilters(TypedDict, total=False):

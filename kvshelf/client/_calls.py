@@ -31,18 +31,9 @@ Answers = list[types.AnswerObject]
 Levels = list[types.CacheObject]
 
 
-class KeepFields(TypedDict, total=False):
-    """Which document to keep, and how; None is as good as absent.
+class OptionFields(TypedDict, total=False):
+    """How documents are kept; None is as good as absent."""
 
-    Exactly one of `document`, `messages`, `token_ids` and `file` (the path of text, PDF or HTML) is
-    needed.
-    """
-
-    document: str | None
-    messages: Messages | None
-    token_ids: Sequence[int] | None
-    tokenizer: str | None
-    file: str | os.PathLike[str] | None
     model: str | None
     layout: str | None
     policy: str | None
@@ -53,9 +44,23 @@ class KeepFields(TypedDict, total=False):
     expected_questions: Sequence[str] | None
     ttl_s: float | None
     expires_at: float | None
-    name: str | None
     labels: Mapping[str, str] | None
     keep_source: bool | None
+
+
+class KeepFields(OptionFields, total=False):
+    """Which document to keep, and how.
+
+    Exactly one of `document`, `messages`, `token_ids` and `file` (the path of text, PDF or HTML) is
+    needed.
+    """
+
+    document: str | None
+    messages: Messages | None
+    token_ids: Sequence[int] | None
+    tokenizer: str | None
+    file: str | os.PathLike[str] | None
+    name: str | None
 
 
 class CreateFields(KeepFields, total=False):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from typing import Any, Generic, Literal, ParamSpec, Self, TypeVar, Unpack, overload
 
@@ -52,6 +52,19 @@ class _Group:
 
     def __init__(self, sender: _Sender) -> None:
         self._sender = sender
+
+    def _all(self, build: Callable[[Any], Call[Any]], fields: Mapping[str, Any]) -> Iterator[Any]:
+        """What a listing holds; `build` makes the call for the page that the fields name. Bad fields are refused at
+        once, not when the first page is read."""
+        return self._pages(build, build(fields), fields)
+
+    def _pages(self, build: Callable[[Any], Call[Any]], call: Call[Any], fields: Mapping[str, Any]) -> Iterator[Any]:
+        while True:
+            page = self._sender.send(call)
+            yield from page.data
+            if not page.has_more:
+                return
+            call = build({**fields, "after": page.last_id})
 
 
 class _Method(Generic[P, T]):
@@ -185,15 +198,7 @@ class Caches(_Group):
 
         They are fetched `limit` at a time as they are read; `after` is the id to go on from.
         """
-        return self._pages(_calls.list_caches(fields), fields)
-
-    def _pages(self, call: Call[Any], fields: _calls.ListFields) -> Iterator[CacheObject]:
-        while True:
-            page = self._sender.send(call)
-            yield from page.data
-            if not page.has_more:
-                return
-            call = _calls.list_caches({**fields, "after": page.last_id})
+        return self._all(_calls.list_caches, fields)
 
     @overload
     def query(self, id: str, prompt: str, **fields: Unpack[_calls.QueryFields]) -> AnswerObject: ...
@@ -253,12 +258,7 @@ class Files(_Group):
 
     def list(self, **fields: Unpack[_batch_calls.FileFilters]) -> Iterator[FileObject]:
         """All files, newest first; `purpose` filters. They are fetched `limit` at a time as they are read."""
-        while True:
-            page = self._sender.send(_batch_calls.list_files(fields))
-            yield from page.data
-            if not page.has_more:
-                return
-            fields = {**fields, "after": page.last_id}
+        return self._all(_batch_calls.list_files, fields)
 
 
 class Batches(_Group):
@@ -273,12 +273,7 @@ class Batches(_Group):
 
     def list(self, **fields: Unpack[_batch_calls.BatchFilters]) -> Iterator[BatchObject]:
         """All batches, newest first. They are fetched `limit` at a time as they are read."""
-        while True:
-            page = self._sender.send(_batch_calls.list_batches(fields))
-            yield from page.data
-            if not page.has_more:
-                return
-            fields = {**fields, "after": page.last_id}
+        return self._all(_batch_calls.list_batches, fields)
 
     def events(self, id: str) -> Iterator[BatchObject]:
         """A batch as it is, then each time that it has changed, at last as it ended. Broken connections are renewed.
