@@ -143,13 +143,13 @@ class _Job:
         from kvshelf.corpus.rows import require_defaults
         from kvshelf.service.settings import load_settings
         from kvshelf.service.standalone import TENANT, run_standalone
+        from kvshelf.workers.wanted import require_policy
 
         loaded = load_settings(**settings)
         require_format(self.output)
         if self.report is not None:
             require_report(self.report)
-        require_defaults(self.fields)
-        _require_policy(self.fields)
+        require_policy(require_defaults(self.fields))
         options = {**self.options, "window": Window.parse(self.options["window"]) if self.options["window"] else None}
         source = FileSource(self.input, self.fields)
         where = self.input if "://" in self.input else str(Path(self.input).absolute())
@@ -197,11 +197,3 @@ def _timeout(text: str) -> float:
     if not seconds:
         raise InvalidRequest(f"--document-timeout {text!r} leaves no time at all", param="--document-timeout")
     return seconds
-
-
-def _require_policy(fields: Mapping[str, Any]) -> None:
-    """Raises `InvalidRequest` for a policy that no row could be compressed with."""
-    from kvshelf.workers.policies import build
-
-    if fields.get("policy", "auto") != "auto":
-        build(fields["policy"], fields.get("policy_params", {}))

@@ -79,12 +79,15 @@ class Row:
         return cls(**values)
 
 
-def require_defaults(defaults: Mapping[str, Any]) -> None:
-    """Raise `InvalidRequest` for fields of a batch that no row could be made with. None means: not given."""
+def require_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The spec of a row that brings a document and nothing else. None means: not given.
+
+    Raises `InvalidRequest` for fields that no row could be made with.
+    """
     for name in DOCUMENTS:
         if defaults.get(name) is not None:
             raise InvalidRequest(f"{name} is a row's own, and no default for all rows", param=name)
-    parse_request(CreateCache, _given(defaults) | {"document": "any"})
+    return parse_request(CreateCache, _given(defaults) | {"document": "any"}).model_dump(mode="json")
 
 
 def read_row(

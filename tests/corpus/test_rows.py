@@ -176,7 +176,8 @@ def test_defaults_that_no_row_could_have_are_refused_at_once(defaults: dict[str,
 
 
 def test_defaults_of_any_use_pass() -> None:
-    require_defaults({"policy": "knorm", "labels": {"a": "b"}, "ttl_s": None})
+    spec = require_defaults({"policy": "knorm", "labels": {"a": "b"}, "ttl_s": None})
+    assert (spec["policy"], spec["labels"], spec["ttl_s"]) == ("knorm", {"a": "b"}, None)
 
 
 def test_rows_cross_processes_as_they_are() -> None:

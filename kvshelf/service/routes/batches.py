@@ -30,7 +30,7 @@ from kvshelf.service.keys import Caller, Reader, Writer
 from kvshelf.service.routes.files import KEEP_S
 from kvshelf.service.state import InService, Service, off_loop
 from kvshelf.store.batches import BatchRecord, BatchState
-from kvshelf.workers.policies import build
+from kvshelf.workers.wanted import require_policy
 
 router = APIRouter(prefix="/v1/batches", tags=["batches"], responses=openapi.ERRORS)
 
@@ -50,9 +50,7 @@ async def create_batch(request: Request, service: InService, caller: Writer) -> 
     it as a whole ends the batch as `failed`."""
     body = await read_json(request, CreateBatch, service.settings)
     service.engine(body.model)
-    if body.policy != "auto":
-        build(body.policy, body.policy_params)
-    require_defaults(body.options())
+    require_policy(require_defaults(body.options()))
     if body.window is not None:
         Window.parse(body.window)
     file = await off_loop(service.store.files.get, body.input_file_id, tenant=caller.tenant)

@@ -29,7 +29,5 @@ async def file(path: str, request: Request) -> Response:
 
 async def _file(path: str, request: Request) -> Response:
     response = await _FILES.get_response(path, request.scope)
-    response.headers["cache-control"] = (
-        "no-cache"  # to be asked for again each time, so that an upgrade is seen at once
-    )
+    response.headers["cache-control"] = "no-cache"  # asked for again each time: an upgrade is seen at once
     return response
