@@ -227,9 +227,11 @@ def test_restarted_between_two_calls(start_valkey: Start, connect: Connect) -> N
 def test_killed_while_it_is_asked(start_valkey: Start, connect: Connect) -> None:
     server = start_valkey()
     link = connect(server.url + "?timeout_s=20")
-    threading.Timer(0.2, server.kill).start()
+    killing = threading.Timer(0.2, server.kill)
+    killing.start()
     with unavailable("closed the connection|reset"):
         link.call("BLPOP", "nothing", 30)
+    killing.join()  # the link may hear of the death before whoever brings it about
     server.start()
     heals(link)
 
