@@ -58,6 +58,10 @@ EXISTING_LEVELS: dict[int | str, dict[str, Any]] = {
 """For the one that may put several there."""
 
 
+# Tools differ in whether this schema is that of the whole text or of one event of it, so it says only what holds of both.
+EVENTS: dict[str, Any] = {"text/event-stream": {"schema": {"description": "server-sent events"}}}
+
+
 def body_of(model: type[BaseModel], *, form: bool = False) -> dict[str, Any]:
     """The `requestBody` of a route. With `form`, a multipart form with the document as `file` will do as well."""
     content: dict[str, Any] = {"application/json": {"schema": _reference(model)}}
@@ -75,7 +79,7 @@ def json_or_events(one: type[BaseModel], *more: type[BaseModel]) -> dict[int | s
     schemas = [_reference(model) for model in (one, *more)]
     content = {
         "application/json": {"schema": schemas[0] if not more else {"anyOf": schemas}},
-        "text/event-stream": {"schema": {"type": "string"}},
+        **EVENTS,
     }
     return {200: {"description": "the answer", "content": content}}
 

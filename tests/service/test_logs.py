@@ -119,7 +119,7 @@ def test_a_creation_in_the_background_is_logged_under_the_id_of_its_request(
     while not (found := lines(front_end_log(service), request_id)):
         assert time.monotonic() < end
         time.sleep(0.05)
-    assert [(line["event"], line["cache_id"]) for line in found] == [("created", done["cache_id"])]
+    assert [(line["event"], line["cache_ids"]) for line in found] == [("created", done["cache_ids"])]
 
 
 def test_no_log_holds_a_text_a_key_or_an_answer(http: httpx.Client, service: LiveService) -> None:

@@ -39,7 +39,7 @@ _UNITS_S: Final = {"h": 3600.0, "d": 86400.0}
 _EVENTS: Final[dict[int | str, dict[str, Any]]] = {
     200: {
         "description": "the batch, each time that it has changed",
-        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+        "content": openapi.EVENTS,
     }
 }
 
