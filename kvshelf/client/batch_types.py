@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from kvshelf.client.strict import MAX_TTL_S, RequestBody, ResponseBody
-from kvshelf.client.types import CacheOptions, QueryString
+from kvshelf.client.creation_types import CacheOptions
+from kvshelf.client.strict import MAX_TTL_S, QueryString, RequestBody, ResponseBody
 
 BatchStatus = Literal[
     "validating",

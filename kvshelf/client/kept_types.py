@@ -7,8 +7,7 @@ from typing import Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from kvshelf.client.strict import RequestBody, ResponseBody, TokenId, misuse, one_of
-from kvshelf.client.types import MessageList
+from kvshelf.client.strict import MessageList, RequestBody, ResponseBody, TokenId, misuse, one_of
 
 
 class KeptOf(RequestBody):

@@ -15,6 +15,7 @@ from kvshelf.client.strict import (
     MAX_MESSAGES,
     FinishReason,
     MaxTokens,
+    Message,
     ModelName,
     RequestBody,
     ResponseBody,
@@ -26,7 +27,6 @@ from kvshelf.client.strict import (
     misuse,
     one_or_list,
 )
-from kvshelf.client.types import Message
 
 DEFAULT_MAX_TOKENS = 256
 

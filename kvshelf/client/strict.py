@@ -70,16 +70,43 @@ def misuse(param: str, message: str) -> PydanticCustomError:
     return PydanticCustomError("misuse", "{message}", {"param": param, "message": message})
 
 
+def require_one_expiry(ttl_s: float | None, expires_at: float | None) -> None:
+    """For a validator: the two ways to say when a cache expires exclude each other."""
+    if ttl_s is not None and expires_at is not None:
+        raise misuse("expires_at", "give ttl_s or expires_at, not both")
+
+
 class RequestBody(BaseModel):
     """Base of everything a caller sends."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
 
+class QueryString(BaseModel):
+    """Base of what is sent as a query string. Not strict, because every value there is text.
+
+    `labels` are sent as `label.<key>=<value>`, one parameter each.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    labels: Labels = Field(default_factory=dict)
+
+
 class ResponseBody(BaseModel):
     """Base of everything the service answers. Unknown fields of a newer service are dropped."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, protected_namespaces=())
+
+
+class Message(RequestBody):
+    """One turn of a conversation."""
+
+    role: Role
+    content: str
+
+
+MessageList = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
 RequestT = TypeVar("RequestT", bound=RequestBody)
