@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from kvshelf.errors import InternalError, InvalidRequest, KvshelfError
+from kvshelf.errors import InvalidRequest, KvshelfError, PolicyUnsupported
 from kvshelf.store.arriving import ArrivingCache
 from kvshelf.store.artifact import CompressedCache
 from kvshelf.store.identity import Identity, Layout, digest
@@ -283,7 +283,7 @@ class Engine:
         """How close `cache` is to the full cache of its document, of which `reference` came with the prefill.
 
         Raises `InvalidRequest` for the cache of another document, `ModelMismatch` for that of another model, and
-        `InternalError` where the model's logits are not numbers.
+        `PolicyUnsupported` where the model's logits are not numbers: no policy would make it answer.
         """
         if cache.identity.document != reference.document:
             raise InvalidRequest("the reference is of another document than the cache; use that of its own prefill")
@@ -292,9 +292,11 @@ class Engine:
             agreement, kl = reference.compare(ask(self.model, reference.probe, past))
         seconds = time.perf_counter() - started + reference.probe_s
         if not math.isfinite(kl):
-            raise InternalError(
-                "the model's logits are not numbers, so no quality can be measured; if the model overflows in float16, "
-                "load it with dtype bfloat16 or float32"
+            raise PolicyUnsupported(
+                f"behind this document the logits of {self.name!r} are not numbers, so its cache could answer nothing; "
+                "where a model overflows in float16, load it with dtype bfloat16 or float32; otherwise its weights are "
+                "broken",
+                param="model",
             )
         return Quality(agreement, kl, len(reference.best), seconds)
 

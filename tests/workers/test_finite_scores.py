@@ -1,8 +1,9 @@
-"""A score that is NaN or infinite never selects silently: the document is refused, and nothing is stored."""
+"""What is NaN or infinite never counts silently, be it a score or a logit: it is refused, and nothing is stored."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -11,7 +12,9 @@ import torch
 from kvshelf.client.types import CreateCache
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.store.disk import DiskStore
+from kvshelf.store.ledger import RequestRecord
 from kvshelf.workers.engine import Engine
+from kvshelf.workers.levels import Level
 from kvshelf.workers.policies import POLICIES
 from kvshelf.workers.policies.base import importance_of
 from kvshelf.workers.replica import Replica
@@ -67,22 +70,56 @@ def test_policies_that_look_at_no_scores_do_not_care(broken):
     assert broken.compress(DOCUMENT, policy="streaming_llm", compression_ratio=0.5).kept_tokens > 0
 
 
-@pytest.mark.parametrize(("name", "params"), [("snapkv", {}), ("layer_defensivekv", {}), ("lagkv", CHUNKED)])
-def test_nothing_is_stored(broken, tmp_path: Path, name, params):
-    store = DiskStore.open(tmp_path / "home")
-    replica = Replica(broken, store, Scheduler(broken))
+@pytest.fixture(scope="module", params=[torch.nan, torch.inf], ids=["nan", "inf"])
+def mute(request, tiny_folder: Path) -> Engine:
+    """A random model whose keys and values are numbers, and whose logits are not: a weight of its output is broken."""
+    engine = Engine.load(str(tiny_folder), device="cpu")
+    with torch.no_grad():
+        engine.model.lm_head.weight[700, 3] = request.param
+    return engine
+
+
+@pytest.mark.parametrize("name", ["keydiff", "full", "streaming_llm"])
+@pytest.mark.parametrize("codec", ["none", "int8"])
+def test_logits_that_are_no_numbers_are_refused_where_quality_is_measured(mute, name, codec):
+    job = mute.prepare(DOCUMENT, policy=name)
+    with pytest.raises(PolicyUnsupported, match=r"are not numbers.*bfloat16") as refused:
+        mute.run_levels([Level(job, codec)])
+    assert (refused.value.status, refused.value.param) == (422, "model")
+
+
+def refused_creation(engine: Engine, home: Path, **fields: Any) -> tuple[PolicyUnsupported, RequestRecord]:
+    """How a creation by a replica ends that is refused, and its request of the ledger. Nothing may be stored."""
+    store = DiskStore.open(home)
+    replica = Replica(engine, store, Scheduler(engine))
+    spec = CreateCache(document=DOCUMENT, compression_ratio=0.75, **fields).model_dump(mode="json")
 
     async def create() -> None:
         replica.start()
-        spec = CreateCache(document=DOCUMENT, policy=name, policy_params=params, compression_ratio=0.75)
-        with pytest.raises(PolicyUnsupported, match="came out as NaN"):
-            await replica.create(spec.model_dump(mode="json"), tenant="default")
+        await replica.create(spec, tenant="default", request_id="req_1")
 
+    store.ledger.open_request("req_1", tenant="default", body=b"{}")
     try:
-        anyio.run(create)
+        with pytest.raises(PolicyUnsupported) as refused:
+            anyio.run(create)
     finally:
         replica.stop()
     assert store.list(tenant="default").data == ()
+    return refused.value, store.ledger.get_request("req_1", tenant="default")
+
+
+@pytest.mark.parametrize(("name", "params"), [("snapkv", {}), ("layer_defensivekv", {}), ("lagkv", CHUNKED)])
+def test_nothing_is_stored(broken, tmp_path: Path, name, params):
+    refused, _ = refused_creation(broken, tmp_path / "home", policy=name, policy_params=params)
+    assert "came out as NaN" in refused.message
+
+
+def test_a_creation_with_all_defaults_ends_by_name_and_is_not_tried_again(mute, tmp_path: Path):
+    refused, record = refused_creation(mute, tmp_path / "home")
+    assert "are not numbers" in refused.message
+    assert (record.state, record.tries) == ("failed", 1)
+    assert record.error is not None
+    assert (record.error.code, record.error.param) == ("policy_unsupported", "model")
 
 
 def test_importance_is_infinite_only_where_protected():
