@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
 from functools import partial
-from io import BufferedReader, RawIOBase
+from io import BufferedReader
 from typing import Any
 
-from kvshelf.errors import (
-    BlobError,
-    CacheExpired,
-    InvalidRequest,
-    KvshelfError,
-    QuotaExceeded,
-    SourceNotKept,
-    StoreError,
-)
-from kvshelf.store import base, blob, codecs, housekeeping, sealing
+from kvshelf.errors import BlobError, InvalidRequest, KvshelfError, QuotaExceeded
+from kvshelf.store import base, blob, codecs, housekeeping
 from kvshelf.store.arriving import ArrivingCache
 from kvshelf.store.artifact import CompressedCache
 from kvshelf.store.base import UNSET, BlobFile, Page, Receipt, Scrubbed, Store, Swept, Unset
@@ -27,18 +18,10 @@ from kvshelf.store.blobs import Blobs, Health, Step
 from kvshelf.store.identity import Identity
 from kvshelf.store.index import KEEP_ENDED_S, Entry, Index, Query
 from kvshelf.store.manifest import Judgement, Manifest, Placement, Timings, Usage, describe, source_digest
+from kvshelf.store.reader import Reader, require_root
 from kvshelf.store.rules import Rules
 from kvshelf.store.uploads import Files
-from kvshelf.store.writer import (
-    SOURCE_PREFIX,
-    Content,
-    Writer,
-    blob_content,
-    is_whole,
-    open_plain,
-    plain,
-    source_content,
-)
+from kvshelf.store.writer import Content, Writer, blob_content, is_whole, source_content
 
 
 class Shelf(Store):
@@ -59,6 +42,7 @@ class Shelf(Store):
         self._blobs = blobs
         self._rules = rules or Rules()
         self._now = now
+        self._reader = Reader(index, blobs, self._rules, now)
         self._writer = Writer(index, blobs, self._rules, now, on_step)
         self.files = Files(index.docket, index, blobs, self._writer, self._rules, now)
         self.batches = Batches(index.docket)
@@ -165,7 +149,7 @@ class Shelf(Store):
         data = base.require_source(text).encode()
         changes = {"has_source": True, "source_digest": source_digest(data)}
         while True:
-            entry = self._ready(cache_id, tenant)
+            entry = self._reader.ready(cache_id, tenant)
             if entry.source is not None:
                 return entry.manifest()
             manifest = entry.manifest().model_copy(update=changes)
@@ -174,7 +158,7 @@ class Shelf(Store):
 
     def keep_judgement(self, cache_id: str, judged: Judgement, *, tenant: str = "default") -> Manifest:
         while True:
-            entry = self._ready(cache_id, tenant)
+            entry = self._reader.ready(cache_id, tenant)
             manifest = entry.manifest().model_copy(update=judged.model_dump())
             if self._index.rewrite(entry, manifest):  # not if it was changed since it was looked up
                 return manifest
@@ -182,58 +166,33 @@ class Shelf(Store):
     # Reading
 
     def open_cache(self, cache_id: str, *, tenant: str = "default") -> ArrivingCache:
-        with self._opening(cache_id, tenant) as (entry, file, nbytes):
+        with self._reader.opening(cache_id, tenant) as (entry, file, nbytes):
             summary = blob.open_file(file, nbytes)  # type: ignore[arg-type]
-            _require_root(entry, summary.root)
-            guard = partial(self._quarantining, entry)
+            require_root(entry, summary.root)
+            guard = partial(self._reader.quarantining, entry)
             arriving = ArrivingCache(summary, file, guard, read_ahead=self._blobs.read_ahead)
             if self.cache_id(arriving.identity, tenant=tenant, codec=arriving.codec) != cache_id:
                 raise BlobError("its blob belongs to another cache", reason="wrong_identity")
             return arriving
 
     def open_blob(self, cache_id: str, *, tenant: str = "default") -> BlobFile:
-        with self._opening(cache_id, tenant) as (entry, file, nbytes):
+        with self._reader.opening(cache_id, tenant) as (entry, file, nbytes):
             summary = blob.verify_file(file, nbytes)  # type: ignore[arg-type]
-            _require_root(entry, summary.root)
+            require_root(entry, summary.root)
             file.seek(0)
             return BlobFile(BufferedReader(file), summary.nbytes, summary.root.hex())
 
     def source(self, cache_id: str, *, tenant: str = "default") -> str:
-        return self._read_source(self._ready(cache_id, tenant))
+        return self._reader.source(self._reader.ready(cache_id, tenant))
 
     def original(self, cache_id: str, *, tenant: str = "default") -> tuple[Manifest, str]:
-        entry = self._kept(cache_id, tenant)
+        entry = self._reader.kept(cache_id, tenant)
         if entry.text is None:
             raise base.corrupt(cache_id, entry.problem or "unknown", "quarantined")
-        return entry.manifest(), self._read_source(entry)
-
-    def _read_source(self, entry: Entry) -> str:
-        if entry.source is None:
-            raise SourceNotKept(
-                f"the text of cache {entry.id} was not kept; create it with keep_source to have it", param="cache_id"
-            )
-        subject = SOURCE_PREFIX + entry.id
-        with self._quarantining(entry, (entry.source, entry.source_bytes)):
-            opened = open_plain(self._blobs, self._rules, entry.source, entry.source_bytes, entry.tenant, subject)
-            with opened as (file, nbytes), BufferedReader(file) as whole:
-                text = whole.read(nbytes)
-            if source_digest(text) != entry.manifest().source_digest:
-                raise BlobError("its source is not what was written: its digest differs", reason="digest_mismatch")
-        return text.decode()
-
-    @contextmanager
-    def _opening(self, cache_id: str, tenant: str) -> Iterator[tuple[Entry, RawIOBase, int]]:
-        """The plain blob of a cache, for the caller of the block. It is closed when the block raises."""
-        entry, file = self._open(cache_id, tenant)
-        try:
-            with self._quarantining(entry):
-                yield entry, *plain(file, self._rules, entry.nbytes, tenant, cache_id)
-        except BaseException:
-            file.close()
-            raise
+        return entry.manifest(), self._reader.source(entry)
 
     def stat(self, cache_id: str, *, tenant: str = "default") -> Manifest:
-        return self._ready(cache_id, tenant).manifest()
+        return self._reader.ready(cache_id, tenant).manifest()
 
     def remembers(self, cache_id: str, *, tenant: str = "default") -> bool:
         """Whether this home has a cache or knows how it ended. `CacheNotFound` alone does not tell the two from an id
@@ -243,61 +202,6 @@ class Shelf(Store):
     def manifests(self) -> Iterator[Manifest]:
         """Those of the live caches of all tenants."""
         return (entry.manifest() for entry in self._index.stored() if entry.live(self._now()))
-
-    def _ready(self, cache_id: str, tenant: str) -> Entry:
-        """The entry of a cache that may be read, or the error that says why it may not."""
-        entry = self._kept(cache_id, tenant)
-        if entry.state == "corrupt":
-            raise base.corrupt(cache_id, entry.problem or "unknown", "quarantined")
-        return entry
-
-    def _kept(self, cache_id: str, tenant: str) -> Entry:
-        """As `_ready`, and the entry of one that is corrupt."""
-        base.require_id(cache_id)
-        entry = self._index.find(cache_id, tenant)
-        if entry is None or entry.state == "deleted":
-            raise base.not_found(cache_id)
-        if entry.state == "evicted":
-            raise CacheExpired(
-                f"cache {cache_id} was evicted to make room; compress its document again",
-                param="cache_id",
-                reason="evicted",
-            )
-        if entry.expired(self._now()):
-            raise CacheExpired(
-                f"cache {cache_id} has expired; compress its document again", param="cache_id", reason="expired"
-            )
-        return entry
-
-    def _open(self, cache_id: str, tenant: str) -> tuple[Entry, RawIOBase]:
-        """Open a cache's blob. If the cache is deleted or replaced in between, the index decides."""
-        entry = self._ready(cache_id, tenant)
-        while True:
-            assert entry.name is not None, "a ready cache has a blob"
-            file = self._blobs.open(entry.name, entry.nbytes)
-            if file is not None:
-                return entry, file
-            again = self._ready(cache_id, tenant)
-            if again.name == entry.name:
-                with self._quarantining(entry):
-                    raise BlobError("its file is missing or not a regular file", reason="missing")
-            entry = again
-
-    @contextmanager
-    def _quarantining(self, entry: Entry, read: tuple[str, int] | None = None) -> Iterator[None]:
-        """Inside the block, a `BlobError` sets the cache aside: who asks again hears the same without reading it.
-
-        read: what is read in the block, its name and size; the blob if nothing is said. The source of a cache whose
-        blob is corrupt stays where it is, for the cache can be made again from it.
-        """
-        try:
-            yield
-        except BlobError as error:
-            # Where the shelf cannot be written to either, the verdict stands all the same and is reached again.
-            with suppress(StoreError):
-                if self._index.mark_corrupt(entry, error.message):
-                    self._blobs.set_aside(*(read or entry.names()[0]))
-            raise base.corrupt(entry.id, error.message, error.reason) from error
 
     def list(
         self,
@@ -342,7 +246,7 @@ class Shelf(Store):
             ttl, at = (None if isinstance(value, Unset) else value for value in (ttl_s, expires_at))
             changes["expires_at"] = self._rules.changed_expiry(ttl, at, self._now())
         while True:
-            entry = self._ready(cache_id, tenant)
+            entry = self._reader.ready(cache_id, tenant)
             seen = entry.manifest()
             base.require_revision(seen, if_revision)
             manifest = seen.model_copy(update=changes)
@@ -360,7 +264,7 @@ class Shelf(Store):
         return changed
 
     def _keep_until(self, entry: Entry, expires_at: float | None) -> None:
-        with self._quarantining(entry):
+        with self._reader.quarantining(entry):
             for name, nbytes in entry.names():
                 self._blobs.keep_until(name, nbytes, expires_at)
 
@@ -371,7 +275,7 @@ class Shelf(Store):
         base.require_id(cache_id)
         now = self._now()
         while True:
-            entry = self._index.find(cache_id, tenant) if if_revision is None else self._ready(cache_id, tenant)
+            entry = self._index.find(cache_id, tenant) if if_revision is None else self._reader.ready(cache_id, tenant)
             if entry is None or entry.state == "deleted":
                 raise base.not_found(cache_id)
             if if_revision is not None:
@@ -431,24 +335,11 @@ class Shelf(Store):
         It keeps its manifest, but counts as put just now in listings. Interrupted, it goes on where it was.
         """
         for entry in self._index.stored():
-            if entry.state == "ready" and not self._is_sealed_as_wanted(entry):
+            if entry.state == "ready" and not self._writer.would_seal_alike(entry):
                 problem = self._seal_anew(entry)
                 yield Scrubbed(
                     id=entry.id, tenant=entry.tenant, bytes=entry.nbytes + entry.source_bytes, problem=problem
                 )
-
-    def _is_sealed_as_wanted(self, entry: Entry) -> bool:
-        wanted = None if self._rules.keyring is None else self._rules.keyring.sealing_id
-        return all(self._sealed_with(name, nbytes) in (wanted, _GONE) for name, nbytes in entry.names())
-
-    def _sealed_with(self, name: str, nbytes: int) -> str | None:
-        """The id of the key that some bytes are sealed with, None for plain ones."""
-        file = self._blobs.open(name, nbytes)
-        if file is None:
-            return _GONE
-        with file:
-            header = file.read(sealing.HEADER_BYTES) or b""
-        return sealing.key_id_of(header) if sealing.is_sealed(header) else None
 
     def _seal_anew(self, entry: Entry) -> str | None:
         """Returns what stood in the way, None if nothing did or the cache ended meanwhile."""
@@ -468,9 +359,3 @@ _GONE = "gone"
 
 def _later(new: float | None, old: float | None) -> bool:
     return old is not None and (new is None or new > old)
-
-
-def _require_root(entry: Entry, root: bytes) -> None:
-    """The blob is sound; it must also be the one that was stored."""
-    if root.hex() != entry.manifest().blob_digest:
-        raise BlobError("its file holds another blob than was stored", reason="wrong_blob")

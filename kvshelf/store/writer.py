@@ -116,6 +116,11 @@ class Writer:
             self._discard(writing)
             raise
 
+    def would_seal_alike(self, entry: Entry) -> bool:
+        """Whether an entry is sealed with the key that a write would take now; without one, whether it is plain."""
+        wanted = None if self._rules.keyring is None else self._rules.keyring.sealing_id
+        return all(self._is_sealed_with(wanted, name, nbytes) for name, nbytes in entry.names())
+
     @contextmanager
     def _writing(
         self, cache_id: str, tenant: str, contents: Sequence[Content], *, source_only: bool = False
@@ -154,6 +159,15 @@ class Writer:
             if not room:
                 raise
             self._index.begin(writing, quota)
+
+    def _is_sealed_with(self, key_id: str | None, name: str, nbytes: int) -> bool:
+        """True of bytes that are gone, too: nobody can seal them anew."""
+        file = self._blobs.open(name, nbytes)
+        if file is None:
+            return True
+        with file:
+            header = file.read(sealing.HEADER_BYTES) or b""
+        return (sealing.key_id_of(header) if sealing.is_sealed(header) else None) == key_id
 
     def _sealed(self, tenant: str, content: Content) -> tuple[Iterable[memoryview], int]:
         if self._rules.keyring is None:
