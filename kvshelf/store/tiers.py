@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from kvshelf.errors import (
     CacheCorrupt,
@@ -34,6 +33,7 @@ from kvshelf.store.arriving import ArrivingCache
 from kvshelf.store.artifact import CompressedCache
 from kvshelf.store.base import UNSET, BlobFile, Page, Receipt, Scrubbed, Store, Swept, Unset
 from kvshelf.store.blobs import Health
+from kvshelf.store.copies import Copies
 from kvshelf.store.identity import Identity
 from kvshelf.store.manifest import Judgement, Manifest, Timings, Usage
 from kvshelf.store.shelf import Shelf
@@ -45,12 +45,6 @@ log = logging.getLogger("kvshelf.store")
 
 _Word = Literal["live", "lost", "away"]
 """What the home says of a cache: that it is there; that it is not, or corrupt, and should not be; nothing at all."""
-
-_COMPLAINT_S: Final = 60.0
-"""At least so long between two log lines about one tier."""
-
-_FAILING_S: Final = 150.0
-"""How long after a failure `health` speaks of it: by then two sweeps, by default, have tried the tier again."""
 
 
 class _Lost(CacheNotFound):
@@ -67,11 +61,10 @@ class TieredStore(Store):
         self.batches = home.batches
         self._home = home
         self._tiers = tuple(tiers)
+        self._copies = Copies(self._tiers)
         self._giving_back = threading.Lock()
-        self._complained_at: dict[str, float] = {}
-        self._failed_at: dict[str, float] = {}
         for tier in self._tiers:
-            with self._tolerant(tier):
+            with self._copies.tolerant(tier):
                 if not tier.noted():
                     tier.note(home.incarnation)
 
@@ -91,19 +84,14 @@ class TieredStore(Store):
 
     def open_blob(self, cache_id: str, *, tenant: str = "default") -> BlobFile:
         manifest, _ = self._look_up(cache_id, tenant)
-        for tier in self._tiers:
-            with self._tolerant(tier):
-                file = tier.open_blob(manifest)
-                if file is not None:
-                    return file
-        return self._home.open_blob(cache_id, tenant=tenant)
+        return self._copies.open_blob(manifest) or self._home.open_blob(cache_id, tenant=tenant)
 
     def source(self, cache_id: str, *, tenant: str = "default") -> str:
         manifest, _ = self._look_up(cache_id, tenant)
-        text = self._source_copy(manifest)
+        text = self._copies.source(manifest)
         if text is None:
             text = self._home.source(cache_id, tenant=tenant)
-            self._keep_source(manifest, text)
+            self._copies.keep_source(manifest, text)
         return text
 
     def original(self, cache_id: str, *, tenant: str = "default") -> tuple[Manifest, str]:
@@ -138,12 +126,12 @@ class TieredStore(Store):
     def _stand_in(self, cache_id: str, tenant: str, error: KvshelfError) -> Manifest:
         """The manifest of a copy that counts although the home said `error`; raises that where there is none."""
         for tier in self._witnesses(error):
-            with self._tolerant(tier):
+            with self._copies.tolerant(tier):
                 copy = tier.find(cache_id, tenant, recent=not isinstance(error, CacheCorrupt))
                 if copy is not None:
                     return copy
         if not isinstance(error, StoreUnavailable):
-            self._drop(cache_id, tenant)
+            self._copies.drop(cache_id, tenant)
         raise error
 
     def _witnesses(self, error: KvshelfError) -> Sequence[Tier]:
@@ -154,14 +142,14 @@ class TieredStore(Store):
 
     def _outlived_home(self, tier: Tier) -> bool:
         """Whether a tier has copies from a time before the home lost everything."""
-        with self._tolerant(tier):
+        with self._copies.tolerant(tier):
             return tier.noted() not in ("", self._home.incarnation)
         return False
 
     def _open(self, manifest: Manifest, word: _Word, first: int = 0) -> ArrivingCache:
         """The blob of a manifest, from the first place that has it. word: the home's. first: the tier to begin with."""
         for index, tier in enumerate(self._tiers[first:], first):
-            with self._tolerant(tier):
+            with self._copies.tolerant(tier):
                 if word == "live":
                     tier.confirm(manifest)
                 arriving = tier.open_cache(manifest)
@@ -178,7 +166,7 @@ class TieredStore(Store):
     def _share(self, manifest: Manifest, tiers: Sequence[Tier], cache: CompressedCache) -> None:
         """After a read or a write: a copy for each of `tiers`, and for the home, if it has lost its own."""
         for tier in tiers:
-            with self._tolerant(tier):
+            with self._copies.tolerant(tier):
                 tier.keep(manifest, cache)
         # Asked again, because of a deletion meanwhile: whoever deleted may have found no copy to drop yet.
         with suppress(KvshelfError):
@@ -193,7 +181,7 @@ class TieredStore(Store):
             with suppress(_Lost, CacheCorrupt):
                 self._ask_home(manifest.id, manifest.tenant)
                 return  # it has it already
-            text = self._source_copy(manifest)
+            text = self._copies.source(manifest)
             self._home.adopt(cache, manifest.model_copy(update={"has_source": False, "source_digest": None}))
             if text is not None:
                 self._home.keep_source(manifest.id, text, tenant=manifest.tenant)
@@ -245,18 +233,18 @@ class TieredStore(Store):
         )
         self._share(manifest, self._tiers, encoded)
         if source is not None:
-            self._keep_source(manifest, source)
+            self._copies.keep_source(manifest, source)
         return manifest
 
     def keep_source(self, cache_id: str, text: str, *, tenant: str = "default") -> Manifest:
         manifest = self._insist(cache_id, tenant, partial(self._home.keep_source, cache_id, text, tenant=tenant))
-        self._keep_source(manifest, text)
+        self._copies.keep_source(manifest, text)
         return manifest
 
     def keep_judgement(self, cache_id: str, judged: Judgement, *, tenant: str = "default") -> Manifest:
         keep = partial(self._home.keep_judgement, cache_id, judged, tenant=tenant)
         manifest = self._insist(cache_id, tenant, keep)
-        self._confirm(manifest)
+        self._copies.confirm(manifest)
         return manifest
 
     def update(
@@ -280,48 +268,17 @@ class TieredStore(Store):
             "if_revision": if_revision,
         }
         manifest = self._insist(cache_id, tenant, partial(self._home.update, cache_id, tenant=tenant, **changes))
-        self._confirm(manifest)
+        self._copies.confirm(manifest)
         return manifest
 
     def delete(self, cache_id: str, *, tenant: str = "default", if_revision: Collection[str] | None = None) -> Receipt:
         delete = partial(self._home.delete, cache_id, tenant=tenant, if_revision=if_revision)
         receipt = self._insist(cache_id, tenant, delete)
-        return receipt.model_copy(update={"homes": (*receipt.homes, *self._drop(cache_id, tenant))})
+        return receipt.model_copy(update={"homes": (*receipt.homes, *self._copies.drop(cache_id, tenant))})
 
     def touch(self, cache_id: str, *, tenant: str = "default") -> None:
-        for tier in self._tiers:
-            with self._tolerant(tier):
-                tier.touch(cache_id, tenant)
+        self._copies.touch(cache_id, tenant)
         self._home.touch(cache_id, tenant=tenant)
-
-    def _confirm(self, manifest: Manifest) -> None:
-        for tier in self._tiers:
-            with self._tolerant(tier):
-                tier.confirm(manifest)
-
-    def _drop(self, cache_id: str, tenant: str) -> list[str]:
-        """Remove all copies; returns the names of the tiers that had one, those nearest to the home first."""
-        had: list[str] = []
-        for tier in reversed(self._tiers):
-            with self._tolerant(tier):
-                if tier.drop(cache_id, tenant):
-                    had.append(tier.name)
-        return had
-
-    def _keep_source(self, manifest: Manifest, text: str) -> None:
-        self._confirm(manifest)
-        for tier in self._tiers:
-            with self._tolerant(tier):
-                tier.keep_source(manifest, text)
-
-    def _source_copy(self, manifest: Manifest) -> str | None:
-        if manifest.has_source:
-            for tier in self._tiers:
-                with self._tolerant(tier):
-                    text = tier.source(manifest)
-                    if text is not None:
-                        return text
-        return None
 
     # Housekeeping
 
@@ -329,7 +286,7 @@ class TieredStore(Store):
         """As `Store.sweep`; and what the home no longer has goes from the tiers, what it lost goes back to it."""
         swept = self._home.sweep(now)
         for tier in self._tiers:
-            with self._tolerant(tier):
+            with self._copies.tolerant(tier):
                 tier.sweep(now)
                 self._compare(tier)
         return swept
@@ -352,13 +309,7 @@ class TieredStore(Store):
             tier.note(incarnation)
 
     def check(self) -> Sequence[str]:
-        found = list(self._home.check())
-        for tier in self._tiers:
-            try:
-                found += [f"{tier.name} tier: {problem}" for problem in tier.problems()]
-            except (KvshelfError, OSError) as error:
-                found.append(f"{tier.name} tier: {error}")
-        return found
+        return [*self._home.check(), *self._copies.problems()]
 
     def scrub(self) -> Iterator[Scrubbed]:
         """As `Store.scrub`. What is corrupt at home and good in a tier is put right at once; it is reported all the
@@ -368,12 +319,7 @@ class TieredStore(Store):
                 with suppress(KvshelfError):
                     self._insist(found.id, found.tenant, partial(self._home.stat, found.id, tenant=found.tenant))
             yield found
-        for tier in self._tiers:
-            with self._tolerant(tier):
-                for found in tier.scrub():
-                    if found.problem is not None:
-                        tier.drop(found.id, found.tenant)
-                        yield found.model_copy(update={"problem": f"{tier.name} tier: {found.problem}"})
+        yield from self._copies.scrub()
 
     # What only the home knows
 
@@ -415,20 +361,6 @@ class TieredStore(Store):
 
     def health(self) -> Health:
         """As `Store.health`; that a tier has failed of late is a warning."""
-        home, now = self._home.health(), time.monotonic()
-        failing = [name for name, at in self._failed_at.items() if now - at < _FAILING_S]
-        warnings = [f"the {name} tier does not work; caches come from the home" for name in failing]
+        home = self._home.health()
+        warnings = [f"the {name} tier does not work; caches come from the home" for name in self._copies.failing()]
         return replace(home, warnings=(*home.warnings, *warnings))
-
-    # Tiers that fail
-
-    @contextmanager
-    def _tolerant(self, tier: Tier) -> Iterator[None]:
-        """Inside the block, what a tier fails with is logged, and the block ends: no copy is ever needed."""
-        try:
-            yield
-        except (KvshelfError, OSError, MemoryError) as error:
-            now = self._failed_at[tier.name] = time.monotonic()
-            if now - self._complained_at.get(tier.name, -_COMPLAINT_S) >= _COMPLAINT_S:
-                self._complained_at[tier.name] = now
-                log.warning("the %s tier does not work; caches come from the home: %s", tier.name, error)
