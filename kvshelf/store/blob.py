@@ -150,9 +150,11 @@ def open_file(file: BinaryIO, size: int) -> BlobSummary:
         raise BlobError(
             f"the file has {end} bytes, {size} were written", reason="truncated" if end < size else "trailing_bytes"
         )
-    body = body_offset(_read_at(file, 0, min(size, FIXED.size)), size)
-    trailer = _read_at(file, size - TRAILER.size, TRAILER.size)
-    return open_frame(_read_at(file, 0, body), trailer, size)
+    trailer = _read_at(file, max(0, size - TRAILER.size), min(size, TRAILER.size))
+    file.seek(0)
+    fixed = _read(file, min(size, FIXED.size))
+    rest = _read(file, body_offset(fixed, size) - len(fixed))  # read on, so that one stream may carry it all
+    return open_frame(fixed + rest, trailer, size)
 
 
 def verify_file(file: BinaryIO, size: int) -> BlobSummary:
@@ -234,6 +236,10 @@ def _require_digest(what: str, actual: bytes, expected: bytes) -> None:
 
 def _read_at(file: BinaryIO, offset: int, size: int) -> bytes:
     file.seek(offset)
+    return _read(file, size)
+
+
+def _read(file: BinaryIO, size: int) -> bytes:
     data = file.read(size)
     if len(data) != size:
         raise BlobError(f"the file ended {size - len(data)} bytes early while it was read", reason="truncated")

@@ -1,4 +1,4 @@
-"""Caches that arrive layer by layer: each layer as soon as it is verified, and every fault where it belongs."""
+"""Caches that arrive some layers at a time: these as soon as they are verified, and every fault where it belongs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from io import FileIO
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from kvshelf.errors import BlobError, CacheCorrupt, CacheExpired, CacheNotFound, StoreUnavailable
 from kvshelf.store import CompressedCache, blob
-from kvshelf.store.arriving import ArrivingCache
+from kvshelf.store.arriving import ArrivingCache, portions_of
 from kvshelf.store.artifact import LayerRecord
 from kvshelf.store.disk import DiskStore
 from kvshelf.store.files import fresh_memory
@@ -52,6 +54,10 @@ class Pipe:
         self.arriving = ArrivingCache(summary, self.file, nullcontext)
         self._reader = threading.Thread(target=self.arriving.read, daemon=True)
         self._reader.start()
+
+    def portions(self) -> list[range]:
+        """The layers that arrive together."""
+        return list(portions_of([layer.nbytes for layer in self._layers]))
 
     def send(self, layers: int, but: int = 0) -> None:
         """Send on until so many layers are sent, but for the last `but` bytes."""
@@ -109,16 +115,30 @@ def test_the_header_says_what_comes(store: DiskStore) -> None:
 
 
 @pytest.mark.parametrize("codec", ["none", "int4:group=8,residual=3"])
-def test_a_layer_can_be_used_before_the_next_has_come(codec: str) -> None:
+def test_layers_can_be_used_before_the_next_have_come(codec: str) -> None:
     cache = make_cache(lengths=LAYERS).encoded(codec)
     pipe = Pipe(cache)
-    for index, expected in enumerate(cache.layers):
-        pipe.send(index + 1, but=1)
-        assert wait(pipe.arriving.layers[index:], timeout=0.05).done == set(), "its last byte has not been verified"
-        pipe.send(index + 1)
-        require_arrived(pipe.arriving.layers[index], expected)
+    for portion in pipe.portions():
+        pipe.send(portion.stop, but=1)
+        waiting = wait(pipe.arriving.layers[portion.start :], timeout=0.05)
+        assert waiting.done == set(), "the last byte of the portion has not been verified"
+        pipe.send(portion.stop)
+        for index in portion:
+            require_arrived(pipe.arriving.layers[index], cache.layers[index])
     require_equal(cache, pipe.arriving.cache())
     pipe.finish()
+
+
+@given(st.lists(st.integers(1, 20 << 20), min_size=1, max_size=100))
+def test_the_first_layer_comes_alone_and_then_ever_more_together(sizes: list[int]) -> None:
+    portions = list(portions_of(sizes))
+    assert [index for portion in portions for index in portion] == list(range(len(sizes)))
+    assert len(portions[0]) == 1
+    volumes = [sum(sizes[index] for index in portion) for portion in portions]
+    for portion, volume, before in zip(portions[1:], volumes[1:], volumes, strict=False):
+        most = min(2 * before, 8 << 20)
+        assert volume - sizes[portion[-1]] < most
+        assert volume >= most or portion is portions[-1]
 
 
 @pytest.mark.parametrize("name", golden_caches())
@@ -322,7 +342,7 @@ def test_closing_after_reading_takes_nothing_away(shelf: DiskStore) -> None:
 
 
 def test_closing_while_a_layer_is_read() -> None:
-    """Those who wait hear of it at once; the reader ends when it has the layer that it is at."""
+    """Those who wait hear of it at once; the reader ends when it has the layers that it is at."""
     cache = make_cache(lengths=LAYERS)
     pipe = Pipe(cache)
     pipe.send(2, but=1)
@@ -330,7 +350,7 @@ def test_closing_while_a_layer_is_read() -> None:
     pipe.arriving.close()
     assert [type(error) for error in errors_of(pipe.arriving)] == [type(None)] + [StoreUnavailable] * 3
     assert not pipe.file.closed, "it is being read"
-    pipe.send(2)
+    pipe.send(pipe.portions()[1].stop)
     pipe.join()
     assert [type(error) for error in errors_of(pipe.arriving)] == [type(None)] + [StoreUnavailable] * 3
     pipe.finish()

@@ -18,7 +18,7 @@ from kvshelf.store.redis.server import Loan
 from kvshelf.store.redis.wire import Command, Wire
 
 _AHEAD: Final = 4  # pieces that are asked for before they are read: the server works while the reader hashes
-_SMALL: Final = 256 << 10  # bytes; a read of less fetches just that, unless it goes on where the last one ended
+_SMALL: Final = 256 << 10  # bytes; a read of less fetches just that, unless it is the beginning or goes on from there
 _DRAIN: Final = 64 << 10  # bytes; fewer than these are read and thrown away, to keep a connection
 
 
@@ -55,7 +55,7 @@ class RedisFile(io.RawIOBase):
         self._lease_s = lease_s
         self._renew_at = time.monotonic() + lease_s / 3
         self._position = 0
-        self._last_end = -1  # where the last read ended
+        self._last_end = 0  # where the last read ended; who reads the beginning will read on
         self._stream: _Stream | None = None
 
     @property
