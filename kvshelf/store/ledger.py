@@ -8,8 +8,8 @@ it.
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 from kvshelf.errors import RequestNotFound, StateConflict
 from kvshelf.store.manifest import Record
@@ -18,11 +18,12 @@ RequestState = Literal["queued", "running", "done", "failed"]
 
 
 class RequestError(Record):
-    """Why an attempt failed, in the words of the wire."""
+    """Why an attempt failed, in the words of the wire. `details` as those of a `KvshelfError`: JSON types only."""
 
     code: str
     message: str
     param: str | None = None
+    details: dict[str, Any] | None = None
 
 
 class RequestRecord(Record):
@@ -88,6 +89,7 @@ class Ledger(abc.ABC):
         code: str,
         message: str,
         param: str | None = None,
+        details: Mapping[str, Any] | None = None,
         final: bool,
         counted: bool = True,
     ) -> None:

@@ -117,7 +117,7 @@ class Attempts:
     async def _record_failure(
         self, request_id: str, attempt: int, error: KvshelfError, *, final: bool, counted: bool = True
     ) -> None:
-        told = {"code": error.code, "message": error.message, "param": error.param}
+        told = {"code": error.code, "message": error.message, "param": error.param, "details": error.details}
         try:
             await self._threads.run(self._ledger.fail, request_id, attempt, **told, final=final, counted=counted)
         except StateConflict:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from kvshelf.errors import RequestNotFound, StateConflict
 from kvshelf.store.disk import DiskStore
+from kvshelf.store.disk.database import FILE_NAME
 from kvshelf.store.index import Index
 from kvshelf.store.ledger import Ledger, RequestError
 from tests.store.indexes import Home, disk_home, empty_redis_home
@@ -125,10 +128,11 @@ def test_a_failure_is_repeated_or_final(ledger: Ledger, lease_s: float) -> None:
     assert queued.error == RequestError(code="worker_crashed", message="it died")
     assert ledger.body("req_1") == b"x"
     ledger.start_attempt("req_1", worker="w2", lease_s=lease_s)
-    ledger.fail("req_1", 2, code="document_too_long", message="too long", param="document", final=True)
+    facts = {"tried": [{"bytes": 5, "quality": None, "agreement": 0.25, "word": "ü"}]}
+    ledger.fail("req_1", 2, code="quality_below_floor", message="too bad", param="levels", details=facts, final=True)
     failed = ledger.get_request("req_1", tenant="me")
     assert failed.state == "failed"
-    assert failed.error == RequestError(code="document_too_long", message="too long", param="document")
+    assert failed.error == RequestError(code="quality_below_floor", message="too bad", param="levels", details=facts)
     with pytest.raises(StateConflict, match="dropped"):
         ledger.body("req_1")
 
@@ -147,9 +151,28 @@ def test_a_failure_that_nobody_is_to_blame_for_is_not_counted(ledger: Ledger, ho
 def test_a_failed_request_that_is_sent_again_starts_anew(ledger: Ledger, lease_s: float) -> None:
     ledger.open_request("req_1", tenant="me", body=b"x")
     ledger.start_attempt("req_1", worker="w1", lease_s=lease_s)
-    ledger.fail("req_1", 1, code="internal", message="oops", final=True)
+    ledger.fail("req_1", 1, code="internal", message="oops", details={"of": "the first"}, final=True)
     again = ledger.open_request("req_1", tenant="me", body=b"x")
     assert (again.state, again.tries, again.error) == ("queued", 0, None)
+    ledger.start_attempt("req_1", worker="w1", lease_s=lease_s)
+    ledger.fail("req_1", 2, code="internal", message="oops again", final=True)
+    told = ledger.get_request("req_1", tenant="me").error
+    assert told == RequestError(code="internal", message="oops again")  # nothing of the first
+
+
+def test_a_disk_home_of_before_there_were_details_is_used_as_it_is(tmp_path: Path) -> None:
+    disk_home(tmp_path).open().close()
+    with closing(sqlite3.connect(tmp_path / FILE_NAME)) as connection:
+        connection.execute("ALTER TABLE requests DROP COLUMN error_details")
+        connection.execute(
+            "INSERT INTO requests (id, tenant, state, attempts, error_code, error_message, created_at, updated_at) "
+            "VALUES ('req_old', 'me', 'failed', 1, 'internal', 'oops', 5, 6)"
+        )
+        connection.commit()
+    for _ in range(2):
+        index = disk_home(tmp_path).open()
+        assert index.ledger.get_request("req_old", tenant="me").error == RequestError(code="internal", message="oops")
+        index.close()
 
 
 def test_a_fence_holds_across_a_new_start(ledger: Ledger, home: Home, lease_s: float) -> None:

@@ -51,8 +51,8 @@ def request_json(record: RequestRecord) -> dict[str, Any]:
     """A request of the ledger as the API shows it."""
     error = None
     if record.error is not None:
-        cls = by_code().get(record.error.code, InternalError)
-        error = ErrorBody(message=record.error.message, type=cls.type, param=record.error.param, code=record.error.code)
+        kind = by_code().get(record.error.code, InternalError).type
+        error = ErrorBody(type=kind, **record.error.model_dump())
     request = RequestObject(
         id=record.id,
         state=record.state,

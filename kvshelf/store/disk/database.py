@@ -146,8 +146,10 @@ class Database:
                     f"the shelf at {self._home} has home format {found}, this version of kvshelf works with "
                     f"{schema.HOME_FORMAT}: upgrade kvshelf or use another folder"
                 )
-            if not connection.execute("SELECT 1 FROM sqlite_schema WHERE name = 'docket'").fetchone():
-                connection.executescript(f"BEGIN IMMEDIATE;{schema.ADDED}COMMIT;")
+            for table, column, statements in schema.ADDED:
+                known = "SELECT 1 FROM pragma_table_info(?) WHERE name = ?"
+                if not connection.execute(known, (table, column)).fetchone():
+                    connection.executescript(f"BEGIN IMMEDIATE;{statements}COMMIT;")
             return bytes(connection.execute("SELECT value FROM meta WHERE name = 'key'").fetchone()["value"])
         finally:
             connection.close()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from kvshelf.store import ledger
 from kvshelf.store.disk.database import Database
@@ -33,8 +34,7 @@ class SqliteLedger(Ledger):
             elif row["state"] == "failed" or (row["state"] == "done" and again):
                 tx.execute(
                     "UPDATE requests SET state = 'queued', body = ?, attempts_before = attempts, cache_ids = '[]', "
-                    "worker = NULL, error_code = NULL, error_message = NULL, error_param = NULL, updated_at = ? "
-                    "WHERE id = ?",
+                    f"worker = NULL, {_NO_ERROR}, updated_at = ? WHERE id = ?",
                     (body, now, request_id),
                 )
             return _record(_require(tx, request_id))
@@ -68,7 +68,7 @@ class SqliteLedger(Ledger):
             _require_holder(tx, request_id, attempt)
             tx.execute(
                 "UPDATE requests SET state = 'done', body = NULL, worker = NULL, lease_until = NULL, cache_ids = ?, "
-                "error_code = NULL, error_message = NULL, error_param = NULL, updated_at = ? WHERE id = ?",
+                f"{_NO_ERROR}, updated_at = ? WHERE id = ?",
                 (json.dumps(list(cache_ids)), self._now(), request_id),
             )
 
@@ -80,16 +80,18 @@ class SqliteLedger(Ledger):
         code: str,
         message: str,
         param: str | None = None,
+        details: Mapping[str, Any] | None = None,
         final: bool,
         counted: bool = True,
     ) -> None:
+        error = (code, message, param, json.dumps(details) if details else None)
         with self._database.write() as tx:
             _require_holder(tx, request_id, attempt)
             tx.execute(
                 "UPDATE requests SET state = ?, body = iif(?, NULL, body), worker = NULL, lease_until = NULL, "
-                "error_code = ?, error_message = ?, error_param = ?, updated_at = ?, "
+                "error_code = ?, error_message = ?, error_param = ?, error_details = ?, updated_at = ?, "
                 "attempts_before = attempts_before + ? WHERE id = ?",
-                ("failed" if final else "queued", final, code, message, param, self._now(), not counted, request_id),
+                ("failed" if final else "queued", final, *error, self._now(), not counted, request_id),
             )
 
     def get_request(self, request_id: str, *, tenant: str) -> RequestRecord:
@@ -122,8 +124,10 @@ class SqliteLedger(Ledger):
 
 _FIELDS = (
     "id, tenant, state, attempts, attempts_before, worker, lease_until, cache_ids, "
-    "error_code, error_message, error_param, created_at, updated_at"
+    "error_code, error_message, error_param, error_details, created_at, updated_at"
 )
+
+_NO_ERROR = "error_code = NULL, error_message = NULL, error_param = NULL, error_details = NULL"
 
 
 def _row(connection: sqlite3.Connection, request_id: str) -> sqlite3.Row | None:
@@ -149,7 +153,10 @@ def _require_holder(connection: sqlite3.Connection, request_id: str, attempt: in
 def _record(row: sqlite3.Row) -> RequestRecord:
     error = None
     if row["error_code"] is not None:
-        error = RequestError(code=row["error_code"], message=row["error_message"], param=row["error_param"])
+        details = None if row["error_details"] is None else json.loads(row["error_details"])
+        error = RequestError(
+            code=row["error_code"], message=row["error_message"], param=row["error_param"], details=details
+        )
     return RequestRecord(
         id=row["id"],
         tenant=row["tenant"],

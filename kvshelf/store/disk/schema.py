@@ -111,11 +111,9 @@ CREATE TABLE requests (
 CREATE INDEX requests_by_state ON requests (state, created_at);
 """
 
-ADDED: Final = """
--- Tables that came later and change nothing of the others: they are made where they are missing.
---
+_DOCKET = """
 -- Files and batches, see kvshelf.store.docket. term: the number of the newest lease.
-CREATE TABLE IF NOT EXISTS docket (
+CREATE TABLE docket (
     seq INTEGER PRIMARY KEY AUTOINCREMENT,
     kind TEXT NOT NULL,
     id TEXT NOT NULL UNIQUE,
@@ -127,16 +125,23 @@ CREATE TABLE IF NOT EXISTS docket (
     term INTEGER NOT NULL DEFAULT 0,
     lease_until REAL NOT NULL DEFAULT 0
 ) STRICT;
-CREATE INDEX IF NOT EXISTS docket_of_tenant ON docket (kind, tenant, seq);
-CREATE INDEX IF NOT EXISTS docket_open ON docket (seq) WHERE open = 1;
-CREATE INDEX IF NOT EXISTS docket_due ON docket (kind, due) WHERE due IS NOT NULL;
-CREATE TABLE IF NOT EXISTS docket_lines (
+CREATE INDEX docket_of_tenant ON docket (kind, tenant, seq);
+CREATE INDEX docket_open ON docket (seq) WHERE open = 1;
+CREATE INDEX docket_due ON docket (kind, due) WHERE due IS NOT NULL;
+CREATE TABLE docket_lines (
     item TEXT NOT NULL REFERENCES docket (id) ON DELETE CASCADE,
     number INTEGER NOT NULL,
     line BLOB NOT NULL,
     PRIMARY KEY (item, number)
 ) STRICT, WITHOUT ROWID;
 """
+
+ADDED: Final = (
+    ("docket", "id", _DOCKET),
+    ("requests", "error_details", "ALTER TABLE requests ADD COLUMN error_details TEXT;"),
+)
+"""What came later and disturbs no older version: a table, a column by which it is known to be there, and how it is made
+where it is not, in new homes too."""
 
 MIGRATION: Final = f"""
 ALTER TABLE caches RENAME COLUMN file TO name;

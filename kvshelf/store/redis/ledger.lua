@@ -42,13 +42,14 @@ local function get(field) return call('HGET', KEY, field) end
 -- In the order of FIELDS in ledger.py.
 local function show(key)
   return call('HMGET', key, 'id', 'tenant', 'state', 'attempts', 'attempts_before', 'worker', 'lease_until', 'cache_ids',
-    'error_code', 'error_message', 'error_param', 'created_at', 'updated_at')
+    'error_code', 'error_message', 'error_param', 'error_details', 'created_at', 'updated_at')
 end
 
-local function set_error(code, message, param)
-  call('HDEL', KEY, 'error_code', 'error_message', 'error_param')
+local function set_error(code, message, param, details)
+  call('HDEL', KEY, 'error_code', 'error_message', 'error_param', 'error_details')
   if code then call('HSET', KEY, 'error_code', code, 'error_message', message) end
   if param then call('HSET', KEY, 'error_param', param) end
+  if details then call('HSET', KEY, 'error_details', details) end
 end
 
 -- What keeps an attempt from going on, or nil.
@@ -139,7 +140,7 @@ function operations.fail()
     call('HDEL', KEY, 'worker', 'lease_until')
     call('HSET', KEY, 'state', 'queued', 'updated_at', exact(now_s()))
   end
-  set_error(a.code, a.message, a.param)
+  set_error(a.code, a.message, a.param, a.details)
   if a.counted == '0' then call('HINCRBY', KEY, 'attempts_before', 1) end
   return {'done'}
 end

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from kvshelf.errors import StoreUnavailable
@@ -16,7 +16,7 @@ from kvshelf.store.redis.script import Script
 
 _FIELDS: Final = (
     *("id", "tenant", "state", "attempts", "attempts_before", "worker", "lease_until", "cache_ids"),
-    *("error_code", "error_message", "error_param", "created_at", "updated_at"),
+    *("error_code", "error_message", "error_param", "error_details", "created_at", "updated_at"),
 )
 """What a record consists of, in the order in which `ledger.lua` shows it."""
 
@@ -81,6 +81,7 @@ class RedisLedger(Ledger):
         code: str,
         message: str,
         param: str | None = None,
+        details: Mapping[str, Any] | None = None,
         final: bool,
         counted: bool = True,
     ) -> None:
@@ -91,6 +92,7 @@ class RedisLedger(Ledger):
             code=code,
             message=message,
             param=param,
+            details=json.dumps(details) if details else None,
             final=final,
             counted=counted,
             keep_ended_s=KEEP_ENDED_S,
@@ -156,9 +158,10 @@ def _record(fields: Sequence[bytes | None]) -> RequestRecord:
             name: value.decode() for name, value in zip(_FIELDS, fields, strict=True) if value is not None
         }
         error = {key: values.pop(f"error_{key}", None) for key in ("code", "message", "param")}
+        details = values.pop("error_details", None)
         values |= {
             "cache_ids": json.loads(values["cache_ids"]),
-            "error": error if error["code"] else None,
+            "error": error | {"details": details and json.loads(details)} if error["code"] else None,
         }
         return RequestRecord.model_validate({"worker": None, "lease_until": None} | values)
     except (KeyError, ValueError) as wrong:
