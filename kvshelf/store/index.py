@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from kvshelf.errors import StorageFull
+from kvshelf.errors import QuotaExceeded, StorageFull
 from kvshelf.store.docket import Docket
 from kvshelf.store.ledger import Ledger
 from kvshelf.store.manifest import Manifest, Usage
@@ -253,6 +253,14 @@ class Index(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Let go of connections."""
+
+
+def over_quota(size: int, taken: int, max_bytes: int | None) -> QuotaExceeded:
+    """`fits` in its details: whether it would if the tenant had nothing else."""
+    return QuotaExceeded(
+        f"{taken} of {max_bytes} bytes are taken and {size} more are needed; delete caches first",
+        fits=max_bytes is None or size <= max_bytes,
+    )
 
 
 def over_budget(size: int, budget_bytes: int | None) -> StorageFull:

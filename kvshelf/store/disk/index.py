@@ -12,7 +12,7 @@ from kvshelf.store.blobs import WRITE_LEASE_S
 from kvshelf.store.disk.database import Database
 from kvshelf.store.disk.docket import SqliteDocket
 from kvshelf.store.disk.ledger import SqliteLedger
-from kvshelf.store.index import Entry, Index, Query, Quota, Writing, over_budget
+from kvshelf.store.index import Entry, Index, Query, Quota, Writing, over_budget, over_quota
 from kvshelf.store.manifest import Manifest, Usage
 
 _FIELDS: Final = (
@@ -47,9 +47,7 @@ class SqliteIndex(Index):
                     f"{caches} caches are on the shelf, as many as may be ({quota.max_caches}); delete some first"
                 )
             if quota.max_bytes is not None and nbytes + size > quota.max_bytes:
-                raise QuotaExceeded(
-                    f"{nbytes} of {quota.max_bytes} bytes are taken and {size} more are needed; delete caches first"
-                )
+                raise over_quota(size, nbytes, quota.max_bytes)
             if quota.budget_bytes is not None and _taken(tx, replaced, None)[1] + size > quota.budget_bytes:
                 raise over_budget(size, quota.budget_bytes)
             tx.execute(
