@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import structlog
 
+from kvshelf.errors import QualityBelowFloor
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.attempts import MAX_ATTEMPTS, Attempts
@@ -21,6 +22,7 @@ from kvshelf.workers.flights import Flights
 from kvshelf.workers.levels import Levels
 from kvshelf.workers.phases import Phase, in_sequence, rounded
 from kvshelf.workers.quality import QUESTIONS
+from kvshelf.workers.refusals import Refusals
 from kvshelf.workers.scheduler import Scheduler, Work
 from kvshelf.workers.shelving import Shelving
 from kvshelf.workers.ticket import Ticket
@@ -58,6 +60,7 @@ class Creations:
         self._attempts = Attempts(store.ledger, worker, threads)
         self._questions = questions
         self._flights: Flights[Created] = Flights()
+        self._refusals = Refusals()
         self._rates = Rates()
 
     async def create(
@@ -124,10 +127,14 @@ class Creations:
     async def _choose(self, work: Selection, shelving: Shelving, deadline_s: float | None) -> Created:
         """The smallest level that is good enough, and only that."""
         there = await self._threads.run(shelving.there)
-        known = shelving.known(work, there)
+        known = shelving.known(work, there, self._refusals.of(shelving.ids))
         if known is not None:
             return Created((Stored(_plain(known), existing=True),))
-        choice, ticket = await self._run(work, shelving.tenant, deadline_s)
+        try:
+            choice, ticket = await self._run(work, shelving.tenant, deadline_s)
+        except QualityBelowFloor as refusal:
+            self._refusals.remember(shelving.ids, refusal)
+            raise
         manifest = await self._threads.run(shelving.put_choice, work, choice, ticket.queue_s)
         phases = self._record([manifest], ticket)
         return Created((Stored(_plain(manifest), manifest.id in there),), phases)

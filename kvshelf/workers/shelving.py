@@ -43,14 +43,17 @@ class Shelving:
                 found[cache_id] = self.store.stat(cache_id, tenant=self.tenant)
         return found
 
-    def known(self, selection: Selection, there: Mapping[str, Manifest]) -> Manifest | None:
-        """The cache on the shelf that a selection would choose, if what is written there says so; else None.
+    def known(
+        self, selection: Selection, there: Mapping[str, Manifest], refused: Mapping[str, Tried]
+    ) -> Manifest | None:
+        """The cache on the shelf that a selection would choose, if that is known; else None.
 
-        It is said by the qualities of the caches themselves, or by what was tried when one of them was chosen. The two
-        are not mixed: they count bytes in different ways. Raises as `Selection.run` does where none is good enough.
+        It is said by the qualities of the caches themselves, by what was tried when one of them was chosen, or by what
+        was `refused` before, by id. These are not mixed: they count bytes in different ways. Raises as `Selection.run`
+        does where none is good enough.
         """
         own = {cache_id: _measured(manifest) for cache_id, manifest in there.items()}
-        for told in (own, *(_tried(manifest) for manifest in there.values())):
+        for told in (own, *(_tried(manifest) for manifest in there.values()), refused):
             level = selection.known([told.get(cache_id) for cache_id in self.ids])
             if level is not None:
                 found = there.get(self.id_of(selection, level))

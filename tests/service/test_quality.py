@@ -129,7 +129,10 @@ def test_in_the_background(http: httpx.Client) -> None:
     assert (chosen["cache_ids"], chosen["cache_id"]) == ([ids[1]], ids[1])
     failed = ended(document=document("night"), compression_ratio=0.95, min_quality=1.0)
     assert (failed["state"], failed["attempts"], failed["cache_ids"]) == ("failed", 1, [])
-    assert (failed["error"]["code"], failed["error"]["param"]) == ("quality_below_floor", "min_quality")
+    told = {"document": body["document"], "compression_ratio": 0.95, "min_quality": 1.0}
+    assert failed["error"] == refused(http.post("/v1/caches", json=told), 422, "quality_below_floor")
+    (tried,) = failed["error"]["details"]["tried"]
+    assert 0 <= tried["quality"]["agreement"] < 1
 
 
 def test_a_form_has_levels_as_json(http: httpx.Client) -> None:

@@ -14,11 +14,12 @@ from kvshelf.client.types import CreateCache, Estimate
 from kvshelf.errors import CacheNotFound, InvalidRequest, PolicyUnsupported, QualityBelowFloor
 from kvshelf.store.disk import DiskStore
 from kvshelf.store.shelf import Shelf
-from kvshelf.workers.auto import CANDIDATES, auto
+from kvshelf.workers.auto import CANDIDATES, Tried, auto
 from kvshelf.workers.created import Created
 from kvshelf.workers.engine import Engine, Prefill
 from kvshelf.workers.levels import Level
-from kvshelf.workers.quality import VERSION
+from kvshelf.workers.quality import VERSION, Quality
+from kvshelf.workers.refusals import Refusals
 from kvshelf.workers.replica import Replica
 from kvshelf.workers.scheduler import Scheduler
 
@@ -129,6 +130,52 @@ async def test_one_way_is_stored_only_if_it_is_good_enough(
     assert engine.prefills == before  # its manifest says it all
 
 
+async def test_a_refusal_is_remembered_by_the_worker(
+    replica: Replica, engine: Counting, shelf: Shelf, document: str
+) -> None:
+    asked: dict[str, Any] = {"levels": [0.9, 0.95], "min_quality": 1.0}
+    before = engine.prefills
+    with pytest.raises(QualityBelowFloor) as first:
+        await create(replica, document, **asked)
+    # In another order, alone, or with another floor that nothing meets: it is known what would come of it.
+    for again in (asked, asked | {"levels": [0.95, 0.9]}, {"compression_ratio": 0.95, "min_quality": 0.999}):
+        with pytest.raises(QualityBelowFloor) as second:
+            await create(replica, document, **again)
+        for tried in second.value.details["tried"]:
+            assert tried in first.value.details["tried"]
+    assert engine.prefills == before + 1
+    with pytest.raises(QualityBelowFloor):  # one level more is another question
+        await create(replica, document, levels=[0.9, 0.95, 0.85], min_quality=1.0)
+    assert engine.prefills == before + 2
+    least = min(one["quality"]["agreement"] for one in first.value.details["tried"])
+    made = await create(replica, document, **asked | {"min_quality": least})
+    assert (made.existing, engine.prefills) == (False, before + 3)
+    assert [cache.id for cache in shelf.list().data] == ids(made)
+
+
+async def test_a_refusal_is_remembered_of_one_tenant(replica: Replica, engine: Counting, document: str) -> None:
+    spec = CreateCache(document=document, compression_ratio=0.9, min_quality=1.0).model_dump(mode="json")
+    before = engine.prefills
+    for tenant in ("default", "another", "default", "another"):
+        with pytest.raises(QualityBelowFloor):
+            await replica.create(spec, tenant=tenant)
+    assert engine.prefills == before + 2
+
+
+def test_the_oldest_refusals_are_forgotten_first() -> None:
+    def refusal(*ratios: float) -> QualityBelowFloor:
+        quality = Quality(0.5, 1.0, 32, 0.1)
+        tried = [Tried("keydiff", ratio, "none", 100, quality).to_dict() for ratio in ratios]
+        return QualityBelowFloor("too little", tried=tried)
+
+    refusals = Refusals(3)
+    refusals.remember(["a", "b"], refusal(0.1, 0.2, 0.3))  # the third was dropped before it had an id
+    refusals.remember(["c"], refusal(0.3))
+    refusals.remember(["a", "d"], refusal(0.1, 0.4))
+    found = refusals.of(["a", "b", "c", "d"])
+    assert {key: tried.compression_ratio for key, tried in found.items()} == {"a": 0.1, "c": 0.3, "d": 0.4}
+
+
 async def test_a_cache_that_was_never_measured_is_made_again_and_then_known(
     engine: Counting, shelf: Shelf, document: str
 ) -> None:
@@ -214,6 +261,8 @@ async def test_a_request_of_the_ledger_names_every_level(replica: Replica, shelf
     record = shelf.ledger.get_request("req_floor", tenant="default")
     assert (record.state, record.tries) == ("failed", 1)  # it would come out the same
     assert record.error is not None
+    assert record.error.details is not None
+    assert [one["compression_ratio"] for one in record.error.details["tried"]] == [0.5, 0.75]
     assert (record.error.code, record.error.param) == ("quality_below_floor", "min_quality")
 
 
