@@ -7,18 +7,24 @@ it took it for failed (`begin`, `publish`, `set_source`) can be repeated without
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, Literal, Self, cast
+from typing import Any, Final, Literal, Self
 
 from kvshelf.errors import QuotaExceeded, StoreUnavailable
 from kvshelf.store.blobs import WRITE_LEASE_S
-from kvshelf.store.identity import digest
-from kvshelf.store.index import KEEP_ENDED_S, Entry, EntryState, Index, Query, Quota, Writing, over_budget
+from kvshelf.store.index import KEEP_ENDED_S, Entry, Index, Query, Quota, Writing, over_budget, over_quota
 from kvshelf.store.manifest import Manifest, Usage
 from kvshelf.store.redis.docket import RedisDocket
+from kvshelf.store.redis.entries import (
+    listings_of,
+    manifest_fields,
+    read_entry,
+    read_writing,
+    unchanged,
+    writing_fields,
+)
 from kvshelf.store.redis.ledger import RedisLedger
 from kvshelf.store.redis.link import RedisLink
 from kvshelf.store.redis.script import Script, Value
@@ -87,7 +93,7 @@ class RedisIndex(Index):
     def begin(self, writing: Writing, quota: Quota) -> None:
         reply = self._run(
             "begin",
-            **_writing_fields(writing),
+            **writing_fields(writing),
             lease_ms=self._lease_ms,
             max_caches=quota.max_caches,
             max_bytes=quota.max_bytes,
@@ -110,30 +116,30 @@ class RedisIndex(Index):
     ) -> tuple[bool, Entry | None]:
         reply = self._run(
             "publish",
-            **_writing_fields(writing),
-            **_manifest_fields(manifest),
+            **writing_fields(writing),
+            **manifest_fields(manifest),
             over=over,
             cost_s=cost_s,
             now=now,
         )
         _require_lease(reply)
-        return reply[0] == "published", _entry(reply[1]) if reply[1] else None
+        return reply[0] == "published", read_entry(reply[1]) if reply[1] else None
 
     # Reading
 
     def find(self, cache_id: str, tenant: str) -> Entry | None:
         shown = self._run("find", id=cache_id, tenant=tenant)[1]
-        return _entry(shown) if shown else None
+        return read_entry(shown) if shown else None
 
     def listing(self, query: Query, now: float, before: int | None, limit: int) -> list[Entry]:
-        listings = ",".join(_wanted(query))
+        listings = ",".join(listings_of(query))
         found: list[Entry] = []
         place: bytes | None = b"+inf" if before is None else b"(%d" % before
         steps = min(2 * limit, _STEPS)  # often enough
         while place is not None and len(found) < limit:
             room = min(limit - len(found), _BATCH)
             reply = self._run("listing", listings=listings, before=place, now=now, limit=room, steps=steps)
-            found += map(_entry, reply[2])
+            found += map(read_entry, reply[2])
             place = None if reply[1] is None else b"(" + reply[1]
             steps = _STEPS
         return found
@@ -146,7 +152,7 @@ class RedisIndex(Index):
     def stored(self) -> Iterator[Entry]:
         for batch in self._walk("stored"):
             # One that the server has ended is left to the sweep.
-            yield from (entry for entry in map(_entry, batch) if entry.stored)
+            yield from (entry for entry in map(read_entry, batch) if entry.stored)
 
     def knows(self, name: str) -> bool:
         return bool(self._run("knows", name=name)[1] == b"1")
@@ -154,11 +160,11 @@ class RedisIndex(Index):
     # Changing
 
     def rewrite(self, entry: Entry, manifest: Manifest) -> bool:
-        return _is_done(self._run("rewrite", **_manifest_fields(manifest), **_expected(entry)))
+        return _is_done(self._run("rewrite", **manifest_fields(manifest), **unchanged(entry)))
 
     def set_source(self, writing: Writing, entry: Entry, manifest: Manifest) -> bool:
-        fields = _writing_fields(writing) | _manifest_fields(manifest)
-        reply = self._run("set_source", **fields, **_expected(entry))
+        fields = writing_fields(writing) | manifest_fields(manifest)
+        reply = self._run("set_source", **fields, **unchanged(entry))
         _require_lease(reply)
         return _is_done(reply)
 
@@ -176,10 +182,10 @@ class RedisIndex(Index):
         return _is_done(self._run("bury", id=entry.id, seq=entry.seq, version=entry.version, **changes))
 
     def expired(self, now: float, limit: int) -> list[Entry]:
-        return [_entry(shown, as_kept=True) for shown in self._run("expired", now=now, limit=limit)[1]]
+        return [read_entry(shown, as_kept=True) for shown in self._run("expired", now=now, limit=limit)[1]]
 
     def victims(self, limit: int) -> list[Entry]:
-        return [_entry(shown, as_kept=True) for shown in self._run("victims", limit=limit)[1]]
+        return [read_entry(shown, as_kept=True) for shown in self._run("victims", limit=limit)[1]]
 
     def forget(self, before: float) -> int:
         count = 0
@@ -222,7 +228,7 @@ class RedisIndex(Index):
             )
         if found is None or len(found) != 32 or not incarnation:
             raise StoreUnavailable(f"{self._home} in Redis is not what kvshelf wrote there; use another prefix")
-        return found, _text(incarnation)
+        return found, incarnation.decode()
 
     def _enter_again(self) -> None:
         key, incarnation = self._enter(self.key)
@@ -238,7 +244,7 @@ class RedisIndex(Index):
             if last is None:
                 return
             yield batch
-            after = _text(last)
+            after = last.decode()
 
     @property
     def _lease_ms(self) -> int:
@@ -249,7 +255,8 @@ class RedisIndex(Index):
         found: list[str] = []
         due: Counter[str] = Counter(dict.fromkeys(_ALWAYS_COUNTED, 0))
         for rows in self._walk("audit"):
-            for cache_id, problem, listings, nbytes, tenant, expires, ranked in (map(_text, row) for row in rows):
+            for row in rows:
+                cache_id, problem, listings, nbytes, tenant, expires, ranked = (value.decode() for value in row)
                 if problem:
                     found.append(f"index: {cache_id} {problem}")
                 due.update({"stored": 1, "places": 1, "expiry": int(expires), "eviction": int(ranked)})
@@ -266,7 +273,7 @@ class RedisIndex(Index):
         found: list[Writing] = []
         while True:
             listed = self._run(operation, offset=len(found), limit=_STEPS)[1]
-            found += map(_writing, listed[::2], listed[1::2])
+            found += map(read_writing, listed[::2], listed[1::2])
             if len(listed) < 2 * _STEPS:
                 return found
 
@@ -288,10 +295,6 @@ def _counted(tenant: str, kind: str, caches: int, nbytes: int) -> dict[str, int]
     }
 
 
-def _text(value: bytes) -> str:
-    return value.decode()
-
-
 def _is_done(reply: Sequence[Any]) -> bool:
     return bool(reply[0] == "done")
 
@@ -308,115 +311,6 @@ def _require_room(reply: Sequence[Any], quota: Quota, size: int) -> None:
                 f"{int(caches)} caches are on the shelf, as many as may be ({quota.max_caches}); delete some first"
             )
         case ["max_bytes", nbytes]:
-            raise QuotaExceeded(
-                f"{int(nbytes)} of {quota.max_bytes} bytes are taken and {size} more are needed; delete caches first"
-            )
+            raise over_quota(size, int(nbytes), quota.max_bytes)
         case ["budget_bytes", _]:
             raise over_budget(size, quota.budget_bytes)
-
-
-def _writing_fields(writing: Writing) -> dict[str, Value]:
-    return {
-        "name": writing.name,
-        "tenant": writing.tenant,
-        "nbytes": writing.nbytes,
-        "source": writing.source,
-        "source_bytes": writing.source_bytes,
-    }
-
-
-def _manifest_fields(manifest: Manifest) -> dict[str, Value]:
-    """What the script has to know of a manifest, beside its text."""
-    return {
-        "id": manifest.id,
-        "text": manifest.model_dump_json(),
-        "expires_at": manifest.expires_at,
-        "pinned": manifest.pinned,
-        "listings": ",".join(_listings(manifest)),
-        "keep_ended_s": KEEP_ENDED_S,
-    }
-
-
-def _expected(entry: Entry) -> dict[str, Value]:
-    """What must not have changed."""
-    return {"entry_name": entry.name, "version": entry.version}
-
-
-def _listings(manifest: Manifest) -> list[str]:
-    """Every listing that a cache is in."""
-    own = Query(manifest.tenant, manifest.document_id, manifest.model, manifest.policy, manifest.labels)
-    return [_listing(manifest.tenant), *_wanted(own)]
-
-
-def _wanted(query: Query) -> list[str]:
-    """The listings whose common members are asked for."""
-    columns = {"document": query.document_id, "model": query.model, "policy": query.policy}
-    found = [_listing(query.tenant, name, value) for name, value in columns.items() if value is not None]
-    found += [_listing(query.tenant, "label", name, value) for name, value in query.labels.items()]
-    return found or [_listing(query.tenant)]
-
-
-def _listing(tenant: str, *which: str) -> str:
-    return digest("kvshelf.listing", tenant, *which)
-
-
-def _writing(name: bytes, record: bytes) -> Writing:
-    try:
-        nbytes, source_bytes, source, tenant = _text(record).split(" ", 3)
-        return Writing(
-            name=_text(name),
-            cache_id=f"kvs_{_text(name)[:40]}",
-            tenant=tenant,
-            nbytes=int(nbytes),
-            source=None if source == "-" else source,
-            source_bytes=int(source_bytes),
-        )
-    except ValueError as error:
-        raise StoreUnavailable(
-            f"a write in Redis, {name!r}, is not what kvshelf wrote there: {record!r:.200}"
-        ) from error
-
-
-def _entry(shown: tuple[bytes, bytes | None], *, as_kept: bool = False) -> Entry:
-    """From what `show` of `index.lua` gives: the fields, and the manifest if there is one.
-
-    A ready entry without a manifest is expired if the server ended it in time, else corrupt. as_kept: it stays ready,
-    which is what sweeps need to see.
-    """
-    try:
-        return _parsed(json.loads(shown[0]), shown[1], as_kept)
-    except (KeyError, ValueError) as error:
-        raise StoreUnavailable(
-            f"an entry of the shelf in Redis is not what kvshelf wrote there: {error!r:.200}"
-        ) from error
-
-
-def _parsed(fields: dict[str, str], text: bytes | None, as_kept: bool) -> Entry:
-    expires_at, problem, state = _float(fields.get("expires_at")), fields.get("problem"), fields["state"]
-    if state == "ready" and text is None and not as_kept:
-        ended = expires_at is not None and expires_at <= float(fields["server_s"])
-        state, problem = ("expired", None) if ended else ("corrupt", "its manifest is gone from the server")
-    return Entry(
-        seq=int(fields["seq"]),
-        id=fields["id"],
-        tenant=fields["tenant"],
-        state=cast(EntryState, state),
-        version=int(fields["version"]),
-        name=fields.get("name"),
-        nbytes=int(fields.get("nbytes", 0)),
-        source=fields.get("source"),
-        source_bytes=int(fields.get("source_bytes", 0)),
-        expires_at=expires_at,
-        last_used_at=_float(fields.get("last_used_at")),
-        uses=int(fields.get("uses", 0)),
-        cost_s=float(fields.get("cost_s", 0)),
-        priority=float(fields.get("priority", 0)),
-        pinned=fields.get("pinned") == "1",
-        ended_at=_float(fields.get("ended_at")),
-        problem=problem,
-        text=None if text is None else text.decode(),
-    )
-
-
-def _float(text: str | None) -> float | None:
-    return None if text is None else float(text)
