@@ -14,17 +14,16 @@ work, or with `NoWorker` when the scheduler stops.
 
 from __future__ import annotations
 
-import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvshelf.errors import InvalidRequest, KvshelfError, NoWorker, QueueFull
+from kvshelf.errors import InvalidRequest, KvshelfError, NoWorker
 from kvshelf.workers.attachment import block
+from kvshelf.workers.queues import Compressing, Queues, SchedulerLimits, Waiting, Work
 from kvshelf.workers.suffixes import capacity_for
 from kvshelf.workers.ticket import Ticket
 
@@ -32,59 +31,13 @@ if TYPE_CHECKING:
     from kvshelf.store.artifact import CompressedCache
     from kvshelf.workers.attachment import Attachment, Wait
     from kvshelf.workers.engine import Engine
-    from kvshelf.workers.generation import Answer, Checkpoint, Generation, Sampling
+    from kvshelf.workers.generation import Answer, Generation, Sampling
+
+__all__ = ["Scheduler", "SchedulerLimits", "Work"]
 
 ResultT = TypeVar("ResultT")
-ResultT_co = TypeVar("ResultT_co", covariant=True)
 
 _PATIENCE_S = 0.02  # how long the thread waits for a layer before it looks again for cancelled and for new questions
-
-UNMEASURED_RETRY_S = 1.0
-"""What a full queue tells its caller before any work has been measured."""
-
-
-@dataclass(frozen=True)
-class SchedulerLimits:
-    """`max_open` answers take steps at once, `max_waiting` more may queue; `max_compressions` documents may queue.
-
-    The suffixes of all open answers (questions and what is generated, not documents) may take `max_suffix_bytes`: a
-    question waits until its own has room at full length, and is refused where it never would. While both kinds of work
-    want the model, compression gets at least `batch_share` of the time.
-    """
-
-    max_open: int = 64
-    max_waiting: int = 256
-    max_compressions: int = 64
-    max_suffix_bytes: int = 1 << 30
-    batch_share: float = 0.1
-
-
-class Work(Protocol[ResultT_co]):
-    """The compression of a document of `num_tokens`: one way to keep it, or several (see `levels` and `auto`)."""
-
-    @property
-    def num_tokens(self) -> int: ...
-
-    def run(self, engine: Engine, *, checkpoint: Checkpoint) -> ResultT_co:
-        """Runs on the thread that owns the model; calls `checkpoint` between its parts."""
-
-
-@dataclass(eq=False)
-class _Compressing:
-    ticket: Ticket[Any]
-    work: Work[Any]
-
-
-@dataclass(eq=False)
-class _Waiting:
-    """A question before its first step. `suffix_bytes`: what it and its longest answer will take."""
-
-    ticket: Ticket[Answer]
-    cache: CompressedCache | Attachment
-    query: Sequence[int]
-    sampling: Sampling
-    on_text: Callable[[str], None]
-    suffix_bytes: int
 
 
 @dataclass(eq=False)
@@ -97,44 +50,17 @@ class _Open:
     suffix_bytes: int
 
 
-@dataclass
-class _Pace:
-    """A running mean of seconds per unit, recent work counting more. Tells a refused caller when to come back."""
-
-    seconds: float | None = None
-
-    def record(self, seconds: float, units: int = 1) -> None:
-        value = seconds / max(units, 1)
-        self.seconds = value if self.seconds is None else 0.7 * self.seconds + 0.3 * value
-
-    def estimate(self, units: float) -> float:
-        return UNMEASURED_RETRY_S if self.seconds is None else max(0.1, units * self.seconds)
-
-
-@dataclass
-class _Queues:
-    """What waits for the thread. Guarded by `changed`; the thread alone owns the work it has taken out."""
-
-    changed: threading.Condition = field(default_factory=threading.Condition)
-    waiting: deque[_Waiting] = field(default_factory=deque)
-    compressions: deque[_Compressing] = field(default_factory=deque)
-    accepting: bool = False
-    stop_at: float = math.inf
-
-
 class Scheduler:
     """Runs all work of one engine. Every method may be called from any thread."""
 
     def __init__(self, engine: Engine, limits: SchedulerLimits | None = None) -> None:
         self._engine = engine
         self._limits = limits or SchedulerLimits()
-        self._queues = _Queues()
+        self._queues = Queues(engine.name, self._limits)
         self._thread = threading.Thread(target=self._run, name=f"scheduler-{engine.name}", daemon=True)
         self._batch = engine.batch()
         self._open: list[_Open] = []
-        self._compressing: _Compressing | None = None
-        self._token_pace = _Pace()
-        self._answer_pace = _Pace()
+        self._compressing: Compressing | None = None
 
     def start(self) -> None:
         self._queues.accepting = True
@@ -142,10 +68,7 @@ class Scheduler:
 
     def stop(self, *, drain_s: float = 0.0) -> None:
         """Refuse new work, let what runs go on for up to `drain_s` seconds, and end the rest with `NoWorker`."""
-        with self._queues.changed:
-            self._queues.accepting = False
-            self._queues.stop_at = time.monotonic() + drain_s
-            self._queues.changed.notify()
+        self._queues.close(drain_s)
         if self._thread.is_alive():
             self._thread.join()
 
@@ -165,19 +88,15 @@ class Scheduler:
         """Queue a prepared document. Raises `QueueFull`, `NoWorker`."""
         ticket: Ticket[ResultT] = Ticket(deadline_s)
         with self._queues.changed:
-            self.require_room()
-            self._queues.compressions.append(_Compressing(ticket, work))
-            self._queues.changed.notify()
+            self._require_accepting()
+            self._queues.add_document(Compressing(ticket, work))
         return ticket
 
     def require_room(self) -> None:
         """Raise what `compress` would raise now: `QueueFull` or `NoWorker`."""
         with self._queues.changed:
             self._require_accepting()
-            queue = self._queues.compressions
-            if len(queue) >= self._limits.max_compressions:
-                tokens = sum(queued.work.num_tokens for queued in queue)
-                raise _queue_full("documents", len(queue), self._token_pace.estimate(tokens))
+            self._queues.require_room()
 
     def generate(
         self,
@@ -194,15 +113,10 @@ class Scheduler:
         engine refuses arrives through the ticket.
         """
         suffix_bytes = self._suffix_bytes(len(query) + sampling.max_tokens)
-        work = _Waiting(Ticket(deadline_s), cache, query, sampling, on_text, suffix_bytes)
+        work = Waiting(Ticket(deadline_s), cache, query, sampling, on_text, suffix_bytes)
         with self._queues.changed:
             self._require_accepting()
-            queue = self._queues.waiting
-            if len(queue) >= self._limits.max_waiting:
-                rounds = len(queue) / self._limits.max_open
-                raise _queue_full("questions", len(queue), self._answer_pace.estimate(rounds))
-            queue.append(work)
-            self._queues.changed.notify()
+            self._queues.add_question(work)
         return work.ticket
 
     def _suffix_bytes(self, tokens: int) -> int:
@@ -223,26 +137,16 @@ class Scheduler:
 
     def _run(self) -> None:
         try:
-            while self._wait_for_work():
+            while self._queues.wait_for_work(busy=bool(self._open)):
                 self._generate_for(0.0)
                 self._compress_next()
         finally:
             self._refuse_rest()
 
-    def _wait_for_work(self) -> bool:
-        """Block until there is work. False once the scheduler is stopping and nothing is left, or its time is over."""
-        queues = self._queues
-        with queues.changed:
-            while queues.accepting and not (queues.waiting or queues.compressions or self._open):
-                queues.changed.wait()
-            left = bool(queues.waiting or queues.compressions or self._open)
-        return queues.accepting or (left and time.monotonic() < queues.stop_at)
-
     def _compress_next(self) -> None:
-        with self._queues.changed:
-            if not self._queues.compressions:
-                return
-            self._compressing = queued = self._queues.compressions.popleft()
+        self._compressing = queued = self._queues.take_document()
+        if queued is None:
+            return
         ticket = queued.ticket
         ticket.begin()
         last_unit = time.monotonic()
@@ -251,20 +155,20 @@ class Scheduler:
             nonlocal last_unit
             unit_s = time.monotonic() - last_unit
             ticket.worked_s += unit_s
-            self._check(ticket)
+            self._queues.check(ticket)
             share = self._limits.batch_share
             self._generate_for(unit_s * (1 - share) / share)
-            self._check(ticket)
+            self._queues.check(ticket)
             last_unit = time.monotonic()
 
         try:
-            self._check(ticket)
+            self._queues.check(ticket)
             result = queued.work.run(self._engine, checkpoint=between_layers)
         except Exception as exc:  # one document's error is that document's answer, whatever it is
             ticket.resolve(None, exc)
         else:
             ticket.worked_s += time.monotonic() - last_unit
-            self._token_pace.record(ticket.worked_s, queued.work.num_tokens)
+            self._queues.token_pace.record(ticket.worked_s, queued.work.num_tokens)
             ticket.resolve(result)
         finally:
             self._compressing = None
@@ -275,22 +179,13 @@ class Scheduler:
         end = time.monotonic() + seconds
         while self._admit():
             self._step()
-            if time.monotonic() >= end and (self._compressing or self._queues.compressions):
+            if time.monotonic() >= end and (self._compressing or self._queues.has_documents):
                 return
 
     def _admit(self) -> bool:
         """Open waiting questions, in their order, as far as rows and bytes allow. Whether any answer is open."""
-        with self._queues.changed:
-            self._drop_ended(self._queues.waiting)
-            self._drop_ended(self._queues.compressions)
-            admitted: list[_Waiting] = []
-            held = sum(work.suffix_bytes for work in self._open)
-            while self._queues.waiting and len(self._open) + len(admitted) < self._limits.max_open:
-                held += self._queues.waiting[0].suffix_bytes
-                if held > self._limits.max_suffix_bytes:
-                    break
-                admitted.append(self._queues.waiting.popleft())
-        for waiting in admitted:
+        held_bytes = sum(work.suffix_bytes for work in self._open)
+        for waiting in self._queues.take_questions(len(self._open), held_bytes):
             waiting.ticket.begin()
             try:
                 generation = self._engine.start(waiting.cache, waiting.query, waiting.sampling, batch=self._batch)
@@ -299,15 +194,6 @@ class Scheduler:
             else:
                 self._open.append(_Open(waiting.ticket, generation, waiting.on_text, waiting.suffix_bytes))
         return bool(self._open)
-
-    def _drop_ended(self, queue: deque[Any]) -> None:
-        """Let queued work leave that was cancelled or ran out of time, so that it holds no place in the queue."""
-        for work in list(queue):
-            try:
-                self._check(work.ticket)
-            except KvshelfError as exc:
-                queue.remove(work)
-                work.ticket.resolve(None, exc)
 
     def _step(self) -> None:
         """One step for all answers whose documents are there, and one for those of a document that is arriving."""
@@ -363,7 +249,7 @@ class Scheduler:
             self._end(work, exc)
             return
         if work.generation.finished:
-            self._answer_pace.record(work.ticket.busy_s)
+            self._queues.answer_pace.record(work.ticket.busy_s)
             self._end(work, None)
 
     def _end(self, work: _Open, error: Exception | None) -> None:
@@ -373,7 +259,7 @@ class Scheduler:
 
     def _still_wanted(self, work: _Open) -> bool:
         try:
-            self._check(work.ticket)
+            self._queues.check(work.ticket)
         except KvshelfError as exc:
             self._end(work, exc)
             return False
@@ -384,7 +270,7 @@ class Scheduler:
         error: KvshelfError | None = None
         for work in works:
             try:
-                self._check(work.ticket)
+                self._queues.check(work.ticket)
             except KvshelfError as exc:
                 error = exc
             else:
@@ -392,31 +278,8 @@ class Scheduler:
         if error is not None:
             raise error
 
-    def _check(self, ticket: Ticket[Any]) -> None:
-        ticket.check()
-        if time.monotonic() >= self._queues.stop_at:
-            raise _stopped(self._engine.name)
-
     def _refuse_rest(self) -> None:
-        with self._queues.changed:
-            self._queues.accepting = False
-            queues = self._queues
-            rest: list[_Open | _Waiting | _Compressing] = [*self._open, *queues.waiting, *queues.compressions]
-            queues.waiting.clear()
-            queues.compressions.clear()
+        rest = [*self._open, *self._queues.take_all()]
         self._open.clear()
         for work in rest:
-            work.ticket.resolve(None, _stopped(self._engine.name))
-
-
-def _queue_full(what: str, queued: int, retry_after_s: float) -> QueueFull:
-    retry_after_s = round(retry_after_s, 3)
-    return QueueFull(
-        f"{queued} {what} are waiting already, as many as may; try again in {retry_after_s:.1f} s",
-        retry_after_s=retry_after_s,
-        queued=queued,
-    )
-
-
-def _stopped(name: str) -> NoWorker:
-    return NoWorker(f"the worker of {name!r} stopped before this was done; ask again", retry_after_s=1.0)
+            work.ticket.resolve(None, self._queues.stopped())
