@@ -62,6 +62,7 @@ class TenantAllowances(ResponseBody):
 
     caches: Allowance
     bytes: Allowance
+    batches: Allowance | None = None
     open_requests: Allowance
     requests_per_minute: Allowance
 
@@ -72,6 +73,9 @@ class Limits(ResponseBody):
     object: Literal["limits"] = "limits"
     max_body_bytes: int
     max_import_bytes: int = 0
+    max_file_bytes: int | None = None
+    max_batch_rows: int | None = None
+    max_document_tokens: int | None = Field(None, description="of a document; null: as many as its model takes")
     max_prompts: int
     max_queued_requests: int
     upload_deadline_s: float

@@ -48,6 +48,7 @@ def _config(settings: Settings, shelf: StoreConfig, model: str, *, local: bool) 
         ),
         residents=ResidentLimits(settings.resident_bytes, settings.resident_idle_s),
         questions=QUESTIONS if settings.quality_probe else 0,
+        max_document_tokens=settings.max_document_tokens,
         begin=partial(logs.configure, settings.log_level),
     )
 

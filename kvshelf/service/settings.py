@@ -65,6 +65,9 @@ class Settings(BaseSettings):
     host: str = Field("127.0.0.1", description="only loopback addresses without API keys")
     port: int = Field(8765, ge=0, le=65535, description="0 takes a free one")
 
+    max_document_tokens: int | None = Field(
+        None, ge=1, description="of one document that is compressed; as many as the model takes if unset"
+    )
     max_body_bytes: int = Field(64 << 20, ge=1024)
     max_import_bytes: int = Field(4 << 30, ge=1024, description="of one cache's blob that is imported")
     max_file_bytes: int = Field(1 << 30, ge=1024, description="of one file that is uploaded as the input of a batch")

@@ -130,6 +130,10 @@ class Batches:
         """Those of all tenants that have not ended, oldest first."""
         return [_record(item) for item in self._docket.open_items()]
 
+    def count_unfinished(self, *, tenant: str) -> int:
+        """How many of one tenant have not ended."""
+        return sum(record.tenant == tenant for record in self.unfinished())
+
     def take(self, batch_id: str, *, lease_s: float) -> int | None:
         """See `Docket.take`: who holds the lease runs the batch."""
         return self._docket.take(batch_id, lease_s=lease_s)

@@ -26,7 +26,7 @@ from kvshelf.workers.refusals import Refusals
 from kvshelf.workers.scheduler import Scheduler, Work
 from kvshelf.workers.shelving import Shelving
 from kvshelf.workers.ticket import Ticket
-from kvshelf.workers.wanted import document_of, wanted
+from kvshelf.workers.wanted import encoded, wanted
 
 ResultT = TypeVar("ResultT")
 
@@ -39,7 +39,8 @@ _HANG_S = 2.0
 class Creations:
     """What one replica creates. `worker` is its name in the ledger.
 
-    `questions` measure the quality of each new cache; 0 leaves it out, but where a request has a `min_quality`.
+    `questions` measure the quality of each new cache; 0 leaves it out, but where a request has a `min_quality`. Longer
+    documents than `max_document_tokens` are refused; None: the model takes what it can.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Creations:
         *,
         worker: str,
         questions: int = QUESTIONS,
+        max_document_tokens: int | None = None,
     ) -> None:
         self._engine = engine
         self._store = store
@@ -59,6 +61,7 @@ class Creations:
         self._worker = worker
         self._attempts = Attempts(store.ledger, worker, threads)
         self._questions = questions
+        self._max_document_tokens = max_document_tokens
         self._flights: Flights[Created] = Flights()
         self._refusals = Refusals()
         self._rates = Rates()
@@ -94,10 +97,11 @@ class Creations:
         """What creating this would take, see `estimates.estimate`: in seconds as this replica has measured them."""
         log_as(origin)
         with named_errors():
-            return await self._threads.run(estimate, self._engine, self._rates, document_of(spec), spec)
+            document = await self._threads.run(encoded, self._engine, spec, self._max_document_tokens)
+            return await self._threads.run(estimate, self._engine, self._rates, document, spec)
 
     async def _create(self, spec: Mapping[str, Any], tenant: str, deadline_s: float | None) -> Created:
-        work = await self._threads.run(wanted, self._engine, spec, self._questions)
+        work = await self._threads.run(wanted, self._engine, spec, self._questions, self._max_document_tokens)
         shelving = Shelving.of(self._store, tenant, spec, work.levels)
         if isinstance(work, Selection):
             key = f"{work.min_quality!r} of {' '.join(shelving.ids)}"

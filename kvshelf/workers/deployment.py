@@ -35,8 +35,9 @@ class ReplicaConfig:
     """What each replica of one model is made of.
 
     model: bundled name, folder or hub id. threads: CPU threads for torch; None leaves Ray's choice. questions: by how
-    many the quality of each new cache is measured. begin: called in the replica's process before anything else, for
-    what that process is to do besides: its logs.
+    many the quality of each new cache is measured. max_document_tokens: the longest document it compresses; None leaves
+    it to the model. begin: called in the replica's process before anything else, for what that process is to do
+    besides: its logs.
     """
 
     model: str
@@ -47,6 +48,7 @@ class ReplicaConfig:
     limits: SchedulerLimits = field(default_factory=SchedulerLimits)
     residents: ResidentLimits = field(default_factory=ResidentLimits)
     questions: int = QUESTIONS
+    max_document_tokens: int | None = None
     begin: Callable[[], None] = lambda: None
 
 
@@ -69,7 +71,12 @@ class ServedReplica(Replica):
         model, tokenizer = models.load(config.model, device=config.device, dtype=config.dtype)
         engine = Engine(model, tokenizer, name=served_name(config.model))
         super().__init__(
-            engine, config.store.open(), Scheduler(engine, config.limits), config.residents, questions=config.questions
+            engine,
+            config.store.open(),
+            Scheduler(engine, config.limits),
+            config.residents,
+            questions=config.questions,
+            max_document_tokens=config.max_document_tokens,
         )
         self.start()
 

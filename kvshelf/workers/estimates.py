@@ -15,9 +15,9 @@ from kvshelf.store.codecs import BITS, Codec, Precision
 from kvshelf.store.manifest import Timings
 from kvshelf.workers.auto import CANDIDATES
 from kvshelf.workers.engine import Engine
-from kvshelf.workers.intake import Document
 from kvshelf.workers.job import Job
 from kvshelf.workers.policies import POLICIES, build
+from kvshelf.workers.text import EncodedDocument
 from kvshelf.workers.wanted import AUTO
 
 Basis = Literal["measured", "other_policies", "assumed"]
@@ -136,29 +136,28 @@ class PolicyEstimate:
     refused: str | None = None
 
 
-def estimate(engine: Engine, rates: Rates, document: Document, asked: Mapping[str, Any]) -> dict[str, Any]:
+def estimate(engine: Engine, rates: Rates, document: EncodedDocument, asked: Mapping[str, Any]) -> dict[str, Any]:
     """What compressing `document` would take; the model does nothing. Thread-safe.
 
     `asked` has the fields of a creation. Its `policy` and `codec` may be None: then all policies are told, or the five
     codecs without parameters. Ways that share a prefill are each told the whole of it. Raises as `Engine.prepare` does,
     but a policy that refuses among several is only told so.
     """
-    encoded = engine.encode_document(document, layout=asked["layout"])
     shape = Shape.of(engine.model)
     rows = []
     for way in _ways(asked):
         try:
-            job = engine.prepare(encoded, policy=way.policy, compression_ratio=way.compression_ratio, **way.more)
+            job = engine.prepare(document, policy=way.policy, compression_ratio=way.compression_ratio, **way.more)
         except CallerError as error:
             if way.policy == asked["policy"]:
                 raise
             rows.append(PolicyEstimate(way.policy, compression_ratio=way.compression_ratio, refused=error.message))
         else:
             rows.append(_row(job, shape, rates, way.codecs))
-    num_tokens = len(encoded.token_ids)
+    num_tokens = len(document.token_ids)
     return {
         "model": engine.name,
-        "layout": encoded.layout,
+        "layout": document.layout,
         "tokens": num_tokens,
         "bytes_full": shape.full_bytes(num_tokens),
         "measured_tokens": rates.measured_tokens,

@@ -77,7 +77,8 @@ class Replied:
 class Replica:
     """See the module. `start` it on the event loop that will call it, `stop` it once.
 
-    `questions` measure the quality of each new cache; with 0 it is not measured. `origin` is the id under which the
+    `questions` measure the quality of each new cache; with 0 it is not measured. `max_document_tokens` is the longest
+    document it compresses, None the longest that the model takes. `origin` is the id under which the
     caller logs what it asks for; the lines that are logged here carry it, too.
     """
 
@@ -89,13 +90,22 @@ class Replica:
         residents: ResidentLimits | None = None,
         *,
         questions: int = QUESTIONS,
+        max_document_tokens: int | None = None,
     ) -> None:
         self.name = f"{os.uname().nodename}:{os.getpid()}:{secrets.token_hex(4)}"
         self._engine = engine
         self._store = store
         self._scheduler = scheduler
         self._threads = Threads(max_workers=8, thread_name_prefix="replica")
-        self._creations = Creations(engine, store, scheduler, self._threads, worker=self.name, questions=questions)
+        self._creations = Creations(
+            engine,
+            store,
+            scheduler,
+            self._threads,
+            worker=self.name,
+            questions=questions,
+            max_document_tokens=max_document_tokens,
+        )
         self._residents = Residents(store, engine.attach, residents or ResidentLimits(), self._threads)
         self._evicting: asyncio.Task[NoReturn] | None = None
 

@@ -5,25 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from kvshelf.errors import InvalidRequest
+from kvshelf.errors import DocumentTooLong, InvalidRequest
 from kvshelf.store.identity import canonical_json
 from kvshelf.workers.auto import MIN_QUALITY, Selection, auto
 from kvshelf.workers.engine import Engine
 from kvshelf.workers.intake import Document
 from kvshelf.workers.levels import Level, Levels
 from kvshelf.workers.policies import build
+from kvshelf.workers.text import EncodedDocument
 
 AUTO: Final = "auto"
 """The policy of a creation that leaves policy, ratio and codec to be chosen."""
 
 
-def wanted(engine: Engine, spec: Mapping[str, Any], questions: int) -> Levels | Selection:
+def wanted(
+    engine: Engine, spec: Mapping[str, Any], questions: int, max_document_tokens: int | None
+) -> Levels | Selection:
     """The ways to keep the document: all of them, or the smallest that is good enough. No work of the model.
 
     `questions` measure what each costs where nothing is to be selected. Raises as `Engine.prepare` does.
     """
     require_policy(spec)
-    document = engine.encode_document(document_of(spec), layout=spec["layout"])
+    document = encoded(engine, spec, max_document_tokens)
     floor = spec["min_quality"]
     if spec["policy"] == AUTO:
         return auto(engine, document, min_quality=MIN_QUALITY if floor is None else floor)
@@ -49,6 +52,19 @@ def require_policy(spec: Mapping[str, Any]) -> None:
     policy = build(spec["policy"], spec["policy_params"])
     if spec["levels"] and not policy.takes_budget:
         raise InvalidRequest(f"policy {policy.name!r} keeps everything and takes no levels", param="levels")
+
+
+def encoded(engine: Engine, spec: Mapping[str, Any], max_document_tokens: int | None) -> EncodedDocument:
+    """The document's token ids. Raises as `Engine.encode_document`; `DocumentTooLong` also above `max_document_tokens`,
+    which is what this service takes of what the model could."""
+    found = engine.encode_document(document_of(spec), layout=spec["layout"])
+    if max_document_tokens is not None and len(found.token_ids) > max_document_tokens:
+        raise DocumentTooLong(
+            f"the document has {len(found.token_ids)} tokens, and this service takes {max_document_tokens} "
+            "(max_document_tokens); split it",
+            param="document",
+        )
+    return found
 
 
 def document_of(spec: Mapping[str, Any]) -> Document:

@@ -97,6 +97,7 @@ def test_the_client_s_variables_may_be_there(monkeypatch: pytest.MonkeyPatch) ->
         ("tenant_requests_per_minute", 0),
         ("unread_deadline_s", 0),
         ("max_import_bytes", 5),
+        ("max_document_tokens", 0),
         ("colour", "red"),
     ],
 )

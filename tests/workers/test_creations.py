@@ -11,7 +11,7 @@ import pytest
 
 from kvshelf.bench.tasks import make_document
 from kvshelf.client.types import CreateCache, Estimate
-from kvshelf.errors import CacheNotFound, InvalidRequest, PolicyUnsupported, QualityBelowFloor
+from kvshelf.errors import CacheNotFound, DocumentTooLong, InvalidRequest, PolicyUnsupported, QualityBelowFloor
 from kvshelf.store.disk import DiskStore
 from kvshelf.store.shelf import Shelf
 from kvshelf.workers.auto import CANDIDATES, Tried, auto
@@ -69,8 +69,8 @@ async def replica(engine: Counting, shelf: Shelf) -> AsyncIterator[Replica]:
     replica.stop()
 
 
-async def create(replica: Replica, document: str, **fields: Any) -> Created:
-    spec = CreateCache(**({"document": document} | fields)).model_dump(mode="json")
+async def create(replica: Replica, document: str | None = None, **fields: Any) -> Created:
+    spec = CreateCache(document=document, **fields).model_dump(mode="json")
     return await replica.create(spec, tenant="default")
 
 
@@ -279,6 +279,25 @@ async def test_where_nothing_can_be_measured(replica: Replica, engine: Counting,
     assert (ids(again), again.existing, engine.prefills) == (ids(kept), True, before + 1)
     assert (await create(replica, short, compression_ratio=0.5)).manifest["quality"] is None
     assert len(shelf.list().data) == 2
+
+
+async def test_a_document_that_is_longer_than_the_service_takes_is_refused_before_any_work(
+    engine: Counting, shelf: Shelf
+) -> None:
+    narrow = Replica(engine, shelf, Scheduler(engine), max_document_tokens=60)
+    narrow.start()
+    before = engine.prefills
+    fits, long = ({"token_ids": [5] * tokens} for tokens in (60, 61))
+    try:
+        assert (await narrow.estimate(Estimate(**fits).model_dump(mode="json")))["tokens"] == 60
+        assert (await create(narrow, **fits)).manifest["num_tokens"] == 60
+        for work in (create(narrow, **long), narrow.estimate(Estimate(**long).model_dump(mode="json"))):
+            with pytest.raises(DocumentTooLong, match=r"has 61 tokens.*takes 60 \(max_document_tokens\)") as refused:
+                await work
+            assert refused.value.param == "document"
+    finally:
+        narrow.stop()
+    assert (engine.prefills, len(shelf.list().data)) == (before + 1, 1)
 
 
 async def test_levels_of_a_policy_that_keeps_all_are_refused(replica: Replica, document: str) -> None:

@@ -66,7 +66,7 @@ async def create_batch(request: Request, service: InService, caller: Writer) -> 
 
 def _created(service: Service, tenant: str, body: CreateBatch) -> BatchRecord:
     limit = service.settings.tenant_max_batches
-    if sum(record.tenant == tenant for record in service.store.batches.unfinished()) >= limit:
+    if service.store.batches.count_unfinished(tenant=tenant) >= limit:
         raise QuotaExceeded(f"{limit} batches of this tenant have not ended, as many as may be; wait, or cancel some")
     now = time.time()
     return service.store.batches.create(tenant, _body(body), now=now, expires_at=now + _window_s(body))

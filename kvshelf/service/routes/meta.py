@@ -42,6 +42,9 @@ async def limits(service: InService, caller: Reader) -> Limits:
     return Limits(
         max_body_bytes=settings.max_body_bytes,
         max_import_bytes=settings.max_import_bytes,
+        max_file_bytes=settings.max_file_bytes,
+        max_batch_rows=settings.max_batch_rows,
+        max_document_tokens=settings.max_document_tokens,
         max_prompts=MAX_PROMPTS,
         max_queued_requests=settings.max_queued_requests,
         upload_deadline_s=settings.upload_deadline_s,
@@ -56,11 +59,13 @@ async def _allowances(service: Service, tenant: str) -> TenantAllowances:
     try:
         usage = await off_loop(service.store.usage, tenant=tenant)
         caches, nbytes = usage.caches, usage.bytes
+        batches = await off_loop(service.store.batches.count_unfinished, tenant=tenant)
     except StoreUnavailable:
-        caches, nbytes = None, None  # the limits are known all the same
+        caches, nbytes, batches = None, None, None  # the limits are known all the same
     return TenantAllowances(
         caches=allowance(settings.tenant_max_caches, caches),
         bytes=allowance(settings.tenant_max_bytes, nbytes),
+        batches=allowance(settings.tenant_max_batches, batches),
         open_requests=asked.open_requests(tenant),
         requests_per_minute=asked.rate(tenant),
     )
