@@ -24,9 +24,11 @@ from kvshelf.errors import (
     KvshelfError,
     NoWorker,
     QueueFull,
+    QuotaExceeded,
     RequestNotFound,
     StateConflict,
     StoreError,
+    StoreUnavailable,
 )
 from kvshelf.store.base import Store
 from kvshelf.store.identity import canonical_json, digest
@@ -46,11 +48,17 @@ _MAX_CALM_S = 30.0
 _DROP_S = 3.0
 _COME_AGAIN = (NoWorker, QueueFull, StateConflict, Cancelled)
 """Nothing was tried: there is no room or no replica, or another one is at it, or was stopped."""
+_TROUBLE = (StoreError, QuotaExceeded)
+"""No row's fault: the store does not work, or has no room for this tenant or at all. Error rows would say so of each
+document in turn, and be of no use when there is room again."""
+_NO_END = (Cancelled.code, QuotaExceeded.code)
+"""Of failures in the ledger, those that are to be tried again without being asked."""
 
 
 @dataclass
 class _Call:
-    """A row on its way. uncounted: attempts of which the ledger knows nothing. spent_s: in attempts that failed."""
+    """A row on its way. uncounted: attempts of which the ledger knows nothing. lost: the number of an attempt of which
+    the ledger may not know that it ended. spent_s: in attempts that failed."""
 
     row: Row
     id: str
@@ -58,6 +66,7 @@ class _Call:
     spec: dict[str, Any]
     found: bool = False
     uncounted: int = 0
+    lost: int | None = None
     spent_s: float = 0.0
 
 
@@ -85,7 +94,7 @@ class Caller:
 
     @property
     def trouble(self) -> str:
-        """What is wrong with the store, "" if nothing is."""
+        """What keeps rows waiting: that the store does not work, or has no room; "" if nothing does."""
         return "" if self._calm.trouble is None else self._calm.trouble.message
 
     async def settle(self, row: Row) -> Result:
@@ -103,8 +112,10 @@ class Caller:
             try:
                 return await self._end(call)
             except asyncio.CancelledError:
-                await asyncio.shield(self._drop(call))
-                raise
+                ended = await asyncio.shield(self._drop(call))
+                if ended is None:
+                    raise
+                return ended
             except Exception as exc:
                 log.exception("a row failed unexpectedly", source=row.source, line=row.line)
                 bug = InternalError(f"this is a bug of kvshelf ({type(exc).__name__}); the log has the details")
@@ -127,7 +138,7 @@ class Caller:
             try:
                 async with self._calm.turn():
                     step = await self._step(call)
-            except StoreError as error:
+            except _TROUBLE as error:
                 log.warning("the store keeps a row waiting", code=error.code, message=error.message)
                 continue
             except StateConflict:  # another worker has it, or its last one only just let go of it
@@ -157,15 +168,24 @@ class Caller:
         try:
             record = ledger.get_request(call.id, tenant=tenant)
         except RequestNotFound:
+            call.found = True
             return ledger.open_request(call.id, tenant=tenant, body=b"")
+        if record.state == "running" and record.attempts == call.lost:
+            return self._excused(record)
         if call.found:
             return record
         call.found = True
         code = None if record.error is None else record.error.code
-        again = record.state == "failed" and (self._options.retry_failed or code == Cancelled.code)
+        again = record.state == "failed" and (self._options.retry_failed or code in _NO_END)
         if again or (record.state == "done" and not self._manifests(record)):
             return ledger.open_request(call.id, tenant=tenant, body=b"", again=True)
         return record
+
+    def _excused(self, record: RequestRecord) -> RequestRecord:
+        """The store took an attempt along when it went: nobody is at it, and it is not to count."""
+        ledger, lost = self._store.ledger, StoreUnavailable("the store was gone when this attempt ended")
+        ledger.fail(record.id, record.attempts, code=lost.code, message=lost.message, final=False, counted=False)
+        return ledger.get_request(record.id, tenant=record.tenant)
 
     def _ended(self, call: _Call, record: RequestRecord) -> Result | float:
         if record.error is not None:
@@ -196,9 +216,12 @@ class Caller:
                     request_id=call.id,
                     max_attempts=options.max_attempts,
                 )
-        except StoreError as error:
+        except _TROUBLE as error:
             if error.details.get("fits") is False:  # the document's fault, and recorded as that
                 return 0.0
+            call.lost = record.attempts + 1
+            if isinstance(error, QuotaExceeded):
+                call.found = False  # the ledger has it for an end
             raise
         except _COME_AGAIN as error:
             return float(error.details.get("retry_after_s", _POLL_S))
@@ -227,25 +250,33 @@ class Caller:
         attempt = ledger.start_attempt(call.id, worker="batch", lease_s=LEASE_S)
         ledger.fail(call.id, attempt, code=error.code, message=error.message, final=True, counted=counted)
 
-    async def _drop(self, call: _Call) -> None:
-        """End a row in the ledger that nobody will work on. Its replica lets go of it within a layer."""
+    async def _drop(self, call: _Call) -> Result | None:
+        """End a row in the ledger that nobody will work on: its replica lets go of it within a layer.
+
+        Returns its result if it was done before that, which the next run would take for an earlier one's.
+        """
         end = time.monotonic() + _DROP_S
         while time.monotonic() < end:
             try:
-                if await asyncio.to_thread(self._dropped, call):
-                    return
+                record = await asyncio.to_thread(self._dropped, call)
+                if record.state == "done":
+                    result = await asyncio.to_thread(self._ended, call, record)
+                    return result if isinstance(result, Result) else None
+                if Standing.of(record) is not Standing.HELD:
+                    return None
             except StateConflict:
                 pass  # its replica took it a moment ago
             except (StoreError, RequestNotFound):
-                return
+                return None
             await asyncio.sleep(0.1)
+        return None
 
-    def _dropped(self, call: _Call) -> bool:
+    def _dropped(self, call: _Call) -> RequestRecord:
+        """The row as it was in the ledger, where it has ended now unless a replica holds it."""
         record = self._store.ledger.get_request(call.id, tenant=self._options.tenant)
-        standing = Standing.of(record)
-        if standing is Standing.DUE:
+        if Standing.of(record) is Standing.DUE:
             self._fail(call, Cancelled("the batch was cancelled"), counted=False)
-        return standing is not Standing.HELD
+        return record
 
 
 class _Calm:
@@ -253,7 +284,7 @@ class _Calm:
     has come to its end: a document that finds the store full has been computed for nothing."""
 
     def __init__(self) -> None:
-        self.trouble: StoreError | None = None
+        self.trouble: StoreError | QuotaExceeded | None = None
         self._pause_s = _CALM_S
         self._one = asyncio.Lock()
 
@@ -264,7 +295,7 @@ class _Calm:
                 await asyncio.sleep(self._pause_s)
             try:
                 yield
-            except StoreError as error:
+            except _TROUBLE as error:
                 self.trouble = error
                 self._pause_s = min(2 * self._pause_s, _MAX_CALM_S)
                 raise

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ from kvshelf.corpus.caller import PREFIX, Caller
 from kvshelf.corpus.progress import RunOptions
 from kvshelf.corpus.results import Result
 from kvshelf.corpus.rows import Row, read_row
-from kvshelf.errors import NoWorker, StorageFull, StoreUnavailable, WorkerCrashed
+from kvshelf.errors import NoWorker, QuotaExceeded, StorageFull, StoreUnavailable, WorkerCrashed
 from kvshelf.store.base import Store
 from kvshelf.store.config import StoreConfig
 from kvshelf.store.manifest import Usage
+from kvshelf.workers.attempts import LEASE_S
 from kvshelf.workers.engine import Engine
 from kvshelf.workers.replica import Replica
 from kvshelf.workers.scheduler import Scheduler
@@ -67,12 +69,20 @@ def store(tmp_path: Path) -> Store:
     return StoreConfig(f"disk://{tmp_path}/home").open()
 
 
+@contextmanager
+def served(engine: Engine, store: Store) -> Iterator[Flaky]:
+    replica = Replica(engine, store, Scheduler(engine))
+    replica.start()
+    try:
+        yield Flaky(replica)
+    finally:
+        replica.stop()
+
+
 @pytest.fixture
 async def engine(store: Store, tiny: Engine) -> AsyncIterator[Flaky]:
-    replica = Replica(tiny, store, Scheduler(tiny))
-    replica.start()
-    yield Flaky(replica)
-    replica.stop()
+    with served(tiny, store) as found:
+        yield found
 
 
 def caller(engine: Flaky, store: Store, *, began: float | None = None, slots: int = 4, **options: Any) -> Caller:
@@ -240,6 +250,66 @@ async def test_a_document_that_no_shelf_would_hold_is_a_row_s_own_error(
     assert (code(result), result.attempts) == ("storage_full", 1)
 
 
+async def test_an_attempt_that_went_with_the_store_is_not_counted(
+    engine: Flaky, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often: the replica cannot tell the ledger of it, and the row is free as soon as the store is back."""
+    ledger, put, fail = store.ledger, store.put, store.ledger.fail
+
+    def gone(*_: Any, **__: Any) -> Any:
+        monkeypatch.setattr(ledger, "fail", still_gone)
+        raise StoreUnavailable("away")
+
+    def still_gone(*_: Any, **__: Any) -> Any:
+        monkeypatch.setattr(ledger, "fail", fail)
+        raise StoreUnavailable("away")
+
+    monkeypatch.setattr(store, "put", gone)
+    work = asyncio.create_task(caller(engine, store).settle(row()))
+    while engine.calls < 5:
+        await asyncio.sleep(0.02)
+    monkeypatch.setattr(store, "put", put)
+    result = await asyncio.wait_for(work, LEASE_S / 2)
+    assert (code(result), result.attempts) == (None, 1)
+
+
+async def test_a_quota_is_waited_for(store: Store, tiny: Engine, tmp_path: Path) -> None:
+    """A tenant with room for two caches and four rows: two of them wait, and end as soon as others are deleted."""
+    limited = StoreConfig(f"disk://{tmp_path}/home", tenant_max_caches=2).open()
+    with served(tiny, limited) as engine:
+        one = caller(engine, limited)
+        work = [asyncio.create_task(one.settle(row(number))) for number in range(1, 5)]
+        while not one.trouble or sum(task.done() for task in work) < 2:
+            await asyncio.sleep(0.02)
+        assert "2 caches" in one.trouble
+        await asyncio.sleep(0.3)
+        first = [task.result() for task in work if task.done()]
+        assert len(first) == 2
+        for result in first:
+            store.delete(result.cache_id or "", tenant="me")
+        results = await asyncio.gather(*work)
+    assert [(code(result), result.attempts) for result in results] == [(None, 1)] * 4
+    assert one.trouble == ""
+    assert store.ledger.unfinished() == []
+
+
+async def test_what_no_quota_was_left_for_is_no_error_of_the_next_run(engine: Flaky, store: Store) -> None:
+    """Who waited for room has died: the ledger has a failure, and nobody has to ask for another try."""
+    one = caller(engine, store)
+    call = one._call(row(), row().spec or {})
+    store.ledger.open_request(call.id, tenant="me", body=b"")
+    attempt = store.ledger.start_attempt(call.id, worker="w", lease_s=9)
+    store.ledger.fail(call.id, attempt, code=QuotaExceeded.code, message="no room", final=True)
+    assert code(await one.settle(row())) is None
+
+
+async def test_a_document_beyond_its_tenant_s_quota_is_a_row_s_own_error(tiny: Engine, tmp_path: Path) -> None:
+    limited = StoreConfig(f"disk://{tmp_path}/home", tenant_max_bytes=1000).open()
+    with served(tiny, limited) as engine:
+        result = await asyncio.wait_for(caller(engine, limited).settle(row()), 60)
+    assert (code(result), result.attempts, engine.calls) == ("quota_exceeded", 1, 1)
+
+
 async def test_rows_that_failed_once_are_tried_one_at_a_time(engine: Flaky, store: Store) -> None:
     one = caller(engine, store)
     rows = [row(number) for number in range(1, 5)]
@@ -279,6 +349,27 @@ async def test_a_cancelled_row_is_ended_in_the_ledger_and_begun_again_later(
     monkeypatch.undo()
     result = await caller(engine, store).settle(row())
     assert (code(result), result.attempts) == (None, 1)
+
+
+async def test_a_row_that_is_done_when_it_is_cancelled_is_no_earlier_one_s(
+    engine: Flaky, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its replica has written the end down, and the answer is on its way."""
+    create = engine._replica.create
+
+    async def slow_to_answer(*given: Any, **options: Any) -> Any:
+        await create(*given, **options)
+        answered.set()
+        await asyncio.sleep(60)
+
+    answered = asyncio.Event()
+    monkeypatch.setattr(engine._replica, "create", slow_to_answer)
+    work = asyncio.create_task(caller(engine, store).settle(row()))
+    await answered.wait()
+    work.cancel()
+    result = await work
+    assert (code(result), result.reused, result.attempts) == (None, False, 1)
+    assert result.cache_id is not None
 
 
 async def _forever(*_: Any, **__: Any) -> Any:
