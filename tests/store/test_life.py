@@ -102,6 +102,15 @@ def test_a_tenant_keeps_as_many_bytes_as_it_may(place: Place, clock: Clock) -> N
         shelf.put(make_cache(2))
 
 
+def test_a_refusal_says_whether_less_on_the_shelf_would_help(place: Place, clock: Clock) -> None:
+    with place.open(now=clock, rules=rules(max_bytes=SIZE)) as shelf:
+        shelf.put(make_cache(0))
+        for source, fits in ((None, True), ("x", False)):
+            with pytest.raises(QuotaExceeded) as refusal:
+                shelf.put(make_cache(1), source=source)
+            assert refusal.value.details["fits"] is fits
+
+
 def test_a_cache_that_is_replaced_does_not_count_twice(place: Place, clock: Clock) -> None:
     with place.open(now=clock, rules=rules(max_caches=1, max_bytes=SIZE, budget_bytes=SIZE)) as shelf:
         manifest = shelf.put(make_cache())
