@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,61 +15,27 @@ from transformers import DynamicCache, PreTrainedModel
 from kvshelf.errors import InvalidRequest, KvshelfError, PolicyUnsupported
 from kvshelf.store.arriving import ArrivingCache
 from kvshelf.store.artifact import CompressedCache
-from kvshelf.store.identity import Identity, Layout, digest
-from kvshelf.workers import calibration
+from kvshelf.store.identity import Layout
 from kvshelf.workers import model as models
 from kvshelf.workers.attached import AttachedCache
 from kvshelf.workers.attachment import Attachment
-from kvshelf.workers.attention import CONTEXT, kvshelf_attention
+from kvshelf.workers.attention import kvshelf_attention
 from kvshelf.workers.batch import Batch
 from kvshelf.workers.budgets import Budget
-from kvshelf.workers.chunked import ChunkedPrefill
 from kvshelf.workers.export import Positions, export
+from kvshelf.workers.fitting import Fitter
 from kvshelf.workers.generation import Answer, Checkpoint, Generation, Sampling
 from kvshelf.workers.intake import Document, Intake, Prompt
 from kvshelf.workers.job import Job
-from kvshelf.workers.levels import Level, SharedReducer, distinct_jobs, shared
-from kvshelf.workers.policies import DEFAULT_POLICY, Policy, build
-from kvshelf.workers.policies.base import Absorber, Observes
-from kvshelf.workers.policies.full import Full
-from kvshelf.workers.policies.view import ProbePass, Source
-from kvshelf.workers.quality import QUESTIONS, Probe, Quality, Reference, ask, ask_without
-from kvshelf.workers.reducing import LayerReducer
-from kvshelf.workers.requirements import require_observable, require_room, require_within_window
+from kvshelf.workers.levels import Level, shared
+from kvshelf.workers.policies import DEFAULT_POLICY, build
+from kvshelf.workers.prefill import Compression, Prefill, run_prefill
+from kvshelf.workers.quality import QUESTIONS, Probe, Quality, Reference, ask
+from kvshelf.workers.requirements import require_budget_taken, require_questions_taken
 from kvshelf.workers.rope import Rope
 from kvshelf.workers.text import EncodedDocument, TextFormat
 
-
-@dataclass(frozen=True)
-class Compression:
-    """A compressed cache and the seconds its prefill and its compression took (pauses at checkpoints not counted).
-
-    Levels that share a prefill all report the whole of it. `quality` is None where nothing was measured.
-    """
-
-    cache: CompressedCache
-    prefill_s: float
-    compress_s: float
-    quality: Quality | None = None
-
-    def encoded(self, codec: str) -> Compression:
-        """With the cache under a codec, which counts as compression. Raises as `CompressedCache.encoded` does."""
-        started = time.perf_counter()
-        cache = self.cache.encoded(codec)
-        return replace(self, cache=cache, compress_s=self.compress_s + time.perf_counter() - started)
-
-    def measured(self, quality: Quality) -> Compression:
-        """With the quality of its cache."""
-        return replace(self, quality=quality)
-
-
-@dataclass(frozen=True)
-class Prefill:
-    """What one prefill gave: a compression for each level, in their order, and what the full cache said to a probe,
-    where it was asked one."""
-
-    compressions: list[Compression]
-    reference: Reference | None
+__all__ = ["Compression", "Engine", "Prefill"]
 
 
 class Engine:
@@ -92,6 +57,7 @@ class Engine:
         self.rope = Rope.of(model)
         self._attachments: WeakKeyDictionary[CompressedCache | ArrivingCache, Attachment] = WeakKeyDictionary()
         self._intake = Intake(self.name, self.text, self.max_tokens, model.config.vocab_size)
+        self._fitter = Fitter(model, self.name, self.identity, self.rope, self.max_tokens)
 
     @classmethod
     def load(cls, name: str, *, device: str = "auto", dtype: str = "auto") -> Engine:
@@ -160,49 +126,17 @@ class Engine:
         """
         given = dict(policy_params or {})
         chosen = build(policy, given)
-        if not chosen.takes_budget and (compression_ratio is not None or budget_tokens is not None):
-            param = "budget_tokens" if compression_ratio is None else "compression_ratio"
-            raise InvalidRequest(f"policy {policy!r} keeps everything and takes no {param}", param=param)
+        require_budget_taken(chosen, compression_ratio, budget_tokens)
         encoded = document if isinstance(document, EncodedDocument) else self._intake.document(document, layout)
-        if expected_questions and not chosen.takes_questions:
-            raise InvalidRequest(
-                f"policy {policy!r} does not look at questions; leave expected_questions out, or choose a policy that "
-                "scores by the end of the prompt, snapkv say",
-                param="expected_questions",
-            )
+        require_questions_taken(chosen, expected_questions)
         source = self._intake.source(encoded, expected_questions)
-        num_tokens = source.num_tokens
         if chosen.takes_budget:
-            budget = Budget.resolve(num_tokens, compression_ratio=compression_ratio, budget_tokens=budget_tokens)
+            budget = Budget.resolve(source.num_tokens, compression_ratio=compression_ratio, budget_tokens=budget_tokens)
         else:
-            budget = Budget.full(num_tokens)
-        passes: tuple[ProbePass, ...] = ()
-        absorber: Absorber | None = None
-        require_within_window(num_tokens, self.model.config, self.name)
-        if budget.tokens < num_tokens:
-            require_observable(chosen, self.model, self.name, self.rope, has_text=self.text is not None)
-            source = self._calibrated(source, chosen)
-            chosen = chosen.fitted(num_tokens, budget, encoded.protected_prefix, frozenset(given))
-            chosen = chosen.informed(source, frozenset(given))
-            passes = tuple(chosen.probe_passes(source))
-            require_room(passes, self.max_tokens, self.name)
-            absorber = chosen.absorber(source, budget)
-        identity = Identity(
-            model=self.identity,
-            document=_ids_digest(encoded.token_ids),
-            num_tokens=num_tokens,
-            layout=encoded.layout,
-            boundary=encoded.boundary,
-            prefill="whole" if absorber is None else absorber.mode,
-            policy=chosen.name,
-            policy_version=chosen.revision,
-            policy_params=chosen.parameters(),
-            budget_tokens=budget.tokens,
-            compression_ratio=budget.compression_ratio,
-            probe=chosen.probe_text(source) if passes else "",
-            expected_questions=tuple(expected_questions),
+            budget = Budget.full(source.num_tokens)
+        return self._fitter.job(
+            source, chosen, budget, encoded=encoded, given=frozenset(given), questions=expected_questions
         )
-        return Job(source, chosen, budget, passes, absorber, identity)
 
     def run(self, job: Job, *, checkpoint: Checkpoint | None = None) -> Compression:
         """Prefill the document and reduce each layer as soon as its attention is done: in one pass, or chunk by chunk
@@ -226,10 +160,10 @@ class Engine:
         """
         done: dict[int, Compression] = {}
         for group in shared(levels):
-            prefill = self.prefill(group, questions=questions, checkpoint=checkpoint)
-            for level, compression in zip(group, prefill.compressions, strict=True):
-                if prefill.reference is not None:
-                    compression = compression.measured(self.measure(compression.cache, prefill.reference))
+            made = self.prefill(group, questions=questions, checkpoint=checkpoint)
+            for level, compression in zip(group, made.compressions, strict=True):
+                if made.reference is not None:
+                    compression = compression.measured(self.measure(compression.cache, made.reference))
                     (checkpoint or _nothing)()
                 done[id(level)] = compression
         return [done[id(level)] for level in levels]
@@ -240,26 +174,8 @@ class Engine:
         The full cache answers `questions` made from the document on the way; with 0, or where `probe` makes none, there
         is no reference to measure by.
         """
-        jobs = distinct_jobs(group)
-        probe = self.probe(jobs[0], questions)
-        reduced: Sequence[LayerReducer | ChunkedPrefill]
-        started = time.perf_counter()
-        with torch.no_grad(), kvshelf_attention(self.model):
-            if jobs[0].absorber is not None:
-                chunked = self._prefill_in_chunks(jobs[0], checkpoint or _nothing)
-                reduced, paused_s, reference = [chunked], chunked.paused_s, None
-            else:
-                whole, reference = self._prefill_whole(jobs, probe, checkpoint or _nothing)
-                reduced, paused_s = whole.reducers, whole.paused_s
-            records = [reducer.records() for reducer in reduced]
-        elapsed = time.perf_counter() - started - paused_s - (reference.probe_s if reference is not None else 0)
-        prefill_s = elapsed - sum(reducer.compress_s for reducer in reduced)
-        made: dict[int, Compression] = {}
-        for job, layers, reducer in zip(jobs, records, reduced, strict=True):
-            next_position = job.policy.next_position(job.num_tokens, job.budget)
-            cache = CompressedCache(layers, job.num_tokens, next_position, job.identity)
-            made[id(job)] = Compression(cache, prefill_s, reducer.compress_s)
-        return Prefill([made[id(level.job)].encoded(level.codec) for level in group], reference)
+        probe = self.probe(group[0].job, questions)
+        return run_prefill(self.model, self.rope, group, probe, checkpoint or _nothing)
 
     # Measuring
 
@@ -412,55 +328,6 @@ class Engine:
                     raise told
         return [answer.answer() for answer in answers]
 
-    # Parts
-
-    def _calibrated(self, source: Source, policy: Policy) -> Source:
-        """With what is known of the model's heads, for a policy that needs it. Read anew each time: a calibration made
-        while the engine runs counts at once."""
-        if Observes.CALIBRATION not in policy.observes:
-            return source
-        found = calibration.find(self.identity, self.model.config.name_or_path)
-        return replace(source, calibration=found)
-
-    def _prefill_whole(
-        self, jobs: Sequence[Job], probe: Probe | None, checkpoint: Checkpoint
-    ) -> tuple[SharedReducer, Reference | None]:
-        measured = (probe.asked,) if probe is not None else ()
-        reducer = SharedReducer(
-            [self._reducer(job) for job in jobs],
-            measured=[len(found.token_ids) for found in measured],
-            checkpoint=checkpoint,
-        )
-        first = jobs[0]
-        inputs = first.inputs(self.model.device, measured)
-        if probe is None:
-            self.model.base_model(**inputs, use_cache=False, **{CONTEXT: reducer})
-            return reducer, None
-        places = probe.places(inputs["input_ids"].shape[1] - probe.num_tokens, self.model.device)
-        out = self.model(**inputs, use_cache=False, logits_to_keep=places, **{CONTEXT: reducer})
-        started = time.perf_counter()
-        without = ask_without(self.model, probe)
-        seconds = time.perf_counter() - started
-        return reducer, Reference.of(first.identity.document, probe, out.logits[0], without, seconds)
-
-    def _reducer(self, job: Job) -> LayerReducer:
-        return LayerReducer(
-            # With a budget of the whole document every policy keeps everything.
-            job.policy if job.budget.tokens < job.num_tokens else Full(),
-            job.source,
-            job.budget,
-            num_layers=self.model.config.num_hidden_layers,
-            probe_lengths=[len(found.token_ids) for found in job.passes],
-            rope=self.rope,
-        )
-
-    def _prefill_in_chunks(self, job: Job, checkpoint: Checkpoint) -> ChunkedPrefill:
-        assert job.absorber is not None
-        layers = self.model.config.num_hidden_layers
-        prefill = ChunkedPrefill(job.absorber, job.budget.tokens, num_layers=layers, checkpoint=checkpoint)
-        prefill.run(self.model, job.source.token_ids)
-        return prefill
-
     def _longest(self) -> int:
         """Tokens of the longest sequence that can be attended to: sliding windows are not stored yet."""
         return min(self.max_tokens, models.sliding_window(self.model.config) or self.max_tokens)
@@ -474,7 +341,3 @@ class Engine:
 
 def _nothing() -> None:
     """The checkpoint of a caller who has nothing else to do."""
-
-
-def _ids_digest(token_ids: Sequence[int]) -> str:
-    return digest("kvshelf.tokens", torch.tensor(token_ids, dtype=torch.int64).numpy().tobytes())

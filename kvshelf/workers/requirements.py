@@ -1,4 +1,4 @@
-"""What a policy needs of a model, checked before the prefill."""
+"""What a policy takes from a caller and what it needs of a model, checked before the prefill."""
 
 from __future__ import annotations
 
@@ -7,11 +7,28 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from kvshelf.errors import DocumentTooLong, PolicyUnsupported
+from kvshelf.errors import DocumentTooLong, InvalidRequest, PolicyUnsupported
 from kvshelf.workers import model as models
 from kvshelf.workers.policies.base import Observes, Policy
 from kvshelf.workers.policies.view import ProbePass, output_weight
 from kvshelf.workers.rope import Rope
+
+
+def require_budget_taken(policy: Policy, compression_ratio: float | None, budget_tokens: int | None) -> None:
+    """Refuse a budget for a policy that has none."""
+    if not policy.takes_budget and (compression_ratio is not None or budget_tokens is not None):
+        param = "budget_tokens" if compression_ratio is None else "compression_ratio"
+        raise InvalidRequest(f"policy {policy.name!r} keeps everything and takes no {param}", param=param)
+
+
+def require_questions_taken(policy: Policy, expected_questions: Sequence[str]) -> None:
+    """Refuse expected questions for a policy that would not look at them."""
+    if expected_questions and not policy.takes_questions:
+        raise InvalidRequest(
+            f"policy {policy.name!r} does not look at questions; leave expected_questions out, or choose a policy that "
+            "scores by the end of the prompt, snapkv say",
+            param="expected_questions",
+        )
 
 
 def require_observable(policy: Policy, model: PreTrainedModel, name: str, rope: Rope | None, *, has_text: bool) -> None:
