@@ -41,7 +41,7 @@ def ray_cluster(address: str | None, *, min_cpus: int) -> Iterator[bool]:
     import ray  # here, because it reads the environment when it is imported
 
     local = address is None
-    try:
+    with _named_errors(address):
         ray.init(
             address="local" if local else address,
             num_cpus=max(os.cpu_count() or 1, min_cpus) if local else None,
@@ -49,16 +49,31 @@ def ray_cluster(address: str | None, *, min_cpus: int) -> Iterator[bool]:
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
-    except ConnectionError as error:
-        raise NoWorker(
-            f"there is no Ray cluster that lets us in at {address!r}: {error}. Is `ray start` running on this machine, "
-            "and is RAY_AUTH_TOKEN (with RAY_AUTH_MODE=token) the cluster's?"
-        ) from error
     try:
         with nullcontext() if local else _known_there():
             yield local
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def _named_errors(address: str | None) -> Iterator[None]:
+    """Raises `NoWorker` where Ray cannot be had. A node that does not come up is a bare `Exception` of Ray."""
+    try:
+        yield
+    except Exception as error:
+        if address is None:
+            raise NoWorker(
+                f"Ray did not come up on this machine: {error}. It gives its processes 30 seconds: if they were late, "
+                "start again when the machine does less, or give the address of a cluster that is up. Its own logs are "
+                "in the folder session_latest/logs, by default below /tmp/ray"
+            ) from error
+        if isinstance(error, ConnectionError):
+            raise NoWorker(
+                f"there is no Ray cluster that lets us in at {address!r}: {error}. Is `ray start` running on this "
+                "machine, and is RAY_AUTH_TOKEN (with RAY_AUTH_MODE=token) the cluster's?"
+            ) from error
+        raise
 
 
 def _known_there() -> AbstractContextManager[None]:

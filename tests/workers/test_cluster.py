@@ -1,0 +1,66 @@
+"""A Ray cluster of one's own that does not come up, in a process that wants one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import _descendants, _title
+
+WANTS_RAY = """
+from kvshelf.errors import NoWorker
+from kvshelf.workers.cluster import prepare_environment, ray_cluster
+
+prepare_environment(None)
+try:
+    with ray_cluster(None, min_cpus=1):
+        print("it is up")
+except NoWorker as error:
+    print(error)
+"""
+
+
+def wanting_ray(**environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", WANTS_RAY], env=os.environ | environment, stdout=subprocess.PIPE, text=True
+    )
+
+
+def test_what_ray_does_not_start_for_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / ("long" * 30)  # its sockets would have longer names than the kernel takes
+    folder.mkdir()
+    process = wanting_ray(RAY_TMPDIR=str(folder))
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert said.startswith("Ray did not come up on this machine: "), said
+    assert "107 bytes" in said
+
+
+@pytest.mark.timeout(300)
+def test_a_node_that_is_late_is_named_and_leaves_nothing_behind(soak: bool) -> None:
+    """Its raylet is stopped as soon as it runs, as if the machine had no time for it."""
+    if not soak:
+        pytest.skip("Ray waits half a minute for it")
+    process = wanting_ray()
+    try:
+        while not (late := [pid for pid in _descendants(process.pid) if "raylet/raylet" in _title(pid)]):
+            assert process.poll() is None
+            time.sleep(0.01)
+        os.kill(late[0], signal.SIGSTOP)
+        started = _descendants(process.pid)
+        said, _ = process.communicate(timeout=240)
+    finally:
+        for pid in late:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    assert process.returncode == 0
+    assert "timed out during startup" in said
+    assert "start again when the machine does less" in said
+    assert [pid for pid in started if _title(pid)] == []
