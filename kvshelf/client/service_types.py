@@ -65,6 +65,7 @@ class TenantAllowances(ResponseBody):
     batches: Allowance | None = None
     open_requests: Allowance
     requests_per_minute: Allowance
+    tokens_per_minute: Allowance | None = None
 
 
 class Limits(ResponseBody):

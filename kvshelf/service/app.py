@@ -53,18 +53,22 @@ def create_app(
 ) -> FastAPI:
     """The app around workers that run already. Its lifespan runs what goes on beside the requests."""
     numbers = Metrics()
-    limits = TenantLimits(settings.tenant_max_concurrent, settings.tenant_requests_per_minute)
+    limits = TenantLimits(
+        settings.tenant_max_concurrent, settings.tenant_requests_per_minute, settings.tenant_tokens_per_minute
+    )
     engines = {name: ObservedEngine(engine, numbers, tracer) for name, engine in workers.items()}
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         threads = ThreadPoolExecutor(THREADS, thread_name_prefix="service")
         asyncio.get_running_loop().set_default_executor(threads)
-        background = Background(store, engines, deadline_s=settings.request_deadline_s)
+        background = Background(store, engines, deadline_s=settings.request_deadline_s, spend=limits.spend_tokens)
         described = await asyncio.gather(*(engine.describe(deadline_s=60.0) for engine in engines.values()))
         models = tuple(ModelObject.model_validate(about | {"created": int(time.time())}) for about in described)
         identities = {about["id"]: ModelIdentity(**about["identity"]) for about in described}
-        fair = {name: FairEngine(engine, settings, numbers.asking) for name, engine in engines.items()}
+        fair = {
+            name: FairEngine(engine, settings, numbers.asking, limits.spend_tokens) for name, engine in engines.items()
+        }
         whole = FairQueue("whole caches", WHOLE_CACHES, settings.max_queued_requests)
         runner = BatchRunner(store, workers, settings, numbers)
         extractor = Extractor(settings)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import structlog
@@ -42,10 +42,19 @@ _LOOK_S = 2.0
 class Background:
     """Works off the ledger's requests. `start` it on the event loop of the service, `stop` it once."""
 
-    def __init__(self, store: Store, engines: Mapping[str, RemoteEngine], *, deadline_s: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        engines: Mapping[str, RemoteEngine],
+        *,
+        deadline_s: float,
+        spend: Callable[[str, int], None] = lambda *_: None,
+    ) -> None:
+        """spend: is told a tenant and how many tokens were prefilled for it."""
         self._store = store
         self._engines = engines
         self._deadline_s = deadline_s
+        self._spend = spend
         self._waiting = _Backlog()
         self._known: set[_Key] = set()
         self._tasks: list[asyncio.Task[None]] = []
@@ -161,6 +170,7 @@ class Background:
             await asyncio.to_thread(self._refuse, record, f"model {spec['model']!r} is no longer served here")
             return
         created = await engine.create(spec, tenant=record.tenant, deadline_s=self._deadline_s, request_id=record.id)
+        self._spend(record.tenant, created.prefilled_tokens)
         log.info("created", cache_ids=[cache.manifest["id"] for cache in created.caches], existing=created.existing)
 
     def _refuse(self, record: RequestRecord, message: str) -> None:

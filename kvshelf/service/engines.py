@@ -31,9 +31,12 @@ class FairEngine:
         engine: RemoteEngine,
         settings: Settings,
         counting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        spend: Callable[[str, int], None] = lambda *_: None,
     ) -> None:
-        """counting: a block for what can refuse a question before the engine counts it."""
+        """counting: a block for what can refuse a question before the engine counts it. spend: is told a tenant and how
+        many tokens were prefilled and generated for it."""
         self._counting = counting
+        self._spend = spend
         self._engine = engine
         self.model = engine.model
         questions = settings.replicas * min(settings.max_open_generations, settings.max_ongoing_requests)
@@ -58,7 +61,9 @@ class FairEngine:
 
     async def create(self, spec: Mapping[str, Any], *, tenant: str, deadline_s: float) -> Created:
         async with self._creations.turn(tenant, deadline_s) as left_s:
-            return await self._engine.create(spec, tenant=tenant, deadline_s=left_s)
+            created = await self._engine.create(spec, tenant=tenant, deadline_s=left_s)
+        self._spend(tenant, created.prefilled_tokens)
+        return created
 
     @asynccontextmanager
     async def _turn(self, tenant: str, deadline_s: float) -> AsyncIterator[float]:
@@ -70,7 +75,9 @@ class FairEngine:
 
     async def query(self, cache_id: str, asked: Asked, *, tenant: str, deadline_s: float) -> list[Replied]:
         async with self._turn(tenant, deadline_s) as left_s:
-            return await self._engine.query(cache_id, asked, tenant=tenant, deadline_s=left_s)
+            replies = await self._engine.query(cache_id, asked, tenant=tenant, deadline_s=left_s)
+        self._spend(tenant, sum(map(_used, replies)))
+        return replies
 
     async def stream(
         self, cache_id: str, asked: Asked, *, tenant: str, deadline_s: float
@@ -81,7 +88,8 @@ class FairEngine:
         async def fetch() -> None:
             async with (
                 self._turn(tenant, deadline_s) as left_s,
-                aclosing(self._engine.stream(cache_id, asked, tenant=tenant, deadline_s=left_s)) as arriving,
+                aclosing(self._engine.stream(cache_id, asked, tenant=tenant, deadline_s=left_s)) as answer,
+                aclosing(self._counted(tenant, answer)) as arriving,
             ):
                 async for piece in arriving:
                     if pieces.qsize() >= MAX_UNREAD_PIECES:
@@ -100,3 +108,20 @@ class FairEngine:
         finally:
             fetching.cancel()
             await asyncio.gather(fetching, return_exceptions=True)
+
+    async def _counted(
+        self, tenant: str, answer: AsyncGenerator[str | Replied, None]
+    ) -> AsyncGenerator[str | Replied, None]:
+        """The pieces of an answer. Who leaves before its end has used a token for each piece, as far as is known."""
+        used = 0
+        try:
+            async for piece in answer:
+                used = used + 1 if isinstance(piece, str) else _used(piece)
+                yield piece
+        finally:
+            self._spend(tenant, used)
+
+
+def _used(reply: Replied) -> int:
+    """Tokens that went through the model for an answer, and those that came out."""
+    return reply.answer.usage.prefill_tokens + reply.answer.usage.completion_tokens

@@ -48,6 +48,9 @@ class Settings(BaseSettings):
     tenant_max_caches: int | None = Field(None, ge=1, lt=2**53, description="caches one tenant may have on the shelf")
     tenant_max_concurrent: int = Field(1024, ge=1, description="requests one tenant may have open at once")
     tenant_requests_per_minute: int | None = Field(None, ge=1, description="of one tenant, and as many at once")
+    tenant_tokens_per_minute: int | None = Field(
+        None, ge=1, lt=2**53, description="of one tenant, prefilled and generated; counted after the work"
+    )
     tenant_max_bytes: int | None = Field(None, ge=1, lt=2**53, description="bytes one tenant may have on the shelf")
     models: Annotated[tuple[str, ...], NoDecode] = Field(
         ("kvshelf-tiny",), min_length=1, description="bundled names, folders or hub ids; the first is the default"

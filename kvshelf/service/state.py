@@ -97,6 +97,15 @@ def _service(request: Request) -> Service:
 InService = Annotated[Service, Depends(_service)]
 
 
+async def _require_tokens(request: Request, service: InService) -> None:
+    service.limits.require_tokens(request.state.caller.tenant)
+
+
+TAKES_TOKENS = Depends(_require_tokens)
+"""For the `dependencies` of a route whose work takes tokens: a tenant that has used too many is refused before its body
+is read."""
+
+
 async def off_loop(call: Callable[..., ResultT], *args: Any, **kwargs: Any) -> ResultT:
     """Run something that blocks (the store) on a thread."""
     return await asyncio.to_thread(call, *args, **kwargs)

@@ -35,6 +35,13 @@ class Created:
         return self.caches[0].manifest
 
     @property
+    def prefilled_tokens(self) -> int:
+        """Tokens of the document, where it went through the model for this; 0 where others had that done. Several
+        prefills of it count as one."""
+        tokens: int = self.manifest["num_tokens"]
+        return tokens if self.phases else 0
+
+    @property
     def existing(self) -> bool:
         """Whether all of them were there already."""
         return all(cache.existing for cache in self.caches)

@@ -20,9 +20,11 @@ from kvshelf.service.settings import Settings
 from kvshelf.service.turns import FairQueue, Rounds
 from kvshelf.store.base import Store
 from kvshelf.store.ledger import Ledger
-from kvshelf.workers.generation import Sampling
+from kvshelf.workers.created import Created, Stored
+from kvshelf.workers.generation import Answer, Sampling, Usage
+from kvshelf.workers.phases import Phase
 from kvshelf.workers.remote import RemoteEngine
-from kvshelf.workers.replica import MAX_UNREAD_PIECES, Asked
+from kvshelf.workers.replica import MAX_UNREAD_PIECES, Asked, Replied
 
 
 class Clock:
@@ -59,6 +61,42 @@ def test_no_minute_has_more_than_its_requests_and_the_bucket() -> None:
         granted += limiter.take("acme") == 0
     minutes = (clock.now - 1000) / 60
     assert 30 * minutes - 1 <= granted <= 30 * minutes + 30
+
+
+def test_a_bucket_goes_below_zero_for_what_was_used_already() -> None:
+    clock = Clock()
+    limiter = RateLimiter(600, clock=clock)
+    limiter.spend("acme", 600)
+    assert (limiter.debt_s("acme"), limiter.left("acme")) == (0, (0, pytest.approx(60)))
+    limiter.spend("acme", 50)
+    assert limiter.debt_s("acme") == pytest.approx(5)
+    assert limiter.left("acme") == (0, pytest.approx(65))
+    assert limiter.debt_s("other") == 0
+    clock.now += 5
+    assert limiter.debt_s("acme") == pytest.approx(0)
+    clock.now += 6
+    assert (limiter.debt_s("acme"), limiter.left("acme")) == (0, (60, pytest.approx(54)))
+
+
+def test_tokens_are_counted_after_the_work_and_then_new_work_waits() -> None:
+    limits = TenantLimits(9, None, 60_000)
+    limits.require_tokens("acme")
+    assert limits.headers("acme")["x-ratelimit-remaining-tokens"] == "60000"
+    limits.spend_tokens("acme", 70_000)  # it was allowed to begin
+    with pytest.raises(RateLimited, match="60000 tokens a minute") as refused:
+        limits.require_tokens("acme")
+    assert 9 < refused.value.details["retry_after_s"] <= 10
+    with limits.request("acme"):  # what takes no tokens goes on
+        headers = limits.headers("acme")
+    assert headers.keys() == {f"x-ratelimit-{kind}-tokens" for kind in ("limit", "remaining", "reset")}
+    assert (headers["x-ratelimit-limit-tokens"], headers["x-ratelimit-remaining-tokens"]) == ("60000", "0")
+    assert 69 < float(headers["x-ratelimit-reset-tokens"].removesuffix("s")) <= 70
+    assert (limits.token_rate("acme").used, limits.token_rate("acme").left) == (60_000, 0)
+    limits.require_tokens("other")
+    free = TenantLimits(9, None)
+    free.spend_tokens("acme", 10**9)
+    free.require_tokens("acme")
+    assert (free.headers("acme"), free.token_rate("acme").used) == ({}, None)
 
 
 def test_so_many_requests_are_open_and_no_more() -> None:
@@ -333,6 +371,9 @@ def test_creations_in_the_background_take_turns_too(tmp_path: Path) -> None:
         run(test(store))
 
 
+REPLY = Replied(Answer("0 1", [5, 6, 7], "stop", Usage(1000, 20, 3)), 1.0, "full", 0.0, "memory", ())
+
+
 class Talker:
     """Stands for the workers: says what it is told to, and remembers whether it was let go."""
 
@@ -342,20 +383,28 @@ class Talker:
     def __init__(self, pieces: int) -> None:
         self.pieces = pieces
 
-    async def stream(self, *_: Any, **__: Any) -> AsyncGenerator[str, None]:
+    async def stream(self, *_: Any, **__: Any) -> AsyncGenerator[str | Replied, None]:
         try:
             for number in range(self.pieces):
                 yield str(number)
                 await asyncio.sleep(0)
+            yield REPLY
         finally:
             self.closed = True
 
+    async def query(self, *_: Any, **__: Any) -> list[Replied]:
+        return [REPLY, REPLY]
 
-def fair(talker: Talker) -> FairEngine:
+    async def create(self, spec: dict[str, Any], **_: Any) -> Created:
+        phases = () if spec["on_the_shelf"] else (Phase("prefill", 0.0, 1.0),)
+        return Created(tuple(Stored({"num_tokens": 400}, existing=False) for _ in range(2)), phases)
+
+
+def fair(talker: Talker, **told: Any) -> FairEngine:
     settings = cast(
         Settings, SimpleNamespace(replicas=1, max_open_generations=1, max_ongoing_requests=9, max_queued_requests=9)
     )
-    return FairEngine(cast(RemoteEngine, talker), settings)
+    return FairEngine(cast(RemoteEngine, talker), settings, **told)
 
 
 ASKED = Asked(("?",), Sampling())
@@ -370,7 +419,7 @@ def test_a_reader_who_takes_nothing_holds_no_slot_and_is_cut_off() -> None:
         while not talker.closed:
             await asyncio.sleep(0)
         quick = engine.stream("kvs", ASKED, tenant="b", deadline_s=60)
-        assert [piece async for piece in quick] == [str(number) for number in range(talker.pieces)]
+        assert [piece async for piece in quick] == [*(str(number) for number in range(talker.pieces)), REPLY]
         for number in range(1, MAX_UNREAD_PIECES + 1):
             assert await anext(slow) == str(number)
         with pytest.raises(RequestTimeout):
@@ -390,5 +439,24 @@ def test_a_reader_who_leaves_ends_the_work() -> None:
         again = engine.stream("kvs", ASKED, tenant="a", deadline_s=60)
         assert await anext(again) == "0"
         await again.aclose()
+
+    run(test())
+
+
+def test_a_tenant_s_tokens_are_those_that_went_through_the_model_and_came_out() -> None:
+    async def test() -> None:
+        spent: list[tuple[str, int]] = []
+        engine = fair(Talker(5), spend=lambda tenant, tokens: spent.append((tenant, tokens)))
+        call: dict[str, Any] = {"tenant": "a", "deadline_s": 60}
+        await engine.create({"on_the_shelf": False}, **call)
+        await engine.create({"on_the_shelf": True}, **call)
+        await engine.query("kvs", ASKED, **call)
+        assert [piece async for piece in engine.stream("kvs", ASKED, **call)][-1] == REPLY
+        assert spent == [("a", 400), ("a", 0), ("a", 46), ("a", 23)]
+        left = fair(Talker(10**9), spend=lambda tenant, tokens: spent.append((tenant, tokens)))
+        stream = left.stream("kvs", ASKED, **call)
+        assert [await anext(stream) for _ in range(3)] == ["0", "1", "2"]
+        await stream.aclose()
+        assert spent[-1][1] >= 3
 
     run(test())

@@ -95,6 +95,7 @@ def test_the_client_s_variables_may_be_there(monkeypatch: pytest.MonkeyPatch) ->
         ("tenant_max_bytes", -1),
         ("tenant_max_concurrent", 0),
         ("tenant_requests_per_minute", 0),
+        ("tenant_tokens_per_minute", 0),
         ("unread_deadline_s", 0),
         ("max_import_bytes", 5),
         ("max_document_tokens", 0),

@@ -22,7 +22,16 @@ from kvshelf.service import openapi
 from kvshelf.service.body import read_create, read_json, read_query
 from kvshelf.service.keys import Reader, Writer
 from kvshelf.service.routes.requests import request_json
-from kvshelf.service.state import InService, Service, cache_object, cache_response, etag_of, off_loop, until_hangup
+from kvshelf.service.state import (
+    TAKES_TOKENS,
+    InService,
+    Service,
+    cache_object,
+    cache_response,
+    etag_of,
+    off_loop,
+    until_hangup,
+)
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.created import Created
 from kvshelf.workers.wanted import require_policy
@@ -41,6 +50,7 @@ _ACCEPTED: dict[int | str, dict[str, Any]] = {
     response_model=CacheObject | LevelList,
     responses=_ACCEPTED,
     openapi_extra=openapi.body_of(CreateCache, form=True),
+    dependencies=[TAKES_TOKENS],
 )
 async def create(
     request: Request, service: InService, caller: Writer, prefer: Annotated[str, Header()] = ""

@@ -29,7 +29,7 @@ from kvshelf.service.body import read_json
 from kvshelf.service.events import event_stream
 from kvshelf.service.keys import Reader
 from kvshelf.service.routes.queries import stop_texts
-from kvshelf.service.state import InService, off_loop, until_hangup
+from kvshelf.service.state import TAKES_TOKENS, InService, off_loop, until_hangup
 from kvshelf.workers.generation import Sampling, Usage
 from kvshelf.workers.replica import Asked, Replied
 
@@ -41,6 +41,7 @@ router = APIRouter(prefix="/v1/chat", tags=["chat"], responses=openapi.ERRORS)
     response_class=JSONResponse,
     responses=openapi.json_or_events(ChatCompletion),
     openapi_extra=openapi.body_of(ChatCompletionRequest),
+    dependencies=[TAKES_TOKENS],
 )
 async def complete(request: Request, service: InService, caller: Reader) -> Response:
     """Continue the conversation that a stored cache begins."""

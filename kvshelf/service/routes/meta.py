@@ -67,7 +67,8 @@ async def _allowances(service: Service, tenant: str) -> TenantAllowances:
         bytes=allowance(settings.tenant_max_bytes, nbytes),
         batches=allowance(settings.tenant_max_batches, batches),
         open_requests=asked.open_requests(tenant),
-        requests_per_minute=asked.rate(tenant),
+        requests_per_minute=asked.request_rate(tenant),
+        tokens_per_minute=asked.token_rate(tenant),
     )
 
 

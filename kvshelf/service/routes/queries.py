@@ -17,7 +17,7 @@ from kvshelf.service.errors import miss_reason
 from kvshelf.service.events import event_stream
 from kvshelf.service.keys import Caller, Reader
 from kvshelf.service.misses import MISSES, Original
-from kvshelf.service.state import InService, Service, off_loop, until_hangup
+from kvshelf.service.state import TAKES_TOKENS, InService, Service, off_loop, until_hangup
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.generation import Sampling
 from kvshelf.workers.replica import Asked, Replied
@@ -30,6 +30,7 @@ router = APIRouter(prefix="/v1/caches", tags=["queries"], responses=openapi.ERRO
     response_class=JSONResponse,
     responses=openapi.json_or_events(AnswerObject, AnswerList),
     openapi_extra=openapi.body_of(Query),
+    dependencies=[TAKES_TOKENS],
 )
 async def query(cache_id: str, request: Request, service: InService, caller: Reader) -> Response:
     """Answer one or several prompts from a stored cache, without prefilling its document again."""
