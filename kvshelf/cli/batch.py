@@ -28,47 +28,65 @@ Exit codes: 0 every document is on the shelf; 1 some or all failed, the output s
 6 stopped before the end: run the same command again to go on.
 """
 
+_Input = Annotated[
+    str,
+    typer.Argument(metavar="INPUT", help="A JSONL or Parquet file, a folder of texts, or a pattern like 'd/*.md'."),
+]
+_Output = Annotated[Path, typer.Option(help="One line per document, as .jsonl or .parquet.")]
+_Policy = Annotated[str | None, typer.Option(help="One of `kvshelf policies`.")]
+_CompressionRatio = Annotated[float | None, typer.Option(help="Fraction of the entries REMOVED, 0.75 say.")]
+_BudgetTokens = Annotated[int | None, typer.Option(help="Entries kept per layer and head, instead.")]
+_Level = Annotated[list[float] | None, typer.Option(help="A ratio of several for each document. Repeat it.")]
+_MinQuality = Annotated[float | None, typer.Option(help="Least agreement with the full cache, 0.98 say.")]
+_Param = Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="A parameter of the policy.")]
+_Layout = Annotated[str | None, typer.Option(help="chat or plain.")]
+_Codec = Annotated[str | None, typer.Option(help="none, int8, int4, int2 or mixed.")]
+_Ttl = Annotated[str | None, typer.Option(help="How long to keep the caches: 90s, 15m, 2h, 7d.")]
+_KeepSource = Annotated[bool, typer.Option("--keep-source", help="Keep the texts beside the caches.")]
+_ExpectedQuestion = Annotated[list[str] | None, typer.Option(help="A question to come. May be repeated.")]
+_Window = Annotated[str | None, typer.Option(help="Work only at this time of day: 22:00-06:00.")]
+_MaxGpuHours = Annotated[float | None, typer.Option(min=0, help="Stop when the replicas have worked so long.")]
+_DocumentTimeout = Annotated[str, typer.Option(help="For each attempt at one document: 90s, 15m, 2h.")]
+_MaxAttempts = Annotated[int, typer.Option(min=1, max=100, help="Before a document is given up.")]
+_RetryFailed = Annotated[bool, typer.Option("--retry-failed", help="Try again what failed in an earlier run.")]
+_Report = Annotated[Path | None, typer.Option(help="Write a report as well, .md or .html.")]
+_Model = Annotated[list[str] | None, typer.Option(help="As for `kvshelf serve`; the first is the default.")]
+_Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda.")]
+_Dtype = Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")]
+_Replicas = Annotated[int | None, typer.Option(help="Replicas of each model.")]
+_Address = Annotated[str | None, typer.Option(help="Of a running Ray cluster; auto finds it.  [default: a local one]")]
+_Url = Annotated[str | None, typer.Option("--url", envvar="KVSHELF_URL", help="A running service that is to do it.")]
+
 
 def batch(
-    input: Annotated[
-        str,
-        typer.Argument(metavar="INPUT", help="A JSONL or Parquet file, a folder of texts, or a pattern like 'd/*.md'."),
-    ],
-    output: Annotated[Path, typer.Option(help="One line per document, as .jsonl or .parquet.")],
-    policy: Annotated[str | None, typer.Option(help="One of `kvshelf policies`.")] = None,
-    compression_ratio: Annotated[float | None, typer.Option(help="Fraction of the entries REMOVED, 0.75 say.")] = None,
-    budget_tokens: Annotated[int | None, typer.Option(help="Entries kept per layer and head, instead.")] = None,
-    level: Annotated[list[float] | None, typer.Option(help="A ratio of several for each document. Repeat it.")] = None,
-    min_quality: Annotated[float | None, typer.Option(help="Least agreement with the full cache, 0.98 say.")] = None,
-    param: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="A parameter of the policy.")] = None,
-    layout: Annotated[str | None, typer.Option(help="chat or plain.")] = None,
-    codec: Annotated[str | None, typer.Option(help="none, int8, int4, int2 or mixed.")] = None,
-    ttl: Annotated[str | None, typer.Option(help="How long to keep the caches: 90s, 15m, 2h, 7d.")] = None,
+    input: _Input,
+    output: _Output,
+    policy: _Policy = None,
+    compression_ratio: _CompressionRatio = None,
+    budget_tokens: _BudgetTokens = None,
+    level: _Level = None,
+    min_quality: _MinQuality = None,
+    param: _Param = None,
+    layout: _Layout = None,
+    codec: _Codec = None,
+    ttl: _Ttl = None,
     label: Labels = None,
-    keep_source: Annotated[bool, typer.Option("--keep-source", help="Keep the texts beside the caches.")] = False,
-    expected_question: Annotated[list[str] | None, typer.Option(help="A question to come. May be repeated.")] = None,
-    window: Annotated[str | None, typer.Option(help="Work only at this time of day: 22:00-06:00.")] = None,
-    max_gpu_hours: Annotated[
-        float | None, typer.Option(min=0, help="Stop when the replicas have worked so long.")
-    ] = None,
-    document_timeout: Annotated[str, typer.Option(help="For each attempt at one document: 90s, 15m, 2h.")] = "1h",
-    max_attempts: Annotated[int, typer.Option(min=1, max=100, help="Before a document is given up.")] = 3,
-    retry_failed: Annotated[
-        bool, typer.Option("--retry-failed", help="Try again what failed in an earlier run.")
-    ] = False,
-    report: Annotated[Path | None, typer.Option(help="Write a report as well, .md or .html.")] = None,
+    keep_source: _KeepSource = False,
+    expected_question: _ExpectedQuestion = None,
+    window: _Window = None,
+    max_gpu_hours: _MaxGpuHours = None,
+    document_timeout: _DocumentTimeout = "1h",
+    max_attempts: _MaxAttempts = 3,
+    retry_failed: _RetryFailed = False,
+    report: _Report = None,
     store: Store = None,
     encryption_key_file: KeyFile = None,
-    model: Annotated[list[str] | None, typer.Option(help="As for `kvshelf serve`; the first is the default.")] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
-    replicas: Annotated[int | None, typer.Option(help="Replicas of each model.")] = None,
-    address: Annotated[
-        str | None, typer.Option(help="Of a running Ray cluster; auto finds it.  [default: a local one]")
-    ] = None,
-    url: Annotated[
-        str | None, typer.Option("--url", envvar="KVSHELF_URL", help="A running service that is to do it.")
-    ] = None,
+    model: _Model = None,
+    device: _Device = None,
+    dtype: _Dtype = None,
+    replicas: _Replicas = None,
+    address: _Address = None,
+    url: _Url = None,
     as_json: AsJson = False,
 ) -> None:
     """Compress a corpus: many documents in, one line out for each, with its cache id or what went wrong.
@@ -77,34 +95,28 @@ def batch(
     the same command again after it was stopped, or to look for new documents: what is on the shelf is not done again.
     """
     with _common.named_errors(as_json=as_json):
-        fields = {
-            "policy": policy,
-            "policy_params": _common.parameters(param) or None,
-            "compression_ratio": compression_ratio,
-            "budget_tokens": budget_tokens,
-            "levels": level or None,
-            "min_quality": min_quality,
-            "layout": layout,
-            "codec": codec,
-            "ttl_s": _common.seconds(ttl),
-            "labels": _common.pairs(label, "--label") or None,
-            "keep_source": keep_source or None,
-            "expected_questions": expected_question or None,
-        }
-        job = _Job(
-            input,
-            output,
-            report,
-            {name: value for name, value in fields.items() if value is not None},
-            {
-                "window": window,
-                "max_gpu_hours": max_gpu_hours,
-                "document_deadline_s": _timeout(document_timeout),
-                "max_attempts": max_attempts,
-                "retry_failed": retry_failed,
-            },
-            as_json,
+        fields = _given(
+            policy=policy,
+            policy_params=_common.parameters(param) or None,
+            compression_ratio=compression_ratio,
+            budget_tokens=budget_tokens,
+            levels=level or None,
+            min_quality=min_quality,
+            layout=layout,
+            codec=codec,
+            ttl_s=_common.seconds(ttl),
+            labels=_common.pairs(label, "--label") or None,
+            keep_source=keep_source or None,
+            expected_questions=expected_question or None,
         )
+        options = {
+            "window": window,
+            "max_gpu_hours": max_gpu_hours,
+            "document_deadline_s": _timeout(document_timeout),
+            "max_attempts": max_attempts,
+            "retry_failed": retry_failed,
+        }
+        job = _Job(input, output, report, fields, options, as_json)
         if url is not None and store is None:
             from kvshelf.cli.batch_remote import run_remote
 
@@ -190,6 +202,10 @@ def _sentence(summary: Summary) -> str:
             return f"failed: {summary.reason}"
     again = ". The output says why; --retry-failed tries them again" if summary.failed else ""
     return f"{rows}; {sizes}; {summary.gpu_hours:.2f} GPU hours{again}"
+
+
+def _given(**fields: Any) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _timeout(text: str) -> float:

@@ -23,45 +23,67 @@ if TYPE_CHECKING:
 
 _TERABYTE = 1e12
 
+_Documents = Annotated[int | None, typer.Option(min=1, help="How many.  [default: 1,000,000, or as in --lengths]")]
+_Tokens = Annotated[int, typer.Option(min=1, help="Length of each.")]
+_Lengths = Annotated[
+    Path | None, typer.Option(help="Instead: a file with a length on each line, and how many have it behind that.")
+]
+_Model = Annotated[
+    str, typer.Option(help="llama-3.1-8b, mistral-7b, qwen2.5-7b, qwen3-8b, kvshelf-tiny, a folder or a hub id.")
+]
+_Policy = Annotated[str, typer.Option(help="As in `kvshelf put`.")]
+_CompressionRatio = Annotated[float | None, typer.Option(help="Fraction of the entries REMOVED, 0.75 say.")]
+_BudgetTokens = Annotated[int | None, typer.Option(help="Entries kept per layer and head, instead.")]
+_Codec = Annotated[str, typer.Option(help="none, int8, int4, int2 ...")]
+_Gpus = Annotated[int | None, typer.Option(min=1, help="How many there are; or give --hours.")]
+_Hours = Annotated[float | None, typer.Option(min=0.01, help="By when it is to be done: how many GPUs that takes.")]
+_TokensPerS = Annotated[float | None, typer.Option(min=0.001, help="Of one GPU, compression included.")]
+_Rates = Annotated[
+    Path | None, typer.Option(help="Instead: what `kvshelf bench speed --parts compression --output FILE` wrote.")
+]
+_SharedRates = Annotated[
+    Path | None, typer.Option(help="What `kvshelf bench rates --output FILE` wrote.  [default: as documented]")
+]
+_Home = Annotated[str, typer.Option(help="redis or disk.")]
+_Simulate = Annotated[bool, typer.Option("--simulate", help="Let it run on paper, with failures.")]
+_Servers = Annotated[int, typer.Option(min=1, help="Redis servers.")]
+_ServerMemoryGb = Annotated[float, typer.Option(min=0.1, help="Memory of one for caches.")]
+_ServerGbit = Annotated[float, typer.Option(min=0.1, help="Network of one.")]
+_Shelves = Annotated[int, typer.Option(min=1, help="Redis prefixes that share the corpus out.")]
+_Services = Annotated[int, typer.Option(min=1, help="Ray clusters that share the corpus out.")]
+_NodeGpus = Annotated[int, typer.Option(min=1, help="GPUs in a node.")]
+_NodeGbit = Annotated[float, typer.Option(min=0.1, help="Network of a node.")]
+_NodeMtbfH = Annotated[float, typer.Option(min=0.1, help="Hours between two failures of a node.")]
+_Poison = Annotated[float, typer.Option(min=0, max=0.1, help="Share of documents that kill their worker.")]
+_Seed = Annotated[int, typer.Option(help="Of the simulation.")]
+
 
 def plan(
-    documents: Annotated[
-        int | None, typer.Option(min=1, help="How many.  [default: 1,000,000, or as in --lengths]")
-    ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Length of each.")] = 4096,
-    lengths: Annotated[
-        Path | None, typer.Option(help="Instead: a file with a length on each line, and how many have it behind that.")
-    ] = None,
-    model: Annotated[
-        str, typer.Option(help="llama-3.1-8b, mistral-7b, qwen2.5-7b, qwen3-8b, kvshelf-tiny, a folder or a hub id.")
-    ] = "llama-3.1-8b",
-    policy: Annotated[str, typer.Option(help="As in `kvshelf put`.")] = "keydiff",
-    compression_ratio: Annotated[float | None, typer.Option(help="Fraction of the entries REMOVED, 0.75 say.")] = None,
-    budget_tokens: Annotated[int | None, typer.Option(help="Entries kept per layer and head, instead.")] = None,
-    codec: Annotated[str, typer.Option(help="none, int8, int4, int2 ...")] = "none",
-    gpus: Annotated[int | None, typer.Option(min=1, help="How many there are; or give --hours.")] = None,
-    hours: Annotated[
-        float | None, typer.Option(min=0.01, help="By when it is to be done: how many GPUs that takes.")
-    ] = None,
-    tokens_per_s: Annotated[float | None, typer.Option(min=0.001, help="Of one GPU, compression included.")] = None,
-    rates: Annotated[
-        Path | None, typer.Option(help="Instead: what `kvshelf bench speed --parts compression --output FILE` wrote.")
-    ] = None,
-    shared_rates: Annotated[
-        Path | None, typer.Option(help="What `kvshelf bench rates --output FILE` wrote.  [default: as documented]")
-    ] = None,
-    home: Annotated[str, typer.Option(help="redis or disk.")] = "redis",
-    simulate: Annotated[bool, typer.Option("--simulate", help="Let it run on paper, with failures.")] = False,
-    servers: Annotated[int, typer.Option(min=1, help="Redis servers.")] = 1,
-    server_memory_gb: Annotated[float, typer.Option(min=0.1, help="Memory of one for caches.")] = 512.0,
-    server_gbit: Annotated[float, typer.Option(min=0.1, help="Network of one.")] = 25.0,
-    shelves: Annotated[int, typer.Option(min=1, help="Redis prefixes that share the corpus out.")] = 1,
-    services: Annotated[int, typer.Option(min=1, help="Ray clusters that share the corpus out.")] = 1,
-    node_gpus: Annotated[int, typer.Option(min=1, help="GPUs in a node.")] = 8,
-    node_gbit: Annotated[float, typer.Option(min=0.1, help="Network of a node.")] = 100.0,
-    node_mtbf_h: Annotated[float, typer.Option(min=0.1, help="Hours between two failures of a node.")] = 6300.0,
-    poison: Annotated[float, typer.Option(min=0, max=0.1, help="Share of documents that kill their worker.")] = 1e-5,
-    seed: Annotated[int, typer.Option(help="Of the simulation.")] = 0,
+    documents: _Documents = None,
+    tokens: _Tokens = 4096,
+    lengths: _Lengths = None,
+    model: _Model = "llama-3.1-8b",
+    policy: _Policy = "keydiff",
+    compression_ratio: _CompressionRatio = None,
+    budget_tokens: _BudgetTokens = None,
+    codec: _Codec = "none",
+    gpus: _Gpus = None,
+    hours: _Hours = None,
+    tokens_per_s: _TokensPerS = None,
+    rates: _Rates = None,
+    shared_rates: _SharedRates = None,
+    home: _Home = "redis",
+    simulate: _Simulate = False,
+    servers: _Servers = 1,
+    server_memory_gb: _ServerMemoryGb = 512.0,
+    server_gbit: _ServerGbit = 25.0,
+    shelves: _Shelves = 1,
+    services: _Services = 1,
+    node_gpus: _NodeGpus = 8,
+    node_gbit: _NodeGbit = 100.0,
+    node_mtbf_h: _NodeMtbfH = 6300.0,
+    poison: _Poison = 1e-5,
+    seed: _Seed = 0,
     as_json: AsJson = False,
 ) -> None:
     """Documents an hour, GPUs, bytes, memory of Redis and network for a corpus. Nothing is run.
@@ -74,12 +96,7 @@ def plan(
         from kvshelf.corpus.simulate import Fleet, parts_of
         from kvshelf.corpus.simulate import simulate as run_on_paper
 
-        if home not in ("redis", "disk"):
-            raise InvalidRequest(f"--home {home!r} is no home to plan with; redis or disk", param="--home")
-        if gpus is not None and hours is not None:
-            raise InvalidRequest("--gpus and --hours answer each other; give one", param="--hours")
-        if simulate and home != "redis":
-            raise InvalidRequest("a shelf in a folder is one machine's; --simulate is of a Redis home", param="--home")
+        _require_clear(home, gpus, hours, simulate=simulate)
         shape = shape_of(model)
         shared = MEASURED if shared_rates is None else SharedRates.read(shared_rates)
         found = make_plan(
@@ -111,6 +128,15 @@ def plan(
         print(json.dumps(_as_dict(found, fleet, parts, outcome)))
     else:
         _show(found, fleet, parts, outcome)
+
+
+def _require_clear(home: str, gpus: int | None, hours: float | None, *, simulate: bool) -> None:
+    if home not in ("redis", "disk"):
+        raise InvalidRequest(f"--home {home!r} is no home to plan with; redis or disk", param="--home")
+    if gpus is not None and hours is not None:
+        raise InvalidRequest("--gpus and --hours answer each other; give one", param="--hours")
+    if simulate and home != "redis":
+        raise InvalidRequest("a shelf in a folder is one machine's; --simulate is of a Redis home", param="--home")
 
 
 def _corpus(documents: int | None, tokens: int, lengths: Path | None) -> Corpus:
