@@ -23,6 +23,7 @@ from kvshelf.kernels.prefix_attention import (
     reference,
 )
 from kvshelf.kernels.prefix_attention import triton as fused
+from kvshelf.kernels.prefix_attention.heads import Kind, RowKind
 from kvshelf.kernels.prefix_attention.slots import fold
 from kvshelf.kernels.quantize.rows import QuantizedRows
 from tests.kernels.compiling import Variant, compile_all, require_fits
@@ -278,7 +279,7 @@ def test_folded_slots_are_the_slots(sizes, seed):
 
 
 def row_kind(dim, bits=0, group=0, by_tokens=False):
-    return plan.RowKind(bits, group, by_tokens, dim * (bits or 8) // 8, True)
+    return RowKind(bits, group, by_tokens, dim * (bits or 8) // 8, True)
 
 
 def split_variant(name, dim, group, block_m, kind):
@@ -306,7 +307,7 @@ def test_splits_compile_for_gpus():
     """Llama-3.1-8B's heads, and smaller ones in fp32: a decode step, and as many query rows as a kind takes."""
 
     def kind(dim, bits=0, merged=False):
-        return plan.Kind(merged, row_kind(dim, bits, 32, True), row_kind(dim, bits, 32))
+        return Kind(merged, row_kind(dim, bits, 32, True), row_kind(dim, bits, 32))
 
     variants = [
         split_variant("bf16", 128, 4, 16, kind(128)),

@@ -42,7 +42,8 @@ import triton
 from torch import Tensor
 
 from kvshelf.kernels.prefix_attention import eager
-from kvshelf.kernels.prefix_attention.plan import COLUMNS, LEAST_SPLIT, Kind, Plan, Setting, plan_of
+from kvshelf.kernels.prefix_attention.heads import Kind
+from kvshelf.kernels.prefix_attention.plan import COLUMNS, LEAST_SPLIT, Plan, Setting, plan_of
 from kvshelf.kernels.prefix_attention.prefixes import BatchLayout, Prefix
 from kvshelf.kernels.prefix_attention.slots import SLOTS_PER_ROW
 from kvshelf.kernels.prefix_attention.splits import attend_splits

@@ -1,0 +1,112 @@
+"""Where and how the heads of one prefix lie in memory, as a program of the kernel reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from kvshelf.kernels.prefix_attention.prefixes import MergedPrefix, PackedPrefix, Prefix, StackedPrefix
+from kvshelf.kernels.prefix_attention.slots import FoldedSlots, fold
+from kvshelf.kernels.quantize.rows import QuantizedRows, Rows
+
+
+class RowKind(NamedTuple):
+    """How keys or values lie in memory; bits 0: plain. stride: elements, or bytes of codes, from row to row. aligned:
+    every row begins at a multiple of 16 bytes."""
+
+    bits: int
+    group: int
+    by_tokens: bool
+    stride: int
+    aligned: bool
+
+
+class Kind(NamedTuple):
+    """What a launch is compiled for: all prefixes of a kind share it."""
+
+    merged: bool
+    keys: RowKind
+    values: RowKind
+
+    @property
+    def plain(self) -> bool:
+        """Whether a row is a token and is read as it is."""
+        return not (self.merged or self.keys.bits or self.values.bits)
+
+
+@dataclass(frozen=True, eq=False)
+class Heads:
+    """A prefix as the kernel reads it: rows of each head (of a merged one the most there can be), columns 7 to 16 of
+    its items (see `plan`), `[kv_heads, 10]` int64 on the CPU, and what of it nobody else keeps alive."""
+
+    kind: Kind
+    lengths: tuple[int, ...]
+    columns: Tensor
+    slots: FoldedSlots | None
+
+
+_HEADS: WeakKeyDictionary[Prefix, Heads] = WeakKeyDictionary()
+"""Made once for each prefix: batches change more often than the documents in them."""
+
+
+def heads_of(prefix: PackedPrefix | StackedPrefix | MergedPrefix) -> Heads:
+    """Where and how a prefix lies; the tensors must stay where they are."""
+    heads = _HEADS.get(prefix)
+    if heads is None:
+        heads = _HEADS[prefix] = _read(prefix)
+    return heads
+
+
+def _read(prefix: PackedPrefix | StackedPrefix | MergedPrefix) -> Heads:
+    match prefix:
+        case StackedPrefix(keys, values):
+            of_keys, of_values = _stacked_rows(keys), _stacked_rows(values)
+            lengths = (keys.shape[1],) * keys.shape[0]
+        case PackedPrefix(keys, values, lengths) | MergedPrefix(keys, values, lengths):
+            of_keys, of_values = _packed_rows(keys, lengths), _packed_rows(values, lengths)
+    of_slots, slots = [(0, 0, 0, 0)] * len(lengths), None
+    if isinstance(prefix, MergedPrefix):
+        slots = fold(prefix)
+        of_all = slots.classes.data_ptr(), slots.scales.data_ptr(), slots.scales.stride(0)
+        bounds = range(slots.bounds.data_ptr(), slots.bounds.data_ptr() + slots.bounds.nbytes, slots.bounds.itemsize)
+        of_slots = [(*of_all, bound) for bound in bounds[: len(lengths)]]
+        lengths = slots.most
+    columns = [[*k, *v, *s] for k, v, s in zip(of_keys[1], of_values[1], of_slots, strict=True)]
+    kind = Kind(slots is not None, of_keys[0], of_values[0])
+    return Heads(kind, tuple(lengths), torch.tensor(columns), slots)
+
+
+def _stacked_rows(states: Tensor) -> tuple[RowKind, list[tuple[int, int, int]]]:
+    """See `_packed_rows`."""
+    start = states.data_ptr()
+    step, stride = (n * states.itemsize for n in states.stride()[:2])
+    columns = [(start + head * step, 0, 0) for head in range(states.shape[0])]
+    return RowKind(0, 0, False, states.stride(1), (start | step | stride) % 16 == 0), columns
+
+
+def _packed_rows(rows: Rows, lengths: Sequence[int]) -> tuple[RowKind, list[tuple[int, int, int]]]:
+    """The kind of keys or values, and the addresses of each head, of its scales and of its zeros."""
+    data = rows.codes if isinstance(rows, QuantizedRows) else rows
+    stride = data.stride(0) * data.itemsize
+    aligned = (data.data_ptr() | stride) % 16 == 0
+    heads = _addresses(data, lengths)
+    if not isinstance(rows, QuantizedRows):
+        return RowKind(0, 0, False, data.stride(0), aligned), [(head, 0, 0) for head in heads]
+    assert rows.scales.is_contiguous()
+    assert rows.zeros.is_contiguous()
+    by_tokens = rows.axis == "tokens"
+    groups = [-(-length // rows.group) for length in lengths] if by_tokens else lengths
+    columns = list(zip(heads, _addresses(rows.scales, groups), _addresses(rows.zeros, groups), strict=True))
+    return RowKind(rows.bits, rows.group, by_tokens, data.stride(0), aligned), columns
+
+
+def _addresses(table: Tensor, lengths: Sequence[int]) -> list[int]:
+    """Where the rows of each head begin."""
+    start, step = table.data_ptr(), table.stride(0) * table.itemsize
+    return [start + rows * step for rows in accumulate(lengths[:-1], initial=0)]
