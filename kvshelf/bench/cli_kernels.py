@@ -36,7 +36,8 @@ def kernels(
         import torch
 
         from kvshelf.bench.kernels import ceilings, kernel_times
-        from kvshelf.bench.measure import chosen_device, chosen_dtype, load_warning, machine
+        from kvshelf.bench.measure import chosen_dtype, load_warning, machine
+        from kvshelf.workers.devices import chosen_device
 
     if threads:
         torch.set_num_threads(threads)

@@ -68,16 +68,6 @@ class Cost:
     wall_s: float
 
 
-def chosen_device(name: str) -> torch.device:
-    """The device of `--device`; "auto" takes a GPU where there is one."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        return torch.device(name)
-    except RuntimeError as error:
-        raise InvalidRequest(f"unknown device {name!r}; for example auto, cpu, cuda:0", param="device") from error
-
-
 def chosen_dtype(name: str, auto: torch.dtype) -> torch.dtype:
     """The dtype of `--dtype`, "auto" being `auto`."""
     dtypes = {"auto": auto, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

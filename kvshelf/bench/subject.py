@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 import transformers
 
-from kvshelf.bench.measure import chosen_device
 from kvshelf.bench.random_model import load_random_model, random_layers, save_random_model
+from kvshelf.workers.devices import chosen_device
 from kvshelf.workers.engine import Engine
 from kvshelf.workers.model import BUNDLED, bundled_folder
 

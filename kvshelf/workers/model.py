@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.store.identity import DIGEST_BYTES, ModelIdentity, canonical_json
+from kvshelf.workers.devices import chosen_device
 from kvshelf.workers.text import TextFormat
 
 BUNDLED = ("kvshelf-tiny",)
@@ -40,7 +41,7 @@ def load(name: str, *, device: str, dtype: str) -> tuple[PreTrainedModel, Any]:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise InvalidRequest(f"the model {name!r} cannot be loaded: {error}", param="model") from error
-    target = _device(device)
+    target = chosen_device(device)
     try:
         return model.to(target).eval(), tokenizer
     except torch.OutOfMemoryError as error:
@@ -146,15 +147,6 @@ def _source(name: str) -> str:
     if looks_local and not Path(name).expanduser().is_dir():
         raise InvalidRequest(f"the model folder {name!r} does not exist", param="model")
     return str(Path(name).expanduser()) if looks_local else name
-
-
-def _device(device: str) -> torch.device:
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        return torch.device(device)
-    except RuntimeError as error:
-        raise InvalidRequest(f"unknown device {device!r}; for example auto, cpu, cuda:0", param="device") from error
 
 
 def _weights_digest(model: PreTrainedModel) -> str:
