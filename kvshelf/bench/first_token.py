@@ -96,29 +96,13 @@ def first_tokens(
                 variants[policy, removed, tier] = partial(_second, ask)
             sizes[policy, removed] = file.stat().st_size
         measured = interleaved(variants, rounds)
-    again = [asked.cost for asked in measured[_AGAIN, 0.0, ""]]
-    alone = [asked.cost for asked in measured[_ALONE, 0.0, ""]]
-    second = [asked.cost.seconds for asked in measured[_AGAIN_TWICE, 0.0, ""]]
-    rows = []
-    for (policy, removed), size in sizes.items():
-        tiers = {tier: runs for (*level, tier), runs in measured.items() if level == [policy, removed]}
-        rows.append(
-            FirstToken(
-                policy=policy,
-                removed=removed,
-                tokens=tokens,
-                question_tokens=QUESTION_TOKENS,
-                prefill_tokens=tiers["memory"][0].prefill_tokens,
-                entry_bytes=size,
-                tiers={tier: _tier([asked.cost for asked in runs], again) for tier, runs in tiers.items()},
-            )
-        )
+    again, second, alone = ([asked.cost for asked in measured[way, 0.0, ""]] for way in (_AGAIN, _AGAIN_TWICE, _ALONE))
     return FirstTokens(
         tokens=tokens,
         again_s=Spread.of([one.seconds for one in again]),
-        same=ratios(second, [one.seconds for one in again]),
+        same=ratios([one.seconds for one in second], [one.seconds for one in again]),
         alone=_tier(alone, again),
-        rows=rows,
+        rows=[_row(level, tokens, size, measured, again) for level, size in sizes.items()],
     )
 
 
@@ -126,6 +110,25 @@ def first_tokens(
 class _Asked:
     cost: Cost
     prefill_tokens: int
+
+
+def _row(
+    level: tuple[str, float],
+    tokens: int,
+    entry_bytes: int,
+    measured: Mapping[tuple[str, float, str], list[_Asked]],
+    again: list[Cost],
+) -> FirstToken:
+    tiers = {tier: runs for (*of, tier), runs in measured.items() if tuple(of) == level}
+    return FirstToken(
+        policy=level[0],
+        removed=level[1],
+        tokens=tokens,
+        question_tokens=QUESTION_TOKENS,
+        prefill_tokens=tiers["memory"][0].prefill_tokens,
+        entry_bytes=entry_bytes,
+        tiers={tier: _tier([asked.cost for asked in runs], again) for tier, runs in tiers.items()},
+    )
 
 
 def _second(ask: Callable[[], _Asked]) -> _Asked:

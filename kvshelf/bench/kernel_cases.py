@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from kvshelf.bench import kernel_baselines as others
 from kvshelf.bench.column_sums import column_sums_of_whole_weights
-from kvshelf.errors import InvalidRequest
+from kvshelf.bench.kernel_layer import LAG, WINDOW, Case, Layer
 from kvshelf.kernels.column_sums import column_sums
 from kvshelf.kernels.lag_scores import lag_scores
 from kvshelf.kernels.merge import merge_weighted, nearest_pair
@@ -21,77 +20,15 @@ from kvshelf.kernels.quantize import dequantize_channels, dequantize_tokens, qua
 from kvshelf.kernels.select import pack, select
 from kvshelf.kernels.window_scores import window_scores
 
-WINDOW, LAG, BITS, GROUP = 64, 128, 4, 64
+BITS, GROUP = 4, 64
 _SUFFIX = 64
 _ROWS = 16
-_KEPT = 8  # one entry of so many stays
-
-
-@dataclass(frozen=True)
-class Shape:
-    """One layer of a model."""
-
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    hidden: int
-    intermediate: int
-
-
-LLAMA_8B = Shape(q_heads=32, kv_heads=8, head_dim=128, hidden=4096, intermediate=14336)
-
-
-@dataclass(frozen=True)
-class Case:
-    """One call of `run` on what `make` makes anew. nbytes: what it must read and write at least; flops: what it must
-    compute; `beside` names the case whose result it gets in another way."""
-
-    name: str
-    make: Callable[[], tuple[Any, ...]]
-    run: Callable[..., object]
-    nbytes: float
-    flops: float
-    beside: str = ""
-
-
-class Layer:
-    """Random states of a layer for a document of `tokens`, as a model hands them over: token-major in memory."""
-
-    def __init__(self, shape: Shape, tokens: int, dtype: torch.dtype, device: torch.device) -> None:
-        if tokens < _KEPT * WINDOW or tokens % LAG:
-            raise InvalidRequest(
-                f"{tokens} tokens: give a multiple of {LAG} from {_KEPT * WINDOW}, so that what is kept holds a window",
-                param="lengths",
-            )
-        self.shape, self.tokens, self.dtype, self.device = shape, tokens, dtype, device
-        self.kept = tokens // _KEPT
-        self.scale = shape.head_dim**-0.5
-        self.row_bytes = shape.head_dim * dtype.itemsize
-
-    def random(self, size: Sequence[int]) -> Tensor:
-        """Normally distributed, in the layer's dtype."""
-        return torch.randn(*size, device=self.device).to(self.dtype)
-
-    def states(self, heads: int, tokens: int) -> Tensor:
-        """`[heads, tokens, D]`, a view."""
-        return self.random((tokens, heads, self.shape.head_dim)).transpose(0, 1)
-
-    def packed(self, rows: int) -> Tensor:
-        """`[rows, D]`, contiguous."""
-        return self.random((rows, self.shape.head_dim))
-
-    def window(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The last queries, and the keys and values of the document."""
-        return (
-            self.states(self.shape.q_heads, WINDOW),
-            self.states(self.shape.kv_heads, self.tokens),
-            self.states(self.shape.kv_heads, self.tokens),
-        )
 
 
 def cases(layer: Layer) -> list[Case]:
     """All of them, a baseline after the case that it stands beside."""
-    return [*prefills(layer), *scoring(layer), *keeping(layer), *merging(layer), *quantizing(layer), *attending(layer)]
+    families = (prefills, scoring, keeping, snapkv, merging, quantizing, attending)
+    return [case for family in families for case in family(layer)]
 
 
 def prefills(layer: Layer) -> list[Case]:
@@ -177,13 +114,11 @@ def scoring(layer: Layer) -> list[Case]:
 
 
 def keeping(layer: Layer) -> list[Case]:
-    """Selection and gather apart, and all that SnapKV does to a layer."""
+    """Selection and gather, each by itself."""
     shape, n, kept = layer.shape, layer.tokens, layer.kept
     counts = [kept] * shape.kv_heads
-    protected = torch.arange(n, device=layer.device) >= n - WINDOW
+    protected = _protected(layer)
     kept_bytes = 2 * shape.kv_heads * kept * layer.row_bytes
-    window_flops = 2.0 * shape.q_heads * WINDOW * n * shape.head_dim
-    snapkv_bytes = shape.kv_heads * n * layer.row_bytes + 2 * kept_bytes
 
     def scores() -> Tensor:
         return torch.rand(shape.kv_heads, n, device=layer.device)
@@ -193,15 +128,6 @@ def keeping(layer: Layer) -> list[Case]:
 
     def make_indices() -> tuple[Tensor, Tensor, Tensor]:
         return (*layer.window()[1:], scores().topk(kept, dim=1).indices)
-
-    def snapkv(queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        found = window_scores(queries, keys, layer.scale, kernel=5)
-        kept_keys, kept_values, _, _ = pack(keys, values, select(found, protected, counts), counts)
-        return kept_keys, kept_values
-
-    def snapkv_int4(queries: Tensor, keys: Tensor, values: Tensor) -> object:
-        kept_keys, kept_values = snapkv(queries, keys, values)
-        return quantize_tokens(kept_keys, BITS, GROUP), quantize_channels(kept_values, BITS, GROUP)
 
     return [
         Case("select", lambda: (scores(),), lambda s: select(s, protected, counts), 6.0 * shape.kv_heads * n, 0),
@@ -220,23 +146,50 @@ def keeping(layer: Layer) -> list[Case]:
             0,
             beside="pack",
         ),
-        Case("snapkv: scores, select, pack", layer.window, snapkv, snapkv_bytes, window_flops),
+    ]
+
+
+def snapkv(layer: Layer) -> list[Case]:
+    """All that SnapKV does to a layer."""
+    shape, n, kept = layer.shape, layer.tokens, layer.kept
+    counts = [kept] * shape.kv_heads
+    protected = _protected(layer)
+    kept_bytes = 2 * shape.kv_heads * kept * layer.row_bytes
+    nbytes = shape.kv_heads * n * layer.row_bytes + 2 * kept_bytes
+    flops = 2.0 * shape.q_heads * WINDOW * n * shape.head_dim
+
+    def run(queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        found = window_scores(queries, keys, layer.scale, kernel=5)
+        kept_keys, kept_values, _, _ = pack(keys, values, select(found, protected, counts), counts)
+        return kept_keys, kept_values
+
+    def run_int4(queries: Tensor, keys: Tensor, values: Tensor) -> object:
+        kept_keys, kept_values = run(queries, keys, values)
+        return quantize_tokens(kept_keys, BITS, GROUP), quantize_channels(kept_values, BITS, GROUP)
+
+    return [
+        Case("snapkv: scores, select, pack", layer.window, run, nbytes, flops),
         Case(
             "snapkv as kvpress computes it",
             layer.window,
             lambda q, k, v: others.snapkv_by_expansion(q, k, v, kept),
-            snapkv_bytes,
-            window_flops,
+            nbytes,
+            flops,
             beside="snapkv: scores, select, pack",
         ),
         Case(
             "snapkv and int4",
             layer.window,
-            snapkv_int4,
-            snapkv_bytes + kept_bytes + 2 * _int4_bytes(layer, shape.kv_heads * kept),
-            window_flops,
+            run_int4,
+            nbytes + kept_bytes + 2 * _int4_bytes(layer, shape.kv_heads * kept),
+            flops,
         ),
     ]
+
+
+def _protected(layer: Layer) -> Tensor:
+    """`[tokens]` bool: the window."""
+    return torch.arange(layer.tokens, device=layer.device) >= layer.tokens - WINDOW
 
 
 def merging(layer: Layer) -> list[Case]:

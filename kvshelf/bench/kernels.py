@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from kvshelf.bench.ceilings import copy_bandwidth, matmul_rate
-from kvshelf.bench.kernel_cases import LLAMA_8B, PREFILL, Case, Layer, Shape, cases
+from kvshelf.bench.kernel_cases import PREFILL, cases
+from kvshelf.bench.kernel_layer import LLAMA_8B, Case, Layer, Shape
 from kvshelf.bench.measure import Spread, cost
 
 _WARM_UP = 3

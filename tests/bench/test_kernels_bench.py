@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 from kvshelf.bench import ceilings, column_sums, kernels
 from kvshelf.bench.cli import app
 from kvshelf.bench.kernel_baselines import gather_expanded, layer_prefill, snapkv_by_expansion
-from kvshelf.bench.kernel_cases import PREFILL, Layer, Shape, cases
+from kvshelf.bench.kernel_cases import PREFILL, cases
+from kvshelf.bench.kernel_layer import Layer, Shape
 from kvshelf.errors import InvalidRequest
 from kvshelf.kernels.select import pack
 
