@@ -60,8 +60,10 @@ def test_the_health_check_tells_a_service_that_lives_from_one_that_does_not(serv
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory: pytest.TempPathFactory, soak: bool) -> Path:
     """Built as the Dockerfile builds it, from a folder with nothing but what it copies."""
+    if not soak:  # here and not in the tests, which would find it built
+        pytest.skip("building a wheel takes 20 seconds: make soak")
     source, target = tmp_path_factory.mktemp("src"), tmp_path_factory.mktemp("wheels")
     for name, _ in copies("installed-cpu"):
         if (ROOT / name).is_dir():
@@ -76,9 +78,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-def test_the_wheel_has_the_files_that_are_no_python(wheel: Path, soak: bool) -> None:
-    if not soak:
-        pytest.skip("building a wheel takes 20 seconds: make soak")
+def test_the_wheel_has_the_files_that_are_no_python(wheel: Path) -> None:
     inside = set(zipfile.ZipFile(wheel).namelist())
     tracked = subprocess.run(["git", "ls-files", "kvshelf"], cwd=ROOT, capture_output=True, text=True, check=True)
     assert set(tracked.stdout.split()) <= inside
@@ -99,10 +99,8 @@ def installed(wheel: Path, tmp_path: Path) -> Path:
     return root
 
 
-def test_the_service_runs_from_the_folder_alone(installed: Path, soak: bool) -> None:
+def test_the_service_runs_from_the_folder_alone(installed: Path) -> None:
     """The environment of the image, its command and its health check, where nothing of the repository is."""
-    if not soak:
-        pytest.skip("installing and starting takes a minute: make soak")
     home, port = installed / "home", free_port()
     given = {name: value.replace("/var/lib/kvshelf", str(home)) for name, value in environment_of("cpu").items()}
     given["PATH"] = f"{installed}/opt/bin:/usr/bin:/bin"
