@@ -62,33 +62,18 @@ def create_app(
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         threads = ThreadPoolExecutor(THREADS, thread_name_prefix="service")
         asyncio.get_running_loop().set_default_executor(threads)
-        background = Background(store, engines, deadline_s=settings.request_deadline_s, spend=limits.spend_tokens)
-        described = await asyncio.gather(*(engine.describe(deadline_s=60.0) for engine in engines.values()))
-        models = tuple(ModelObject.model_validate(about | {"created": int(time.time())}) for about in described)
-        identities = {about["id"]: ModelIdentity(**about["identity"]) for about in described}
-        fair = {
-            name: FairEngine(engine, settings, numbers.asking, limits.spend_tokens) for name, engine in engines.items()
-        }
-        whole = FairQueue("whole caches", WHOLE_CACHES, settings.max_queued_requests)
-        runner = BatchRunner(store, workers, settings, numbers)
-        extractor = Extractor(settings)
-        app.state.service = Service(
-            settings, store, engines, fair, models, identities, background, runner, numbers, whole, extractor, limits
-        )
-        beside = [
-            asyncio.create_task(watch(list(engines.values()))),
-            asyncio.create_task(_take_stock(store)),
-            asyncio.create_task(_sweep(store, settings.sweep_interval_s)),
-        ]
+        service = app.state.service = await _service(settings, workers, engines, store, numbers, limits)
+        jobs = [watch(list(engines.values())), _take_stock(store), _sweep(store, settings.sweep_interval_s)]
         if keys is not None:
-            beside.append(asyncio.create_task(keys.follow()))
-        background.start()
-        runner.start()
+            jobs.append(keys.follow())
+        beside = [asyncio.create_task(job) for job in jobs]
+        service.background.start()
+        service.batches.start()
         try:
             yield
         finally:
-            await runner.stop()
-            await background.stop()
+            await service.batches.stop()
+            await service.background.stop()
             for task in beside:
                 task.cancel()
             await asyncio.gather(*beside, return_exceptions=True)
@@ -103,6 +88,34 @@ def create_app(
     openapi.install(app)
     app.add_middleware(ObservedRequests, metrics=numbers, tracer=tracer)  # last, and so outside of all others
     return app
+
+
+async def _service(
+    settings: Settings,
+    workers: Mapping[str, RemoteEngine],
+    engines: Mapping[str, ObservedEngine],
+    store: Store,
+    numbers: Metrics,
+    limits: TenantLimits,
+) -> Service:
+    """What the routes work with. The workers are asked what they are."""
+    described = await asyncio.gather(*(engine.describe(deadline_s=60.0) for engine in engines.values()))
+    return Service(
+        settings=settings,
+        store=store,
+        engines=engines,
+        fair={
+            name: FairEngine(engine, settings, numbers.asking, limits.spend_tokens) for name, engine in engines.items()
+        },
+        models=tuple(ModelObject.model_validate(about | {"created": int(time.time())}) for about in described),
+        identities={about["id"]: ModelIdentity(**about["identity"]) for about in described},
+        background=Background(store, engines, deadline_s=settings.request_deadline_s, spend=limits.spend_tokens),
+        batches=BatchRunner(store, workers, settings, numbers),
+        metrics=numbers,
+        whole=FairQueue("whole caches", WHOLE_CACHES, settings.max_queued_requests),
+        extractor=Extractor(settings),
+        limits=limits,
+    )
 
 
 async def _take_stock(store: Store) -> None:
