@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import structlog
 
+from kvshelf.corpus.calm import TROUBLE, Calm
 from kvshelf.corpus.progress import RunOptions
 from kvshelf.corpus.results import Result, failed
 from kvshelf.corpus.rows import Row, RowError
@@ -43,14 +44,9 @@ PREFIX: Final = "row_"
 """Begins the ids of rows in the ledger: these requests are a batch's, and nobody else takes them up."""
 
 _POLL_S = 0.5
-_CALM_S = 2.0
-_MAX_CALM_S = 30.0
 _DROP_S = 3.0
 _COME_AGAIN = (NoWorker, QueueFull, StateConflict, Cancelled)
 """Nothing was tried: there is no room or no replica, or another one is at it, or was stopped."""
-_TROUBLE = (StoreError, QuotaExceeded)
-"""No row's fault: the store does not work, or has no room for this tenant or at all. Error rows would say so of each
-document in turn, and be of no use when there is room again."""
 _NO_END = (Cancelled.code, QuotaExceeded.code)
 """Of failures in the ledger, those that are to be tried again without being asked."""
 
@@ -87,7 +83,7 @@ class Caller:
         self._options = options
         self._began = began
         self._slots = asyncio.Semaphore(slots)
-        self._calm = _Calm()
+        self._calm = Calm()
         self._suspects = asyncio.Lock()
         self.going = asyncio.Event()
         self.at_work = 0
@@ -138,7 +134,7 @@ class Caller:
             try:
                 async with self._calm.turn():
                     step = await self._step(call)
-            except _TROUBLE as error:
+            except TROUBLE as error:
                 log.warning("the store keeps a row waiting", code=error.code, message=error.message)
                 continue
             except StateConflict:  # another worker has it, or its last one only just let go of it
@@ -216,7 +212,7 @@ class Caller:
                     request_id=call.id,
                     max_attempts=options.max_attempts,
                 )
-        except _TROUBLE as error:
+        except TROUBLE as error:
             if error.details.get("fits") is False:  # the document's fault, and recorded as that
                 return 0.0
             call.lost = record.attempts + 1
@@ -277,32 +273,6 @@ class Caller:
         if Standing.of(record) is Standing.DUE:
             self._fail(call, Cancelled("the batch was cancelled"), counted=False)
         return record
-
-
-class _Calm:
-    """Rows go on freely until the store is in trouble. Then one at a time tries, after a pause that grows, until one
-    has come to its end: a document that finds the store full has been computed for nothing."""
-
-    def __init__(self) -> None:
-        self.trouble: StoreError | QuotaExceeded | None = None
-        self._pause_s = _CALM_S
-        self._one = asyncio.Lock()
-
-    @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
-        async with self._one if self.trouble else nullcontext():
-            if self.trouble:
-                await asyncio.sleep(self._pause_s)
-            try:
-                yield
-            except _TROUBLE as error:
-                self.trouble = error
-                self._pause_s = min(2 * self._pause_s, _MAX_CALM_S)
-                raise
-
-    def restored(self) -> None:
-        self.trouble = None
-        self._pause_s = _CALM_S
 
 
 def _success(row: Row, manifests: Sequence[Manifest], *, attempts: int, reused: bool) -> Result:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvshelf.corpus import caller as caller_module
+from kvshelf.corpus import calm
 from kvshelf.corpus.caller import PREFIX, Caller
 from kvshelf.corpus.progress import RunOptions
 from kvshelf.corpus.results import Result
@@ -38,8 +39,8 @@ def anyio_backend() -> str:
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test waits as long as a batch may."""
     monkeypatch.setattr(caller_module, "_POLL_S", 0.01)
-    monkeypatch.setattr(caller_module, "_CALM_S", 0.05)
-    monkeypatch.setattr(caller_module, "_MAX_CALM_S", 0.1)
+    monkeypatch.setattr(calm, "_PAUSE_S", 0.05)
+    monkeypatch.setattr(calm, "_MAX_PAUSE_S", 0.1)
 
 
 class Flaky:
