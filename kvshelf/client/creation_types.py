@@ -25,6 +25,7 @@ from kvshelf.client.strict import (
     Ttl,
     misuse,
     one_of,
+    require_one_document,
     require_one_expiry,
 )
 
@@ -104,10 +105,7 @@ class CreateCache(CacheOptions):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        given = [name for name in ("document", "messages", "token_ids") if getattr(self, name) is not None]
-        if len(given) != 1:
-            found = f"{' and '.join(given)} were given" if given else "none was given"
-            raise misuse("document", f"exactly one of document, messages and token_ids is needed; {found}")
+        require_one_document(self)
         if self.tokenizer is not None and self.token_ids is None:
             raise misuse("tokenizer", "only token_ids come from a tokenizer; leave it out")
         if self.keep_source and self.token_ids is not None:

@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from kvshelf.client.strict import MessageList, RequestBody, ResponseBody, TokenId, misuse, one_of
+from kvshelf.client.strict import MessageList, RequestBody, ResponseBody, TokenId, one_of, require_one_document
 
 
 class KeptOf(RequestBody):
@@ -22,10 +22,7 @@ class KeptOf(RequestBody):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        given = [name for name in type(self).model_fields if getattr(self, name) is not None]
-        if len(given) != 1:
-            found = f"{' and '.join(given)} were given" if given else "none was given"
-            raise misuse("document", f"exactly one of document, messages and token_ids is needed; {found}")
+        require_one_document(self)
         return self
 
 

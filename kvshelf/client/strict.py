@@ -76,6 +76,14 @@ def require_one_expiry(ttl_s: float | None, expires_at: float | None) -> None:
         raise misuse("expires_at", "give ttl_s or expires_at, not both")
 
 
+def require_one_document(body: BaseModel) -> None:
+    """For a validator: the three ways to give a document exclude each other, and one is needed."""
+    given = [name for name in ("document", "messages", "token_ids") if getattr(body, name) is not None]
+    if len(given) != 1:
+        found = f"{' and '.join(given)} were given" if given else "none was given"
+        raise misuse("document", f"exactly one of document, messages and token_ids is needed; {found}")
+
+
 class RequestBody(BaseModel):
     """Base of everything a caller sends."""
 
