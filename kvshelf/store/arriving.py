@@ -15,8 +15,6 @@ from io import RawIOBase
 from types import TracebackType
 from typing import Final, Self
 
-from torch import Tensor
-
 from kvshelf.errors import StoreUnavailable
 from kvshelf.store import blob
 from kvshelf.store.artifact import CompressedCache, LayerRecord
@@ -29,7 +27,7 @@ _READ_AHEAD_BYTES: Final = 4 << 20
 """Of a body from which on a second thread is worth its start, some 0.1 ms."""
 
 _PORTION_BYTES: Final = 8 << 20
-"""Of layers that are read, checked and handed out together at most. Streaming bytes through the processor's caches and
+"""Of layers that are read, checked and handed out at once, at most. Streaming bytes through the processor's caches and
 making records of them drive each other out of these: layer by layer, 64 MB in 32 layers take a fifth longer."""
 
 Guard = Callable[[], AbstractContextManager[None]]
@@ -79,8 +77,10 @@ class ArrivingCache:
         for layer in self.layers:
             layer.set_running_or_notify_cancel()  # one waiter must not cancel what others wait for
 
-    def read(self) -> None:
+    def read(self, *, together: bool = False) -> None:
         """Read, verify and resolve the layers in order, on the caller's thread. To be called once.
+
+        together: resolve them at the end, which takes less where nobody waits for the first ones.
 
         Raises nothing of what can go wrong with the cache: the futures have it, `CacheCorrupt` or `StoreUnavailable`.
         A corrupt cache is set aside before they say so. All tensors share one buffer of `nbytes`.
@@ -88,7 +88,7 @@ class ArrivingCache:
         with self._turn:
             try:
                 with self._guard():
-                    self._read_layers()
+                    self._read_layers(together)
             except Exception as error:  # whatever it is, those who wait must hear of it
                 self._read_elsewhere(error)
             finally:
@@ -116,29 +116,31 @@ class ArrivingCache:
         if self._body is not None:
             self._body.close()
 
-    def _read_layers(self) -> None:
+    def _read_layers(self, together: bool) -> None:
         memory = used_memory(self.nbytes) if self._memory is None else self._memory
-        storage = blob.as_tensor(memory)
-        with closing(self._portions(memory)) as portions:
-            for portion in portions:
-                if self.layers[portion.start].done():  # closed
-                    return
-                self._hand_out(portion, memory, storage)
-
-    def _hand_out(self, portion: range, memory: memoryview, storage: Tensor) -> None:
-        """Check the segments of some layers, and resolve these; where one is bad, those before it."""
-        header = self._summary.header
-        segments = [_segment(header.layers[index], memory) for index in portion]
-        sound = 0
+        layers = self._summary.header.layers
+        checked = handed = 0
         try:
-            for index, segment in zip(portion, segments, strict=True):
-                blob.check_segment(index, header.layers[index], segment)
-                sound += 1
+            with closing(self._portions(memory)) as portions:
+                for portion in portions:
+                    if self.layers[portion.start].done():  # closed
+                        return
+                    for index in portion:
+                        blob.check_segment(index, layers[index], _segment(layers[index], memory))
+                        checked += 1
+                    if not together:
+                        self._hand_out(range(handed, checked), memory)
+                        handed = checked
         finally:
-            for index, segment in zip(portion[:sound], segments[:sound], strict=True):
-                record = blob.read_segment(index, header, segment, storage)
-                with suppress(InvalidStateError):  # closed meanwhile
-                    self.layers[index].set_result(record)
+            self._hand_out(range(handed, checked), memory)
+
+    def _hand_out(self, checked: range, memory: memoryview) -> None:
+        header = self._summary.header
+        storage = blob.as_tensor(memory)
+        for index in checked:
+            record = blob.read_segment(index, header, _segment(header.layers[index], memory), storage)
+            with suppress(InvalidStateError):  # closed meanwhile
+                self.layers[index].set_result(record)
 
     def _portions(self, memory: memoryview) -> Generator[range]:
         """The layers in order, some at a time, their bytes in `memory` when they are handed out.

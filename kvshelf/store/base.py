@@ -156,7 +156,7 @@ class Store(abc.ABC):
         it is deleted or put again.
         """
         with self.open_cache(cache_id, tenant=tenant) as arriving:
-            arriving.read()
+            arriving.read(together=True)
             return arriving.cache()
 
     @abc.abstractmethod
