@@ -1,4 +1,5 @@
-"""A service with rules: times and quotas are kept, caches are sealed, keys are rotated, and no secret is shown."""
+"""A service with rules: times, lengths and quotas are kept, quality is measured only where it is asked for, caches are
+sealed, keys are rotated, and no secret is shown."""
 
 from __future__ import annotations
 
@@ -11,9 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from kvshelf.cli import app
+from tests.conftest import save_random_model
 from tests.service.conftest import created, refused
 
 if TYPE_CHECKING:
@@ -21,8 +25,13 @@ if TYPE_CHECKING:
 
 Start = Callable[..., AbstractContextManager["LiveService"]]
 
+LONGEST = 16_000
 RULES = {"default_ttl_s": 1000, "max_ttl_s": 5000, "tenant_max_caches": 3}
+RULES |= {"max_document_tokens": LONGEST, "quality_probe": False}
 SEALED = b"KVSEALED"
+
+POISON = 3408
+"""The last token of the vocabulary, a name. The model of this service gives no numbers for a document that has it."""
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +47,21 @@ def write_keys(home: Path, keys: list[str]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ruled(start_service: Start, home: Path, tiny_folder: Path) -> Iterator[LiveService]:
+def model(home: Path) -> Path:
+    """A random model, one of whose weights is NaN: one number in the embedding of `POISON`."""
+    folder = save_random_model(home / "random-poisoned")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][POISON, 0] = torch.nan
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ruled(start_service: Start, home: Path, model: Path) -> Iterator[LiveService]:
     keys = write_keys(home, [secrets.token_hex(32)])
     store = f"disk://{home}/shelf?max=4MB"
     settings = RULES | {"store": store, "encryption_key_file": keys, "sweep_interval_s": 1}
-    with start_service(home, tiny_folder, **settings) as running:
+    with start_service(home, model, **settings) as running:
         yield running
 
 
@@ -93,6 +112,52 @@ def test_a_used_up_quota_is_said_before_any_work(rules: httpx.Client) -> None:
     refused(rules.post("/v1/caches/import", content=blob, headers=headers), 429, "quota_exceeded")
     rules.delete(f"/v1/caches/{caches[1]['id']}")
     assert rules.post("/v1/caches/import", content=blob, headers=headers).status_code == 201
+
+
+def test_a_document_that_is_too_long_is_refused_before_any_work(rules: httpx.Client) -> None:
+    assert rules.get("/v1/limits").json()["max_document_tokens"] == LONGEST
+    long = {"token_ids": [5] * (LONGEST + 1), "policy": "streaming_llm"}
+    started = time.monotonic()
+    errors = [refused(rules.post(path, json=long), 413, "document_too_long") for path in ("/v1/caches", "/v1/estimate")]
+    assert time.monotonic() - started < 2
+    accepted = rules.post("/v1/caches", json=long, headers={"prefer": "respond-async"}).json()
+    ended = rules.get(f"/v1/requests/{accepted['id']}", params={"wait_s": 60}).json()
+    assert (ended["state"], ended["attempts"]) == ("failed", 1)
+    for error in (*errors, ended["error"]):
+        assert "16001 tokens" in error["message"]
+        assert "16000 (max_document_tokens)" in error["message"]
+
+
+def test_without_the_probe_quality_is_measured_only_where_it_is_asked_for(
+    rules: httpx.Client, ruled: LiveService
+) -> None:
+    body = document(7)
+    cache = created(rules, **body, compression_ratio=0.75)
+    levels = rules.post("/v1/caches", json={**body, "levels": [0.5, 0.75]}).json()["data"]
+    listed = rules.get("/v1/caches").json()["data"]
+    shown = rules.get(f"/v1/caches/{cache['id']}").json()
+    assert [one["quality"] for one in (cache, shown, *levels, *listed)] == [None] * 6
+    table = CliRunner().invoke(app, ["ls", "--url", ruled.url], env={"COLUMNS": "200"}).stdout
+    row = next(line for line in table.splitlines() if line.startswith(cache["id"]))
+    assert " - " in row
+    measured = created(rules, **body, compression_ratio=0.75, min_quality=0.0)
+    assert (measured["id"], measured["existing"]) == (cache["id"], True)
+    assert 0 <= measured["quality"]["agreement"] <= 1
+    assert rules.get(f"/v1/caches/{cache['id']}").json()["quality"] == measured["quality"]
+    fallen = rules.post("/v1/caches", json={**body, "compression_ratio": 0.95, "min_quality": 1.0})
+    assert refused(fallen, 422, "quality_below_floor")["details"]["tried"][0]["quality"]["agreement"] < 1
+
+
+@pytest.mark.parametrize(("policy", "param"), [("keydiff", "policy"), ("streaming_llm", "model")])
+def test_a_document_for_which_the_model_gives_no_numbers_is_refused_by_name(
+    rules: httpx.Client, policy: str, param: str
+) -> None:
+    """By the scores where there are any, otherwise when its quality is measured."""
+    body = {"token_ids": [*range(5, 205), POISON, *range(205, 300)], "policy": policy, "min_quality": 0.0}
+    error = refused(rules.post("/v1/caches", json=body), 422, "policy_unsupported")
+    assert error["param"] == param
+    assert "bfloat16" in error["message"]
+    assert rules.get("/v1/caches").json()["data"] == []
 
 
 def test_an_expired_cache_no_longer_counts(rules: httpx.Client) -> None:

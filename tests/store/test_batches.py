@@ -190,6 +190,7 @@ def test_a_batch_from_its_beginning_to_its_end(store: Store, clock: Clock) -> No
     assert (record.state, record.version, record.times) == ("validating", 0, {"validating": 1000.0})
     assert store.batches.get(record.id, tenant="me") == record
     assert store.batches.unfinished() == [record]
+    assert [store.batches.count_unfinished(tenant=tenant) for tenant in (record.tenant, "another")] == [1, 0]
     term = store.batches.take(record.id, lease_s=60)
     assert term is not None
     store.batches.append(record.id, term, [b"a", b"b"])
@@ -207,6 +208,7 @@ def test_a_batch_from_its_beginning_to_its_end(store: Store, clock: Clock) -> No
     assert store.batches.get(record.id, tenant="me") == ended
     assert ended.times == {"validating": 1000.0, "in_progress": 1001.0, "completed": clock()}
     assert store.batches.unfinished() == []
+    assert store.batches.count_unfinished(tenant=record.tenant) == 0
     assert store.sweep().batches == 0
     assert store.sweep(clock() + KEEP_ENDED_S + 1).batches == 1
     with pytest.raises(BatchNotFound):
