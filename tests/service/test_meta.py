@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 DOCUMENT = "Xylophones are never mentioned in any log. " * 9
 
 
-def test_models_policies_and_limits(http: httpx.Client) -> None:
+def test_models_and_policies(http: httpx.Client) -> None:
     (model,) = http.get("/v1/models").json()["data"]
     assert (model["id"], model["object"], model["owned_by"]) == ("random-tiny", "model", "kvshelf")
     assert (model["max_tokens"], model["default_layout"], model["dtype"]) == (16384, "chat", "float32")
@@ -23,7 +23,15 @@ def test_models_policies_and_limits(http: httpx.Client) -> None:
     assert {policy["id"] for policy in policies} == set(POLICIES)
     lagkv = next(policy for policy in policies if policy["id"] == "lagkv")
     assert lagkv["parameters"]["lag"]["type"] == "int"
-    assert http.get("/v1/limits").json()["models"] == {"random-tiny": 16384}
+
+
+def test_limits_tell_what_one_request_and_one_tenant_may_ask(http: httpx.Client) -> None:
+    limits = http.get("/v1/limits").json()
+    assert limits["models"] == {"random-tiny": 16384}
+    assert (limits["max_file_bytes"], limits["max_batch_rows"], limits["max_document_tokens"]) == (8 << 20, 200, None)
+    batches = limits["tenant"]["batches"]
+    assert batches["limit"] == 100 == batches["used"] + batches["left"]
+    assert limits["tenant"]["tokens_per_minute"] == {"limit": None, "used": None, "left": None}
 
 
 def test_health(http: httpx.Client) -> None:

@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from tests.service.conftest import created
+from tests.service.conftest import created, refused
 from tests.store.redis.servers import ValkeyServer
 
 if TYPE_CHECKING:
@@ -139,6 +139,19 @@ def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
         yield server
 
 
+def use_up_tokens(http: httpx.Client) -> None:
+    """Have a document compressed that has 400 tokens more than a minute's; what takes none is answered as before."""
+    cache = created(http, token_ids=[5 + n % 600 for n in range(6400)], policy="streaming_llm")
+    rate = http.get("/v1/limits").json()["tenant"]["tokens_per_minute"]
+    assert rate == {"limit": 6000, "used": 6000, "left": 0}
+    for response in (
+        http.post("/v1/caches", json={"document": "One more."}),
+        http.post("/v1/caches", json={"document": "One more."}, headers={"prefer": "respond-async"}),
+        http.post(f"/v1/caches/{cache['id']}/query", json={"prompt": "?"}),
+    ):
+        refused(response, 429, "rate_limited")
+
+
 def test_what_is_busy_or_broken_is_tried_again(
     start_service: Callable[..., AbstractContextManager[LiveService]],
     valkey: ValkeyServer,
@@ -146,12 +159,20 @@ def test_what_is_busy_or_broken_is_tried_again(
     tmp_path: Path,
 ) -> None:
     """429 and 503 carry Retry-After, which the package waits for: its caller sees an answer."""
-    limits = {"store": valkey.url, "tenant_requests_per_minute": 60}
+    limits = {"store": valkey.url, "tenant_requests_per_minute": 60, "tenant_tokens_per_minute": 6000}
     with start_service(tmp_path, tiny_folder, **limits) as service, httpx.Client(base_url=service.url) as http:
         cache = created(http, document="A service with a rate. " * 20)
         asked: dict[str, Any] = {"model": cache["model"], "messages": QUESTION, "extra_body": extra(cache)}
         hasty = openai.OpenAI(base_url=f"{service.url}/v1", api_key="anything", max_retries=0)
         patient = hasty.with_options(max_retries=20)
+        use_up_tokens(http)
+        with pytest.raises(openai.RateLimitError, match="6000 tokens a minute") as spent:
+            hasty.chat.completions.create(**asked, max_tokens=2)
+        assert 1 <= int(spent.value.response.headers["retry-after"]) <= 6
+        assert spent.value.response.headers["x-ratelimit-limit-tokens"] == "6000"
+        assert spent.value.response.headers["x-ratelimit-remaining-tokens"] == "0"
+        assert 60 < float(spent.value.response.headers["x-ratelimit-reset-tokens"].removesuffix("s")) < 66
+        assert patient.chat.completions.create(**asked, max_tokens=2).choices[0].message.content
         while http.get("/v1/models").status_code == 200:
             pass
         with pytest.raises(openai.RateLimitError) as busy:
