@@ -7,69 +7,17 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from kvshelf.corpus.progress import RunOptions, RunState, Summary, Window
-from kvshelf.corpus.results import Result
-from kvshelf.corpus.run import Run
 from kvshelf.errors import StorageFull
-from tests.conftest import _descendants, _title
 from tests.corpus.conftest import Crew
-from tests.corpus.hostile import HANGS, KILLS, KINDS, SLOW, SWELLS, Given, Remembered, corpus, document
+from tests.corpus.hostile import HANGS, KILLS, KINDS, SLOW, SLOW_S, SWELLS, Given, Remembered, corpus, document
+from tests.corpus.runs import begun, digests, ended, options, processes, require_order, until, whole
 
 pytestmark = pytest.mark.timeout(7200 if os.environ.get("KVSHELF_SOAK") == "1" else 900)
-
-
-def options(**fields: Any) -> RunOptions:
-    """A batch of its own for each test."""
-    return RunOptions("me", f"batch_{time.time_ns()}", **fields)
-
-
-def begun(crew: Crew, lines: list[Any], journal: Remembered, how: RunOptions, **source: Any) -> Run:
-    run = Run(Given(lines, **source), crew.engines, crew.store, journal, how)
-    run.start()
-    return run
-
-
-def ended(run: Run) -> Summary:
-    summary = run.wait(7000)
-    assert summary is not None
-    return summary
-
-
-def whole(crew: Crew, lines: list[Any], how: RunOptions, **source: Any) -> tuple[Summary, Remembered]:
-    journal = Remembered()
-    return ended(begun(crew, lines, journal, how, **source)), journal
-
-
-def until(true: Callable[[], bool], seconds: float = 300) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it did not come to pass"
-        time.sleep(0.02)
-
-
-def processes(title: str) -> list[int]:
-    return [pid for pid in _descendants(os.getpid()) if title in _title(pid)]
-
-
-def digests(crew: Crew, results: list[Result]) -> dict[str, tuple[str, ...]]:
-    """The caches of results and their segments, from the shelf, each of them read."""
-    with crew.store.open() as shelf:
-        ids = [result.cache_id for result in results if result.cache_id]
-        for cache_id in ids[:: max(1, len(ids) // 10)]:
-            shelf.get(cache_id, tenant="me")
-        return {cache_id: shelf.stat(cache_id, tenant="me").segment_digests for cache_id in ids}
-
-
-def require_order(crew: Crew) -> None:
-    """Nothing is left behind on the shelf or in the ledger."""
-    with crew.store.open() as shelf:
-        assert list(shelf.check()) == []
-        assert [record for record in shelf.ledger.unfinished() if record.tenant == "me"] == []
 
 
 @pytest.fixture(scope="module")
@@ -208,6 +156,29 @@ def test_a_run_pauses_and_waits_and_says_so(crew: Crew) -> None:
     summary = ended(run)
     assert (summary.state, summary.done) == (RunState.COMPLETED, 6)
     assert {"running", "paused", "completed"} <= summary.times.keys()
+
+
+def test_a_window_that_closes_holds_the_run_and_one_that_opens_lets_it_go_on(crew: Crew, soak: bool) -> None:
+    """It is closed for some seconds, beginning when the run is in the midst of its rows."""
+    if not soak:
+        pytest.skip("it takes a minute, by the clock of the wall; pausing, which is the same for rows, is tested above")
+    closes = datetime.datetime.now() + datetime.timedelta(seconds=25)
+    opens = closes + datetime.timedelta(seconds=5 * SLOW_S)
+    window = Window(begin=opens.time(), end=closes.time())
+    lines = [document(number, kind=SLOW) for number in range(2300, 2310)]
+    journal = Remembered()
+    run = begun(crew, lines, journal, options(in_flight=1, window=window))
+    until(lambda: run.progress().state is RunState.WAITING)
+    assert datetime.datetime.now() >= closes
+    assert str(window) in run.progress().reason
+    summary = ended(run)
+    assert (summary.state, summary.done) == (RunState.COMPLETED, len(lines))
+    assert summary.times["waiting"] < opens.timestamp() <= summary.times["running"]
+    with crew.store.open() as shelf:
+        made = [shelf.stat(result.cache_id or "", tenant="me").created_at for result in journal.results.values()]
+    last = closes.timestamp() + 3 * SLOW_S  # for the row that was at work
+    assert min(made) < last, "rows were at work before"
+    assert [at for at in made if last < at < opens.timestamp() + SLOW_S] == [], "none was begun meanwhile"
 
 
 def test_a_journal_that_has_no_room_holds_the_run_up_and_loses_nothing(crew: Crew) -> None:

@@ -1,0 +1,64 @@
+"""Runs begun, watched and looked over by tests."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kvshelf.corpus.progress import RunOptions, Summary
+from kvshelf.corpus.results import Result
+from kvshelf.corpus.run import Run
+from tests.conftest import _descendants, _title
+from tests.corpus.conftest import Crew
+from tests.corpus.hostile import Given, Remembered
+
+
+def options(*, tenant: str = "me", **fields: Any) -> RunOptions:
+    """A batch of its own for each test."""
+    return RunOptions(tenant, f"batch_{time.time_ns()}", **fields)
+
+
+def begun(crew: Crew, lines: list[Any], journal: Remembered, how: RunOptions, **source: Any) -> Run:
+    run = Run(Given(lines, **source), crew.engines, crew.store, journal, how)
+    run.start()
+    return run
+
+
+def ended(run: Run) -> Summary:
+    summary = run.wait(7000)
+    assert summary is not None
+    return summary
+
+
+def whole(crew: Crew, lines: list[Any], how: RunOptions, **source: Any) -> tuple[Summary, Remembered]:
+    journal = Remembered()
+    return ended(begun(crew, lines, journal, how, **source)), journal
+
+
+def until(true: Callable[[], bool], seconds: float = 300) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it did not come to pass"
+        time.sleep(0.02)
+
+
+def processes(title: str) -> list[int]:
+    return [pid for pid in _descendants(os.getpid()) if title in _title(pid)]
+
+
+def digests(crew: Crew, results: list[Result]) -> dict[str, tuple[str, ...]]:
+    """The caches of results and their segments, from the shelf, each of them read."""
+    with crew.store.open() as shelf:
+        ids = [result.cache_id for result in results if result.cache_id]
+        for cache_id in ids[:: max(1, len(ids) // 10)]:
+            shelf.get(cache_id, tenant="me")
+        return {cache_id: shelf.stat(cache_id, tenant="me").segment_digests for cache_id in ids}
+
+
+def require_order(crew: Crew, tenant: str = "me") -> None:
+    """Nothing is left behind on the shelf or in the ledger."""
+    with crew.store.open() as shelf:
+        assert list(shelf.check()) == []
+        assert [record for record in shelf.ledger.unfinished() if record.tenant == tenant] == []
