@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import httpx
 import pytest
@@ -17,12 +18,21 @@ if TYPE_CHECKING:
 
 Put = Callable[..., dict[str, Any]]
 
-VIEWS = ("shelf", "put", "ask", "kept")
+VIEWS = ("shelf", "put", "ask", "kept", "batches", "failed batch")
+
+
+class Shelf(NamedTuple):
+    """Ids of what is there to be looked at."""
+
+    caches: list[str]
+    resting: str
+    failed: str
 
 
 @pytest.fixture(scope="module")
-def shelf(put: Put, http: httpx.Client) -> Iterator[list[str]]:
-    """Some caches of one document, as a user would have them; the newest is under EMS."""
+def shelf(put: Put, http: httpx.Client) -> Iterator[Shelf]:
+    """Some caches of one document, as a user would have them, of which the newest is under EMS; a batch that waits for
+    its time of day, and one that could not be begun. Neither takes a worker's time."""
     ways = [
         {"policy": "full"}, {"policy": "keydiff", "compression_ratio": 0.5},
         {"policy": "snapkv", "compression_ratio": 0.75, "codec": "int8", "ttl_s": 86_400 * 8},
@@ -31,14 +41,30 @@ def shelf(put: Put, http: httpx.Client) -> Iterator[list[str]]:
     label = {"report": "harbour"}
     made = [put(document=document(71), name="Harbour report", labels=label, **way)["id"] for way in ways]
     http.patch(f"/v1/caches/{made[0]}", json={"pinned": True})
-    yield made
+    resting, failed = (begin_batch(http, rows) for rows in ('{"custom_id": "a", "document": "b"}\n' * 2, ""))
+    yield Shelf(made, resting, failed)
+    http.post(f"/v1/batches/{resting}/cancel")
     for cache_id in made:
         http.delete(f"/v1/caches/{cache_id}")
 
 
-def show(page: Page, view: str, shelf: list[str]) -> None:
+def begin_batch(http: httpx.Client, rows: str) -> str:
+    """A batch whose time of day is hours away; its id."""
+    hours = [datetime.datetime.now() + datetime.timedelta(hours=hours) for hours in (8, 10)]
+    sent = http.post("/v1/files", data={"purpose": "batch"}, files={"file": ("harbour.jsonl", rows.encode())})
+    assert sent.status_code in (200, 201), sent.text
+    body = {"input_file_id": sent.json()["id"], "window": f"{hours[0]:%H:%M}-{hours[1]:%H:%M}"}
+    begun = http.post("/v1/batches", json=body | {"endpoint": "/v1/caches"})
+    assert begun.status_code in (200, 201), begun.text
+    found: str = begun.json()["id"]
+    return found
+
+
+def show(page: Page, view: str, shelf: Shelf) -> None:
     """Go to a view and have it filled."""
-    address = {"ask": f"ask/{shelf[1]}/{shelf[0]}", "kept": f"kept/{shelf[3]}", "shelf": f"shelf/{shelf[1]}"}
+    caches = shelf.caches
+    address = {"ask": f"ask/{caches[1]}/{caches[0]}", "kept": f"kept/{caches[3]}", "shelf": f"shelf/{caches[1]}"}
+    address |= {"batches": f"batches/{shelf.resting}", "failed batch": f"batches/{shelf.failed}"}
     page.goto(page.url.split("#")[0] + "#" + address.get(view, view))
     if view == "shelf":
         page.locator(".grid [aria-selected=true]").wait_for()
@@ -48,6 +74,10 @@ def show(page: Page, view: str, shelf: list[str]) -> None:
         page.get_by_label("Question").fill(QUESTION)
         page.get_by_role("button", name="Ask").click()
         page.get_by_text("ended:").nth(1).wait_for()
+    elif view == "batches":
+        page.get_by_role("heading", name="paused, 0 of 2 rows").wait_for()
+    elif view == "failed batch":
+        page.get_by_role("alert").get_by_text("empty_file").wait_for()
     else:
         page.locator(".heat .chosen").wait_for()
 
@@ -73,7 +103,7 @@ def test_every_file_has_the_policy_and_its_type(bundled_service: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_nothing(scheme: Any, open_page: OpenPage, shelf: list[str]) -> None:
+def test_axe_finds_nothing(scheme: Any, open_page: OpenPage, shelf: Shelf) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-core comes with this package")
     page = open_page(color_scheme=scheme)
     for view in VIEWS:
@@ -88,7 +118,7 @@ def test_axe_finds_nothing(scheme: Any, open_page: OpenPage, shelf: list[str]) -
 
 @pytest.mark.parametrize(("width", "height"), [(360, 740), (3840, 2160)], ids=["phone", "4k"])
 def test_it_is_readable_on_small_and_on_large_screens(
-    width: int, height: int, open_page: OpenPage, shelf: list[str]
+    width: int, height: int, open_page: OpenPage, shelf: Shelf
 ) -> None:
     page = open_page(viewport={"width": width, "height": height})
     for view in VIEWS:
@@ -101,14 +131,14 @@ def test_it_is_readable_on_small_and_on_large_screens(
         assert min(sizes) >= (13 if width == 360 else 20), view
 
 
-def test_nothing_moves_while_a_view_is_filled(open_page: OpenPage, shelf: list[str]) -> None:
+def test_nothing_moves_while_a_view_is_filled(open_page: OpenPage, shelf: Shelf) -> None:
     for view in VIEWS:
         page = open_page()
         show(page, view, shelf)
         assert page.evaluate("told.shift") < 0.05, view
 
 
-def test_pictures(open_page: OpenPage, shelf: list[str], tmp_path: Path) -> None:
+def test_pictures(open_page: OpenPage, shelf: Shelf, tmp_path: Path) -> None:
     """Those of docs/page.md; with PICTURES=docs/images in the environment they are renewed."""
     folder = Path(os.environ.get("PICTURES", tmp_path))
     small: dict[str, Any] = {"viewport": {"width": 1360, "height": 680}}
