@@ -9,9 +9,8 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import openai
@@ -21,10 +20,6 @@ from kvshelf import Client
 from tests.service.conftest import created, refused
 from tests.service.scrape import moving
 from tests.service.test_files import uploaded
-from tests.store.redis.servers import ValkeyServer
-
-if TYPE_CHECKING:
-    from tests.conftest import LiveService
 
 ENDED = ("completed", "failed", "expired", "cancelled")
 OPTIONS: dict[str, Any] = {"policy": "keydiff", "compression_ratio": 0.5, "labels": {"by": "night"}}
@@ -351,37 +346,6 @@ def test_pages_of_batches(http: httpx.Client) -> None:
     assert [each["id"] for each in rest["data"]] == [ids[0]]
     for batch_id in ids:
         ended(http, batch_id)
-
-
-@pytest.mark.timeout(900)
-def test_a_batch_goes_on_after_the_death_of_everything(
-    start_service: Callable[..., AbstractContextManager[LiveService]], tiny_folder: Path, tmp_path: Path, soak: bool
-) -> None:
-    """kill -9 of all processes in the middle; the next start ends the batch, and no row is missing or done twice.
-
-    All that is known of it is in Redis.
-    """
-    count = 60 if soak else 8
-    with ValkeyServer(tmp_path / "valkey") as server:
-        die_and_go_on(lambda: start_service(tmp_path, tiny_folder, store=f"{server.url}?timeout_s=10"), count)
-
-
-def die_and_go_on(start: Callable[[], AbstractContextManager[LiveService]], count: int) -> None:
-    with start() as first, httpx.Client(base_url=first.url, timeout=60) as http:
-        batch = begun(http, long_rows(count, salt=2) + b"nonsense\n", policy="streaming_llm")
-        before = awaited(http, batch["id"], lambda now: now["request_counts"]["completed"] >= 2)
-        assert before["status"] == "in_progress"
-        made = {cache["id"] for cache in http.get("/v1/caches", params={"limit": 1000}).json()["data"]}
-        first.kill()
-    with start() as second, httpx.Client(base_url=second.url, timeout=60) as http:
-        after = ended(http, batch["id"])
-        assert (after["status"], after["request_counts"]["total"]) == ("completed", count + 1)
-        done, failed = results(http, after)
-        assert {row["custom_id"] for row in done} == {f"long-{n}" for n in range(count)}
-        assert [row["line"] for row in failed] == [count + 1]
-        assert len(done) == count, "each row stands there once"
-        shelf = http.get("/v1/caches", params={"limit": 1000}).json()["data"]
-        assert {cache["id"] for cache in shelf} == {row["cache_id"] for row in done} >= made
 
 
 @pytest.mark.timeout(900)
