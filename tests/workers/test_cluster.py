@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import _descendants, _title
+from tests.store.redis.servers import wait_until
 
 WANTS_RAY = """
 from kvshelf.errors import NoWorker
@@ -49,6 +50,7 @@ def test_a_node_that_is_late_is_named_and_leaves_nothing_behind(soak: bool) -> N
     if not soak:
         pytest.skip("Ray waits half a minute for it")
     process = wanting_ray()
+    started: list[int] = []
     try:
         while not (late := [pid for pid in _descendants(process.pid) if "raylet/raylet" in _title(pid)]):
             assert process.poll() is None
@@ -56,11 +58,11 @@ def test_a_node_that_is_late_is_named_and_leaves_nothing_behind(soak: bool) -> N
         os.kill(late[0], signal.SIGSTOP)
         started = _descendants(process.pid)
         said, _ = process.communicate(timeout=240)
+        assert process.returncode == 0
+        assert "timed out during startup" in said
+        assert "start again when the machine does less" in said
+        wait_until(lambda: not any(map(_title, started)), "its processes are gone")
     finally:
-        for pid in late:
+        for pid in started:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-    assert process.returncode == 0
-    assert "timed out during startup" in said
-    assert "start again when the machine does less" in said
-    assert [pid for pid in started if _title(pid)] == []
