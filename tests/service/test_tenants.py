@@ -365,6 +365,7 @@ def test_limits_say_how_much_of_them_is_used(guarded: Guarded) -> None:
         before = client.get("/v1/limits").json()["tenant"]
         assert before["caches"] == {"limit": MOST_CACHES, "used": 0, "left": MOST_CACHES}
         assert before["bytes"] == {"limit": None, "used": 0, "left": None}
+        assert before["batches"] == {"limit": 100, "used": 0, "left": 100}
         assert before["open_requests"] == {"limit": CONCURRENT, "used": 1, "left": CONCURRENT - 1}
         rate = before["requests_per_minute"]
         assert rate["limit"] == PER_MINUTE == rate["used"] + rate["left"]
