@@ -86,7 +86,11 @@ def test_documents_that_do_harm_are_error_rows_and_the_others_are_done(crew: Cre
     for number, kind in enumerate(kinds):
         result = found[f"d{1000 + number}"]
         assert result.error is not None
-        assert (result.error.code, result.attempts) == (KINDS[kind], 1 if kind == SWELLS else 3)
+        assert result.error.code == KINDS[kind]
+        if kind == SWELLS:  # is refused at once, but may have died before with one that was beside it
+            assert result.attempts <= 2
+        else:
+            assert result.attempts == 3
     require_order(crew)
 
 

@@ -367,9 +367,12 @@ def test_limits_say_how_much_of_them_is_used(guarded: Guarded) -> None:
         assert before["bytes"] == {"limit": None, "used": 0, "left": None}
         assert before["batches"] == {"limit": 100, "used": 0, "left": 100}
         assert before["open_requests"] == {"limit": CONCURRENT, "used": 1, "left": CONCURRENT - 1}
-        rate = before["requests_per_minute"]
-        assert rate["limit"] == PER_MINUTE == rate["used"] + rate["left"]
-        assert rate["used"] > 0
+        used = 0
+        for _ in range(20):  # a bucket that fills again meanwhile
+            rate = client.get("/v1/limits").json()["tenant"]["requests_per_minute"]
+            assert rate["limit"] == PER_MINUTE == rate["used"] + rate["left"]
+            used = max(used, rate["used"])
+        assert used > 0
         cache = created(client, document=DOCUMENT + "modest")
         after = client.get("/v1/limits").json()["tenant"]
         assert after["caches"] == {"limit": MOST_CACHES, "used": 1, "left": MOST_CACHES - 1}

@@ -147,7 +147,7 @@ class _Stream:
         self._left = 0  # bytes to come of the first of them; 0: it has not begun
         self._loan: Loan = link.borrow(pieces[0].key)
         with link.talking(self._loan) as wire:
-            self._ask(wire, skip)
+            self._ask(wire, 1, skip)  # alone: a server answers nothing before it has done all that it has read
 
     def read(self, view: memoryview) -> None:
         """Fill the buffer, which does not reach beyond the piece."""
@@ -157,13 +157,15 @@ class _Stream:
                 if wire.bulk() != nbytes:
                     raise missing(piece)
                 self._left = nbytes
+                # For several at once: to send a command takes as long as to receive 400 kB.
+                if len(self._asked) <= _AHEAD // 2:
+                    self._ask(wire, _AHEAD)
             wire.fill(view)
             self._left -= len(view)
             self.position += len(view)
             if not self._left:
                 wire.end_bulk()
                 self._asked.popleft()
-                self._ask(wire)
 
     def close(self) -> None:
         """The connection goes back if little is left to come on it, else it is closed."""
@@ -176,12 +178,10 @@ class _Stream:
                     self.read(memoryview(bytearray(to_come)))
                 self._loan.give_back()
 
-    def _ask(self, wire: Wire, skip: int = 0) -> None:
-        """Ask for what comes next, for several pieces at once: to send a command takes as long as to receive 400 kB."""
-        if len(self._asked) > _AHEAD // 2:
-            return
+    def _ask(self, wire: Wire, count: int, skip: int = 0) -> None:
+        """Ask for what comes next, until so many pieces are to come."""
         commands: list[Command] = []
-        while self._pieces and len(self._asked) < _AHEAD:
+        while self._pieces and len(self._asked) < count:
             piece = self._pieces.popleft()
             commands.append(("GETRANGE", piece.key, skip, -1) if skip else ("GET", piece.key))
             self._asked.append((piece, piece.nbytes - skip))

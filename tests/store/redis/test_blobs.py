@@ -293,10 +293,10 @@ while True:
 
 def test_a_slow_writer_keeps_its_chunks(valkey: ValkeyServer, connect: Connect) -> None:
     """Writing takes three times the lease."""
-    blobs = RedisBlobs(connect(valkey.url + PATIENT), "test", write_lease_s=0.6)
+    blobs = RedisBlobs(connect(valkey.url + PATIENT), "test", write_lease_s=1.2)
     piece = memoryview(random.randbytes(CHUNK))
     name = fresh_name()
-    blobs.write(name, [piece] * 12, 12 * CHUNK, beat=lambda _: time.sleep(0.15), on_step=lambda _: None)
+    blobs.write(name, [piece] * 12, 12 * CHUNK, beat=lambda _: time.sleep(0.3), on_step=lambda _: None)
     blobs.keep_until(name, 12 * CHUNK, None)
     assert valkey.client().pttl(chunk_key(name, 0)) == -1
 
