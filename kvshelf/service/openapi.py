@@ -58,7 +58,7 @@ EXISTING_LEVELS: dict[int | str, dict[str, Any]] = {
 """For the one that may put several there."""
 
 
-# Tools differ in whether this schema is that of the whole text or of one event of it, so it says only what holds of both.
+# Tools differ in whether this schema is that of the whole text or of one event of it: it says what holds of both.
 EVENTS: dict[str, Any] = {"text/event-stream": {"schema": {"description": "server-sent events"}}}
 
 

@@ -531,7 +531,6 @@ def test_an_absurd_length_is_refused_before_memory_is_taken(blobs: RedisBlobs, v
     name = write(blobs, bytes(100))
     valkey.client().setrange(chunk_key(name, 0), 256 * MB, b"x")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with opened(blobs, name, 100) as file:
-        with pytest.raises(BlobError):
-            file.read(10)  # the beginning: the whole value is asked for
+    with opened(blobs, name, 100) as file, pytest.raises(BlobError):
+        file.read(10)  # the beginning: the whole value is asked for
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 20_000  # KB
