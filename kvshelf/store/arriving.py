@@ -27,8 +27,8 @@ _READ_AHEAD_BYTES: Final = 4 << 20
 """Of a body from which on a second thread is worth its start, some 0.1 ms."""
 
 _PORTION_BYTES: Final = 8 << 20
-"""Of layers that are read, checked and handed out at once, at most. Streaming bytes through the processor's caches and
-making records of them drive each other out of these: layer by layer, 64 MB in 32 layers take a fifth longer."""
+"""Of layers that are handed out at once, at most. Streaming bytes through the processor's caches and making records of
+them drive each other out of these: layer by layer, 64 MB in 32 layers take a fifth longer."""
 
 Guard = Callable[[], AbstractContextManager[None]]
 """Makes a block within which errors of a store's bytes and of its medium become the errors that the store promises."""
@@ -119,16 +119,16 @@ class ArrivingCache:
     def _read_layers(self, together: bool) -> None:
         memory = used_memory(self.nbytes) if self._memory is None else self._memory
         layers = self._summary.header.layers
+        ends = set() if together else {portion.stop for portion in portions_of([layer.nbytes for layer in layers])}
         checked = handed = 0
         try:
-            with closing(self._portions(memory)) as portions:
-                for portion in portions:
-                    if self.layers[portion.start].done():  # closed
+            with closing(self._segments(memory)) as segments:
+                for index, segment in enumerate(segments):
+                    if self.layers[index].done():  # closed
                         return
-                    for index in portion:
-                        blob.check_segment(index, layers[index], _segment(layers[index], memory))
-                        checked += 1
-                    if not together:
+                    blob.check_segment(index, layers[index], segment)
+                    checked = index + 1
+                    if checked in ends:
                         self._hand_out(range(handed, checked), memory)
                         handed = checked
         finally:
@@ -142,29 +142,26 @@ class ArrivingCache:
             with suppress(InvalidStateError):  # closed meanwhile
                 self.layers[index].set_result(record)
 
-    def _portions(self, memory: memoryview) -> Generator[range]:
-        """The layers in order, some at a time, their bytes in `memory` when they are handed out.
+    def _segments(self, memory: memoryview) -> Generator[memoryview]:
+        """The segments in order, each filled when it is handed out.
 
-        Where a thread reads ahead, it reads the next portion while the caller digests this one: both take about as
-        long.
+        Where a thread reads ahead, it reads the next one while the caller digests this one: both take about as long.
         """
-        layers = self._summary.header.layers
-        portions = list(portions_of([layer.nbytes for layer in layers]))
-        spans = [memory[layers[p.start].offset :][: sum(layers[i].nbytes for i in p)] for p in portions]
+        segments = [_segment(layer, memory) for layer in self._summary.header.layers]
         if self._body is None:
-            yield from portions
+            yield from segments
         elif not self._read_ahead:
-            for portion, span in zip(portions, spans, strict=True):
-                fill(self._body, span)
-                yield portion
+            for segment in segments:
+                fill(self._body, segment)
+                yield segment
         else:
             with ThreadPoolExecutor(1, "kvshelf-read") as ahead:
-                following = ahead.submit(fill, self._body, spans[0])
-                for index, portion in enumerate(portions, 1):
+                following = ahead.submit(fill, self._body, segments[0])
+                for index, segment in enumerate(segments, 1):
                     following.result()
-                    if index < len(spans):
-                        following = ahead.submit(fill, self._body, spans[index])
-                    yield portion
+                    if index < len(segments):
+                        following = ahead.submit(fill, self._body, segments[index])
+                    yield segment
 
     def _read_elsewhere(self, error: Exception) -> None:
         """Let the layers that are missing come from the same cache in another place; `error` if there is none."""

@@ -6,10 +6,10 @@ import io
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, Final
 
 from kvshelf.errors import BlobError, StoreError
@@ -18,7 +18,10 @@ from kvshelf.store.redis.server import Loan
 from kvshelf.store.redis.wire import Command, Wire
 
 _AHEAD: Final = 4  # pieces that are asked for before they are read: the server works while the reader hashes
-_SMALL: Final = 256 << 10  # bytes; a read of less fetches just that, unless it is the beginning or goes on from there
+_SMALL: Final = 256 << 10  # bytes; a read of less fetches just that, unless it goes on where the last one ended
+_HEAD: Final = (
+    64 << 10
+)  # bytes that come first and are kept: who reads the beginning looks at it in parts, and reads on
 _DRAIN: Final = 64 << 10  # bytes; fewer than these are read and thrown away, to keep a connection
 
 
@@ -55,7 +58,8 @@ class RedisFile(io.RawIOBase):
         self._lease_s = lease_s
         self._renew_at = time.monotonic() + lease_s / 3
         self._position = 0
-        self._last_end = 0  # where the last read ended; who reads the beginning will read on
+        self._last_end = -1  # where the last read ended
+        self._head: memoryview | None = None
         self._stream: _Stream | None = None
 
     @property
@@ -93,41 +97,54 @@ class RedisFile(io.RawIOBase):
         super().close()
 
     def _read_some(self, view: memoryview) -> int:
-        """Read up to the end of a piece."""
+        """Read up to the end of a piece at most."""
         if time.monotonic() >= self._renew_at:
             self._renew_at = time.monotonic() + self._lease_s / 3
             self._renew()
         index = bisect_right(self._ends, self._position)
         view = view[: self._ends[index] - self._position]
-        if len(view) < _SMALL and self._position != self._last_end:
+        if self._position < min(_HEAD, self._ends[0]):
+            view = self._copy_head(view)
+        elif len(view) < _SMALL and self._position != self._last_end:
             self._fetch(index, view)
         else:
-            try:
-                self._streaming(index).read(view)
-            except BaseException:
-                self._end_stream()
-                raise
+            view = view[: self._stream_into(view, self._position)]
         self._position += len(view)
         self._last_end = self._position
         return len(view)
 
-    def _offset(self, index: int) -> int:
-        """Of the position within a piece."""
-        return self._position - self._ends[index] + self._pieces[index].nbytes
+    def _offset(self, index: int, position: int) -> int:
+        """Where in a piece that is."""
+        return position - self._ends[index] + self._pieces[index].nbytes
+
+    def _copy_head(self, view: memoryview) -> memoryview:
+        """Fill as much of the view as the head reaches, and return that."""
+        if self._head is None:
+            head = memoryview(bytearray(min(_HEAD, self._ends[0])))
+            self._stream_into(head, 0)
+            self._head = head
+        found = self._head[self._position :][: len(view)]
+        view[: len(found)] = found
+        return view[: len(found)]
 
     def _fetch(self, index: int, view: memoryview) -> None:
-        start = self._offset(index)
+        start = self._offset(index, self._position)
         data = self._link.call("GETRANGE", self._pieces[index].key, start, start + len(view) - 1)
         if not isinstance(data, bytes) or len(data) != len(view):
             raise missing(self._pieces[index])
         view[:] = data
 
-    def _streaming(self, index: int) -> _Stream:
-        """The stream at the position, a new one if it stands elsewhere."""
-        if self._stream is None or self._stream.position != self._position:
+    def _stream_into(self, view: memoryview, position: int) -> int:
+        """Read from the stream at a position, a new one if it stands elsewhere. Returns how many bytes came."""
+        if self._stream is None or self._stream.position != position:
             self._end_stream()
-            self._stream = _Stream(self._link, self._pieces[index:], self._offset(index), self._position)
-        return self._stream
+            index = bisect_right(self._ends, position)
+            self._stream = _Stream(self._link, self._pieces[index:], self._offset(index, position), position)
+        try:
+            return self._stream.read(view)
+        except BaseException:
+            self._end_stream()
+            raise
 
     def _end_stream(self) -> None:
         stream, self._stream = self._stream, None
@@ -142,34 +159,30 @@ class _Stream:
         """skip: bytes of the first piece that are not wanted. position: where in the file that is."""
         self.position = position
         self._link = link
-        self._pieces = deque(pieces)  # not asked for yet
-        self._asked: deque[tuple[Piece, int]] = deque()  # and the bytes that are to come of it
+        self._spans = deque(_spans(pieces, skip))  # not asked for yet
+        self._asked: deque[_Span] = deque()  # and not received
         self._left = 0  # bytes to come of the first of them; 0: it has not begun
         self._loan: Loan = link.borrow(pieces[0].key)
         with link.talking(self._loan) as wire:
-            self._ask(wire, 1, skip)  # alone: a server answers nothing before it has done all that it has read
+            self._ask(wire, 1)
 
-    def read(self, view: memoryview) -> None:
-        """Fill the buffer, which does not reach beyond the piece."""
+    def read(self, view: memoryview) -> int:
+        """Fill the buffer, which does not reach beyond the piece, or its beginning. Returns how many bytes came."""
         with self._link.talking(self._loan) as wire:
             if not self._left:
-                piece, nbytes = self._asked[0]
-                if wire.bulk() != nbytes:
-                    raise missing(piece)
-                self._left = nbytes
-                # For several at once: to send a command takes as long as to receive 400 kB.
-                if len(self._asked) <= _AHEAD // 2:
-                    self._ask(wire, _AHEAD)
+                self._begin(wire)
+            view = view[: self._left]
             wire.fill(view)
             self._left -= len(view)
             self.position += len(view)
             if not self._left:
                 wire.end_bulk()
                 self._asked.popleft()
+        return len(view)
 
     def close(self) -> None:
         """The connection goes back if little is left to come on it, else it is closed."""
-        to_come = self._left or sum(nbytes for _, nbytes in self._asked)
+        to_come = self._left or sum(span.nbytes for span in self._asked)
         if len(self._asked) > 1 or to_come > _DRAIN:
             self._loan.drop()
         elif self._loan.is_whole:
@@ -178,16 +191,55 @@ class _Stream:
                     self.read(memoryview(bytearray(to_come)))
                 self._loan.give_back()
 
-    def _ask(self, wire: Wire, count: int, skip: int = 0) -> None:
-        """Ask for what comes next, until so many pieces are to come."""
+    def _begin(self, wire: Wire) -> None:
+        """Begin to receive the next span, and ask for those after it before it is received.
+
+        For several at once: to send a command takes as long as to receive 400 kB.
+        """
+        span = self._asked[0]
+        if wire.bulk() != span.nbytes:
+            raise missing(span.piece)
+        self._left = span.nbytes
+        if len(self._asked) <= _AHEAD // 2:
+            self._ask(wire, _AHEAD)
+
+    def _ask(self, wire: Wire, count: int) -> None:
+        """Ask until so many spans are to come."""
         commands: list[Command] = []
-        while self._pieces and len(self._asked) < count:
-            piece = self._pieces.popleft()
-            commands.append(("GETRANGE", piece.key, skip, -1) if skip else ("GET", piece.key))
-            self._asked.append((piece, piece.nbytes - skip))
-            skip = 0
+        while self._spans and len(self._asked) < count:
+            self._asked.append(self._spans.popleft())
+            commands.append(self._asked[-1].command)
         if commands:
             wire.send(*commands)
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Bytes of a piece, from `start` to `stop`."""
+
+    piece: Piece
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def command(self) -> Command:
+        if self.nbytes == self.piece.nbytes:
+            return ("GET", self.piece.key)
+        end = -1 if self.stop == self.piece.nbytes else self.stop - 1
+        return ("GETRANGE", self.piece.key, self.start, end)
+
+
+def _spans(pieces: Sequence[Piece], skip: int) -> Iterator[_Span]:
+    """What is asked for, from byte `skip` of the first piece on. The head comes apart, and soon: it is looked at while
+    the server makes the answers with the rest."""
+    first = pieces[0]
+    cuts = (skip, _HEAD, first.nbytes) if skip < _HEAD < first.nbytes else (skip, first.nbytes)
+    yield from (_Span(first, start, stop) for start, stop in pairwise(cuts))
+    yield from (_Span(piece, 0, piece.nbytes) for piece in pieces[1:])
 
 
 def missing(piece: Piece) -> BlobError:
