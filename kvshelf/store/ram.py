@@ -13,7 +13,7 @@ from io import BytesIO
 from typing import Final
 
 from kvshelf.errors import BlobError, KvshelfError
-from kvshelf.store import base, blob
+from kvshelf.store import blob, checks
 from kvshelf.store.arriving import ArrivingCache
 from kvshelf.store.artifact import CompressedCache
 from kvshelf.store.base import BlobFile, Scrubbed
@@ -209,7 +209,7 @@ class RamTier(Tier):
                 held = self._copies.get(_key(manifest))
                 if held is not None and held.body is copy.body:
                     self._remove(_key(manifest))
-            raise base.corrupt(manifest.id, f"its copy in memory: {error.message}", error.reason) from error
+            raise checks.corrupt(manifest.id, f"its copy in memory: {error.message}", error.reason) from error
 
 
 def _key(manifest: Manifest) -> _Key:

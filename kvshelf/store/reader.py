@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from io import BufferedReader, RawIOBase
 
 from kvshelf.errors import BlobError, CacheExpired, SourceNotKept, StoreError
-from kvshelf.store import base
+from kvshelf.store import checks
 from kvshelf.store.blobs import Blobs
 from kvshelf.store.index import Entry, Index
 from kvshelf.store.manifest import source_digest
@@ -28,15 +28,15 @@ class Reader:
         """The entry of a cache that may be read, or the error that says why it may not."""
         entry = self.kept(cache_id, tenant)
         if entry.state == "corrupt":
-            raise base.corrupt(cache_id, entry.problem or "unknown", "quarantined")
+            raise checks.corrupt(cache_id, entry.problem or "unknown", "quarantined")
         return entry
 
     def kept(self, cache_id: str, tenant: str) -> Entry:
         """As `ready`, and the entry of one that is corrupt."""
-        base.require_id(cache_id)
+        checks.require_id(cache_id)
         entry = self._index.find(cache_id, tenant)
         if entry is None or entry.state == "deleted":
-            raise base.not_found(cache_id)
+            raise checks.not_found(cache_id)
         if entry.state == "evicted":
             raise CacheExpired(
                 f"cache {cache_id} was evicted to make room; compress its document again",
@@ -103,7 +103,7 @@ class Reader:
             with suppress(StoreError):
                 if self._index.mark_corrupt(entry, error.message):
                     self._blobs.set_aside(*(read or entry.names()[0]))
-            raise base.corrupt(entry.id, error.message, error.reason) from error
+            raise checks.corrupt(entry.id, error.message, error.reason) from error
 
 
 def require_root(entry: Entry, root: bytes) -> None:

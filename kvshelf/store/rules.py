@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvshelf.errors import InvalidRequest
-from kvshelf.store.base import require_expiry
+from kvshelf.store.checks import require_expiry
 from kvshelf.store.index import Quota
 from kvshelf.store.keyring import Keyring
 

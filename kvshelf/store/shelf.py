@@ -9,7 +9,7 @@ from io import BufferedReader
 from typing import Any
 
 from kvshelf.errors import BlobError, InvalidRequest, KvshelfError, QuotaExceeded
-from kvshelf.store import base, blob, codecs, housekeeping
+from kvshelf.store import blob, checks, codecs, housekeeping
 from kvshelf.store.arriving import ArrivingCache
 from kvshelf.store.artifact import CompressedCache
 from kvshelf.store.base import UNSET, BlobFile, Page, Receipt, Scrubbed, Store, Swept, Unset
@@ -90,7 +90,7 @@ class Shelf(Store):
         expiry = self.expiry(ttl_s, expires_at)
         stored_as = codecs.resolve(cache.codec, codec)
         timings, judged = timings or Timings(), judged or Judgement()
-        placement = base.placement(tenant, stored_as, expiry, labels or {}, name, pinned, timings, source, judged)
+        placement = checks.placement(tenant, stored_as, expiry, labels or {}, name, pinned, timings, source, judged)
         cache_id = self.cache_id(cache.identity, tenant=tenant, codec=placement.codec)
         entry = self._index.find(cache_id, tenant)
         if entry is None or not entry.live(self._now()) or not is_whole(self._blobs, entry):
@@ -146,7 +146,7 @@ class Shelf(Store):
             )
 
     def keep_source(self, cache_id: str, text: str, *, tenant: str = "default") -> Manifest:
-        data = base.require_source(text).encode()
+        data = checks.require_source(text).encode()
         changes = {"has_source": True, "source_digest": source_digest(data)}
         while True:
             entry = self._reader.ready(cache_id, tenant)
@@ -188,7 +188,7 @@ class Shelf(Store):
     def original(self, cache_id: str, *, tenant: str = "default") -> tuple[Manifest, str]:
         entry = self._reader.kept(cache_id, tenant)
         if entry.text is None:
-            raise base.corrupt(cache_id, entry.problem or "unknown", "quarantined")
+            raise checks.corrupt(cache_id, entry.problem or "unknown", "quarantined")
         return entry.manifest(), self._reader.source(entry)
 
     def stat(self, cache_id: str, *, tenant: str = "default") -> Manifest:
@@ -197,7 +197,7 @@ class Shelf(Store):
     def remembers(self, cache_id: str, *, tenant: str = "default") -> bool:
         """Whether this home has a cache or knows how it ended. `CacheNotFound` alone does not tell the two from an id
         that it never had, or lost."""
-        return self._index.find(base.require_id(cache_id), tenant) is not None
+        return self._index.find(checks.require_id(cache_id), tenant) is not None
 
     def manifests(self) -> Iterator[Manifest]:
         """Those of the live caches of all tenants."""
@@ -214,13 +214,13 @@ class Shelf(Store):
         limit: int = 20,
         after: str | None = None,
     ) -> Page:
-        base.require_limit(limit)
+        checks.require_limit(limit)
         for param, value in {"document_id": document_id, "model": model, "policy": policy}.items():
-            base.require_text(value or "", param)
-        query = Query(tenant, document_id, model, policy, base.require_labels(labels or {}))
+            checks.require_text(value or "", param)
+        query = Query(tenant, document_id, model, policy, checks.require_labels(labels or {}))
         before = None
         if after is not None:
-            cursor = self._index.find(base.require_text(after, "after"), tenant)
+            cursor = self._index.find(checks.require_text(after, "after"), tenant)
             if cursor is None:
                 raise InvalidRequest(f"after: there is no cache {after[:80]!r} to continue from", param="after")
             before = cursor.seq
@@ -241,14 +241,14 @@ class Shelf(Store):
         pinned: bool | Unset = UNSET,
         if_revision: Collection[str] | None = None,
     ) -> Manifest:
-        changes: dict[str, Any] = base.changes(labels, name, pinned)
+        changes: dict[str, Any] = checks.changes(labels, name, pinned)
         if not (isinstance(ttl_s, Unset) and isinstance(expires_at, Unset)):
             ttl, at = (None if isinstance(value, Unset) else value for value in (ttl_s, expires_at))
             changes["expires_at"] = self._rules.changed_expiry(ttl, at, self._now())
         while True:
             entry = self._reader.ready(cache_id, tenant)
             seen = entry.manifest()
-            base.require_revision(seen, if_revision)
+            checks.require_revision(seen, if_revision)
             manifest = seen.model_copy(update=changes)
             if self._change(entry, manifest):  # not if it was changed since it was looked up
                 return manifest
@@ -272,14 +272,14 @@ class Shelf(Store):
         self._index.touch(cache_id, tenant, self._now())
 
     def delete(self, cache_id: str, *, tenant: str = "default", if_revision: Collection[str] | None = None) -> Receipt:
-        base.require_id(cache_id)
+        checks.require_id(cache_id)
         now = self._now()
         while True:
             entry = self._index.find(cache_id, tenant) if if_revision is None else self._reader.ready(cache_id, tenant)
             if entry is None or entry.state == "deleted":
-                raise base.not_found(cache_id)
+                raise checks.not_found(cache_id)
             if if_revision is not None:
-                base.require_revision(entry.manifest(), if_revision)
+                checks.require_revision(entry.manifest(), if_revision)
             if housekeeping.bury(self._index, self._blobs, entry, "deleted", now):
                 freed = entry.nbytes + entry.source_bytes
                 return Receipt(id=cache_id, deleted_at=now, bytes_freed=freed, homes=(self._blobs.home,))

@@ -1,0 +1,138 @@
+"""What callers may give a store, and what a store says of its caches: one message for each, whoever asks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any, Final, Literal
+
+from kvshelf.errors import CacheCorrupt, CacheNotFound, EtagMismatch, InvalidRequest
+from kvshelf.store.base import Unset
+from kvshelf.store.codecs import Codec
+from kvshelf.store.manifest import Judgement, Manifest, Placement, Timings
+
+PAGE_LIMIT: Final = 1000
+LABEL_LIMIT: Final = 64
+TEXT_LIMIT: Final = 512
+SOURCE_LIMIT: Final = 256 << 20
+"""Characters of a source that is kept: far above what any model reads, and below what would hurt a reader's memory."""
+
+_CACHE_ID = re.compile(r"kvs_[0-9a-f]{40}")
+
+
+def not_found(cache_id: str) -> CacheNotFound:
+    """The one message for ids that are unknown, deleted, malformed, or another tenant's."""
+    return CacheNotFound(f"there is no cache {cache_id[:80]!r}; `list` shows what is on the shelf", param="cache_id")
+
+
+def require_id(cache_id: str) -> str:
+    """Refuse what cannot be an id before it comes near a file or a query."""
+    if not isinstance(cache_id, str) or not _CACHE_ID.fullmatch(cache_id):
+        raise not_found(str(cache_id))
+    return cache_id
+
+
+def corrupt(cache_id: str, problem: str, reason: str) -> CacheCorrupt:
+    """`reason` is one word: a reason of docs/format.md, `missing`, `wrong_identity` or `quarantined`."""
+    return CacheCorrupt(
+        f"cache {cache_id} is corrupt ({problem}); it is never used. Compress its document again.",
+        param="cache_id",
+        reason=reason,
+    )
+
+
+def require_revision(manifest: Manifest, if_revision: Collection[str] | None) -> None:
+    """Raises `EtagMismatch` if a caller has seen the cache, and has not seen it as it is now."""
+    if if_revision is not None and manifest.revision not in if_revision:
+        raise EtagMismatch(
+            f'cache {manifest.id} was changed since: it has the ETag "{manifest.revision}" now; fetch it and decide '
+            "again",
+            param="if-match",
+        )
+
+
+def placement(
+    tenant: str,
+    codec: Codec,
+    expires_at: float | None,
+    labels: Mapping[str, str],
+    name: str,
+    pinned: bool,
+    timings: Timings,
+    source: str | None,
+    judged: Judgement,
+) -> Placement:
+    """Check what a caller of `put` gave; raises `InvalidRequest`."""
+    return Placement(
+        tenant=require_text(tenant, "tenant", empty=False),
+        codec=str(codec),
+        expires_at=expires_at,
+        labels=require_labels(labels),
+        name=require_text(name, "name"),
+        pinned=bool(pinned),
+        timings=timings,
+        source=None if source is None else require_source(source),
+        judged=judged,
+    )
+
+
+def changes(labels: Mapping[str, str] | Unset, name: str | Unset, pinned: bool | Unset) -> dict[str, Any]:
+    """Check what a caller of `update` gave besides the expiry; returns the manifest's fields that change."""
+    found: dict[str, Any] = {}
+    if not isinstance(labels, Unset):
+        found["labels"] = require_labels(labels)
+    if not isinstance(name, Unset):
+        found["name"] = require_text(name, "name")
+    if not isinstance(pinned, Unset):
+        found["pinned"] = bool(pinned)
+    return found
+
+
+def require_text(value: str, param: str, *, limit: int = TEXT_LIMIT, empty: bool = True) -> str:
+    """A string that fits and that any store can hold as UTF-8."""
+    if not isinstance(value, str) or len(value) > limit or (not value and not empty):
+        least = 0 if empty else 1
+        raise InvalidRequest(f"{param} must be text of {least} to {limit} characters, not {value!r:.80}", param=param)
+    if "\0" in value or any("\ud800" <= char <= "\udfff" for char in value):
+        raise InvalidRequest(f"{param} holds a zero byte or half a surrogate pair: {value!r:.80}", param=param)
+    return value
+
+
+def require_source(text: str) -> str:
+    """A document's text as it is: any characters that UTF-8 has, at least one."""
+    if not isinstance(text, str) or not 0 < len(text) <= SOURCE_LIMIT:
+        raise InvalidRequest(f"source must be text of 1 to {SOURCE_LIMIT} characters", param="source")
+    if any("\ud800" <= char <= "\udfff" for char in text):
+        raise InvalidRequest("source holds half a surrogate pair, which is no text", param="source")
+    return text
+
+
+def require_limit(limit: int) -> int:
+    if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= PAGE_LIMIT:
+        raise InvalidRequest(f"limit must be a number from 1 to {PAGE_LIMIT}, not {limit!r}", param="limit")
+    return limit
+
+
+def require_labels(labels: Mapping[str, str]) -> dict[str, str]:
+    if not isinstance(labels, Mapping) or len(labels) > LABEL_LIMIT:
+        raise InvalidRequest(f"labels must be a mapping of at most {LABEL_LIMIT} names to texts", param="labels")
+    return {
+        require_text(key, "labels", limit=64, empty=False): require_text(value, f"labels.{key}")
+        for key, value in labels.items()
+    }
+
+
+def require_expiry(ttl_s: float | None, expires_at: float | None, now: float) -> float | None:
+    """When a cache expires (Unix seconds, None: never), from the two ways to say it."""
+    if ttl_s is not None and expires_at is not None:
+        raise InvalidRequest("give ttl_s or expires_at, not both", param="ttl_s")
+    if ttl_s is not None:
+        return now + _positive(ttl_s, "ttl_s", 0.0)
+    return None if expires_at is None else _positive(expires_at, "expires_at", now)
+
+
+def _positive(value: float, param: Literal["ttl_s", "expires_at"], least: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least < value < 1e12:
+        meaning = "seconds from now" if param == "ttl_s" else "a time in the future, in Unix seconds"
+        raise InvalidRequest(f"{param} must be {meaning}, not {value!r}", param=param)
+    return float(value)
