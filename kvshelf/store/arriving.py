@@ -37,8 +37,8 @@ Guard = Callable[[], AbstractContextManager[None]]
 class ArrivingCache:
     """A stored cache whose header is verified and whose layers come one after the other, some at a time.
 
-    One thread calls `read`; any others wait for `layers`, each of which is there as soon as its digest is checked, or
-    call `cache` for all. Whoever loses interest calls `close`. Made by `Store.open_cache`; close it, or use it in a
+    One thread calls `read`; any others wait for `layers`, each of which is there when its digest is checked and those
+    of its portion are, or call `cache` for all. Whoever loses interest calls `close`. Made by `Store.open_cache`; close it, or use it in a
     `with` block.
     """
 

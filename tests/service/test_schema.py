@@ -53,8 +53,8 @@ def api(service_url: str) -> BaseSchema:
 def shorten(body: dict[str, Any]) -> None:
     """Ask for a short answer: the model of these tests never ends one, and 16,000 tokens of it take a minute."""
     for name in ("max_tokens", "max_completion_tokens"):
-        if isinstance(body.get(name), int | float) and body[name] > LONGEST_ANSWER:
-            body[name] = LONGEST_ANSWER
+        if body.get(name) is not None:
+            body[name] = min(body[name], LONGEST_ANSWER)
 
 
 def hold(api: BaseSchema, method: str, path: str, mode: GenerationMode, examples: int, **fixed: Any) -> None:
@@ -63,7 +63,7 @@ def hold(api: BaseSchema, method: str, path: str, mode: GenerationMode, examples
     @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(case=api[path][method].as_strategy(generation_mode=mode, **fixed))
     def each(case: Case) -> None:
-        if isinstance(case.body, dict):
+        if mode is GenerationMode.POSITIVE and isinstance(case.body, dict):  # else it might mend what is invalid
             shorten(case.body)
         case.call_and_validate(timeout=60)
 
@@ -72,8 +72,8 @@ def hold(api: BaseSchema, method: str, path: str, mode: GenerationMode, examples
 
 @pytest.fixture
 def examples(soak: bool) -> int:
-    """Of each kind for every route: 54 kinds make some 800 requests, in a soak 8,000."""
-    return 150 if soak else 15
+    """Of each kind for every route: 54 kinds make some 800 requests, in a soak 54,000."""
+    return 1000 if soak else 15
 
 
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)

@@ -19,9 +19,7 @@ from kvshelf.store.redis.wire import Command, Wire
 
 _AHEAD: Final = 4  # pieces that are asked for before they are read: the server works while the reader hashes
 _SMALL: Final = 256 << 10  # bytes; a read of less fetches just that, unless it goes on where the last one ended
-_HEAD: Final = (
-    64 << 10
-)  # bytes that come first and are kept: who reads the beginning looks at it in parts, and reads on
+_HEAD: Final = 64 << 10  # bytes that come first, and are kept: the beginning is looked at in parts, and read on from
 _DRAIN: Final = 64 << 10  # bytes; fewer than these are read and thrown away, to keep a connection
 
 
