@@ -38,8 +38,8 @@ class ArrivingCache:
     """A stored cache whose header is verified and whose layers come one after the other, some at a time.
 
     One thread calls `read`; any others wait for `layers`, each of which is there when its digest is checked and those
-    of its portion are, or call `cache` for all. Whoever loses interest calls `close`. Made by `Store.open_cache`; close it, or use it in a
-    `with` block.
+    of its portion are, or call `cache` for all. Whoever loses interest calls `close`. Made by `Store.open_cache`; close
+    it, or use it in a `with` block.
     """
 
     on_read: Callable[[CompressedCache], None] | None = None
