@@ -7,33 +7,23 @@ in neither time; the run's own stages start within its time. Process time is tha
 
 from __future__ import annotations
 
-import io
-import json
-import math
 import multiprocessing
 import os
-import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
+from kvshelf.bench.batch_corpus import POLICY, Corpus
 from kvshelf.corpus.journal import FileJournal
 from kvshelf.corpus.progress import RunOptions, RunState
-from kvshelf.corpus.rows import Row, parse_jsonl
-from kvshelf.corpus.sources import Shard, Source
 from kvshelf.errors import InternalError
 from kvshelf.store.config import StoreConfig
 from kvshelf.workers.cluster import ray_cluster
 
-SHORTEST: Final = 200
-LONGEST: Final = 6000
-"""Tokens of a document; lengths in between are evenly spread over the logarithm."""
-
-_POLICY: Final = "knorm"
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 
@@ -55,15 +45,6 @@ class Memory:
     driver_end: int
     worker_early: int
     worker_end: int
-
-
-def made_corpus(documents: int, seed: int = 0) -> list[list[int]]:
-    """Token ids that mean nothing."""
-    chance = random.Random(seed)
-    low, high = math.log(SHORTEST), math.log(LONGEST)
-    return [
-        [chance.randrange(20, 500) for _ in range(round(math.exp(chance.uniform(low, high))))] for _ in range(documents)
-    ]
 
 
 def bare_loops(corpus: Sequence[list[int]], model: str, processes: int) -> Cost:
@@ -93,34 +74,12 @@ def _loop(documents: Sequence[list[int]], model: str, store: str, begin: Any, to
 
     engine = EngineSource(model).load()
     with StoreConfig(store).open() as shelf:
-        engine.compress(documents[0], policy=_POLICY)  # what a first call sets up is no part of the loop
+        engine.compress(documents[0], policy=POLICY)  # what a first call sets up is no part of the loop
         begin.wait()
         started = time.process_time()
         for ids in documents:
-            shelf.put(engine.compress(ids, policy=_POLICY))
+            shelf.put(engine.compress(ids, policy=POLICY))
         told.put(time.process_time() - started)
-
-
-@dataclass(frozen=True)
-class _Lines(Shard):
-    data: bytes
-    rows: int | None
-
-    @property
-    def nbytes(self) -> int:  # type: ignore[override]  # the bytes it holds
-        return len(self.data)
-
-    def read(self) -> Iterator[Row]:
-        return parse_jsonl(io.BytesIO(self.data), "corpus", {"policy": _POLICY})
-
-
-class _Corpus(Source):
-    def __init__(self, corpus: Sequence[list[int]]) -> None:
-        lines = [json.dumps({"custom_id": str(number), "token_ids": ids}) for number, ids in enumerate(corpus)]
-        self._shard = _Lines("\n".join(lines).encode(), len(lines))
-
-    def shards(self) -> Sequence[Shard]:
-        return [self._shard]
 
 
 def batch_run(corpus: Sequence[list[int]], model: str, replicas: int) -> tuple[Cost, Memory, float]:
@@ -141,7 +100,7 @@ def _run(corpus: Sequence[list[int]], engines: Any, store: StoreConfig, journal:
     from kvshelf.corpus.run import Run
 
     with FileJournal(journal, {}) as kept:
-        run = Run(_Corpus(corpus), engines, store, kept, RunOptions("bench", "batch_bench"))
+        run = Run(Corpus(corpus), engines, store, kept, RunOptions("bench", "batch_bench"))
         early: tuple[int, int] | None = None
         before, started = _tree_s(), time.perf_counter()
         run.start()

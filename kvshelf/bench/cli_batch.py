@@ -30,7 +30,8 @@ def batch(
         prepare_environment(None)
         import structlog
 
-        from kvshelf.bench.batch import bare_loops, batch_run, made_corpus
+        from kvshelf.bench.batch import bare_loops, batch_run
+        from kvshelf.bench.batch_corpus import made_corpus
         from kvshelf.bench.measure import load_warning, machine
 
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))  # runs tell their states

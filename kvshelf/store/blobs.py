@@ -82,6 +82,13 @@ class Blobs(abc.ABC):
         """
 
     @abc.abstractmethod
+    def beginning(self, name: str, nbytes: int, count: int) -> bytes | None:
+        """The first `count` bytes, or all where there are fewer; None when there is nothing of this name.
+
+        No more than these are read: `open` is for who reads on.
+        """
+
+    @abc.abstractmethod
     def holds(self, name: str, nbytes: int) -> bool:
         """Whether all the bytes seem to be there, by their number; they are not read."""
 

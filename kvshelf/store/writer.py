@@ -162,12 +162,8 @@ class Writer:
 
     def _is_sealed_with(self, key_id: str | None, name: str, nbytes: int) -> bool:
         """True of bytes that are gone, too: nobody can seal them anew."""
-        file = self._blobs.open(name, nbytes)
-        if file is None:
-            return True
-        with file:
-            header = file.read(sealing.HEADER_BYTES) or b""
-        return (sealing.key_id_of(header) if sealing.is_sealed(header) else None) == key_id
+        header = self._blobs.beginning(name, nbytes, sealing.HEADER_BYTES)
+        return header is None or (sealing.key_id_of(header) if sealing.is_sealed(header) else None) == key_id
 
     def _sealed(self, tenant: str, content: Content) -> tuple[Iterable[memoryview], int]:
         if self._rules.keyring is None:

@@ -79,6 +79,13 @@ class Folder(Blobs):
             file.close()
             return None
 
+    def beginning(self, name: str, nbytes: int, count: int) -> bytes | None:
+        file = self.open(name, nbytes)
+        if file is None:
+            return None
+        with file:
+            return file.read(count)
+
     def holds(self, name: str, nbytes: int) -> bool:
         with self._translated():
             try:

@@ -159,6 +159,11 @@ class RedisBlobs(Blobs):
             release=lambda: self._link.call("ZREM", keys[0], token),
         )
 
+    def beginning(self, name: str, nbytes: int, count: int) -> bytes | None:
+        key = self._chunks(name, nbytes)[0]
+        found, data = self._link.pipeline([("EXISTS", key), ("GETRANGE", key, 0, count - 1)])
+        return data if found else None
+
     def holds(self, name: str, nbytes: int) -> bool:
         return self.hold_each([(name, nbytes)])[0]
 

@@ -152,6 +152,24 @@ def test_a_small_read_inside_does_not_fetch_a_chunk(blobs: RedisBlobs, valkey: V
     assert valkey.client().info("stats")["total_net_output_bytes"] - before < 20_000
 
 
+@pytest.mark.parametrize("nbytes", [1, 4, 5, 20 * MB])
+def test_a_beginning_is_all_that_the_server_sends(blobs: RedisBlobs, valkey: ValkeyServer, nbytes: int) -> None:
+    data = random.randbytes(nbytes)
+    name = write(blobs, data)
+    blobs.beginning(name, nbytes, 4)  # connects
+    before = valkey.client().info("stats")
+    assert blobs.beginning(name, nbytes, 4) == data[:4]
+    after = valkey.client().info("stats")
+    assert after["total_net_output_bytes"] - before["total_net_output_bytes"] < 64 << 10
+    assert after["total_connections_received"] - before["total_connections_received"] <= 1  # the asking client itself
+    blobs.remove(name, nbytes)
+    assert blobs.beginning(name, nbytes, 4) is None
+
+
+def test_nothing_begins_with_nothing(blobs: RedisBlobs) -> None:
+    assert blobs.beginning(write(blobs, b""), 0, 4) == b""
+
+
 def test_a_file_closed_after_its_last_bytes_leaves_its_connection(blobs: RedisBlobs, valkey: ValkeyServer) -> None:
     """A blob is read at its beginning, at its end, at its beginning again, and then up to its trailer."""
     data = bytes(2 * CHUNK)
