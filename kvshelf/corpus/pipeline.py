@@ -50,6 +50,11 @@ _WATCH_S: Final = 2.0
 READ_AHEAD_BYTES: Final = 1 << 30
 """Of rows that have been read and wait for a caller, on all nodes together; then reading waits."""
 
+_UNSEEN_BLOCKS: Final = 8
+"""That a task may have yielded before the driver looks at the first of them, which it does ten times a second: with
+Ray's own 2, a slot brings no more than some ten rows a second, and a batch that is all on the shelf is slow. Ray has no
+public name for it; where it does not know this one, it takes its own."""
+
 _CPUS: Final = 0
 """Of the processes of a stage: they compute little. With a share of a CPU they would wait for ever where replicas hold
 them all."""
@@ -110,6 +115,7 @@ def _context() -> ray.data.DataContext:
     context.print_on_execution_start = False
     context.execution_options.resource_limits = ray.data.ExecutionResources(object_store_memory=READ_AHEAD_BYTES)
     context.target_max_block_size = 1  # what a stage yields goes on at once, and is not gathered into larger blocks
+    context._max_num_blocks_in_streaming_gen_buffer = _UNSEEN_BLOCKS
     return context
 
 
