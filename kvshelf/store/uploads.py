@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import secrets
 from collections.abc import Callable
+from dataclasses import replace
 from io import BufferedReader, RawIOBase
 from typing import BinaryIO, Final
 
@@ -65,9 +66,19 @@ class Files:
         self._now = now
 
     def create(
-        self, file: BinaryIO, *, tenant: str, filename: str, purpose: str, ttl_s: float | None = None
+        self,
+        file: BinaryIO,
+        *,
+        tenant: str,
+        filename: str,
+        purpose: str,
+        ttl_s: float | None = None,
+        beyond_quota: bool = False,
     ) -> FileRecord:
-        """Keep the content of a file of the operating system. Raises `QuotaExceeded`, `StorageFull`."""
+        """Keep the content of a file of the operating system. Raises `QuotaExceeded`, `StorageFull`.
+
+        beyond_quota: it is kept where the tenant's quota has no room for it, too, and counts all the same.
+        """
         key = secrets.token_hex(20)
         file_id = f"file_{key}"
         nbytes = file.seek(0, 2)
@@ -94,7 +105,9 @@ class Files:
             record = record.model_copy(update={"name": name, "stored_bytes": stored_bytes})
             self._docket.add(_item(record), hold=name)
 
-        self._writer.put_file(f"kvs_{key}", tenant, content, keep)
+        quota = self._rules.quota
+        allowed = replace(quota, max_bytes=None) if beyond_quota else quota
+        self._writer.put_file(f"kvs_{key}", tenant, content, keep, quota=allowed)
         return record
 
     def get(self, file_id: str, *, tenant: str) -> FileRecord:

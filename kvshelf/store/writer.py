@@ -17,7 +17,7 @@ from typing import Final
 from kvshelf.errors import BlobError, QuotaExceeded, StorageFull, StoreUnavailable
 from kvshelf.store import blob, eviction, housekeeping, sealing
 from kvshelf.store.blobs import Blobs, Step, new_name
-from kvshelf.store.index import Entry, Index, Writing
+from kvshelf.store.index import Entry, Index, Quota, Writing
 from kvshelf.store.manifest import Manifest, source_digest
 from kvshelf.store.rules import Rules
 
@@ -102,12 +102,14 @@ class Writer:
             self._discard(writing)
         return published
 
-    def put_file(self, key: str, tenant: str, content: Content, keep: Callable[[str, int], None]) -> None:
+    def put_file(
+        self, key: str, tenant: str, content: Content, keep: Callable[[str, int], None], *, quota: Quota
+    ) -> None:
         """Store bytes that belong to no cache. `keep` is told their name and size, and must hold them (`Docket.add`).
 
-        key: under which the write is registered, of the form of a cache's id.
+        key: under which the write is registered, of the form of a cache's id. quota: in place of that of the rules.
         """
-        with self._writing(key, tenant, [content], source_only=True) as writing:
+        with self._writing(key, tenant, [content], source_only=True, quota=quota) as writing:
             # For ever: an item of the docket ends with a sweep, whatever the server thinks of the time.
             self._keep_until(writing, None)
         try:
@@ -123,7 +125,13 @@ class Writer:
 
     @contextmanager
     def _writing(
-        self, cache_id: str, tenant: str, contents: Sequence[Content], *, source_only: bool = False
+        self,
+        cache_id: str,
+        tenant: str,
+        contents: Sequence[Content],
+        *,
+        source_only: bool = False,
+        quota: Quota | None = None,
     ) -> Iterator[Writing]:
         """Write and verify the contents. What fails in here or in the block leaves nothing behind."""
         sealed = [self._sealed(tenant, content) for content in contents]
@@ -134,7 +142,7 @@ class Writer:
         else:
             source = (names[1], sizes[1]) if len(contents) > 1 else (None, 0)
             writing = Writing(names[0], cache_id, tenant, sizes[0], *source)
-        self._begin(writing)
+        self._begin(writing, self._rules.quota if quota is None else quota)
         beat = _Heart(lambda: self._index.renew(writing.name), self._index.write_lease_s / 6)
         try:
             for name, (buffers, nbytes), content in zip(names, sealed, contents, strict=True):
@@ -145,9 +153,8 @@ class Writer:
             self._discard(writing)
             raise
 
-    def _begin(self, writing: Writing) -> None:
+    def _begin(self, writing: Writing, quota: Quota) -> None:
         """Register the write, making room for it where the rules allow that."""
-        quota = self._rules.quota
         size = writing.nbytes + writing.source_bytes
         try:
             self._index.begin(writing, quota)

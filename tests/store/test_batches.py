@@ -294,6 +294,12 @@ def test_a_file_counts_for_the_quota_until_it_is_deleted(place: Place, tmp_path:
         store.files.delete(first.id, tenant="me")
         store.files.create(given(tmp_path, b"y" * 600), tenant="me", filename="", purpose="batch")
         assert len(place.names()) == 2
+        over = {"tenant": "me", "filename": "", "purpose": "batch_output", "beyond_quota": True}
+        for _ in range(2):
+            store.files.create(given(tmp_path, b"o" * 600), **over)
+        store.files.delete(store.files.list(tenant="me", limit=3)[0][-1].id, tenant="me")
+        with pytest.raises(QuotaExceeded, match="1200 of 1000"):
+            store.files.create(given(tmp_path, b"x"), tenant="me", filename="", purpose="batch")
 
 
 def test_expired_files_are_gone_at_once_and_their_bytes_with_the_next_sweep(
