@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from kvshelf.errors import InvalidRequest, KvshelfError, PolicyUnsupported
+from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.store.arriving import ArrivingCache
 from kvshelf.store.artifact import CompressedCache
 from kvshelf.store.identity import Layout
@@ -324,7 +324,7 @@ class Engine:
         ]
         while open_ones := [answer for answer in answers if not answer.finished]:
             for told in batch.step(open_ones):
-                if isinstance(told, KvshelfError):
+                if isinstance(told, Exception):
                     raise told
         return [answer.answer() for answer in answers]
 
