@@ -9,6 +9,7 @@ from typing import Any
 
 from opentelemetry.trace import NoOpTracer
 
+from kvshelf.errors import Cancelled, ConnectionFailed, MissingExtra, by_code
 from kvshelf.service.app import create_app
 from kvshelf.service.settings import Settings
 
@@ -19,9 +20,12 @@ HEAD = """# HTTP API
 Made from the service's own OpenAPI document (`GET /openapi.json`) by `scripts/publish_api.py`. JSON in UTF-8; unknown
 fields are refused. Times are Unix seconds, sizes bytes; durations carry `_s` or `_ms`. Every response has an
 `x-request-id`. An error is `{"error": {"message", "type", "param", "code"}}`, with `miss_reason` and `details` where
-they say something.
+they say something. Its `code` is one of these:
 
 """
+
+NEVER_SENT = (Cancelled, ConnectionFailed, MissingExtra)
+"""Errors of the caller's own process."""
 
 
 def document() -> dict[str, Any]:
@@ -38,7 +42,17 @@ def page(api: dict[str, Any]) -> str:
         for method, operation in operations.items()
         for part in _route(method, path, operation, used)
     ]
-    return HEAD + "\n".join([*routes, *_types(api["components"]["schemas"], used)]).rstrip() + "\n"
+    return HEAD + codes() + "\n".join([*routes, *_types(api["components"]["schemas"], used)]).rstrip() + "\n"
+
+
+def codes() -> str:
+    """The table of error codes, by status."""
+    found: dict[int, list[str]] = {}
+    for code, cls in by_code().items():
+        if not issubclass(cls, NEVER_SENT):
+            found.setdefault(cls.status, []).append(f"`{code}`")
+    rows = [f"| {status} | {', '.join(sorted(names))} |" for status, names in sorted(found.items())]
+    return "\n".join(["| status | `code` |", "|---|---|", *rows]) + "\n\n"
 
 
 def _route(method: str, path: str, operation: dict[str, Any], used: dict[str, None]) -> Iterator[str]:

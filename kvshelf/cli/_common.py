@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 EXIT_CODES = """
 Exit codes: 0 done; 1 failed; 2 refused (bad usage or input); 3 not on the shelf (unknown or expired id);
-4 the service cannot be reached; 5 the service is busy, try again.
+4 the service cannot be reached; 5 the service is busy, try again. (`kvshelf batch` also has 6: stopped before its end.)
 """
 
 _EXIT_OF: list[tuple[type[KvshelfError], int]] = [

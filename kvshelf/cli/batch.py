@@ -58,7 +58,12 @@ _Address = Annotated[str | None, typer.Option(help="Of a running Ray cluster; au
 _Url = Annotated[str | None, typer.Option("--url", envvar="KVSHELF_URL", help="A running service that is to do it.")]
 
 
+_OF_ITS_OWN = ("store", "encryption_key_file", "device", "dtype", "replicas", "address")
+"""Options of a batch that the command does itself. A service has its own."""
+
+
 def batch(
+    context: typer.Context,
     input: _Input,
     output: _Output,
     policy: _Policy = None,
@@ -91,11 +96,14 @@ def batch(
 ) -> None:
     """Compress a corpus: many documents in, one line out for each, with its cache id or what went wrong.
 
-    With --url a running service does it. Without, this command starts the model itself and writes into --store. Run
-    the same command again after it was stopped, or to look for new documents: what is on the shelf is not done again.
+    With --url a running service does it, unless --store is given. Without, this command starts the model itself and
+    writes into --store. Run the same command again after it was stopped, or to look for new documents: what is on the
+    shelf is not done again.
     """
     with _common.named_errors(as_json=as_json):
+        remote = _is_remote(context)
         fields = _given(
+            model=_only(model) if remote else None,
             policy=policy,
             policy_params=_common.parameters(param) or None,
             compression_ratio=compression_ratio,
@@ -117,9 +125,10 @@ def batch(
             "retry_failed": retry_failed,
         }
         job = _Job(input, output, report, fields, options, as_json)
-        if url is not None and store is None:
+        if remote:
             from kvshelf.cli.batch_remote import run_remote
 
+            assert url is not None
             raise typer.Exit(run_remote(url, job))
         with needs_extra("serve", purpose="kvshelf batch"):
             code = job.run(
@@ -202,6 +211,34 @@ def _sentence(summary: Summary) -> str:
             return f"failed: {summary.reason}"
     again = ". The output says why; --retry-failed tries them again" if summary.failed else ""
     return f"{rows}; {sizes}; {summary.gpu_hours:.2f} GPU hours{again}"
+
+
+def _is_remote(context: typer.Context) -> bool:
+    """Whether a running service is to do it. Raises `InvalidRequest` for options that would have no effect there."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    given = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+    url = context.params["url"]
+    if url is None or ("store" in given and "url" not in given):
+        return False
+    for name in _OF_ITS_OWN:
+        if name in given:
+            option = "--" + name.replace("_", "-")
+            raise InvalidRequest(
+                f"{option} is for a batch that this command does itself, and the service at {url} is to do this one; "
+                f"leave {option} out, or --url and KVSHELF_URL",
+                param=option,
+            )
+    return True
+
+
+def _only(models: list[str] | None) -> str | None:
+    """The model of the rows that name none."""
+    if models is not None and len(models) > 1:
+        raise InvalidRequest(
+            f"--model is given {len(models)} times, and a service's batch has one; rows may name others",
+            param="--model",
+        )
+    return models[0] if models else None
 
 
 def _given(**fields: Any) -> dict[str, Any]:

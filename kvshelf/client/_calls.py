@@ -230,6 +230,7 @@ def estimate(**fields: Unpack[LevelFields]) -> Call[types.EstimateObject]:
     """
     given = dict(fields)
     if (path := given.pop("file", None)) is not None:
+        _require_no_document(given)
         given["document"] = _text(Path(str(path)))
     body = {"json": checked(types.Estimate, given)}
     return Call("POST", "/v1/estimate", parse_as(types.EstimateObject), body=body)
@@ -299,11 +300,17 @@ def _plain(value: Any) -> Any:
 def _upload(path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
     """A multipart body: the file as it is, text fields as text, all others as JSON."""
     data = _read(path)
+    _require_no_document(fields)
     # The bytes stand in for the document, so that the other fields are checked by the same rules.
     given = checked(types.CreateCache, {**fields, "document": "file"})
     form = {key: value if isinstance(value, str) else json.dumps(value) for key, value in given.items()}
     del form["document"]
     return {"files": {"file": (path.name, data, _MEDIA_TYPES.get(path.suffix.lower(), "text/plain"))}, "data": form}
+
+
+def _require_no_document(fields: Mapping[str, Any]) -> None:
+    if fields.get("document") is not None:
+        raise InvalidRequest("file and document are both given; give one of them", param="file")
 
 
 def _text(path: Path) -> str:

@@ -26,6 +26,9 @@ _RETRIED_STATUSES = frozenset({429, 503})
 # that it took with it were innocent, and one that is to blame is given up after as many attempts as the service makes.
 _FINAL_CODES = frozenset({"quota_exceeded"})
 
+# Refused before anything was done. That a store or a worker failed says nothing of what it had done by then.
+_NOTHING_DONE = frozenset({"rate_limited", "queue_full", "no_worker"})
+
 # The request never reached the service, so that repeating it repeats nothing.
 _NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout)
 
@@ -35,7 +38,8 @@ class Call(Generic[T]):
     """One call of the API: the request, and how its answer is read.
 
     `repeatable` says that the call may be sent again although the first one may have been carried out. That is so for
-    everything but deletion: creation is idempotent by content. `extra_read_s` lengthens the read timeout by what the
+    creations, which are idempotent by content, and for what only reads or changes; not for deletion, nor for new files
+    and batches. `extra_read_s` lengthens the read timeout by what the
     service was asked to wait. `accepts` are statuses that carry an answer besides the successful ones.
     """
 
@@ -76,7 +80,8 @@ class Attempts:
     def pause_after_response(self, response: httpx.Response) -> float:
         """`response` has been read and is no success. Returns the pause, or raises the error that it carries."""
         error = _failures.from_response(response)
-        if response.status_code not in _RETRIED_STATUSES or error.code in _FINAL_CODES:
+        passing = response.status_code in _RETRIED_STATUSES and error.code not in _FINAL_CODES
+        if not passing or not (self.call.repeatable or error.code in _NOTHING_DONE):
             raise error
         return self._pause(error, asked_s=error.details.get("retry_after_s"))
 

@@ -120,6 +120,11 @@ class Estimate(CreateCache):
     `levels` has a row, and so has each way that the policy "auto" would try.
     """
 
+    policy: Annotated[str, Field(min_length=1, max_length=64)] | None = Field(  # type: ignore[assignment]  # wider
+        None, description="one of /v1/policies, or auto; all of them if absent"
+    )
+    codec: CodecText | None = Field(None, description="as of a creation; the five codecs if absent")  # type: ignore[assignment]
+
 
 class RequestObject(ResponseBody):
     """A request that is worked on in the background. `cache_id` is set once it is done, `error` once it has failed.

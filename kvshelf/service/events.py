@@ -50,6 +50,7 @@ async def _lines(first: EventT, events: AsyncGenerator[EventT, None]) -> AsyncIt
 
 
 def _line(event: dict[str, Any] | Event) -> str:
+    """In ASCII: U+2028, U+2029 and U+0085 end a line for readers that split as Python does, httpx for one."""
     if isinstance(event, dict):
-        return f"data: {json.dumps(event, ensure_ascii=False, separators=(',', ':'))}\n\n"
+        return f"data: {json.dumps(event, separators=(',', ':'))}\n\n"
     return ":\n\n" if event.data is None else f"id: {event.id}\n{_line(event.data)}"

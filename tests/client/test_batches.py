@@ -62,9 +62,7 @@ def test_whatever_a_file_is_its_content_and_name_are_sent(call: Call, tmp_path: 
 
 
 def test_an_upload_is_sent_whole_again_where_the_service_was_busy(call: Call) -> None:  # noqa: F811
-    busy = httpx.Response(
-        503, json={"error": {"message": "x", "type": "x", "param": None, "code": "store_unavailable"}}
-    )
+    busy = httpx.Response(503, json={"error": {"message": "x", "type": "x", "param": None, "code": "no_worker"}})
     service = Service(busy, httpx.Response(200, json=FILE))
     call(service, lambda c: c.files.create(file=("r", b"ROWS" * 1000)))
     assert all(body.count(b"ROWS") == 1000 for body in service.bodies)

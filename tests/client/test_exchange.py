@@ -180,6 +180,23 @@ def test_a_deletion_that_may_have_happened_is_not_repeated(call: Callable[..., A
     assert len(service.requests) == 1
 
 
+@pytest.mark.parametrize("code", ["store_unavailable", "worker_crashed"])
+def test_a_deletion_is_not_repeated_where_the_service_failed_at_it(call: Callable[..., Any], code: str) -> None:
+    """The store may have done it before its answer was lost: the second one would say that there is no such cache."""
+    service = Script(wire_error(503, code))
+    with pytest.raises(errors.by_code()[code]):
+        call(service, lambda c: c.caches.delete("kvs_1"))
+    assert len(service.requests) == 1
+
+
+@pytest.mark.parametrize(("status", "code"), [(429, "rate_limited"), (429, "queue_full"), (503, "no_worker")])
+def test_a_deletion_that_was_refused_before_it_began_is_repeated(
+    call: Callable[..., Any], status: int, code: str
+) -> None:
+    service = Script(wire_error(status, code), httpx.Response(200, json={"id": "kvs_1", "deleted": True}))
+    assert call(service, lambda c: c.caches.delete("kvs_1")).deleted
+
+
 def test_a_deletion_that_was_never_sent_is_repeated(call: Callable[..., Any]) -> None:
     service = Script(httpx.ConnectError("refused"), httpx.Response(200, json={"id": "kvs_1", "deleted": True}))
     assert call(service, lambda c: c.caches.delete("kvs_1")).deleted
@@ -273,6 +290,8 @@ def test_the_key_goes_into_the_header(call: Callable[..., Any], monkeypatch: pyt
         (lambda c: c.caches.create(document="a", compression_ratio=1.0), "compression_ratio"),
         (lambda c: c.caches.create(document="a", colour="red"), "colour"),
         (lambda c: c.caches.create(file="/nowhere/at/all.txt"), "file"),
+        (lambda c: c.caches.create(file=__file__, document="a"), "file"),
+        (lambda c: c.estimate(file=__file__, document="a"), "file"),
         (lambda c: c.caches.query("kvs_1"), "prompt"),
         (lambda c: c.caches.query("kvs_1", "a", temperature=-1), "temperature"),
         (lambda c: c.caches.query("kvs_1", "a", seed=1.5), "seed"),

@@ -146,3 +146,40 @@ def test_a_batch_that_cannot_be_done_is_refused_before_anything_is_started(
     assert done.exit_code == 2, done.output
     assert message in done.output
     assert [entry.name for entry in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+SERVICE = {"KVSHELF_URL": "http://127.0.0.1:1", "COLUMNS": "400"}
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["--url", "KVSHELF_URL"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--replicas", "2"],
+        ["--address", "auto"],
+        ["--device", "cpu"],
+        ["--dtype", "float32"],
+        ["--encryption-key-file", "keys"],
+        ["--model", "one", "--model", "two"],
+    ],
+    ids=lambda options: options[0],
+)
+def test_options_that_a_service_would_pass_over_are_refused(tmp_path: Path, options: list[str], named: bool) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"document": "x"}\n')
+    given = [str(rows), "--output", str(tmp_path / "out.jsonl"), *options, *(["--url", "http://127.0.0.1:1"] * named)]
+    done = CliRunner().invoke(app, ["batch", *given], env=SERVICE)
+    assert done.exit_code == 2, done.output
+    assert options[0] in done.output
+
+
+def test_a_store_on_the_command_line_counts_more_than_a_service_in_the_environment(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"document": "x"}\n')
+    given = [str(rows), "--output", str(tmp_path / "out.jsonl"), "--store", f"disk://{tmp_path}/shelf"]
+    done = CliRunner().invoke(app, ["batch", *given, "--policy", "knorm", "--param", "nothing=1"], env=SERVICE)
+    assert (done.exit_code, "nothing" in done.output) == (2, True), (
+        done.output
+    )  # a service would say it, not the command
+    done = CliRunner().invoke(app, ["batch", *given, "--url", "http://127.0.0.1:1"], env=SERVICE)
+    assert (done.exit_code, "--store" in done.output) == (2, True), done.output

@@ -33,7 +33,8 @@ _BLOB = {"content": {BLOB_TYPE: {"schema": {"type": "string", "format": "binary"
     openapi_extra=openapi.query_of(ImportCache) | {"requestBody": {"required": True} | _BLOB},
 )
 async def import_cache(request: Request, service: InService, caller: Writer) -> Response:
-    """Store a blob that was downloaded or exported. It keeps its codec; its id is the one it has on this shelf."""
+    """Store a blob that was downloaded or exported. It keeps its codec; its id is the one it has on this shelf.
+    `label.<key>=<value>` sets a label, and may be given several times."""
     about = read_query(request, ImportCache)
     await off_loop(service.store.expiry, about.ttl_s, about.expires_at)
     async with received_blob(request, service.settings) as file:

@@ -58,6 +58,9 @@ async def create(
     """Compress a document once and store it. The same document, model and policy give the same id.
 
     With `levels`, as many caches in a list. With `min_quality` or the policy "auto" the smallest that is good enough.
+
+    A form has the document as its part `file` and the other fields beside it: text as it is (`policy=full`), all else
+    as JSON (`compression_ratio=0.75`, `labels={"team": "law"}`, `levels=[0.5, 0.75]`).
     """
     body = await read_create(request, service, caller)
     engine = service.engine(body.model)

@@ -20,8 +20,6 @@ async def estimate(request: Request, service: InService, _: Reader) -> EstimateO
     """Tokens, and by policy the entries kept, the bytes stored and the seconds it would take. Nothing is compressed."""
     body = await read_json(request, Estimate, service.settings)
     spec = body.model_dump(mode="json")
-    for narrowing in {"policy", "codec"} - body.model_fields_set:
-        spec[narrowing] = None
     if spec["policy"] is not None:
         require_policy(spec)
     engine = service.engines[service.engine(body.model).model]
