@@ -94,7 +94,7 @@ def _publish(index: Index, blobs: Blobs, manifest: Manifest) -> None:
     content = memoryview(manifest.id.encode())  # not a blob: nobody reads it here
     writing = Writing(new_name(manifest.id), manifest.id, manifest.tenant, len(content))
     index.begin(writing, Quota())
-    blobs.write(writing.name, [content], len(content), beat=_ignored, on_step=_ignored)
+    blobs.write(writing.name, [content], len(content), on_step=_ignored)
     index.publish(writing, manifest, over=None, cost_s=1.0, now=manifest.created_at)
 
 

@@ -66,11 +66,18 @@ class Blobs(abc.ABC):
     they gain: 59 instead of 50 ms of processor time for 64 MB from Redis."""
 
     @abc.abstractmethod
-    def write(self, name: str, buffers: Iterable[memoryview], nbytes: int, *, beat: Step, on_step: Step) -> None:
-        """Create and make durable. `beat` is called between pieces of a few MB, so that the writer can keep its lease.
+    def write(self, name: str, buffers: Iterable[memoryview], nbytes: int, *, on_step: Step) -> None:
+        """Create and make durable. What takes longer than the write lease needs `renew` beside it.
 
         `on_step` hears "created", "written", "synced". On an error the bytes written so far may stay: the caller
         removes them, or they are found as rubbish later.
+        """
+
+    @abc.abstractmethod
+    def renew(self, name: str, nbytes: int) -> None:
+        """Let a server keep what is there of the bytes for another write lease at least. A disk does nothing here.
+
+        For a thread beside the one that writes, reads back and calls `keep_until`: nothing is ever kept shorter by it.
         """
 
     @abc.abstractmethod
@@ -100,7 +107,9 @@ class Blobs(abc.ABC):
     def keep_until(self, name: str, nbytes: int, expires_at: float | None) -> None:
         """Let the server drop the bytes `MARGIN_S` after a time (Unix seconds), or never. A disk does nothing here.
 
-        Raises `BlobError` (reason "missing") when not all are there.
+        Nothing is kept shorter than an earlier call said: of two who change the expiry of a cache at once, the one
+        whose manifest counts need not be the one who comes here last. A sweep frees what ends earlier. Raises
+        `BlobError` (reason "missing") when not all are there.
         """
 
     @abc.abstractmethod

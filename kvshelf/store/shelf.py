@@ -254,19 +254,13 @@ class Shelf(Store):
                 return manifest
 
     def _change(self, entry: Entry, manifest: Manifest) -> bool:
-        """Put a manifest into an entry. On a server the bytes must outlive it: they go first when it is extended."""
-        longer = _later(manifest.expires_at, entry.expires_at)
-        if longer:
-            self._keep_until(entry, manifest.expires_at)
-        changed = self._index.rewrite(entry, manifest)
-        if changed and not longer and manifest.expires_at != entry.expires_at:
-            self._keep_until(entry, manifest.expires_at)
-        return changed
-
-    def _keep_until(self, entry: Entry, expires_at: float | None) -> None:
-        with self._reader.quarantining(entry):
-            for name, nbytes in entry.names():
-                self._blobs.keep_until(name, nbytes, expires_at)
+        """Put a manifest into an entry. On a server the bytes must outlive it: they go first when it is extended, and
+        are not touched when it is shortened, for somebody else may be extending it."""
+        if _later(manifest.expires_at, entry.expires_at):
+            with self._reader.quarantining(entry):
+                for name, nbytes in entry.names():
+                    self._blobs.keep_until(name, nbytes, manifest.expires_at)
+        return self._index.rewrite(entry, manifest)
 
     def touch(self, cache_id: str, *, tenant: str = "default") -> None:
         self._index.touch(cache_id, tenant, self._now())

@@ -7,6 +7,8 @@ removed. So a crash at any moment leaves the whole cache or none, and at worst b
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,12 +16,14 @@ from dataclasses import dataclass
 from io import RawIOBase
 from typing import Final
 
-from kvshelf.errors import BlobError, QuotaExceeded, StorageFull, StoreUnavailable
+from kvshelf.errors import BlobError, QuotaExceeded, StorageFull, StoreError, StoreUnavailable
 from kvshelf.store import blob, eviction, housekeeping, sealing
 from kvshelf.store.blobs import Blobs, Step, new_name
 from kvshelf.store.index import Entry, Index, Quota, Writing
 from kvshelf.store.manifest import Manifest, source_digest
 from kvshelf.store.rules import Rules
+
+log = logging.getLogger("kvshelf.store")
 
 Verify = Callable[[RawIOBase, int], bool]
 """Whether a file of so many plain bytes is what was written."""
@@ -143,12 +147,12 @@ class Writer:
             source = (names[1], sizes[1]) if len(contents) > 1 else (None, 0)
             writing = Writing(names[0], cache_id, tenant, sizes[0], *source)
         self._begin(writing, self._rules.quota if quota is None else quota)
-        beat = _Heart(lambda: self._index.renew(writing.name), self._index.write_lease_s / 6)
         try:
-            for name, (buffers, nbytes), content in zip(names, sealed, contents, strict=True):
-                self._blobs.write(name, buffers, nbytes, beat=beat, on_step=self._on_step)
-                self._read_back(name, nbytes, tenant, content)
-            yield writing
+            with _repeating(lambda: self._renew(writing), self._index.write_lease_s / 6):
+                for name, (buffers, nbytes), content in zip(names, sealed, contents, strict=True):
+                    self._blobs.write(name, buffers, nbytes, on_step=self._on_step)
+                    self._read_back(name, nbytes, tenant, content)
+                yield writing
         except BaseException:
             self._discard(writing)
             raise
@@ -166,6 +170,15 @@ class Writer:
             if not room:
                 raise
             self._index.begin(writing, quota)
+
+    def _renew(self, writing: Writing) -> None:
+        try:
+            self._index.renew(writing.name)
+            for name, nbytes in _names(writing):
+                self._blobs.renew(name, nbytes)
+        except StoreError as error:
+            # Neither an outage shorter than the lease nor a lease that is lost ends the work here: publishing decides.
+            log.warning("the lease of a write was not renewed: %s", error)
 
     def _is_sealed_with(self, key_id: str | None, name: str, nbytes: int) -> bool:
         """True of bytes that are gone, too: nobody can seal them anew."""
@@ -262,15 +275,22 @@ def _names(writing: Writing) -> list[tuple[str, int]]:
     return blob_bytes + ([(writing.source, writing.source_bytes)] if writing.source is not None else [])
 
 
-class _Heart:
-    """Renews a lease as bytes are written, not more often than needed."""
+@contextmanager
+def _repeating(call: Callable[[], None], interval_s: float) -> Iterator[None]:
+    """Call it now and then while the block runs, however long one step of that takes: an fsync, a read of it all.
 
-    def __init__(self, renew: Callable[[], None], interval_s: float) -> None:
-        self._renew = renew
-        self._interval_s = interval_s
-        self._last = time.monotonic()
+    A thread, because nothing else runs during an fsync. Whoever stops the process stops it as well.
+    """
+    ended = threading.Event()
 
-    def __call__(self, step: str) -> None:  # noqa: ARG002 - a `Step`
-        if time.monotonic() - self._last > self._interval_s:
-            self._renew()
-            self._last = time.monotonic()
+    def repeat() -> None:
+        while not ended.wait(interval_s):
+            call()
+
+    thread = threading.Thread(target=repeat, name="kvshelf-write-lease", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

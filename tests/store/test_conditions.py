@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,8 @@ import pytest
 from kvshelf.errors import CacheCorrupt, CacheExpired, CacheNotFound, EtagMismatch
 from kvshelf.store.shelf import Shelf
 from tests.store.caches import make_cache
-from tests.store.places import Clock, Place, flip
+from tests.store.places import Clock, Place, RedisPlace, flip
+from tests.store.redis.servers import ValkeyServer
 
 CHANGES: list[dict[str, Any]] = [{"name": "b"}, {"labels": {"a": "b"}}, {"pinned": True}, {"ttl_s": 60.0}]
 
@@ -105,6 +107,29 @@ def test_a_change_between_looking_and_deleting_is_noticed(place: Place, monkeypa
             ours.delete(seen.id, if_revision=[seen.revision])
         assert theirs.stat(seen.id).name == "changed meanwhile"
         assert ours.delete(seen.id).id == seen.id, "without a condition it is deleted as it is"
+
+
+def test_bytes_outlive_the_manifest_of_whoever_extends_it_while_another_shortens_it(
+    shared_valkey: ValkeyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one goes on when the cache is to be kept for long again."""
+    place = RedisPlace(shared_valkey)
+    with place.open() as ours, place.open() as theirs:
+        seen = ours.put(make_cache(), ttl_s=100, source="its text")
+        rewrite = theirs._index.rewrite
+
+        def overtaken(*args: Any) -> bool:
+            changed = rewrite(*args)
+            ours.update(seen.id, ttl_s=5000)
+            return changed
+
+        monkeypatch.setattr(theirs._index, "rewrite", overtaken)
+        theirs.update(seen.id, ttl_s=1)
+        assert ours.stat(seen.id).expires_at == pytest.approx(time.time() + 5000, abs=60)
+        client = shared_valkey.client()
+        chunks = client.keys(f"{{{place.prefix}/*}}:0")
+        assert len(chunks) == 2
+        assert all(client.ttl(key) > 4000 for key in chunks)
 
 
 def _before_burying(shelf: Shelf, call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import shutil
+import sqlite3
+import threading
+import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +285,37 @@ def test_a_writer_that_was_silent_for_too_long_cannot_publish(tmp_path: Path) ->
         assert shelf.list().data == ()
         shelf.sweep()
         assert place.names() == set()
+
+
+def test_a_writer_that_works_keeps_its_lease_however_slow_its_medium_is(place: Place) -> None:
+    """Each pause is longer than the lease: one where the bytes are made durable, one where they are read back."""
+
+    def slow(step: str) -> None:
+        time.sleep(1.0 if step in ("written", "verified") else 0)
+
+    with place.open(write_lease_s=0.8, on_step=slow) as shelf:
+        manifest = shelf.put(make_cache())
+        require_equal(make_cache(), shelf.get(manifest.id))
+        assert shelf.sweep().orphans == 0
+    assert "kvshelf-write-lease" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_lease_that_cannot_be_renewed_for_a_while_ends_no_write(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The index can be used again before the lease has run out; all together takes longer than that."""
+    place = DiskPlace(tmp_path / "home")
+
+    def outage(step: str) -> None:
+        if step == "synced":
+            with closing(sqlite3.connect(place.folder / "shelf.sqlite3")) as other:
+                other.execute("BEGIN IMMEDIATE")
+                time.sleep(0.6)
+            time.sleep(1.0)
+
+    with place.open(write_lease_s=1.4, busy_s=0.05, on_step=outage) as shelf:
+        require_equal(make_cache(), shelf.get(shelf.put(make_cache()).id))
+    assert "was not renewed" in caplog.text
 
 
 def test_what_gave_way_is_removed_although_its_remover_died(place: Place) -> None:

@@ -51,18 +51,19 @@ class Folder(Blobs):
         buffers: Iterable[memoryview],
         nbytes: int,  # noqa: ARG002
         *,
-        beat: Step,
         on_step: Step,
     ) -> None:
         with self._translated(), self._file(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
             on_step("created")
             for buffer in buffers:
                 _write_all(file, buffer)
-                beat("wrote")
             on_step("written")
             os.fsync(file.fileno())
             os.fsync(self._blobs)  # the file's content is durable by now, its name only with the folder
         on_step("synced")
+
+    def renew(self, name: str, nbytes: int) -> None:
+        """A disk drops nothing by itself."""
 
     def open(self, name: str, nbytes: int) -> RawIOBase | None:  # noqa: ARG002 - a file knows its size
         with self._translated():

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import re
 import secrets
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from io import RawIOBase
 from typing import Final
@@ -66,23 +65,31 @@ return found
 """
 )
 
-# ARGV: until when to keep the chunks in Unix ms or '', then the length of each. Returns whether all were there.
+# KEYS: chunks. ARGV: until when to keep them in Unix ms or '', then the length of each. Returns whether all were there.
+# No chunk goes earlier for it, which readers need, too.
 _KEEP: Final = (
-    _READERS
+    _CLOCK
     + """
-for i = 2, #KEYS do
-    if redis.call('EXISTS', KEYS[i]) == 0 or redis.call('STRLEN', KEYS[i]) ~= tonumber(ARGV[i]) then return 0 end
+for i = 1, #KEYS do
+    if redis.call('EXISTS', KEYS[i]) == 0 or redis.call('STRLEN', KEYS[i]) ~= tonumber(ARGV[i + 1]) then return 0 end
 end
-for i = 2, #KEYS do
+for i = 1, #KEYS do
+    local left = redis.call('PTTL', KEYS[i])
     if ARGV[1] == '' then redis.call('PERSIST', KEYS[i])
-    else redis.call('PEXPIREAT', KEYS[i], math.max(tonumber(ARGV[1]), read_until)) end
+    elseif left >= 0 and now + left < tonumber(ARGV[1]) then redis.call('PEXPIREAT', KEYS[i], ARGV[1]) end
 end
 return 1
 """
 )
 
-# KEYS: chunks. ARGV: lease in ms.
-_RENEW: Final = "for i = 1, #KEYS do redis.call('PEXPIRE', KEYS[i], ARGV[1]) end return 1"
+# KEYS: chunks, of which some may not be there yet. ARGV: lease in ms.
+_RENEW: Final = """
+for i = 1, #KEYS do
+    local left = redis.call('PTTL', KEYS[i])
+    if left >= 0 and left < tonumber(ARGV[1]) then redis.call('PEXPIRE', KEYS[i], ARGV[1]) end
+end
+return 1
+"""
 
 # Returns how many chunks there were. Those that are read stay until their readers are done or dead.
 _REMOVE: Final = (
@@ -130,20 +137,23 @@ class RedisBlobs(Blobs):
         self._read_lease_s = read_lease_s
         self._chunk_key = re.compile(rf"\{{{re.escape(self._prefix)}/([^}}]*)\}}:(?:aside:)?[0-9]+")
 
-    def write(self, name: str, buffers: Iterable[memoryview], nbytes: int, *, beat: Step, on_step: Step) -> None:
+    def write(self, name: str, buffers: Iterable[memoryview], nbytes: int, *, on_step: Step) -> None:
         keys = self._chunks(name, nbytes)
         if self._link.call("EXISTS", keys[0]):
             raise StoreUnavailable(f"{name} is in the Redis store already; a name is written once")
         loan = self._link.borrow(keys[0])
         on_step("created")
         with self._link.talking(loan) as wire:
-            writer = _Writer(self._link, wire, keys, nbytes, self._write_lease_s, beat)
+            writer = _Writer(wire, keys, nbytes, self._write_lease_s)
             for buffer in buffers:
                 writer.write(memoryview(buffer).cast("B"))
             writer.end()
         loan.give_back()
         on_step("written")
         on_step("synced")  # how soon Redis puts it on a disk is a setting of the server
+
+    def renew(self, name: str, nbytes: int) -> None:
+        self._link.script(_RENEW, self._chunks(name, nbytes), [_ms(self._write_lease_s)])
 
     def open(self, name: str, nbytes: int) -> RawIOBase | None:
         token = secrets.token_hex(8)
@@ -177,9 +187,8 @@ class RedisBlobs(Blobs):
         return [[next(replies) for _ in range(1 + _count(nbytes))] == [1, *_sizes(nbytes)] for _, nbytes in names]
 
     def keep_until(self, name: str, nbytes: int, expires_at: float | None) -> None:
-        keys = [self._key(name, "readers"), *self._chunks(name, nbytes)]
         until = "" if expires_at is None else _ms(expires_at + MARGIN_S)
-        if not self._link.script(_KEEP, keys, [until, *_sizes(nbytes)]):
+        if not self._link.script(_KEEP, self._chunks(name, nbytes), [until, *_sizes(nbytes)]):
             raise BlobError(f"not all chunks of {name} are in Redis any more", reason="missing")
 
     def remove(self, name: str, nbytes: int) -> bool:
@@ -235,19 +244,14 @@ class RedisBlobs(Blobs):
 
 
 class _Writer:
-    """Cuts bytes into chunks on their way to the server, and keeps those that are there alive."""
+    """Cuts bytes into chunks on their way to the server."""
 
-    def __init__(
-        self, link: RedisLink, wire: Wire, keys: Sequence[str], nbytes: int, lease_s: float, beat: Step
-    ) -> None:
-        self._link = link
+    def __init__(self, wire: Wire, keys: Sequence[str], nbytes: int, lease_s: float) -> None:
         self._wire = wire
         self._keys = keys
         self._left = nbytes  # of the whole
-        self._beat = beat
         self._begun = self._answered = 0  # chunks
         self._lease_s = lease_s
-        self._renew_at = time.monotonic() + lease_s / 3
         self._begin()
 
     def write(self, data: memoryview) -> None:
@@ -265,7 +269,6 @@ class _Writer:
         self._wire.end_value()
         while self._answered < self._begun:
             self._expect_ok()
-        self._beat("wrote")
 
     def _begin(self) -> None:
         self._room = min(CHUNK, self._left)
@@ -279,10 +282,6 @@ class _Writer:
         self._wire.end_value()
         if self._begun - self._answered >= _UNANSWERED:
             self._expect_ok()
-        self._beat("wrote")
-        if time.monotonic() >= self._renew_at:
-            self._renew_at = time.monotonic() + self._lease_s / 3
-            self._link.script(_RENEW, self._keys[: self._answered], [_ms(self._lease_s)])
         self._begin()
 
     def _expect_ok(self) -> None:

@@ -41,7 +41,7 @@ def fresh_name() -> str:
 
 def write(blobs: RedisBlobs, data: bytes, *, keep: bool = True) -> str:
     name = fresh_name()
-    blobs.write(name, [memoryview(data)], len(data), beat=lambda _: None, on_step=lambda _: None)
+    blobs.write(name, [memoryview(data)], len(data), on_step=lambda _: None)
     if keep:
         blobs.keep_until(name, len(data), None)
     return name
@@ -84,7 +84,6 @@ def test_pieces_of_any_size_are_written_without_keeping_them(blobs: RedisBlobs) 
     sizes = [0, 1, 64, 40_000, 3 * MB, 5, 9 * MB + 3, 0, 100, CHUNK]
     scratch = bytearray(max(sizes))
     steps: list[str] = []
-    beats: list[str] = []
 
     def pieces() -> Iterator[memoryview]:
         for number, size in enumerate(sizes):
@@ -92,9 +91,8 @@ def test_pieces_of_any_size_are_written_without_keeping_them(blobs: RedisBlobs) 
             yield memoryview(scratch)[:size]
 
     name = fresh_name()
-    blobs.write(name, pieces(), sum(sizes), beat=beats.append, on_step=steps.append)
+    blobs.write(name, pieces(), sum(sizes), on_step=steps.append)
     assert steps == ["created", "written", "synced"]
-    assert len(beats) == -(-sum(sizes) // CHUNK)
     with opened(blobs, name, sum(sizes)) as file:
         assert file.readall() == b"".join(bytes([number]) * size for number, size in enumerate(sizes))
 
@@ -102,13 +100,13 @@ def test_pieces_of_any_size_are_written_without_keeping_them(blobs: RedisBlobs) 
 @pytest.mark.parametrize("given_bytes", [5, 7, CHUNK + 6, 0])
 def test_another_number_of_bytes_than_announced_is_a_bug_and_said(blobs: RedisBlobs, given_bytes: int) -> None:
     with pytest.raises(ValueError, match="than announced"):
-        blobs.write(fresh_name(), [memoryview(bytes(given_bytes))], 6, beat=lambda _: None, on_step=lambda _: None)
+        blobs.write(fresh_name(), [memoryview(bytes(given_bytes))], 6, on_step=lambda _: None)
 
 
 def test_a_name_is_written_once(blobs: RedisBlobs) -> None:
     name = write(blobs, b"first")
     with pytest.raises(StoreUnavailable, match="written once"):
-        blobs.write(name, [memoryview(b"other")], 5, beat=lambda _: None, on_step=lambda _: None)
+        blobs.write(name, [memoryview(b"other")], 5, on_step=lambda _: None)
     assert opened(blobs, name, 5).readall() == b"first"
 
 
@@ -202,7 +200,7 @@ def test_more_than_redis_holds_in_one_value(blobs: RedisBlobs, soak: bool) -> No
     piece = memoryview(random.randbytes(MB))
     name = fresh_name()
     pieces = [*[piece] * (nbytes // MB), piece[: nbytes % MB]]
-    blobs.write(name, pieces, nbytes, beat=lambda _: None, on_step=lambda _: None)
+    blobs.write(name, pieces, nbytes, on_step=lambda _: None)
     with opened(blobs, name, nbytes) as file:
         for expected in pieces:
             assert file.read(len(expected)) == expected
@@ -308,18 +306,28 @@ print("ready", flush=True)
 data = memoryview(os.urandom(1 << 20))
 while True:
     name = new_name("kvs_" + os.urandom(20).hex())
-    blobs.write(name, [data] * 40, 40 << 20, beat=lambda _: None, on_step=lambda _: None)
+    blobs.write(name, [data] * 40, 40 << 20, on_step=lambda _: None)
 """
 
 
 def test_a_slow_writer_keeps_its_chunks(valkey: ValkeyServer, connect: Connect) -> None:
-    """Writing takes three times the lease."""
-    blobs = RedisBlobs(connect(valkey.url + PATIENT), "test", write_lease_s=1.2)
-    piece = memoryview(random.randbytes(CHUNK))
+    """Chunks that are there and chunks that are not yet; what is kept for good stays so."""
+    blobs = RedisBlobs(connect(valkey.url + PATIENT), "test", write_lease_s=1.0)
+    client, nbytes = valkey.client(), 3 * CHUNK
     name = fresh_name()
-    blobs.write(name, [piece] * 12, 12 * CHUNK, beat=lambda _: time.sleep(0.3), on_step=lambda _: None)
-    blobs.keep_until(name, 12 * CHUNK, None)
-    assert valkey.client().pttl(chunk_key(name, 0)) == -1
+
+    def pieces() -> Iterator[memoryview]:
+        for _ in range(3):
+            for _ in range(3):
+                time.sleep(0.2)
+                blobs.renew(name, nbytes)
+            yield memoryview(bytes(CHUNK))
+
+    blobs.write(name, pieces(), nbytes, on_step=lambda _: None)
+    assert all(0 < client.pttl(chunk_key(name, index)) <= 1000 for index in range(3))
+    blobs.keep_until(name, nbytes, None)
+    blobs.renew(name, nbytes)
+    assert {client.pttl(chunk_key(name, index)) for index in range(3)} == {-1}
 
 
 def test_a_writer_that_came_too_late_is_told(valkey: ValkeyServer, connect: Connect) -> None:
@@ -333,7 +341,7 @@ def test_a_writer_that_came_too_late_is_told(valkey: ValkeyServer, connect: Conn
 
 def test_all_chunks_end_together_after_the_margin(blobs: RedisBlobs, valkey: ValkeyServer) -> None:
     nbytes = 2 * CHUNK + 1
-    name = write(blobs, bytes(nbytes))
+    name = write(blobs, bytes(nbytes), keep=False)
     client = valkey.client()
     expires_at = time.time() + 1000
     blobs.keep_until(name, nbytes, expires_at)
@@ -341,6 +349,17 @@ def test_all_chunks_end_together_after_the_margin(blobs: RedisBlobs, valkey: Val
     assert ends == {round((expires_at + MARGIN_S) * 1000)}
     blobs.keep_until(name, nbytes, None)
     assert {client.pttl(chunk_key(name, index)) for index in range(3)} == {-1}
+
+
+def test_nothing_shortens_the_life_of_chunks(blobs: RedisBlobs, valkey: ValkeyServer) -> None:
+    """Whoever comes late may be one whose manifest does not count any more."""
+    name, client, expires_at = write(blobs, b"data", keep=False), valkey.client(), time.time() + 1000
+    for kept in (expires_at, None):
+        blobs.keep_until(name, 4, kept)
+        before = client.execute_command("PEXPIRETIME", chunk_key(name, 0))
+        blobs.keep_until(name, 4, expires_at - 500)
+        blobs.renew(name, 4)
+        assert client.execute_command("PEXPIRETIME", chunk_key(name, 0)) == before
 
 
 # Readers
@@ -394,12 +413,12 @@ def test_a_reader_that_reads_keeps_removed_bytes(brief: RedisBlobs, valkey: Valk
     wait_until(lambda: valkey.client().dbsize() == 0, "all is gone", 3 * LEASE_S)
 
 
-def test_expired_bytes_stay_for_their_reader(blobs: RedisBlobs) -> None:
-    name = write(blobs, bytes(CHUNK))
-    blobs.keep_until(name, CHUNK, time.time() - MARGIN_S + 0.3)
+def test_expired_bytes_stay_for_their_reader(valkey: ValkeyServer, connect: Connect) -> None:
+    blobs = RedisBlobs(connect(valkey.url + PATIENT), "test", write_lease_s=0.1)
+    name = write(blobs, bytes(CHUNK), keep=False)
+    blobs.keep_until(name, CHUNK, time.time() - MARGIN_S + 0.5)
     with opened(blobs, name, CHUNK) as file:
-        blobs.keep_until(name, CHUNK, time.time() - MARGIN_S + 0.3)
-        time.sleep(0.5)
+        time.sleep(0.7)
         assert len(file.readall()) == CHUNK
 
 
@@ -502,13 +521,15 @@ def test_hung_in_the_middle_of_a_write(start_valkey: Start, connect: Connect) ->
     blobs = RedisBlobs(connect(server.url), "test")
     paused: list[float] = []
 
-    def pause(_: str) -> None:
-        server.pause()
-        paused.append(time.monotonic())
+    def pieces() -> Iterator[memoryview]:
+        for number in range(16):
+            if number == 2:
+                server.pause()
+                paused.append(time.monotonic())
+            yield memoryview(bytes(CHUNK))
 
-    data = memoryview(bytes(64 * MB))
     with pytest.raises(StoreUnavailable):
-        blobs.write(fresh_name(), [data], len(data), beat=pause, on_step=lambda _: None)
+        blobs.write(fresh_name(), pieces(), 16 * CHUNK, on_step=lambda _: None)
     assert time.monotonic() - paused[-1] < 1
 
 
@@ -526,12 +547,15 @@ def test_killed_in_the_middle_of_a_file_and_of_a_write(start_valkey: Start, conn
     server.start()
     wait_until(lambda: _is_up(blobs), "the link has healed", 5)
 
-    def kill(_: str) -> None:
-        if server.client().dbsize() > 3:
-            server.kill()
+    def pieces() -> Iterator[memoryview]:
+        for start in range(0, len(data), CHUNK):
+            if start == 6 * CHUNK:
+                assert server.client().dbsize() > 3
+                server.kill()
+            yield memoryview(data)[start : start + CHUNK]
 
     with pytest.raises(StoreUnavailable):
-        blobs.write(fresh_name(), [memoryview(data)], len(data), beat=kill, on_step=lambda _: None)
+        blobs.write(fresh_name(), pieces(), len(data), on_step=lambda _: None)
 
 
 def _is_up(blobs: RedisBlobs) -> bool:
