@@ -57,18 +57,19 @@ def _remove(blobs: Blobs, entry: Entry) -> None:
 def make_room(index: Index, blobs: Blobs, nbytes: int, now: float) -> int:
     """Evict the caches whose loss costs least until `nbytes` are free; returns the bytes freed, fewer if that is all.
 
-    Pinned caches and those that are being read stay.
+    Pinned caches and those that are being read stay. What somebody else removes meanwhile counts, too: whether the room
+    is still there, only the index can say.
     """
     freed = 0
     passed_over = 0
     while freed < nbytes:
         victims = index.victims(_BATCH + passed_over)[passed_over:]
         for victim in victims:
-            read = any(blobs.is_read(name) for name, _ in victim.names())
-            if not read and bury(index, blobs, victim, "evicted", now):
-                freed += victim.nbytes + victim.source_bytes
-            else:
+            if any(blobs.is_read(name) for name, _ in victim.names()):
                 passed_over += 1
+                continue
+            bury(index, blobs, victim, "evicted", now)
+            freed += victim.nbytes + victim.source_bytes
             if freed >= nbytes:
                 return freed
         if not victims:

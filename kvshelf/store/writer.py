@@ -31,6 +31,9 @@ Verify = Callable[[RawIOBase, int], bool]
 SOURCE_PREFIX: Final = "source:"
 """Tells a cache's source from its blob where both are sealed."""
 
+_ROUNDS: Final = 100
+"""How often room is made for one write before it is refused: others may take what was made."""
+
 
 @dataclass(frozen=True)
 class Content:
@@ -159,17 +162,26 @@ class Writer:
 
     def _begin(self, writing: Writing, quota: Quota) -> None:
         """Register the write, making room for it where the rules allow that."""
+        rounds = 0
+        while True:
+            try:
+                self._index.begin(writing, quota)
+                return
+            except (QuotaExceeded, StorageFull) as error:
+                # Whatever else fills the medium would have all caches evicted: for that, room is made only once.
+                limit = _ROUNDS if "fits" in error.details else 1
+                if rounds >= limit or not self._make_room(writing, quota, error):
+                    raise
+                rounds += 1
+
+    def _make_room(self, writing: Writing, quota: Quota, error: QuotaExceeded | StorageFull) -> bool:
+        """Remove what may go, for a write that was refused. Whether anything did."""
+        room = housekeeping.expire(self._index, self._blobs, self._now())
         size = writing.nbytes + writing.source_bytes
-        try:
-            self._index.begin(writing, quota)
-        except (QuotaExceeded, StorageFull) as error:
-            room = housekeeping.expire(self._index, self._blobs, self._now())
-            # A cache that is larger than the whole budget must not drive all others out first.
-            if isinstance(error, StorageFull) and quota.budget_bytes is not None and size <= quota.budget_bytes:
-                room += housekeeping.make_room(self._index, self._blobs, size, self._now())
-            if not room:
-                raise
-            self._index.begin(writing, quota)
+        # A cache that is larger than the whole budget must not drive all others out first.
+        if isinstance(error, StorageFull) and quota.budget_bytes is not None and size <= quota.budget_bytes:
+            room += housekeeping.make_room(self._index, self._blobs, size, self._now())
+        return room > 0
 
     def _renew(self, writing: Writing) -> None:
         try:

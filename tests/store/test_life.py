@@ -189,6 +189,45 @@ def test_a_cache_larger_than_the_home_drives_nobody_out(place: Place, clock: Clo
         assert len(place.names()) == 3
 
 
+def test_room_that_others_take_is_made_again(place: Place, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The moment that a race rarely meets, several times in a row: room was made, and somebody else is faster."""
+    budget = rules(budget_bytes=3 * SIZE)
+    with place.open(now=clock, rules=budget) as ours, place.open(now=clock, rules=budget) as theirs:
+        for seed in range(3):
+            ours.put(make_cache(seed))
+        begin, faster = ours._index.begin, iter(range(3, 8))
+
+        def late(*args: Any) -> None:
+            if (seed := next(faster, None)) is not None:
+                theirs.put(make_cache(seed))
+            begin(*args)
+
+        monkeypatch.setattr(ours._index, "begin", late)
+        mine = ours.put(make_cache(9))
+        assert list(faster) == [], "all of them were faster"
+        require_equal(make_cache(9), ours.get(mine.id))
+        assert ours.usage().bytes == 3 * SIZE
+        assert len(place.names()) == 3
+
+
+def test_what_another_evicted_first_is_room_as_well(
+    place: Place, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budget = rules(budget_bytes=SIZE)
+    with place.open(now=clock, rules=budget) as ours, place.open(now=clock, rules=budget) as theirs:
+        first = ours.put(make_cache(0))
+        victims = ours._index.victims
+
+        def listed(limit: int) -> Any:
+            found = victims(limit)
+            theirs.delete(first.id)
+            monkeypatch.undo()
+            return found
+
+        monkeypatch.setattr(ours._index, "victims", listed)
+        ours.put(make_cache(1))
+
+
 # Sources
 
 

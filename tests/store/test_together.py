@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvshelf.errors import CacheNotFound, StateConflict
+from kvshelf.store import Quota, Rules
 from kvshelf.store.shelf import Shelf
 from tests.store.caches import make_cache, require_equal
 from tests.store.places import Place
@@ -103,6 +104,22 @@ def test_a_reader_beside_a_writer_that_deletes_and_puts_again(place: Place) -> N
         assert writer.wait() == 0
         assert store.check() == []
     assert min(found, missing) > 0
+
+
+def test_writers_on_a_full_shelf_evict_and_none_is_refused(place: Place, soak: bool) -> None:
+    """There is room for three times as many caches as are written at once."""
+    rules = Rules(quota=Quota(budget_bytes=12 * len(make_cache().to_bytes())))
+    place.open().close()
+
+    def work(number: int) -> None:
+        with place.open(rules=rules) as store:
+            for seed in range(number, 400 if soak else 80, 4):
+                store.put(make_cache(seed))
+
+    at_once(4, work)
+    with place.open() as store:
+        assert store.usage().caches == len(place.names()) == 12
+        assert store.check() == []
 
 
 def test_threads_share_a_store(place: Place) -> None:
