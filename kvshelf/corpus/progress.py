@@ -60,8 +60,8 @@ class RunOptions:
 
     batch_id: rows are known in the ledger by it, so that a run that goes on finds its attempts. document_deadline_s:
     for one attempt, its waiting for a replica included. in_flight: rows that are with the replicas at once; None: as
-    many as keep them busy. max_gpu_hours: of replicas' work in this run; then it is cancelled. retry_failed: rows that
-    failed in an earlier run of this batch are tried again.
+    many as keep all busy that are wanted. max_gpu_hours: of replicas' work in this run; then it is cancelled.
+    retry_failed: rows that failed in an earlier run of this batch are tried again.
     """
 
     tenant: str

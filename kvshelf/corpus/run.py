@@ -21,7 +21,7 @@ from kvshelf.corpus.sources import Shard, Source
 from kvshelf.corpus.tally import Tally
 from kvshelf.errors import InternalError, KvshelfError, StoreError
 from kvshelf.store.config import StoreConfig
-from kvshelf.workers.remote import RemoteEngine, replicas_running
+from kvshelf.workers.remote import RemoteEngine
 
 log = structlog.get_logger("kvshelf.corpus")
 
@@ -166,8 +166,8 @@ class Run:
     def _in_flight(self) -> int:
         if self._options.in_flight is not None:
             return self._options.in_flight
-        replicas = sum(replicas_running(engine.app) for engine in self._engines.values())
-        return IN_FLIGHT_PER_REPLICA * max(1, replicas)
+        # Not those that run now: a run begins with the first of them, and the pipeline keeps its width to the end.
+        return IN_FLIGHT_PER_REPLICA * sum(engine.wanted for engine in self._engines.values())
 
     def _keep(self) -> StoreError | None:
         """Put what has arrived into the journal, or say why that cannot be done now."""

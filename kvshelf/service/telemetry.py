@@ -106,7 +106,7 @@ class ObservedEngine(RemoteEngine):
     """A `RemoteEngine` whose calls are counted, timed and traced, and noted for the log."""
 
     def __init__(self, engine: RemoteEngine, metrics: Metrics, tracer: Tracer) -> None:
-        super().__init__(engine.model, engine.app, engine.handle)
+        super().__init__(engine.model, engine.app, engine.handle, engine.wanted)
         self._metrics = metrics
         self._tracer = tracer
 

@@ -120,7 +120,7 @@ def deploy(configs: Sequence[ReplicaConfig], limits: DeploymentLimits) -> dict[s
     ]
     handles = serve.run_many(targets, wait_for_ingress_deployment_creation=True, wait_for_applications_running=False)
     return {
-        name: RemoteEngine(name, target.name, handle)
+        name: RemoteEngine(name, target.name, handle, limits.replicas)
         for name, target, handle in zip(names, targets, handles, strict=True)
     }
 

@@ -50,13 +50,15 @@ class RemoteEngine:
     """The replicas of one model. Its methods are those of `Replica`; their work is cancelled with the caller's task.
 
     `running` is how many replicas take requests, as far as is known; `watch` keeps it up to date. Ray would let
-    requests wait for a replica for ever, so while there is none they are refused. `app` and `handle` are Ray's.
+    requests wait for a replica for ever, so while there is none they are refused. `wanted` is how many there are to be.
+    `app` and `handle` are Ray's.
     """
 
-    def __init__(self, model: str, app: str, handle: DeploymentHandle) -> None:
+    def __init__(self, model: str, app: str, handle: DeploymentHandle, wanted: int) -> None:
         self.model = model
         self.app = app
         self.handle = handle
+        self.wanted = wanted
         self.running = 1
         self._mean_s = 1.0
 

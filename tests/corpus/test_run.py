@@ -7,12 +7,15 @@ import os
 import random
 import signal
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from kvshelf.corpus.progress import RunOptions, RunState, Summary, Window
+from kvshelf.corpus.run import IN_FLIGHT_PER_REPLICA
 from kvshelf.errors import StorageFull
+from kvshelf.workers.remote import RemoteEngine
 from tests.corpus.conftest import Crew
 from tests.corpus.hostile import HANGS, KILLS, KINDS, SLOW, SLOW_S, SWELLS, Given, Remembered, corpus, document
 from tests.corpus.runs import begun, digests, ended, options, processes, require_order, until, whole
@@ -114,6 +117,8 @@ def test_a_process_that_dies_changes_nothing_of_the_end(crew: Crew, soak: bool, 
     until(lambda: run.progress().done >= 5)
     (pid, *_) = processes(victim)
     os.kill(pid, signal.SIGKILL)
+    if victim == "ServedReplica":  # the only one
+        until(lambda: (now := run.progress()).state is RunState.WAITING and "no worker of" in now.reason)
     summary = ended(run)
     assert (summary.state, summary.done, summary.failed) == (RunState.COMPLETED, wanted, 0)
     assert len(journal.results) == wanted
@@ -127,11 +132,14 @@ def test_a_process_that_dies_changes_nothing_of_the_end(crew: Crew, soak: bool, 
 
 
 def test_a_run_that_is_cancelled_ends_at_once_and_goes_on_later(crew: Crew) -> None:
-    how = options(in_flight=2)
+    how = options()
     lines = [document(number, kind=SLOW) for number in range(2000, 2012)]
     journal = Remembered()
-    run = begun(crew, lines, journal, how)
+    hopeful = {name: RemoteEngine(each.model, each.app, each.handle, wanted=3) for name, each in crew.engines.items()}
+    run = begun(replace(crew, engines=hopeful), lines, journal, how)
     until(lambda: run.progress().done >= 1)
+    with crew.store.open() as shelf:
+        assert len(shelf.ledger.unfinished()) > IN_FLIGHT_PER_REPLICA, "as if all replicas ran that are wanted"
     asked = time.monotonic()
     run.cancel("enough")
     summary = ended(run)

@@ -14,7 +14,7 @@ from kvshelf.workers.remote import RemoteEngine
 
 @pytest.fixture
 def remote() -> RemoteEngine:
-    return RemoteEngine("m", "app", handle=None)  # type: ignore[arg-type]  # translating needs no handle
+    return RemoteEngine("m", "app", handle=None, wanted=1)  # type: ignore[arg-type]  # translating needs no handle
 
 
 @pytest.mark.parametrize("code", sorted(by_code()))
