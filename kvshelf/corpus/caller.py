@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -85,13 +86,23 @@ class Caller:
         self._slots = asyncio.Semaphore(slots)
         self._calm = Calm()
         self._suspects = asyncio.Lock()
+        self._begun: Counter[str] = Counter()  # by model
         self.going = asyncio.Event()
-        self.at_work = 0
+
+    @property
+    def at_work(self) -> int:
+        """Rows that have begun."""
+        return self._begun.total()
 
     @property
     def trouble(self) -> str:
-        """What keeps rows waiting: that the store does not work, or has no room; "" if nothing does."""
-        return "" if self._calm.trouble is None else self._calm.trouble.message
+        """What keeps rows waiting: the store does not work, or has no room, or no replica runs; "" if nothing does."""
+        if self._calm.trouble is not None:
+            return self._calm.trouble.message
+        models = sorted(+self._begun)
+        if not models or any(self._engines[model].running for model in models):
+            return ""
+        return f"no worker of {', '.join(models)} runs; the batch goes on when one does"
 
     async def settle(self, row: Row) -> Result:
         """How a row ends. Raises nothing but its own cancellation."""
@@ -104,7 +115,7 @@ class Caller:
             return failed(row, RowError.of(error))
         async with self._slots:
             await self.going.wait()
-            self.at_work += 1
+            self._begun[call.spec["model"]] += 1
             try:
                 return await self._end(call)
             except asyncio.CancelledError:
@@ -117,7 +128,7 @@ class Caller:
                 bug = InternalError(f"this is a bug of kvshelf ({type(exc).__name__}); the log has the details")
                 return failed(row, RowError.of(bug))
             finally:
-                self.at_work -= 1
+                self._begun[call.spec["model"]] -= 1
 
     def _call(self, row: Row, spec: Mapping[str, Any]) -> _Call:
         model = spec["model"] or next(iter(self._engines))

@@ -21,7 +21,7 @@ class Order(StrEnum):
 
 @dataclass(frozen=True)
 class Report:
-    """What callers say. at_work: rows they have begun. trouble: what the store keeps them waiting with, or ""."""
+    """What callers say. at_work: rows they have begun. trouble: what keeps all of those waiting, or ""."""
 
     at_work: int = 0
     trouble: str = ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ class Flaky:
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
+        self.running = 1
         self.fails: list[Exception] = []
         self.calls = 0
         self.at_once = 0
@@ -86,9 +87,17 @@ async def engine(store: Store, tiny: Engine) -> AsyncIterator[Flaky]:
         yield found
 
 
-def caller(engine: Flaky, store: Store, *, began: float | None = None, slots: int = 4, **options: Any) -> Caller:
+def caller(
+    engine: Flaky,
+    store: Store,
+    *,
+    others: Mapping[str, Flaky] | None = None,
+    began: float | None = None,
+    slots: int = 4,
+    **options: Any,
+) -> Caller:
     made = Caller(
-        {"kvshelf-tiny": engine},  # type: ignore[dict-item]  # it does what callers ask of a `RemoteEngine`
+        {"kvshelf-tiny": engine, **(others or {})},  # type: ignore[dict-item]  # all that callers ask of `RemoteEngine`
         store,
         RunOptions("me", "batch_1", **options),
         began=time.time() if began is None else began,
@@ -184,6 +193,41 @@ async def test_a_missing_worker_is_waited_for(engine: Flaky, store: Store) -> No
     engine.fails = [NoWorker("none", retry_after_s=0.01)] * 20
     result = await caller(engine, store).settle(row())
     assert (code(result), result.attempts) == (None, 1)
+
+
+async def test_a_caller_says_that_no_worker_runs_as_long_as_its_rows_want_one(engine: Flaky, store: Store) -> None:
+    engine.running = 0
+    engine.fails = [NoWorker("none", retry_after_s=0.01)] * 20
+    one = caller(engine, store)
+    assert one.trouble == "", "no row wants one"
+    work = asyncio.create_task(one.settle(row()))
+    while engine.calls < 2:
+        await asyncio.sleep(0.01)
+    assert "no worker of kvshelf-tiny runs" in one.trouble
+    engine.running = 1
+    assert one.trouble == ""
+    assert code(await work) is None
+    engine.running = 0
+    assert (one.at_work, one.trouble) == (0, "")
+
+
+async def test_rows_of_one_model_wait_for_a_worker_while_those_of_another_go_on(
+    engine: Flaky, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = Flaky(engine._replica)
+    gone.running, gone.fails = 0, [NoWorker("none", retry_after_s=0.01)] * 1000
+    monkeypatch.setattr(engine._replica, "create", _forever)
+    one = caller(engine, store, others={"gone": gone})
+    work = [asyncio.create_task(one.settle(each)) for each in (row(1), row(2, model="gone"))]
+    while not (engine.calls and gone.calls):
+        await asyncio.sleep(0.01)
+    assert (one.at_work, one.trouble) == (2, "")
+    work[0].cancel()
+    while one.at_work == 2:
+        await asyncio.sleep(0.01)
+    assert "no worker of gone runs" in one.trouble
+    work[1].cancel()
+    await asyncio.gather(*work, return_exceptions=True)
 
 
 async def test_deaths_that_the_ledger_never_heard_of_are_counted_too(engine: Flaky, store: Store) -> None:
