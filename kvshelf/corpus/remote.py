@@ -9,13 +9,17 @@ from dataclasses import replace
 from tempfile import TemporaryFile
 from typing import Any, BinaryIO, Final
 
+import structlog
+
 from kvshelf.client import Client
 from kvshelf.client.batch_types import BatchObject
 from kvshelf.corpus.progress import Progress, RunState, Summary, WorkerProgress
 from kvshelf.corpus.results import Result, failed
-from kvshelf.corpus.rows import Row, RowError
+from kvshelf.corpus.rows import MAX_DOCUMENT_BYTES, Row, RowError
 from kvshelf.corpus.sources import Source
-from kvshelf.errors import ConnectionFailed, NoWorker
+from kvshelf.errors import BodyTooLarge, ConnectionFailed, NoWorker
+
+log = structlog.get_logger("kvshelf.corpus")
 
 Show = Callable[[Progress], None]
 
@@ -66,9 +70,20 @@ def _written(source: Source, upload: BinaryIO) -> Iterator[Row]:
         for row in shard.read():
             if row.spec is not None:
                 spec = {name: value for name, value in row.spec.items() if value is not None}
-                upload.write(json.dumps({"custom_id": str(number), **spec}, ensure_ascii=False).encode() + b"\n")
+                line = json.dumps({"custom_id": str(number), **spec}, ensure_ascii=False).encode()
+                if len(line) > MAX_DOCUMENT_BYTES:  # which the service would not read, so not know whose it is
+                    row = replace(row, error=RowError.of(_too_large(len(line))))
+                else:
+                    upload.write(line + b"\n")
             yield replace(row, spec=None)
             number += 1
+
+
+def _too_large(nbytes: int) -> BodyTooLarge:
+    return BodyTooLarge(
+        f"as a line of JSON, which is how a service gets it, this row has {nbytes} bytes, and a line may have "
+        f"{MAX_DOCUMENT_BYTES}; compress it without --url"
+    )
 
 
 def _followed(client: Client, batch: BatchObject, told: Callable[[BatchObject], None], show: Show) -> BatchObject:
@@ -93,9 +108,15 @@ def _followed(client: Client, batch: BatchObject, told: Callable[[BatchObject], 
 def _results(client: Client, file_id: str | None, rows: Sequence[Row]) -> Iterator[Result]:
     if file_id is None:
         return
+    by_id = {str(number): row for number, row in enumerate(rows)}
+    by_line = dict(enumerate((row for row in rows if row.error is None), 1))
     for text in client.files.content(file_id).splitlines():
         line = json.loads(text)
-        row = rows[int(line["custom_id"])]
+        # What the service could not read has no custom id, but its place in what was sent.
+        row = by_id.get(line["custom_id"]) or by_line.get(line.get("line"))
+        if row is None:
+            log.warning("the service has a result of a row that it was not sent", result=line)
+            continue
         if "error" in line:
             yield failed(row, RowError(**line["error"]), attempts=line["attempts"])
             continue
