@@ -18,6 +18,7 @@ from kvshelf.cli._common import AsJson, KeyFile, Labels, Store
 from kvshelf.errors import InvalidRequest
 
 if TYPE_CHECKING:
+    from kvshelf.corpus.files import FileSource
     from kvshelf.corpus.progress import Summary
 
 STOPPED = 6
@@ -154,15 +155,26 @@ class _Job:
     options: Mapping[str, Any]
     as_json: bool
 
+    @property
+    def _journal(self) -> Path:
+        return self.output.with_name(self.output.name + ".journal")
+
+    def source(self) -> FileSource:
+        """The corpus. What the batch writes may lie in the same folder and is no part of it."""
+        from kvshelf.corpus.files import FileSource
+        from kvshelf.corpus.output import partial_of
+
+        written = [self.output] if self.report is None else [self.output, self.report]
+        return FileSource(self.input, self.fields, without=[self._journal, *written, *map(partial_of, written)])
+
     def run(self, **settings: Any) -> int:
         """Do it here; returns the exit code. What can be refused at once is refused before anything is started."""
-        from kvshelf.corpus.files import FileSource
         from kvshelf.corpus.journal import FileJournal
         from kvshelf.corpus.output import require_format, write_output
         from kvshelf.corpus.progress import RunOptions, RunState, Window
         from kvshelf.corpus.report import require_report, write_report
         from kvshelf.corpus.rows import require_defaults
-        from kvshelf.service.settings import load_settings
+        from kvshelf.service.settings import load_settings, without_secret
         from kvshelf.service.standalone import TENANT, run_standalone
         from kvshelf.workers.wanted import require_policy
 
@@ -172,20 +184,22 @@ class _Job:
             require_report(self.report)
         require_policy(require_defaults(self.fields))
         options = {**self.options, "window": Window.parse(self.options["window"]) if self.options["window"] else None}
-        source = FileSource(self.input, self.fields)
+        source = self.source()
         where = self.input if "://" in self.input else str(Path(self.input).absolute())
         about = {"input": where, "output": str(self.output.absolute()), "fields": self.fields, "dtype": loaded.dtype}
-        journal = self.output.with_name(self.output.name + ".journal")
-        with FileJournal(journal, about) as kept:
+        # Of the run's own id the models' fingerprints are a part, and its ledger is in the store.
+        to = {"models": list(loaded.models), "store": without_secret(loaded.store)}
+        with FileJournal(self._journal, {**about, **to}) as kept:
             # Ray prints what happens on its nodes to standard output, which is for results.
             with redirect_stdout(sys.stderr), _progress.shown(quiet=self.as_json) as show:
                 summary = run_standalone(
                     loaded, source, kept, about, lambda batch_id: RunOptions(TENANT, batch_id, **options), show
                 )
-            write_output(self.output, kept.finished(), file=source.several)
+            completed = summary.state is RunState.COMPLETED
+            write_output(self.output, kept.finished(of_this_run=completed), file=source.several)
             if self.report is not None:
-                write_report(self.report, summary, kept.finished())
-            if summary.state is RunState.COMPLETED:
+                write_report(self.report, summary, kept.finished(of_this_run=completed))
+            if completed:
                 kept.delete()
         return self.told(summary)
 

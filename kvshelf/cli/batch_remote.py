@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from kvshelf.cli import _progress
 
 if TYPE_CHECKING:
+    from kvshelf.corpus.files import FileSource
     from kvshelf.corpus.progress import Summary
 
 
@@ -27,6 +28,7 @@ class Asked(Protocol):
     def options(self) -> Mapping[str, Any]: ...
     @property
     def as_json(self) -> bool: ...
+    def source(self) -> FileSource: ...
     def told(self, summary: Summary) -> int: ...
 
 
@@ -36,7 +38,6 @@ def run_remote(url: str, asked: Asked) -> int:
     Ctrl-C cancels the batch and writes what is done. What is on the shelf is reused when the command is run again.
     """
     from kvshelf.client import Client
-    from kvshelf.corpus.files import FileSource
     from kvshelf.corpus.output import require_format, write_output
     from kvshelf.corpus.remote import run_at
     from kvshelf.corpus.report import require_report, write_report
@@ -46,7 +47,7 @@ def run_remote(url: str, asked: Asked) -> int:
     if asked.report is not None:
         require_report(asked.report)
     require_defaults(asked.fields)
-    source = FileSource(asked.input, asked.fields)
+    source = asked.source()
     # A batch of a service is always a new one: what failed in an earlier one is tried again without asking for it.
     options = {name: value for name, value in asked.options.items() if name != "retry_failed"}
     options["document_timeout_s"] = options.pop("document_deadline_s")

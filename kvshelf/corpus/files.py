@@ -6,9 +6,9 @@ import io
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Final, cast
 
@@ -30,6 +30,8 @@ _SHARD_BYTES: Final = 32 << 20
 _BUFFER_BYTES: Final = 1 << 20
 _PARQUET_ROWS: Final = 64
 _NAME_CHARS: Final = 256
+_NO_VALUE: Final = (ValueError, LookupError, ArithmeticError, pa.ArrowException)
+"""What pyarrow raises for text that is no UTF-8, a map with a key twice, a time beyond the year 9999, and the like."""
 _URL: Final = re.compile(r"[a-z][a-z0-9+.-]*://")
 _FIELDS: Final = {"custom_id", *CreateCache.model_fields}
 
@@ -52,18 +54,21 @@ class FileSource(Source):
 
     What ends in .jsonl has a row in each line, also where it is compressed; what ends in .parquet, a row in each row.
     Every other file is the text of one document, and its name is the row's custom id. `defaults` are fields of
-    `CreateCache` for rows that do not say otherwise. Hidden files are left out.
+    `CreateCache` for rows that do not say otherwise. Hidden files are left out, and those local ones of `without`:
+    what an earlier run of the same batch has written.
     """
 
-    def __init__(self, where: str, defaults: Mapping[str, Any]) -> None:
+    def __init__(self, where: str, defaults: Mapping[str, Any], *, without: Iterable[Path] = ()) -> None:
         """Raises `InvalidRequest` for a URL that no file system is known for, or where nothing is found."""
         self._system, path, pattern = _opened(where)
         self._defaults = dict(defaults)
         self.local = isinstance(self._system, pafs.LocalFileSystem)
         with _named_errors(where):
-            self.files = tuple(_found(self._system, path, pattern))
+            found = tuple(_found(self._system, path, pattern))
+        self.files = tuple(_besides(without, found)) if self.local else found
         if not self.files:
-            raise InvalidRequest(f"there is no file at {where!r}", param="input")
+            but = " but what this batch writes itself" if found else ""
+            raise InvalidRequest(f"there is no file at {where!r}{but}", param="input")
         self.several = len(self.files) > 1
 
     def shards(self) -> Sequence[Shard]:
@@ -160,10 +165,24 @@ class ParquetShard(Shard):
             share = self._file.nbytes // max(1, table.metadata.num_rows)
             line = 0
             for batch in table.iter_batches(_PARQUET_ROWS, columns=sorted(there & _FIELDS)):
-                for values in batch.to_pylist(maps_as_pydicts="strict"):
+                for at in range(batch.num_rows):
                     line += 1
-                    given = {name: value for name, value in values.items() if value is not None}
-                    yield read_row(given, self._defaults, source=self._file.name, line=line, nbytes=share)
+                    yield self._row(batch, at, line, share)
+
+    def _row(self, batch: Any, at: int, line: int, nbytes: int) -> Row:
+        """One row of a record batch, value by value: one that Python has nothing for is this row's own error."""
+        given: dict[str, Any] = {}
+        bad: RowError | None = None
+        for name, column in zip(batch.schema.names, batch.columns, strict=True):
+            try:
+                value = column[at].as_py(maps_as_pydicts="strict")
+            except _NO_VALUE as error:
+                bad = RowError.of(InvalidRequest(f"{name}: this value cannot be read: {error!s:.200}"))
+                continue
+            if value is not None:
+                given[name] = value
+        row = read_row(given, self._defaults, source=self._file.name, line=line, nbytes=nbytes)
+        return row if bad is None else replace(row, spec=None, error=bad)
 
 
 def _to_the_end(system: Any, file: InputFile, rows: Iterator[Row]) -> Iterator[Row]:
@@ -216,6 +235,15 @@ def _found(system: Any, path: str, pattern: str | None) -> Iterator[InputFile]:
     wanted = re.compile(glob_translate(pattern or "**"))
     for file in sorted(walk(system, path.rstrip("/")), key=lambda file: file.name):
         if wanted.fullmatch(file.name) and not any(part.startswith(".") for part in file.name.split("/")):
+            yield file
+
+
+def _besides(without: Iterable[Path], files: Iterable[InputFile]) -> Iterator[InputFile]:
+    """These files, but for some. Only those that have the name of one are resolved: a corpus may have millions."""
+    left_out = {os.path.realpath(path) for path in without}
+    names = {os.path.basename(path) for path in left_out}
+    for file in files:
+        if os.path.basename(file.path) not in names or os.path.realpath(file.path) not in left_out:
             yield file
 
 

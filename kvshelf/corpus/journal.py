@@ -19,14 +19,17 @@ from kvshelf.corpus.results import Journal, Result
 from kvshelf.errors import InvalidRequest, StateConflict, StorageFull, StoreUnavailable
 
 _FORMAT: Final = 1
+_FIRST: Final = 2
+"""The line of the first result."""
+
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class FileJournal(Journal):
     """JSON lines: the first one says which batch it is, each other one is a result. For one process at a time.
 
-    `about` names the input and the options of the batch, as plain JSON values; a journal of another batch is refused. A
-    last line that a kill cut off is dropped.
+    `about` names the input and the options of the batch, where its caches go and which models make them, as plain JSON
+    values; a journal of another batch is refused. A last line that a kill cut off is dropped.
     """
 
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
@@ -34,6 +37,7 @@ class FileJournal(Journal):
         self._about = {"journal": _FORMAT, **about}
         self._file: BinaryIO | None = None
         self._end = 0
+        self._first = _FIRST  # line of this run
 
     def __enter__(self) -> Self:
         """Open or begin it. Raises `StateConflict` if it is another batch's or in use, `InvalidRequest` if it is no
@@ -56,11 +60,14 @@ class FileJournal(Journal):
     def append(self, results: Sequence[Result]) -> None:
         self._write(b"".join(_line(result.to_dict()) for result in results))
 
-    def finished(self) -> Iterator[Result]:
+    def finished(self, *, of_this_run: bool = False) -> Iterator[Result]:
+        """`of_this_run`: without what earlier runs alone have. A run that came to its end has come by every row; those
+        that it has not come by are no rows any more."""
+        since = self._first if of_this_run else _FIRST
         last: dict[bytes, int] = {}
-        for number, result in self._results():
+        for number, result in self._results(since):
             last[_digest(result)] = number
-        for number, result in self._results():
+        for number, result in self._results(since):
             if last[_digest(result)] == number:
                 yield result
 
@@ -83,12 +90,13 @@ class FileJournal(Journal):
                 return
             if self._parsed(1, first) != self._about:
                 raise StateConflict(
-                    f"{self._path} belongs to a batch with another input or other options; finish that one, delete "
-                    "the file, or give another --output"
+                    f"{self._path} belongs to a batch with another input, model or store, or other options; finish "
+                    "that one, delete the file, or give another --output"
                 )
             self._end = file.tell()
             for line in self._lines(self._end):
                 self._end += len(line)
+                self._first += 1
 
     def _write(self, data: bytes) -> None:
         """Behind the last whole line: what failed before may have left part of one."""
@@ -102,10 +110,10 @@ class FileJournal(Journal):
             os.fsync(file.fileno())
         self._end += len(data)
 
-    def _results(self) -> Iterator[tuple[int, Result]]:
+    def _results(self, since: int) -> Iterator[tuple[int, Result]]:
         with self._named_errors():
             for number, line in enumerate(self._lines(0), 1):
-                if number > 1:
+                if number >= since:
                     yield number, self._result(number, line)
 
     def _result(self, number: int, line: bytes) -> Result:

@@ -72,10 +72,15 @@ def _write_parquet(target: IO[bytes], lines: Iterator[dict[str, Any]]) -> int:
     return count
 
 
+def partial_of(path: Path) -> Path:
+    """What a file is called until it is complete."""
+    return path.with_name(path.name + ".partial")
+
+
 @contextmanager
 def written(path: Path) -> Iterator[IO[bytes]]:
     """A file that gets its name when the block ends well. Raises `StorageFull` where it cannot be written."""
-    partial = path.with_name(path.name + ".partial")
+    partial = partial_of(path)
     try:
         with partial.open("wb") as target:
             yield target

@@ -16,4 +16,4 @@ def success(line: int, **fields: Any) -> Result:
 
 def failure(line: int, **fields: Any) -> Result:
     error = RowError("worker_crashed", "it died")
-    return Result("in.jsonl", line, **{"error": error, "attempts": 3, "nbytes": 10, **fields})
+    return Result(**{"source": "in.jsonl", "line": line, "error": error, "attempts": 3, "nbytes": 10, **fields})

@@ -18,9 +18,11 @@ import pytest
 from typer.testing import CliRunner
 
 from kvshelf.cli import app
+from kvshelf.cli.batch import _Job
 from kvshelf.store.config import StoreConfig
 from tests.conftest import _descendants
 from tests.corpus.hostile import corpus
+from tests.corpus.results import failure
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -74,8 +76,22 @@ def kill(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
+def refused_with_this_journal(folder: Path, model: Path) -> None:
+    """The same output with another model or store, which would mix the caches of both."""
+    (folder / "other").symlink_to(model)
+    shelves = f"disk://{folder}/shelf", f"disk://{folder}/another"
+    for chosen, shelf in ((folder / "other", shelves[0]), (model, shelves[1])):
+        command = ["batch", str(folder / "rows.jsonl"), "--output", str(folder / "out.jsonl"), "--policy", "knorm"]
+        done = CliRunner().invoke(app, [*command, "--model", str(chosen), "--store", shelf], env={"COLUMNS": "400"})
+        assert (done.exit_code, "another input, model or store" in done.output) == (2, True), done.output
+
+
 def test_a_batch_that_is_killed_and_one_that_is_interrupted_go_on(
-    tmp_path: Path, rows: list[dict[str, Any]], begin: Callable[..., subprocess.Popen[str]], soak: bool
+    tmp_path: Path,
+    tiny_folder: Path,
+    rows: list[dict[str, Any]],
+    begin: Callable[..., subprocess.Popen[str]],
+    soak: bool,
 ) -> None:
     process = begin()
     until_some_are_done(tmp_path, process, 5)
@@ -89,6 +105,9 @@ def test_a_batch_that_is_killed_and_one_that_is_interrupted_go_on(
     assert "Run the same command again to go on" in noted
     partial = output(tmp_path / "out.jsonl")
     assert 0 < len(partial) < len(rows)
+    refused_with_this_journal(tmp_path, tiny_folder)
+    with (tmp_path / "out.jsonl.journal").open("ab") as journal:  # a row of a file that has been removed since
+        journal.write(json.dumps(failure(1, source="gone.jsonl").to_dict()).encode() + b"\n")
 
     said, noted = end(begin("--report", "morning.md"), 1)
     assert said.strip() == "out.jsonl"
@@ -117,6 +136,17 @@ def test_a_batch_that_is_killed_and_one_that_is_interrupted_go_on(
     assert (summary["gpu_hours"], summary["tokens_per_s"]) == (0.0, 0.0)
     table = pq.read_table(tmp_path / "again.parquet").to_pylist()
     assert {row["cache_id"] for row in table} == {line.get("cache_id") for line in lines}
+
+
+def test_what_the_command_writes_beside_its_input_is_no_input_of_the_next_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    written = ["out.jsonl", "out.jsonl.journal", "out.jsonl.partial", "morning.html", "morning.html.partial"]
+    for name in ("one.txt", "jsonl", *written):
+        Path(name).write_text("x")
+    job = _Job(".", Path("out.jsonl"), Path("morning.html"), {}, {}, as_json=False)
+    assert [file.name for file in job.source().files] == ["jsonl", "one.txt"]
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,20 @@ def test_a_file_by_its_url_and_one_whose_name_looks_like_a_pattern(corpus: Path)
     assert documents(read(corpus / "what[is]this?.txt")) == {"what[is]this?.txt": "odd"}
 
 
+def test_what_a_batch_writes_into_its_own_folder_is_no_part_of_it(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By whatever path it is known there; another file of the same name is a document."""
+    (corpus / "alias").symlink_to(corpus / "deep")
+    (corpus / "c").write_text("another c")
+    monkeypatch.chdir(corpus)
+    for where in (".", str(corpus), f"file://{corpus}", str(corpus / "**"), str(corpus / "deep" / "..")):
+        found = {file.name for file in FileSource(where, {}, without=[Path("a.txt"), corpus / "alias/er/c"]).files}
+        assert found == {"c", "deep/b.md", "lines.jsonl", "packed.jsonl.gz", "table.parquet"}
+    with pytest.raises(InvalidRequest, match="but what this batch writes itself"):
+        FileSource("a.txt", {}, without=[corpus / "a.txt"])
+
+
 @pytest.mark.parametrize("where", ["none", "*.none", "s4://bucket/x", "empty"])
 def test_an_input_without_a_file_is_refused_whole(corpus: Path, where: str) -> None:
     (corpus / "empty").mkdir()
@@ -212,6 +226,25 @@ def test_the_columns_of_a_parquet_file_are_the_fields_of_a_creation(tmp_path: Pa
 def test_bad_rows_of_a_parquet_file_are_error_rows_with_their_numbers(tmp_path: Path) -> None:
     file = parquet(tmp_path / "x.parquet", custom_id=["a", "b", "a"], document=["one", None, "three"])
     assert errors(read(file)) == [("x.parquet", 2, "invalid_request"), ("x.parquet", 3, "invalid_request")]
+
+
+def test_a_value_that_python_has_nothing_for_is_its_row_s_error_alone(tmp_path: Path) -> None:
+    no_text = pa.array([b"one", b"two", b"\xff", b"four", b"five"], pa.binary()).view(pa.string())
+    file = parquet(
+        tmp_path / "x.parquet",
+        custom_id=list("abcde"),
+        document=no_text,
+        expires_at=pa.array([None, 2**61, None, None, None], pa.timestamp("us")),
+        labels=pa.array([None, None, None, [("k", "1"), ("k", "2")], []], pa.map_(pa.string(), pa.string())),
+    )
+    rows = read(file)
+    assert documents(rows) == {"a": "one", "e": "five"}
+    told = [(row.line, row.custom_id, row.error.code, row.error.message.split(":")[0]) for row in rows if row.error]
+    assert told == [
+        (2, "b", "invalid_request", "expires_at"),
+        (3, "c", "invalid_request", "document"),
+        (4, "d", "invalid_request", "labels"),
+    ]
 
 
 def test_a_missing_column_and_a_broken_file_are_error_rows(tmp_path: Path) -> None:

@@ -48,6 +48,20 @@ def test_a_journal_has_the_last_result_of_each_row(tmp_path: Path) -> None:
     }
 
 
+def test_what_a_run_has_not_come_by_is_left_out_when_it_is_over(tmp_path: Path) -> None:
+    """A file that was removed since, say; until then all that is known is told."""
+    path = tmp_path / "j"
+    with FileJournal(path, ABOUT) as journal:
+        journal.append([success(1), failure(2)])
+        assert len(list(journal.finished(of_this_run=True))) == 2
+    with FileJournal(path, ABOUT) as journal:
+        assert list(journal.finished(of_this_run=True)) == []
+        journal.append([success(1), success(3)])
+        journal.append([success(1, reused=True)])
+        assert list(journal.finished(of_this_run=True)) == [success(3), success(1, reused=True)]
+    assert kept(path).keys() == {1, 2, 3}
+
+
 def test_rows_of_two_files_are_two_rows(tmp_path: Path) -> None:
     with FileJournal(tmp_path / "j", ABOUT) as journal:
         journal.append([Result("a", 1), Result("b", 1)])
@@ -89,7 +103,10 @@ def test_the_journal_of_another_batch_is_refused(tmp_path: Path) -> None:
     with FileJournal(tmp_path / "j", ABOUT):
         pass
     other = {**ABOUT, "fields": {"policy": "snapkv"}}
-    with pytest.raises(StateConflict, match="another input or other options"), FileJournal(tmp_path / "j", other):
+    with (
+        pytest.raises(StateConflict, match="another input, model or store, or other options"),
+        FileJournal(tmp_path / "j", other),
+    ):
         pass
 
 
