@@ -170,7 +170,7 @@ class BatchProgress(ResponseBody):
 class BatchObject(ResponseBody):
     """One batch. `status` is `failed` where no row has a cache in the end; the files of results are there in every end.
 
-    paused: by a caller, outside its window, or because the store is full; `progress.reason` says which.
+    paused: by a caller, outside its window, or while there is no room or no worker; `progress.reason` says which.
     """
 
     id: str
