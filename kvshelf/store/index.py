@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from kvshelf.errors import QuotaExceeded, StorageFull
+from kvshelf.errors import QuotaExceeded, StorageFull, StoreUnavailable
 from kvshelf.store.docket import Docket
 from kvshelf.store.ledger import Ledger
 from kvshelf.store.manifest import Manifest, Usage
@@ -253,6 +253,12 @@ class Index(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Let go of connections."""
+
+
+def lapsed() -> StoreUnavailable:
+    """`stored` in its details, where it is False: the store works, and still did not store this. A document with which
+    that happens again and again is given up."""
+    return StoreUnavailable("the cache took longer to write than a writer may be silent; put it again", stored=False)
 
 
 def over_quota(size: int, taken: int, max_bytes: int | None) -> QuotaExceeded:

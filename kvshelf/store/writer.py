@@ -19,7 +19,7 @@ from typing import Final
 from kvshelf.errors import BlobError, QuotaExceeded, StorageFull, StoreError, StoreUnavailable
 from kvshelf.store import blob, eviction, housekeeping, sealing
 from kvshelf.store.blobs import Blobs, Step, new_name
-from kvshelf.store.index import Entry, Index, Quota, Writing
+from kvshelf.store.index import Entry, Index, Quota, Writing, lapsed
 from kvshelf.store.manifest import Manifest, source_digest
 from kvshelf.store.rules import Rules
 
@@ -210,7 +210,7 @@ class Writer:
                     raise BlobError("other bytes came back", reason="digest_mismatch")
         except BlobError as error:
             raise StoreUnavailable(
-                f"the shelf on {self._blobs.home} does not keep what is written to it: {error}"
+                f"the shelf on {self._blobs.home} does not keep what is written to it: {error}", stored=False
             ) from error
         self._on_step("verified")
 
@@ -219,9 +219,7 @@ class Writer:
             for name, nbytes in _names(writing):
                 self._blobs.keep_until(name, nbytes, expires_at)
         except BlobError as error:
-            raise StoreUnavailable(
-                "the cache took longer to write than a writer may be silent; put it again"
-            ) from error
+            raise lapsed() from error
 
     def _publish(self, writing: Writing, manifest: Manifest) -> Manifest:
         """Make a cache visible, unless another writer was first with a whole one; returns what is visible then."""

@@ -67,6 +67,18 @@ def give_up(ledger: Ledger, record: RequestRecord) -> None:
 _BLAMELESS = (StoreError, NoWorker, QueueFull, Cancelled)
 
 
+def _counts(error: KvshelfError) -> bool:
+    """Whether an attempt that failed so is one of the few that a request has."""
+    if isinstance(error, _BLAMELESS):
+        return _is_final(error) or error.details.get("stored") is False
+    return error.details.get("begun") is not False
+
+
+def _is_final(error: KvshelfError) -> bool:
+    """Whether another attempt would end the same. No room for it even on an empty shelf is a document's own fault."""
+    return isinstance(error, CallerError | QuotaExceeded) or error.details.get("fits") is False
+
+
 class Attempts:
     """What one worker, known in the ledger by its name, tries."""
 
@@ -80,7 +92,8 @@ class Attempts:
         """Count an attempt in the ledger, keep its lease alive, and record it if the work inside fails.
 
         What the request is not to blame for does not count in the end: that the work was stopped, or not even begun in
-        time; that the store does not work or is full.
+        time; that the store does not work or is full. A store that works and did not keep the document may be as well
+        as the document's: that counts.
         """
         start = self._ledger.start_attempt
         attempt = await self._threads.run(start, request_id, worker=self._worker, lease_s=LEASE_S)
@@ -92,15 +105,10 @@ class Attempts:
             stopped = Cancelled("the service stopped")
             await asyncio.shield(self._record_failure(request_id, attempt, stopped, final=False, counted=False))
             raise
-        except _BLAMELESS as error:
-            # No room for this one even on an empty shelf is the document's own fault.
-            final = error.details.get("fits") is False
-            await self._record_failure(request_id, attempt, error, final=final, counted=final)
-            raise
         except KvshelfError as error:
             record = await self._threads.run(self._ledger.get_request, request_id, tenant=tenant)
-            counted = error.details.get("begun") is not False
-            final = counted and (isinstance(error, CallerError | QuotaExceeded) or record.tries >= max_attempts)
+            counted = _counts(error)
+            final = counted and (_is_final(error) or record.tries >= max_attempts)
             await self._record_failure(request_id, attempt, error, final=final, counted=counted)
             raise
         finally:

@@ -318,8 +318,10 @@ def test_a_writer_that_was_silent_for_too_long_cannot_publish(tmp_path: Path) ->
     def late(step: str) -> None:
         clock.time += 61 if step == "verified" else 0
 
-    with place.open(now=clock, on_step=late) as shelf, pytest.raises(StoreUnavailable, match="put it again"):
-        shelf.put(make_cache())
+    with place.open(now=clock, on_step=late) as shelf:
+        with pytest.raises(StoreUnavailable, match="put it again") as refusal:
+            shelf.put(make_cache())
+        assert refusal.value.details == {"stored": False}
     with place.open(now=clock) as shelf:
         assert shelf.list().data == ()
         shelf.sweep()

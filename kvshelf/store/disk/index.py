@@ -6,13 +6,13 @@ import sqlite3
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, Literal
 
-from kvshelf.errors import QuotaExceeded, StoreUnavailable
+from kvshelf.errors import QuotaExceeded
 from kvshelf.store import eviction
 from kvshelf.store.blobs import WRITE_LEASE_S
 from kvshelf.store.disk.database import Database
 from kvshelf.store.disk.docket import SqliteDocket
 from kvshelf.store.disk.ledger import SqliteLedger
-from kvshelf.store.index import Entry, Index, Query, Quota, Writing, over_budget, over_quota
+from kvshelf.store.index import Entry, Index, Query, Quota, Writing, lapsed, over_budget, over_quota
 from kvshelf.store.manifest import Manifest, Usage
 
 _FIELDS: Final = (
@@ -252,7 +252,7 @@ def _taken(connection: sqlite3.Connection, cache_id: str, tenant: str | None) ->
 def _require_lease(connection: sqlite3.Connection, name: str, now: float) -> None:
     row = connection.execute("SELECT lease_until FROM writes WHERE name = ?", (name,)).fetchone()
     if row is None or row["lease_until"] <= now:
-        raise StoreUnavailable("the cache took longer to write than a writer may be silent; put it again")
+        raise lapsed()
 
 
 def _insert(connection: sqlite3.Connection, writing: Writing, manifest: Manifest, cost_s: float) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Final, Literal, Self
 
 from kvshelf.errors import QuotaExceeded, StoreUnavailable
 from kvshelf.store.blobs import WRITE_LEASE_S
-from kvshelf.store.index import KEEP_ENDED_S, Entry, Index, Query, Quota, Writing, over_budget, over_quota
+from kvshelf.store.index import KEEP_ENDED_S, Entry, Index, Query, Quota, Writing, lapsed, over_budget, over_quota
 from kvshelf.store.manifest import Manifest, Usage
 from kvshelf.store.redis.docket import RedisDocket
 from kvshelf.store.redis.entries import (
@@ -301,7 +301,7 @@ def _is_done(reply: Sequence[Any]) -> bool:
 
 def _require_lease(reply: Sequence[Any]) -> None:
     if reply[0] == "lapsed":
-        raise StoreUnavailable("the cache took longer to write than a writer may be silent; put it again")
+        raise lapsed()
 
 
 def _require_room(reply: Sequence[Any], quota: Quota, size: int) -> None:
