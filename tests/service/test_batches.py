@@ -350,7 +350,8 @@ def test_pages_of_batches(http: httpx.Client) -> None:
 
 @pytest.mark.timeout(900)
 def test_the_command_line_has_a_service_compress_a_folder(service_url: str, http: httpx.Client, tmp_path: Path) -> None:
-    """Rows that cannot be sent are in the output as well, and nothing stays behind on the service."""
+    """Rows that cannot be sent are in the output as well, and nothing stays behind on the service. What the command
+    writes into the same folder is no input."""
     folder = tmp_path / "corpus"
     folder.mkdir()
     for number in range(3):
@@ -358,7 +359,9 @@ def test_the_command_line_has_a_service_compress_a_folder(service_url: str, http
     (folder / "junk.bin").write_bytes(b"\xff\xfe\x00junk")
     (folder / "rows.jsonl").write_bytes(lines({"custom_id": "row", "document": text(30), "policy": "lagkv"}, b"no row"))
     files = http.get("/v1/files").json()["data"]
-    output, report = tmp_path / "out.jsonl", tmp_path / "report.md"
+    output, report = folder / "out.jsonl", folder / "report.md"
+    output.write_text('{"document": "of an earlier run"}\n')
+    report.write_text("of an earlier run")
     command = [sys.executable, "-m", "kvshelf", "batch", str(folder), "--output", str(output), "--url", service_url]
     command += ["--policy", "keydiff", "--compression-ratio", "0.5", "--label", "by=cli", "--report", str(report)]
     clean = {name: value for name, value in os.environ.items() if not name.startswith("KVSHELF_")}
