@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass
+from contextlib import suppress
 from tempfile import TemporaryFile
 from typing import Any, BinaryIO, Final
 
 from kvshelf.corpus.results import Result
 from kvshelf.corpus.stored import last_results
+from kvshelf.errors import BlobError, FileNotFound, StoreError
 from kvshelf.service.storage import room_for
 from kvshelf.store.base import Store
 from kvshelf.store.batches import BatchCounts, BatchProblem, BatchRecord, BatchState
@@ -26,23 +27,17 @@ class BadInput(Exception):
         self.problem = BatchProblem(code=code, message=message, param="input_file_id")
 
 
-@dataclass(frozen=True)
-class Written:
-    """The files of results, and what stands in them."""
-
-    output_file_id: str
-    error_file_id: str
-    counts: BatchCounts
-
-
 def count_rows(store: Store, file_id: str, tenant: str, max_rows: int) -> int:
     """The lines of an input, which is read to its end and found sound. Raises `BadInput`, `FileNotFound`."""
-    with store.files.open(file_id, tenant=tenant) as opened:
-        rows = _lines(opened.file)
-        opened.file.seek(0)
-        sound = digest_of(opened.file) == opened.digest
-    if not sound:
-        raise BadInput("file_damaged", f"file {file_id} is not what was uploaded; upload it again")
+    try:
+        with store.files.open(file_id, tenant=tenant) as opened:
+            rows = _lines(opened.file)
+            opened.file.seek(0)
+            if digest_of(opened.file) != opened.digest:
+                raise BlobError("other bytes came back", reason="digest_mismatch")
+    except BlobError as error:
+        message = f"file {file_id} is not what was uploaded ({error}); upload it again"
+        raise BadInput("file_damaged", message) from error
     if rows == 0:
         raise BadInput("empty_file", f"file {file_id} has no line")
     if rows > max_rows:
@@ -60,21 +55,25 @@ def _lines(file: BinaryIO) -> int:
     return count + (last != b"\n")
 
 
-def write_results(store: Store, record: BatchRecord) -> Written:
-    """Make the two files of a batch out of its journal: rows that have a cache, and rows that have an error."""
+def write_results(store: Store, record: BatchRecord, term: int) -> BatchCounts:
+    """Make the two files of a batch out of its journal: rows that have a cache, and rows that have an error.
+
+    Each is named in the batch as soon as it is there: so one that is there when the other finds no room is replaced
+    by the next try, and not left behind. Raises `StateConflict` if the lease of `term` is over, `StoreError`.
+    """
     found: Counter[str] = Counter()
     with room_for("the results of a batch"), TemporaryFile() as output, TemporaryFile() as errors:
         for result in last_results(store.batches, record.id):
             _write_line(errors if result.error else output, result)
             found["failed" if result.error else "reused" if result.reused else "made"] += 1
-        output_id = _stored(store, record, output, "output")
-        error_id = _stored(store, record, errors, "errors")
+        _keep(store, record, term, output, "output", "output_file_id")
+        _keep(store, record, term, errors, "errors", "error_file_id")
     made, reused = found["made"], found["reused"]
-    counts = BatchCounts(total=record.counts.total, completed=made + reused, failed=found["failed"], reused=reused)
-    return Written(output_id, error_id, counts)
+    return BatchCounts(total=record.counts.total, completed=made + reused, failed=found["failed"], reused=reused)
 
 
-def _stored(store: Store, record: BatchRecord, file: BinaryIO, name: str) -> str:
+def _keep(store: Store, record: BatchRecord, term: int, file: BinaryIO, name: str, field: str) -> None:
+    """Store a file of results, and put it in the place of the one that the record names in `field`."""
     file.flush()
     kept = store.files.create(
         file,
@@ -82,8 +81,17 @@ def _stored(store: Store, record: BatchRecord, file: BinaryIO, name: str) -> str
         filename=f"{record.id}_{name}.jsonl",
         purpose="batch_output",
         ttl_s=record.body["output_keep_s"],
+        beyond_quota=True,  # they are little beside the caches, and without them the work could never end
     )
-    return kept.id
+    stale = kept.id  # until the record names it
+    try:
+        update = {field: kept.id}
+        store.batches.update(record.id, lambda now: now.model_copy(update=update), tenant=record.tenant, term=term)
+        stale = getattr(record, field)
+    finally:
+        if stale is not None:
+            with suppress(FileNotFound, StoreError):
+                store.files.delete(stale, tenant=record.tenant)
 
 
 def _write_line(file: BinaryIO, result: Result) -> None:
@@ -91,15 +99,13 @@ def _write_line(file: BinaryIO, result: Result) -> None:
     file.write(json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
 
 
-def outcome(
-    record: BatchRecord, counts: BatchCounts, problems: tuple[BatchProblem, ...]
-) -> tuple[BatchState, tuple[BatchProblem, ...]]:
+def outcome(record: BatchRecord, counts: BatchCounts) -> tuple[BatchState, tuple[BatchProblem, ...]]:
     """How a batch ends with these rows, and what its callers are told about it as a whole."""
-    if problems:
-        return "failed", problems
+    if record.problems:
+        return "failed", record.problems
     if record.state == "cancelling":
         return "cancelled", ()
-    if counts.completed + counts.failed < counts.total:
+    if not counts.total or counts.completed + counts.failed < counts.total:  # none: nobody had looked through it yet
         return "expired", ()
     if counts.completed == 0:
         return "failed", (BatchProblem(code="no_success", message="no row succeeded; the error file says why"),)

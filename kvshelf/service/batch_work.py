@@ -7,14 +7,14 @@ import datetime
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, Final, TypeVar
+from typing import Final
 
 import structlog
 
 from kvshelf.corpus.progress import Progress, RunOptions, RunState, Summary, Window
 from kvshelf.corpus.run import Run
 from kvshelf.corpus.stored import HomeJournal, StoredFile, StoredShard
-from kvshelf.errors import FileNotFound, QuotaExceeded, StateConflict, StoreError
+from kvshelf.errors import FileNotFound, StateConflict, StoreError
 from kvshelf.service.batch_files import BadInput, count_rows, outcome, write_results
 from kvshelf.service.metrics import Metrics
 from kvshelf.service.settings import Settings
@@ -25,7 +25,6 @@ from kvshelf.workers.remote import RemoteEngine
 
 log = structlog.get_logger("kvshelf.service")
 
-ResultT = TypeVar("ResultT")
 Update = Callable[[BatchRecord], BatchRecord]
 
 LEASE_S: Final = 15.0
@@ -34,19 +33,48 @@ LEASE_S: Final = 15.0
 _STEER_S: Final = 0.5
 _STORE_PAUSE_S: Final = 2.0
 _STOP_S: Final = 5.0
+_PATIENCE_S: Final = 10.0  # with a run that waits: time for some tries
+_PAUSE_S: Final = 5.0
+_MAX_PAUSE_S: Final = 300.0
 _AT_WORK: Final = (RunState.RUNNING, RunState.PAUSED, RunState.WAITING)
+_ENDING: Final = ("cancelling", "finalizing")
 
 
 def rest_reason(record: BatchRecord, now: float) -> str:
     """Why nobody works on a batch now although it has not ended; "" if somebody should."""
-    if record.state in ("validating", "cancelling") or now >= record.expires_at:
+    if now >= record.expires_at and record.state not in _ENDING:
         return ""
     if record.state == "paused":
         return "it was paused"
+    if now < _waits_until(record):
+        return str(record.progress["waits_for"])
+    if record.state in ("validating", *_ENDING):
+        return ""
     window = record.body["window"]
     if window is not None and not Window.parse(window).open_at(datetime.datetime.fromtimestamp(now).time()):
         return f"it is outside its window {window}"
     return ""
+
+
+def waiting(record: BatchRecord, reason: str, now: float) -> BatchRecord:
+    """The record of a batch that leaves its place to others and is taken up again after a pause. This grows until the
+    batch gets on; a change of state ends it."""
+    pause_s = min(max(_PAUSE_S, 2 * record.progress.get("pause_s", 0.0)), _MAX_PAUSE_S)
+    told = {**record.progress, "waits_for": reason, "waits_from": now, "pause_s": pause_s}
+    return record.model_copy(update={"progress": told})
+
+
+def _waits_until(record: BatchRecord) -> float:
+    since: float | None = record.progress.get("waits_from")
+    if since is None or since < record.times[record.state]:
+        return 0.0
+    return since + float(record.progress["pause_s"])
+
+
+def stuck(progress: Progress, now: float) -> str:
+    """What a run has been waiting for so long that it is not to keep its place; "" if it gets on."""
+    since = progress.times.get(RunState.WAITING, now)
+    return progress.reason if progress.state is RunState.WAITING and now - since >= _PATIENCE_S else ""
 
 
 class BatchWork:
@@ -60,8 +88,9 @@ class BatchWork:
         engines: Mapping[str, RemoteEngine],
         settings: Settings,
         metrics: Metrics,
+        others_wait: Callable[[], bool],
     ) -> None:
-        """term: of the lease, which is this process's."""
+        """term: of the lease, which is this process's. others_wait: whether batches of other tenants want its place."""
         self._id = record.id
         self._tenant = record.tenant
         self._term = term
@@ -70,7 +99,9 @@ class BatchWork:
         self._engines = engines
         self._settings = settings
         self._metrics = metrics
+        self._others_wait = others_wait
         self._let_go = False  # the run was cancelled so that the batch rests
+        self._waits_for = ""  # why it was let go, if nobody wanted that
 
     async def run(self) -> None:
         """Work until the batch has ended or rests, or until the lease is lost. Raises nothing."""
@@ -110,9 +141,17 @@ class BatchWork:
         """From whatever state the batch is in to its end, or to where it rests."""
         record = await self._change(_as_it_is)
         log.info("batch taken up", batch=self._id, state=record.state, attempt=record.attempts)
+        try:
+            await self._go_on(record)
+        except StoreError as error:
+            reason = error.message
+            log.warning("a batch waits for the store", batch=self._id, code=error.code, message=reason)
+            await self._change(lambda record: waiting(record, reason, time.time()))
+
+    async def _go_on(self, record: BatchRecord) -> None:
         problems: tuple[BatchProblem, ...] = ()
         try:
-            if record.state == "validating":
+            if record.state == "validating" and not _is_to_end(record):
                 record = await self._validate(record)
             if self._rests(record):
                 return
@@ -137,17 +176,17 @@ class BatchWork:
     async def _validate(self, record: BatchRecord) -> BatchRecord:
         """Look through the whole input before any work; what is wrong with one row is that row's own end."""
         file_id, limit = record.body["input_file_id"], self._settings.max_batch_rows
-        total = await self._insist(count_rows, self._store, file_id, self._tenant, limit)
+        total = await asyncio.to_thread(count_rows, self._store, file_id, self._tenant, limit)
 
         def begin(record: BatchRecord) -> BatchRecord:
-            counted = record.model_copy(update={"counts": BatchCounts(total=total)})
+            counted = record.model_copy(update={"counts": BatchCounts(total=total), "progress": {}})
             return counted.entered("in_progress", time.time()) if record.state == "validating" else counted
 
         return await self._change(begin)
 
     async def _work(self, record: BatchRecord) -> Summary:
         """Run it until nothing is left to do, or nothing more may be done now."""
-        run = await self._insist(self._made, record)
+        run = await asyncio.to_thread(self._made, record)
         run.start()
         told = Progress(RunState.RUNNING)
         try:
@@ -185,45 +224,44 @@ class BatchWork:
         elif reason := rest_reason(record, time.time()):
             self._let_go = True
             run.cancel(reason)
+        elif self._others_wait() and (reason := stuck(progress, time.time())):
+            # Not without need: to begin anew costs seconds, and makes again what was deleted to make room.
+            self._let_go, self._waits_for = True, reason
+            run.cancel(reason)
 
     def _after(self, record: BatchRecord, summary: Summary) -> BatchRecord:
         """The record after a run. One that was cancelled by nobody has used up its hours: so the batch ends."""
-        if summary.state != RunState.CANCELLED or self._let_go or _is_to_end(record):
+        if summary.state != RunState.CANCELLED or _is_to_end(record):
             return record
+        if self._let_go:
+            return waiting(record, self._waits_for, time.time()) if self._waits_for else record
         reason = {**record.progress, "reason": summary.reason}
         return record.entered("cancelling", time.time(), progress=reason)
 
     async def _end(self, problems: tuple[BatchProblem, ...]) -> None:
         """Write the files of results, from the journal alone; with them the batch has ended."""
-        record = await self._change(_ending)
-        written = await self._insist(write_results, self._store, record)
+        record = await self._change(lambda record: _ending(record, problems))
+        counts = await asyncio.to_thread(write_results, self._store, record, self._term)
 
         def end(record: BatchRecord) -> BatchRecord:
-            state, told = outcome(record, written.counts, problems)
-            files = {"output_file_id": written.output_file_id, "error_file_id": written.error_file_id}
+            state, told = outcome(record, counts)
             numbers = {**record.progress, "waits_for": "", "eta_s": None}
-            return record.entered(state, time.time(), counts=written.counts, problems=told, progress=numbers, **files)
+            return record.entered(state, time.time(), counts=counts, problems=told, progress=numbers)
 
         ended = await self._change(end)
         log.info("batch results written", batch=self._id, state=ended.state, **ended.counts.model_dump())
-        for file_id in filter(None, (record.output_file_id, record.error_file_id)):  # of an earlier attempt
-            with suppress(FileNotFound, StoreError):
-                await asyncio.to_thread(self._store.files.delete, file_id, tenant=self._tenant)
 
     async def _change(self, update: Update) -> BatchRecord:
-        return await self._insist(self._change_now, update)
+        """Change the record, however long the store takes: else nobody could even be told that the batch waits."""
+        while True:
+            try:
+                return await asyncio.to_thread(self._change_now, update)
+            except StoreError as error:
+                log.warning("a batch waits for the store", batch=self._id, code=error.code, message=error.message)
+                await asyncio.sleep(_STORE_PAUSE_S)
 
     def _change_now(self, update: Update) -> BatchRecord:
         return self._batches.update(self._id, update, tenant=self._tenant, term=self._term)
-
-    async def _insist(self, call: Callable[..., ResultT], *args: Any) -> ResultT:
-        """What must be done before the batch can go on: a store that does not work, or is full, is waited for."""
-        while True:
-            try:
-                return await asyncio.to_thread(call, *args)
-            except (StoreError, QuotaExceeded) as error:
-                log.warning("a batch waits for the store", batch=self._id, code=error.code, message=error.message)
-                await asyncio.sleep(_STORE_PAUSE_S)
 
 
 def _as_it_is(record: BatchRecord) -> BatchRecord:
@@ -261,6 +299,7 @@ def with_progress(record: BatchRecord, progress: Progress, before: BatchRecord) 
         return record
     told = {
         "waits_for": waits,
+        "pause_s": past.get("pause_s", 0.0) if counts.completed == had.completed else 0.0,
         "tokens": max(past.get("tokens", 0), progress.tokens),
         "bytes_full": max(past.get("bytes_full", 0), progress.bytes_full),
         "bytes_stored": max(past.get("bytes_stored", 0), progress.bytes_stored),
@@ -277,7 +316,7 @@ def with_progress(record: BatchRecord, progress: Progress, before: BatchRecord) 
 
 
 def _is_to_end(record: BatchRecord) -> bool:
-    return record.state == "cancelling" or time.time() >= record.expires_at
+    return record.state in _ENDING or time.time() >= record.expires_at
 
 
 def _problems(record: BatchRecord, summary: Summary) -> tuple[BatchProblem, ...]:
@@ -287,7 +326,6 @@ def _problems(record: BatchRecord, summary: Summary) -> tuple[BatchProblem, ...]
     return (BatchProblem(code="run_failed", message=summary.reason),)
 
 
-def _ending(record: BatchRecord) -> BatchRecord:
-    if record.state in ("cancelling", "finalizing"):
-        return record
-    return record.entered("finalizing", time.time())
+def _ending(record: BatchRecord, problems: tuple[BatchProblem, ...]) -> BatchRecord:
+    told = record.model_copy(update={"problems": problems or record.problems})
+    return told if record.state in _ENDING else told.entered("finalizing", time.time())

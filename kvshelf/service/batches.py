@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Final
 
 import structlog
@@ -39,7 +40,7 @@ class BatchRunner:
         self._settings = settings
         self._metrics = metrics
         self._running: dict[str, tuple[str, asyncio.Task[None]]] = {}  # by id: the tenant and the work
-        self._waiting = 0
+        self._idle: list[BatchRecord] = []
         self._wanted = asyncio.Event()
         self._looking: asyncio.Task[None] | None = None
 
@@ -61,7 +62,7 @@ class BatchRunner:
     @property
     def counts(self) -> dict[str, int]:
         """Batches that this process runs, and others of the store that could be run."""
-        return {"running": len(self._running), "waiting": self._waiting}
+        return {"running": len(self._running), "waiting": len(self._idle)}
 
     async def _look(self) -> None:
         while True:
@@ -89,10 +90,11 @@ class BatchRunner:
             term = await asyncio.to_thread(self._store.batches.take, record.id, lease_s=LEASE_S)
             if term is not None:  # else another front end runs it
                 self._begin(record, term)
-        self._waiting = len(idle)
+        self._idle = idle
 
     def _begin(self, record: BatchRecord, term: int) -> None:
-        work = BatchWork(record, term, self._store, self._engines, self._settings, self._metrics)
+        others_wait = partial(self._others_wait, record.tenant)
+        work = BatchWork(record, term, self._store, self._engines, self._settings, self._metrics, others_wait)
         task = asyncio.create_task(work.run())
         self._running[record.id] = record.tenant, task
 
@@ -101,3 +103,6 @@ class BatchRunner:
             self.nudge()
 
         task.add_done_callback(end)
+
+    def _others_wait(self, tenant: str) -> bool:
+        return any(each.tenant != tenant for each in self._idle)

@@ -9,7 +9,7 @@ import pytest
 
 from kvshelf.corpus.progress import Progress, RunState
 from kvshelf.service.batch_files import outcome
-from kvshelf.service.batch_work import rest_reason, with_progress
+from kvshelf.service.batch_work import rest_reason, stuck, waiting, with_progress
 from kvshelf.store.batches import BatchCounts, BatchProblem, BatchRecord
 
 NOON = datetime.datetime(2030, 5, 5, 12, 0).timestamp()
@@ -17,8 +17,8 @@ PROBLEM = BatchProblem(code="empty_file", message="no line")
 
 
 def batch(state: Any = "in_progress", window: str | None = None, **fields: Any) -> BatchRecord:
-    values: dict[str, Any] = {"id": "batch_1", "tenant": "me", "times": {}, "created_at": 0.0, "expires_at": NOON + 60}
-    return BatchRecord(**values | {"body": {"window": window}, "state": state} | fields)
+    values: dict[str, Any] = {"id": "batch_1", "tenant": "me", "created_at": 0.0, "expires_at": NOON + 60}
+    return BatchRecord(**values | {"body": {"window": window}, "state": state, "times": {state: 0.0}} | fields)
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,7 @@ def batch(state: Any = "in_progress", window: str | None = None, **fields: Any) 
         (batch(window="13:00-11:00"), True),
         (batch(window="13:00-14:00"), True),
         (batch("cancelling", window="13:00-14:00"), False),
+        (batch("finalizing", window="13:00-14:00"), False),
         (batch("validating", window="13:00-14:00"), False),
         (batch(window="13:00-14:00", expires_at=NOON), False),
     ],
@@ -50,6 +51,7 @@ def test_when_a_batch_rests(record: BatchRecord, *, rests: bool) -> None:
         ("finalizing", (3, 0, 3), (), "failed", "no_success"),
         ("finalizing", (3, 1, 0), (), "expired", None),
         ("finalizing", (3, 0, 0), (), "expired", None),
+        ("finalizing", (0, 0, 0), (), "expired", None),
         ("cancelling", (3, 1, 0), (), "cancelled", None),
         ("cancelling", (3, 0, 0), (), "cancelled", None),
         ("finalizing", (0, 0, 0), (PROBLEM,), "failed", "empty_file"),
@@ -58,7 +60,7 @@ def test_when_a_batch_rests(record: BatchRecord, *, rests: bool) -> None:
 )
 def test_how_a_batch_ends(state: Any, counts: tuple[int, int, int], problems: Any, ends: str, code: str | None) -> None:
     total, completed, failed = counts
-    found = outcome(batch(state), BatchCounts(total=total, completed=completed, failed=failed), problems)
+    found = outcome(batch(state, problems=problems), BatchCounts(total=total, completed=completed, failed=failed))
     assert found[0] == ends
     assert [problem.code for problem in found[1]] == ([] if code is None else [code])
 
@@ -84,3 +86,34 @@ def test_nothing_is_told_for_the_passing_of_time() -> None:
     assert with_progress(once, progress(1, 0, elapsed_s=9.0), before) is once
     waiting = Progress(RunState.WAITING, "the store is full", done=1)
     assert with_progress(once, waiting, before).progress["waits_for"] == "the store is full"
+
+
+@pytest.mark.parametrize("state", ["validating", "in_progress", "finalizing", "cancelling"])
+def test_a_batch_that_waits_rests_for_a_pause_that_grows_until_it_gets_on(state: Any) -> None:
+    record, pauses = batch(state, expires_at=NOON + 3600), []
+    for _ in range(9):
+        record = waiting(record, "no room", NOON)
+        pauses.append(record.progress["pause_s"])
+        assert rest_reason(record, NOON + pauses[-1] - 1) == "no room"
+        assert rest_reason(record, NOON + pauses[-1]) == ""
+    assert pauses == [5, 10, 20, 40, 80, 160, 300, 300, 300]
+    started = with_progress(record, progress(0, 0), record)
+    assert (rest_reason(started, NOON), waiting(started, "no room", NOON).progress["pause_s"]) == ("", 300)
+    got_on = with_progress(started, progress(1, 0), started)
+    assert waiting(got_on, "no room", NOON).progress["pause_s"] == 5
+
+
+def test_a_pause_ends_with_the_state_and_with_the_time_of_the_batch() -> None:
+    record = waiting(batch(expires_at=NOON + 2), "no room", NOON)
+    assert rest_reason(record, NOON + 1) == "no room"
+    assert rest_reason(record, NOON + 2) == ""
+    assert rest_reason(record.entered("cancelling", NOON + 1), NOON + 1) == ""
+    assert rest_reason(record.entered("paused", NOON + 0.5).entered("in_progress", NOON + 1), NOON + 1) == ""
+    late = waiting(batch("finalizing", expires_at=NOON - 1), "no room", NOON)
+    assert rest_reason(late, NOON + 1) == "no room", "its results must be written all the same"
+
+
+def test_a_run_is_stuck_when_it_has_waited_for_a_while() -> None:
+    waits = Progress(RunState.WAITING, "the quota is used up", times={"running": NOON - 60, "waiting": NOON})
+    assert (stuck(waits, NOON + 1), stuck(waits, NOON + 10)) == ("", "the quota is used up")
+    assert stuck(Progress(RunState.RUNNING, times=waits.times), NOON + 60) == ""

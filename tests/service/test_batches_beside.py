@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from kvshelf.service.keyfile import KeyFile
+from tests.service.conftest import created
 from tests.service.scrape import scrape
-from tests.service.test_batches import awaited, begun, ended, long_rows, results
+from tests.service.test_batches import awaited, begun, ended, lines, long_rows, results, text
 from tests.store.redis.servers import ValkeyServer
 
 if TYPE_CHECKING:
@@ -103,3 +105,37 @@ def test_a_batch_yields_to_questions(http: httpx.Client, cache: dict[str, Any]) 
         f"a question took {alone_s:.3f} s alone and {beside_s:.3f} s beside a batch with {document_s:.3f} s a document"
     )
     assert beside_s < alone_s + document_s
+
+
+@pytest.mark.timeout(900)
+def test_a_batch_that_waits_for_its_tenant_s_quota_holds_up_no_other_tenant(
+    start_service: Start, tiny_folder: Path, tmp_path: Path, soak: bool
+) -> None:
+    """Of the only place that there is. It goes on when there is room."""
+    if not soak:
+        pytest.skip(
+            "a service of its own, and a minute; test_batch_rules.py has the rules and test_batch_store.py the place"
+        )
+    keys = KeyFile(tmp_path / "api-keys.json")
+    tenants = [keys.create(name, ["read", "write"])[1] for name in ("cramped", "other")]
+    limits = {"api_key_file": keys.path, "tenant_max_caches": 4, "max_running_batches": 1}
+    with start_service(tmp_path / "home", tiny_folder, **limits) as service, ExitStack() as clients:
+        cramped, other = (
+            clients.enter_context(
+                httpx.Client(base_url=service.url, headers={"authorization": f"Bearer {key}"}, timeout=60)
+            )
+            for key in tenants
+        )
+        fillers = [created(cramped, document=text(n) + "filler")["id"] for n in range(2)]
+        batch = begun(cramped, lines(*({"custom_id": f"row-{n}", "document": text(n)} for n in range(4))))
+        waits = awaited(cramped, batch["id"], lambda now: now["status"] == "paused")
+        assert "4 caches" in waits["progress"]["reason"]
+        theirs = ended(other, begun(other, lines({"document": text(1)}, {"document": text(2)}))["id"])
+        assert (theirs["status"], theirs["request_counts"]["completed"]) == ("completed", 2)
+        waits = awaited(cramped, batch["id"], lambda now: now["status"] == "paused")
+        assert (waits["request_counts"]["completed"], "4 caches" in waits["progress"]["reason"]) == (2, True)
+        for cache_id in fillers:
+            assert cramped.delete(f"/v1/caches/{cache_id}").status_code == 200
+        after = ended(cramped, batch["id"])
+        assert (after["status"], after["request_counts"]["completed"]) == ("completed", 4)
+        assert {row["custom_id"] for row in results(cramped, after)[0]} == {f"row-{n}" for n in range(4)}
