@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvshelf.errors import InternalError, KvshelfError
+from kvshelf.errors import InternalError
 from kvshelf.kernels.prefix_attention import BatchLayout, SuffixRows
 from kvshelf.workers.attached import AttachedStates
 from kvshelf.workers.attachment import Attachment, Wait, block
@@ -48,21 +48,31 @@ class Batch:
 
     def step(
         self, generations: Sequence[Generation], checkpoint: Checkpoint | None = None, wait: Wait = block
-    ) -> list[str | KvshelfError]:
-        """Run one forward pass. Returns for each answer the text that became final, which may be "", or its error.
+    ) -> list[str | Exception]:
+        """Run one forward pass. Returns for each answer the text that became final, which may be "", or its error,
+        with which it is over: it can only `leave`.
 
-        `checkpoint` is called after each layer and may raise to abandon the step, which leaves every answer as it was.
+        `checkpoint` is called after each layer and may raise to abandon the step. Whatever the step raises leaves every
+        answer as it was; of several that have a forward of their own, each is told what its own raised.
         `wait` is called while a document's next layer has not arrived, and may step other answers meanwhile.
         """
         if self._one_by_one and len(generations) > 1:
-            return [self.step([generation], checkpoint, wait)[0] for generation in generations]
+            return [self._told_alone(generation, checkpoint, wait) for generation in generations]
         plan = _Plan.of(generations, self._pool, self._model.device)
         logits = self._forward(plan, checkpoint, wait)
+        likeliest = _likeliest(logits)
+        # From here on every answer has moved on, so nothing may be raised.
         for place in plan.places:
             place.generation.appended(place.count)
         asking = [place.generation for place in plan.places if place.complete]
-        told = dict(zip(map(id, asking), _tokens_chosen(asking, logits), strict=True))
+        told = {id(g): _token_taken(g, logits, row, likeliest[row]) for row, g in enumerate(asking)}
         return [told.get(id(generation), "") for generation in generations]
+
+    def _told_alone(self, generation: Generation, checkpoint: Checkpoint | None, wait: Wait) -> str | Exception:
+        try:
+            return self.step([generation], checkpoint, wait)[0]
+        except Exception as exc:  # raised, it would take with it what the answers before this one were told
+            return exc
 
     def leave(self, generation: Generation) -> None:
         """Free what an answer holds. It cannot be stepped again."""
@@ -119,6 +129,7 @@ class _Plan:
         left = max(0, MAX_NEW_TOKENS - len(generations))
         counts: dict[int, int] = {}
         for generation in sorted(generations, key=lambda g: len(g.pending)):
+            assert generation.pending, "an answer that had an error is over"
             more = min(len(generation.pending) - 1, left)
             left -= more
             counts[id(generation)] = 1 + more
@@ -246,22 +257,23 @@ class _Pause:
         self._checkpoint()
 
 
-def _tokens_chosen(generations: Sequence[Generation], logits: Tensor) -> list[str | KvshelfError]:
-    """Choose the next token of each answer from logits `[rows, vocabulary]` and hand it over."""
-    if not generations:
-        return []
-    # One reduction and one copy to the host for all rows. The maximum of a row with a NaN is NaN.
+def _likeliest(logits: Tensor) -> list[int | None]:
+    """The best token of each row of logits `[rows, vocabulary]`; None where a logit is not a number.
+
+    One reduction and one copy to the host for all rows. The maximum of a row with a NaN is NaN.
+    """
     best, token = logits.max(dim=-1)
-    greedy, sound = token.tolist(), best.isfinite().tolist()
-    told: list[str | KvshelfError] = []
-    for row, generation in enumerate(generations):
-        if not sound[row]:
-            told.append(
-                InternalError(
-                    "the model's logits are not numbers, so no answer can be given; if the model overflows in float16, "
-                    "load it with dtype bfloat16 or float32"
-                )
-            )
-        else:
-            told.append(generation.take(generation.sample(logits[row]) if generation.samples else greedy[row]))
-    return told
+    return [choice if sound else None for choice, sound in zip(token.tolist(), best.isfinite().tolist(), strict=True)]
+
+
+def _token_taken(generation: Generation, logits: Tensor, row: int, likeliest: int | None) -> str | Exception:
+    """Choose the next token of one answer from its row of logits `[rows, vocabulary]` and hand it over."""
+    if likeliest is None:
+        return InternalError(
+            "the model's logits are not numbers, so no answer can be given; if the model overflows in float16, load it "
+            "with dtype bfloat16 or float32"
+        )
+    try:
+        return generation.take(generation.sample(logits[row]) if generation.samples else likeliest)
+    except Exception as exc:  # this answer's own, whatever it is
+        return exc

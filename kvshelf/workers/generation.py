@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
-from kvshelf.errors import InvalidRequest, KvshelfError
+from kvshelf.errors import InvalidRequest
 from kvshelf.workers.attachment import Attachment
+from kvshelf.workers.detokenizer import Detokenizer
 from kvshelf.workers.suffixes import SuffixRow
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class Generation:
         `checkpoint` is called after each layer and may raise to abandon the step.
         """
         (told,) = self._batch.step([self], checkpoint)
-        if isinstance(told, KvshelfError):
+        if isinstance(told, Exception):
             raise told
         return told
 
@@ -133,20 +133,23 @@ class Generation:
             self._prefill_tokens = self.row.length
 
     def take(self, token: int) -> str:
-        """Add a token to the answer. Returns the text that became final with it, which may be ""."""
+        """Add a token to the answer. Returns the text that became final with it, which may be "".
+
+        If it raises, the answer is over and never `finished`.
+        """
         assert not self.finished
         assert not self.pending
+        ended = token in self._end_ids
+        full = len(self.token_ids) + 1 == self._room
+        text = "" if ended else self._text.push(token)
+        if ended or full:
+            text += self._text.flush()
         self.token_ids.append(token)
         self.pending = [token]
-        if token in self._end_ids:
+        if ended or self._text.stopped:
             self.finish_reason = "stop"
-            return self._text.flush()
-        text = self._text.push(token)
-        if self._text.stopped:
-            self.finish_reason = "stop"
-        elif len(self.token_ids) == self._room:
+        elif full:
             self.finish_reason = "length"
-            text += self._text.flush()
         return text
 
     def answer(self) -> Answer:
@@ -196,8 +199,7 @@ class _TextStream:
     """Text of a growing answer: whole characters only, and nothing that may still turn into a stop text."""
 
     def __init__(self, decoder: Tokenizer | None, stop: Sequence[str]) -> None:
-        self._decoder = decoder
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._tokens = None if decoder is None else Detokenizer(decoder, skip_special_tokens=True)
         self._stop = stop
         self._held = ""
         self.text = ""
@@ -205,19 +207,22 @@ class _TextStream:
 
     def push(self, token: int) -> str:
         """Add a token; returns the text that is final."""
-        if self._decoder is None:
+        return "" if self._tokens is None else self._add(self._tokens.push(token))
+
+    def flush(self) -> str:
+        """End of the answer: what was held back is final, and a character that is not whole becomes U+FFFD."""
+        if self._tokens is None or self.stopped:
             return ""
-        self._held += self._stream.step(self._decoder, token) or ""
+        return self._add(self._tokens.rest()) + self._release(len(self._held))
+
+    def _add(self, piece: str) -> str:
+        self._held += piece
         found = [self._held.index(stop) for stop in self._stop if stop in self._held]
         if found:
             self._held = self._held[: min(found)]
             self.stopped = True
-            return self.flush()
+            return self._release(len(self._held))
         return self._release(len(self._held) - self._longest_stop_prefix())
-
-    def flush(self) -> str:
-        """End of the answer: what was held back is final."""
-        return self._release(len(self._held))
 
     def _release(self, length: int) -> str:
         final, self._held = self._held[:length], self._held[length:]

@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
 from kvshelf.errors import InvalidRequest, StateConflict
 from kvshelf.store.artifact import CompressedCache
@@ -23,14 +22,13 @@ from kvshelf.store.base import Store
 from kvshelf.store.identity import Identity
 from kvshelf.store.manifest import Manifest
 from kvshelf.store.records import LayerRecord, Merged, Parts
+from kvshelf.workers.detokenizer import Detokenizer
 from kvshelf.workers.engine import Engine
 from kvshelf.workers.intake import Document
 from kvshelf.workers.policies.view import Source
 
 BITMAP_BYTES: Final = 4 << 20
 """Of bitmaps in one answer: 80 layers of 8 heads have twice as many for 100,000 tokens, which then come in pages."""
-
-_LONGEST_CHARACTER: Final = 4  # bytes in UTF-8, and so the most tokens that one character may take
 
 _OWN = "A kept token has its own key and value in the cache, of which a codec may have fewer bits."
 _MERGED = (
@@ -109,17 +107,10 @@ def pieces(decoder: Tokenizer, token_ids: Sequence[int]) -> list[str]:
 
     Tokens that are no text (a character cut in two, say) show as U+FFFD, and a document's own run of them may grow.
     """
-    found = []
-    stream, silent = DecodeStream(skip_special_tokens=False), list[int]()
-    for token in token_ids:
-        piece = stream.step(decoder, token)
-        silent = [*silent, token] if piece is None else []
-        if len(silent) == _LONGEST_CHARACTER:  # no character: the stream would hold it, and all that follows, for ever
-            piece = decoder.decode(silent, skip_special_tokens=False)
-            stream, silent = DecodeStream(skip_special_tokens=False), []
-        found.append(piece or "")
-    if silent:
-        found[-1] = decoder.decode(silent, skip_special_tokens=False)
+    text = Detokenizer(decoder, skip_special_tokens=False)
+    found = [text.push(token) for token in token_ids]
+    if found:
+        found[-1] += text.rest()
     return found
 
 

@@ -227,7 +227,7 @@ class Scheduler:
             told = self._batch.step(generations, lambda: self._require_wanted(works), waiting)
         except Exception as exc:
             if len(works) == 1:
-                self._end(works[0], exc)
+                self._tell(works[0], exc)
             else:
                 for work in works:
                     self._advance([work], waiting)
@@ -235,10 +235,11 @@ class Scheduler:
             for work, text in zip(works, told, strict=True):
                 self._tell(work, text)
 
-    def _tell(self, work: _Open, text: str | KvshelfError) -> None:
+    def _tell(self, work: _Open, text: str | Exception) -> None:
         """Hand over what a step brought."""
-        if isinstance(text, KvshelfError):
-            self._end(work, text)
+        if isinstance(text, Exception):
+            if self._still_wanted(work):  # a step that all have left raises the error of one of them
+                self._end(work, text)
             return
         if work.generation.token_ids:
             work.ticket.has_token()

@@ -132,6 +132,19 @@ def test_what_may_become_a_stop_text_is_held_back_and_released(tiny):
         assert not seen.endswith("two t")
 
 
+def test_an_answer_that_ends_within_a_character_shows_that_it_does(tiny):
+    """So its text is what the tokenizer makes of its tokens; and that may be a stop text, too."""
+    scripted = Scripted(tiny, "one two 日")
+    scripted.ids = scripted.ids[:-1]
+    stream, pieces = scripted.run()
+    assert stream.text == scripted.decoder.decode(scripted.ids)
+    assert pieces[-1] == "\ufffd"
+    assert not stream.stopped
+    stream, _ = scripted.run(["o \ufffd"])
+    assert stream.stopped
+    assert stream.text == "one tw"
+
+
 def test_stop_texts_in_a_real_answer(tiny, cache):
     whole = tiny.answer(cache, "What is the gate code?", max_new_tokens=12)
     assert len(whole.text) > 1

@@ -18,6 +18,7 @@ from kvshelf.workers.engine import Engine
 from kvshelf.workers.kept import kept, pieces
 from kvshelf.workers.policies import POLICIES
 from tests.store.caches import make_cache, make_merged
+from tests.workers.byte_fallback import byte_fallback_tokenizer, ids_of
 
 DOCUMENT = "The harbour master keeps the tide tables in a green book — über 3.14 日本語 🎉. " * 12
 MESSAGES = [{"role": "user", "content": "Keep this: " + DOCUMENT}, {"role": "assistant", "content": "I do."}]
@@ -146,6 +147,14 @@ def test_the_pieces_of_any_text_are_that_text(tiny: Engine) -> None:
         found = pieces(tiny.text.decoder(), ids)
         assert len(found) == len(ids)
         assert "".join(found) == text
+
+
+def test_the_pieces_of_bytes_that_are_no_text_keep_the_words_beside_them() -> None:
+    """A tokenizer that falls back to bytes takes back what it had read: the library's stream raises."""
+    decoder = byte_fallback_tokenizer()
+    ids = ids_of(decoder, "▁bal", "é".encode(), b"\xc3", "▁gon", b"\x80")
+    assert pieces(decoder, ids) == ["bal", "", "é", "", "\ufffd gon", "\ufffd"]
+    assert pieces(decoder, []) == []
 
 
 def test_tokens_that_are_no_text_take_no_time(tiny: Engine) -> None:
