@@ -98,7 +98,7 @@ def _time(case: Case, device: torch.device, rounds: int) -> tuple[Spread, int | 
         case.run(*arguments)  # the first call touches fresh memory
         return Spread.of([cost(lambda: case.run(*arguments), device).seconds for _ in range(rounds)]), None
     rotated = _rotated(case, device)
-    for i in range(_WARM_UP):  # compiles
+    for i in range(max(_WARM_UP, len(rotated))):  # compiles, and makes the plans, which a decoder makes once
         case.run(*rotated[i % len(rotated)])
     extra = _extra_bytes(case, rotated[0], device)
     return Spread.of(_event_times(case, rotated, rounds)), extra

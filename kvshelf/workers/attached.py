@@ -24,9 +24,12 @@ class AttachedCache(Cache):  # type: ignore[misc]
     that runs any other attention function gets an error instead of an answer without the document.
     """
 
-    def __init__(self, document: Attachment) -> None:
+    def __init__(self, document: Attachment, longest: int | None = None) -> None:
+        """longest: tokens of document and suffix together, beyond which the model would rotate all keys otherwise
+        (`rope.reach`)."""
         start = document.next_position
-        super().__init__(layers=[AttachedLayer(document.prefixes(i), start) for i in range(document.num_layers)])
+        prefixes = [document.prefixes(index) for index in range(document.num_layers)]
+        super().__init__(layers=[AttachedLayer(prefix, start, longest) for prefix in prefixes])
         self._start = start
 
     @property
@@ -53,10 +56,11 @@ class AttachedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     is_sliding = False
 
-    def __init__(self, prefix: Sequence[Prefix], start: int) -> None:
+    def __init__(self, prefix: Sequence[Prefix], start: int, longest: int | None = None) -> None:
         super().__init__()
         self.prefix = prefix
         self.start = start
+        self._longest = longest
         self._length = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -70,6 +74,12 @@ class AttachedLayer(CacheLayerMixin):  # type: ignore[misc]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         end = self._length + key_states.shape[2]
+        if self._longest is not None and self.start + end > self._longest:
+            raise InvalidRequest(
+                f"the model's LongRoPE rotates sequences of more than {self._longest} tokens by other frequencies than "
+                "this cache has; end there, or compress a document that is longer than that by itself",
+                param="input_ids",
+            )
         self.keys = _grown(self.keys, end, self._length)
         self.values = _grown(self.values, end, self._length)
         self.keys[:, :, self._length : end] = key_states

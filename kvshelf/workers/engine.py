@@ -32,7 +32,7 @@ from kvshelf.workers.policies import DEFAULT_POLICY, build
 from kvshelf.workers.prefill import Compression, Prefill, run_prefill
 from kvshelf.workers.quality import QUESTIONS, Probe, Quality, Reference, ask
 from kvshelf.workers.requirements import require_budget_taken, require_questions_taken
-from kvshelf.workers.rope import Rope
+from kvshelf.workers.rope import Rope, reach
 from kvshelf.workers.text import EncodedDocument, TextFormat
 
 __all__ = ["Compression", "Engine", "Prefill"]
@@ -227,7 +227,7 @@ class Engine:
         which `past.with_document(ids)` stands in the document's part. Raises `ModelMismatch` for a cache of another
         model.
         """
-        past = AttachedCache(self.attach(cache))
+        past = AttachedCache(self.attach(cache), reach(self.model.config, cache.num_tokens))
         with kvshelf_attention(self.model):
             yield past
 
@@ -280,13 +280,14 @@ class Engine:
         """
         sampling = sampling or Sampling()
         document = cache if isinstance(cache, Attachment) else self.attach(cache)
-        room = self._longest() - document.next_position - len(query)
+        longest = self._longest(document)
+        room = longest - document.next_position - len(query)
         if not query:
             raise InvalidRequest("the question is empty; ask something", param="prompt")
         if room < 1:
             raise InvalidRequest(
                 f"document ({document.next_position} tokens) and question ({len(query)}) leave no room for an answer "
-                f"within the {self._longest()} tokens of {self.name!r}; ask a shorter question",
+                f"within the {longest} tokens that {self.name!r} takes behind it; ask a shorter question",
                 param="prompt",
             )
         decoder = self.text.decoder() if self.text is not None else None
@@ -328,9 +329,12 @@ class Engine:
                     raise told
         return [answer.answer() for answer in answers]
 
-    def _longest(self) -> int:
-        """Tokens of the longest sequence that can be attended to: sliding windows are not stored yet."""
-        return min(self.max_tokens, models.sliding_window(self.model.config) or self.max_tokens)
+    def _longest(self, document: Attachment) -> int:
+        """Tokens of the longest sequence that this document can begin: sliding windows are not stored yet, and a
+        LongRoPE may rotate longer ones otherwise."""
+        config = self.model.config
+        limits = (self.max_tokens, models.sliding_window(config), reach(config, document.num_tokens))
+        return min(limit for limit in limits if limit is not None)
 
     def _end_ids(self) -> frozenset[int]:
         configured = self.model.generation_config.eos_token_id if self.model.generation_config is not None else None

@@ -15,7 +15,12 @@ from kvshelf.workers.job import Job
 from kvshelf.workers.policies import Policy
 from kvshelf.workers.policies.base import Absorber, Observes
 from kvshelf.workers.policies.view import ProbePass, Source
-from kvshelf.workers.requirements import require_observable, require_room, require_within_window
+from kvshelf.workers.requirements import (
+    require_observable,
+    require_one_rotation,
+    require_room,
+    require_within_window,
+)
 from kvshelf.workers.rope import Rope
 from kvshelf.workers.text import EncodedDocument
 
@@ -58,6 +63,7 @@ class Fitter:
             passes = tuple(policy.probe_passes(source))
             require_room(passes, self.max_tokens, self.name)
             absorber = policy.absorber(source, budget)
+            require_one_rotation(source.num_tokens, passes, absorber, self.model.config, self.name)
         identity = Identity(
             model=self.identity,
             document=_ids_digest(source.token_ids),

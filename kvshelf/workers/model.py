@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -21,8 +23,16 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 _ATTACHABLE_LAYERS = {"full_attention", "sliding_attention"}
 _ATTENTION_FIELDS = (
     "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "sliding_window",
-    "layer_types", "attention_bias", "query_pre_attn_scalar",
+    "layer_types", "attention_bias", "query_pre_attn_scalar", "hidden_act", "rms_norm_eps",
 )  # fmt: skip
+_WITHOUT_EFFECT = re.compile(
+    r"_.*|.*dropout.*|.*_pdrop|layerdrop|.*_token_id|.*init.*|.*_coef|.*jitter.*|output_router_logits"
+    r"|output_hidden_states|output_attentions|return_dict|use_cache|dtype"
+    r"|torch_dtype|architectures|transformers_version|model_type|vocab_size|tie_word_embeddings|pretraining_tp"
+    r"|rope_parameters|rope_scaling|rope_theta|max_position_embeddings|original_max_position_embeddings|id2label"
+    r"|label2id|num_labels|problem_type|auto_map"
+)
+"""Fields of a configuration that change no key and no value, or that another field of the identity holds."""
 
 
 def load(name: str, *, device: str, dtype: str) -> tuple[PreTrainedModel, Any]:
@@ -78,7 +88,8 @@ def identify(model: PreTrainedModel, text: TextFormat | None, name: str) -> Mode
     tokenizer, template = text.digests() if text is not None else ("", "")
     rope = {"parameters": getattr(config, "rope_parameters", None), "max_positions": max_positions(config)}
     # Fields that are unset are left out: versions of transformers differ in which of them they fill in.
-    attention = {field: value for field in _ATTENTION_FIELDS if (value := getattr(config, field, None)) is not None}
+    attention = _unusual(config)
+    attention |= {field: value for field in _ATTENTION_FIELDS if (value := getattr(config, field, None)) is not None}
     if set(attention.get("layer_types", ())) == {"full_attention"}:
         del attention["layer_types"]
     return ModelIdentity(
@@ -90,6 +101,21 @@ def identify(model: PreTrainedModel, text: TextFormat | None, name: str) -> Mode
         tokenizer=tokenizer,
         template=template,
     )
+
+
+def _unusual(config: PretrainedConfig) -> dict[str, Any]:
+    """All that a configuration says beside its class's defaults, but for what changes no key and no value.
+
+    Not a list of the fields that matter: each family has its own (multipliers, experts, clipping), and one that is
+    forgotten would let a cache answer for a model that it was not made with. Nor all fields: then every field that a
+    new version of transformers adds would make all caches those of another model.
+    """
+    usual, said = (json.loads(each.to_json_string(use_diff=False)) for each in (type(config)(), config))
+    return {
+        name: value
+        for name, value in said.items()
+        if value is not None and value != usual.get(name) and not _WITHOUT_EFFECT.fullmatch(name)
+    }
 
 
 def require_attachable(model: PreTrainedModel) -> None:

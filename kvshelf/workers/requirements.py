@@ -9,9 +9,9 @@ from transformers import PreTrainedModel
 
 from kvshelf.errors import DocumentTooLong, InvalidRequest, PolicyUnsupported
 from kvshelf.workers import model as models
-from kvshelf.workers.policies.base import Observes, Policy
+from kvshelf.workers.policies.base import Absorber, Observes, Policy
 from kvshelf.workers.policies.view import ProbePass, output_weight
-from kvshelf.workers.rope import Rope
+from kvshelf.workers.rope import Rope, reach
 
 
 def require_budget_taken(policy: Policy, compression_ratio: float | None, budget_tokens: int | None) -> None:
@@ -63,6 +63,22 @@ def require_within_window(num_tokens: int, config: Any, name: str) -> None:
             f"the sliding window is {window} tokens in layers of {name!r}, and the document has {num_tokens}; kvshelf "
             "does not store sliding windows yet. Send a document that fits into the window",
             param="model",
+        )
+
+
+def require_one_rotation(
+    num_tokens: int, passes: Sequence[ProbePass], absorber: Absorber | None, config: Any, name: str
+) -> None:
+    """Refuse forward passes over one document that a LongRoPE would rotate by different frequencies."""
+    first = num_tokens if absorber is None else absorber.chunks[0]
+    last = max((probe.first_position + len(probe.token_ids) for probe in passes), default=num_tokens)
+    place = reach(config, first)
+    if place is not None and max(num_tokens, last) > place:
+        how = "its passes behind the document reach" if absorber is None else "its chunks begin before and end"
+        raise PolicyUnsupported(
+            f"{name!r} has a LongRoPE, which rotates sequences of more than {place} tokens by other frequencies, and "
+            f"{how} beyond that; choose a policy that makes one pass over the document, keydiff say",
+            param="policy",
         )
 
 

@@ -94,6 +94,23 @@ class Rope:
         return turned.reshape(states.shape)
 
 
+def reach(config: Any, num_tokens: int) -> int | None:
+    """The longest sequence whose keys go with those of a call of `num_tokens` tokens; None: any.
+
+    LongRoPE has two sets of frequencies, and a call that reaches beyond a certain position takes the other one for all
+    of its positions: keys of a shorter call, asked by a longer one, would be wrong without a sign of it. (transformers'
+    own `generate` computes the whole sequence anew there.)
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    by_layer = [kind for kind in parameters.values() if isinstance(kind, dict)]
+    places = [
+        kind["original_max_position_embeddings"]
+        for kind in by_layer or [parameters]
+        if kind.get("rope_type") == "longrope"
+    ]
+    return min((place for place in places if num_tokens <= place), default=None)
+
+
 def _differs_by_layer(model: PreTrainedModel) -> bool:
     """Whether some layers may go without RoPE.
 

@@ -53,7 +53,7 @@ class DapQ(ScoringPolicy):
     def probe_text(self, source: Source) -> str:
         if source.questions or source.text is None:
             return ""
-        return self.probe or source.text.decode(source.suffix)
+        return source.text.decode(source.suffix) if self.probe is None else self.probe
 
     def score(self, layer: LayerView) -> Tensor:
         rows = min(probed.queries.shape[1] for probed in layer.probes)
