@@ -95,6 +95,11 @@ class LiveService:
         """The processes that hold its models."""
         return [pid for pid in _descendants(self.process.pid) if _title(pid).startswith("ray::ServeReplica")]
 
+    def controller_pid(self) -> int:
+        """The process of Ray that knows the replicas."""
+        (pid,) = [pid for pid in _descendants(self.process.pid) if _title(pid).startswith("ray::ServeController")]
+        return pid
+
     def kill(self) -> None:
         """Every process of the service dies where it stands, as in a power cut."""
         for pid in [self.process.pid, *_descendants(self.process.pid)]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -61,6 +62,7 @@ class RemoteEngine:
         self.wanted = wanted
         self.running = 1
         self._mean_s = 1.0
+        self._counting: Future[int] | None = None
 
     @cached_property
     def _streaming(self) -> DeploymentHandle:
@@ -123,9 +125,21 @@ class RemoteEngine:
         return described
 
     async def refresh(self) -> int:
-        """Ask Ray how many replicas take requests. Ray itself notices a death at its next health check only."""
-        self.running = await asyncio.to_thread(replicas_running, self.app)
+        """Ask Ray how many replicas take requests. Ray itself notices a death at its next health check only.
+
+        Ray's answer has no deadline. All who ask meanwhile wait for the same one, so a controller that hangs costs one
+        thread, and none of those that carry the calls of the store; who gives up waiting ends nothing for the others.
+        """
+        if self._counting is None or self._counting.done():
+            thread = ThreadPoolExecutor(1, thread_name_prefix="replicas")
+            self._counting = thread.submit(replicas_running, self.app)
+            thread.shutdown(wait=False)
+        self.running = await asyncio.shield(asyncio.wrap_future(self._counting))
         return self.running
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process (those of a batch have engines of the service): what is being asked stays here."""
+        return vars(self) | {"_counting": None}
 
     async def _call(self, method: str, limit_s: float, /, *args: Any, **kwargs: Any) -> Any:
         started = time.monotonic()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +49,16 @@ def refused(response: httpx.Response, status: int, code: str) -> dict[str, Any]:
     assert error["message"]
     assert {"message", "type", "param", "code"} <= error.keys()
     return error
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """Inside the block a process does nothing. It is not dead: what waits for it waits."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 def other_model(folder: Path) -> Engine:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
+from kvshelf.service.state import THREADS
 from kvshelf.workers.policies import POLICIES
+from tests.service.conftest import stopped
 
 if TYPE_CHECKING:
     from tests.conftest import LiveService
@@ -44,6 +47,31 @@ def test_health(http: httpx.Client) -> None:
             {"name": "store", "ready": True, "reason": ""},
             {"name": "workers:random-tiny", "ready": True, "reason": ""},
         ],
+    }
+
+
+def test_while_ray_hangs_health_answers_and_nothing_else_waits(
+    http: httpx.Client, service: LiveService, cache: dict[str, Any]
+) -> None:
+    """Health is asked for more often than there are threads: none of those that the store needs may wait for Ray."""
+    (replica,) = service.replica_pids()
+    with stopped(service.controller_pid()):
+        with ThreadPoolExecutor(THREADS + 4) as threads:
+            asked = [threads.submit(http.get, "/readyz", timeout=30) for _ in range(THREADS + 4)]
+            answers = [each.result() for each in asked]
+        assert {answer.status_code for answer in answers} == {200}
+        reasons = {answer.json()["parts"][1]["reason"] for answer in answers}
+        assert reasons == {"Ray does not say within 2 s how many of 1 replicas run"}
+        assert http.get("/v1/caches", timeout=10).status_code == 200
+        asked_now = http.post(f"/v1/caches/{cache['id']}/query", json={"prompt": "?", "max_tokens": 1})
+        assert asked_now.status_code == 200, asked_now.text
+        with stopped(replica):
+            nobody = http.get("/readyz", timeout=10)
+    assert nobody.status_code == 503
+    assert nobody.json()["parts"][1] == {
+        "name": "workers:random-tiny",
+        "ready": False,
+        "reason": "neither a replica nor Ray answers within 2 s",
     }
 
 

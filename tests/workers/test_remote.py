@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from concurrent.futures import Future
 
 import pytest
 import ray.exceptions as ray_errors
@@ -48,3 +49,8 @@ def test_ray_s_errors_become_ours(remote: RemoteEngine, foreign: Exception, code
     assert found.code == code
     if code in ("queue_full", "worker_crashed", "no_worker"):
         assert found.details["retry_after_s"] > 0
+
+
+def test_an_engine_goes_to_another_process_while_it_asks_ray(remote: RemoteEngine) -> None:
+    remote._counting = Future()
+    assert pickle.loads(pickle.dumps(remote)).model == "m"

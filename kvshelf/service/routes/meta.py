@@ -102,17 +102,31 @@ async def _store(service: Service) -> ReadyPart:
 async def _workers(engine: RemoteEngine, wanted: int) -> ReadyPart:
     """What Ray says, and what a replica says: Ray notices a death at its next health check only."""
     name = f"workers:{engine.model}"
+    running = await _running(engine)
     try:
-        async with asyncio.timeout(_PROBE_S):
-            await engine.refresh()
         await engine.describe(deadline_s=_PROBE_S)
     except QueueFull:
         pass  # busy, and therefore at work
-    except (DeadlineExceeded, TimeoutError):
+    except DeadlineExceeded:
         # So busy that the question waits in the queue, or dead: by now Ray knows which.
-        if await engine.refresh() == 0:
+        running = None if running is None else await _running(engine)
+        if running is None:
+            return ReadyPart(name=name, ready=False, reason=f"neither a replica nor Ray answers within {_PROBE_S:g} s")
+        if running == 0:
             return ReadyPart(name=name, ready=False, reason=f"0 of {wanted} replicas run; one is being started")
     except KvshelfError as error:
         return ReadyPart(name=name, ready=False, reason=error.message)
-    running = engine.running
-    return ReadyPart(name=name, ready=True, reason="" if running >= wanted else f"{running} of {wanted} replicas run")
+    if running is None:
+        reason = f"Ray does not say within {_PROBE_S:g} s how many of {wanted} replicas run"
+    else:
+        reason = "" if running >= wanted else f"{running} of {wanted} replicas run"
+    return ReadyPart(name=name, ready=True, reason=reason)
+
+
+async def _running(engine: RemoteEngine) -> int | None:
+    """How many replicas take requests; None if Ray does not say in time."""
+    try:
+        async with asyncio.timeout(_PROBE_S):
+            return await engine.refresh()
+    except TimeoutError:
+        return None
