@@ -18,9 +18,12 @@ from kvshelf.workers.replica import MAX_UNREAD_PIECES, Asked, Replied
 CREATIONS_PER_REPLICA = 2
 """One document is being prefilled while the next is tokenized and the last one stored."""
 
+ESTIMATES_PER_REPLICA = 2
+"""One document is being tokenized while the next is on its way."""
+
 
 class FairEngine:
-    """A `RemoteEngine` behind a queue for questions and one for creations; `deadline_s` includes the waiting.
+    """A `RemoteEngine` behind queues for questions, creations and estimates; `deadline_s` includes the waiting.
 
     There are as many slots as the replicas can work on at once. What waits, waits here: a replica knows no tenants and
     takes everything in its order.
@@ -43,14 +46,20 @@ class FairEngine:
         waiting = settings.max_queued_requests
         self._questions = FairQueue(f"questions to {self.model!r}", questions, waiting)
         self._creations = FairQueue(f"creations by {self.model!r}", CREATIONS_PER_REPLICA * settings.replicas, waiting)
+        self._estimates = FairQueue(f"estimates by {self.model!r}", ESTIMATES_PER_REPLICA * settings.replicas, waiting)
 
     @property
     def waiting(self) -> dict[str, int]:
         """How many wait, by kind of work."""
-        return {"question": self._questions.waiting, "creation": self._creations.waiting}
+        return {
+            "question": self._questions.waiting,
+            "creation": self._creations.waiting,
+            "estimate": self._estimates.waiting,
+        }
 
-    async def estimate(self, spec: Mapping[str, Any], *, deadline_s: float) -> dict[str, Any]:
-        return await self._engine.estimate(spec, deadline_s=deadline_s)
+    async def estimate(self, spec: Mapping[str, Any], *, tenant: str, deadline_s: float) -> dict[str, Any]:
+        async with self._estimates.turn(tenant, deadline_s) as left_s:
+            return await self._engine.estimate(spec, deadline_s=left_s)
 
     async def kept(
         self, cache_id: str, document: Document | None, *, tenant: str, first_layer: int, deadline_s: float

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
@@ -15,7 +18,10 @@ from kvshelf.cli import app
 from kvshelf.store.manifest import Timings
 from kvshelf.workers.estimates import CODECS, Rates, Shape
 from kvshelf.workers.policies import POLICIES
-from tests.service.conftest import created, refused
+from tests.service.conftest import created, refused, stopped
+
+if TYPE_CHECKING:
+    from tests.conftest import LiveService
 
 DOCUMENT = "The harbour master counts the boats of the northern quay every morning. " * 60
 
@@ -88,6 +94,25 @@ def test_a_policy_that_refuses_says_so_beside_the_others(http: httpx.Client) -> 
     assert rows["full"]["refused"] is None
     assert "leaves nothing" in rows["keydiff"]["refused"]
     assert rows["keydiff"]["seconds"] is None
+
+
+def test_estimates_take_no_room_from_questions(http: httpx.Client, service: LiveService, cache: dict[str, Any]) -> None:
+    """More than Ray takes and lets wait (16 and 24), while the worker does nothing. Two are sent to it, 24 wait."""
+    (replica,) = service.replica_pids()
+    body = {"document": "A short one.", "policy": "full"}
+    with ThreadPoolExecutor(46) as threads:
+        with stopped(replica):
+            estimates = [threads.submit(http.post, "/v1/estimate", json=body) for _ in range(45)]
+            while sum(each.done() for each in estimates) < 5:
+                time.sleep(0.05)
+            question = threads.submit(
+                http.post, f"/v1/caches/{cache['id']}/query", json={"prompt": "?", "max_tokens": 1}
+            )
+            wait([question], timeout=1)
+        answered = question.result()
+        statuses = Counter(each.result().status_code for each in estimates)
+    assert answered.status_code == 200, answered.text
+    assert statuses == {200: 2 + 24, 429: 19}
 
 
 def test_the_client_and_the_command(service_url: str, tmp_path: Path) -> None:

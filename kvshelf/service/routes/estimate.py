@@ -16,13 +16,13 @@ router = APIRouter(prefix="/v1/estimate", tags=["caches"], responses=openapi.ERR
 
 
 @router.post("", openapi_extra=openapi.body_of(Estimate))
-async def estimate(request: Request, service: InService, _: Reader) -> EstimateObject:
+async def estimate(request: Request, service: InService, caller: Reader) -> EstimateObject:
     """Tokens, and by policy the entries kept, the bytes stored and the seconds it would take. Nothing is compressed."""
     body = await read_json(request, Estimate, service.settings)
     spec = body.model_dump(mode="json")
     if spec["policy"] is not None:
         require_policy(spec)
-    engine = service.engines[service.engine(body.model).model]
+    engine = service.engine(body.model)
     require_tokenizer(service, engine.model, body)
-    work = engine.estimate(spec, deadline_s=service.settings.request_deadline_s)
+    work = engine.estimate(spec, tenant=caller.tenant, deadline_s=service.settings.request_deadline_s)
     return EstimateObject.model_validate(await until_hangup(request, work))
