@@ -356,7 +356,7 @@ class Creator:
 def test_creations_in_the_background_take_turns_too(tmp_path: Path) -> None:
     async def test(store: Store) -> None:
         creator = Creator(store.ledger)
-        background = Background(store, {"m": cast(RemoteEngine, creator)}, deadline_s=9)
+        background = Background(store, {"m": cast(RemoteEngine, creator)}, deadline_s=9, max_unfinished=20)
         for number in range(20):
             await background.submit({"model": "m", "document": str(number)}, "a")
         await background.submit({"model": "m", "document": "0"}, "b")

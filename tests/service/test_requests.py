@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from kvshelf import open_store
 from tests.conftest import save_random_model
 
 if TYPE_CHECKING:
@@ -75,6 +77,24 @@ def test_a_document_that_cannot_be_done_fails_with_its_error(http: httpx.Client)
     assert (request["state"], request["cache_id"], request["attempts"]) == ("failed", None, 1)
     assert request["error"]["code"] == "document_too_long"
     assert request["error"].keys() == {"message", "type", "param", "code"}
+
+
+def test_what_another_service_on_the_shelf_accepted_for_its_model_is_left_to_it(
+    http: httpx.Client, service: LiveService
+) -> None:
+    """This test is that other service."""
+    request_id, body = "req_" + "e" * 40, {"document": "Not for you.", "model": "served-elsewhere"}
+    with open_store(f"disk://{service.home}/shelf") as store:
+        store.ledger.open_request(request_id, tenant="default", body=json.dumps(body).encode())
+        end = time.monotonic() + 30
+        while f'"request": "{request_id}"' not in service.log.read_text():
+            assert time.monotonic() < end, "the service has not seen the request"
+            time.sleep(0.1)
+        request = http.get(f"/v1/requests/{request_id}").json()
+        assert (request["state"], request["attempts"], request["error"]) == ("queued", 0, None)
+        attempt = store.ledger.start_attempt(request_id, worker="elsewhere", lease_s=9)
+        store.ledger.finish(request_id, attempt, cache_ids=())
+    assert ended(http, {"id": request_id})["state"] == "done"
 
 
 def test_bad_bodies_are_refused_at_once(http: httpx.Client) -> None:
