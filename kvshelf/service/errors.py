@@ -37,6 +37,7 @@ from kvshelf.errors import (
     RequestTimeout,
     StoreUnavailable,
     Unauthorized,
+    WorkerCrashed,
 )
 from kvshelf.service.logs import note
 
@@ -46,6 +47,7 @@ LINGER_S = 2.0
 """How long the rest of a refused body is read and thrown away, so that the caller gets to read the refusal."""
 
 _LITTLE_BYTES = 64 << 10
+_STOPPED_RETRY_S = 1.0  # where another takes the place of this service, it is ready already
 _BEFORE_THE_BODY = (BodyTooLarge, Forbidden, RateLimited, Unauthorized)
 
 SAFE_HEADERS = {
@@ -137,10 +139,16 @@ def _little_follows(headers: Headers) -> bool:
     return "transfer-encoding" not in headers and announced.isdecimal() and int(announced) <= _LITTLE_BYTES
 
 
-def translate(exc: Exception) -> KvshelfError:
+def translate(exc: BaseException) -> KvshelfError:
     """Any exception that reached the edge, as one of ours. What nobody expected is logged in full and told in short."""
     if isinstance(exc, KvshelfError):
         return exc
+    if isinstance(exc, asyncio.CancelledError):
+        # Not `NoWorker`, which says that nothing was done.
+        return WorkerCrashed(
+            "the service was stopped or restarted before it had answered; what was asked may have been done. Ask again",
+            retry_after_s=_STOPPED_RETRY_S,
+        )
     if isinstance(exc, ValidationError):
         return refusal(exc)
     if isinstance(exc, RequestValidationError):
@@ -191,6 +199,9 @@ class RequestIds:
     """Names each request, puts the name on its response and on every line in the log, and lets no exception through.
     Every response gets the `SAFE_HEADERS` here, too.
 
+    Not even the cancellation, which says that the server stops and waits no longer. The request's task ends here in any
+    case; passed on, it would be a failure of the application to uvicorn: a bare 500, and a traceback in the log.
+
     Plain ASGI: Starlette's `BaseHTTPMiddleware` would stand between a stream and the news that its reader hung up.
     """
 
@@ -218,7 +229,7 @@ class RequestIds:
 
         try:
             await self.app(scope, receive, send_named)
-        except Exception as exc:
+        except (Exception, asyncio.CancelledError) as exc:
             error = translate(exc)
             if not begun:
                 await error_response(error)(scope, receive, send_named)

@@ -14,6 +14,8 @@ from kvshelf.service.supervisor import Place
 READY = "kvshelf is ready at "
 """Begins the one line on standard output that says where the service listens."""
 
+LEAVING = "leaving"
+"""In the state of a request: set once the server accepts no more and finishes what is open."""
 
 _KEEP_ALIVE_S = 75
 """How long a connection may be idle. Longer than clients keep theirs, which is 5 s in httpx and so in openai: else a
@@ -23,7 +25,8 @@ request now and then meets a connection that is being closed. (uvicorn's own val
 class HttpServer(uvicorn.Server):
     """uvicorn, which tells world and supervisor once it listens, and leaves when the supervisor's line ends.
 
-    `grace_s` is how long what is open then, or at SIGTERM, may go on.
+    `grace_s` is how long what is open then, or at SIGTERM, may go on. The state of every request has an `asyncio.Event`
+    by the name of `LEAVING`, for what only waits.
     """
 
     def __init__(self, app: object, place: Place, *, grace_s: float) -> None:
@@ -41,10 +44,12 @@ class HttpServer(uvicorn.Server):
         )
         self._line = place.line
         self._grace_s = grace_s
+        self._leaving = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
         self._replaced = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self.lifespan.state[LEAVING] = self._leaving
         await super().startup(sockets)
         if self.started and sockets:
             host, port = sockets[0].getsockname()[:2]
@@ -58,6 +63,7 @@ class HttpServer(uvicorn.Server):
         self._replaced = self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._leaving.set()
         if self._following is not None:
             self._following.cancel()
         if self._replaced:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import httpx
@@ -9,7 +10,7 @@ import httpx
 from tests.page.conftest import OpenPage, document
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import Browser, Page, Route
 
 # What a browser does when somebody drops files.
 _DROP = """
@@ -88,3 +89,23 @@ def test_several_files_wait_for_their_turn(open_page: OpenPage) -> None:
         page.locator(".job", has_text=f"many-{number}.txt").get_by_text("is on the shelf").wait_for()
     page.get_by_role("button", name="Clear").click()
     page.get_by_text("Nothing yet.").wait_for()
+
+
+def test_a_job_goes_on_while_the_service_cannot_be_asked(browser: Browser, bundled_service: str) -> None:
+    """It is away for a moment, or another takes its place. What it has accepted is done all the same."""
+    with browser.new_context() as context:  # the errors in its console are wanted here
+        page = context.new_page()
+        page.set_default_timeout(30_000)
+        page.goto(f"{bundled_service}/#put")
+        failures: list[Callable[[Route], None]] = [
+            lambda route: route.abort("connectionreset"),
+            lambda route: route.fulfill(status=503, json={"error": {"message": "replaced", "code": "worker_crashed"}}),
+        ]
+        page.route("**/v1/requests/*", lambda route: failures.pop(0)(route) if failures else route.continue_())
+        drop(page, "patient.txt", document(44))
+        job = page.locator(".job", has_text="patient.txt")
+        job.get_by_text("connection_failed").wait_for()
+        job.get_by_text("worker_crashed").wait_for()
+        job.get_by_text("is on the shelf").wait_for()
+        assert job.get_by_text("worker_crashed").count() == 0
+        assert failures == []

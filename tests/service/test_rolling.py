@@ -23,7 +23,7 @@ import pytest
 
 from kvshelf import Client
 from kvshelf.client import Retries
-from tests.service.conftest import created
+from tests.service.conftest import created, refused, stopped
 from tests.service.test_supervisor import SUPERVISOR
 
 if TYPE_CHECKING:
@@ -130,6 +130,63 @@ def test_no_request_is_lost_when_one_server_takes_over_from_another(tmp_path: Pa
     print(f"{sum(crowd.counts)} answers by {len(answered_by)} servers")
 
 
+# As a service answers, with its errors and request ids, but never to the end.
+UNFINISHED = """
+import asyncio, sys
+from fastapi import FastAPI
+from fastapi.responses import StreamingResponse
+from kvshelf.service import errors
+from kvshelf.service.http_server import HttpServer
+from kvshelf.service.supervisor import Place
+
+app = FastAPI()
+errors.install(app, [])
+
+@app.post("/asked")
+async def asked():
+    print("asked", flush=True)
+    await asyncio.sleep(600)
+
+@app.get("/streamed")
+async def streamed():
+    async def pieces():
+        yield "one"
+        await asyncio.sleep(600)
+    return StreamingResponse(pieces())
+
+with Place.inherited(sys.argv[1].removeprefix("--place=")) as place:
+    HttpServer(app, place, grace_s=1).run(sockets=[place.listener])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+def test_what_takes_longer_than_the_grace_is_refused_as_any_other_error(tmp_path: Path, number: int) -> None:
+    """An answer that has begun breaks off, so that nobody takes it for the whole."""
+    (tmp_path / "child.py").write_text(UNFINISHED)
+    command = [sys.executable, "-c", SUPERVISOR, str(tmp_path / "child.py")]
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        assert process.stdout is not None
+        url = process.stdout.readline().split()[-1]
+        with httpx.stream("GET", f"{url}/streamed", timeout=30) as streamed:
+            pieces = streamed.iter_text()
+            assert next(pieces) == "one"
+            asked = thread.submit(httpx.post, f"{url}/asked", timeout=30)
+            assert process.stdout.readline() == "asked\n"
+            process.send_signal(number)
+            refusal = asked.result()
+            with pytest.raises(httpx.RemoteProtocolError):
+                next(pieces)
+        process.terminate()
+        _, log = process.communicate(timeout=30)
+    # Not no_worker: clients repeat after that even what must not be done twice.
+    error = refused(refusal, 503, "worker_crashed")
+    assert (refusal.headers["retry-after"], error["details"]) == ("1", {"retry_after_s": 1.0})
+    assert "Traceback" not in log
+
+
 PROMPT = "Where is the green book?"
 LENGTH = 8
 LONG = 100
@@ -210,7 +267,8 @@ def submit(client: httpx.Client, number: int) -> str:
 def test_a_restart_without_a_failed_query(
     start_service: Callable[..., AbstractContextManager[LiveService]], tiny_folder: Path, tmp_path: Path, soak: bool
 ) -> None:
-    """First one that fails, for a cause found early or (with all counts) late; then those that change a setting."""
+    """First one that fails, for a cause found early or (with all counts) late; then those that change a setting. In the
+    end the service is stopped, and who waits for a creation hears how far it is."""
     model, keys, env_file = tmp_path / tiny_folder.name, tmp_path / "keys", tmp_path / "env"
     model.symlink_to(tiny_folder)
     keys.write_text("ab" * 32)
@@ -250,3 +308,11 @@ def test_a_restart_without_a_failed_query(
             for request in accepted:
                 assert ours.get(f"/v1/requests/{request}", params={"wait_s": 30}).json()["state"] == "done"
         print(f"answered by one service or the other, by client: {crowd.counts}")
+        crowd.leave()
+        (replica,) = service.replica_pids()
+        with stopped(replica), ThreadPoolExecutor(1) as thread:
+            path = f"/v1/requests/{submit(ours, 0)}"
+            asked = thread.submit(ours.get, path, params={"wait_s": 50})
+            time.sleep(1)
+            service.process.terminate()
+            assert asked.result(timeout=20).json()["state"] in ("queued", "running")

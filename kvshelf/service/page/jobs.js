@@ -4,6 +4,16 @@ import { createInBackground, getRequest } from "./api.js";
 
 const AT_ONCE = 2; // a browser has six connections to a host, and a job waits on one
 const WAIT_S = 20;
+const AGAIN_MS = 2000;
+
+/** Whether a question may be answered when it is put again: the service is away, or busy, or being replaced. */
+const mayPass = ({ code, status }) => code === "connection_failed" || status === 429 || status >= 500;
+
+const pause = (signal) =>
+  new Promise((resolve) => {
+    setTimeout(resolve, AGAIN_MS);
+    signal.addEventListener("abort", resolve, { once: true });
+  });
 
 /**
  * The jobs of this tab, newest first. A "changed" event follows each change. A job is `{key, name, state, share,
@@ -59,10 +69,24 @@ export class Jobs extends EventTarget {
 
   async #await(job, id) {
     for (let waitS = 0; ; waitS = WAIT_S) {
-      const request = await getRequest(id, waitS, { signal: job.stop.signal });
-      this.#change(job, { requestState: request.state });
+      const request = await this.#ask(job, id, waitS);
+      this.#change(job, { requestState: request.state, failure: undefined });
       if (request.state === "done") return this.#change(job, { state: "done", cacheId: request.cache_id });
       if (request.state === "failed") return this.#change(job, { state: "failed", failure: request.error });
+    }
+  }
+
+  /** The service goes on with the document whether or not it can be asked, so what keeps it from answering is no end. */
+  async #ask(job, id, waitS) {
+    const { signal } = job.stop;
+    for (;;) {
+      try {
+        return await getRequest(id, waitS, { signal });
+      } catch (failure) {
+        if (!mayPass(failure)) throw failure;
+        this.#change(job, { failure });
+        await pause(signal);
+      }
     }
   }
 

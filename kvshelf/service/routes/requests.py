@@ -13,6 +13,7 @@ from kvshelf.client.types import ErrorBody, RequestObject
 from kvshelf.errors import InternalError, by_code
 from kvshelf.service import openapi
 from kvshelf.service.errors import error_json
+from kvshelf.service.http_server import LEAVING
 from kvshelf.service.keys import Reader
 from kvshelf.service.state import InService, off_loop, until_hangup
 from kvshelf.store.ledger import Ledger, RequestRecord
@@ -31,17 +32,19 @@ async def get_request(
     caller: Reader,
     wait_s: Annotated[float, Query(ge=0, le=MAX_WAIT_S, allow_inf_nan=False)] = 0.0,
 ) -> Response:
-    """How far a creation is. With `wait_s` the answer comes once it has ended, or after that many seconds."""
-    record = await until_hangup(request, _wait(service.store.ledger, request_id, caller.tenant, wait_s))
+    """How far a creation is. With `wait_s` the answer comes once it has ended, or after that many seconds, or when the
+    service is stopped or restarted."""
+    leaving = getattr(request.state, LEAVING)
+    record = await until_hangup(request, _wait(service.store.ledger, request_id, caller.tenant, wait_s, leaving))
     return JSONResponse(request_json(record))
 
 
-async def _wait(ledger: Ledger, request_id: str, tenant: str, wait_s: float) -> RequestRecord:
+async def _wait(ledger: Ledger, request_id: str, tenant: str, wait_s: float, leaving: asyncio.Event) -> RequestRecord:
     end = time.monotonic() + wait_s
     pause_s = _FIRST_POLL_S
     while True:
         record = await off_loop(ledger.get_request, request_id, tenant=tenant)
-        if record.state in ("done", "failed") or time.monotonic() >= end:
+        if record.state in ("done", "failed") or time.monotonic() >= end or leaving.is_set():
             return record
         await asyncio.sleep(min(pause_s, max(0.0, end - time.monotonic())))
         pause_s = min(2 * pause_s, _LAST_POLL_S)
