@@ -6,6 +6,8 @@ the same hidden states in every layer, and its keys differ by the rotation alone
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -49,7 +51,7 @@ def random_model(model_type, seed=0, **changes):
             "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
             "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 64, "max_position_embeddings": 256,
         }
-        | changes,
+        | deepcopy(changes),  # some configurations write into what they are given
     )  # fmt: skip
     return AutoModelForCausalLM.from_config(config).eval()
 
