@@ -177,7 +177,7 @@ def test_a_killed_run_goes_on_where_it_stopped_with_any_number_of_processes(tmp_
 
 def _killed_after(process: subprocess.Popen[bytes], journal: Path, *, lines: int) -> list[int]:
     """Kill -9 the run once its journal has so many lines; the pids of its workers."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not (journal.exists() and journal.read_bytes().count(b"\n") >= lines):
         assert process.poll() is None, "the run ended by itself"
         assert time.monotonic() < deadline
