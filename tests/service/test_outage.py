@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import httpx
 import pytest
@@ -62,6 +63,13 @@ def await_ready(http: httpx.Client) -> None:
     while not store_part(http)["ready"]:
         assert time.monotonic() < end, "the store is not used again"
         time.sleep(0.2)
+
+
+def await_replica(http: httpx.Client) -> None:
+    """Until a new document is stored: a replica has a breaker of its own, which rests for a second after its last try,
+    also while the front end is ready."""
+    body = {"document": f"Is the shelf back? {uuid4()}"}
+    wait_until(lambda: http.post("/v1/caches", json=body).is_success, "the replica heals", 5.0)
 
 
 def calls(http: httpx.Client, cache_id: str) -> dict[str, Callable[[], httpx.Response]]:
@@ -140,8 +148,7 @@ def test_every_call_says_so_within_a_second(remote: httpx.Client, valkey: Valkey
     await_ready(remote)
     if failure == "gone":  # without persistence it comes back empty
         refused(remote.get(f"/v1/caches/{cache_id}"), 404, "cache_not_found")
-    # A replica has a breaker of its own, which rests for a second after its last try.
-    wait_until(lambda: remote.post("/v1/caches", json={"document": DOCUMENT}).is_success, "the replica heals", 5.0)
+    await_replica(remote)
     assert created(remote, document=DOCUMENT)["id"] == cache_id
     for name, call in calls(remote, cache_id).items():
         assert call().status_code == {"create": 201, "accept": 202, "request": 404}.get(name, 200), name
@@ -163,6 +170,7 @@ def test_sweeping_goes_on_after_an_outage(remote: httpx.Client, valkey: ValkeySe
         time.sleep(3)
     assert "sweep failed" in afar.log.read_text()
     await_ready(remote)
+    await_replica(remote)
     cache = created(remote, document=DOCUMENT + "not for long", ttl_s=0.5)
     time.sleep(2.5)
     refused(remote.get(f"/v1/caches/{cache['id']}"), 410, "cache_expired")
@@ -212,4 +220,5 @@ def test_copies_on_a_disk_answer_while_redis_is_gone_also_after_a_restart(
             server.start()
             await_ready(http)
             assert http.get(f"/v1/caches/{cache['id']}").status_code == 200  # given back to a Redis that was empty
+            await_replica(http)
             assert created(http, document="new " * 30)["id"]
