@@ -19,7 +19,7 @@ from typing import Final
 
 from kvshelf.errors import BlobError, StoreUnavailable
 from kvshelf.store.blobs import MARGIN_S, WRITE_LEASE_S, Blobs, Health, Step, is_name
-from kvshelf.store.redis.file import Piece, RedisFile
+from kvshelf.store.redis.file import Piece, RedisFile, ends_of
 from kvshelf.store.redis.link import RedisLink
 from kvshelf.store.redis.wire import Command, Garbled, Part, Refused, Wire
 
@@ -158,12 +158,15 @@ class RedisBlobs(Blobs):
     def open(self, name: str, nbytes: int) -> RawIOBase | None:
         token = secrets.token_hex(8)
         keys = [self._key(name, "readers"), *self._chunks(name, nbytes)]
+        pieces = [Piece(key, size) for key, size in zip(keys[1:], _sizes(nbytes), strict=True)]
         lease: tuple[Part, ...] = (token, _ms(self._read_lease_s))
-        if not self._link.script(_LEASE, keys, lease):
+        found, *ends = self._link.script_and_read(_LEASE, keys, lease, [end.bounded_command for end in ends_of(pieces)])
+        if not found:
             return None
         return RedisFile(
             self._link,
-            [Piece(key, size) for key, size in zip(keys[1:], _sizes(nbytes), strict=True)],
+            pieces,
+            ends,
             lease_s=self._read_lease_s,
             renew=lambda: self._link.script(_LEASE, keys, lease),
             release=lambda: self._link.call("ZREM", keys[0], token),

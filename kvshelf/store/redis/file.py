@@ -6,20 +6,21 @@ import io
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, Final
 
 from kvshelf.errors import BlobError, StoreError
 from kvshelf.store.redis.link import RedisLink
 from kvshelf.store.redis.server import Loan
-from kvshelf.store.redis.wire import Command, Wire
+from kvshelf.store.redis.wire import Command, Reply, Wire
 
 _AHEAD: Final = 4  # pieces that are asked for before they are read: the server works while the reader hashes
 _SMALL: Final = 256 << 10  # bytes; a read of less fetches just that, unless it goes on where the last one ended
-_HEAD: Final = 64 << 10  # bytes that come first, and are kept: the beginning is looked at in parts, and read on from
+_HEAD: Final = 12 << 10  # bytes at the beginning that come with the lease: the headers of most blobs
+_TAIL: Final = 64  # bytes at the end that do: what stands there says whether the whole is sound
 _DRAIN: Final = 64 << 10  # bytes; fewer than these are read and thrown away, to keep a connection
 
 
@@ -35,13 +36,15 @@ class RedisFile(io.RawIOBase):
     """Seekable and read-only; `readinto` fills the whole buffer or reaches the end. For one thread at a time.
 
     Raises `BlobError` (reason "missing") for a piece that is gone or has another length, `StoreUnavailable`. It holds a
-    lease on the server for `lease_s`, which `renew` prolongs while it is read and `release` ends.
+    lease on the server for `lease_s`, which `renew` prolongs while it is read and `release` ends. `ends`: what the
+    server answered to `ends_of(pieces)`.
     """
 
     def __init__(
         self,
         link: RedisLink,
         pieces: Sequence[Piece],
+        ends: Sequence[Reply],
         *,
         lease_s: float,
         renew: Callable[[], Any],
@@ -56,8 +59,8 @@ class RedisFile(io.RawIOBase):
         self._lease_s = lease_s
         self._renew_at = time.monotonic() + lease_s / 3
         self._position = 0
-        self._last_end = -1  # where the last read ended
-        self._head: memoryview | None = None
+        self._last_end = 0  # where the last read ended; who begins at the beginning reads on
+        self._head, self._tail = (_sound(span, data) for span, data in zip(ends_of(pieces), ends, strict=True))
         self._stream: _Stream | None = None
 
     @property
@@ -101,8 +104,11 @@ class RedisFile(io.RawIOBase):
             self._renew()
         index = bisect_right(self._ends, self._position)
         view = view[: self._ends[index] - self._position]
-        if self._position < min(_HEAD, self._ends[0]):
-            view = self._copy_head(view)
+        if self._position < len(self._head):
+            self._start_after_head()
+            view = _copy(self._head, self._position, view)
+        elif self._position >= self.nbytes - len(self._tail):
+            view = _copy(self._tail, self._position - (self.nbytes - len(self._tail)), view)
         elif len(view) < _SMALL and self._position != self._last_end:
             self._fetch(index, view)
         else:
@@ -115,15 +121,10 @@ class RedisFile(io.RawIOBase):
         """Where in a piece that is."""
         return position - self._ends[index] + self._pieces[index].nbytes
 
-    def _copy_head(self, view: memoryview) -> memoryview:
-        """Fill as much of the view as the head reaches, and return that."""
-        if self._head is None:
-            head = memoryview(bytearray(min(_HEAD, self._ends[0])))
-            self._stream_into(head, 0)
-            self._head = head
-        found = self._head[self._position :][: len(view)]
-        view[: len(found)] = found
-        return view[: len(found)]
+    def _start_after_head(self) -> None:
+        """Who looks at the beginning reads on: the server works meanwhile."""
+        if self._stream is None and len(self._head) < self.nbytes:
+            self._begin_stream(len(self._head))
 
     def _fetch(self, index: int, view: memoryview) -> None:
         start = self._offset(index, self._position)
@@ -136,13 +137,17 @@ class RedisFile(io.RawIOBase):
         """Read from the stream at a position, a new one if it stands elsewhere. Returns how many bytes came."""
         if self._stream is None or self._stream.position != position:
             self._end_stream()
-            index = bisect_right(self._ends, position)
-            self._stream = _Stream(self._link, self._pieces[index:], self._offset(index, position), position)
+            self._begin_stream(position)
+        assert self._stream is not None
         try:
             return self._stream.read(view)
         except BaseException:
             self._end_stream()
             raise
+
+    def _begin_stream(self, position: int) -> None:
+        index = bisect_right(self._ends, position)
+        self._stream = _Stream(self._link, self._pieces[index:], self._offset(index, position), position)
 
     def _end_stream(self) -> None:
         stream, self._stream = self._stream, None
@@ -157,8 +162,10 @@ class _Stream:
         """skip: bytes of the first piece that are not wanted. position: where in the file that is."""
         self.position = position
         self._link = link
-        self._spans = deque(_spans(pieces, skip))  # not asked for yet
-        self._asked: deque[_Span] = deque()  # and not received
+        first, *others = pieces
+        spans = [Span(first, skip, first.nbytes), *(Span(piece, 0, piece.nbytes) for piece in others)]
+        self._spans = deque(spans)  # not asked for yet
+        self._asked: deque[Span] = deque()  # and not received
         self._left = 0  # bytes to come of the first of them; 0: it has not begun
         self._loan: Loan = link.borrow(pieces[0].key)
         with link.talking(self._loan) as wire:
@@ -212,7 +219,7 @@ class _Stream:
 
 
 @dataclass(frozen=True)
-class _Span:
+class Span:
     """Bytes of a piece, from `start` to `stop`."""
 
     piece: Piece
@@ -230,14 +237,30 @@ class _Span:
         end = -1 if self.stop == self.piece.nbytes else self.stop - 1
         return ("GETRANGE", self.piece.key, self.start, end)
 
+    @property
+    def bounded_command(self) -> Command:
+        """For who takes the answer at whatever length it has: at most one byte more than belongs there, which tells a
+        piece that is too long."""
+        end = self.stop if self.stop == self.piece.nbytes else self.stop - 1
+        return ("GETRANGE", self.piece.key, self.start, end)
 
-def _spans(pieces: Sequence[Piece], skip: int) -> Iterator[_Span]:
-    """What is asked for, from byte `skip` of the first piece on. The head comes apart, and soon: it is looked at while
-    the server makes the answers with the rest."""
-    first = pieces[0]
-    cuts = (skip, _HEAD, first.nbytes) if skip < _HEAD < first.nbytes else (skip, first.nbytes)
-    yield from (_Span(first, start, stop) for start, stop in pairwise(cuts))
-    yield from (_Span(piece, 0, piece.nbytes) for piece in pieces[1:])
+
+def ends_of(pieces: Sequence[Piece]) -> tuple[Span, Span]:
+    """The beginning and the end of a file, which most readers look at first."""
+    first, last = pieces[0], pieces[-1]
+    return Span(first, 0, min(_HEAD, first.nbytes)), Span(last, max(0, last.nbytes - _TAIL), last.nbytes)
+
+
+def _sound(span: Span, data: Reply) -> bytes:
+    """What came for a span; nothing if that is not what it must be, which whoever reads it will find."""
+    return data if isinstance(data, bytes) and len(data) == span.nbytes else b""
+
+
+def _copy(data: bytes, offset: int, view: memoryview) -> memoryview:
+    """Fill as much of the view as the data reaches, and return that."""
+    found = memoryview(data)[offset : offset + len(view)]
+    view[: len(found)] = found
+    return view[: len(found)]
 
 
 def missing(piece: Piece) -> BlobError:

@@ -14,6 +14,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final
 
 from kvshelf.store.redis.address import RedisAddress
@@ -98,15 +99,23 @@ class RedisLink:
     def script(self, source: str, keys: Sequence[str], args: Sequence[Part]) -> Reply:
         """Run a Lua script; `keys`, at least one, must lie in one slot. Whether it has run once or not at all is not
         known after `StoreUnavailable`."""
-        # SHA-1 is how the server names scripts; it protects nothing.
-        name = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
+        return self.script_and_read(source, keys, args, [])[0]
+
+    def script_and_read(
+        self, source: str, keys: Sequence[str], args: Sequence[Part], reads: Sequence[Command]
+    ) -> list[Reply]:
+        """`script`, and after it in the same round trip commands that read keys in its slot. Its reply, then theirs.
+
+        One of these that is refused has a `Refused` for its reply: whoever needs it asks again, and hears of it.
+        """
         tail = (len(keys), *keys, *args)
         with self._translated():
             server = self._route.server(keys[0].encode())
-            reply = self._follow_all(server, [("EVALSHA", name, *tail)])[0]
-            if isinstance(reply, Refused) and reply.code == "NOSCRIPT":
-                reply = self._follow_all(self._route.server(keys[0].encode()), [("EVAL", source, *tail)])[0]
-            return _accepted([reply])[0]
+            replies = self._follow_all(server, [("EVALSHA", _script_name(source), *tail), *reads])
+            if isinstance(replies[0], Refused) and replies[0].code == "NOSCRIPT":
+                server = self._route.server(keys[0].encode())
+                replies = self._follow_all(server, [("EVAL", source, *tail), *reads])
+            return _accepted(replies[:1]) + replies[1:]
 
     def scan(self, pattern: str) -> Iterator[list[bytes]]:
         """The keys that match a pattern, portion by portion, some twice; what comes or goes meanwhile may be missed."""
@@ -180,6 +189,12 @@ class RedisLink:
                 if not isinstance(error, Refused) or error.code in _ASK_AGAIN:
                     self._route.doubt()
                 raise
+
+
+@cache
+def _script_name(source: str) -> str:
+    # SHA-1 is how the server names scripts; it protects nothing.
+    return hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
 
 
 def _key(command: Command) -> bytes:
