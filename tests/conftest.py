@@ -154,7 +154,12 @@ def _title(pid: int) -> str:
 
 
 def _children(pid: int) -> list[int]:
-    return [int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()]
+    found: list[int] = []
+    with suppress(OSError):  # it has ended
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError):  # a thread that has ended since
+                found += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
+    return found
 
 
 def _descendants(pid: int) -> list[int]:
