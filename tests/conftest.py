@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 
 from kvshelf.workers.cluster import prepare_environment
@@ -29,6 +30,10 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Ray reads it when it is imported, which many tests do without starting a cluster.
 prepare_environment(None)
+
+# How long one example takes, no test is about: a busy machine takes longer than the 0.2 s that hypothesis allows.
+hypothesis.settings.register_profile("kvshelf", deadline=None)
+hypothesis.settings.load_profile("kvshelf")
 
 TOKENIZER = Path(__file__).parent.parent / "kvshelf" / "models" / "kvshelf-tiny"
 
