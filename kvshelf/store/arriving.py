@@ -12,6 +12,7 @@ from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, suppress
 from functools import partial
 from io import RawIOBase
+from itertools import chain
 from types import TracebackType
 from typing import Final, Self
 
@@ -29,6 +30,10 @@ _READ_AHEAD_BYTES: Final = 4 << 20
 _PORTION_BYTES: Final = 8 << 20
 """Of layers that are handed out at once, at most. Streaming bytes through the processor's caches and making records of
 them drive each other out of these: layer by layer, 64 MB in 32 layers take a fifth longer."""
+
+_RUN_BYTES: Final = 4 << 20
+"""Of layers that are read at once, at most, and digested one by one: fewer, and what reads and what digests drive each
+other's code out of the processor's caches more often; more, and the digests wait for memory."""
 
 Guard = Callable[[], AbstractContextManager[None]]
 """Makes a block within which errors of a store's bytes and of its medium become the errors that the store promises."""
@@ -119,14 +124,16 @@ class ArrivingCache:
     def _read_layers(self, together: bool) -> None:
         memory = used_memory(self.nbytes) if self._memory is None else self._memory
         layers = self._summary.header.layers
-        ends = set() if together else {portion.stop for portion in portions_of([layer.nbytes for layer in layers])}
+        sizes = [layer.nbytes for layer in layers]
+        portions = [range(len(layers))] if together else list(portions_of(sizes))
         checked = handed = 0
         try:
-            with closing(self._segments(memory)) as segments:
-                for index, segment in enumerate(segments):
+            with closing(self._runs(memory, [run for portion in portions for run in runs_of(sizes, portion)])) as runs:
+                ends = {portion.stop for portion in portions}
+                for index in chain.from_iterable(runs):
                     if self.layers[index].done():  # closed
                         return
-                    blob.check_segment(index, layers[index], segment)
+                    blob.check_segment(index, layers[index], _segment(layers[index], memory))
                     checked = index + 1
                     if checked in ends:
                         self._hand_out(range(handed, checked), memory)
@@ -142,26 +149,30 @@ class ArrivingCache:
             with suppress(InvalidStateError):  # closed meanwhile
                 self.layers[index].set_result(record)
 
-    def _segments(self, memory: memoryview) -> Generator[memoryview]:
-        """The segments in order, each filled when it is handed out.
+    def _runs(self, memory: memoryview, runs: Sequence[range]) -> Generator[range]:
+        """Runs of layers in order, their segments filled when they are handed out.
 
-        Where a thread reads ahead, it reads the next one while the caller digests this one: both take about as long.
+        Where a thread reads ahead, it reads the next ones while the caller digests these: both take about as long.
         """
-        segments = [_segment(layer, memory) for layer in self._summary.header.layers]
         if self._body is None:
-            yield from segments
+            yield from runs
         elif not self._read_ahead:
-            for segment in segments:
-                fill(self._body, segment)
-                yield segment
+            for run in runs:
+                self._fill(memory, run)
+                yield run
         else:
             with ThreadPoolExecutor(1, "kvshelf-read") as ahead:
-                following = ahead.submit(fill, self._body, segments[0])
-                for index, segment in enumerate(segments, 1):
+                following = ahead.submit(self._fill, memory, runs[0])
+                for index, run in enumerate(runs, 1):
                     following.result()
-                    if index < len(segments):
-                        following = ahead.submit(fill, self._body, segments[index])
-                    yield segment
+                    if index < len(runs):
+                        following = ahead.submit(self._fill, memory, runs[index])
+                    yield run
+
+    def _fill(self, memory: memoryview, run: range) -> None:
+        first, last = (self._summary.header.layers[index] for index in (run[0], run[-1]))
+        assert self._body is not None
+        fill(self._body, memory[first.offset : last.offset + last.nbytes])
 
     def _read_elsewhere(self, error: Exception) -> None:
         """Let the layers that are missing come from the same cache in another place; `error` if there is none."""
@@ -206,6 +217,17 @@ def portions_of(sizes: Sequence[int]) -> Iterator[range]:
             stop += 1
         yield range(start, stop)
         start, limit = stop, min(2 * nbytes, _PORTION_BYTES)
+
+
+def runs_of(sizes: Sequence[int], portion: range) -> Iterator[range]:
+    """The layers of a portion, at least one and at most `_RUN_BYTES` of them at a time."""
+    start, nbytes = portion.start, 0
+    for index in portion:
+        if nbytes and nbytes + sizes[index] > _RUN_BYTES:
+            yield range(start, index)
+            start, nbytes = index, 0
+        nbytes += sizes[index]
+    yield range(start, portion.stop)
 
 
 def _pass_on(mine: Future[LayerRecord], theirs: Future[LayerRecord]) -> None:

@@ -24,6 +24,7 @@ HEADER_LIMIT: Final = 256 * 1024
 _MAX_MAP = 256
 _MAX_DEPTH = 32
 _DIGEST_BYTES = 32
+_STRINGS: Final = frozenset({str})
 _SHOWN = 200  # characters of a name that a message repeats
 
 Text = Annotated[str, Field(max_length=HEADER_LIMIT)]
@@ -176,7 +177,7 @@ def _unpack(data: bytes) -> Any:
 
 def _unique(pairs: list[tuple[str | bytes, Any]]) -> dict[str | bytes, Any]:
     fields = dict(pairs)
-    if not all(type(key) is str for key in fields):  # msgpack itself takes bytes for a key too
+    if not _STRINGS.issuperset(map(type, fields)):  # msgpack itself takes bytes for a key too
         raise BlobError("the header has a key that is no string", reason="header_malformed")
     if len(fields) != len(pairs):
         # msgpack itself keeps the last one in silence: two readers could then see two different caches.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from typing import Annotated, Final, Literal, NamedTuple
+from typing import Annotated, ClassVar, Final, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field
 
@@ -91,9 +91,6 @@ class MergedHeader(Strict):
 
 RecordHeader = KeptHeader | MergedHeader
 
-Contents = list[tuple[RecordHeader, dict[str, Span]]]
-"""The records of a segment, each with the places of its arrays by name."""
-
 
 class Part(Strict):
     """`Span` as 1.0 writes it."""
@@ -103,7 +100,7 @@ class Part(Strict):
 
 
 class KeptLayer(Strict):
-    """One layer of format 1.0 and its segment.
+    """One layer of format 1.0 and its segment. It describes its one record itself, in the words of `KeptHeader`.
 
     offset: bytes from the start of the body (the first aligned byte after the header), so that it does not depend on
     the header's own length. nbytes: the segment with its padding. digest: BLAKE3 of those bytes. lengths: entries of
@@ -125,39 +122,29 @@ class KeptLayer(Strict):
     positions: Part
     digest: Digest
 
+    group: ClassVar[int] = 0
+
     @property
     def dims(self) -> Dims:
         return Dims(self.dtype, self.key_dim, self.value_dim)
 
+    @property
+    def sizes(self) -> list[int]:
+        return [self.keys.nbytes, self.values.nbytes, self.positions.nbytes]
+
     def contents(self) -> Contents:
         """The records in the segment and where their arrays lie, in the order in which they lie there."""
-        return self._contents
-
-    @cached_property
-    def _contents(self) -> Contents:
-        record = KeptHeader(
-            kind="kept",
-            rope_mode=self.rope_mode,
-            codec="none",
-            group=0,
-            lengths=self.lengths,
-            position_encoding=self.position_encoding,
-            sizes=[part.nbytes for _, part in self._parts()],
-        )
-        spans = {name: Span(part.offset, part.nbytes) for name, part in self._parts()}
-        return [(record, spans)]
+        return [(self, {"keys": self.keys, "values": self.values, "positions": self.positions})]
 
     def check(self, index: int, num_tokens: int) -> None:
         """Raise `BlobError` unless the parts have the sizes of their shapes and lie where they must."""
-        _check_record(index, self.contents()[0][0], self.dims, num_tokens)
+        ((_, parts),) = self.contents()
+        _check_record(index, self, self.dims, num_tokens)
         end = 0
-        for name, part in self._parts():
+        for name, part in parts.items():
             check_place(f"{name} of layer {index}", part.offset, end)
             end = aligned(part.offset + part.nbytes)
         _check_segment(index, self.nbytes, end)
-
-    def _parts(self) -> tuple[tuple[str, Part], ...]:
-        return (("keys", self.keys), ("values", self.values), ("positions", self.positions))
 
 
 class RecordsLayer(Strict):
@@ -189,7 +176,7 @@ class RecordsLayer(Strict):
         end = 0
         found: Contents = []
         for record in self.records:
-            spans = {}
+            spans: dict[str, Span | Part] = {}
             for name, nbytes in zip(array_sizes(record, self.dims), record.sizes, strict=True):
                 spans[name] = Span(end, nbytes)
                 end = aligned(end + nbytes)
@@ -209,9 +196,13 @@ class RecordsLayer(Strict):
 
 
 Layer = KeptLayer | RecordsLayer
+Described = RecordHeader | KeptLayer
+
+Contents = list[tuple[Described, Mapping[str, Span | Part]]]
+"""What describes each record of a segment, and the places of its arrays by name."""
 
 
-def array_sizes(record: RecordHeader, dims: Dims) -> dict[str, int | None]:
+def array_sizes(record: Described, dims: Dims) -> dict[str, int | None]:
     """Bytes that each array of a record must have, in the order in which they lie in the segment. None for positions,
     whose size depends on the data.
 
@@ -243,7 +234,7 @@ def check_place(what: str, offset: int, expected: int) -> None:
         raise BlobError(f"{what} begins at byte {offset}, leaving a hole after {expected}", reason="hole")
 
 
-def _row_sizes(name: str, record: RecordHeader, dtype: DtypeName, dim: int) -> Iterator[tuple[str, int]]:
+def _row_sizes(name: str, record: Described, dtype: DtypeName, dim: int) -> Iterator[tuple[str, int]]:
     entries = sum(record.lengths)
     if record.codec == "none":
         yield name, entries * dim * ITEM_BYTES[dtype]
@@ -260,7 +251,7 @@ def _check_segment(index: int, nbytes: int, expected: int) -> None:
         raise BlobError(f"segment {index} says {nbytes} bytes, its parts make {expected}", reason="size_mismatch")
 
 
-def _check_record(index: int, record: RecordHeader, dims: Dims, num_tokens: int) -> None:
+def _check_record(index: int, record: Described, dims: Dims, num_tokens: int) -> None:
     where = f"layer {index}"
     expected = array_sizes(record, dims)
     if len(record.sizes) != len(expected):
@@ -283,7 +274,7 @@ def _check_record(index: int, record: RecordHeader, dims: Dims, num_tokens: int)
 
 
 def _check_lengths(where: str, what: str, lengths: list[int], num_tokens: int) -> None:
-    if any(length > num_tokens for length in lengths):
+    if max(lengths) > num_tokens:
         raise BlobError(
             f"{where} has {max(lengths)} {what} in a head, the document {num_tokens} tokens", reason="positions_count"
         )

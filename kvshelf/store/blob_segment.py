@@ -19,11 +19,13 @@ from kvshelf.kernels.quantize.rows import Axis, QuantizedRows, Rows, scales_shap
 from kvshelf.store import positions
 from kvshelf.store.artifact import Kept, LayerRecord, Merged, PackedRecord, Parts
 from kvshelf.store.blob_layer import (
+    Described,
     Dims,
     DtypeName,
     KeptHeader,
     Layer,
     MergedHeader,
+    Part,
     RecordHeader,
     Span,
     class_bytes,
@@ -146,8 +148,8 @@ class _Reader:
 
     def __init__(
         self,
-        header: RecordHeader,
-        spans: Mapping[str, Span],
+        header: Described,
+        spans: Mapping[str, Span | Part],
         dims: Dims,
         segment: memoryview,
         storage: Tensor,
@@ -169,7 +171,7 @@ class _Reader:
             "offsets": offsets_of(header.lengths),
             "rope_mode": header.rope_mode,
         }
-        if isinstance(header, KeptHeader):
+        if not isinstance(header, MergedHeader):
             return Kept(**fields)
         classes = np.frombuffer(self._bytes("slot_classes"), f"<u{class_bytes(header.lengths)}")
         return Merged(

@@ -149,11 +149,11 @@ class RedisLink:
     @contextmanager
     def talking(self, loan: Loan) -> Iterator[Wire]:
         """Inside the block the wire of a loan may be used. After any error the connection is dropped."""
-        with self._translated():
-            try:
-                yield loan.wire
-            except BaseException as error:
-                loan.drop(error)
+        try:
+            yield loan.wire
+        except BaseException as error:
+            loan.drop(error)
+            with self._translated():  # here and not around it all: a large cache is read in many blocks
                 raise
 
     def close(self) -> None:
