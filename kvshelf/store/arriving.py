@@ -19,7 +19,7 @@ from typing import Final, Self
 from kvshelf.errors import StoreUnavailable
 from kvshelf.store import blob
 from kvshelf.store.artifact import CompressedCache, LayerRecord
-from kvshelf.store.blob import BlobSummary
+from kvshelf.store.blob import BlobSummary, Body
 from kvshelf.store.blob_header import body_bytes
 from kvshelf.store.blob_layer import Layer
 from kvshelf.store.files import fill, used_memory
@@ -66,6 +66,7 @@ class ArrivingCache:
         self._body = None if isinstance(body, memoryview) else body
         self._memory = body if isinstance(body, memoryview) else None
         self._guard = guard
+        self._resolved = 0  # layers that `read` has handed out
         self._turn = threading.Lock()  # of whoever uses the file: a file is not closed while it is read
         self.identity = summary.header.to_identity()
         self.num_tokens = summary.header.num_tokens
@@ -143,11 +144,11 @@ class ArrivingCache:
 
     def _hand_out(self, checked: range, memory: memoryview) -> None:
         header = self._summary.header
-        storage = blob.as_tensor(memory)
-        for index in checked:
-            record = blob.read_segment(index, header, _segment(header.layers[index], memory), storage)
-            with suppress(InvalidStateError):  # closed meanwhile
-                self.layers[index].set_result(record)
+        body = Body(memory)
+        with suppress(InvalidStateError):  # closed meanwhile, with all that are still to come
+            for index in checked:
+                self.layers[index].set_result(blob.read_segment(index, header, body))
+                self._resolved = index + 1
 
     def _runs(self, memory: memoryview, runs: Sequence[range]) -> Generator[range]:
         """Runs of layers in order, their segments filled when they are handed out.
@@ -189,10 +190,9 @@ class ArrivingCache:
             self._refuse(failure)
 
     def _refuse(self, error: Exception) -> None:
-        for layer in self.layers:
-            if not layer.done():
-                with suppress(InvalidStateError):  # the other of `read` and `close` was first
-                    layer.set_exception(error)
+        for layer in self.layers[self._resolved :]:
+            with suppress(InvalidStateError):  # it is resolved, or the other of `read` and `close` was first
+                layer.set_exception(error)
 
     def __enter__(self) -> Self:
         return self

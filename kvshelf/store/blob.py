@@ -18,14 +18,12 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, BinaryIO
 
-import numpy as np
-import torch
 from blake3 import blake3
-from torch import Tensor
 
 from kvshelf.errors import BlobError, InvalidRequest
 from kvshelf.store import blob_frame, blob_header, blob_segment
 from kvshelf.store.artifact import CompressedCache, Kept, LayerRecord
+from kvshelf.store.blob_body import Body
 from kvshelf.store.blob_frame import (
     FIXED,
     FORMAT_MAJOR,
@@ -43,9 +41,9 @@ __all__ = [
     "FORMAT_MAJOR",
     "FORMAT_MINOR",
     "BlobSummary",
+    "Body",
     "Buffer",
     "PackedBlob",
-    "as_tensor",
     "check_segment",
     "decode",
     "encode",
@@ -101,8 +99,8 @@ def decode(data: Buffer) -> CompressedCache:
     segments = [view[body + layer.offset : body + layer.offset + layer.nbytes] for layer in header.layers]
     for index, (layer, segment) in enumerate(zip(header.layers, segments, strict=True)):
         check_segment(index, layer, segment)
-    storage = as_tensor(view[body:])
-    layers = tuple(read_segment(index, header, segment, storage) for index, segment in enumerate(segments))
+    whole = Body(view[body:])
+    layers = tuple(read_segment(index, header, whole) for index in range(len(segments)))
     return CompressedCache(layers, header.num_tokens, header.next_position, header.to_identity(), header.codec)
 
 
@@ -115,20 +113,12 @@ def check_segment(index: int, layer: Layer, segment: memoryview) -> None:
             raise BlobError(f"padding in segment {index} is not zero", reason="nonzero_padding")
 
 
-def read_segment(index: int, header: Header, segment: memoryview, storage: Tensor) -> LayerRecord:
-    """The layer in a segment that `check_segment` has taken. `storage` `[bytes]` uint8, from `as_tensor`, is the body
-    of the blob; the layer's tensors are views of it, as `decode` says.
+def read_segment(index: int, header: Header, body: Body) -> LayerRecord:
+    """A layer whose segment `check_segment` has taken. Its tensors are views of the body, as `decode` says.
 
     Raises `BlobError` for what a digest cannot know: a writer's fault.
     """
-    layer = header.layers[index]
-    part = storage[layer.offset : layer.offset + layer.nbytes]
-    return blob_segment.read(f"layer {index}", layer, segment, part, header.num_tokens)
-
-
-def as_tensor(view: memoryview) -> Tensor:
-    """`[bytes]` uint8, sharing memory with `view`."""
-    return torch.from_numpy(np.asarray(_SharedBytes(view)))
+    return blob_segment.read(f"layer {index}", header.layers[index], body, header.num_tokens)
 
 
 def root(data: Buffer) -> bytes:
@@ -254,17 +244,3 @@ def _chunks(file: BinaryIO, buffer: bytearray, size: int) -> Iterator[memoryview
             raise BlobError(f"the file ended {size} bytes early while it was read", reason="truncated")
         yield view[:count]
         size -= count
-
-
-class _SharedBytes:
-    """Presents bytes to numpy as an array that torch takes without a copy.
-
-    torch warns when it is handed read-only memory, once per process and in the caller's face; copying the blob instead
-    would cost more than verifying it. The tensors are documented as not to be written to.
-    """
-
-    def __init__(self, data: memoryview) -> None:
-        array = np.frombuffer(data, np.uint8)
-        self._owner = array  # keeps the memory alive for as long as a tensor views it
-        address = int(array.__array_interface__["data"][0])
-        self.__array_interface__ = {"version": 3, "shape": array.shape, "typestr": "|u1", "data": (address, False)}

@@ -18,6 +18,7 @@ from kvshelf.errors import BlobError, InvalidRequest
 from kvshelf.kernels.quantize.rows import Axis, QuantizedRows, Rows, scales_shape
 from kvshelf.store import positions
 from kvshelf.store.artifact import Kept, LayerRecord, Merged, PackedRecord, Parts
+from kvshelf.store.blob_body import Body
 from kvshelf.store.blob_layer import (
     Described,
     Dims,
@@ -58,14 +59,14 @@ def write(record: LayerRecord, num_tokens: int) -> tuple[Dims, list[tuple[Record
     return dims, written
 
 
-def read(where: str, layer: Layer, segment: memoryview, storage: Tensor, num_tokens: int) -> LayerRecord:
-    """The layer that a segment holds. `storage` `[bytes]` uint8 shares memory with the segment.
+def read(where: str, layer: Layer, body: Body, num_tokens: int) -> LayerRecord:
+    """The layer whose segment is in a body.
 
     Raises `BlobError` for bytes that `write` cannot have written.
     """
     parts = []
     for header, spans in layer.contents():
-        parts.append(_Reader(header, spans, layer.dims, segment, storage, num_tokens).record())
+        parts.append(_Reader(header, spans, layer, body, num_tokens).record())
     record = parts[0] if len(parts) == 1 else Parts(tuple(parts))
     _require_sound(where, record)
     return record
@@ -147,26 +148,19 @@ class _Reader:
     """One record of a segment. The header has been checked against the size of the segment."""
 
     def __init__(
-        self,
-        header: Described,
-        spans: Mapping[str, Span | Part],
-        dims: Dims,
-        segment: memoryview,
-        storage: Tensor,
-        num_tokens: int,
+        self, header: Described, spans: Mapping[str, Span | Part], layer: Layer, body: Body, num_tokens: int
     ) -> None:
         self._header = header
         self._spans = spans
-        self._dims = dims
-        self._segment = segment
-        self._storage = storage
+        self._layer = layer
+        self._body = body
         self._num_tokens = num_tokens
 
     def record(self) -> PackedRecord:
         header = self._header
         fields: dict[str, Any] = {
-            "keys": self._rows("keys", self._dims.key_dim),
-            "values": self._rows("values", self._dims.value_dim),
+            "keys": self._rows("keys", self._layer.key_dim),
+            "values": self._rows("values", self._layer.value_dim),
             "entries_at": self._positions("positions", header.position_encoding, header.lengths),
             "offsets": offsets_of(header.lengths),
             "rope_mode": header.rope_mode,
@@ -183,7 +177,7 @@ class _Reader:
         )
 
     def _rows(self, name: str, dim: int) -> Rows:
-        header, dtype = self._header, DTYPES[self._dims.dtype]
+        header, dtype = self._header, DTYPES[self._layer.dtype]
         entries = sum(header.lengths)
         if header.codec == "none":
             return self._tensor(name, dtype, entries, dim)
@@ -202,16 +196,12 @@ class _Reader:
         )
 
     def _tensor(self, name: str, dtype: torch.dtype, *shape: int) -> Tensor:
-        span = self._spans[name]
-        flat = self._storage[span.offset : span.offset + span.nbytes]
-        if flat.data_ptr() % dtype.itemsize:
-            # Bytes that lie at an odd address (a slice of a larger message) cannot be viewed as numbers.
-            flat = flat.clone()
-        return flat.view(dtype).view(shape)
+        return self._body.tensor(self._layer.offset + self._spans[name].offset, dtype, *shape)
 
     def _bytes(self, name: str) -> memoryview:
         span = self._spans[name]
-        return self._segment[span.offset : span.offset + span.nbytes]
+        start = self._layer.offset + span.offset
+        return self._body.memory[start : start + span.nbytes]
 
     def _positions(self, name: str, encoding: positions.Encoding, lengths: list[int]) -> Callable[[], Tensor]:
         """Checked, and expanded by whoever asks."""

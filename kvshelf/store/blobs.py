@@ -81,10 +81,11 @@ class Blobs(abc.ABC):
         """
 
     @abc.abstractmethod
-    def open(self, name: str, nbytes: int) -> RawIOBase | None:
+    def open(self, name: str, nbytes: int, *, once: bool = False) -> RawIOBase | None:
         """A seekable file at byte 0, or None when there is nothing of this name.
 
         It holds a lease until it is closed: the bytes can be read to the end although the name is removed meanwhile.
+        once: it is read from front to end once and then closed, so the lease may end when the last bytes come.
         Reading raises `BlobError` (reason "missing") where a part is gone.
         """
 

@@ -138,13 +138,12 @@ def _check_bitmap(raw: Bytes, lengths: Sequence[int], num_tokens: int) -> None:
     if num_tokens % 8 and np.any(raw[stride - 1 :: stride] >> (num_tokens % 8)):
         raise BlobError(f"a position bitmap marks a position past {num_tokens - 1}", reason="positions_out_of_range")
     marked = np.bitwise_count(raw).reshape(len(lengths), stride).sum(axis=1, dtype=np.int64)  # entries of each head
-    wrong = np.flatnonzero(marked != lengths)
-    if wrong.size:
-        head = int(wrong[0])
-        raise BlobError(
-            f"the position bitmap marks {marked[head]} entries in head {head}, the header says {lengths[head]}",
-            reason="positions_count",
-        )
+    for head, (found, expected) in enumerate(zip(marked.tolist(), lengths, strict=True)):
+        if found != expected:
+            raise BlobError(
+                f"the position bitmap marks {found} entries in head {head}, the header says {expected}",
+                reason="positions_count",
+            )
 
 
 def _from_bitmap(raw: Bytes, lengths: Sequence[int], num_tokens: int) -> Ints:

@@ -50,9 +50,10 @@ class Reader:
         return entry
 
     @contextmanager
-    def opening(self, cache_id: str, tenant: str) -> Iterator[tuple[Entry, RawIOBase, int]]:
-        """The plain blob of a cache, for the caller of the block. It is closed when the block raises."""
-        entry, file = self._open(cache_id, tenant)
+    def opening(self, cache_id: str, tenant: str, *, once: bool = False) -> Iterator[tuple[Entry, RawIOBase, int]]:
+        """The plain blob of a cache, for the caller of the block. It is closed when the block raises. once: see
+        `Blobs.open`."""
+        entry, file = self._open(cache_id, tenant, once)
         try:
             with self.quarantining(entry):
                 yield entry, *plain(file, self._rules, entry.nbytes, tenant, cache_id)
@@ -60,12 +61,12 @@ class Reader:
             file.close()
             raise
 
-    def _open(self, cache_id: str, tenant: str) -> tuple[Entry, RawIOBase]:
+    def _open(self, cache_id: str, tenant: str, once: bool) -> tuple[Entry, RawIOBase]:
         """Open a cache's blob. If the cache is deleted or replaced in between, the index decides."""
         entry = self.ready(cache_id, tenant)
         while True:
             assert entry.name is not None, "a ready cache has a blob"
-            file = self._blobs.open(entry.name, entry.nbytes)
+            file = self._blobs.open(entry.name, entry.nbytes, once=once)
             if file is not None:
                 return entry, file
             again = self.ready(cache_id, tenant)

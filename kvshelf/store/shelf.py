@@ -166,7 +166,7 @@ class Shelf(Store):
     # Reading
 
     def open_cache(self, cache_id: str, *, tenant: str = "default") -> ArrivingCache:
-        with self._reader.opening(cache_id, tenant) as (entry, file, nbytes):
+        with self._reader.opening(cache_id, tenant, once=True) as (entry, file, nbytes):
             summary = blob.open_file(file, nbytes)  # type: ignore[arg-type]
             require_root(entry, summary.root)
             guard = partial(self._reader.quarantining, entry)

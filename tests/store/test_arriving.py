@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -17,8 +18,9 @@ from torch import Tensor
 
 from kvshelf.errors import BlobError, CacheCorrupt, CacheExpired, CacheNotFound, StoreUnavailable
 from kvshelf.store import CompressedCache, blob
-from kvshelf.store.arriving import ArrivingCache, portions_of
+from kvshelf.store.arriving import ArrivingCache, portions_of, runs_of
 from kvshelf.store.artifact import LayerRecord
+from kvshelf.store.blob_body import as_tensor
 from kvshelf.store.disk import DiskStore
 from kvshelf.store.files import fresh_memory
 from tests.store import faults_1_0, faults_1_1, faults_1_absurd
@@ -141,6 +143,16 @@ def test_the_first_layer_comes_alone_and_then_ever_more_together(sizes: list[int
         assert volume >= most or portion is portions[-1]
 
 
+@given(st.lists(st.integers(1, 6 << 20), min_size=1, max_size=60), st.integers(0, 59))
+def test_what_is_read_at_once_is_one_layer_or_at_most_4_mib_of_them(sizes: list[int], start: int) -> None:
+    portion = range(min(start, len(sizes) - 1), len(sizes))
+    runs = list(runs_of(sizes, portion))
+    assert [index for run in runs for index in run] == list(portion)
+    volumes = [sum(sizes[index] for index in run) for run in runs]
+    assert all(len(run) == 1 or volume <= 4 << 20 for run, volume in zip(runs, volumes, strict=True))
+    assert all(a + sizes[run[0]] > 4 << 20 for a, run in zip(volumes, runs[1:], strict=False)), "no fewer than fit"
+
+
 @pytest.mark.parametrize("name", golden_caches())
 def test_what_arrives_is_what_was_stored(shelf: DiskStore, name: str) -> None:
     cache = golden_caches()[name]
@@ -185,7 +197,7 @@ def test_fresh_memory_begins_where_a_huge_page_can(size: int) -> None:
     memory = fresh_memory(size)
     assert (len(memory), memory.readonly) == (size, False)
     assert not any(memory[-4096:])
-    assert blob.as_tensor(memory).data_ptr() % (2 << 20) == 0 or not size
+    assert as_tensor(memory).data_ptr() % (2 << 20) == 0 or not size
 
 
 # Faults
@@ -359,6 +371,7 @@ def test_closing_while_a_layer_is_read() -> None:
 def test_no_descriptor_is_left_open(shelf: DiskStore, home: Path) -> None:
     good, cut, flipped = (shelf.put(make_cache(seed)) for seed in range(3))
     shelf.get(good.id)
+    gc.collect()  # or what other tests left open might be closed meanwhile
     before = len(os.listdir("/dev/fd"))
     kept = [shelf.open_cache(good.id) for _ in range(100)]  # what is thrown away closes itself
     assert len(os.listdir("/dev/fd")) == before + 100

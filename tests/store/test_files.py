@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvshelf.store import blob, files
+from kvshelf.store import files
+from kvshelf.store.blob_body import as_tensor
 from kvshelf.store.files import used_memory
 
 MB = 1 << 20
@@ -42,7 +43,7 @@ def test_memory_that_is_let_go_of_is_used_again(size: int) -> None:
 
 def test_memory_is_not_used_again_while_a_tensor_lies_in_it() -> None:
     memory = used_memory(5 * MB)
-    tensor = blob.as_tensor(memory)[MB : MB + 10].view(-1)
+    tensor = as_tensor(memory)[MB : MB + 10].view(-1)
     tensor.fill_(7)
     del memory
     others = [used_memory(5 * MB) for _ in range(2)]

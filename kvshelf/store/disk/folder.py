@@ -65,7 +65,7 @@ class Folder(Blobs):
     def renew(self, name: str, nbytes: int) -> None:
         """A disk drops nothing by itself."""
 
-    def open(self, name: str, nbytes: int) -> RawIOBase | None:  # noqa: ARG002 - a file knows its size
+    def open(self, name: str, nbytes: int, *, once: bool = False) -> RawIOBase | None:  # noqa: ARG002 - the kernel knows
         with self._translated():
             try:
                 file = self._file(name, os.O_RDONLY | os.O_NONBLOCK)  # a planted pipe must not make the opening wait

@@ -155,7 +155,7 @@ class RedisBlobs(Blobs):
     def renew(self, name: str, nbytes: int) -> None:
         self._link.script(_RENEW, self._chunks(name, nbytes), [_ms(self._write_lease_s)])
 
-    def open(self, name: str, nbytes: int) -> RawIOBase | None:
+    def open(self, name: str, nbytes: int, *, once: bool = False) -> RawIOBase | None:
         token = secrets.token_hex(8)
         keys = [self._key(name, "readers"), *self._chunks(name, nbytes)]
         pieces = [Piece(key, size) for key, size in zip(keys[1:], _sizes(nbytes), strict=True)]
@@ -169,7 +169,8 @@ class RedisBlobs(Blobs):
             ends,
             lease_s=self._read_lease_s,
             renew=lambda: self._link.script(_LEASE, keys, lease),
-            release=lambda: self._link.call("ZREM", keys[0], token),
+            release=("ZREM", keys[0], token),
+            once=once,
         )
 
     def beginning(self, name: str, nbytes: int, count: int) -> bytes | None:

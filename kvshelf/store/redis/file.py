@@ -6,7 +6,7 @@ import io
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
@@ -21,6 +21,7 @@ _AHEAD: Final = 4  # pieces that are asked for before they are read: the server 
 _SMALL: Final = 256 << 10  # bytes; a read of less fetches just that, unless it goes on where the last one ended
 _HEAD: Final = 12 << 10  # bytes at the beginning that come with the lease: the headers of most blobs
 _TAIL: Final = 64  # bytes at the end that do: what stands there says whether the whole is sound
+_FIRST: Final = 1 << 20  # bytes of a stream's first answer
 _DRAIN: Final = 64 << 10  # bytes; fewer than these are read and thrown away, to keep a connection
 
 
@@ -36,8 +37,9 @@ class RedisFile(io.RawIOBase):
     """Seekable and read-only; `readinto` fills the whole buffer or reaches the end. For one thread at a time.
 
     Raises `BlobError` (reason "missing") for a piece that is gone or has another length, `StoreUnavailable`. It holds a
-    lease on the server for `lease_s`, which `renew` prolongs while it is read and `release` ends. `ends`: what the
-    server answered to `ends_of(pieces)`.
+    lease on the server for `lease_s`, which `renew` prolongs while it is read and the command `release` ends. `ends`:
+    what the server answered to `ends_of(pieces)`. once: the lease may end as soon as the last piece comes; whoever
+    reads on after that has none.
     """
 
     def __init__(
@@ -48,14 +50,16 @@ class RedisFile(io.RawIOBase):
         *,
         lease_s: float,
         renew: Callable[[], Any],
-        release: Callable[[], Any],
+        release: Command,
+        once: bool,
     ) -> None:
         super().__init__()
         self._link = link
         self._pieces = pieces
         self._ends = list(accumulate(piece.nbytes for piece in pieces))
         self._renew = renew
-        self._release = release
+        self._release: Command | None = release
+        self._once = once
         self._lease_s = lease_s
         self._renew_at = time.monotonic() + lease_s / 3
         self._position = 0
@@ -93,13 +97,14 @@ class RedisFile(io.RawIOBase):
     def close(self) -> None:
         if not self.closed:
             self._end_stream()
-            with suppress(StoreError):  # it ends by itself
-                self._release()
+            if self._release is not None:
+                with suppress(StoreError):  # it ends by itself
+                    self._link.call(*self._release)
         super().close()
 
     def _read_some(self, view: memoryview) -> int:
         """Read up to the end of a piece at most."""
-        if time.monotonic() >= self._renew_at:
+        if self._release is not None and time.monotonic() >= self._renew_at:
             self._renew_at = time.monotonic() + self._lease_s / 3
             self._renew()
         index = bisect_right(self._ends, self._position)
@@ -147,29 +152,35 @@ class RedisFile(io.RawIOBase):
 
     def _begin_stream(self, position: int) -> None:
         index = bisect_right(self._ends, position)
-        self._stream = _Stream(self._link, self._pieces[index:], self._offset(index, position), position)
+        last = self._release if self._once else None
+        self._stream = _Stream(self._link, self._pieces[index:], self._offset(index, position), position, last)
 
     def _end_stream(self) -> None:
         stream, self._stream = self._stream, None
         if stream is not None:
             stream.close()
+            if stream.has_said_last:
+                self._release = None
 
 
 class _Stream:
     """Pieces that come one after the other on one connection."""
 
-    def __init__(self, link: RedisLink, pieces: Sequence[Piece], skip: int, position: int) -> None:
-        """skip: bytes of the first piece that are not wanted. position: where in the file that is."""
+    def __init__(
+        self, link: RedisLink, pieces: Sequence[Piece], skip: int, position: int, last: Command | None
+    ) -> None:
+        """skip: bytes of the first piece that are not wanted. position: where in the file that is. last: a command that
+        follows when the last span comes, so that nobody waits for its answer, a number."""
         self.position = position
+        self.has_said_last = False
+        self._last = last
         self._link = link
-        first, *others = pieces
-        spans = [Span(first, skip, first.nbytes), *(Span(piece, 0, piece.nbytes) for piece in others)]
-        self._spans = deque(spans)  # not asked for yet
+        self._spans = deque(_spans(pieces, skip))  # not asked for yet
         self._asked: deque[Span] = deque()  # and not received
         self._left = 0  # bytes to come of the first of them; 0: it has not begun
         self._loan: Loan = link.borrow(pieces[0].key)
         with link.talking(self._loan) as wire:
-            self._ask(wire, 1)
+            self._ask(wire, 2)
 
     def read(self, view: memoryview) -> int:
         """Fill the buffer, which does not reach beyond the piece, or its beginning. Returns how many bytes came."""
@@ -194,6 +205,9 @@ class _Stream:
             with suppress(BlobError, StoreError):  # the loan is dropped then
                 if to_come:
                     self.read(memoryview(bytearray(to_come)))
+                if self.has_said_last:
+                    with self._link.talking(self._loan) as wire:
+                        wire.receive()
                 self._loan.give_back()
 
     def _begin(self, wire: Wire) -> None:
@@ -207,6 +221,9 @@ class _Stream:
         self._left = span.nbytes
         if len(self._asked) <= _AHEAD // 2:
             self._ask(wire, _AHEAD)
+        if len(self._asked) == 1 and self._last is not None:
+            wire.send(self._last)
+            self.has_said_last = True
 
     def _ask(self, wire: Wire, count: int) -> None:
         """Ask until so many spans are to come."""
@@ -249,6 +266,16 @@ def ends_of(pieces: Sequence[Piece]) -> tuple[Span, Span]:
     """The beginning and the end of a file, which most readers look at first."""
     first, last = pieces[0], pieces[-1]
     return Span(first, 0, min(_HEAD, first.nbytes)), Span(last, max(0, last.nbytes - _TAIL), last.nbytes)
+
+
+def _spans(pieces: Sequence[Piece], skip: int) -> Iterator[Span]:
+    """From byte `skip` of the first piece on. The first one is short: while it is read, the server makes the next."""
+    first, *others = pieces
+    cut = min(skip + _FIRST, first.nbytes)
+    yield Span(first, skip, cut)
+    if cut < first.nbytes:
+        yield Span(first, cut, first.nbytes)
+    yield from (Span(piece, 0, piece.nbytes) for piece in others)
 
 
 def _sound(span: Span, data: Reply) -> bytes:

@@ -184,6 +184,47 @@ def test_a_file_closed_after_its_last_bytes_leaves_its_connection(blobs: RedisBl
     assert after - before <= 2, "one more for the file, one for the question"
 
 
+def test_a_blob_is_opened_in_one_round_trip_and_closed_in_none(blobs: RedisBlobs, valkey: ValkeyServer) -> None:
+    data = random.randbytes(2 * CHUNK + 100)
+    name = write(blobs, data)
+    opened(blobs, name, len(data)).close()  # the server has the script now
+    before = _calls(valkey)
+    file = blobs.open(name, len(data), once=True)
+    assert file is not None
+    assert (file.read(16), file.seek(-40, io.SEEK_END), file.read(40)) == (data[:16], len(data) - 40, data[-40:])
+    opened_with = _calls(valkey) - before
+    file.seek(16)
+    rest = bytearray(len(data) - 16 - 40)
+    assert file.readinto(rest[: CHUNK + 16]) == CHUNK + 16  # type: ignore[attr-defined]
+    assert blobs.is_read(name), "its last piece has not come"
+    file.seek(CHUNK + 32)
+    file.readinto(memoryview(rest)[CHUNK + 16 :])  # type: ignore[attr-defined]
+    assert rest[CHUNK + 16 :] == data[CHUNK + 32 : -40]
+    wait_until(lambda: not blobs.is_read(name), "the lease ends with the last piece", 2)
+    before = _calls(valkey)
+    file.close()
+    assert _calls(valkey) == before
+    assert opened_with == 3 + 2, "lease, beginning and end; and what is read on, asked for at once"
+
+
+def test_a_file_that_may_be_read_again_is_leased_until_it_is_closed(blobs: RedisBlobs) -> None:
+    data = random.randbytes(CHUNK + 100)
+    name = write(blobs, data)
+    with opened(blobs, name, len(data)) as file:
+        assert file.readall() == data
+        assert blobs.is_read(name)
+        blobs.remove(name, len(data))
+        file.seek(0)
+        assert file.readall() == data
+    assert not blobs.is_read(name)
+
+
+def _calls(valkey: ValkeyServer) -> int:
+    """Commands that read or release bytes, and scripts."""
+    stats = valkey.client().info("commandstats")
+    return sum(stats.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("evalsha", "get", "getrange", "zrem"))
+
+
 def test_a_file_closed_in_the_middle_harms_nobody(blobs: RedisBlobs) -> None:
     data = random.randbytes(5 * CHUNK)
     name = write(blobs, data)
