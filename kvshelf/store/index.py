@@ -72,6 +72,10 @@ class Entry:
         manifest = Manifest.model_validate_json(self.text)
         return manifest.model_copy(update={"last_used_at": self.last_used_at, "uses": self.uses})
 
+    def is_still(self, seen: Entry) -> bool:
+        """Whether neither the blob nor the manifest is another than when it was seen."""
+        return (self.name, self.version) == (seen.name, seen.version)
+
     def names(self) -> list[tuple[str, int]]:
         """Every name in `Blobs` that belongs to the entry, with its size."""
         both = ((self.name, self.nbytes), (self.source, self.source_bytes))
@@ -171,14 +175,15 @@ class Index(abc.ABC):
 
     @abc.abstractmethod
     def publish(
-        self, writing: Writing, manifest: Manifest, *, over: str | None, cost_s: float, now: float
+        self, writing: Writing, manifest: Manifest, *, over: Entry | None, cost_s: float, now: float
     ) -> tuple[bool, Entry | None]:
         """Make a cache visible, which ends its write.
 
-        If a live entry has the id and its name is not `over`, nothing is changed: (False, that entry). Otherwise the
-        cache takes the place of whatever had its id: (True, the entry that gave way, if it had names; these are now
-        among the `abandoned`). cost_s: what it
-        took to make, for eviction. Raises `StoreUnavailable` if the lease of the write has run out.
+        If a live entry has the id and it is not `over`, or not any more (name, version), nothing is changed: (False,
+        that entry). Otherwise the cache takes the place of whatever had its id: (True, the entry that gave way, if it
+        had names; these are now among the `abandoned`). cost_s: what it took to make, for eviction.
+
+        Raises `StoreUnavailable` if the lease of the write has run out.
         """
 
     # Reading

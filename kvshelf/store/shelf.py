@@ -338,14 +338,19 @@ class Shelf(Store):
     def _seal_anew(self, entry: Entry) -> str | None:
         """Returns what stood in the way, None if nothing did or the cache ended meanwhile."""
         try:
-            packed = blob.pack(self.get(entry.id, tenant=entry.tenant))
-            contents: list[Content] = [blob_content(entry.id, packed)]
-            if entry.source is not None:
-                contents.append(source_content(entry.id, self.source(entry.id, tenant=entry.tenant).encode()))
-            self._writer.replace(entry, contents)
+            while not self._writer.replace(entry, self._contents(entry)):
+                entry = self._reader.ready(entry.id, entry.tenant)  # it was changed meanwhile
         except KvshelfError as error:
             return None if error.code in ("cache_not_found", "cache_expired") else error.message
         return None
+
+    def _contents(self, entry: Entry) -> Sequence[Content]:
+        """All that is stored of a cache, read and verified."""
+        packed = blob.pack(self.get(entry.id, tenant=entry.tenant))
+        if entry.source is None:
+            return [blob_content(entry.id, packed)]
+        text = self.source(entry.id, tenant=entry.tenant)
+        return [blob_content(entry.id, packed), source_content(entry.id, text.encode())]
 
 
 _GONE = "gone"

@@ -98,11 +98,11 @@ class Writer:
         return False
 
     def replace(self, entry: Entry, contents: Sequence[Content]) -> bool:
-        """Store the contents of an entry anew, under the same manifest. False: it has changed since."""
+        """Store the contents of an entry anew, under its manifest. False: the entry has changed since."""
         manifest = entry.manifest()
         with self._writing(entry.id, entry.tenant, contents) as writing:
             self._keep_until(writing, manifest.expires_at)
-        published, _ = self._index.publish(writing, manifest, over=entry.name, cost_s=entry.cost_s, now=self._now())
+        published, _ = self._index.publish(writing, manifest, over=entry, cost_s=entry.cost_s, now=self._now())
         if published:
             housekeeping.discard(self._index, self._blobs, entry)
         else:
@@ -224,7 +224,7 @@ class Writer:
     def _publish(self, writing: Writing, manifest: Manifest) -> Manifest:
         """Make a cache visible, unless another writer was first with a whole one; returns what is visible then."""
         cost_s = eviction.cost_s(manifest.timings.prefill_s, manifest.timings.compress_s)
-        over: str | None = None
+        over: Entry | None = None
         while True:
             published, other = self._index.publish(writing, manifest, over=over, cost_s=cost_s, now=self._now())
             if published:
@@ -237,7 +237,7 @@ class Writer:
             if is_whole(self._blobs, other):
                 self._discard(writing)
                 return other.manifest()
-            over = other.name
+            over = other
 
     def _discard(self, writing: Writing) -> None:
         for name, nbytes in _names(writing):

@@ -83,11 +83,11 @@ class Walk:
         number, write = self._open.pop(self._chance.randrange(len(self._open)))
         made = self._manifest(number)
         known = self._known.get(number)
-        over = known.writing.name if known is not None and self._chance.random() < 0.3 else None
+        over = self._index.find(cache_id(number), _tenant(number)) if self._chance.random() < 0.3 else None
         self._index.renew(write.name)
         published, other = self._index.publish(write, made, over=over, cost_s=1.0, now=self._now)
         live = known is not None and known.state == "ready" and not self._is_expired(known)
-        stands = live and known is not None and known.writing.name != over
+        stands = live and over is None
         assert published != stands
         assert (other.id if other else None) == (cache_id(number) if number in self._order else None)
         if published:

@@ -114,7 +114,7 @@ def put(
     *,
     nbytes: int = 1000,
     source_bytes: int = 0,
-    over: str | None = None,
+    over: Entry | None = None,
     cost_s: float = 1.0,
     now: float = NOW,
     **fields: Any,

@@ -332,9 +332,9 @@ def test_a_writer_that_works_keeps_its_lease_however_slow_its_medium_is(place: P
     """Each pause is longer than the lease: one where the bytes are made durable, one where they are read back."""
 
     def slow(step: str) -> None:
-        time.sleep(1.0 if step in ("written", "verified") else 0)
+        time.sleep(2.2 if step in ("written", "verified") else 0)
 
-    with place.open(write_lease_s=0.8, on_step=slow) as shelf:
+    with place.open(write_lease_s=2.0, on_step=slow) as shelf:
         manifest = shelf.put(make_cache())
         require_equal(make_cache(), shelf.get(manifest.id))
         assert shelf.sweep().orphans == 0
@@ -351,10 +351,10 @@ def test_a_lease_that_cannot_be_renewed_for_a_while_ends_no_write(
         if step == "synced":
             with closing(sqlite3.connect(place.folder / "shelf.sqlite3")) as other:
                 other.execute("BEGIN IMMEDIATE")
-                time.sleep(0.6)
-            time.sleep(1.0)
+                time.sleep(0.9)
+            time.sleep(2.5)
 
-    with place.open(write_lease_s=1.4, busy_s=0.05, on_step=outage) as shelf:
+    with place.open(write_lease_s=3.0, busy_s=0.05, on_step=outage) as shelf:
         require_equal(make_cache(), shelf.get(shelf.put(make_cache()).id))
     assert "was not renewed" in caplog.text
 
@@ -432,6 +432,34 @@ def test_a_sealed_shelf_keeps_nothing_in_the_clear(place: Place) -> None:
         place.change(manifest, flip)
         with pytest.raises(CacheCorrupt):
             shelf.get(manifest.id)
+
+
+def test_what_is_changed_while_a_cache_is_sealed_anew_stays_changed(place: Place) -> None:
+    cache = make_cache()
+    changes = iter(
+        [
+            lambda shelf: shelf.update(manifest.id, name="new", ttl_s=60),
+            lambda shelf: shelf.keep_source(manifest.id, "text"),
+        ]
+    )
+
+    def meanwhile(step: str) -> None:
+        if step == "verified" and (change := next(changes, None)) is not None:
+            with place.open() as other:
+                change(other)
+
+    with place.open() as shelf:
+        manifest = shelf.put(cache, labels={"a": "b"})
+    with place.open(rules=sealed(1), on_step=meanwhile) as shelf:
+        assert [found.problem for found in shelf.reseal()] == [None]
+        now = shelf.stat(manifest.id)
+        assert (now.name, now.labels, now.has_source) == ("new", {"a": "b"}, True)
+        assert now.expires_at is not None
+        assert shelf.source(manifest.id) == "text"
+        require_equal(cache, shelf.get(manifest.id))
+        assert list(shelf.reseal()) == []
+    with place.open() as shelf, pytest.raises(StoreUnavailable, match="key"):
+        shelf.get(manifest.id)
 
 
 def test_keys_are_rotated(place: Place) -> None:

@@ -82,12 +82,12 @@ class SqliteIndex(Index):
             return [Writing(**row) for row in rows]
 
     def publish(
-        self, writing: Writing, manifest: Manifest, *, over: str | None, cost_s: float, now: float
+        self, writing: Writing, manifest: Manifest, *, over: Entry | None, cost_s: float, now: float
     ) -> tuple[bool, Entry | None]:
         with self._database.write() as tx:
             _require_lease(tx, writing.name, self._now())
             old = _find(tx, manifest.id, manifest.tenant)
-            if old is not None and old.live(now) and old.name != over:
+            if old is not None and old.live(now) and not (over is not None and old.is_still(over)):
                 return False, old
             _doom(tx, "id = ?", (manifest.id,))
             tx.execute("DELETE FROM caches WHERE id = ?", (manifest.id,))

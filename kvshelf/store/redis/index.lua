@@ -283,7 +283,8 @@ function operations.publish()
   if old and old.name == a.name then return {'published', false} end -- by this call, whose answer was lost
   if not leased(a.name) then return {'lapsed'} end
   local shown = old and is_stored(old) and show(a.id) or false
-  if old and old.name ~= a.over and is_live(old, a.now) then return {'kept', shown} end
+  local given_way = old and old.name == a.over and old.version == a.over_version
+  if old and not given_way and is_live(old, a.now) then return {'kept', shown} end
   call('SET', manifest_key(a.id), a.text)
   drop(a.id)
   if old and is_stored(old) then retire(old) end

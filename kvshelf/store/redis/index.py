@@ -112,13 +112,14 @@ class RedisIndex(Index):
         return self._writes("abandoned")
 
     def publish(
-        self, writing: Writing, manifest: Manifest, *, over: str | None, cost_s: float, now: float
+        self, writing: Writing, manifest: Manifest, *, over: Entry | None, cost_s: float, now: float
     ) -> tuple[bool, Entry | None]:
         reply = self._run(
             "publish",
             **writing_fields(writing),
             **manifest_fields(manifest),
-            over=over,
+            over=None if over is None else over.name,
+            over_version=None if over is None else over.version,
             cost_s=cost_s,
             now=now,
         )

@@ -341,7 +341,7 @@ def test_values_of_the_wrong_type_are_a_named_error(index: RedisIndex, client: r
     write = writing(1)
     acts: list[Callable[[], object]] = [
         lambda: index.begin(write, Quota()),
-        lambda: index.publish(write, manifest(), over=entry.name, cost_s=1, now=NOW),
+        lambda: index.publish(write, manifest(), over=entry, cost_s=1, now=NOW),
         lambda: index.find(entry.id, "me"),
         lambda: index.listing(Query("me"), NOW, None, 10),
         lambda: list(index.stored()),
