@@ -39,6 +39,7 @@ _PREFIX = "req_"
 _RUNNERS_PER_MODEL = 2  # one document is being prefilled while the next is tokenized and the last one stored
 _POLL_S = 0.5
 _STORE_PAUSE_S = 2.0
+_STORE_PAUSE_LIMIT_S = 60.0  # a full disk may stay full all night, and each attempt may be a prefill for nothing
 _LOOK_S = 2.0
 _MISHAP_PAUSE_S = 60.0  # what met a bug of ours most likely meets it again, and each time a traceback is logged
 _FULL_PAUSE_S = 5.0  # about as long as it takes until one of many documents is done
@@ -221,8 +222,9 @@ class Background:
         while True:
             key = await waiting.get()
             structlog.contextvars.bind_contextvars(request_id=key.id)
+            pauses = _growing(_STORE_PAUSE_S, _STORE_PAUSE_LIMIT_S)
             try:
-                while (pause_s := await self._advance(key)) is not None:
+                while (pause_s := await self._advance(key, pauses)) is not None:
                     await asyncio.sleep(pause_s)
             except RequestNotFound:
                 log.warning("a request is gone from the ledger", request=key.id)
@@ -239,16 +241,19 @@ class Background:
         self._paused.add(request_id)
         asyncio.get_running_loop().call_later(_MISHAP_PAUSE_S, self._paused.discard, request_id)
 
-    async def _advance(self, key: _Key) -> float | None:
-        """Try a request once, if it is time. Returns the seconds until the next try, None when it has ended."""
+    async def _advance(self, key: _Key, pauses: Iterator[float]) -> float | None:
+        """Try a request once, if it is time. Returns the seconds until the next try, None when it has ended.
+
+        pauses: how long to wait each time that the store takes nothing when all work is done.
+        """
         try:
-            return await self._advance_in(key)
+            return await self._advance_in(key, pauses)
         except StoreError as error:
             # It stays in the ledger, and so in the queue: an outage ends.
             log.warning("the store cannot be used for a background request", request=key.id, code=error.code)
             return _STORE_PAUSE_S
 
-    async def _advance_in(self, key: _Key) -> float | None:
+    async def _advance_in(self, key: _Key, pauses: Iterator[float]) -> float | None:
         record = await asyncio.to_thread(self._store.ledger.get_request, key.id, tenant=key.tenant)
         match Standing.of(record):
             case Standing.ENDED | Standing.HELD:
@@ -260,8 +265,10 @@ class Background:
                 return None
         try:
             await self._try(record, self._engines[key.model])
-        except StoreError:
-            raise
+        except StoreError as error:
+            pause_s = next(pauses)
+            log.warning("a background request cannot be stored", request=key.id, code=error.code, pause_s=pause_s)
+            return pause_s
         except KvshelfError as error:
             # What the work itself met, the worker has recorded; the ledger says whether to go on.
             log.info("background attempt failed", request=key.id, code=error.code)
@@ -273,6 +280,13 @@ class Background:
         created = await engine.create(spec, tenant=record.tenant, deadline_s=self._deadline_s, request_id=record.id)
         self._spend(record.tenant, created.prefilled_tokens)
         log.info("created", cache_ids=[cache.manifest["id"] for cache in created.caches], existing=created.existing)
+
+
+def _growing(first_s: float, limit_s: float) -> Iterator[float]:
+    """Pauses, each twice as long as the one before."""
+    while True:
+        yield first_s
+        first_s = min(2 * first_s, limit_s)
 
 
 class _Key(NamedTuple):

@@ -13,7 +13,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvshelf import open_store
-from kvshelf.errors import NoWorker, QueueFull
+from kvshelf.errors import NoWorker, QueueFull, StorageFull
 from kvshelf.service.background import Background
 from kvshelf.store.base import Store
 from kvshelf.store.ledger import Ledger, RequestRecord
@@ -202,6 +202,27 @@ def test_a_request_that_cannot_be_read_holds_up_no_other(store: Store) -> None:
         ours.start()
         await until(lambda: workers.asked == ["a"])
         await ours.stop()
+
+    run(test())
+
+
+def test_a_full_shelf_is_tried_less_and_less_often(store: Store) -> None:
+    """Each attempt is a prefill."""
+    at: list[float] = []
+
+    class Full(Workers):
+        async def create(self, spec: Mapping[str, Any], *, request_id: str, **more: Any) -> Created:
+            at.append(asyncio.get_running_loop().time())
+            return await super().create(spec, request_id=request_id, **more)
+
+    async def test() -> None:
+        ours = background(store, {"m": Full(store, StorageFull("full"), StorageFull("full"))})
+        accepted = await ours.submit(spec("a"), "acme")
+        ours.start()
+        await until(lambda: store.ledger.get_request(accepted.id, tenant="acme").state == "done")
+        await ours.stop()
+        assert at[1] - at[0] >= 2
+        assert at[2] - at[1] >= 4
 
     run(test())
 
