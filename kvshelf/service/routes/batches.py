@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Header, Request, Response
@@ -26,6 +27,7 @@ from kvshelf.service import openapi
 from kvshelf.service.batch_work import rest_reason
 from kvshelf.service.body import read_json, read_query
 from kvshelf.service.events import Event, event_stream
+from kvshelf.service.http_server import LEAVING
 from kvshelf.service.keys import Caller, Reader, Writer
 from kvshelf.service.routes.files import KEEP_S
 from kvshelf.service.state import InService, Service, off_loop
@@ -162,21 +164,26 @@ async def batch_events(
 ) -> Response:
     """The batch as server-sent events: as it is, then each time that it has changed, at last as it ended.
 
-    Each has an id. Who comes back with `Last-Event-ID` hears of the next change, or of the end.
+    Each has an id. Who comes back with `Last-Event-ID` hears of the next change, or of the end: the stream of a batch
+    that goes on ends too when the service is stopped or restarted.
     """
-    return await event_stream(request, _snapshots(service, caller, batch_id, last_event_id))
+    leaving = getattr(request.state, LEAVING)
+    return await event_stream(request, _snapshots(service, caller, batch_id, last_event_id, leaving))
 
 
-async def _snapshots(service: Service, caller: Caller, batch_id: str, seen: str) -> AsyncGenerator[Event, None]:
+async def _snapshots(
+    service: Service, caller: Caller, batch_id: str, seen: str, leaving: asyncio.Event
+) -> AsyncGenerator[Event, None]:
     while True:
         record = await off_loop(service.store.batches.get, batch_id, tenant=caller.tenant)
         batch = batch_object(record)
         event_id = f"{record.version}-{batch.status}"
         yield Event(batch.model_dump(mode="json") if record.ended or event_id != seen else None, event_id)
-        if record.ended:
+        if record.ended or leaving.is_set():
             return
         seen = event_id
-        await asyncio.sleep(_POLL_S)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(leaving.wait(), _POLL_S)
 
 
 def _require(record: BatchRecord, state: BatchState, to_be: str) -> BatchRecord:

@@ -158,8 +158,12 @@ function useBatch(id, round) {
     const stop = new AbortController();
     const follow = async () => {
       setFailure(null);
-      setBatch(await getBatch(id, { signal: stop.signal }));
-      for await (const event of batchEvents(id, { signal: stop.signal })) setBatch(event);
+      let last = await getBatch(id, { signal: stop.signal });
+      setBatch(last);
+      // A stream ends before its batch when the service is restarted: the one in its place goes on.
+      while (!ENDED.includes(last.status)) {
+        for await (const event of batchEvents(id, { signal: stop.signal })) setBatch((last = event));
+      }
     };
     follow().catch((error) => error.name === "AbortError" || setFailure(error));
     return () => stop.abort();
