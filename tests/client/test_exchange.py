@@ -147,9 +147,9 @@ def test_retry_after_replaces_the_pause(call: Callable[..., Any]) -> None:
 
 def test_retry_after_may_be_a_date(call: Callable[..., Any]) -> None:
     # The date has whole seconds: two seconds from now is at least one second of waiting.
+    began = time.monotonic()
     date = email.utils.formatdate(time.time() + 2, usegmt=True)
     service = Script(wire_error(503, "no_worker", {"retry-after": date}), httpx.Response(200, json=CACHE))
-    began = time.monotonic()
     call(service, retrieve)
     assert time.monotonic() - began >= 0.9
 
