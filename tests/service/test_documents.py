@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from kvshelf.errors import BodyTooLarge, InvalidRequest, KvshelfError, Unsupport
 from kvshelf.service import extract
 from kvshelf.service.extract import Extractor, Upload
 from kvshelf.service.settings import Settings
+from tests.conftest import _children
 from tests.service import files
 from tests.service.conftest import created, refused
 from tests.service.files import LINE
@@ -240,11 +242,10 @@ def test_who_does_not_wait_leaves_no_process() -> None:
 
     with pytest.raises(TimeoutError):
         asyncio.run(give_up())
-    mine = Path("/proc/self/task").glob("*/children")
-    assert not [pid for task in mine for pid in task.read_text().split() if b"3600" in cmdline(pid)]
+    assert not [pid for pid in _children(os.getpid()) if b"3600" in cmdline(pid)]
 
 
-def cmdline(pid: str) -> bytes:
+def cmdline(pid: int) -> bytes:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:

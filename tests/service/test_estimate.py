@@ -103,7 +103,7 @@ def test_estimates_take_no_room_from_questions(http: httpx.Client, service: Live
     with ThreadPoolExecutor(46) as threads:
         with stopped(replica):
             estimates = [threads.submit(http.post, "/v1/estimate", json=body) for _ in range(45)]
-            while sum(each.done() for each in estimates) < 5:
+            while sum(each.done() for each in estimates) < 19:
                 time.sleep(0.05)
             question = threads.submit(
                 http.post, f"/v1/caches/{cache['id']}/query", json={"prompt": "?", "max_tokens": 1}

@@ -10,6 +10,7 @@ import pytest
 from kvshelf import AsyncClient, Client, CompressedCache
 from kvshelf.errors import SourceNotKept, StateConflict
 from tests.service.conftest import created, refused
+from tests.store.redis.servers import wait_until
 
 DOCUMENT = "The harbour master keeps <b>the</b> tide tables in a green book. " * 20
 
@@ -72,10 +73,7 @@ def test_looking_is_no_use_and_asking_is(http: httpx.Client) -> None:
     assert http.get(path + "/kept").status_code == 200
     assert http.get(path).json()["uses"] == 0
     http.post(path + "/query", json={"prompt": "Which book?", "max_tokens": 2})
-    for _ in range(100):
-        if http.get(path).json()["uses"] == 1:
-            return
-    raise AssertionError("the use was not counted")
+    wait_until(lambda: http.get(path).json()["uses"] == 1, "the use is counted")
 
 
 def test_an_empty_document_and_unknown_ids_are_named(http: httpx.Client) -> None:

@@ -22,7 +22,7 @@ from kvshelf.errors import (
     QueueFull,
     StoreUnavailable,
 )
-from tests.service.conftest import created, other_model, refused
+from tests.service.conftest import created, other_model, refused, stopped
 from tests.service.scrape import Numbers, moving, parsed, scrape
 from tests.store.redis.servers import ValkeyServer
 
@@ -208,20 +208,20 @@ def test_a_caller_that_hangs_up_is_counted_as_that(http: httpx.Client, counted: 
     assert moved("kvshelf_cache_hits_total") == moved("kvshelf_cache_misses_total") == 0
 
 
-def test_what_waits_for_its_turn_is_shown(http: httpx.Client) -> None:
-    documents = [f"Log {number}: calm, calm, calm, a sail, calm. " * 400 for number in range(6)]
-    accepted = [
-        http.post("/v1/caches", json={"document": document}, headers={"prefer": "respond-async"}).json()
-        for document in documents
-    ]
+def test_what_waits_for_its_turn_is_shown(http: httpx.Client, service: LiveService) -> None:
+    """While the worker does nothing, two are at it and the others wait."""
 
     def shown(numbers: Numbers, state: str) -> float:
         return numbers["kvshelf_background_requests", frozenset({("state", state)})]
 
-    found = scrape(http)
-    assert 0 < shown(found, "running") <= 2
-    assert shown(found, "queued") > 0
-    assert shown(found, "running") + shown(found, "queued") <= len(documents)
+    documents = [f"Log {number}: calm, calm, calm, a sail, calm. " * 400 for number in range(6)]
+    (replica,) = service.replica_pids()
+    with stopped(replica):
+        accepted = [
+            http.post("/v1/caches", json={"document": document}, headers={"prefer": "respond-async"}).json()
+            for document in documents
+        ]
+        once(http, lambda numbers: (shown(numbers, "running"), shown(numbers, "queued")) == (2, 4))
     for request in accepted:
         assert http.get(f"/v1/requests/{request['id']}", params={"wait_s": 120}).json()["state"] == "done"
     once(http, lambda numbers: shown(numbers, "running") == shown(numbers, "queued") == 0)

@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from tests.service.scrape import scrape
+from tests.store.redis.servers import wait_until
+
 if TYPE_CHECKING:
     from tests.conftest import LiveService
 
@@ -21,6 +24,11 @@ LONG: dict[str, Any] = {"token_ids": [5 + n % 500 for n in range(16_000)], "poli
 def kill_replica(service: LiveService) -> None:
     (pid,) = service.replica_pids()
     os.kill(pid, signal.SIGKILL)
+
+
+def creations_asked_for(http: httpx.Client) -> float:
+    labels = frozenset({("model", "random-tiny"), ("call", "create")})
+    return scrape(http).get(("kvshelf_calls_in_flight", labels), 0)
 
 
 def readiness(http: httpx.Client) -> tuple[int, dict[str, Any]]:
@@ -44,7 +52,8 @@ def test_a_killed_replica(http: httpx.Client, service: LiveService, cache: dict[
             lines = stream.iter_lines()
             assert "answer.delta" in next(lines)
             creating = threads.submit(http.post, "/v1/caches", json=LONG)
-            time.sleep(1)
+            wait_until(lambda: creations_asked_for(http) == 1, "a worker is asked for the creation")
+            time.sleep(1)  # and has it; beside the stream it takes seconds
             kill_replica(service)
             rest = [line for line in lines if line]
         created = creating.result()
@@ -94,7 +103,7 @@ def test_a_document_that_always_kills_its_worker_is_given_up(
             assert now["state"] in ("queued", "running")
             time.sleep(0.05)
         kill_replica(service)
-    request = http.get(url, params={"wait_s": 200}).json()
+    request = http.get(url, params={"wait_s": 200}, timeout=250).json()
     if soak:
         assert (request["state"], request["attempts"]) == ("failed", 3)
         assert request["error"]["code"] == "worker_crashed"
