@@ -31,7 +31,7 @@ def start_child(work: Callable[[], None]) -> Child:
         return Child(pid)
     status = 1
     try:
-        signal.alarm(100)
+        signal.alarm(280)
         torch.set_num_threads(1)  # the other threads of torch's pool do not exist in a fork, and would be waited for
         work()
         status = 0

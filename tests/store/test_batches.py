@@ -98,16 +98,18 @@ def test_open_items_and_those_that_are_due(docket: Docket) -> None:
 
 def test_the_term_is_the_fence(docket: Docket, home: Home) -> None:
     docket.add(item())
-    lease_s = 3 * home.tick_s
+    brief, lease_s = 3 * home.tick_s, 1000 * home.tick_s
     assert docket.take("batch_1", lease_s=lease_s) == 1
     assert docket.take("batch_1", lease_s=lease_s) is None
     docket.append("batch_1", 1, [b"one"])
     assert docket.change(item(text="first"), term=1)
+    docket.renew("batch_1", 1, lease_s=brief)
     home.wait(2)
     docket.renew("batch_1", 1, lease_s=lease_s)
     home.wait(2)
     assert docket.take("batch_1", lease_s=lease_s) is None, "it was renewed"
-    home.wait(2)
+    docket.renew("batch_1", 1, lease_s=brief)
+    home.wait(4)
     assert docket.take("batch_1", lease_s=lease_s) == 2
     for late in (
         lambda: docket.renew("batch_1", 1, lease_s=lease_s),
@@ -141,10 +143,10 @@ def test_bytes_that_an_item_holds_stay_and_count(index: Index, home: Home) -> No
     key = secrets.token_hex(20)
     name = new_name(f"kvs_{key}")
     writing = Writing(name, f"kvs_{key}", "me", 0, name, 600)
-    briefly = home.open(3)
+    briefly = home.open(10)
     briefly.begin(writing, Quota(max_bytes=1000))
     index.docket.add(item(kind="file"), hold=name)
-    home.wait(5)
+    home.wait(11)
     assert index.abandoned() == []
     assert index.knows(name)
     with pytest.raises(QuotaExceeded):
@@ -347,7 +349,7 @@ def test_what_is_written_and_not_kept_is_swept(place: Place, clock: Clock, tmp_p
         if step == "verified":
             raise Died
 
-    writer = place.open(now=clock, write_lease_s=place.lease_s, on_step=die)
+    writer = place.open(now=clock, on_step=die)
     writer.files._writer._discard = lambda _: None  # type: ignore[method-assign]  # dead processes undo nothing
     with pytest.raises(Died):
         writer.files.create(given(tmp_path, b"lost"), tenant="me", filename="", purpose="batch")

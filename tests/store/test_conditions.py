@@ -124,7 +124,7 @@ def test_bytes_outlive_the_manifest_of_whoever_extends_it_while_another_shortens
             return changed
 
         monkeypatch.setattr(theirs._index, "rewrite", overtaken)
-        theirs.update(seen.id, ttl_s=1)
+        theirs.update(seen.id, ttl_s=30)
         assert ours.stat(seen.id).expires_at == pytest.approx(time.time() + 5000, abs=60)
         client = shared_valkey.client()
         chunks = client.keys(f"{{{place.prefix}/*}}:0")

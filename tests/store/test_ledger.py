@@ -26,6 +26,10 @@ def home(request: pytest.FixtureRequest, tmp_path: Path) -> Home:
     return empty_redis_home(request.getfixturevalue("shared_valkey"))
 
 
+CLOCKS_S = 0.01
+"""By which the clocks of a server and of this process may differ: they are rounded in different ways."""
+
+
 @pytest.fixture
 def lease_s(home: Home) -> float:
     return 4 * home.tick_s
@@ -39,14 +43,16 @@ def ledger(home: Home) -> Iterator[Ledger]:
 
 
 def test_a_request_runs_and_ends(ledger: Ledger, home: Home, lease_s: float) -> None:
+    before = home.now()
     record = ledger.open_request("req_1", tenant="me", body=b"document")
-    assert (record.state, record.attempts, record.created_at) == ("queued", 0, pytest.approx(home.now(), abs=1))
+    assert (record.state, record.attempts) == ("queued", 0)
+    assert before - CLOCKS_S <= record.created_at <= home.now() + CLOCKS_S
     assert record.updated_at == record.created_at
     assert ledger.body("req_1") == b"document"
     assert ledger.start_attempt("req_1", worker="w1", lease_s=lease_s) == 1
     running = ledger.get_request("req_1", tenant="me")
     assert (running.state, running.worker) == ("running", "w1")
-    assert running.lease_until == pytest.approx(home.now() + lease_s, abs=1)
+    assert before - CLOCKS_S <= running.updated_at <= home.now() + CLOCKS_S
     assert running.lease_until == pytest.approx(running.updated_at + lease_s, abs=1e-6)
     home.wait(1)
     ledger.finish("req_1", 1, cache_ids=["kvs_a", "kvs_b"])
@@ -90,12 +96,13 @@ def test_a_live_lease_keeps_others_out(ledger: Ledger, home: Home, lease_s: floa
     ledger.open_request("req_1", tenant="me", body=b"x")
     ledger.start_attempt("req_1", worker="w1", lease_s=lease_s)
     home.wait(3)
-    ledger.renew("req_1", 1, lease_s=lease_s)
+    ledger.renew("req_1", 1, lease_s=600)
     home.wait(3)
-    with pytest.raises(StateConflict, match=r"worked on by 'w1' for another [01]\.\d s"):
+    with pytest.raises(StateConflict, match=r"worked on by 'w1' for another 5\d\d\.\d s"):
         ledger.start_attempt("req_1", worker="w2", lease_s=lease_s)
     assert ledger.get_request("req_1", tenant="me").attempts == 1
-    home.wait(1.5)
+    ledger.renew("req_1", 1, lease_s=lease_s)
+    home.wait(5)
     assert ledger.start_attempt("req_1", worker="w2", lease_s=lease_s) == 2
 
 

@@ -162,7 +162,7 @@ class ShelfMachine(RuleBasedStateMachine):
                 os.kill(os.getpid(), signal.SIGKILL)
 
         def work() -> None:
-            with self.open(write_lease_s=self.place.lease_s, on_step=die) as store:
+            with self.open(on_step=die) as store:
                 store.put(
                     CACHES[seed], tenant=tenant, labels={"l": "a"}, timings=Timings(prefill_s=COSTS[tenant][seed])
                 )

@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -35,7 +36,7 @@ from kvshelf.store.tiers import TieredStore
 from tests.store.caches import golden_caches, make_cache, require_equal
 from tests.store.places import Clock, DiskPlace, Place, flip, gone
 from tests.store.processes import run_in_child
-from tests.store.redis.servers import ValkeyServer
+from tests.store.redis.servers import PATIENT, ValkeyServer, wait_until
 
 SIZE = len(make_cache().to_bytes())
 IN_RAM = SIZE + PER_COPY
@@ -93,7 +94,17 @@ def server(tmp_path: Path) -> Iterator[ValkeyServer]:
 @pytest.fixture
 def far(server: ValkeyServer, clock: Clock, build: Callable[..., Node]) -> Node:
     """Before a Redis home that may go away."""
-    return build(RedisStore.open(server.url, now=clock))
+    return build(RedisStore.open(server.url + PATIENT, now=clock))
+
+
+HANGS_S = 2.0
+"""After so long a home that hangs is given up in the tests of that."""
+
+
+@pytest.fixture
+def hasty(server: ValkeyServer, clock: Clock, build: Callable[..., Node]) -> Node:
+    """Before a Redis home that may hang."""
+    return build(RedisStore.open(f"{server.url}?timeout_s={HANGS_S}", now=clock))
 
 
 def open_home(place: Place, clock: Clock, **options: Any) -> Shelf:
@@ -504,6 +515,13 @@ def test_a_source_that_was_replaced_elsewhere_is_not_answered_from_the_copy(node
 # Budgets
 
 
+def size_of(path: Path) -> int:
+    """0 of what another thread has removed meanwhile."""
+    with suppress(FileNotFoundError):
+        return path.stat().st_size
+    return 0
+
+
 def test_no_tier_takes_more_than_its_budget(place: Place, clock: Clock, build: Callable[..., Node]) -> None:
     node = build(open_home(place, clock), ram=3 * IN_RAM + 5, disk=5 * SIZE + 5)
     manifests = [node.store.put(make_cache(seed)) for seed in range(12)]
@@ -514,8 +532,8 @@ def test_no_tier_takes_more_than_its_budget(place: Place, clock: Clock, build: C
         try:
             for index in random.Random(seed).choices(range(12), k=25):
                 require_equal(make_cache(index), node.store.get(manifests[index].id))
-                files = [path.stat().st_size for path in (node.scratch.folder / "blobs").glob("*") if path.exists()]
-                most[0], most[1] = max(most[0], node.ram.nbytes), max(most[1], sum(files))
+                files = (node.scratch.folder / "blobs").glob("*")
+                most[0], most[1] = max(most[0], node.ram.nbytes), max(most[1], sum(map(size_of, files)))
         except BaseException as failure:
             failures.append(failure)
 
@@ -590,34 +608,34 @@ def test_what_is_read_only_works_on_without_the_home(far: Node, server: ValkeySe
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_either_tier_stands_in_for_a_home_that_hangs(far: Node, server: ValkeyServer, kind: str) -> None:
-    manifest = far.store.put(make_cache())
-    far.drop_from_all_but(kind, manifest)
+def test_either_tier_stands_in_for_a_home_that_hangs(hasty: Node, server: ValkeyServer, kind: str) -> None:
+    manifest = hasty.store.put(make_cache())
+    hasty.drop_from_all_but(kind, manifest)
     server.pause()
     for _ in range(3):
-        require_equal(make_cache(), far.store.get(manifest.id))
+        require_equal(make_cache(), hasty.store.get(manifest.id))
     times = []
     for _ in range(20):
         started = time.perf_counter()
-        far.store.stat(manifest.id)
+        hasty.store.stat(manifest.id)
         times.append(time.perf_counter() - started)
     server.resume()
     print(f"\n{kind} tier, home hung: stat in {median(times) * 1e6:.0f} us")
     assert median(times) < 0.05
     time.sleep(1.2)  # until the server is tried again
-    assert far.store.update(manifest.id, name="healed").name == "healed"
+    assert hasty.store.update(manifest.id, name="healed").name == "healed"
 
 
 def test_memory_does_not_stand_in_for_long(far: Node, server: ValkeyServer, clock: Clock) -> None:
     """Of what it was not told lately it may have missed the deletion."""
-    brief = RamTier(1 << 20, now=clock, recent_s=0.2)
+    brief = RamTier(1 << 20, now=clock, recent_s=2)
     store = TieredStore(far.home, [brief])
     manifest = store.put(make_cache())
-    time.sleep(0.3)
+    time.sleep(2.1)
     store.get(manifest.id)
     server.kill()
     require_equal(make_cache(), store.get(manifest.id))
-    time.sleep(0.3)
+    time.sleep(2.1)
     assert fate(lambda: store.get(manifest.id)) == "store_unavailable"
     assert RECENT_S == 60.0
 
@@ -645,9 +663,9 @@ def test_an_outage_makes_no_copy_look_recent(far: Node, server: ValkeyServer) ->
     assert far.ram.find(manifest.id, "default", recent=True) is None
 
 
-def test_reads_go_on_whatever_happens_to_redis(far: Node, server: ValkeyServer, soak: bool) -> None:
+def test_reads_go_on_whatever_happens_to_redis(hasty: Node, server: ValkeyServer, soak: bool) -> None:
     """Under load it hangs, dies, comes back empty and is full: what a tier has is answered, in time and right."""
-    manifests = [far.store.put(make_cache(seed)) for seed in range(6)]
+    manifests = [hasty.store.put(make_cache(seed)) for seed in range(6)]
     over = threading.Event()
     problems: list[str] = []
     times: list[float] = []
@@ -658,7 +676,7 @@ def test_reads_go_on_whatever_happens_to_redis(far: Node, server: ValkeyServer, 
             index = dice.randrange(6)
             started = time.perf_counter()
             try:
-                require_equal(make_cache(index), far.store.get(manifests[index].id))
+                require_equal(make_cache(index), hasty.store.get(manifests[index].id))
             except Exception as error:
                 problems.append(repr(error))
             times.append(time.perf_counter() - started)
@@ -667,23 +685,29 @@ def test_reads_go_on_whatever_happens_to_redis(far: Node, server: ValkeyServer, 
     for thread in threads:
         thread.start()
     for _ in range(10 if soak else 1):
-        for happens in (server.pause, server.resume, server.kill, server.start):
-            time.sleep(1.5)
-            happens()
         time.sleep(1.5)
+        for happens, for_s in (
+            (server.pause, HANGS_S + 1),
+            (server.resume, 1.5),
+            (server.kill, 1.5),
+            (server.start, 0),
+        ):
+            happens()
+            time.sleep(for_s)
+        wait_until(lambda: fate(hasty.store.usage) == "ok", "the home is asked again")
         server.client().config_set("maxmemory", 1)
         time.sleep(0.5)
-        assert fate(lambda: far.store.put(make_cache(7))) == "storage_full"
+        assert fate(lambda: hasty.store.put(make_cache(7))) == "storage_full"
         server.client().config_set("maxmemory", 0)
     over.set()
     for thread in threads:
         thread.join()
     print(f"\n{len(times)} reads, the slowest in {max(times):.2f} s")
     assert problems == []
-    assert max(times) < 1.5, "once the time that a socket may stand still, and what neighbours take"
-    far.store.sweep()
-    assert {manifest.id for manifest in far.home.list().data} == {manifest.id for manifest in manifests}
-    assert far.store.check() == []
+    assert max(times) < 2 * HANGS_S, "once the time that a socket may stand still, and what neighbours take"
+    hasty.store.sweep()
+    assert {manifest.id for manifest in hasty.home.list().data} == {manifest.id for manifest in manifests}
+    assert hasty.store.check() == []
 
 
 # The home has lost everything
@@ -773,7 +797,7 @@ def test_what_was_deleted_since_the_loss_stays_deleted(
 ) -> None:
     """Also on a machine that has not compared its copies with the home since."""
     manifest = far.store.put(make_cache())
-    other = build(RedisStore.open(server.url, now=clock), machine="b")
+    other = build(RedisStore.open(server.url + PATIENT, now=clock), machine="b")
     other.store.get(manifest.id)
     server.kill()
     server.start()
@@ -788,12 +812,12 @@ def test_what_was_deleted_since_the_loss_stays_deleted(
 def test_a_folder_remembers_the_home_over_a_restart(server: ValkeyServer, clock: Clock, tmp_path: Path) -> None:
     """Redis is emptied while nobody runs: ids stay what they were, and the caches go back."""
     folder = tmp_path / "scratch"
-    first = RedisStore.open(server.url, now=clock)
+    first = RedisStore.open(server.url + PATIENT, now=clock)
     with TieredStore(first, [DiskTier.open(folder, 1 << 20, key=first.key, now=clock)]) as store:
         manifest = store.put(make_cache())
     server.kill()
     server.start()
-    again = RedisStore.open(server.url, key=DiskTier.known_key(folder), now=clock)
+    again = RedisStore.open(server.url + PATIENT, key=DiskTier.known_key(folder), now=clock)
     with TieredStore(again, [DiskTier.open(folder, 1 << 20, key=again.key, now=clock)]) as store:
         assert store.cache_id(make_cache().identity) == manifest.id
         require_equal(make_cache(), store.get(manifest.id))
@@ -801,7 +825,7 @@ def test_a_folder_remembers_the_home_over_a_restart(server: ValkeyServer, clock:
 
 
 def test_a_full_home_loses_nothing(server: ValkeyServer, clock: Clock, build: Callable[..., Node]) -> None:
-    node = build(RedisStore.open(server.url, now=clock, rules=Rules(quota=Quota(max_caches=2))))
+    node = build(RedisStore.open(server.url + PATIENT, now=clock, rules=Rules(quota=Quota(max_caches=2))))
     manifests = [node.store.put(make_cache(seed)) for seed in range(2)]
     server.kill()
     server.start()

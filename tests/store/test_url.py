@@ -14,7 +14,7 @@ from kvshelf.store.disk import DiskStore
 from kvshelf.store.redis import RedisStore
 from kvshelf.store.tiers import TieredStore
 from tests.store.caches import make_cache, require_equal
-from tests.store.redis.servers import ValkeyServer
+from tests.store.redis.servers import PATIENT, ValkeyServer
 
 SIZE = len(make_cache().to_bytes())
 
@@ -35,11 +35,12 @@ def test_a_url_opens_the_folder_it_names(tmp_path: Path) -> None:
 
 
 def test_a_url_opens_the_server_it_names(server: ValkeyServer) -> None:
-    with open_store(f"{server.url}/3?prefix=mine") as store:
+    url = f"{server.url}/3{PATIENT}&prefix=mine"
+    with open_store(url) as store:
         assert isinstance(store, RedisStore)
         manifest = store.put(make_cache())
     assert server.client(db=3).exists("{mine}:home")
-    with open_store(f"{server.url}/3?prefix=mine") as store:
+    with open_store(url) as store:
         require_equal(make_cache(), store.get(manifest.id))
 
 
@@ -52,7 +53,7 @@ def test_a_url_opens_the_server_it_names(server: ValkeyServer) -> None:
     ],
 )
 def test_tiers_stand_before_the_home(server: ValkeyServer, tmp_path: Path, tiers: str, homes: tuple[str, ...]) -> None:
-    with open_store(f"{tiers.format(tmp_path)}+{server.url}") as store:
+    with open_store(f"{tiers.format(tmp_path)}+{server.url}{PATIENT}") as store:
         assert isinstance(store, TieredStore)
         assert store.delete(store.put(make_cache()).id).homes == homes
 
@@ -165,7 +166,7 @@ def test_a_refused_tier_leaves_the_home_closed_and_the_folder_alone(tmp_path: Pa
 
 
 def test_a_service_can_start_while_its_home_is_away(server: ValkeyServer, tmp_path: Path) -> None:
-    url = f"ram:1GiB+disk://{tmp_path}/scratch?max=1GiB+{server.url}"
+    url = f"ram:1GiB+disk://{tmp_path}/scratch?max=1GiB+{server.url}{PATIENT}"
     server.kill()
     with pytest.raises(StoreUnavailable):
         open_store(url)
@@ -182,12 +183,12 @@ def test_a_service_can_start_while_its_home_is_away(server: ValkeyServer, tmp_pa
         assert store.sweep().expired == 0
         require_equal(make_cache(), store.get(manifest.id))
         store.put(make_cache(1))
-    with open_store(server.url) as home:
+    with open_store(server.url + PATIENT) as home:
         assert {one.id for one in home.list().data} == {manifest.id, home.cache_id(make_cache(1).identity)}
 
 
 def test_an_emptied_home_gets_its_key_back(server: ValkeyServer, tmp_path: Path) -> None:
-    url = f"disk://{tmp_path}/scratch?max=1GiB+{server.url}"
+    url = f"disk://{tmp_path}/scratch?max=1GiB+{server.url}{PATIENT}"
     with open_store(url) as store:
         manifest = store.put(make_cache())
     server.kill()
@@ -196,7 +197,7 @@ def test_an_emptied_home_gets_its_key_back(server: ValkeyServer, tmp_path: Path)
         assert store.put(make_cache(1)).id != manifest.id
         require_equal(make_cache(), store.get(manifest.id))
     server.client().flushall()
-    with open_store(server.url):
+    with open_store(server.url + PATIENT):
         pass  # somebody without the folder makes the home anew, under another key
     with pytest.raises(StoreUnavailable, match="copies for another home"):
         open_store(url)
