@@ -38,7 +38,7 @@ def test_what_ray_does_not_start_for_is_named(tmp_path: Path) -> None:
     folder = tmp_path / ("long" * 30)  # its sockets would have longer names than the kernel takes
     folder.mkdir()
     process = wanting_ray(RAY_TMPDIR=str(folder))
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=240)
     assert process.returncode == 0
     assert said.startswith("Ray did not come up on this machine: "), said
     assert "107 bytes" in said
@@ -61,7 +61,7 @@ def test_a_node_that_is_late_is_named_and_leaves_nothing_behind(soak: bool) -> N
         assert process.returncode == 0
         assert "timed out during startup" in said
         assert "start again when the machine does less" in said
-        wait_until(lambda: not any(map(_title, started)), "its processes are gone")
+        wait_until(lambda: not any(map(_title, started)), "its processes are gone", timeout_s=60)
     finally:
         for pid in started:
             with suppress(ProcessLookupError):

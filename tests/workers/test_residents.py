@@ -18,6 +18,7 @@ from kvshelf.workers.attachment import Attachment
 from kvshelf.workers.engine import Engine
 from kvshelf.workers.residents import ResidentLimits, Residents
 from tests.conftest import save_random_model
+from tests.store.places import Clock
 
 pytestmark = pytest.mark.anyio
 
@@ -48,8 +49,13 @@ def caches(engine: Engine) -> list[CompressedCache]:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Counting]:
-    with Counting.open(tmp_path / "home") as store:
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def store(tmp_path: Path, clock: Clock) -> Iterator[Counting]:
+    with Counting.open(tmp_path / "home", now=clock) as store:
         yield store
 
 
@@ -93,10 +99,10 @@ async def test_questions_at_the_same_time_are_one_read(
 
 
 async def test_what_the_store_no_longer_has_is_not_answered_from_memory(
-    store: Counting, engine: Engine, caches: list[CompressedCache], threads: ThreadPoolExecutor
+    store: Counting, clock: Clock, engine: Engine, caches: list[CompressedCache], threads: ThreadPoolExecutor
 ) -> None:
     residents = make(store, engine, threads)
-    deleted, expiring = store.put(caches[0]).id, store.put(caches[1], ttl_s=0.5).id
+    deleted, expiring = store.put(caches[0]).id, store.put(caches[1], ttl_s=5).id
     for cache_id in (deleted, expiring):
         await ask(residents, cache_id)
     store.delete(deleted)
@@ -104,7 +110,7 @@ async def test_what_the_store_no_longer_has_is_not_answered_from_memory(
         await ask(residents, deleted)
     with pytest.raises(CacheNotFound):
         await ask(residents, expiring, tenant="somebody else")
-    await asyncio.sleep(0.6)
+    clock.time += 5
     with pytest.raises(CacheExpired):
         await ask(residents, expiring)
 
