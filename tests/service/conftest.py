@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 
 from kvshelf import Engine
+
+if TYPE_CHECKING:
+    from tests.conftest import LiveService
 
 DOCUMENT = "The harbour master keeps the tide tables in a green book. " * 20
 
@@ -49,6 +53,14 @@ def refused(response: httpx.Response, status: int, code: str) -> dict[str, Any]:
     assert error["message"]
     assert {"message", "type", "param", "code"} <= error.keys()
     return error
+
+
+def await_log(service: LiveService, words: str, count: int = 1) -> None:
+    """Until the service has logged these words so many times."""
+    end = time.monotonic() + 200
+    while service.log.read_text().count(words) < count:
+        assert time.monotonic() < end, service.log.read_text()[-3000:]
+        time.sleep(0.05)
 
 
 @contextmanager

@@ -23,8 +23,9 @@ import pytest
 
 from kvshelf import Client
 from kvshelf.client import Retries
-from tests.service.conftest import created, refused, stopped
+from tests.service.conftest import await_log, created, refused, stopped
 from tests.service.test_supervisor import SUPERVISOR
+from tests.store.redis.servers import wait_until
 
 if TYPE_CHECKING:
     from tests.conftest import LiveService
@@ -83,17 +84,30 @@ class Crowd:
             future.result()
 
 
+def is_last_on(connection: http.client.HTTPConnection) -> bool:
+    """Ask on a connection; whether the answer says that it is the last one there."""
+    connection.request("GET", "/")
+    response = connection.getresponse()
+    assert response.read()
+    return response.getheader("connection") == "close"
+
+
 @contextmanager
 def half_sent(url: str) -> Iterator[None]:
-    """Before the block a part of a request is sent, after it the rest; it is answered, and told that it was the last.
+    """Before the block a part of a request is sent; the rest follows once the server of then has begun to leave, as it
+    says on another connection. It is answered, and told that it was the last.
 
     The connection has been used before and so looks idle, as each does for a moment whenever a server stops.
     """
-    with closing(http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)) as connection:
-        connection.request("GET", "/")
-        assert connection.getresponse().read()
+    connection, other = (http.client.HTTPConnection(url.removeprefix("http://"), timeout=30) for _ in range(2))
+    with closing(connection), closing(other):
+        assert not is_last_on(connection)
+        assert not is_last_on(other)
         connection.sock.sendall(b"GET / HTTP/1.1\r\nhost: here\r\n")
         yield
+        while not is_last_on(other):
+            time.sleep(0.05)
+        time.sleep(0.3)  # time to close what looks idle, which it must not
         connection.sock.sendall(b"\r\n")
         with http.client.HTTPResponse(connection.sock) as response:
             response.begin()
@@ -106,7 +120,7 @@ def test_no_request_is_lost_when_one_server_takes_over_from_another(tmp_path: Pa
     answered_by: set[str] = set()
 
     def get(client: Any, path: str) -> None:
-        pids = set(client.get(f"{url}{path}").raise_for_status().text.split())
+        pids = set(client.get(f"{url}{path}", timeout=60).raise_for_status().text.split())
         assert len(pids) == 1
         answered_by.update(pids)
 
@@ -124,7 +138,6 @@ def test_no_request_is_lost_when_one_server_takes_over_from_another(tmp_path: Pa
             with half_sent(url):
                 process.send_signal(signal.SIGHUP)
                 assert process.stdout.readline().split()[-1] == url
-                time.sleep(0.5)  # by now the one before has been told
         crowd.each_asks_again()
     assert len(answered_by) == (51 if soak else 5)
     print(f"{sum(crowd.counts)} answers by {len(answered_by)} servers")
@@ -244,15 +257,12 @@ def same_again(way: Callable[[], str | None]) -> Callable[[], None]:
     return ask
 
 
-def await_log(service: LiveService, words: str, count: int = 1) -> None:
-    end = time.monotonic() + 200
-    while service.log.read_text().count(words) < count:
-        assert time.monotonic() < end, service.log.read_text()[-3000:]
-        time.sleep(0.05)
-
-
 def gone(pid: int) -> bool:
     return not Path(f"/proc/{pid}").exists()
+
+
+def open_requests(client: httpx.Client) -> int:
+    return int(client.get("/v1/limits").json()["tenant"]["open_requests"]["used"])
 
 
 def submit(client: httpx.Client, number: int) -> str:
@@ -313,6 +323,6 @@ def test_a_restart_without_a_failed_query(
         with stopped(replica), ThreadPoolExecutor(1) as thread:
             path = f"/v1/requests/{submit(ours, 0)}"
             asked = thread.submit(ours.get, path, params={"wait_s": 50})
-            time.sleep(1)
+            wait_until(lambda: open_requests(ours) == 2, "the question is there, beside that for their number")
             service.process.terminate()
             assert asked.result(timeout=20).json()["state"] in ("queued", "running")

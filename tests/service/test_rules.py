@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from kvshelf.cli import app
 from tests.conftest import save_random_model
-from tests.service.conftest import created, refused
+from tests.service.conftest import await_log, created, refused
 
 if TYPE_CHECKING:
     from tests.conftest import LiveService
@@ -97,6 +97,7 @@ def test_a_used_up_quota_is_said_before_any_work(rules: httpx.Client) -> None:
     later = {"prefer": "respond-async"}
     accepted = rules.post("/v1/caches", json=document(0), headers=later).json()
     caches = [created(rules, **document(n)) for n in range(3)]
+    assert rules.get(f"/v1/requests/{accepted['id']}", params={"wait_s": 60}).json()["state"] == "done"
     blob = rules.get(f"/v1/caches/{caches[0]['id']}/blob").content
     long = {"token_ids": [5 + n % 500 for n in range(16_000)], "policy": "streaming_llm"}
     started = time.monotonic()
@@ -217,6 +218,7 @@ def test_a_restart_finds_everything_and_keys_are_rotated(
     write_keys(tmp_path, [keys[1], keys[0]])
     with start_service(tmp_path, tiny_folder, encryption_key_file=tmp_path / "keys") as second:
         assert httpx.post(f"{second.url}/v1/caches/{cache['id']}/verify", timeout=60).json()["ok"]
+        await_log(second, '"store opened"')
         stock = next(line for line in second.log.read_text().splitlines() if "store opened" in line)
         assert '"caches": 1' in stock
         assert f'"bytes": {cache["bytes"]["stored"]}' not in stock  # what it takes there: the seal and the source too
