@@ -190,7 +190,7 @@ def _killed_after(process: subprocess.Popen[bytes], journal: Path, *, lines: int
 
 
 def _gone(pids: list[int]) -> bool:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120  # one may still be importing what it needs
     while time.monotonic() < deadline:
         if not any(_alive(pid) for pid in pids):
             return True

@@ -33,8 +33,9 @@ SLOW_S = 3.0
 
 
 def vulnerable() -> None:
-    """For `ReplicaConfig.begin`: in this replica they do harm, and one that hangs is replaced soon."""
-    replica.STUCK_S = 1.0
+    """For `ReplicaConfig.begin`: in this replica they do harm, and one that hangs is replaced soon. Not before it has
+    said in the ledger that the document was late, even where the machine is busy."""
+    replica.STUCK_S = 3.0
     honest = Engine.run_levels
 
     def run_levels(engine: Engine, levels: Sequence[Level], **options: Any) -> Any:

@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kvshelf.corpus.progress import RunOptions, Summary
+from kvshelf.corpus.progress import RunOptions, RunState, Summary
 from kvshelf.corpus.results import Result
 from kvshelf.corpus.run import Run
+from kvshelf.store.base import Store
 from tests.conftest import _descendants, _title
 from tests.corpus.conftest import Crew
 from tests.corpus.hostile import Given, Remembered
@@ -42,6 +43,24 @@ def until(true: Callable[[], bool], seconds: float = 300) -> None:
     while not true():
         assert time.monotonic() < end, "it did not come to pass"
         time.sleep(0.02)
+
+
+def until_waiting(run: Run, reason: str) -> None:
+    """Until it says that it waits, and why: both in one breath, for it may say something else in the next."""
+    until(lambda: (now := run.progress()).state is RunState.WAITING and reason in now.reason)
+
+
+def until_at_rest(shelf: Store, tenant: str, seconds: float = 3) -> None:
+    """Until no row of a tenant has been at work for some seconds: callers would have begun the next one by then."""
+    since = time.monotonic()
+
+    def at_rest() -> bool:
+        nonlocal since
+        if any(record.tenant == tenant for record in shelf.ledger.unfinished()):
+            since = time.monotonic()
+        return time.monotonic() - since > seconds
+
+    until(at_rest)
 
 
 def processes(title: str) -> list[int]:

@@ -58,9 +58,15 @@ def output(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def until_some_are_done(folder: Path, process: subprocess.Popen[str], some: int) -> None:
+def lines_kept(folder: Path) -> int:
+    """Of results in the journal, whose first line tells of the batch."""
+    journal = folder / "out.jsonl.journal"
+    return journal.read_bytes().count(b"\n") - 1 if journal.exists() else 0
+
+
+def until_kept(folder: Path, process: subprocess.Popen[str], lines: int) -> None:
     deadline = time.monotonic() + 400
-    while not (journal := folder / "out.jsonl.journal").exists() or journal.read_bytes().count(b"\n") <= some:
+    while lines_kept(folder) < lines:
         assert process.poll() is None, "it ended before it could be stopped"
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -94,12 +100,13 @@ def test_a_batch_that_is_killed_and_one_that_is_interrupted_go_on(
     soak: bool,
 ) -> None:
     process = begin()
-    until_some_are_done(tmp_path, process, 5)
+    until_kept(tmp_path, process, 5)
     kill(process)
     assert not (tmp_path / "out.jsonl").exists()
 
+    before = lines_kept(tmp_path)  # which come again, reused, before any other
     process = begin()
-    until_some_are_done(tmp_path, process, 20)
+    until_kept(tmp_path, process, 2 * before + 5)
     process.send_signal(signal.SIGINT)
     _, noted = end(process, 6)
     assert "Run the same command again to go on" in noted

@@ -16,7 +16,7 @@ from kvshelf.corpus.run import Run
 from kvshelf.store.config import StoreConfig
 from tests.corpus.conftest import Crew
 from tests.corpus.hostile import SLOW, Remembered, document, vulnerable
-from tests.corpus.runs import begun, ended, options, require_order, until
+from tests.corpus.runs import begun, ended, options, require_order, until, until_waiting
 from tests.store.redis.servers import PATIENT, ValkeyServer
 
 pytestmark = pytest.mark.timeout(3600 if os.environ.get("KVSHELF_SOAK") == "1" else 600)
@@ -53,8 +53,8 @@ def afar(crew: Crew, valkey: ValkeyServer, tiny_folder: Path, count: int) -> Ite
 
 
 def rows(first: int, count: int) -> list[dict[str, Any]]:
-    """Some of them are long enough for something to happen meanwhile."""
-    return [document(first + n, kind=None if n % (4 if count < 100 else 20) else SLOW) for n in range(count)]
+    """Some of them are long enough for something to happen meanwhile, in a short run also the last ones."""
+    return [document(first + n, kind=None if n % (2 if count < 100 else 20) else SLOW) for n in range(count)]
 
 
 def require_all(crew: Crew, summary: Summary, journal: Remembered, count: int, tenant: str) -> None:
@@ -90,8 +90,7 @@ def outlast(run: Run, trouble: AbstractContextManager[str], *, begins_at: int) -
     """Let something happen when so many rows are done, and end when the run has seen it."""
     until(lambda: run.progress().done >= begins_at)
     with trouble as reason:
-        until(lambda: run.progress().state is RunState.WAITING)
-        assert reason in run.progress().reason
+        until_waiting(run, reason)
         time.sleep(1)
     until(lambda: run.progress().state is not RunState.WAITING)
 
@@ -112,8 +111,8 @@ def test_a_tenant_s_room_is_used_up_until_something_is_deleted(afar: Crew, count
     room = 2 * count
     journal = Remembered()
     run = begun(afar, [document(70_000 + n) for n in range(room + 3)], journal, options(tenant="cramped"))
-    until(lambda: run.progress().done == room and run.progress().state is RunState.WAITING)
-    assert f"{room} caches" in run.progress().reason
+    until(lambda: run.progress().done == room)
+    until_waiting(run, f"{room} caches")
     with afar.store.open() as shelf:
         assert list(shelf.check()) == []
         for result in list(journal.results.values())[:3]:

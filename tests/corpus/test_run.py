@@ -18,7 +18,18 @@ from kvshelf.errors import StorageFull
 from kvshelf.workers.remote import RemoteEngine
 from tests.corpus.conftest import Crew
 from tests.corpus.hostile import HANGS, KILLS, KINDS, SLOW, SLOW_S, SWELLS, Given, Remembered, corpus, document
-from tests.corpus.runs import begun, digests, ended, options, processes, require_order, until, whole
+from tests.corpus.runs import (
+    begun,
+    digests,
+    ended,
+    options,
+    processes,
+    require_order,
+    until,
+    until_at_rest,
+    until_waiting,
+    whole,
+)
 
 pytestmark = pytest.mark.timeout(7200 if os.environ.get("KVSHELF_SOAK") == "1" else 900)
 
@@ -41,7 +52,7 @@ def undisturbed(crew: Crew, count: int) -> tuple[RunOptions, list[Any], Summary,
 
 def test_an_ended_run_leaves_no_process_of_its_own(undisturbed: Any) -> None:
     del undisturbed
-    until(lambda: not processes("ray::Gate"), seconds=30)
+    until(lambda: not processes("ray::Gate"))
 
 
 def test_every_row_has_an_end(undisturbed: Any, count: int, crew: Crew) -> None:
@@ -118,7 +129,7 @@ def test_a_process_that_dies_changes_nothing_of_the_end(crew: Crew, soak: bool, 
     (pid, *_) = processes(victim)
     os.kill(pid, signal.SIGKILL)
     if victim == "ServedReplica":  # the only one
-        until(lambda: (now := run.progress()).state is RunState.WAITING and "no worker of" in now.reason)
+        until_waiting(run, "no worker of")
     summary = ended(run)
     assert (summary.state, summary.done, summary.failed) == (RunState.COMPLETED, wanted, 0)
     assert len(journal.results) == wanted
@@ -157,21 +168,24 @@ def test_a_run_pauses_and_waits_and_says_so(crew: Crew) -> None:
     later = Window((now + datetime.timedelta(hours=2)).time(), (now + datetime.timedelta(hours=3)).time())
     journal = Remembered()
     run = begun(crew, corpus(30), journal, options(window=later))
-    until(lambda: run.progress().state is RunState.WAITING)
-    assert str(later) in run.progress().reason
+    until_waiting(run, str(later))
     time.sleep(3)
     assert run.progress().done == 0
     run.cancel()
     assert ended(run).state is RunState.CANCELLED
 
-    run = begun(crew, [document(number, kind=SLOW) for number in range(2100, 2106)], journal, options(in_flight=1))
+    lines = [document(number, kind=SLOW) for number in range(2100, 2106)]
+    run = begun(crew, lines, journal, options(tenant="pauses", in_flight=1))
     until(lambda: run.progress().done >= 1)
     run.pause()
     until(lambda: run.progress().state is RunState.PAUSED)
-    time.sleep(6)
-    held = run.progress().done
-    time.sleep(5)
-    assert run.progress().done == held < 6
+    with crew.store.open() as shelf:
+        until_at_rest(shelf, "pauses")
+        held = shelf.usage(tenant="pauses").caches
+        time.sleep(5)
+        assert shelf.usage(tenant="pauses").caches == held < 6
+    until(lambda: run.progress().done == held)
+    assert run.progress().state is RunState.PAUSED
     run.resume()
     summary = ended(run)
     assert (summary.state, summary.done) == (RunState.COMPLETED, 6)
@@ -188,9 +202,8 @@ def test_a_window_that_closes_holds_the_run_and_one_that_opens_lets_it_go_on(cre
     lines = [document(number, kind=SLOW) for number in range(2300, 2310)]
     journal = Remembered()
     run = begun(crew, lines, journal, options(in_flight=1, window=window))
-    until(lambda: run.progress().state is RunState.WAITING)
+    until_waiting(run, str(window))
     assert datetime.datetime.now() >= closes
-    assert str(window) in run.progress().reason
     summary = ended(run)
     assert (summary.state, summary.done) == (RunState.COMPLETED, len(lines))
     assert summary.times["waiting"] < opens.timestamp() <= summary.times["running"]

@@ -40,7 +40,7 @@ class Head:
 
     def await_start(self) -> None:
         """Until the node has joined. Ray says so in its output, after what may take it a minute where others work."""
-        wait_until(self._is_up, "Ray's head is up", timeout_s=120)
+        wait_until(self._is_up, "Ray's head is up", timeout_s=200)
 
     def _is_up(self) -> bool:
         assert self.process.poll() is None, self.log.read_text()
@@ -95,8 +95,8 @@ def test_services_come_and_go_on_a_cluster_and_leave_nothing_behind(
             assert len(cluster.replicas()) == 1
             # Without its node it cannot call anybody, so both end, and what supervises the script starts both anew.
             os.kill(second.raylet(), signal.SIGKILL)
-            assert second.process.wait(timeout=60) == 0
-        wait_until(lambda: cluster.replicas() == [], "who leaves takes its replicas along")
+            assert second.process.wait(timeout=200) == 0
+        wait_until(lambda: cluster.replicas() == [], "who leaves takes its replicas along", timeout_s=120)
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class FrontEnd:
     url: str
 
     def raylet(self) -> int:
-        (found,) = (pid for pid in _descendants(self.process.pid) if "raylet/raylet" in _title(pid).split()[0])
+        (found,) = (pid for pid in _descendants(self.process.pid) if "raylet/raylet" in _title(pid).partition(" ")[0])
         return found
 
 
