@@ -260,6 +260,8 @@ def test_many_clients_at_once(prepared: Prepared, tiny: Engine, soak: bool) -> N
             for _ in range(samples):
                 await asyncio.sleep(prepared.seconds / samples)
                 taken.append([memory_mib(pid) for pid in pids])
+            while len(load.answered) <= len(load.known):  # else it would prove little
+                await asyncio.sleep(0.05)
             return taken
 
     taken = asyncio.run(run())
