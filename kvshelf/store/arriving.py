@@ -92,6 +92,9 @@ class ArrivingCache:
         A corrupt cache is set aside before they say so. All tensors share one buffer of `nbytes`.
         """
         with self._turn:
+            if self.layers[0].done():  # closed, or read before
+                self._close_body()
+                return
             try:
                 with self._guard():
                     self._read_layers(together)

@@ -222,6 +222,14 @@ class Index(abc.ABC):
         """As `rewrite`, and make `writing.source` the kept source of the entry, which ends the write."""
 
     @abc.abstractmethod
+    def replace(self, writing: Writing, entry: Entry) -> bool:
+        """Give a ready entry the names and sizes of a write, which ends it; all else of the entry stays.
+
+        False: it has changed since (name, state or version), and nothing is done. The names that it had are now among
+        the `abandoned`. Raises `StoreUnavailable` if the lease of the write has run out.
+        """
+
+    @abc.abstractmethod
     def touch(self, cache_id: str, tenant: str, now: float) -> None:
         """Count a use of a ready entry. On the path of every query: need not survive a power cut."""
 

@@ -326,7 +326,7 @@ class Shelf(Store):
     def reseal(self) -> Iterator[Scrubbed]:
         """Store every cache anew that is not sealed with the first key of the keyring (without one: that is sealed).
 
-        It keeps its manifest, but counts as put just now in listings. Interrupted, it goes on where it was.
+        All else of it stays as it is. Interrupted, it goes on where it was.
         """
         for entry in self._index.stored():
             if entry.state == "ready" and not self._writer.would_seal_alike(entry):
@@ -338,11 +338,13 @@ class Shelf(Store):
     def _seal_anew(self, entry: Entry) -> str | None:
         """Returns what stood in the way, None if nothing did or the cache ended meanwhile."""
         try:
-            while not self._writer.replace(entry, self._contents(entry)):
+            for _ in range(_SEAL_ROUNDS):
+                if self._writer.replace(entry, self._contents(entry)):
+                    return None
                 entry = self._reader.ready(entry.id, entry.tenant)  # it was changed meanwhile
         except KvshelfError as error:
             return None if error.code in ("cache_not_found", "cache_expired") else error.message
-        return None
+        return f"it was changed {_SEAL_ROUNDS} times while it was sealed anew; try again when it is at rest"
 
     def _contents(self, entry: Entry) -> Sequence[Content]:
         """All that is stored of a cache, read and verified."""
@@ -352,6 +354,8 @@ class Shelf(Store):
         text = self.source(entry.id, tenant=entry.tenant)
         return [blob_content(entry.id, packed), source_content(entry.id, text.encode())]
 
+
+_SEAL_ROUNDS = 10
 
 _GONE = "gone"
 

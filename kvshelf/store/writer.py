@@ -98,16 +98,14 @@ class Writer:
         return False
 
     def replace(self, entry: Entry, contents: Sequence[Content]) -> bool:
-        """Store the contents of an entry anew, under its manifest. False: the entry has changed since."""
-        manifest = entry.manifest()
+        """Store the contents of an entry anew; all else of it stays. False: it has changed since."""
         with self._writing(entry.id, entry.tenant, contents) as writing:
-            self._keep_until(writing, manifest.expires_at)
-        published, _ = self._index.publish(writing, manifest, over=entry, cost_s=entry.cost_s, now=self._now())
-        if published:
+            self._keep_until(writing, entry.expires_at)
+        if self._index.replace(writing, entry):
             housekeeping.discard(self._index, self._blobs, entry)
-        else:
-            self._discard(writing)
-        return published
+            return True
+        self._discard(writing)
+        return False
 
     def put_file(
         self, key: str, tenant: str, content: Content, keep: Callable[[str, int], None], *, quota: Quota

@@ -39,7 +39,7 @@ class Walk:
         self._now += self._chance.choice([0, 0.25, 3])
         actions = [
             *([self._begin, self._publish] * 3),
-            *[self._abandon, self._rewrite, self._set_source, self._touch, self._mark_corrupt],
+            *[self._abandon, self._rewrite, self._set_source, self._replace, self._touch, self._mark_corrupt],
             *[self._bury, self._sweep, self._forget, self._look],
         ]
         self._chance.choice(actions)()
@@ -120,6 +120,19 @@ class Walk:
             assert known is not None
             assert known.state == "ready"
             known.writing = replace(known.writing, source=write.source, source_bytes=write.source_bytes)
+        else:
+            assert known is None or known.state != "ready"
+            self._index.abandon(write.name)
+
+    def _replace(self) -> None:
+        number, known, entry = self._pick()
+        write = writing(number, self._chance.randint(1, 99), self._chance.choice([0, 7]), _tenant(number))
+        self._index.begin(write, Quota())
+        if entry is not None and self._index.replace(write, entry):
+            assert known is not None
+            assert known.state == "ready"
+            known.writing = write
+            assert not self._index.rewrite(entry, known.manifest), "it has changed"
         else:
             assert known is None or known.state != "ready"
             self._index.abandon(write.name)

@@ -343,6 +343,16 @@ def test_closing_before_reading(shelf: DiskStore) -> None:
         arriving.cache()
 
 
+def test_what_was_closed_is_not_looked_for_elsewhere(shelf: DiskStore) -> None:
+    cache_id = shelf.put(make_cache()).id
+    arriving = shelf.open_cache(cache_id)
+    elsewhere: list[str] = []
+    arriving.elsewhere = lambda: elsewhere.append("opened") or shelf.open_cache(cache_id)  # type: ignore[func-returns-value]
+    arriving.close()
+    arriving.read()
+    assert elsewhere == []
+
+
 def test_closing_after_reading_takes_nothing_away(shelf: DiskStore) -> None:
     cache = make_cache()
     arriving = shelf.open_cache(shelf.put(cache).id)

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -130,6 +131,37 @@ def test_a_cache_whose_manifest_has_changed_since_does_not_give_way(index: Index
     assert index.publish(second, manifest(), over=seen, cost_s=1, now=NOW) == (False, changed)
     assert found(index) == changed
     assert index.publish(second, changed.manifest(), over=changed, cost_s=1, now=NOW) == (True, changed)
+
+
+def test_bytes_are_replaced_and_all_else_stays(index: Index) -> None:
+    first = put(index, nbytes=1000, source_bytes=10, labels={"a": "1"}, expires_at=NOW + 50, pinned=True)
+    put(index, 2)
+    index.touch(first.id, "me", NOW)
+    first = found(index)
+    write = writing(nbytes=1020)
+    index.begin(write, Quota())
+    assert index.replace(write, first)
+    entry = found(index)
+    names = {"name": write.name, "nbytes": 1020, "source": None, "source_bytes": 0, "version": first.version + 1}
+    assert entry == replace(first, **names)
+    assert numbers(index, labels={"a": "1"}) == [1]
+    assert index.usage("me") == Usage(caches=2, bytes=2020)
+    assert abandoned_names(index) == {first.name, first.source}
+    late = writing()
+    index.begin(late, Quota())
+    assert not index.replace(late, first), "it has changed since"
+    assert found(index) == entry
+
+
+@pytest.mark.parametrize("state", ["deleted", "evicted", "expired"])
+def test_what_has_ended_is_not_replaced(index: Index, state: Literal["deleted", "evicted", "expired"]) -> None:
+    entry = put(index, expires_at=NOW + 1)
+    write = writing()
+    index.begin(write, Quota())
+    assert index.bury(entry, state, NOW + 2)
+    assert not index.replace(write, entry)
+    assert found(index).state == state
+    assert index.usage("me") == Usage(caches=0, bytes=0)
 
 
 def test_a_cache_that_the_writer_knows_to_be_broken_gives_way(index: Index) -> None:

@@ -7,7 +7,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from kvshelf.errors import (
 from kvshelf.store import Quota, Rules, Timings
 from kvshelf.store.artifact import CompressedCache
 from kvshelf.store.keyring import Keyring
+from kvshelf.store.manifest import Usage
 from kvshelf.store.shelf import Shelf
 from tests.store.caches import make_cache, require_equal
 from tests.store.places import Clock, DiskPlace, Place, flip, gone
@@ -460,6 +461,39 @@ def test_what_is_changed_while_a_cache_is_sealed_anew_stays_changed(place: Place
         assert list(shelf.reseal()) == []
     with place.open() as shelf, pytest.raises(StoreUnavailable, match="key"):
         shelf.get(manifest.id)
+
+
+def test_a_cache_that_is_deleted_while_it_is_sealed_anew_stays_deleted(place: Place) -> None:
+    def meanwhile(step: str) -> None:
+        if step == "verified":
+            with place.open() as other, suppress(CacheNotFound):
+                other.delete(manifest.id)
+
+    with place.open() as shelf:
+        manifest = shelf.put(make_cache(), source="text")
+    with place.open(rules=sealed(1), on_step=meanwhile) as shelf:
+        assert [found.problem for found in shelf.reseal()] == [None]
+        with pytest.raises(CacheNotFound):
+            shelf.stat(manifest.id)
+        assert shelf.usage() == Usage(caches=0, bytes=0)
+        assert place.names() == set()
+
+
+def test_a_cache_that_never_rests_does_not_hold_up_the_others(place: Place) -> None:
+    def meanwhile(step: str) -> None:
+        if step == "verified":
+            with place.open() as other:
+                other.update(busy.id, labels={"at": str(time.monotonic())})
+
+    with place.open() as shelf:
+        busy, quiet = shelf.put(make_cache(1)), shelf.put(make_cache(2))
+        shelf.touch(quiet.id)
+        used = shelf.stat(quiet.id)
+    with place.open(rules=sealed(1), on_step=meanwhile) as shelf:
+        problems = {found.id: found.problem for found in shelf.reseal()}
+        assert "changed 10 times" in (problems[busy.id] or "")
+        assert problems[quiet.id] is None
+        assert shelf.stat(quiet.id) == used, "nothing of it has changed"
 
 
 def test_keys_are_rotated(place: Place) -> None:

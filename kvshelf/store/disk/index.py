@@ -21,6 +21,9 @@ _FIELDS: Final = (
 )
 _BATCH: Final = 500
 
+_UNCHANGED: Final = "seq = ? AND state = 'ready' AND name = ? AND version = ?"
+"""Of a ready entry, since it was looked up."""
+
 
 class SqliteIndex(Index):
     """See `Index`. The home's clock is the wall clock, which all processes of a machine share."""
@@ -163,6 +166,21 @@ class SqliteIndex(Index):
             tx.execute("DELETE FROM writes WHERE name = ?", (writing.name,))
         return True
 
+    def replace(self, writing: Writing, entry: Entry) -> bool:
+        given = (writing.name, writing.nbytes, writing.source, writing.source_bytes)
+        seen = (entry.seq, entry.name, entry.version)
+        with self._database.write() as tx:
+            _require_lease(tx, writing.name, self._now())
+            _doom(tx, _UNCHANGED, seen)
+            replaced = tx.execute(
+                "UPDATE caches SET name = ?, nbytes = ?, source = ?, source_bytes = ?, version = version + 1 "
+                f"WHERE {_UNCHANGED}",
+                (*given, *seen),
+            ).rowcount
+            if replaced:
+                tx.execute("DELETE FROM writes WHERE name = ?", (writing.name,))
+        return replaced == 1
+
     def touch(self, cache_id: str, tenant: str, now: float) -> None:
         with self._database.write(durable=False) as tx:
             entry = _find(tx, cache_id, tenant)
@@ -292,8 +310,7 @@ def _doom(connection: sqlite3.Connection, where: str, values: tuple[Any, ...]) -
 
 def _rewrite(connection: sqlite3.Connection, entry: Entry, manifest: Manifest) -> bool:
     changed = connection.execute(
-        "UPDATE caches SET manifest = ?, expires_at = ?, pinned = ?, version = version + 1 "
-        "WHERE seq = ? AND state = 'ready' AND name = ? AND version = ?",
+        f"UPDATE caches SET manifest = ?, expires_at = ?, pinned = ?, version = version + 1 WHERE {_UNCHANGED}",
         (manifest.model_dump_json(), manifest.expires_at, manifest.pinned, entry.seq, entry.name, entry.version),
     )
     if changed.rowcount == 1:

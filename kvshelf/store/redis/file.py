@@ -88,6 +88,8 @@ class RedisFile(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
+        if self.closed:
+            raise ValueError("the file is closed")
         view = memoryview(buffer).cast("B")[: max(0, self.nbytes - self._position)]
         done = 0
         while done < len(view):
@@ -104,7 +106,8 @@ class RedisFile(io.RawIOBase):
 
     def _read_some(self, view: memoryview) -> int:
         """Read up to the end of a piece at most."""
-        if self._release is not None and time.monotonic() >= self._renew_at:
+        released = self._release is None or (self._stream is not None and self._stream.has_said_last)
+        if not released and time.monotonic() >= self._renew_at:
             self._renew_at = time.monotonic() + self._lease_s / 3
             self._renew()
         index = bisect_right(self._ends, self._position)

@@ -354,10 +354,16 @@ end
 
 -- Changing
 
-local function rewrite()
+-- The entry, if it is ready and as it was when it was looked up.
+local function unchanged()
   local entry = read(entry_key(a.id))
   local same = entry and entry.state == 'ready' and entry.name == a.entry_name and entry.version == a.version
-  if not same or call('EXISTS', manifest_key(a.id)) == 0 then return false end
+  if same and call('EXISTS', manifest_key(a.id)) == 1 then return entry end
+end
+
+local function rewrite()
+  local entry = unchanged()
+  if not entry then return false end
   call('SET', manifest_key(a.id), a.text)
   drop(a.id)
   call('HSET', entry_key(a.id), 'version', whole(entry.version + 1), 'pinned', a.pinned)
@@ -383,6 +389,26 @@ function operations.set_source()
   if call('HGET', entry_key(a.id), 'source') == a.source then return {'done'} end -- by this call, whose answer was lost
   if not leased(a.name) then return {'lapsed'} end
   if not rewrite() then return {'changed'} end
+  end_write(a.name)
+  return {'done'}
+end
+
+function operations.replace()
+  if call('HGET', entry_key(a.id), 'name') == a.name then return {'done'} end -- by this call, whose answer was lost
+  if not leased(a.name) then return {'lapsed'} end
+  local entry = unchanged()
+  if not entry then return {'changed'} end
+  local _, listings = place(a.id)
+  call('HSET', entry_key(a.id), 'version', whole(entry.version + 1), 'name', a.name, 'nbytes', a.nbytes,
+    'source_bytes', a.source_bytes)
+  if a.source then
+    call('HSET', entry_key(a.id), 'source', a.source)
+  else
+    call('HDEL', entry_key(a.id), 'source')
+  end
+  drop(a.id)
+  retire(entry)
+  enlist(a.id, listings)
   end_write(a.name)
   return {'done'}
 end

@@ -169,6 +169,12 @@ class RedisIndex(Index):
         _require_lease(reply)
         return _is_done(reply)
 
+    def replace(self, writing: Writing, entry: Entry) -> bool:
+        fields = writing_fields(writing) | unchanged(entry)
+        reply = self._run("replace", id=entry.id, keep_ended_s=KEEP_ENDED_S, **fields)
+        _require_lease(reply)
+        return _is_done(reply)
+
     def touch(self, cache_id: str, tenant: str, now: float) -> None:
         self._run("touch", id=cache_id, tenant=tenant, now=now)
 

@@ -207,6 +207,27 @@ def test_a_blob_is_opened_in_one_round_trip_and_closed_in_none(blobs: RedisBlobs
     assert opened_with == 3 + 2, "lease, beginning and end; and what is read on, asked for at once"
 
 
+def test_a_lease_that_has_ended_is_not_taken_again(connect: Connect, valkey: ValkeyServer) -> None:
+    blobs = RedisBlobs(connect(valkey.url), "brief", read_lease_s=0.9)
+    data = random.randbytes(MB // 2)
+    name = write(blobs, data)
+    file = blobs.open(name, len(data), once=True)
+    assert file is not None
+    with file:
+        file.read(20_000)  # the last piece has begun
+        wait_until(lambda: not blobs.is_read(name), "the lease ends with the last piece", 2)
+        time.sleep(0.4)  # a third of the lease, after which it would be renewed
+        assert file.readall() == data[20_000:]
+    assert not blobs.is_read(name)
+
+
+def test_a_closed_file_is_not_read(blobs: RedisBlobs) -> None:
+    file = opened(blobs, write(blobs, bytes(2 * CHUNK)), 2 * CHUNK)
+    file.close()
+    with pytest.raises(ValueError, match="closed"):
+        file.readinto(bytearray(CHUNK))
+
+
 def test_a_file_that_may_be_read_again_is_leased_until_it_is_closed(blobs: RedisBlobs) -> None:
     data = random.randbytes(CHUNK + 100)
     name = write(blobs, data)
