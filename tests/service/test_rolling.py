@@ -24,6 +24,7 @@ import pytest
 from kvshelf import Client
 from kvshelf.client import Retries
 from tests.service.conftest import await_log, created, refused, stopped
+from tests.service.test_batches import begun, closed_window, lines
 from tests.service.test_supervisor import SUPERVISOR
 from tests.store.redis.servers import wait_until
 
@@ -265,6 +266,12 @@ def open_requests(client: httpx.Client) -> int:
     return int(client.get("/v1/limits").json()["tenant"]["open_requests"]["used"])
 
 
+def followed(client: httpx.Client, batch_id: str) -> list[str]:
+    """All lines of the events of a batch."""
+    with client.stream("GET", f"/v1/batches/{batch_id}/events") as response:
+        return list(response.iter_lines())
+
+
 def submit(client: httpx.Client, number: int) -> str:
     """A creation that is accepted and done later, by whichever of two services."""
     body = {"document": f"Ship number {number} leaves at noon. " * 50}
@@ -278,7 +285,7 @@ def test_a_restart_without_a_failed_query(
     start_service: Callable[..., AbstractContextManager[LiveService]], tiny_folder: Path, tmp_path: Path, soak: bool
 ) -> None:
     """First one that fails, for a cause found early or (with all counts) late; then those that change a setting. In the
-    end the service is stopped, and who waits for a creation hears how far it is."""
+    end the service is stopped, and who waits for a creation or a batch hears how far it is."""
     model, keys, env_file = tmp_path / tiny_folder.name, tmp_path / "keys", tmp_path / "env"
     model.symlink_to(tiny_folder)
     keys.write_text("ab" * 32)
@@ -320,9 +327,12 @@ def test_a_restart_without_a_failed_query(
         print(f"answered by one service or the other, by client: {crowd.counts}")
         crowd.leave()
         (replica,) = service.replica_pids()
-        with stopped(replica), ThreadPoolExecutor(1) as thread:
+        with stopped(replica), ThreadPoolExecutor(2) as threads:
             path = f"/v1/requests/{submit(ours, 0)}"
-            asked = thread.submit(ours.get, path, params={"wait_s": 50})
-            wait_until(lambda: open_requests(ours) == 2, "the question is there, beside that for their number")
+            asked = threads.submit(ours.get, path, params={"wait_s": 50})
+            batch = begun(ours, lines({"document": "Nobody begins with it."}), window=closed_window())
+            watched = threads.submit(followed, ours, batch["id"])
+            wait_until(lambda: open_requests(ours) == 3, "both are there, beside the question for their number")
             service.process.terminate()
             assert asked.result(timeout=20).json()["state"] in ("queued", "running")
+            assert watched.result(timeout=20)[-2:] == ["data: [DONE]", ""]
