@@ -54,9 +54,11 @@ def binary() -> str:
 
 def free_port() -> int:
     """One whose cluster bus, 10,000 above, is free too. Neither is one that the kernel gives to outgoing connections,
-    nor one of Ray's: both are still free when a server is started again."""
+    nor one of Ray's: both are still free when a server is started again. Tests that run beside each other choose among
+    different ones."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 3
     while True:
-        port = random.randrange(20_000, 22_700)
+        port = 20_000 + 900 * worker + random.randrange(900)
         with socket.socket() as probe, socket.socket() as bus, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             bus.bind(("127.0.0.1", port + 10_000))

@@ -200,7 +200,8 @@ def test_one_caller_tries_a_server_that_rested(start_valkey: Start, connect: Con
     time.sleep(1.1)
     trying = threading.Thread(target=lambda: _ignored(link))
     trying.start()
-    time.sleep(0.1)
+    breaker = link._route.server(b"")._breaker
+    wait_until(lambda: (breaker._resting_until or 0) > time.monotonic(), "it tries")
     with unavailable("a moment ago", AT_ONCE_S):
         link.call("PING")
     trying.join()
@@ -227,7 +228,13 @@ def test_restarted_between_two_calls(start_valkey: Start, connect: Connect) -> N
 def test_killed_while_it_is_asked(start_valkey: Start, connect: Connect) -> None:
     server = start_valkey()
     link = connect(server.url + "?timeout_s=20")
-    killing = threading.Timer(0.2, server.kill)
+    asking = server.client()
+
+    def kill() -> None:
+        wait_until(lambda: asking.info("clients")["blocked_clients"] == 1, "it is asked")
+        server.kill()
+
+    killing = threading.Thread(target=kill)
     killing.start()
     with unavailable("closed the connection|reset"):
         link.call("BLPOP", "nothing", 30)
