@@ -29,7 +29,7 @@ RAY_CLUSTER = {
         "workerGroupSpecs",
     },
     "authOptions": {"mode"},
-    "autoscalerOptions": {"idleTimeoutSeconds"},
+    "autoscalerOptions": {"idleTimeoutSeconds", "securityContext"},
     "headGroupSpec": {"rayStartParams", "template"},
     "workerGroupSpecs": {"groupName", "replicas", "minReplicas", "maxReplicas", "rayStartParams", "template"},
 }
