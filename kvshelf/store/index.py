@@ -222,11 +222,12 @@ class Index(abc.ABC):
         """As `rewrite`, and make `writing.source` the kept source of the entry, which ends the write."""
 
     @abc.abstractmethod
-    def replace(self, writing: Writing, entry: Entry) -> bool:
-        """Give a ready entry the names and sizes of a write, which ends it; all else of the entry stays.
+    def replace(self, writing: Writing, entry: Entry, manifest: Manifest) -> bool:
+        """As `rewrite`, and give the entry the names and sizes of a write, which ends it; a corrupt one is ready again.
 
-        False: it has changed since (name, state or version), and nothing is done. The names that it had are now among
-        the `abandoned`. Raises `StoreUnavailable` if the lease of the write has run out.
+        Its source stays where the write has none and the manifest says that there is one. What it had otherwise is now
+        among the `abandoned`. False: the entry has changed since (name, version) or ended. Raises `StoreUnavailable` if
+        the lease of the write has run out.
         """
 
     @abc.abstractmethod

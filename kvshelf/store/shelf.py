@@ -131,6 +131,21 @@ class Shelf(Store):
             raise BlobError("the manifest belongs to another blob", reason="wrong_blob")
         self._writer.put(lambda _: manifest, manifest.id, manifest.tenant, [blob_content(manifest.id, packed)])
 
+    def mend(self, cache: CompressedCache, cache_id: str, *, tenant: str) -> None:
+        """Give a corrupt cache its bytes again, from a copy; all else of it stays. Nothing happens if it changed.
+
+        Raises as `adopt` and `original` do.
+        """
+        entry = self._reader.kept(cache_id, tenant)
+        if entry.text is None:
+            raise checks.corrupt(cache_id, entry.problem or "unknown", "quarantined")
+        manifest, packed = entry.manifest(), blob.pack(cache)
+        if packed.root.hex() != manifest.blob_digest:
+            raise BlobError("the copy is another blob", reason="wrong_blob")
+        if entry.source is not None and not self._blobs.holds(entry.source, entry.source_bytes):
+            manifest = manifest.model_copy(update={"has_source": False, "source_digest": None})  # that was the damage
+        self._writer.replace(entry, manifest, [blob_content(cache_id, packed)])
+
     def admit(self, tenant: str) -> None:
         quota = self._rules.quota
         if quota.max_caches is None and quota.max_bytes is None:
@@ -339,7 +354,7 @@ class Shelf(Store):
         """Returns what stood in the way, None if nothing did or the cache ended meanwhile."""
         try:
             for _ in range(_SEAL_ROUNDS):
-                if self._writer.replace(entry, self._contents(entry)):
+                if self._writer.replace(entry, entry.manifest(), self._contents(entry)):
                     return None
                 entry = self._reader.ready(entry.id, entry.tenant)  # it was changed meanwhile
         except KvshelfError as error:

@@ -178,11 +178,15 @@ class TieredStore(Store):
     def _give_back(self, manifest: Manifest, cache: CompressedCache) -> None:
         """Store a cache at home again, with its source if a copy of that is here. Raises as `Shelf.adopt` does."""
         with self._giving_back:  # one at a time: many notice at once
-            with suppress(_Lost, CacheCorrupt):
+            text = self._copies.source(manifest)
+            try:
                 self._ask_home(manifest.id, manifest.tenant)
                 return  # it has it already
-            text = self._copies.source(manifest)
-            self._home.adopt(cache, manifest.model_copy(update={"has_source": False, "source_digest": None}))
+            except CacheCorrupt:
+                # What it says of the cache counts: labels, an expiry or a pin may have come since the copy was made.
+                self._home.mend(cache, manifest.id, tenant=manifest.tenant)
+            except _Lost:
+                self._home.adopt(cache, manifest.model_copy(update={"has_source": False, "source_digest": None}))
             if text is not None:
                 self._home.keep_source(manifest.id, text, tenant=manifest.tenant)
             log.info("gave cache %s back to its home", manifest.id)

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import RawIOBase
 from typing import Final
 
@@ -97,15 +97,16 @@ class Writer:
         self._discard(writing)
         return False
 
-    def replace(self, entry: Entry, contents: Sequence[Content]) -> bool:
-        """Store the contents of an entry anew; all else of it stays. False: it has changed since."""
+    def replace(self, entry: Entry, manifest: Manifest, contents: Sequence[Content]) -> bool:
+        """Store the contents of an entry anew, or its blob alone; see `Index.replace`. False: it has changed since."""
         with self._writing(entry.id, entry.tenant, contents) as writing:
             self._keep_until(writing, entry.expires_at)
-        if self._index.replace(writing, entry):
-            housekeeping.discard(self._index, self._blobs, entry)
-            return True
-        self._discard(writing)
-        return False
+        if not self._index.replace(writing, entry, manifest):
+            self._discard(writing)
+            return False
+        stays = writing.source is None and manifest.has_source
+        housekeeping.discard(self._index, self._blobs, replace(entry, source=None) if stays else entry)
+        return True
 
     def put_file(
         self, key: str, tenant: str, content: Content, keep: Callable[[str, int], None], *, quota: Quota

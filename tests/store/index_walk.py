@@ -128,10 +128,10 @@ class Walk:
         number, known, entry = self._pick()
         write = writing(number, self._chance.randint(1, 99), self._chance.choice([0, 7]), _tenant(number))
         self._index.begin(write, Quota())
-        if entry is not None and self._index.replace(write, entry):
+        if entry is not None and entry.stored:
+            assert self._index.replace(write, entry, entry.manifest())
             assert known is not None
-            assert known.state == "ready"
-            known.writing = write
+            known.state, known.writing = "ready", write
             assert not self._index.rewrite(entry, known.manifest), "it has changed"
         else:
             assert known is None or known.state != "ready"

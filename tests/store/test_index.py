@@ -140,17 +140,34 @@ def test_bytes_are_replaced_and_all_else_stays(index: Index) -> None:
     first = found(index)
     write = writing(nbytes=1020)
     index.begin(write, Quota())
-    assert index.replace(write, first)
+    assert index.replace(write, first, first.manifest())
     entry = found(index)
     names = {"name": write.name, "nbytes": 1020, "source": None, "source_bytes": 0, "version": first.version + 1}
-    assert entry == replace(first, **names)
+    assert entry == replace(first, **names, text=entry.text)
+    assert entry.manifest() == first.manifest()
     assert numbers(index, labels={"a": "1"}) == [1]
     assert index.usage("me") == Usage(caches=2, bytes=2020)
     assert abandoned_names(index) == {first.name, first.source}
     late = writing()
     index.begin(late, Quota())
-    assert not index.replace(late, first), "it has changed since"
+    assert not index.replace(late, first, first.manifest()), "it has changed since"
     assert found(index) == entry
+
+
+def test_a_corrupt_cache_is_ready_again_with_other_bytes(index: Index) -> None:
+    made = manifest(has_source=True, labels={"a": "1"})
+    first = put(index, nbytes=1000, source_bytes=10, has_source=True, labels={"a": "1"})
+    assert index.mark_corrupt(first, "broken")
+    corrupt = found(index)
+    write = writing(nbytes=900)
+    index.begin(write, Quota())
+    assert index.replace(write, corrupt, made)
+    entry = found(index)
+    assert (entry.state, entry.problem, entry.name, entry.source) == ("ready", None, write.name, first.source)
+    assert numbers(index, labels={"a": "1"}) == [1]
+    assert index.usage("me") == Usage(caches=1, bytes=910)
+    assert abandoned_names(index) == {first.name}
+    assert index.problems() == []
 
 
 @pytest.mark.parametrize("state", ["deleted", "evicted", "expired"])
@@ -159,7 +176,7 @@ def test_what_has_ended_is_not_replaced(index: Index, state: Literal["deleted", 
     write = writing()
     index.begin(write, Quota())
     assert index.bury(entry, state, NOW + 2)
-    assert not index.replace(write, entry)
+    assert not index.replace(write, entry, entry.manifest())
     assert found(index).state == state
     assert index.usage("me") == Usage(caches=0, bytes=0)
 

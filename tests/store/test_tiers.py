@@ -293,6 +293,51 @@ def test_a_copy_mends_a_corrupt_home(node: Node, place: Place, kind: str) -> Non
     assert node.home.stat(manifest.id) == manifest
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_changed_elsewhere_stays_when_a_copy_mends_the_home(
+    node: Node, place: Place, clock: Clock, kind: str
+) -> None:
+    """The copy has the manifest of before: what the home says counts, also of the text beside the cache."""
+    manifest = node.store.put(make_cache(), labels={"a": "old"}, ttl_s=9000, source="text")
+    node.drop_from_all_but(kind, manifest)
+    with open_home(place, clock) as other:
+        other.update(manifest.id, labels={"a": "new"}, ttl_s=60, pinned=True, name="new")
+        other.touch(manifest.id)
+        changed = other.stat(manifest.id)
+        place.change(manifest, flip)
+        with pytest.raises(CacheCorrupt):
+            other.get(manifest.id)
+        require_equal(make_cache(), node.store.get(manifest.id))
+        assert other.stat(manifest.id) == changed
+        require_equal(make_cache(), other.get(manifest.id))
+        assert other.source(manifest.id) == "text"
+        assert [found.problem for found in other.scrub()] == [None]
+        assert other.check() == []
+    clock.time += 60
+    assert fate(lambda: node.store.get(manifest.id)) == "cache_expired"
+
+
+def test_a_cache_that_is_deleted_while_a_copy_mends_it_stays_deleted(place: Place, clock: Clock) -> None:
+    manifest: Manifest
+
+    def meanwhile(step: str) -> None:
+        if step == "verified" and meant:
+            with open_home(place, clock) as other:
+                other.delete(manifest.id)
+
+    meant: list[str] = []
+    home = open_home(place, clock, on_step=meanwhile)
+    with TieredStore(home, [RamTier(1 << 20, now=clock)]) as store:
+        manifest = store.put(make_cache())
+        place.change(manifest, flip)
+        with pytest.raises(CacheCorrupt):
+            home.get(manifest.id)
+        meant.append("now")
+        store.get(manifest.id)
+        assert fate(lambda: home.stat(manifest.id)) == "cache_not_found"
+        assert place.names() == set()
+
+
 def test_any_copy_in_memory_mends_a_home_that_can_be_asked(place: Place, clock: Clock) -> None:
     """However long ago the home confirmed it: that it is corrupt there says that nobody has deleted it."""
     with TieredStore(open_home(place, clock), [RamTier(1 << 20, now=clock, recent_s=0)]) as store:

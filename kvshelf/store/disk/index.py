@@ -21,9 +21,6 @@ _FIELDS: Final = (
 )
 _BATCH: Final = 500
 
-_UNCHANGED: Final = "seq = ? AND state = 'ready' AND name = ? AND version = ?"
-"""Of a ready entry, since it was looked up."""
-
 
 class SqliteIndex(Index):
     """See `Index`. The home's clock is the wall clock, which all processes of a machine share."""
@@ -166,20 +163,25 @@ class SqliteIndex(Index):
             tx.execute("DELETE FROM writes WHERE name = ?", (writing.name,))
         return True
 
-    def replace(self, writing: Writing, entry: Entry) -> bool:
-        given = (writing.name, writing.nbytes, writing.source, writing.source_bytes)
-        seen = (entry.seq, entry.name, entry.version)
+    def replace(self, writing: Writing, entry: Entry, manifest: Manifest) -> bool:
+        stays = writing.source is None and manifest.has_source
+        gone = "NULL, 0" if stays else "source, source_bytes"
         with self._database.write() as tx:
             _require_lease(tx, writing.name, self._now())
-            _doom(tx, _UNCHANGED, seen)
-            replaced = tx.execute(
-                "UPDATE caches SET name = ?, nbytes = ?, source = ?, source_bytes = ?, version = version + 1 "
-                f"WHERE {_UNCHANGED}",
-                (*given, *seen),
-            ).rowcount
-            if replaced:
-                tx.execute("DELETE FROM writes WHERE name = ?", (writing.name,))
-        return replaced == 1
+            if not _rewrite(tx, entry, manifest, "ready", "corrupt"):
+                return False
+            tx.execute(
+                f"INSERT INTO writes SELECT name, id, tenant, nbytes, {gone}, 0 FROM caches WHERE seq = ?", (entry.seq,)
+            )
+            tx.execute(
+                "UPDATE caches SET state = 'ready', problem = NULL, name = ?, nbytes = ? WHERE seq = ?",
+                (writing.name, writing.nbytes, entry.seq),
+            )
+            if not stays:
+                source = (writing.source, writing.source_bytes, entry.seq)
+                tx.execute("UPDATE caches SET source = ?, source_bytes = ? WHERE seq = ?", source)
+            tx.execute("DELETE FROM writes WHERE name = ?", (writing.name,))
+        return True
 
     def touch(self, cache_id: str, tenant: str, now: float) -> None:
         with self._database.write(durable=False) as tx:
@@ -308,10 +310,21 @@ def _doom(connection: sqlite3.Connection, where: str, values: tuple[Any, ...]) -
     )
 
 
-def _rewrite(connection: sqlite3.Connection, entry: Entry, manifest: Manifest) -> bool:
+def _rewrite(connection: sqlite3.Connection, entry: Entry, manifest: Manifest, *states: str) -> bool:
+    """states: those in which that may be done; "ready" if none are given."""
+    allowed = states or ("ready",)
     changed = connection.execute(
-        f"UPDATE caches SET manifest = ?, expires_at = ?, pinned = ?, version = version + 1 WHERE {_UNCHANGED}",
-        (manifest.model_dump_json(), manifest.expires_at, manifest.pinned, entry.seq, entry.name, entry.version),
+        "UPDATE caches SET manifest = ?, expires_at = ?, pinned = ?, version = version + 1 "
+        f"WHERE seq = ? AND name = ? AND version = ? AND state IN ({', '.join('?' * len(allowed))})",
+        (
+            manifest.model_dump_json(),
+            manifest.expires_at,
+            manifest.pinned,
+            entry.seq,
+            entry.name,
+            entry.version,
+            *allowed,
+        ),
     )
     if changed.rowcount == 1:
         _set_labels(connection, entry.seq, manifest.labels)

@@ -354,16 +354,15 @@ end
 
 -- Changing
 
--- The entry, if it is ready and as it was when it was looked up.
-local function unchanged()
-  local entry = read(entry_key(a.id))
-  local same = entry and entry.state == 'ready' and entry.name == a.entry_name and entry.version == a.version
-  if same and call('EXISTS', manifest_key(a.id)) == 1 then return entry end
+-- As it was when it was looked up, and its manifest is there.
+local function is_unchanged(entry)
+  return entry and entry.name == a.entry_name and entry.version == a.version
+    and call('EXISTS', manifest_key(a.id)) == 1
 end
 
 local function rewrite()
-  local entry = unchanged()
-  if not entry then return false end
+  local entry = read(entry_key(a.id))
+  if not is_unchanged(entry) or entry.state ~= 'ready' then return false end
   call('SET', manifest_key(a.id), a.text)
   drop(a.id)
   call('HSET', entry_key(a.id), 'version', whole(entry.version + 1), 'pinned', a.pinned)
@@ -396,19 +395,22 @@ end
 function operations.replace()
   if call('HGET', entry_key(a.id), 'name') == a.name then return {'done'} end -- by this call, whose answer was lost
   if not leased(a.name) then return {'lapsed'} end
-  local entry = unchanged()
-  if not entry then return {'changed'} end
-  local _, listings = place(a.id)
-  call('HSET', entry_key(a.id), 'version', whole(entry.version + 1), 'name', a.name, 'nbytes', a.nbytes,
-    'source_bytes', a.source_bytes)
-  if a.source then
-    call('HSET', entry_key(a.id), 'source', a.source)
-  else
-    call('HDEL', entry_key(a.id), 'source')
-  end
+  local entry = read(entry_key(a.id))
+  if not is_unchanged(entry) or not is_stored(entry) then return {'changed'} end
+  call('SET', manifest_key(a.id), a.text)
   drop(a.id)
-  retire(entry)
-  enlist(a.id, listings)
+  call('HSET', entry_key(a.id), 'state', 'ready', 'version', whole(entry.version + 1), 'name', a.name,
+    'nbytes', a.nbytes, 'pinned', a.pinned)
+  call('HDEL', entry_key(a.id), 'problem')
+  if a.source_stays then
+    retire({name = entry.name, nbytes = entry.nbytes, source_bytes = '0', tenant = entry.tenant})
+  else
+    retire(entry)
+    call('HDEL', entry_key(a.id), 'source')
+    call('HSET', entry_key(a.id), 'source_bytes', a.source_bytes)
+    if a.source then call('HSET', entry_key(a.id), 'source', a.source) end
+  end
+  enlist(a.id, a.listings)
   end_write(a.name)
   return {'done'}
 end

@@ -169,9 +169,10 @@ class RedisIndex(Index):
         _require_lease(reply)
         return _is_done(reply)
 
-    def replace(self, writing: Writing, entry: Entry) -> bool:
-        fields = writing_fields(writing) | unchanged(entry)
-        reply = self._run("replace", id=entry.id, keep_ended_s=KEEP_ENDED_S, **fields)
+    def replace(self, writing: Writing, entry: Entry, manifest: Manifest) -> bool:
+        fields = writing_fields(writing) | manifest_fields(manifest)
+        stays = writing.source is None and manifest.has_source
+        reply = self._run("replace", source_stays=stays or None, **fields, **unchanged(entry))
         _require_lease(reply)
         return _is_done(reply)
 
