@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -92,15 +93,20 @@ def speed(
 
 @contextmanager
 def _opened(urls: list[str]) -> Iterator[dict[str, Store]]:
-    """A disk store in a temporary folder, and each of `urls` under its scheme, or its whole URL where two share one."""
+    """A disk store in a temporary folder, and each of `urls` under its scheme: `redis`, the next one `redis-2`.
+
+    Never under its URL, which may have a password in it.
+    """
     from kvshelf.store import open_store
 
     with tempfile.TemporaryDirectory(prefix="kvshelf-bench-") as folder, ExitStack() as open_stores:
         homes = {"disk": open_store(f"disk://{folder}/shelf")}
         open_stores.callback(homes["disk"].close)
+        named = Counter(homes)
         for url in urls:
             scheme = url.partition(":")[0]
-            name = url if scheme in homes else scheme
+            named[scheme] += 1
+            name = scheme if named[scheme] == 1 else f"{scheme}-{named[scheme]}"
             homes[name] = open_store(url)
             open_stores.callback(homes[name].close)
         yield homes

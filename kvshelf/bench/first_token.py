@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from transformers import DynamicCache
 
 from kvshelf.bench.measure import Cost, Spread, cost, interleaved, ratios
 from kvshelf.bench.subject import QUESTION_TOKENS, Subject
+from kvshelf.errors import CacheError, CacheNotFound
 from kvshelf.store import Store
 from kvshelf.store.artifact import CompressedCache
 
@@ -79,7 +81,8 @@ def first_tokens(
 
     The question is always `QUESTION_TOKENS` long. Files are in the page cache: they have just been written. Each way
     asks twice in its turn, and the second time counts: the weights of a replica that answers questions are in the
-    processor's cache, and after the prefills of the same round they are not.
+    processor's cache, and after the prefills of the same round they are not. The stores may be somebody's: a cache that
+    was not there before is deleted in the end.
     """
     document, question = subject.tokens(tokens, seed=2), subject.tokens(QUESTION_TOKENS, seed=3)
     variants: dict[tuple[str, float, str], Callable[[], _Asked]] = {
@@ -87,12 +90,12 @@ def first_tokens(
         (_AGAIN_TWICE, 0.0, ""): lambda: _ask_model(subject, document + question),
         (_ALONE, 0.0, ""): lambda: _second(lambda: _ask_model(subject, question)),
     }
-    with tempfile.TemporaryDirectory(prefix="kvshelf-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="kvshelf-bench-") as folder, ExitStack() as cleanup:
         sizes = {}
         for policy, removed in levels:
             cache = subject.engine.compress(document, policy=policy, compression_ratio=removed or None)
             file = Path(folder) / f"{policy}-{removed}.safetensors"
-            for tier, ask in _ways(subject, cache, stores, file, question):
+            for tier, ask in _ways(subject, cache, stores, file, question, cleanup):
                 variants[policy, removed, tier] = partial(_second, ask)
             sizes[policy, removed] = file.stat().st_size
         measured = interleaved(variants, rounds)
@@ -137,13 +140,18 @@ def _second(ask: Callable[[], _Asked]) -> _Asked:
 
 
 def _ways(
-    subject: Subject, cache: CompressedCache, stores: Mapping[str, Store], file: Path, question: list[int]
+    subject: Subject,
+    cache: CompressedCache,
+    stores: Mapping[str, Store],
+    file: Path,
+    question: list[int],
+    cleanup: ExitStack,
 ) -> Iterator[tuple[str, Callable[[], _Asked]]]:
     """The places that `cache` can come from, and how to ask after it has come from there. Puts it there."""
     yield "memory", lambda: _ask(subject, lambda: cache, question)
     for name, store in stores.items():
-        manifest = store.put(cache)
-        yield name, lambda store=store, id=manifest.id: _ask(subject, lambda: store.get(id), question)  # type: ignore[misc]
+        cache_id = _put(store, cache, cleanup)
+        yield name, lambda store=store, id=cache_id: _ask(subject, lambda: store.get(id), question)  # type: ignore[misc]
     exported = subject.engine.export(cache, "absolute")
     states = {
         f"{i}.{name}": getattr(layer, name).contiguous()
@@ -153,6 +161,22 @@ def _ways(
     save_file(states, file)
     positions = torch.arange(cache.next_position, cache.next_position + len(question), device=subject.device)[None]
     yield "safetensors", lambda: _ask_model(subject, question, lambda: _loaded(file, subject), positions)
+
+
+def _put(store: Store, cache: CompressedCache, cleanup: ExitStack) -> str:
+    """Returns its id. Unless it was there before, `cleanup` deletes it, also when putting it is interrupted."""
+    cache_id = store.cache_id(cache.identity)
+    try:
+        store.stat(cache_id)
+    except (CacheNotFound, CacheError):
+        cleanup.callback(_delete, store, cache_id)
+    store.put(cache)
+    return cache_id
+
+
+def _delete(store: Store, cache_id: str) -> None:
+    with suppress(CacheNotFound):
+        store.delete(cache_id)
 
 
 def _ask(subject: Subject, fetch: Callable[[], CompressedCache], question: list[int]) -> _Asked:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 
 import pytest
 import torch
@@ -19,9 +20,10 @@ from kvshelf.bench.first_token import _ways, first_tokens
 from kvshelf.bench.peer import Peer, open_peer
 from kvshelf.bench.random_model import load_random_model, random_layers, save_random_model
 from kvshelf.bench.subject import QUESTION_TOKENS, Subject, load_subject
-from kvshelf.errors import InvalidRequest, WorkerCrashed
+from kvshelf.errors import InvalidRequest, StoreUnavailable, WorkerCrashed
 from kvshelf.store import open_store
 from kvshelf.workers.model import bundled_folder
+from tests.store.redis.servers import PATIENT, ValkeyServer
 
 
 @pytest.fixture(autouse=True)
@@ -156,11 +158,27 @@ def test_first_tokens_come_from_memory_and_from_every_store(subject, tmp_path):
     assert found.alone.first_s.median < found.again_s.median
 
 
+def test_a_store_keeps_what_was_there_before_the_first_tokens_and_nothing_else(subject, tmp_path):
+    with closing(open_store(f"disk://{tmp_path}/home")) as home:
+        document = subject.tokens(400, seed=2)
+        before = home.put(subject.engine.compress(document, policy="keydiff", compression_ratio=0.75), name="mine")
+        first_tokens(subject, {"disk": home, "again": home}, 400, 1, [("full", 0.0), ("keydiff", 0.75)])
+        assert list(home.manifests()) == [before]
+
+
+def test_nothing_stays_in_a_store_when_the_next_one_fails(subject, tmp_path):
+    with closing(open_store(f"disk://{tmp_path}/home")) as home, closing(open_store(f"disk://{tmp_path}/gone")) as gone:
+        shutil.rmtree(tmp_path / "gone")
+        with pytest.raises(StoreUnavailable, match="gone"):
+            first_tokens(subject, {"disk": home, "gone": gone}, 400, 1, [("full", 0.0)])
+        assert home.usage().caches == 0
+
+
 def test_the_plain_file_answers_as_the_shelf_does(subject, tmp_path):
     """The entries in another format, not others: the model's own attention chooses the same first token."""
     cache = subject.engine.compress(subject.tokens(300, seed=0), policy="keydiff", compression_ratio=0.5)
     question = subject.tokens(QUESTION_TOKENS, seed=1)
-    ways = dict(_ways(subject, cache, {}, tmp_path / "cache.safetensors", question))
+    ways = dict(_ways(subject, cache, {}, tmp_path / "cache.safetensors", question, ExitStack()))
     chosen = []
     handle = subject.engine.model.register_forward_hook(lambda *call: chosen.append(call[2].logits[0, -1].argmax()))
     for ask in ways.values():
@@ -237,6 +255,21 @@ def test_speed_command(tmp_path):
     assert [[row["policy"] for row in length["rows"]] for length in found["compression"]] == [["snapkv", "lagkv"]] * 2
     assert [length["tokens"] for length in found["first_token"]] == [256, 384]
     assert "decode" not in found
+
+
+def test_stores_of_one_scheme_are_told_apart_without_their_urls(tmp_path):
+    with ValkeyServer(tmp_path, requirepass="secret") as server:
+        stores = ["--store", server.url + PATIENT, "--store", f"{server.url}{PATIENT}&prefix=b"]
+        arguments = ["speed", "--parts", "first-token", "--lengths", "256", "--rounds", "1", *stores]
+        table = CliRunner().invoke(app, [*arguments, "--output", str(tmp_path / "speed.json")])
+        assert table.exit_code == 0, table.output
+        report = (tmp_path / "speed.json").read_text()
+        for prefix in ("kvshelf", "b"):
+            with closing(open_store(f"{server.url}{PATIENT}&prefix={prefix}")) as store:
+                assert store.usage().caches == 0
+    assert "secret" not in report + table.output
+    ((row, *_),) = (found["rows"] for found in json.loads(report)["first_token"])
+    assert list(row["tiers"]) == ["memory", "disk", "redis", "redis-2", "safetensors"]
 
 
 @pytest.mark.parametrize("arguments", [["--parts", "cooking"], ["--questions", "many"], ["--lengths", "long"]])
