@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 
 from kvshelf.bench.measure import Cost, Spread, interleaved, ratios
-from kvshelf.bench.store_homes import Home, Ways
+from kvshelf.bench.store_homes import Bare, Home, Ways
 from kvshelf.errors import CacheNotFound
 from kvshelf.store import CompressedCache, Identity, Kept, ModelIdentity, Store
 from kvshelf.store.blob import pack
@@ -83,7 +83,10 @@ def throughput(home: Home, megabytes: float, layers: int, rounds: int) -> Throug
     with Shelf(index, blobs, on_step=steps) as store:
         cache_id = store.put(cache).id
         bare = home.bare(packed)
-        writes: _Timed = {PUT: partial(_put, store, cache, steps), **_timed_all(bare.writes)}
+        writes: _Timed = {
+            PUT: partial(_put, store, cache, steps),
+            **{name: partial(_write, bare, run) for name, run in bare.writes.items()},
+        }
         reads: _Timed = {
             GET: partial(timed, lambda: store.get(cache_id)),
             FIRST_LAYER: partial(_first_layer, store, cache_id),
@@ -167,6 +170,11 @@ def _put(store: Store, cache: CompressedCache, steps: _Steps) -> Cost:
         store.delete(store.cache_id(cache.identity))
     steps.begin()
     return timed(lambda: store.put(cache))
+
+
+def _write(bare: Bare, run: Callable[[], object]) -> Cost:
+    bare.remove()
+    return timed(run)
 
 
 def _first_layer(store: Store, cache_id: str) -> Cost:

@@ -45,13 +45,18 @@ class Bare(abc.ABC):
     """The bytes of a blob on a medium, written and read without kvshelf.
 
     `writes` and `reads` are the ways to do it; the one that is called `limit` is what reading through kvshelf is a
-    share of, `peer`, if there is one, what one would use instead.
+    share of, `peer`, if there is one, what one would use instead. `remove` comes before each of `writes`, outside its
+    time: `put` is timed where no cache is, too.
     """
 
     writes: Ways
     reads: Ways
     limit: str
     peer: str | None = None
+
+    @abc.abstractmethod
+    def remove(self) -> None:
+        """Remove what `writes` write, if it is there."""
 
 
 class Home(abc.ABC):
@@ -143,9 +148,11 @@ class BareFile(Bare):
             "file into a reused buffer": lambda: self._read(self._reused, digest=False),
         }
 
-    def _write(self) -> None:
+    def remove(self) -> None:
         with suppress(FileNotFoundError):
-            self._path.unlink()  # as for a new cache: the pages of an old file would be there already
+            self._path.unlink()
+
+    def _write(self) -> None:
         with self._path.open("wb", buffering=0) as file:
             for buffer in self._buffers:
                 file.write(buffer)
@@ -250,6 +257,9 @@ class BareValues(Bare):
             self.peer = REDIS_PEER
             self.reads |= {REDIS_PEER: lambda: client.get(key)}
             self.writes |= {"redis-py set of one value": lambda: client.set(key, self._whole)}
+
+    def remove(self) -> None:
+        self._client.delete(self._key)
 
     def _read(self) -> None:
         """All chunks are asked for at once, and each is digested as it is there: what a client can do at best."""

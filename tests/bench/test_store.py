@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from kvshelf.bench.cli import app
 from kvshelf.bench.store import GET, OURS, PUT, STEPS, _put, _Steps, random_cache, throughput
-from kvshelf.bench.store_homes import BareFile, BareValues, made_in
+from kvshelf.bench.store_homes import Bare, BareFile, BareValues, made_in
 from kvshelf.bench.store_manifests import OF_DOCUMENT, _peak_bytes, manifests
 from kvshelf.errors import InvalidRequest, KvshelfError, StoreUnavailable
 from kvshelf.store import open_store
@@ -134,6 +134,34 @@ def test_the_ways_without_kvshelf_move_the_same_bytes(place: str) -> None:
                 assert found == whole, name
             elif name == bare.limit:
                 assert bare._reused == whole
+
+
+def test_what_the_ways_without_kvshelf_write_is_not_there_before(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for `put`, whose cache is deleted outside its time."""
+    there: list[bool] = []
+
+    def is_there(bare: Bare) -> bool:
+        if isinstance(bare, BareFile):
+            return bare._path.exists()
+        assert isinstance(bare, BareValues)
+        return bool(bare._client.exists(bare._key))
+
+    def watched(bare: Bare) -> Bare:
+        ((name, write),) = bare.writes.items()
+
+        def look_and_write() -> None:
+            there.append(is_there(bare))
+            write()
+            there.append(is_there(bare))
+
+        bare.writes = {name: look_and_write}
+        return bare
+
+    with made_in(place) as home:
+        made = home.bare
+        monkeypatch.setattr(home, "bare", lambda packed: watched(made(packed)))
+        throughput(home, 0.1, 2, rounds=2)
+    assert there == [False, True] * 3  # a round is thrown away
 
 
 def test_ratios_and_steps_are_those_of_put_and_get(place: str) -> None:
