@@ -7,13 +7,15 @@ Processor time, because these parts are one thread each: what one document takes
 from __future__ import annotations
 
 import os
+import sqlite3
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import unquote
 
 from kvshelf.bench.store import random_cache
 from kvshelf.bench.store_homes import Home
@@ -21,6 +23,7 @@ from kvshelf.corpus.journal import FileJournal
 from kvshelf.corpus.results import Result
 from kvshelf.store import CompressedCache
 from kvshelf.store.blob import pack
+from kvshelf.store.disk.database import FILE_NAME
 from kvshelf.store.identity import digest
 from kvshelf.store.index import Index
 from kvshelf.store.redis.address import parse
@@ -115,8 +118,15 @@ class _Reading:
 def _meter(home: Home) -> Callable[[], _Reading]:
     if home.name == "redis":
         return lambda: _redis_reading(home.url)
-    database = Path(home.url.removeprefix("disk://"))
-    return lambda: _Reading(0.0, sum(path.stat().st_size for path in database.glob("*.sqlite3*")))
+    database = Path(unquote(home.url.removeprefix("disk://"))) / FILE_NAME
+    return lambda: _Reading(0.0, _database_bytes(database))
+
+
+def _database_bytes(path: Path) -> int:
+    """By its pages, those that are still in its WAL included. The WAL itself does not grow with the documents."""
+    with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as connection:
+        pages, page_bytes = (connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "page_size"))
+    return int(pages * page_bytes)
 
 
 def _redis_reading(url: str) -> _Reading:
@@ -144,7 +154,8 @@ def journal_s(results: int) -> float:
         with FileJournal(path, {"bench": "rates"}) as journal:
             started = time.process_time()
             for first in range(0, results, _ROWS_AT_ONCE):
-                journal.append([_result(number) for number in range(first, first + _ROWS_AT_ONCE)])
+                batch = range(first, min(first + _ROWS_AT_ONCE, results))
+                journal.append([_result(number) for number in batch])
             return (time.process_time() - started) / results
 
 
