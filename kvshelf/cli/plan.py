@@ -200,7 +200,7 @@ def _parts_table(parts: Sequence[Part], gpus: int) -> Table:
     rows = []
     for part in parts:
         at = part.breaks_at(gpus)
-        rows.append((part.name, _times(part.used), "" if at == float("inf") else f"{at:,.0f}", part.move))
+        rows.append((part.name, _times(part.used), "-" if at == float("inf") else f"{at:,.0f}", part.move))
     return _table(("WHAT ALL SHARE", "USED", "FULL AT GPUS", "WHAT MOVES IT"), rows, left=(3,))
 
 

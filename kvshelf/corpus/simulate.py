@@ -53,16 +53,19 @@ class Fleet:
 @dataclass(frozen=True)
 class Part:
     """Something all GPUs share. used: of its capacity while all GPUs work, 1 is full. move: what moves the limit.
-    by_rate: it is a rate that fills it, and not an amount."""
+    by_rate: it is a rate that fills it, and not an amount. per_node: only the GPUs of a node share it, each node has
+    one."""
 
     name: str
     used: float
     move: str
     by_rate: bool = True
+    per_node: bool = False
 
     def breaks_at(self, gpus: int) -> float:
-        """GPUs at which it is full. What is full by amount and not by rate breaks at no number of them."""
-        return gpus / self.used if self.used and self.by_rate else math.inf
+        """GPUs at which it is full. What is full by amount and not by rate breaks at no number of them, nor does what
+        comes with each node: more GPUs are more nodes."""
+        return gpus / self.used if self.used and self.by_rate and not self.per_node else math.inf
 
 
 @dataclass(frozen=True)
@@ -98,11 +101,11 @@ def parts_of(plan: Plan, fleet: Fleet, rates: SharedRates) -> list[Part]:
         ),
         Part("threads of the Redis servers, for bytes", mb_per_s * rates.redis_mb_s / fleet.servers, "more servers"),
         Part("thread of the Redis server with the index", index_s, "several shelves: ?prefix=a, ?prefix=b"),
-        Part("network of a node", wire / (nodes * fleet.node_gbit), "fewer GPUs in a node"),
+        Part("network of a node", wire / (nodes * fleet.node_gbit), "fewer GPUs in a node", per_node=True),
         Part("Serve's controller", heads * rates.controller_replica_s, clusters),
         Part("GCS of the Ray head", heads * rates.gcs_replica_s, clusters),
         Part("process that runs the batch", rate * rates.driver_result_s / fleet.services, "several batches"),
-        Part(FOLDERS, rate / nodes * rates.disk_document_s, "fewer GPUs in a node"),
+        Part(FOLDERS, rate / nodes * rates.disk_document_s, "fewer GPUs in a node", per_node=True),
     ]
     return sorted(found, key=lambda part: -part.used)
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from kvshelf.cli import app
 from kvshelf.corpus.plan import BUILT_IN, Corpus, Plan, Speed, Work, make_plan, shape_of
 from kvshelf.corpus.rates import MEASURED, SharedRates
-from kvshelf.corpus.simulate import ATTEMPTS, Fleet, parts_of, simulate
+from kvshelf.corpus.simulate import ATTEMPTS, FOLDERS, Fleet, Part, parts_of, simulate
 from kvshelf.errors import InvalidRequest
 from kvshelf.workers.estimates import Shape
 from kvshelf.workers.model import bundled_folder
@@ -203,8 +203,30 @@ def test_each_setting_moves_the_part_that_names_it() -> None:
             assert used(name, **{change: 4}) == pytest.approx(before[name].used / 4), name
     first = max(before.values(), key=lambda part: part.used)
     assert parts_of(plan, Fleet(), MEASURED)[0] == first
-    for part in before.values():
-        assert part.breaks_at(1000) == (pytest.approx(1000 / part.used) if part.by_rate else math.inf)
+
+
+def test_a_part_is_full_at_the_gpus_that_are_said_and_no_number_of_them_fills_the_others() -> None:
+    def parts(gpus: int) -> dict[str, Part]:
+        found = parts_of(planned(gpus=gpus), Fleet(gpus=gpus), MEASURED)
+        return {part.name: part for part in found}
+
+    at = {name: part.breaks_at(8000) for name, part in parts(8000).items()}
+    never = {name for name, gpus in at.items() if gpus == math.inf}
+    assert never == {"memory of the Redis servers", "network of a node", FOLDERS}
+    for name, gpus in at.items():
+        if name in never:
+            assert parts(16_000)[name].used == pytest.approx(parts(8000)[name].used)
+        else:
+            assert parts(round(gpus))[name].used == pytest.approx(1, rel=0.5 / gpus + 1e-9), name
+
+
+def test_what_no_number_of_gpus_fills_is_a_dash_and_no_number() -> None:
+    words = ("--model", "kvshelf-tiny", "--gpus", "1000", "--simulate")
+    rows = {row["name"]: row for row in json.loads(run(*words, "--json"))["parts"]}
+    assert rows["network of a node"]["breaks_at_gpus"] is None
+    assert rows["Serve's controller"]["breaks_at_gpus"] == round(1 / MEASURED.controller_replica_s)
+    (line,) = (line for line in lines(run(*words)) if line.startswith("network of a node"))
+    assert line.endswith(" times - fewer GPUs in a node")
 
 
 COMMANDS = re.findall(r"```text\n\$ kvshelf plan (.*?)\n\n(.*?)```", PAGE.read_text(), re.DOTALL)
