@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 
 from kvshelf._extras import needs_extra
-from kvshelf.bench.options import Device, Dtype, Json, Model, Output, Threads, numbers, progress_bar, publish
+from kvshelf.bench.options import Device, Dtype, Json, Model, Output, Threads, numbers, progress_bar, publish, writable
 from kvshelf.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -40,11 +40,11 @@ def quality(
     export: Annotated[bool, typer.Option("--export", help="Also rows answered by plain transformers.")] = False,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Another set of documents.")] = 0,
     resume: Annotated[
-        Path, typer.Option("--resume", help="Results so far; what it holds is not measured again.")
+        Path, typer.Option("--resume", callback=writable, help="Results so far; what it holds is not measured again.")
     ] = Path("kvshelf-quality.jsonl"),
     output: Output = None,
     picture: Annotated[
-        Path | None, typer.Option("--picture", help="Score against bytes, as .png, .svg or .pdf.")
+        Path | None, typer.Option("--picture", callback=writable, help="Score against bytes, as .png, .svg or .pdf.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -158,8 +158,6 @@ def _require_drawable(picture: Path) -> None:
     """Before an hour of work, not after it."""
     if picture.suffix not in _PICTURES:
         raise InvalidRequest(f"--picture {picture} must end in one of {', '.join(_PICTURES)}", param="picture")
-    if not picture.parent.is_dir():
-        raise InvalidRequest(f"--picture {picture}: there is no folder {picture.parent}", param="picture")
     with needs_extra("bench", "--picture"):
         import matplotlib  # noqa: F401
 

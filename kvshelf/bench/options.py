@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,11 +13,37 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 
+from kvshelf.errors import InvalidRequest
+
+
+def writable(param: typer.CallbackParam, path: Path | None) -> Path | None:
+    """Refuse a file that cannot be written before an hour of work, not after it."""
+    if path is not None:
+        try:
+            obstacle = _obstacle(path)
+        except OSError as error:
+            obstacle = error.strerror
+        if obstacle:
+            raise InvalidRequest(f"{param.opts[0]} {path} cannot be written: {obstacle}", param=param.name)
+    return path
+
+
+def _obstacle(path: Path) -> str | None:
+    if path.is_dir():
+        return "it is a folder"
+    if not path.parent.is_dir():
+        return f"there is no folder {path.parent}"
+    allowed = os.access(path, os.W_OK) if path.exists() else os.access(path.parent, os.W_OK | os.X_OK)
+    return None if allowed else "permission denied"
+
+
 Model = Annotated[str, typer.Option("--model", help="Bundled name, local folder or hub id.")]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda:0 ...")]
 Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
 Threads = Annotated[int, typer.Option("--threads", min=0, help="Threads of torch; 0 leaves its own choice.")]
-Output = Annotated[Path | None, typer.Option("--output", help="Write the result as JSON to this file.")]
+Output = Annotated[
+    Path | None, typer.Option("--output", callback=writable, help="Write the result as JSON to this file.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 _PIPE_WIDTH = 120
@@ -56,20 +83,35 @@ def progress_bar() -> Progress:
 def publish(
     report: dict[str, Any], tables: list[Table], output: Path | None, as_json: bool, *, notes: str = ""
 ) -> None:
-    """The report as JSON to a file, and to the terminal as JSON or as tables with `notes` and the machine below."""
+    """The report to the terminal as JSON or as tables with `notes` and the machine below, and as JSON to a file.
+
+    What was measured is not lost where only one of both can be written.
+    """
     text = json.dumps(report, indent=2)
-    if output is not None:
-        output.write_text(text + "\n")
-    if as_json:
-        typer.echo(text)
-        return
+    try:
+        if as_json:
+            typer.echo(text)
+        else:
+            _print(tables, notes, report["machine"])
+    finally:
+        if output is not None:
+            _write(output, text + "\n")
+
+
+def _write(output: Path, text: str) -> None:
+    try:
+        output.write_text(text)
+    except OSError as error:
+        raise InvalidRequest(f"cannot write --output {output}: {error.strerror}", param="output") from error
+
+
+def _print(tables: list[Table], notes: str, where: dict[str, Any]) -> None:
     console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
     for table in tables:
         console.print(table)
         console.print()
     if notes:
         console.print(notes, style="dim")
-    where = report["machine"]
     console.print(
         f"{where['processor']}, {where['threads']} of {where['cores']} cores, load {where['load']:.1f}, "
         f"{where['gpu'] or 'no GPU'}, torch {where['torch']}, transformers {where['transformers']}",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 
 import pytest
@@ -12,6 +14,7 @@ from typer.testing import CliRunner
 
 from kvshelf.bench.cli import app
 from kvshelf.bench.measure import Spread, cost, interleaved, load_warning, machine, ratios, wilson
+from kvshelf.bench.options import publish
 from kvshelf.bench.retrieval import measure_cell
 from kvshelf.errors import InvalidRequest
 from kvshelf.workers.devices import chosen_device
@@ -87,3 +90,42 @@ def test_retrieval_command(tmp_path):
 @pytest.mark.parametrize("arguments", [["--tasks", "chess"], ["--lengths", "long"], ["--haystacks", "hay"]])
 def test_bad_choices_are_refused(arguments):
     assert CliRunner().invoke(app, ["retrieval", *arguments]).exit_code == 2
+
+
+COMMANDS = [command.name or command.callback.__name__.replace("_", "-") for command in app.registered_commands]
+
+
+@pytest.mark.parametrize("output", [".", "nowhere/report.json", "x" * 300])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_output_that_cannot_be_written_is_refused_before_any_work(tmp_path, command, output):
+    result = CliRunner().invoke(app, [command, "--output", str(tmp_path / output)])
+    assert isinstance(result.exception, InvalidRequest), result.output
+    assert "--output" in str(result.exception)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_output_that_is_there_may_be_written_again(tmp_path):
+    report = tmp_path / "report.json"
+    report.write_text("of the last time")
+    test_retrieval_command(tmp_path)
+
+
+def test_what_was_measured_is_printed_when_its_folder_is_gone(tmp_path, capsys):
+    with pytest.raises(InvalidRequest, match="--output"):
+        publish({"found": 1}, [], tmp_path / "gone" / "report.json", True)
+    assert json.loads(capsys.readouterr().out) == {"found": 1}
+
+
+def test_what_was_measured_is_written_when_nobody_reads_it(tmp_path):
+    report = tmp_path / "report.json"
+    program = (
+        "import sys; from pathlib import Path; from kvshelf.bench.options import publish; "
+        "sys.stdin.read(); publish({'found': 1}, [], Path(sys.argv[1]), True)"
+    )
+    command = [sys.executable, "-c", program, str(report)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as process:
+        process.stdout.close()
+        process.stdin.close()
+        assert b"BrokenPipeError" in process.stderr.read()
+    assert json.loads(report.read_text()) == {"found": 1}
