@@ -8,10 +8,13 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any, Final, Self
 
 from kvshelf.bench.outcome import Outcome
 from kvshelf.errors import InvalidRequest, StateConflict
+
+_BEGINNING: Final = b'{"bench": "quality", "key": "'
+"""Of every line that is written: so that a first line that was cut off is told from another file's text."""
 
 
 class Journal:
@@ -23,10 +26,13 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: IO[str] | None = None
+        self._file: IO[bytes] | None = None
 
     def __enter__(self) -> Self:
-        file = self._path.open("a+", encoding="utf-8")
+        try:
+            file = self._path.open("a+b")
+        except OSError as error:
+            raise InvalidRequest(f"--resume {self._path}: {error.strerror or error}", param="resume") from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -45,34 +51,39 @@ class Journal:
         self._file.close()
 
     def load(self) -> dict[str, Outcome]:
-        """Every outcome in the file, by key. Raises `InvalidRequest` for a file that is no such journal."""
+        """Every outcome in the file, by key. A file that is no such journal is left as it is: `InvalidRequest`."""
         assert self._file is not None
         self._file.seek(0)
-        text = self._file.read()
-        whole, newline, torn = text.rpartition("\n")
-        if torn:
-            self._file.truncate(len((whole + newline).encode()))
+        whole, newline, torn = self._file.read().rpartition(b"\n")
         found = {}
         for number, line in enumerate(whole.splitlines(), 1):
             outcome = self._outcome(number, line)
             found[outcome.key] = outcome
+        if torn:
+            if not found and torn[: len(_BEGINNING)] != _BEGINNING[: len(torn)]:
+                raise self._foreign(1, "it has no end")
+            self._file.truncate(len(whole + newline))
         return found
 
     def append(self, outcome: Outcome, about: Mapping[str, Any]) -> None:
         """Write one line; `about` is for people who read the file."""
         assert self._file is not None
-        self._file.write(json.dumps({**about, **asdict(outcome)}) + "\n")
+        line = {"bench": "quality", "key": outcome.key, **about, **asdict(outcome)}  # as `_BEGINNING` has it
+        self._file.write(json.dumps(line).encode() + b"\n")
         # The operating system has it: that outlives a killed process. Surviving a power cut would cost an fsync a line.
         self._file.flush()
 
-    def _outcome(self, number: int, line: str) -> Outcome:
+    def _outcome(self, number: int, line: bytes) -> Outcome:
         names = Outcome.__dataclass_fields__
         try:
             fields = {name: value for name, value in json.loads(line).items() if name in names}
             lists = {name: tuple(fields[name]) for name in ("exact", "partial")}
             return Outcome(**{**fields, **lists})
         except (ValueError, TypeError, AttributeError, KeyError) as error:
-            raise InvalidRequest(
-                f"line {number} of {self._path} was not written by this bench ({error}); give another --resume file",
-                param="resume",
-            ) from error
+            raise self._foreign(number, error) from error
+
+    def _foreign(self, number: int, reason: object) -> InvalidRequest:
+        return InvalidRequest(
+            f"line {number} of {self._path} was not written by this bench ({reason}); give another --resume file",
+            param="resume",
+        )

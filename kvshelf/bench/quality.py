@@ -30,8 +30,12 @@ def run(
 
     processes: 0 means one per core. The result does not depend on it, nor on the order in which units are done: each
     unit is a function of its settings alone, and each process runs on `source.threads` threads. Raises `InvalidRequest`
-    for a length that a task does not fit into, before any work; a policy that refuses a document refuses its cell.
+    for a length that a task does not fit into and for a file that is no journal, before any work; a policy that refuses
+    a document refuses its cell.
     """
+    if journal.exists():  # only then: a run that is refused for its lengths leaves no file
+        with Journal(journal) as file:
+            file.load()
     engine = source.load()
     protocol = Protocol.of(engine, plan.questions, plan.seed)
     for cell in plan.cells():

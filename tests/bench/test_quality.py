@@ -130,13 +130,59 @@ def test_a_line_cut_off_by_a_kill_is_removed_and_the_rest_kept(tmp_path):
     assert len(path.read_bytes().splitlines()) == 2
 
 
-@pytest.mark.parametrize("text", ["not json\n", "[1]\n", '{"key": "a"}\n', "12\n"])
+@pytest.mark.parametrize("length", [1, 20, 60])
+def test_a_first_line_cut_off_by_a_kill_is_removed(tmp_path, length):
+    path = tmp_path / "journal.jsonl"
+    with Journal(path) as journal:
+        journal.append(outcome(1), {"policy": "keydiff"})
+    whole = path.read_bytes()
+    path.write_bytes(whole[:length])
+    with Journal(path) as journal:
+        assert journal.load() == {}
+        journal.append(outcome(1), {"policy": "keydiff"})
+    assert path.read_bytes() == whole
+
+
+FOREIGN = [
+    "not json\n", "[1]\n", '{"key": "a"}\n', "12\n", "a note", '{"key": "a"}', '{\n "a": 1\n}', "\na note",
+    "n\xf6te\n".encode("latin-1"), "n\xf6te".encode("latin-1"), b"\x93NUMPY\x01\x00v\x00",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", FOREIGN)
 def test_a_file_that_is_no_journal_is_refused_and_left_as_it_is(tmp_path, text):
     path = tmp_path / "journal.jsonl"
-    path.write_text(text)
+    data = text if isinstance(text, bytes) else text.encode()
+    path.write_bytes(data)
     with Journal(path) as journal, pytest.raises(InvalidRequest, match="line 1 of"):
         journal.load()
-    assert path.read_text() == text
+    assert path.read_bytes() == data
+
+
+def test_a_foreign_line_after_good_ones_is_refused_with_its_torn_end_in_place(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    with Journal(path) as journal:
+        journal.append(outcome(1), {})
+    data = path.read_bytes() + b"a note\nof two lines"
+    path.write_bytes(data)
+    with Journal(path) as journal, pytest.raises(InvalidRequest, match="line 2 of"):
+        journal.load()
+    assert path.read_bytes() == data
+
+
+@pytest.mark.parametrize("place", [".", "nowhere/journal.jsonl", "x" * 300])
+def test_a_place_that_can_hold_no_journal_is_refused(tmp_path, place):
+    with pytest.raises(InvalidRequest, match="--resume"), Journal(tmp_path / place):
+        pass
+
+
+@pytest.mark.parametrize("place", [".", "nowhere/journal.jsonl", "x" * 300, "foreign"])
+def test_what_cannot_be_resumed_is_refused_before_the_model_is_loaded(tmp_path, place):
+    (tmp_path / "foreign").write_text("a note")
+    with pytest.raises(InvalidRequest, match=r"--resume|line 1 of"):
+        bench("--size small", "--model", tmp_path / "no-model", "--resume", tmp_path / place)
+    assert (tmp_path / "foreign").read_text() == "a note"
+    assert [path.name for path in tmp_path.iterdir()] == ["foreign"]
 
 
 def test_two_runs_do_not_write_one_journal(tmp_path):
@@ -228,7 +274,7 @@ def test_the_command_writes_a_table_a_report_and_a_picture(tmp_path):
     assert rows[2]["overall"]["bytes_per_token"] < 0.25 * rows[0]["overall"]["bytes_per_token"]
 
 
-@pytest.mark.parametrize("picture", ["quality.gif", "nowhere/quality.png"])
+@pytest.mark.parametrize("picture", ["quality.gif", "nowhere/quality.png", "."])
 def test_a_picture_that_cannot_be_drawn_is_refused_before_any_work(tmp_path, picture):
     with pytest.raises(InvalidRequest, match="--picture"):
         bench("--size small", "--picture", tmp_path / picture, "--resume", tmp_path / "journal.jsonl")
