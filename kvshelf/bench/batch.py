@@ -10,9 +10,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -20,7 +22,7 @@ from typing import Any, Final
 from kvshelf.bench.batch_corpus import POLICY, Corpus
 from kvshelf.corpus.journal import FileJournal
 from kvshelf.corpus.progress import RunOptions, RunState
-from kvshelf.errors import InternalError
+from kvshelf.errors import InternalError, WorkerCrashed
 from kvshelf.store.config import StoreConfig
 from kvshelf.workers.cluster import ray_cluster
 
@@ -48,38 +50,62 @@ class Memory:
 
 
 def bare_loops(corpus: Sequence[list[int]], model: str, processes: int) -> Cost:
-    """As many loops as processes, each over its share of the documents, that begin together."""
+    """As many loops as processes, each over its share of the documents, that begin together.
+
+    There are at least as many documents as processes. Raises `WorkerCrashed` when a process dies.
+    """
     context = multiprocessing.get_context("spawn")
-    begin = context.Barrier(processes + 1)
-    told: Any = context.SimpleQueue()
-    with TemporaryDirectory() as folder:
-        shares = [corpus[at::processes] for at in range(processes)]
-        loops = [
-            context.Process(target=_loop, args=(share, model, f"disk://{folder}/shelf", begin, told))
-            for share in shares
-        ]
-        for loop in loops:
+    loops: dict[Connection, BaseProcess] = {}
+    with TemporaryDirectory() as folder, ExitStack() as stack:
+        for at in range(processes):
+            ours, theirs = context.Pipe()
+            args = (corpus[at::processes], model, f"disk://{folder}/shelf", theirs)
+            loops[ours] = loop = context.Process(target=_loop, args=args, daemon=True)
             loop.start()
-        begin.wait()
+            theirs.close()  # a process that dies ends the pipe, then
+            stack.callback(loop.join)
+            stack.callback(loop.terminate)  # runs first; it has said what it took, or another one has died
+        _answers(loops)
         started = time.perf_counter()
-        process_s = sum(told.get() for _ in loops)
+        for ours in loops:
+            with suppress(BrokenPipeError):  # who has died since is noticed below
+                ours.send("begin")
+        process_s = sum(_answers(loops))
         wall_s = time.perf_counter() - started
-        for loop in loops:
-            loop.join()
     return Cost(sum(map(len, corpus)), wall_s, process_s)
 
 
-def _loop(documents: Sequence[list[int]], model: str, store: str, begin: Any, told: Any) -> None:
+def _answers(loops: Mapping[Connection, BaseProcess]) -> list[Any]:
+    """One of each loop. Whichever dies is noticed at once, whatever the others do."""
+    found, silent = [], set(loops)
+    while silent:
+        for connection in wait(list(silent)):
+            assert isinstance(connection, Connection)
+            try:
+                found.append(connection.recv())
+            except (EOFError, ConnectionResetError) as error:
+                loops[connection].join()
+                raise WorkerCrashed(
+                    f"a process of the bench ended with exit code {loops[connection].exitcode}; its own message "
+                    "stands above"
+                ) from error
+            silent.remove(connection)
+    return found
+
+
+def _loop(documents: Sequence[list[int]], model: str, store: str, bench: Connection) -> None:
+    """Says that it is ready, is told to begin, and says what processor time it took."""
     from kvshelf.bench.crew import Source as EngineSource  # not above: the process that reads the corpus needs no model
 
     engine = EngineSource(model).load()
     with StoreConfig(store).open() as shelf:
         engine.compress(documents[0], policy=POLICY)  # what a first call sets up is no part of the loop
-        begin.wait()
+        bench.send("ready")
+        bench.recv()
         started = time.process_time()
         for ids in documents:
             shelf.put(engine.compress(ids, policy=POLICY))
-        told.put(time.process_time() - started)
+        bench.send(time.process_time() - started)
 
 
 def batch_run(corpus: Sequence[list[int]], model: str, replicas: int) -> tuple[Cost, Memory, float]:

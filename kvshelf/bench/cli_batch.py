@@ -13,6 +13,7 @@ from rich.table import Table
 
 from kvshelf._extras import needs_extra
 from kvshelf.bench.options import Json, Model, Output, numbers, progress_bar, publish
+from kvshelf.errors import InvalidRequest
 
 
 def batch(
@@ -24,6 +25,11 @@ def batch(
     as_json: Json = False,
 ) -> None:
     """A batch through Ray beside bare loops of compress and put on as many processes."""
+    chosen = numbers(replicas)
+    if not all(1 <= count <= documents for count in chosen):
+        raise InvalidRequest(
+            f"--replicas {replicas}: each must be from 1 to {documents}, the number of documents", param="replicas"
+        )
     with needs_extra("serve", "the bench"):
         from kvshelf.workers.cluster import prepare_environment
 
@@ -39,7 +45,6 @@ def batch(
     report: dict[str, Any] = {"bench": "batch", "model": model, "documents": documents, "machine": where, "runs": []}
     headings = ("replicas", "tokens/s", "of bare loops", "by process time", "driver MB", "worker MB", "again, s")
     table = Table(*headings, title=f"{model}, {documents} documents, {sum(map(len, corpus)):,} tokens")
-    chosen = numbers(replicas)
     with progress_bar() as progress:
         bar = progress.add_task("rounds", total=len(chosen) * rounds)
         for count in chosen:
