@@ -186,10 +186,8 @@ def test_paused_resumed_cancelled_and_tried_again(http: httpx.Client) -> None:
     awaited(http, batch["id"], lambda now: now["request_counts"]["completed"] >= more)
     http.post(f"{url}/pause")
     time.sleep(0.7)  # whoever works on it has begun to let it go
-    resumed = http.post(f"{url}/resume").json()
-    assert resumed["status"] == "in_progress"
-    more = resumed["request_counts"]["completed"] + 1
-    awaited(http, batch["id"], lambda now: now["request_counts"]["completed"] >= more)
+    assert http.post(f"{url}/resume").json()["status"] == "in_progress"
+    time.sleep(3)
     asked = time.monotonic()
     assert http.post(f"{url}/cancel").json()["status"] == "cancelling"
     cancelled = ended(http, batch["id"])
