@@ -93,6 +93,10 @@ class Writing:
     source: str | None = None
     source_bytes: int = 0
 
+    def leaves_source(self, manifest: Manifest) -> bool:
+        """Whether a source that is there stays when this write replaces the blob beside it."""
+        return self.source is None and manifest.has_source
+
 
 @dataclass(frozen=True)
 class Quota:

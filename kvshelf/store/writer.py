@@ -104,8 +104,8 @@ class Writer:
         if not self._index.replace(writing, entry, manifest):
             self._discard(writing)
             return False
-        stays = writing.source is None and manifest.has_source
-        housekeeping.discard(self._index, self._blobs, replace(entry, source=None) if stays else entry)
+        gone = replace(entry, source=None) if writing.leaves_source(manifest) else entry
+        housekeeping.discard(self._index, self._blobs, gone)
         return True
 
     def put_file(

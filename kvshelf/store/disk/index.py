@@ -164,7 +164,7 @@ class SqliteIndex(Index):
         return True
 
     def replace(self, writing: Writing, entry: Entry, manifest: Manifest) -> bool:
-        stays = writing.source is None and manifest.has_source
+        stays = writing.leaves_source(manifest)
         gone = "NULL, 0" if stays else "source, source_bytes"
         with self._database.write() as tx:
             _require_lease(tx, writing.name, self._now())

@@ -171,8 +171,8 @@ class RedisIndex(Index):
 
     def replace(self, writing: Writing, entry: Entry, manifest: Manifest) -> bool:
         fields = writing_fields(writing) | manifest_fields(manifest)
-        stays = writing.source is None and manifest.has_source
-        reply = self._run("replace", source_stays=stays or None, **fields, **unchanged(entry))
+        stays = writing.leaves_source(manifest) or None
+        reply = self._run("replace", source_stays=stays, **fields, **unchanged(entry))
         _require_lease(reply)
         return _is_done(reply)
 
