@@ -13,13 +13,22 @@ help:  ## list the targets
 
 setup: $(STAMP)  ## create .venv and install kvshelf with everything it needs
 
-# The stamp is written last, so that an interrupted installation is done again. It is older than the two files only when
-# one of them has changed.
-$(STAMP): pyproject.toml constraints.txt
-	@echo "setting up $(VENV): once, one to two minutes ..."
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[serve,dev]'
+# What the kernels for CPUs are compiled from, where a C compiler is; without one all works, only slower.
+C_SOURCES := $(wildcard kvshelf/kernels/*.[ch] kvshelf/kernels/*/*.[ch]) kvshelf/kernels/compiling.py
+
+# The stamp is written last, so that an interrupted installation is done again. It is older than these files only when one
+# of them has changed. Where nothing but C has changed, it is only compiled again: the installation does so by itself.
+$(STAMP): pyproject.toml constraints.txt hatch_build.py $(C_SOURCES)
+	@$(if $(filter-out $(C_SOURCES),$?),$(INSTALL),$(COMPILE))
 	@touch $@
+
+define INSTALL
+echo "setting up $(VENV): once, one to two minutes ..." \
+&& { test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); } \
+&& $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[serve,dev]'
+endef
+
+COMPILE = $(BIN)/python -m kvshelf.kernels.compiling || true
 
 demo: setup  ## put a document on the shelf under three policies and ask it questions
 	@$(BIN)/python scripts/demo.py
@@ -41,5 +50,5 @@ test: setup  ## all tests
 soak: setup  ## all tests with their full counts: kill loops, fuzzing, load
 	KVSHELF_SOAK=1 $(BIN)/python -m pytest --timeout 7200
 
-clean:  ## remove the environments and all caches
-	rm -rf $(VENV) .venv-* .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+clean:  ## remove the environments, all caches and what was compiled
+	rm -rf $(VENV) .venv-* .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist kvshelf/kernels/compiled-*

@@ -222,3 +222,28 @@ def test_calibrate_refuses_an_output_that_cannot_be_written_before_the_search(tm
         failed = run("calibrate", "--model", "kvshelf-tiny", "--output", str(output), "--documents", "1000000")
         assert failed.exit_code == 2
         assert "cannot be written" in " ".join(failed.stderr.split())
+
+
+@pytest.mark.parametrize("command", ["put", "estimate"])
+def test_standard_input_that_is_no_text_is_refused(command: str) -> None:
+    done = CliRunner().invoke(app, [command, "-", "--url", NOBODY], input="Größe".encode("latin-1"))
+    assert done.exit_code == 2
+    assert "not UTF-8 (byte 2" in done.stderr
+
+
+@pytest.mark.parametrize("ttl", ["36600d", "9" * 400])
+def test_a_key_that_would_outlive_the_calendar_is_refused(ttl: str, tmp_path: Path) -> None:
+    done = run("keys", "create", "--file", str(tmp_path / "keys.json"), "--tenant", "a", "--ttl", ttl)
+    assert done.exit_code == 2
+    assert "more than 100 years" in done.stderr
+    assert not (tmp_path / "keys.json").exists()
+
+
+@pytest.mark.parametrize("option", ["--tokens-per-s", "--hours", "--server-memory-gb"])
+def test_a_plan_is_made_with_numbers(option: str) -> None:
+    done = run("plan", option, "nan")
+    assert done.exit_code == 2
+    assert option in done.stderr
+    done = run("plan", option, "inf")
+    assert done.exit_code == 2
+    assert f"{option} is inf, which is no number to plan with" in done.stderr

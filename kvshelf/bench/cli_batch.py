@@ -25,7 +25,7 @@ def batch(
     as_json: Json = False,
 ) -> None:
     """A batch through Ray beside bare loops of compress and put on as many processes."""
-    chosen = numbers(replicas)
+    chosen = numbers(replicas, "--replicas")
     if not all(1 <= count <= documents for count in chosen):
         raise InvalidRequest(
             f"--replicas {replicas}: each must be from 1 to {documents}, the number of documents", param="replicas"

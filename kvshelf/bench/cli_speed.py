@@ -65,7 +65,7 @@ def speed(
     chosen = choices(parts, PARTS, "--parts")
     at = numbers(lengths) if lengths else None
     compared = [name.strip() for name in policies.split(",")] if policies else list(ONE_PASS)
-    asked = numbers(questions)
+    asked = numbers(questions, "--questions")
     where, tables = machine(), list[Table]()
     report: dict[str, Any] = {"bench": "speed", "model": model, "rounds": rounds}
     with load_subject(model, device, dtype, threads) as subject, progress_bar() as progress:

@@ -17,6 +17,7 @@ from kvshelf.kernels.lag_scores import lag_scores
 from kvshelf.kernels.merge import merge_weighted, nearest_pair
 from kvshelf.kernels.prefix_attention import BatchLayout, PackedPrefix, SuffixRows, prefix_attention
 from kvshelf.kernels.quantize import dequantize_channels, dequantize_tokens, quantize_channels, quantize_tokens
+from kvshelf.kernels.row_norms import row_norms
 from kvshelf.kernels.select import pack, select
 from kvshelf.kernels.window_scores import window_scores
 
@@ -109,6 +110,13 @@ def scoring(layer: Layer) -> list[Case]:
             lambda k, v: lag_scores(k, v, LAG),
             2 * kv_bytes + 4 * shape.kv_heads * n,
             2 * 9.0 * shape.kv_heads * n * shape.head_dim,
+        ),
+        Case(
+            "row_norms",
+            lambda: layer.window()[1:2],
+            row_norms,
+            kv_bytes + 4 * shape.kv_heads * n,
+            2.0 * shape.kv_heads * n * shape.head_dim,
         ),
     ]
 

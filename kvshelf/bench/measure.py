@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from kvshelf.errors import InvalidRequest
+from kvshelf.kernels.dispatch import cpu_form
 
 KeyT = TypeVar("KeyT", bound=Hashable)
 ResultT = TypeVar("ResultT")
@@ -29,6 +30,7 @@ def machine() -> dict[str, Any]:
         "load": os.getloadavg()[0],
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(),
+        "cpu_kernels": cpu_form(),
         "torch": torch.__version__,
         "transformers": _version("transformers"),
     }

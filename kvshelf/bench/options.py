@@ -67,11 +67,15 @@ def choices(text: str, known: tuple[Any, ...], option: str) -> list[Any]:
     return chosen
 
 
-def numbers(text: str) -> list[int]:
+def numbers(text: str, option: str = "--lengths") -> list[int]:
+    """Whole numbers from 1 on, separated by commas."""
     try:
-        return [int(word) for word in text.split(",")]
+        found = [int(word) for word in text.split(",")]
     except ValueError as error:
-        raise typer.BadParameter(f"{text!r} is not a list of numbers", param_hint="--lengths") from error
+        raise typer.BadParameter(f"{text!r} is not a list of numbers", param_hint=option) from error
+    if min(found) < 1:
+        raise typer.BadParameter(f"{text!r}: each number must be at least 1", param_hint=option)
+    return found
 
 
 def progress_bar() -> Progress:
@@ -114,6 +118,7 @@ def _print(tables: list[Table], notes: str, where: dict[str, Any]) -> None:
         console.print(notes, style="dim")
     console.print(
         f"{where['processor']}, {where['threads']} of {where['cores']} cores, load {where['load']:.1f}, "
-        f"{where['gpu'] or 'no GPU'}, torch {where['torch']}, transformers {where['transformers']}",
+        f"{where['gpu'] or 'no GPU'}, kernels on a CPU: {where['cpu_kernels']}, torch {where['torch']}, "
+        f"transformers {where['transformers']}",
         style="dim",
     )

@@ -148,6 +148,8 @@ def _json_or_text(value: str) -> Any:
 
 
 _UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+_LONGEST_S = 36525 * 86400
+"""A hundred years; a date beyond the year 9999 could not be shown."""
 
 
 def seconds(text: str | None, option: str = "--ttl") -> float | None:
@@ -157,7 +159,23 @@ def seconds(text: str | None, option: str = "--ttl") -> float | None:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text)
     if match is None:
         raise InvalidRequest(f"{option} {text!r} is not a duration; write 90s, 15m, 2h or 7d", param=option)
-    return float(match[1]) * _UNITS_S[match[2]]
+    found = float(match[1]) * _UNITS_S[match[2]]
+    if found > _LONGEST_S:
+        raise InvalidRequest(
+            f"{option} {text!r} is more than 100 years; leave it out for what has no end", param=option
+        )
+    return found
+
+
+def standard_input() -> str:
+    """All of it, as text."""
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(
+            f"standard input is not UTF-8 (byte {error.start}: {error.reason}); convert it, or give a file instead",
+            param="document",
+        ) from error
 
 
 def megabytes(size_bytes: int) -> str:

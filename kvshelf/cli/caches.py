@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import itertools
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -95,7 +94,7 @@ def put(
 
 
 def _put_one(client: Client, file: Path, fields: Mapping[str, Any], as_json: bool) -> None:
-    document = {"document": sys.stdin.read()} if file == STDIN else {"file": file}
+    document = {"document": _common.standard_input()} if file == STDIN else {"file": file}
     with _common.notes.status(f"compressing {file} ..."):
         made: Any = client.caches.create(**{**document, **fields})
     for cache in made if isinstance(made, list) else [made]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -64,6 +65,7 @@ def _checks(model: str, device: str, dtype: str) -> Iterator[Check]:
     for package in ("torch", "transformers", "ray", "fastapi"):
         yield package, lambda package=package: _installed(package)  # type: ignore[misc]
     yield "device", _device
+    yield "kernels", _kernels
     yield "model", lambda: _model(model, device, dtype)
 
 
@@ -101,6 +103,23 @@ def _device() -> str:
         return f"cpu, {torch.get_num_threads()} threads"
     names = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return ", ".join(f"{gpu.name} with {gpu.total_memory / 2**30:.0f} GiB" for gpu in names)
+
+
+def _kernels() -> str:
+    with needs_extra("serve", purpose="the kernels"):
+        from kvshelf.kernels.dispatch import cpu_form
+        from kvshelf.kernels.native import architecture
+    form = cpu_form()
+    if "KVSHELF_KERNELS" in os.environ:
+        return f"on a CPU: {form}, as KVSHELF_KERNELS says"
+    if form != "eager":
+        return f"on a CPU: {form}, compiled from C"
+    if architecture() is None:
+        return "on a CPU: eager, torch's own operations; there are no compiled ones for this processor"
+    return (
+        "on a CPU: eager, torch's own operations. Compiled ones are faster: where a C compiler is (GCC 11 or newer, or "
+        "Clang), run: python -m kvshelf.kernels.compiling"
+    )
 
 
 def _model(name: str, device: str, dtype: str) -> str:

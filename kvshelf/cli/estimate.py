@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,8 +41,8 @@ def estimate(
         "layout": layout,
         "codec": codec,
     }
-    document = {"document": sys.stdin.read()} if file == Path("-") else {"file": file}
     with connected(url, as_json=as_json) as client:
+        document = {"document": _common.standard_input()} if file == Path("-") else {"file": file}
         found = client.estimate(**document, **fields)
         if as_json:
             _common.print_object(found)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -96,6 +97,7 @@ def plan(
         from kvshelf.corpus.simulate import Fleet, parts_of
         from kvshelf.corpus.simulate import simulate as run_on_paper
 
+        _require_finite({"--tokens-per-s": tokens_per_s, "--hours": hours, "--server-memory-gb": server_memory_gb})
         _require_clear(home, gpus, hours, simulate=simulate)
         shape = shape_of(model)
         shared = MEASURED if shared_rates is None else SharedRates.read(shared_rates)
@@ -143,6 +145,12 @@ def _corpus(documents: int | None, tokens: int, lengths: Path | None) -> Corpus:
     from kvshelf.corpus.plan import Corpus
 
     return Corpus(((tokens, documents or 1_000_000),)) if lengths is None else Corpus.read(lengths, documents)
+
+
+def _require_finite(given: Mapping[str, float | None]) -> None:
+    for option, number in given.items():
+        if number is not None and not math.isfinite(number):
+            raise InvalidRequest(f"{option} is {number}, which is no number to plan with", param=option)
 
 
 def _speed(shape: Shape, policy: str, tokens_per_s: float | None, rates: Path | None) -> Speed:

@@ -1,8 +1,10 @@
-"""Which form of an operation runs: Triton on CUDA, torch's own operations elsewhere.
+"""Which form of an operation runs: Triton on CUDA; on a CPU what was compiled from C when kvshelf was installed, for
+operations that have such a form; torch's own operations elsewhere.
 
-`KVSHELF_KERNELS` forces one form for every operation of a process: `reference`, the naive oracle of the tests, or
-`triton`, which without a GPU runs under Triton's interpreter (`TRITON_INTERPRET=1`, set before the first import). Both
-are for finding faults: each is thousands of times slower than what it stands in for.
+`KVSHELF_KERNELS` forces one form for every operation of a process: `eager`, torch's own; `native`, what was compiled,
+and torch's own for the operations that have no C form; `reference`, the naive oracle of the tests; or `triton`, which
+without a GPU runs under Triton's interpreter (`TRITON_INTERPRET=1`, set before the first import). The last two are for
+finding faults: each is thousands of times slower than what it stands in for.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ from types import ModuleType
 import torch
 
 from kvshelf.errors import InternalError
+from kvshelf.kernels.native import architecture, library
 
-FORMS = ("eager", "reference", "triton")
+FORMS = ("eager", "native", "reference", "triton")
 
 
 def implementation(operation: str, device: torch.device) -> ModuleType:
@@ -25,15 +28,38 @@ def implementation(operation: str, device: torch.device) -> ModuleType:
     return _module(operation, device.type, os.environ.get("KVSHELF_KERNELS", ""))
 
 
+def cpu_form() -> str:
+    """The form that a CPU gets of what has it, with what it was compiled for: "native (x86-64-v3)", "eager"."""
+    form = os.environ.get("KVSHELF_KERNELS") or ("eager" if library() is None else "native")
+    return f"{form} ({architecture()})" if form == "native" else form
+
+
 @cache
 def _module(operation: str, device_type: str, forced: str) -> ModuleType:
     if forced and forced not in FORMS:
         raise InternalError(f"KVSHELF_KERNELS is {forced!r}; it must be one of {', '.join(FORMS)}, or unset")
-    # Every form but Triton's runs on any device, so a CUDA build of torch without Triton still works, only slower.
-    form = forced or ("triton" if device_type == "cuda" and find_spec("triton") is not None else "eager")
+    form = forced or _fastest(operation, device_type)
     if form == "triton" and device_type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise InternalError(
             f"Triton's kernels were forced on a {device_type} tensor, and they run on CUDA; set TRITON_INTERPRET=1 to "
             "run them under its interpreter, or unset KVSHELF_KERNELS"
         )
+    if form == "native" and (device_type != "cpu" or library() is None):
+        raise InternalError(
+            f"compiled kernels were forced on a {device_type} tensor, and none were compiled for it; run `python -m "
+            "kvshelf.kernels.compiling` on a machine with a C compiler, or unset KVSHELF_KERNELS"
+        )
+    if form == "native" and not _has(operation, form):
+        form = "eager"
     return import_module(f"kvshelf.kernels.{operation}.{form}")
+
+
+def _fastest(operation: str, device_type: str) -> str:
+    """Torch's own operations run on any device: without Triton, or without a compiler, all still works, only slower."""
+    if device_type == "cuda" and find_spec("triton") is not None:
+        return "triton"
+    return "native" if device_type == "cpu" and _has(operation, "native") and library() is not None else "eager"
+
+
+def _has(operation: str, form: str) -> bool:
+    return find_spec(f"kvshelf.kernels.{operation}.{form}") is not None

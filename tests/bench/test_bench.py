@@ -17,6 +17,7 @@ from kvshelf.bench.measure import Spread, cost, interleaved, load_warning, machi
 from kvshelf.bench.options import publish
 from kvshelf.bench.retrieval import measure_cell
 from kvshelf.errors import InvalidRequest
+from kvshelf.kernels.dispatch import cpu_form
 from kvshelf.workers.devices import chosen_device
 
 
@@ -48,6 +49,7 @@ def test_the_machine_is_named():
     where = machine()
     assert where["processor"]
     assert where["cores"] >= 1
+    assert where["cpu_kernels"] == cpu_form()
     assert where["transformers"] == transformers.__version__
 
 

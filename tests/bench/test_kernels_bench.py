@@ -104,6 +104,12 @@ def test_the_bytes_of_pack_are_those_of_its_tensors(layer):
     assert case.nbytes == 2 * (packed_keys.nbytes + packed_values.nbytes) + mask.nbytes + positions.nbytes
 
 
+def test_the_bytes_of_row_norms_are_those_of_its_tensors(layer):
+    case = named(layer, "row_norms")
+    (keys,) = case.make()
+    assert case.nbytes == keys.nbytes + case.run(keys).nbytes
+
+
 def test_the_bytes_of_int4_are_those_of_its_tensors(layer):
     for name in ("quantize_tokens", "quantize_channels"):
         case = named(layer, name)

@@ -17,6 +17,7 @@ from kvshelf.bench.store import GET, OURS, PUT, STEPS, _put, _Steps, random_cach
 from kvshelf.bench.store_homes import Bare, BareFile, BareValues, made_in
 from kvshelf.bench.store_manifests import OF_DOCUMENT, _peak_bytes, manifests
 from kvshelf.errors import InvalidRequest, KvshelfError, StoreUnavailable
+from kvshelf.kernels.dispatch import cpu_form
 from kvshelf.store import open_store
 from kvshelf.store.blob import pack
 from kvshelf.store.shelf import Shelf
@@ -65,7 +66,7 @@ def test_the_tables_say_what_was_measured(tmp_path: Path) -> None:
     options = ["--sizes", "0.1", "--layers", "2", "--rounds", "1", "--manifests", "5"]
     done = CliRunner().invoke(app, ["store", *options, "--output", str(tmp_path / "report.json")])
     assert done.exit_code == 0, done.output
-    for said in ("page cache", "2 layers", "of 5 caches", "read back", "cores, load"):
+    for said in ("page cache", "2 layers", "of 5 caches", "read back", "cores, load", f"on a CPU: {cpu_form()}"):
         assert said in done.stdout
     assert json.loads((tmp_path / "report.json").read_text())["layers"] == 2
 

@@ -55,6 +55,12 @@ def image_of(stage: str) -> str:
     return (image_of(base) if base in stages else "") + body
 
 
+def copies(stage: str) -> list[tuple[str, str]]:
+    """What a stage copies from the repository: (from, to)."""
+    found = re.findall(r"^COPY (?!--from)(?:--\S+ )*(.+) (\S+)$", image_of(stage), re.M)
+    return [(source, target) for sources, target in found for source in sources.split()]
+
+
 def environment_of(stage: str) -> dict[str, str]:
     """The variables that an image sets."""
     return dict(re.findall(r"(\w+)=(\S+)", "\n".join(re.findall(r"^ENV (.*)$", image_of(stage), re.M))))

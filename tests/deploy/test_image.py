@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -17,16 +16,11 @@ import pytest
 
 from kvshelf import Client
 from kvshelf.service.keyfile import KeyFile
-from tests.deploy.files import DEPLOY, DOCKERFILE, ROOT, environment_of, image_of
+from tests.deploy.files import DEPLOY, DOCKERFILE, ROOT, copies, environment_of, image_of
+from tests.deploy.wheels import built_wheel
 from tests.store.redis.servers import free_port
 
 USER = 10001
-
-
-def copies(stage: str) -> list[tuple[str, str]]:
-    """What a stage copies from the repository: (from, to)."""
-    found = re.findall(r"^COPY (?!--from)(?:--\S+ )*(.+) (\S+)$", image_of(stage), re.M)
-    return [(source, target) for sources, target in found for source in sources.split()]
 
 
 @pytest.mark.parametrize("stage", ["cpu", "cuda", "installed-cpu", "installed-cuda"])
@@ -45,6 +39,7 @@ def test_the_final_images_have_no_tools_but_what_a_kernel_needs() -> None:
     reached = "wget openssh-client rsync "  # by KubeRay and by `ray up`
     assert packages["cpu"] == {reached}
     assert packages["cuda"] == {reached, "gcc libc6-dev "}
+    assert "gcc libc6-dev" in image_of("wheel")  # for the wheel alone
     for stage in ("cpu", "cuda"):
         assert re.findall(r"^USER (.*)$", image_of(stage), re.M)[-1] == f"{USER}:{USER}"
         assert "HEALTHCHECK" in image_of(stage)
@@ -65,18 +60,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory, soak: bool) -> Path:
     """Built as the Dockerfile builds it, from a folder with nothing but what it copies."""
     if not soak:  # here and not in the tests, which would find it built
         pytest.skip("building a wheel takes 20 seconds: make soak")
-    source, target = tmp_path_factory.mktemp("src"), tmp_path_factory.mktemp("wheels")
-    for name, _ in copies("installed-cpu"):
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(ROOT / name, source / name)
-    command = "python -m pip wheel --no-cache-dir --no-deps --wheel-dir"
-    assert f"RUN {command} /wheels ." in DOCKERFILE.read_text()
-    words = [sys.executable, *command.split()[1:], str(target), "."]
-    subprocess.run(words, cwd=source, check=True, capture_output=True, timeout=240)
-    (found,) = target.glob("kvshelf-*.whl")
-    return found
+    return built_wheel(tmp_path_factory.mktemp("src"), tmp_path_factory.mktemp("wheels"))
 
 
 def test_the_wheel_has_the_files_that_are_no_python(wheel: Path) -> None:

@@ -1,9 +1,33 @@
-"""Every test of a kernel runs with poisoned memory."""
+"""Every test of a kernel runs with poisoned memory, and those of an operation that has a C form run under both of a
+CPU's forms: without a compiler it is torch's own that everybody gets."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+
+from kvshelf.kernels import compiling
+from kvshelf.kernels.native import library
+
+
+def pytest_generate_tests(metafunc):
+    operation = Path(metafunc.module.__file__).stem.removeprefix("test_")
+    if (compiling.FOLDER / operation / "native.py").exists():
+        metafunc.parametrize("cpu_form", ["eager", "native"], indirect=True, scope="module")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cpu_form(request):
+    """The form that operations on a CPU take: what dispatch chooses, or the one that is named by a parameter."""
+    form = getattr(request, "param", "")
+    if form == "native" and library() is None:
+        pytest.skip("no library was compiled for this CPU: python -m kvshelf.kernels.compiling")
+    with pytest.MonkeyPatch.context() as patch:
+        if form:
+            patch.setenv("KVSHELF_KERNELS", form)
+        yield
 
 
 @pytest.fixture(autouse=True)

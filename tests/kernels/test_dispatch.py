@@ -15,6 +15,7 @@ import torch
 from kvshelf.errors import InternalError
 from kvshelf.kernels.column_sums import column_sums
 from kvshelf.kernels.dispatch import implementation
+from kvshelf.kernels.native import library
 from tests.kernels.tensors import error, random
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -40,8 +41,9 @@ print(json.dumps(results))
 """
 
 
-def test_cuda_gets_triton_and_everything_else_torch():
-    assert implementation("merge", CPU).__name__ == "kvshelf.kernels.merge.eager"
+def test_cuda_gets_triton_a_cpu_what_was_compiled_and_everything_else_torch():
+    native = "eager" if library() is None else "native"
+    assert implementation("prefix_attention", CPU).__name__ == f"kvshelf.kernels.prefix_attention.{native}"
     assert implementation("merge", torch.device("meta")).__name__ == "kvshelf.kernels.merge.eager"
     pytest.importorskip("triton")
     assert implementation("merge", CUDA).__name__ == "kvshelf.kernels.merge.triton"
@@ -60,26 +62,50 @@ def test_a_form_can_be_forced(monkeypatch):
 
 def test_what_cannot_be_forced_is_refused_by_name(monkeypatch):
     monkeypatch.setenv("KVSHELF_KERNELS", "cuda")
-    with pytest.raises(InternalError, match="'cuda'; it must be one of eager, reference, triton"):
+    with pytest.raises(InternalError, match="'cuda'; it must be one of eager, native, reference, triton"):
         implementation("merge", CPU)
     monkeypatch.setenv("KVSHELF_KERNELS", "triton")
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     with pytest.raises(InternalError, match="TRITON_INTERPRET=1"):
         implementation("select", torch.device("meta"))
+    monkeypatch.setenv("KVSHELF_KERNELS", "native")
+    with pytest.raises(InternalError, match="compiled kernels were forced on a meta tensor"):
+        implementation("prefix_attention", torch.device("meta"))
 
 
-def test_the_whole_job_is_the_same_under_every_form():
+FORMS = {
+    "eager": {},
+    "reference": {},
+    "triton": {"TRITON_INTERPRET": "1"},
+    "native": {},
+    "native for AVX2": {"ATEN_CPU_CAPABILITY": "avx2"},
+    "native on two threads": {"OMP_NUM_THREADS": "2"},
+}
+"""What the whole job is run under, and what each needs beside KVSHELF_KERNELS."""
+
+
+@pytest.fixture(scope="module")
+def eager_results():
+    return _run("eager")
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "eager"])
+def test_the_whole_job_is_the_same_under_every_form(eager_results, form):
     """Compressed, quantized, attached and asked: the same entries and the same answers from torch's operations, from
-    the naive references and from Triton's kernels under the interpreter. Each in a process of its own."""
-    found = {form: _run(form) for form in ("eager", "reference", *(["triton"] if _has_triton() else []))}
-    assert len(found["eager"]) == 6
-    for form, results in found.items():
-        for policy, result in results.items():
-            assert result == found["eager"][policy], (form, policy)
+    what was compiled, from the naive references and from Triton's kernels under the interpreter. Each in a process of
+    its own."""
+    if form == "triton" and not _has_triton():
+        pytest.skip("Triton is not installed")
+    if form.startswith("native") and library() is None:
+        pytest.skip("no library was compiled for this CPU")
+    found = _run(form)
+    assert len(eager_results) == 6
+    for policy, result in eager_results.items():
+        assert found[policy] == result, policy
 
 
 def _run(form):
-    environment = {**os.environ, "KVSHELF_KERNELS": form, "TRITON_INTERPRET": "1"}
+    environment = {**os.environ, "KVSHELF_KERNELS": form.partition(" ")[0], **FORMS[form]}
     done = subprocess.run(
         [sys.executable, "-c", WHOLE_JOB],
         capture_output=True,

@@ -68,6 +68,29 @@ def test_memory_is_bounded_by_a_block_of_rows():
     assert 0 < largest.numel <= 2 * 128 * 1064  # logits and weights
 
 
+@pytest.mark.parametrize("reduce", ["mean", "max"])
+@pytest.mark.parametrize("row", [0, 70, 127])
+def test_what_is_not_a_number_stays_visible(reduce, row):
+    """Whichever rows come before or after it: a largest weight that passes over NaN would hide it."""
+    queries, keys, _ = states(2, 1, 128, 300, 0, 16, torch.float32)
+    queries = queries.clone()
+    queries[1, row, 3] = torch.nan
+    scores = window_scores(queries, keys, 0.3, reduce=reduce)
+    assert scores[0, : 300 - 128 + row + 1].isnan().all()
+
+
+def test_threads_share_the_rows():
+    queries, keys, own_keys = states(4, 2, 33, 200, 40, 16, torch.float32)
+    found = {}
+    threads = torch.get_num_threads()
+    for count in (1, 3):
+        torch.set_num_threads(count)
+        found[count] = [window_scores(queries, keys, 0.3, own_keys=own_keys, reduce=r) for r in ("mean", "max")]
+    torch.set_num_threads(threads)
+    assert error(found[3][0], found[1][0]) < 1e-6
+    assert torch.equal(found[3][1], found[1][1])
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [

@@ -6,7 +6,7 @@ full size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -30,6 +30,10 @@ _QUERIES_PER_BLOCK = 512
 """Longer questions meet their own suffix in blocks of rows, so that the causal mask stays small."""
 
 
+AttendShares = Callable[[Tensor, Sequence[Sequence[Prefix]], int, BatchLayout, float], tuple[Tensor, Tensor]]
+"""`attend_shares` below, or another form of it."""
+
+
 def prefix_attention(
     queries: Tensor,
     prefixes: Sequence[Sequence[Prefix]],
@@ -38,33 +42,50 @@ def prefix_attention(
     scale: float,
 ) -> Tensor:
     """See `kvshelf.kernels.prefix_attention.prefix_attention`."""
+    return attend_both(queries, prefixes, suffixes, layout, scale, attend_shares)
+
+
+def attend_both(
+    queries: Tensor,
+    prefixes: Sequence[Sequence[Prefix]],
+    suffixes: Sequence[tuple[Tensor, Tensor]],
+    layout: BatchLayout,
+    scale: float,
+    over_prefixes: AttendShares,
+) -> Tensor:
+    """Prefix attention with this form of its first half."""
     num_tokens, q_heads, dim = queries.shape
     kv_heads, value_dim = suffixes[0][1].shape[1], suffixes[0][1].shape[3]
     grouped = queries.reshape(num_tokens, kv_heads, -1, dim)  # [N, kv_heads, group, D]
     out, lse = _attend_suffixes(grouped, suffixes, layout, scale)
     if any(prefixes):
-        out, _ = combine(*_attend_shares(grouped, prefixes, value_dim, layout, scale), out, lse)
+        out, _ = combine(*over_prefixes(grouped, prefixes, value_dim, layout, scale), out, lse)
     return out.to(queries.dtype).reshape(num_tokens, q_heads, value_dim)
 
 
-def _attend_shares(
+def attend_shares(
     queries: Tensor, prefixes: Sequence[Sequence[Prefix]], value_dim: int, layout: BatchLayout, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention of each share's tokens over its prefixes: `[N, kv_heads, group, Dv]` and `[N, kv_heads, group]`."""
-    _, kv_heads, group, dim = queries.shape
-    outs, lses = [], []
-    for parts, rows in zip(prefixes, torch.split(queries, list(layout.shares)), strict=True):
-        count = rows.shape[0]
-        if count > 1:
-            # All tokens and query heads of a group read the same keys, and nothing is masked: one list of rows a head.
-            rows = rows.transpose(0, 1).reshape(1, kv_heads, count * group, dim)
-        out, lse = _attend_all(rows, parts, value_dim, scale)
-        if count > 1:
-            out = out.view(kv_heads, count, group, value_dim).transpose(0, 1)
-            lse = lse.view(kv_heads, count, group).transpose(0, 1)
-        outs.append(out)
-        lses.append(lse)
-    return (outs[0], lses[0]) if len(outs) == 1 else (torch.cat(outs), torch.cat(lses))
+    """Attention of each share's tokens over its prefixes: `[N, kv_heads, group, Dv]` and `[N, kv_heads, group]`.
+    queries: `[N, kv_heads, group, D]`."""
+    rows = torch.split(queries, list(layout.shares))
+    found = [attend_share(own, parts, value_dim, scale) for own, parts in zip(rows, prefixes, strict=True)]
+    outs, lses = [out for out, _ in found], [lse for _, lse in found]
+    return found[0] if len(found) == 1 else (torch.cat(outs), torch.cat(lses))
+
+
+def attend_share(queries: Tensor, parts: Sequence[Prefix], value_dim: int, scale: float) -> tuple[Tensor, Tensor]:
+    """The same for the tokens of one share."""
+    count, kv_heads, group, dim = queries.shape
+    if count == 1:
+        return _attend_all(queries, parts, value_dim, scale)
+    # All tokens and query heads of a group read the same keys, and nothing is masked: one list of rows a head.
+    rows = queries.transpose(0, 1).reshape(1, kv_heads, count * group, dim)
+    out, lse = _attend_all(rows, parts, value_dim, scale)
+    return (
+        out.view(kv_heads, count, group, value_dim).transpose(0, 1),
+        lse.view(kv_heads, count, group).transpose(0, 1),
+    )
 
 
 def _attend_all(rows: Tensor, parts: Sequence[Prefix], value_dim: int, scale: float) -> tuple[Tensor, Tensor]:

@@ -67,11 +67,12 @@ def pack(
         values=values,
         mask=mask,
     )
+    form = implementation("select", keys.device)
     if counts is None or mask.device.type == "cpu":
-        lengths = mask.sum(dim=1).tolist()
+        lengths = form.count(mask)
         given = lengths if counts is None else list(counts)
         require(given == lengths, "pack", f"counts are {given}, and {lengths} entries of the mask are set", mask=mask)
     else:
         lengths = list(counts)
-    packed = implementation("select", keys.device).pack(keys, values, mask, lengths)
+    packed = form.pack(keys, values, mask, lengths)
     return (*packed, lengths)

@@ -6,6 +6,8 @@ the only large buffers of `window_scores`. All 256 rows of SnapKV at once take 1
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
@@ -23,6 +25,24 @@ def window_scores(
     pooling: str = "avg",
 ) -> Tensor:
     """See `kvshelf.kernels.window_scores.window_scores`."""
+    return scores_by(add_weights, queries, keys, scale, own_keys, reduce, kernel, pooling)
+
+
+AddWeights = Callable[[Tensor, Tensor, Tensor, str], None]
+"""`add_weights` below, or another form of it."""
+
+
+def scores_by(
+    add: AddWeights,
+    queries: Tensor,
+    keys: Tensor,
+    scale: float,
+    own_keys: Tensor | None,
+    reduce: str,
+    kernel: int,
+    pooling: str,
+) -> Tensor:
+    """Window scores with this form of their second half."""
     (kv_heads, num_keys, dim), (_, num_rows, _) = keys.shape, queries.shape
     future = _future(queries.shape[0] // kv_heads, num_rows, keys.device)
     width = num_keys + (0 if own_keys is None else own_keys.shape[1])
@@ -32,14 +52,20 @@ def window_scores(
     for head, rows in enumerate((queries * scale).reshape(kv_heads, -1, dim)):
         for start in range(0, len(rows), _ROWS_PER_PRODUCT):
             block = slice(start, start + _ROWS_PER_PRODUCT)
-            logits, weights = buffers[:, : len(rows[block])]
+            logits, spare = buffers[:, : len(rows[block])]
             _fill_logits(logits, rows[block], keys[head], None if own_keys is None else own_keys[head], future[block])
-            weights = torch.softmax(logits, dim=-1, out=weights)[:, :num_keys]
-            if reduce == "max":
-                scores[head] = torch.maximum(scores[head], weights.amax(dim=0))
-            else:
-                scores[head] += weights.sum(dim=0)
+            add(scores[head], logits, spare, reduce)
     return pooled(scores if reduce == "max" else scores.div_(len(future)), kernel, pooling)
+
+
+def add_weights(scores: Tensor, logits: Tensor, spare: Tensor, reduce: str) -> None:
+    """Add to `scores` `[N]`, in place, what rows of logits `[rows, N + T]` give to the first N keys, or raise them to
+    the largest of it. Logits, and `spare`, as large, are written over."""
+    weights = torch.softmax(logits, dim=-1, out=spare)[:, : len(scores)]
+    if reduce == "max":
+        torch.maximum(scores, weights.amax(dim=0), out=scores)
+    else:
+        scores += weights.sum(dim=0)
 
 
 def window_attention(queries: Tensor, keys: Tensor, scale: float, own_keys: Tensor | None = None) -> Tensor:

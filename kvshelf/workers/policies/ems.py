@@ -10,6 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from kvshelf.kernels.merge import merge_weighted, nearest_pair
+from kvshelf.kernels.row_norms import row_norms
 from kvshelf.kernels.select import select
 from kvshelf.store.artifact import Kept, Merged
 from kvshelf.store.packed import offsets_of
@@ -135,15 +136,14 @@ def merged(
     """
     slots, counts = classes >= 0, kept.sum(dim=1, keepdim=True)
     owners = (classes + counts.cumsum(0) - counts)[slots]  # rows of all heads' entries
-    slot_keys, centers = keys[slots], keys[kept].float()
+    centers, lengths = keys[kept].float(), row_norms(keys)  # [entries, D], [kv_heads, N]
     # No weight may be zero: scores can underflow, and a class of zeros has no mean.
     weights = scores[slots].clamp_min(1e-30)
-    directions, means = merge_weighted(slot_keys, values[slots], weights, owners, len(centers))
-    # As long as the center, not of length 1: among keys of length 10 a codec's channel groups would round it away.
-    lengths = centers.norm(dim=1)
+    directions, means = merge_weighted(keys[slots], values[slots], weights, owners, len(centers))
     alone = (torch.bincount(owners) == 1).unsqueeze(1)
     return (
-        torch.where(alone, centers, F.normalize(directions, dim=1) * lengths.unsqueeze(1)),
+        # As long as the center, not of length 1: among keys of length 10 a codec's channel groups would round it away.
+        torch.where(alone, centers, F.normalize(directions, dim=1) * lengths[kept].unsqueeze(1)),
         torch.where(alone, values[kept], means.to(values.dtype)),
-        torch.where(kept[slots], 1.0, slot_keys.float().norm(dim=1) / lengths[owners]),
+        torch.where(kept[slots], 1.0, lengths[slots] / lengths[kept][owners]),
     )

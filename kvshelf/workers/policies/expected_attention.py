@@ -9,6 +9,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
+from kvshelf.kernels.row_norms import row_norms
 from kvshelf.workers.budgets import Budget
 from kvshelf.workers.policies.base import Observes, ScoringPolicy, parameter
 from kvshelf.workers.policies.parameters import fitted_sink
@@ -63,7 +64,7 @@ class ExpectedAttention(ScoringPolicy):
         )
         if self.value_norm:
             least = scores.new_tensor(self.eps).log()  # -inf for 0, which adds nothing
-            scores = torch.logaddexp(scores, least) + layer.values[:, first:].float().norm(dim=-1).log()
+            scores = torch.logaddexp(scores, least) + row_norms(layer.values[:, first:]).log_()
         return torch.nn.functional.pad(scores, (first, 0))
 
     def protected(self, layer: LayerView) -> Tensor:

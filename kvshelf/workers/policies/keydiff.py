@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from kvshelf.kernels.row_norms import row_norms
 from kvshelf.workers.policies.base import ScoringPolicy
 from kvshelf.workers.policies.view import LayerView
 
@@ -29,8 +30,8 @@ class KeyDiff(ScoringPolicy):
     )
 
     def score(self, layer: LayerView) -> Tensor:
+        inverse_norms = row_norms(layer.keys).clamp_min_(1e-12).reciprocal_()  # [kv_heads, N]
         keys = layer.keys.float()  # [kv_heads, N, D]
-        inverse_norms = torch.linalg.vector_norm(keys, dim=-1).clamp_min_(1e-12).reciprocal_()  # [kv_heads, N]
         # Lengths weigh two products with the keys as they are: unit keys would be two more tensors of their size.
         anchor = F.normalize(torch.bmm(inverse_norms.unsqueeze(1), keys), dim=-1)  # [kv_heads, 1, D]
         return torch.bmm(keys, anchor.transpose(1, 2)).squeeze(2).mul_(inverse_norms).neg_()

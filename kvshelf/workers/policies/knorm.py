@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
+from kvshelf.kernels.row_norms import row_norms
 from kvshelf.workers.policies.base import ScoringPolicy
 from kvshelf.workers.policies.view import LayerView
 
@@ -26,5 +26,4 @@ class Knorm(ScoringPolicy):
     advice: ClassVar[str] = "as the cheapest baseline; not for retrieval."
 
     def score(self, layer: LayerView) -> Tensor:
-        norms: Tensor = torch.linalg.vector_norm(layer.keys.float(), dim=-1)  # [kv_heads, N]
-        return -norms
+        return row_norms(layer.keys).neg_()

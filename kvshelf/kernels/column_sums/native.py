@@ -1,0 +1,86 @@
+"""Column sums of causal attention in C, one query head at a time: see `native.c`.
+
+Bytes: a head's queries are laid out by tiles once; keys are read once for each pass, rows once for every 256 keys, from
+the cache. FLOPs: as the public function says, a product for each pass. Extra memory: two copies of one head's queries,
+and 4 bytes a row.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from kvshelf.kernels.column_sums import eager
+from kvshelf.kernels.native import TYPES, compiled, pointer
+
+_LANES, _ROWS = 16, 32
+"""Lanes of a vector, and rows of a tile, two vectors."""
+
+_MOST_DIM = 256
+
+
+def column_sums(
+    queries: Tensor, keys: Tensor, scale: float, local_rows: int = 0, every: int = 1, lse: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """See `kvshelf.kernels.column_sums.column_sums`."""
+    if queries.shape[2] > _MOST_DIM:
+        return eager.column_sums(queries, keys, scale, local_rows, every, lse)
+    (q_heads, num_rows, _), num_keys = queries.shape, keys.shape[1]
+    if keys.dtype != torch.bfloat16 or not _multiplies_bf16():
+        keys = keys.float()
+    early_rows = num_rows - local_rows
+    total, local = queries.new_zeros(2, q_heads, num_keys, dtype=torch.float32)
+    early = slice((early_rows - 1) % every, early_rows, every)
+    _add_rows(total[:, : num_keys - local_rows], queries, keys[:, : num_keys - local_rows], scale, lse, early)
+    _add_rows(local, queries, keys, scale, lse, slice(early_rows, num_rows, 1))
+    return total.mul_(every).add_(local), local
+
+
+def _add_rows(sums: Tensor, queries: Tensor, keys: Tensor, scale: float, lse: Tensor | None, rows: slice) -> None:
+    """Add the weights of `rows` to `sums` `[q_heads, N]`, in place. The last of the rows sees all of the keys."""
+    native = compiled()
+    queries, keys = queries[:, rows], _whole_pairs(keys)
+    (q_heads, num_rows, _), (kv_heads, num_keys, dim) = queries.shape, keys.shape
+    if not num_rows:
+        return
+    limits = _padded(torch.arange(num_keys - (num_rows - 1) * rows.step, num_keys + 1, rows.step).int()).view(-1, _ROWS)
+    least, most = limits.amin(dim=1), limits.amax(dim=1)
+    lses = sums.new_empty(q_heads, limits.numel()) if lse is None else _padded(lse[:, rows] * math.log2(math.e))
+    sizes = (ctypes.c_int64 * 4)(len(limits), dim, num_keys, keys.stride(1))
+    for head in range(q_heads):
+        tiles = _tiles(queries[head].to(keys.dtype), len(limits), dim)
+        native.kvshelf_column_sums(
+            pointer(tiles), pointer(keys[head * kv_heads // q_heads]), pointer(limits), pointer(least), pointer(most),
+            pointer(lses[head]), lse is not None, pointer(sums[head]), sizes,
+            ctypes.c_float(scale * math.log2(math.e)), TYPES[keys.dtype], torch.get_num_threads(),
+        )  # fmt: skip
+
+
+def _padded(of_rows: Tensor) -> Tensor:
+    """`[..., R]` with zeros up to whole tiles."""
+    return torch.nn.functional.pad(of_rows, (0, -of_rows.shape[-1] % _ROWS)).contiguous()
+
+
+def _whole_pairs(states: Tensor) -> Tensor:
+    """Channels as AMX takes them, in 64 bytes."""
+    spare = -states.shape[2] % 32 if states.dtype == torch.bfloat16 else 0
+    return torch.nn.functional.pad(states, (0, spare)) if spare else states
+
+
+def _tiles(queries: Tensor, num_tiles: int, dim: int) -> Tensor:
+    """Queries `[R, D]` as `[tiles * 2, dim, 16]`, where bf16 channels go in pairs: rows are the lanes of a vector."""
+    rows = queries.new_zeros(num_tiles * _ROWS, dim)
+    rows[: queries.shape[0], : queries.shape[1]] = queries
+    if rows.dtype == torch.bfloat16:
+        rows = rows.view(torch.int32)
+    return rows.view(2 * num_tiles, _LANES, -1).transpose(1, 2).contiguous()
+
+
+@cache
+def _multiplies_bf16() -> bool:
+    """Whether this CPU, and this process on it, has AMX."""
+    return bool(compiled().kvshelf_has_amx())

@@ -1,0 +1,121 @@
+"""Compile the C forms of some operations into one shared library, where a C compiler is.
+
+`hatch_build.py` does so when kvshelf is installed, and `python -m kvshelf.kernels.compiling` at any later time. Without
+a compiler nothing is lost but speed on a CPU: `dispatch` takes torch's own operations.
+
+The library links to nothing but libc, so it fits any torch and any Python; its name has the digest of its sources, so
+that what was compiled from others is never loaded. The standard library alone is imported here: whoever builds a wheel
+has no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+
+_LEVELS = {
+    "x86_64": {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"},
+    "aarch64": {"DEFAULT": "armv8-a", "SVE128": "armv8-a", "SVE256": "armv8-a"},
+}
+
+_FLAGS = ("-std=gnu11", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno",
+          "-fno-trapping-math", "-Wno-psabi")  # fmt: skip
+"""No flag that lets the compiler assume that there is no NaN: a bad score must stay one. -O2, because -O3 takes three
+times as long and the loops are written out as vectors."""
+
+
+class CannotCompile(Exception):
+    """There is no compiler, or it failed. The first line says why; what the compiler said follows."""
+
+
+def levels() -> dict[str, str]:
+    """What torch calls the abilities of this machine's CPUs, and the architecture that a library is compiled for.
+
+    A wheel has a library for each, for it may be built elsewhere than it runs. Other machines than these have none.
+    """
+    return _LEVELS.get(platform.machine(), {}) if sys.platform == "linux" else {}
+
+
+def sources() -> list[Path]:
+    """The C files, in an order of their own."""
+    return sorted(FOLDER.glob("**/*.c"))
+
+
+def library_path(architecture: str) -> Path:
+    """Where the library for this architecture lies, if it was compiled."""
+    digest = hashlib.sha256("\0".join(_FLAGS).encode())
+    for path in (*sources(), *sorted(FOLDER.glob("**/*.h"))):
+        digest.update(path.read_bytes())
+    return FOLDER / f"compiled-{architecture}-{digest.hexdigest()[:16]}.so"
+
+
+def compile_all(folder: Path = FOLDER) -> list[Path]:
+    """Compile for each architecture of this machine into `folder`, and remove from there what other sources left.
+
+    Raises `CannotCompile`. Several may do so at once, and who has a library loaded that is replaced keeps it.
+    """
+    architectures = sorted(set(levels().values()))
+    if not architectures:
+        raise CannotCompile(f"there are no compiled kernels for {platform.machine()} under {sys.platform}")
+    command = compiler()
+    try:
+        # Beside its place, so that a library is there whole or not at all.
+        with tempfile.TemporaryDirectory(prefix="compiled-", dir=folder) as parts, ThreadPoolExecutor() as pool:
+            whole = list(pool.map(lambda architecture: _compile(command, architecture, Path(parts)), architectures))
+            made = [part.replace(folder / part.name) for part in whole]
+        for old in set(folder.glob("compiled-*.so")) - set(made):
+            old.unlink(missing_ok=True)
+    except OSError as exc:
+        raise CannotCompile(f"kernels cannot be compiled into {folder}: {exc}") from exc
+    return made
+
+
+def compiler() -> list[str]:
+    """The command of the C compiler: what CC names, or what machines have. Raises `CannotCompile` if there is none."""
+    named = os.environ.get("CC", "")
+    try:
+        words = shlex.split(named) or [next(filter(shutil.which, ("cc", "gcc", "clang")), "cc")]
+    except ValueError as exc:
+        raise CannotCompile(f"CC is {named!r}, which is no command: {exc}") from exc
+    if shutil.which(words[0]) is None:
+        raise CannotCompile(f"there is no C compiler {words[0]!r}")
+    return words
+
+
+def _compile(command: list[str], architecture: str, folder: Path) -> Path:
+    path = folder / library_path(architecture).name
+    wide = ["-mprefer-vector-width=512"] if architecture == "x86-64-v4" else []
+    files = [str(source) for source in sources()]
+    words = [*command, *_FLAGS, f"-march={architecture}", *wide, f"-I{FOLDER}", *files, "-lm", "-o", str(path)]
+    environment = os.environ | {"LC_ALL": "C"}  # _reason reads what it says
+    done = subprocess.run(
+        words, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", env=environment
+    )
+    if done.returncode or not path.exists():
+        reason = _reason(done.stderr) or f"exit code {done.returncode}, and no library"
+        raise CannotCompile(f"{shlex.join(command)} failed: {reason}\n{shlex.join(words)}\n{done.stderr}".strip())
+    return path
+
+
+def _reason(said: str) -> str:
+    """The first error among what a compiler said."""
+    lines = said.strip().splitlines()
+    return next((line for line in lines if "error" in line), lines[0] if lines else "")
+
+
+if __name__ == "__main__":
+    try:
+        for path in compile_all():
+            print(path.name)
+    except CannotCompile as exc:
+        sys.exit(f"{exc}\nkvshelf goes on with torch's own operations")

@@ -1,0 +1,105 @@
+/* What the C forms of all operations share: vectors of 16 floats, and the threads they run on.
+
+   Vectors are a language extension of GCC and Clang and not intrinsics, so that one source serves every width: on AVX2
+   the compiler makes two of each, on NEON four. */
+
+#ifndef KVSHELF_NATIVE_H
+#define KVSHELF_NATIVE_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+#define EXPORT __attribute__((visibility("default")))
+#define INLINE static inline __attribute__((always_inline))
+
+#define LOG2_E 1.44269504f
+#define LN_2 0.693147181f
+
+enum { LANES = 16 };
+
+typedef float Floats __attribute__((vector_size(64)));
+typedef float Eight __attribute__((vector_size(32)));
+typedef float FloatsAnywhere __attribute__((vector_size(64), aligned(4), may_alias));
+typedef int32_t Ints __attribute__((vector_size(64)));
+typedef int32_t IntsAnywhere __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint16_t HalvesAnywhere __attribute__((vector_size(32), aligned(2), may_alias));
+
+/* What tensors are made of; `native.py` gives these numbers. */
+enum { FP32 = 0, BF16 = 1 };
+
+/* Sixteen numbers from element `at` of `data`, as fp32. */
+INLINE Floats load(const void *data, int64_t at, int type) {
+    if (type == FP32) return *(const FloatsAnywhere *)((const float *)data + at);
+    HalvesAnywhere halves = *(const HalvesAnywhere *)((const uint16_t *)data + at);
+    return (Floats)(__builtin_convertvector(halves, Ints) << 16);
+}
+
+/* The two halves of a vector. By a copy, which no compiler makes: GCC before 12 has no __builtin_shufflevector. */
+INLINE void halve(Floats x, Eight *low, Eight *high) {
+    memcpy(low, &x, sizeof *low);
+    memcpy(high, (const char *)&x + sizeof *low, sizeof *high);
+}
+
+INLINE float sum(Floats x) {
+    Eight low, high;
+    halve(x, &low, &high);
+    low += high;
+    return ((low[0] + low[4]) + (low[2] + low[6])) + ((low[1] + low[5]) + (low[3] + low[7]));
+}
+
+/* `yes` where the mask is set (all bits, as comparisons give it), elsewhere `no`. */
+INLINE Floats choose(Ints mask, Floats yes, Floats no) { return (Floats)((mask & (Ints)yes) | (~mask & (Ints)no)); }
+
+/* Whether the mask is set in any lane. */
+INLINE int any(Ints mask) {
+    int32_t found = 0;
+    for (int i = 0; i < LANES; i++) found |= mask[i];
+    return found;
+}
+
+INLINE Floats spread(float x) { return (Floats){0} + x; }
+
+/* The larger of two in each lane; `old` where either is NaN. */
+INLINE Floats larger(Floats new, Floats old) {
+#ifdef __AVX512F__
+    return _mm512_max_ps(new, old);
+#else
+    return choose(new > old, new, old);
+#endif
+}
+
+/* 2^y to 2e-7 of itself. Below 2^-126 it comes out as about that; what is not a number, or too large for fp32, comes
+   out as inf or NaN. Logarithms to the base 2 throughout save a product for each.
+
+   y = n + rest, |rest| <= 1/2; the polynomial is the one of its degree whose largest relative error is least, 8e-8. */
+INLINE Floats power_of_2(Floats y) {
+    y = larger(spread(-126), y);
+#ifdef __AVX512F__
+    const Floats n = _mm512_roundscale_ps(y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+    y = choose(y > 128, spread(128), y);
+    const Ints whole = __builtin_convertvector(y + choose(y < 0, spread(-0.5f), spread(0.5f)), Ints);
+    const Floats n = __builtin_convertvector(whole, Floats);
+#endif
+    const Floats rest = y - n;
+    Floats power = rest * 1.32764720e-3f + 9.67554148e-3f;
+    power = power * rest + 5.55071327e-2f;
+    power = power * rest + 2.40221197e-1f;
+    power = power * rest + 6.93146967e-1f;
+    power = power * rest + 1.00000007f;
+#ifdef __AVX512F__
+    return _mm512_scalef_ps(power, n);
+#else
+    return power * (Floats)((whole + 127) << 23); /* 128 makes the bits of inf */
+#endif
+}
+
+/* Call `work(context, i)` for every i below `count`, on as many threads. They are torch's own: threads of ours would
+   share the cores with them, which stay awake for milliseconds after each of torch's operations. */
+void for_each(int64_t count, int threads, void (*work)(const void *context, int64_t i), const void *context);
+
+#endif

@@ -1,0 +1,59 @@
+"""The shared library of the C forms, where one was compiled (`compiling.py`) for a CPU like this one."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvshelf.kernels.compiling import levels, library_path
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1}
+"""The dtypes that the C forms read, and their numbers there. Others are computed by torch's own operations."""
+
+
+def architecture() -> str | None:
+    """What a library for this CPU is compiled for; None for a CPU that there are none for."""
+    # What torch itself found the CPU able to do, which ATEN_CPU_CAPABILITY can lower.
+    return levels().get(torch.backends.cpu.get_cpu_capability())
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The library, loaded once; None where there is none that this CPU can run, or its sources have changed since."""
+    level = architecture()
+    if level is None:
+        return None
+    try:
+        loaded = ctypes.CDLL(str(library_path(level)))
+    except OSError:  # it is not there, or the system refuses it: compiled for another libc, a file system without code
+        return None
+    threads = _parallel()
+    if threads is not None:
+        loaded.kvshelf_use_threads(threads)
+    return loaded
+
+
+def compiled() -> ctypes.CDLL:
+    """The library, for C forms: dispatch takes them only where there is one."""
+    loaded = library()
+    assert loaded is not None, "dispatch looks for it first"
+    return loaded
+
+
+def pointer(tensor: Tensor) -> ctypes.c_void_p:
+    """Where a tensor's numbers begin. The caller keeps the tensor alive."""
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+def _parallel() -> ctypes.c_void_p | None:
+    """How torch's OpenMP starts its threads; None where it has no OpenMP, or one without this entry."""
+    torch_cpu = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        # A name is looked up in a library and in all it was linked to, whatever that OpenMP's file is called.
+        return ctypes.cast(ctypes.CDLL(str(torch_cpu)).GOMP_parallel, ctypes.c_void_p)
+    except (OSError, AttributeError):
+        return None

@@ -1,0 +1,29 @@
+"""Norms of rows in C: see `native.c`.
+
+Torch makes an fp32 copy of bf16 states first; here each number is read once, as it lies, and nothing is written but the
+norms. On x86 they have every bit of torch's own, where D is a multiple of 8.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from kvshelf.kernels.native import TYPES, compiled, pointer
+from kvshelf.kernels.row_norms import eager
+
+
+def row_norms(states: Tensor) -> Tensor:
+    """See `kvshelf.kernels.row_norms`."""
+    if states.dtype not in TYPES:
+        return eager.row_norms(states)
+    native = compiled()
+    norms = torch.empty(states.shape[:2], dtype=torch.float32)
+    sizes = (*states.shape, *(stride * states.itemsize for stride in states.stride()[:2]))
+    native.kvshelf_row_norms(
+        pointer(states), pointer(norms), (ctypes.c_int64 * len(sizes))(*sizes), TYPES[states.dtype],
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return norms

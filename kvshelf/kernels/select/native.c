@@ -1,0 +1,122 @@
+/* Top-k of rows of scores by radix, and the copy of what was chosen. */
+
+#include "native.h"
+
+enum { BITS = 11, BINS = 1 << BITS };
+
+/* A number that is ordered as the scores are; what is not finite is above all, and 0 and -0 are one. */
+INLINE uint32_t rank_of(float score) {
+    uint32_t bits;
+    score += 0.0f;
+    memcpy(&bits, &score, sizeof bits);
+    if ((bits & 0x7f800000) == 0x7f800000) return UINT32_MAX;
+    return bits ^ (bits >> 31 ? UINT32_MAX : 0x80000000);
+}
+
+typedef struct {
+    const float *scores;      /* [rows, length] */
+    const uint8_t *protected; /* [length] */
+    const int64_t *counts;    /* [rows]: entries to keep, protected ones included */
+    uint8_t *mask;            /* [rows, length] */
+    uint32_t *ranks;          /* [rows, length] */
+    int64_t length, held;     /* held: protected entries */
+} Rows;
+
+/* The rank at place `wanted` of a row, 1 for the highest, among those that are not protected; `wanted` becomes how many
+   of the entries of this rank are. A digit at a time, from the highest one. */
+static uint32_t rank_at(const Rows *a, const uint32_t *ranks, int64_t *wanted) {
+    uint32_t found = 0, decided = 0;
+    for (int low = 32 - BITS; decided != UINT32_MAX; low = low > BITS ? low - BITS : 0) {
+        const uint32_t digit = (uint32_t)(BINS - 1) << low & ~decided;
+        int32_t counts[BINS] = {0};
+        for (int64_t i = 0; i < a->length; i++)
+            if ((ranks[i] & decided) == found && !a->protected[i]) counts[(ranks[i] & digit) >> low]++;
+        uint32_t bin = digit >> low;
+        for (; counts[bin] < *wanted; bin--) *wanted -= counts[bin];
+        found |= bin << low;
+        decided |= digit;
+    }
+    return found;
+}
+
+static void select_row(const void *context, int64_t row) {
+    const Rows *a = context;
+    const float *scores = a->scores + row * a->length;
+    uint32_t *ranks = a->ranks + row * a->length;
+    uint8_t *mask = a->mask + row * a->length;
+    int64_t wanted = a->counts[row] - a->held;
+    memcpy(mask, a->protected, a->length);
+    if (wanted <= 0) return;
+    for (int64_t i = 0; i < a->length; i++) ranks[i] = rank_of(scores[i]);
+    const uint32_t least = rank_at(a, ranks, &wanted);
+    for (int64_t i = 0; i < a->length; i++) {
+        const int tied = !a->protected[i] & (ranks[i] == least) & (wanted > 0);
+        mask[i] |= tied | (ranks[i] > least);
+        wanted -= tied;
+    }
+}
+
+static int64_t count(const uint8_t *mask, int64_t length) {
+    int64_t found = 0;
+    for (int64_t i = 0; i < length; i++) found += mask[i] != 0;
+    return found;
+}
+
+/* mask becomes 1 where an entry is kept. counts: of each row, from the protected entries to all. */
+EXPORT void kvshelf_select(const float *scores, const uint8_t *protected, const int64_t *counts, uint8_t *mask,
+                           uint32_t *ranks, int64_t rows, int64_t length, int threads) {
+    const Rows a = {scores, protected, counts, mask, ranks, length, count(protected, length)};
+    for_each(rows, threads, select_row, &a);
+}
+
+/* How many are set in each row of a mask. */
+EXPORT void kvshelf_count(const uint8_t *mask, int64_t rows, int64_t length, int64_t *counts) {
+    for (int64_t row = 0; row < rows; row++) counts[row] = count(mask + row * length, length);
+}
+
+typedef struct {
+    const uint8_t *mask;  /* [heads, length] */
+    const int64_t *begin; /* [heads + 1]: where each head's entries go */
+    int32_t *positions;
+    int64_t length;
+    struct States {
+        const char *from;
+        char *to;
+        int64_t head, row, width; /* bytes from head to head, from row to row, and of a row */
+    } states[2];
+} Packing;
+
+static void pack_head(const void *context, int64_t head) {
+    const Packing *a = context;
+    const uint8_t *mask = a->mask + head * a->length;
+    const int64_t begin = a->begin[head], count = a->begin[head + 1] - begin;
+    int32_t *positions = a->positions + begin;
+    for (int64_t i = 0, n = 0; n < count; i++) {
+        positions[n] = (int32_t)i;
+        n += mask[i] != 0;
+    }
+    for (int s = 0; s < 2; s++) {
+        const struct States states = a->states[s];
+        const char *from = states.from + head * states.head;
+        char *to = states.to + begin * states.width;
+        for (int64_t n = 0; n < count; n++, to += states.width) {
+            const char *row = from + positions[n] * states.row;
+            if (states.width % 64) {
+                memcpy(to, row, states.width);
+                continue;
+            }
+            for (int64_t at = 0; at < states.width; at += 64) /* inline: calls cost as much as copies of 128 bytes */
+                *(FloatsAnywhere *)(to + at) = *(const FloatsAnywhere *)(row + at);
+        }
+    }
+}
+
+/* strides: of keys, then of values: bytes from head to head, from row to row, and of a row. */
+EXPORT void kvshelf_pack(const void *keys, const void *values, const uint8_t *mask, const int64_t *begin,
+                         const int64_t *strides, void *packed_keys, void *packed_values, int32_t *positions,
+                         int64_t heads, int64_t length, int threads) {
+    const Packing a = {mask, begin, positions, length,
+                       {{keys, packed_keys, strides[0], strides[1], strides[2]},
+                        {values, packed_values, strides[3], strides[4], strides[5]}}};
+    for_each(heads, threads, pack_head, &a);
+}

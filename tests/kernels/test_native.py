@@ -1,0 +1,209 @@
+"""The compiled kernels: where they can be had they are, and where they cannot be had nothing is missing."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import kvshelf
+from kvshelf.cli import app
+from kvshelf.kernels.compiling import FOLDER, CannotCompile, compile_all, levels, library_path
+from kvshelf.kernels.dispatch import implementation
+from kvshelf.kernels.native import architecture, library
+from kvshelf.kernels.prefix_attention import BatchLayout, PackedPrefix, SuffixRows, prefix_attention
+from tests.compilers import needs_compiler
+from tests.kernels.tensors import TOLERANCE, error, random
+
+KERNELS = Path("kvshelf/kernels")
+OPERATIONS = sorted(path.parent.name for path in Path(kvshelf.__file__).parent.glob("kernels/*/eager.py"))
+
+CHOSEN = f"""
+import json, torch
+from kvshelf.kernels import dispatch
+cpu = torch.device("cpu")
+print(json.dumps([dispatch.__file__, dispatch.cpu_form(), [
+    dispatch.implementation(operation, cpu).__name__ for operation in {OPERATIONS}]]))
+"""
+
+TORCH_FAILS = "bfloat16 and (test_packed_prefixes or test_merged_prefix)"
+
+needs_library = pytest.mark.skipif(library() is None, reason="no library was compiled for this CPU")
+
+
+@needs_compiler
+def test_what_was_checked_out_is_compiled():
+    """Else everything below would be skipped where the sources do not compile, or have changed since."""
+    assert all(library_path(level).exists() for level in levels().values()), "python -m kvshelf.kernels.compiling"
+    assert (library() is None) == (architecture() is None)
+
+
+@needs_compiler
+def test_a_library_for_each_of_the_machines_cpus_is_compiled(tmp_path):
+    (tmp_path / "compiled-x86-64-v3-0123456789abcdef.so").write_bytes(b"of other sources")
+    made = compile_all(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted(made)
+    assert {path.name for path in made} == {library_path(level).name for level in levels().values()}
+    for path in made:
+        assert ctypes.CDLL(str(path)).kvshelf_use_threads
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        ("false", "false failed: exit code 1"),
+        ("true", "true failed: exit code 0, and no library"),
+        ("no-such-compiler", "there is no C compiler 'no-such-compiler'"),
+        ("cc -include no-such.h", "no-such.h: No such file"),
+        ("cc 'and", 'CC is "cc \'and", which is no command'),
+    ],
+)
+def test_what_cannot_be_compiled_says_why_in_its_first_line_and_leaves_nothing(tmp_path, monkeypatch, command, reason):
+    monkeypatch.setenv("CC", command)
+    with pytest.raises(CannotCompile) as failed:
+        compile_all(tmp_path)
+    assert reason in str(failed.value).splitlines()[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+@needs_compiler
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    with pytest.raises(CannotCompile, match=r"cannot be compiled into .*not-there"):
+        compile_all(tmp_path / "not-there")
+
+
+@pytest.fixture
+def package(tmp_path):
+    """kvshelf in a folder of its own, with the libraries of this one."""
+    shutil.copytree(
+        Path(kvshelf.__file__).parent, tmp_path / "kvshelf", ignore=shutil.ignore_patterns("__pycache__", "models")
+    )
+    return tmp_path
+
+
+def run(package, *words, code=0, **settings):
+    """Python, as a process in which this package is the one that is imported."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("KVSHELF_")}
+    done = subprocess.run(
+        [sys.executable, *words], cwd=package, env=clean | settings, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == code, done.stderr[-3000:]
+    return done
+
+
+def chosen(package, **settings):
+    """What a CPU gets: the form that is told of, and the form of each operation."""
+    file, told, modules = json.loads(run(package, "-c", CHOSEN, **settings).stdout)
+    assert Path(file).is_relative_to(package)
+    return told, dict(zip(OPERATIONS, [name.rpartition(".")[2] for name in modules], strict=True))
+
+
+def libraries(package):
+    return list((package / KERNELS).glob("compiled-*.so"))
+
+
+@needs_library
+def test_a_cpu_gets_what_was_compiled(package):
+    told, forms = chosen(package)
+    assert told == f"native ({architecture()})"
+    has = {operation for operation in OPERATIONS if (package / KERNELS / operation / "native.py").exists()}
+    assert {operation for operation, form in forms.items() if form == "native"} == has
+    assert "prefix_attention" in has
+    assert implementation("prefix_attention", torch.device("meta")).__name__.endswith(".eager")
+
+
+def test_without_a_library_everything_is_torchs_own(package):
+    for path in libraries(package):
+        path.unlink()
+    assert chosen(package) == ("eager", dict.fromkeys(OPERATIONS, "eager"))
+    said = run(package, "-c", CHOSEN, KVSHELF_KERNELS="native", code=1).stderr
+    assert "compiled kernels were forced on a cpu tensor" in said
+    assert "python -m kvshelf.kernels.compiling" in said
+
+
+DOCTOR = ["doctor", "--json", "--model", "./no-model"]
+
+
+def finding(lines):
+    (check,) = [check for check in map(json.loads, lines.splitlines()) if check["check"] == "kernels"]
+    assert check["ok"]
+    return check["finding"]
+
+
+@needs_library
+def test_doctor_names_the_form(monkeypatch):
+    monkeypatch.delenv("KVSHELF_KERNELS", raising=False)
+    assert f"native ({architecture()})" in finding(CliRunner().invoke(app, DOCTOR).stdout)
+    monkeypatch.setenv("KVSHELF_KERNELS", "eager")
+    assert "eager, as KVSHELF_KERNELS says" in finding(CliRunner().invoke(app, DOCTOR).stdout)
+
+
+def test_doctor_names_the_way_to_the_faster_form(package):
+    for path in libraries(package):
+        path.unlink()
+    found = finding(run(package, "-m", "kvshelf", *DOCTOR, code=1).stdout)
+    assert ("python -m kvshelf.kernels.compiling" in found) == (architecture() is not None)
+
+
+@needs_library
+@pytest.mark.parametrize("changed", ["native.c", "native.h", "prefix_attention/native.c"])
+def test_a_library_of_other_sources_is_not_loaded(package, changed):
+    with (package / KERNELS / changed).open("a") as file:
+        file.write("/* changed since */\n")
+    assert chosen(package)[0] == "eager"
+
+
+@needs_library
+def test_a_library_that_the_system_refuses_is_none(package):
+    for path in libraries(package):
+        path.write_bytes(b"\x7fELF of another machine")
+    assert chosen(package) == ("eager", dict.fromkeys(OPERATIONS, "eager"))
+
+
+@pytest.mark.skipif(architecture() != "x86-64-v4" or library() is None, reason="tested as this CPU's own form, or not")
+def test_the_form_for_avx2_passes_the_tests_of_every_operation():
+    """But those in which torch itself fails, for it asks the CPU and not ATEN_CPU_CAPABILITY what bf16 it has."""
+    here = Path(__file__).parent
+    files = [path for path in sorted(here.glob("test_*.py")) if (FOLDER / path.stem[5:] / "native.py").exists()]
+    assert len(files) > 1
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-k", f"native and not ({TORCH_FAILS})", *files],
+        cwd=here.parents[1], env=os.environ | {"ATEN_CPU_CAPABILITY": "avx2"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_threads_compute_what_one_does(monkeypatch, dtype):
+    """Long enough for several runs of each head, which threads take in any order."""
+    monkeypatch.setenv("KVSHELF_KERNELS", "native")
+    prefixes = [(_document(dtype, 3000, 700),), (_document(dtype, 2000, 2100),)]
+    layout = BatchLayout((1, 2), (SuffixRows((1,), (0,), 1), SuffixRows((2,), (1,), 2)), torch.device("cpu"))
+    suffixes = [(random(1, 2, n, 32, dtype=dtype), random(1, 2, n, 32, dtype=dtype, seed=n)) for n in (1, 2)]
+    queries = random(3, 4, 32, dtype=dtype)
+    results = {threads: _on(threads, prefix_attention, queries, prefixes, suffixes, layout, 0.2) for threads in (1, 2)}
+    assert error(results[2], results[1]) < TOLERANCE[dtype]
+
+
+def _document(dtype, *lengths):
+    keys, values = (random(sum(lengths), 32, dtype=dtype, seed=seed) for seed in lengths)
+    return PackedPrefix(keys, values, lengths)
+
+
+def _on(threads, function, *arguments):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return function(*arguments)
+    finally:
+        torch.set_num_threads(before)
