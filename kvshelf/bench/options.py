@@ -74,7 +74,7 @@ def numbers(text: str, option: str = "--lengths") -> list[int]:
     except ValueError as error:
         raise typer.BadParameter(f"{text!r} is not a list of numbers", param_hint=option) from error
     if min(found) < 1:
-        raise typer.BadParameter(f"{text!r}: each number must be at least 1", param_hint=option)
+        raise InvalidRequest(f"{option} {text}: each number must be at least 1", param=option.removeprefix("--"))
     return found
 
 
