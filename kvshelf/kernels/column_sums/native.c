@@ -1,22 +1,25 @@
 /* Column sums of one query head's causal attention, 32 keys by 32 rows at a time: the logits of such a tile never leave
    the cache.
 
-   Each of a tile's 64 vectors has one key, and 16 rows in its lanes. One pass takes the log-sum-exp of every row, unless
-   they are given, and one the sum of every key, with the product done anew: to keep the logits of 8k keys would push
-   them out of the cache. Logits and log-sum-exps are to the base 2.
+   One pass takes the log-sum-exp of every row, unless they are given, and one the sum of every key, with the product
+   done anew: to keep the logits of 8k keys would push them out of the cache. Logits and log-sum-exps are to the base 2.
 
-   Products are fp32 fused multiply-adds, or those of AMX, where a CPU has it: bf16 in, fp32 out, which is exact. */
+   Products are fp32 fused multiply-adds or, where a CPU has them, those of AMX or AVX512-BF16: bf16 in, fp32 out, which
+   is exact. */
 
-#include "native.h"
+#include "tiles.h"
 
-enum { KEYS = 2 * LANES, ROWS = 2 * LANES, VECTORS = KEYS * ROWS / LANES, MOST_DIM = 256 };
+enum { KEYS = 32, MOST_DIM = 256 };
+
+/* How products are made; `native.py` asks which of the last two this CPU has. */
+enum { FP32_PRODUCTS = 0, BF16_PAIRS = 1, BF16_TILES = 2 };
 
 /* Tiles that are worked on together, so that what they share is in the first-level cache: 32 KB of rows at 128 channels
    of bf16, and 16 KB of running sums. */
 enum { ROW_TILES = 4, KEY_TILES = 8 };
 
 typedef struct {
-    const void *queries; /* [tiles, 2, dim, 16] fp32; for AMX [tiles, 2, dim / 2, 16, 2] bf16 */
+    const void *queries; /* [tiles, dim, 32] fp32, [tiles, dim / 2, 32, 2] bf16, [tiles, 2, dim / 2, 16, 2] for AMX */
     const void *keys;    /* [num_keys, dim], of the same dtype, keys_row elements from row to row */
     const int32_t *limits;       /* [tiles, 32]: how many keys each row sees, ascending; 0 for rows that are padding */
     const int32_t *least, *most; /* [tiles]: of each tile's limits */
@@ -24,13 +27,13 @@ typedef struct {
     float *sums;                 /* [num_keys]: added to */
     int64_t tiles, dim, num_keys, keys_row;
     float scale; /* times log2(e) */
-    int type;
+    int products;
 } Columns;
 
 /* The keys of a tile, one row after the other: where they lie if they do so, else copied, with zeros for those that are
    not there. */
 static const void *tile_of(const Columns *a, int64_t first, char copy[KEYS * MOST_DIM * 4]) {
-    const int64_t width = a->type == FP32 ? 4 : 2, row = a->dim * width, left = a->num_keys - first;
+    const int64_t width = a->products == FP32_PRODUCTS ? 4 : 2, row = a->dim * width, left = a->num_keys - first;
     const char *keys = (const char *)a->keys + first * a->keys_row * width;
     if (left >= KEYS && a->keys_row == a->dim) return keys;
     for (int64_t k = 0; k < KEYS; k++)
@@ -41,15 +44,9 @@ static const void *tile_of(const Columns *a, int64_t first, char copy[KEYS * MOS
     return copy;
 }
 
-INLINE void multiply_fp32(const float *keys, const float *queries, const int64_t dim, Floats out[LANES]) {
-    Floats total[LANES] = {0};
-    for (int64_t c = 0; c < dim; c++) {
-        const Floats rows = *(const FloatsAnywhere *)(queries + c * LANES);
-#pragma GCC unroll 16
-        for (int k = 0; k < LANES; k++) total[k] += rows * keys[k * dim + c];
-    }
-#pragma GCC unroll 16
-    for (int k = 0; k < LANES; k++) out[k] = total[k];
+INLINE void multiply_fp32(const float *keys, const OfRows *rows, const int64_t dim, OfRows out[KEYS]) {
+    memset(out, 0, KEYS * sizeof *out);
+    for (int k = 0; k < KEYS; k += ABREAST) add_products(out + k, keys + k * dim, dim, 1, rows, dim);
 }
 
 #if defined(__AVX512F__) && defined(__linux__)
@@ -57,6 +54,24 @@ INLINE void multiply_fp32(const float *keys, const float *queries, const int64_t
 #include <sys/syscall.h>
 #include <unistd.h>
 #define AMX __attribute__((target("amx-tile,amx-bf16")))
+
+/* As `add_products`, over pairs of channels. */
+__attribute__((target("avx512bf16"))) static void multiply_pairs(const uint16_t *keys, const OfRows *rows, int64_t dim,
+                                                                 OfRows out[KEYS]) {
+    for (int k = 0; k < KEYS; k += ABREAST, keys += ABREAST * dim, out += ABREAST) {
+        __m512 total[ABREAST][2] = {0};
+        for (int64_t c = 0; c < dim; c += 2)
+#pragma GCC unroll 8
+            for (int i = 0; i < ABREAST; i++) {
+                int32_t pair;
+                memcpy(&pair, keys + i * dim + c, sizeof pair);
+                const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
+                total[i][0] = _mm512_dpbf16_ps(total[i][0], (__m512bh)rows[c / 2][0], both);
+                total[i][1] = _mm512_dpbf16_ps(total[i][1], (__m512bh)rows[c / 2][1], both);
+            }
+        memcpy(out, total, sizeof total);
+    }
+}
 
 /* Eight tiles of 16 rows of 64 bytes: 0 to 3 are 16 keys by 16 fp32 sums each, 4 and 5 keys, 6 and 7 rows. Static,
    because GCC before 13 believes that only the first 8 bytes are read. */
@@ -71,7 +86,7 @@ AMX static void begin_amx(void) {
 
 AMX static void end_amx(void) { _tile_release(); }
 
-AMX static void multiply_amx(const uint16_t *keys, const uint16_t *queries, int64_t dim, Floats out[VECTORS]) {
+AMX static void multiply_amx(const uint16_t *keys, const uint16_t *queries, int64_t dim, OfRows out[KEYS]) {
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -86,48 +101,49 @@ AMX static void multiply_amx(const uint16_t *keys, const uint16_t *queries, int6
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
     }
-    _tile_stored(0, out, 64);
-    _tile_stored(2, out + LANES, 64);
-    _tile_stored(1, out + KEYS, 64);
-    _tile_stored(3, out + KEYS + LANES, 64);
+    _tile_stored(0, &out[0][0], 128);
+    _tile_stored(1, &out[0][1], 128);
+    _tile_stored(2, &out[LANES][0], 128);
+    _tile_stored(3, &out[LANES][1], 128);
 }
 
-/* Linux gives a process the 8 KB of tile registers when it asks (ARCH_REQ_XCOMP_PERM, XTILEDATA). */
-EXPORT int kvshelf_has_amx(void) {
+/* How this CPU, and this process on it, multiplies bf16; FP32_PRODUCTS where it does not. Linux gives a process the
+   8 KB of tile registers when it asks (ARCH_REQ_XCOMP_PERM, XTILEDATA). */
+EXPORT int kvshelf_bf16_products(void) {
     unsigned a, b, c, d;
-    const unsigned bf16 = 1u << 22, tiles = 1u << 24;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & (bf16 | tiles)) != (bf16 | tiles)) return 0;
-    return syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+    const unsigned amx = 1u << 22 | 1u << 24, pairs = 1u << 5;
+    if (__get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & amx) == amx && !syscall(SYS_arch_prctl, 0x1023, 18))
+        return BF16_TILES;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && a & pairs ? BF16_PAIRS : FP32_PRODUCTS;
 }
 #else
-EXPORT int kvshelf_has_amx(void) { return 0; }
+EXPORT int kvshelf_bf16_products(void) { return FP32_PRODUCTS; }
 static void begin_amx(void) {}
 static void end_amx(void) {}
-static void multiply_amx(const uint16_t *keys, const uint16_t *queries, int64_t dim, Floats out[VECTORS]) {}
+static void multiply_amx(const uint16_t *keys, const uint16_t *queries, int64_t dim, OfRows out[KEYS]) {}
+static void multiply_pairs(const uint16_t *keys, const OfRows *rows, int64_t dim, OfRows out[KEYS]) {}
 #endif
 
-/* Logits of the keys and rows of a tile, not yet scaled: vector k has key k and the first 16 rows, vector 32 + k the
-   others. */
-static void multiply(const Columns *a, const void *keys, int64_t tile, Floats out[VECTORS]) {
+/* Logits of the keys and rows of a tile, not yet scaled. */
+static void multiply(const Columns *a, const void *keys, int64_t tile, OfRows out[KEYS]) {
     const int64_t dim = a->dim, at = tile * dim * ROWS;
-    if (a->type == BF16) return multiply_amx(keys, (const uint16_t *)a->queries + at, dim, out);
-    for (int part = 0; part < 4; part++, out += LANES) {
-        const float *rows = (const float *)a->queries + at + part / 2 * dim * LANES;
-        const float *own = (const float *)keys + part % 2 * dim * LANES;
-        if (dim == 64)
-            multiply_fp32(own, rows, 64, out); /* known distances leave no address to compute */
-        else if (dim == 128)
-            multiply_fp32(own, rows, 128, out);
-        else
-            multiply_fp32(own, rows, dim, out);
-    }
+    if (a->products == BF16_TILES) return multiply_amx(keys, (const uint16_t *)a->queries + at, dim, out);
+    const OfRows *rows = (const OfRows *)((const char *)a->queries + at * (a->products == FP32_PRODUCTS ? 4 : 2));
+    if (a->products == BF16_PAIRS) return multiply_pairs(keys, rows, dim, out);
+    if (dim == 64)
+        multiply_fp32(keys, rows, 64, out); /* known distances leave no address to compute */
+    else if (dim == 128)
+        multiply_fp32(keys, rows, 128, out);
+    else
+        multiply_fp32(keys, rows, dim, out);
 }
 
 /* Logits of what a row does not see become -inf. */
-static void hide(const Columns *a, int64_t tile, int64_t first, Floats logits[VECTORS]) {
-    for (int i = 0; i < VECTORS; i++) {
-        const Ints limits = *(const IntsAnywhere *)(a->limits + tile * ROWS + i / KEYS * LANES);
-        logits[i] = choose(limits > (int32_t)(first + i % KEYS) - (Ints){0}, logits[i], spread(-INFINITY));
+static void hide(const Columns *a, int64_t tile, int64_t first, OfRows logits[KEYS]) {
+    for (int half = 0; half < 2; half++) {
+        const Ints limits = *(const IntsAnywhere *)(a->limits + tile * ROWS + half * LANES);
+        for (int k = 0; k < KEYS; k++)
+            logits[k][half] = choose(limits > (int32_t)(first + k) - (Ints){0}, logits[k][half], spread(-INFINITY));
     }
 }
 
@@ -137,10 +153,10 @@ typedef struct {
     Floats top, mass;
 } Row;
 
-static void add_to_row(Row *row, const Floats logits[KEYS], int begun) {
+static void add_to_row(Row *row, OfRows logits[KEYS], int half, int begun) {
     Floats mass = row->mass, highest = row->top;
     if (begun) {
-        for (int k = 0; k < KEYS; k++) mass += power_of_2(logits[k] - highest);
+        for (int k = 0; k < KEYS; k++) mass += power_of_2(logits[k][half] - highest);
         if (!any(mass > 0x1p100f)) {
             row->mass = mass;
             return;
@@ -148,9 +164,9 @@ static void add_to_row(Row *row, const Floats logits[KEYS], int begun) {
     } else {
         highest = spread(-INFINITY);
     }
-    for (int k = 0; k < KEYS; k++) highest = larger(logits[k], highest);
+    for (int k = 0; k < KEYS; k++) highest = larger(logits[k][half], highest);
     mass = begun ? row->mass * power_of_2(row->top - highest) : (Floats){0};
-    for (int k = 0; k < KEYS; k++) mass += power_of_2(logits[k] - highest);
+    for (int k = 0; k < KEYS; k++) mass += power_of_2(logits[k][half] - highest);
     *row = (Row){highest, mass};
 }
 
@@ -160,19 +176,20 @@ static void sum_rows(const void *context, int64_t i) {
     const int64_t begin = i * ROW_TILES, end = begin + ROW_TILES < a->tiles ? begin + ROW_TILES : a->tiles;
     char copy[KEYS * MOST_DIM * 4];
     Row rows[ROW_TILES][2] = {0};
-    Floats logits[VECTORS];
-    if (a->type == BF16) begin_amx();
+    OfRows logits[KEYS];
+    if (a->products == BF16_TILES) begin_amx();
     for (int64_t first = 0; first < a->most[end - 1]; first += KEYS) {
         const void *keys = tile_of(a, first, copy);
         for (int64_t t = begin; t < end; t++) {
             if (a->most[t] <= first) continue;
             multiply(a, keys, t, logits);
-            for (int v = 0; v < VECTORS; v++) logits[v] *= a->scale;
+            for (int k = 0; k < KEYS; k++)
+                for (int half = 0; half < 2; half++) logits[k][half] *= a->scale;
             if (a->least[t] < first + KEYS) hide(a, t, first, logits);
-            for (int half = 0; half < 2; half++) add_to_row(&rows[t - begin][half], logits + half * KEYS, first > 0);
+            for (int half = 0; half < 2; half++) add_to_row(&rows[t - begin][half], logits, half, first > 0);
         }
     }
-    if (a->type == BF16) end_amx();
+    if (a->products == BF16_TILES) end_amx();
     for (int64_t t = begin; t < end; t++)
         for (int r = 0; r < ROWS; r++) {
             const Row *row = &rows[t - begin][r / LANES];
@@ -187,8 +204,9 @@ static void sum_columns(const void *context, int64_t i) {
     const int64_t span = KEYS * KEY_TILES, begin = i * span;
     const int64_t end = begin + span < a->num_keys ? begin + span : a->num_keys;
     char copy[KEYS * MOST_DIM * 4];
-    Floats total[KEY_TILES][KEYS] = {0}, logits[VECTORS];
-    if (a->type == BF16) begin_amx();
+    Floats total[KEY_TILES][KEYS] = {0};
+    OfRows logits[KEYS];
+    if (a->products == BF16_TILES) begin_amx();
     for (int64_t last = a->tiles; last > 0 && a->most[last - 1] > begin; last -= ROW_TILES)
         for (int64_t first = begin; first < end; first += KEYS) {
             const void *keys = tile_of(a, first, copy);
@@ -199,10 +217,10 @@ static void sum_columns(const void *context, int64_t i) {
                 multiply(a, keys, t, logits);
                 if (a->least[t] < first + KEYS) hide(a, t, first, logits);
                 for (int k = 0; k < KEYS; k++)
-                    own[k] += power_of_2(logits[k] * a->scale - early) + power_of_2(logits[KEYS + k] * a->scale - late);
+                    own[k] += power_of_2(logits[k][0] * a->scale - early) + power_of_2(logits[k][1] * a->scale - late);
             }
         }
-    if (a->type == BF16) end_amx();
+    if (a->products == BF16_TILES) end_amx();
     for (int64_t k = begin; k < end; k++)
         a->sums[k] += sum(total[(k - begin) / KEYS][(k - begin) % KEYS]);
 }
@@ -210,9 +228,9 @@ static void sum_columns(const void *context, int64_t i) {
 /* lses are to the base 2, and made where they are not given. sizes: the four from `tiles` on, in their order. */
 EXPORT void kvshelf_column_sums(const void *queries, const void *keys, const int32_t *limits, const int32_t *least,
                                 const int32_t *most, float *lses, int given, float *sums, const int64_t *sizes,
-                                float scale, int type, int threads) {
+                                float scale, int products, int threads) {
     const Columns a = {queries, keys, limits, least, most, lses, sums, sizes[0], sizes[1], sizes[2], sizes[3],
-                       scale, type};
+                       scale, products};
     const int64_t span = KEYS * KEY_TILES;
     if (!given) for_each((a.tiles + ROW_TILES - 1) / ROW_TILES, threads, sum_rows, &a);
     for_each((a.num_keys + span - 1) / span, threads, sum_columns, &a);

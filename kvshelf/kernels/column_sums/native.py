@@ -15,10 +15,13 @@ import torch
 from torch import Tensor
 
 from kvshelf.kernels.column_sums import eager
-from kvshelf.kernels.native import TYPES, compiled, pointer
+from kvshelf.kernels.native import compiled, pointer
 
-_LANES, _ROWS = 16, 32
-"""Lanes of a vector, and rows of a tile, two vectors."""
+_ROWS = 32
+"""Rows of a tile, two vectors."""
+
+_FP32, _BF16_PAIRS, _BF16_TILES = range(3)
+"""How C multiplies: fp32, or bf16 by AVX512-BF16 or AMX."""
 
 _MOST_DIM = 256
 
@@ -30,7 +33,7 @@ def column_sums(
     if queries.shape[2] > _MOST_DIM:
         return eager.column_sums(queries, keys, scale, local_rows, every, lse)
     (q_heads, num_rows, _), num_keys = queries.shape, keys.shape[1]
-    if keys.dtype != torch.bfloat16 or not _multiplies_bf16():
+    if keys.dtype != torch.bfloat16 or _bf16_products() == _FP32:
         keys = keys.float()
     early_rows = num_rows - local_rows
     total, local = queries.new_zeros(2, q_heads, num_keys, dtype=torch.float32)
@@ -51,12 +54,13 @@ def _add_rows(sums: Tensor, queries: Tensor, keys: Tensor, scale: float, lse: Te
     least, most = limits.amin(dim=1), limits.amax(dim=1)
     lses = sums.new_empty(q_heads, limits.numel()) if lse is None else _padded(lse[:, rows] * math.log2(math.e))
     sizes = (ctypes.c_int64 * 4)(len(limits), dim, num_keys, keys.stride(1))
+    products = _FP32 if keys.dtype == torch.float32 else _bf16_products()
     for head in range(q_heads):
-        tiles = _tiles(queries[head].to(keys.dtype), len(limits), dim)
+        tiles = _tiles(queries[head].to(keys.dtype), len(limits), dim, _ROWS // 2 if products == _BF16_TILES else _ROWS)
         native.kvshelf_column_sums(
             pointer(tiles), pointer(keys[head * kv_heads // q_heads]), pointer(limits), pointer(least), pointer(most),
             pointer(lses[head]), lse is not None, pointer(sums[head]), sizes,
-            ctypes.c_float(scale * math.log2(math.e)), TYPES[keys.dtype], torch.get_num_threads(),
+            ctypes.c_float(scale * math.log2(math.e)), products, torch.get_num_threads(),
         )  # fmt: skip
 
 
@@ -71,16 +75,15 @@ def _whole_pairs(states: Tensor) -> Tensor:
     return torch.nn.functional.pad(states, (0, spare)) if spare else states
 
 
-def _tiles(queries: Tensor, num_tiles: int, dim: int) -> Tensor:
-    """Queries `[R, D]` as `[tiles * 2, dim, 16]`, where bf16 channels go in pairs: rows are the lanes of a vector."""
+def _tiles(queries: Tensor, num_tiles: int, dim: int, lanes: int) -> Tensor:
+    """Queries `[R, D]` as `[-1, dim, lanes]`, rows in the lanes, where bf16 channels go in pairs."""
     rows = queries.new_zeros(num_tiles * _ROWS, dim)
     rows[: queries.shape[0], : queries.shape[1]] = queries
     if rows.dtype == torch.bfloat16:
         rows = rows.view(torch.int32)
-    return rows.view(2 * num_tiles, _LANES, -1).transpose(1, 2).contiguous()
+    return rows.view(num_tiles * _ROWS // lanes, lanes, -1).transpose(1, 2).contiguous()
 
 
 @cache
-def _multiplies_bf16() -> bool:
-    """Whether this CPU, and this process on it, has AMX."""
-    return bool(compiled().kvshelf_has_amx())
+def _bf16_products() -> int:
+    return int(compiled().kvshelf_bf16_products())

@@ -1,9 +1,9 @@
-"""Prefix attention whose few query rows a C function takes over plain prefixes: a decode step.
+"""Prefix attention over plain prefixes in C: a decode step's few rows, and in fp32 a question's many.
 
 With few rows memory is the limit, and torch's attention reads at half of its speed on a CPU (1.6 to 2 times the time
 for documents of 1024 entries, measured): it packs keys into blocks for products of matrices, once for each document.
-Everything else is computed as in `eager`: questions of many tokens, where products of matrices are what counts,
-quantized prefixes, and suffixes.
+With many it is products, which C makes in larger blocks than torch, for all query heads of a KV head together.
+Everything else is computed as in `eager`: questions in bf16, quantized prefixes, and suffixes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvshelf.kernels.prefix_attention import eager
 from kvshelf.kernels.prefix_attention.plan import Setting, plan_of
 from kvshelf.kernels.prefix_attention.prefixes import BatchLayout, PackedPrefix, Prefix, StackedPrefix
 
-_MOST_ROWS = 8
+_FEW_ROWS = 8
 """Query rows of a KV head that are kept in registers: tokens of a share times query heads of a KV head."""
 
 _WIDTHS = range(16, 257, 16)
@@ -46,8 +46,12 @@ def _attend_shares(
     """See `eager.attend_shares`. What is not ours leaves its places as they are, and is filled in after."""
     group, dim = queries.shape[2:]
     fits = queries.dtype in TYPES and dim == value_dim and dim in _WIDTHS
+    any_number = queries.dtype == torch.float32
     ours = [
-        fits and count * group <= _MOST_ROWS and bool(parts) and all(_is_plain(part, queries.dtype) for part in parts)
+        fits
+        and (any_number or count * group <= _FEW_ROWS)
+        and bool(parts)
+        and all(_is_plain(part, queries.dtype) for part in parts)
         for parts, count in zip(prefixes, layout.shares, strict=True)
     ]
     if not any(ours):
