@@ -1,49 +1,65 @@
-/* Query rows over plain prefixes, whose softmax runs along.
+/* Query rows over plain prefixes, and over their own suffixes, whose softmax runs along.
 
-   A run is a part of one head of one prefix. With few rows, those of a decode step, it is memory that limits, for a
-   number that is read is used once or twice: while a thread multiplies the keys of a tile it asks memory for the values,
-   and the other way round. With the many rows of a question it is products, and rows stand in the lanes of vectors. */
+   A run is a part of the keys and values of one head. With few rows, those of a decode step, it is memory that limits,
+   for a number that is read is used once or twice: while a thread multiplies the keys of a tile it asks memory for the
+   values, and the other way round. With the many rows of a question it is products, and rows stand in the lanes of
+   vectors. */
 
 #include "tiles.h"
 
 enum { TILE = 32, FEW_ROWS = 8, MOST_PARTS = 16 };
 
-/* Columns of an item; see plan.py. */
-enum { TOKEN = 0, ALL_ROWS = 1, FIRST_ROW = 2, HEAD = 3, FIRST = 4, END = 5, RESULT = 6, KEYS = 7, VALUES = 10, COLUMNS = 17 };
-
+/* What all runs of a call have in common. outs, lses: where results go, `outs` [rows, D], one after the other. */
 typedef struct {
-    const void *queries;  /* [N, kv_heads, group, D], contiguous */
-    const int64_t *items; /* [n, COLUMNS] */
-    float *outs;          /* [scratch rows, D] */
-    float *lses;          /* [scratch rows] */
+    const void *queries; /* [N, kv_heads, group, D], contiguous */
+    float *outs, *lses;
     int64_t kv_heads, group, dim, key_stride, value_stride;
     float scale;
     int type;
-} Runs;
+} Call;
 
-/* Where row `r` of an item's share and head lies among the queries. */
-INLINE int64_t query_at(const Runs *a, const int64_t *item, int64_t r) {
-    return (((item[TOKEN] + r / a->group) * a->kv_heads + item[HEAD]) * a->group + r % a->group) * a->dim;
+/* Rows `row` to `row + rows` of those that `token`, and the tokens after it, have at a head: over keys and values from
+   `first` to `end`. result: the place of row 0 among the results; -1 for a suffix: its rows go on with the softmax that
+   is in their place, which is that of the queries, and token t of them sees the first `visible + t` keys. */
+typedef struct {
+    const void *keys, *values;
+    int64_t first, end, token, head, row, rows, result, visible;
+} Run;
+
+/* The place of a run's row among the rows of queries, and among results. */
+INLINE int64_t query_of(const Call *a, const Run *run, int64_t r) {
+    const int64_t token = run->token + (run->row + r) / a->group;
+    return (token * a->kv_heads + run->head) * a->group + (run->row + r) % a->group;
 }
 
-INLINE void attend_few(const Runs *a, const int64_t *item, const int rows, const int parts, const int type) {
+INLINE int64_t result_of(const Call *a, const Run *run, int64_t r) {
+    return run->result < 0 ? query_of(a, run, r) : run->result + run->row + r;
+}
+
+/* The first key that a row of a suffix does not see. */
+INLINE int64_t limit_of(const Call *a, const Run *run, int64_t r) {
+    return run->result < 0 ? run->visible + (run->row + r) / a->group : run->end;
+}
+
+INLINE void attend_few(const Call *a, const Run *run, const int rows, const int parts, const int type) {
     const int64_t dim = parts * LANES, key_stride = a->key_stride, value_stride = a->value_stride;
     const int width = type == FP32 ? 4 : 2;
-    const char *keys = (const char *)item[KEYS], *values = (const char *)item[VALUES];
+    const char *keys = run->keys, *values = run->values;
     Floats query[FEW_ROWS][MOST_PARTS], total[FEW_ROWS][MOST_PARTS];
     float top[FEW_ROWS], mass[FEW_ROWS];
     Floats weights[FEW_ROWS][TILE / LANES];
     for (int r = 0; r < rows; r++) {
-        top[r] = -INFINITY;
-        mass[r] = 0;
-        const int64_t at = query_at(a, item, r);
+        const int64_t from = query_of(a, run, r), to = result_of(a, run, r);
+        const int goes_on = run->result < 0;
+        top[r] = goes_on ? a->lses[to] * LOG2_E : -INFINITY;
+        mass[r] = goes_on;
         for (int p = 0; p < parts; p++) {
-            query[r][p] = load(a->queries, at + p * LANES, type) * (a->scale * LOG2_E);
-            total[r][p] = (Floats){0};
+            query[r][p] = load(a->queries, from * dim + p * LANES, type) * (a->scale * LOG2_E);
+            total[r][p] = goes_on ? load(a->outs, to * dim + p * LANES, FP32) : (Floats){0};
         }
     }
-    for (int64_t first = item[FIRST]; first < item[END]; first += TILE) {
-        const int count = item[END] - first < TILE ? (int)(item[END] - first) : TILE;
+    for (int64_t first = run->first; first < run->end; first += TILE) {
+        const int count = run->end - first < TILE ? (int)(run->end - first) : TILE;
         for (int j = 0; j < count; j++) {
             const int64_t key = (first + j) * key_stride;
             for (int line = 0; line < dim * width; line += 64)
@@ -58,7 +74,8 @@ INLINE void attend_few(const Runs *a, const int64_t *item, const int rows, const
         }
         for (int r = 0; r < rows; r++) {
             float *logits = (float *)weights[r], highest = top[r];
-            for (int j = count; j < TILE; j++) logits[j] = -INFINITY;
+            const int64_t seen = limit_of(a, run, r) - first;
+            for (int j = seen < 0 ? 0 : seen < count ? (int)seen : count; j < TILE; j++) logits[j] = -INFINITY;
             for (int j = 0; j < count; j++) highest = logits[j] > highest ? logits[j] : highest;
             const float fade = exp2f(top[r] - highest);
             Floats tile_mass = (Floats){0};
@@ -78,13 +95,13 @@ INLINE void attend_few(const Runs *a, const int64_t *item, const int rows, const
         }
     }
     for (int r = 0; r < rows; r++) {
-        const int64_t at = item[RESULT] + r;
-        for (int p = 0; p < parts; p++) *(FloatsAnywhere *)(a->outs + at * dim + p * LANES) = total[r][p] / mass[r];
-        a->lses[at] = top[r] * LN_2 + logf(mass[r]);
+        const int64_t to = result_of(a, run, r);
+        for (int p = 0; p < parts; p++) *(FloatsAnywhere *)(a->outs + to * dim + p * LANES) = total[r][p] / mass[r];
+        a->lses[to] = top[r] * LN_2 + logf(mass[r]);
     }
 }
 
-/* Logits of 32 rows and the keys from `first` on, to the base 2; -inf for those that are not there. */
+/* Logits of 32 rows and the keys from `keys` on, to the base 2; -inf for those that are not there. */
 static void multiply(const float *keys, int64_t stride, int64_t dim, int count, const OfRows *query, OfRows logits[TILE]) {
     float copy[TILE * MOST_PARTS * LANES];
     if (count < TILE) { /* what lies behind the last one may be no memory */
@@ -98,20 +115,33 @@ static void multiply(const float *keys, int64_t stride, int64_t dim, int count, 
     for (int j = count; j < TILE; j++) logits[j][0] = logits[j][1] = spread(-INFINITY);
 }
 
+/* Logits of what a row of a suffix does not see become -inf. `first`: the key of the first of them. */
+static void hide(const Call *a, const Run *run, int64_t first, OfRows logits[TILE]) {
+    for (int64_t r = 0; r < run->rows; r++)
+        for (int64_t seen = limit_of(a, run, r) - first, j = seen < 0 ? 0 : seen; j < TILE; j++)
+            ((float *)logits[j])[r] = -INFINITY;
+}
+
 /* Up to 32 rows of fp32. */
-static void attend_many(const Runs *a, const int64_t *item) {
-    const int64_t dim = a->dim, left = item[ALL_ROWS] - item[FIRST_ROW], rows = left < ROWS ? left : ROWS;
+static void attend_many(const Call *a, const Run *run) {
+    const int64_t dim = a->dim;
     OfRows query[MOST_PARTS * LANES], total[MOST_PARTS * LANES], weights[TILE];
     OfRows top = {spread(-INFINITY), spread(-INFINITY)}, mass = {0};
     memset(query, 0, dim * sizeof *query);
     memset(total, 0, dim * sizeof *total);
-    for (int64_t r = 0; r < rows; r++) {
-        const float *own = (const float *)a->queries + query_at(a, item, item[FIRST_ROW] + r);
+    for (int64_t r = 0; r < run->rows; r++) {
+        const float *own = (const float *)a->queries + query_of(a, run, r) * dim;
         for (int64_t c = 0; c < dim; c++) ((float *)query[c])[r] = own[c] * (a->scale * LOG2_E);
+        if (run->result >= 0) continue;
+        const int64_t to = result_of(a, run, r);
+        ((float *)top)[r] = a->lses[to] * LOG2_E;
+        ((float *)mass)[r] = 1;
+        for (int64_t c = 0; c < dim; c++) ((float *)total[c])[r] = a->outs[to * dim + c];
     }
-    for (int64_t first = item[FIRST]; first < item[END]; first += TILE) {
-        const int count = item[END] - first < TILE ? (int)(item[END] - first) : TILE;
-        multiply((const float *)item[KEYS] + first * a->key_stride, a->key_stride, dim, count, query, weights);
+    for (int64_t first = run->first; first < run->end; first += TILE) {
+        const int count = run->end - first < TILE ? (int)(run->end - first) : TILE;
+        multiply((const float *)run->keys + first * a->key_stride, a->key_stride, dim, count, query, weights);
+        if (limit_of(a, run, 0) < first + count) hide(a, run, first, weights);
         for (int half = 0; half < 2; half++) {
             Floats highest = top[half];
             for (int j = 0; j < TILE; j++) highest = larger(weights[j][half], highest);
@@ -122,39 +152,93 @@ static void attend_many(const Runs *a, const int64_t *item) {
                 for (int64_t c = 0; c < dim; c++) total[c][half] *= fade;
             top[half] = highest;
         }
-        const float *values = (const float *)item[VALUES] + first * a->value_stride;
+        const float *values = (const float *)run->values + first * a->value_stride;
         for (int64_t c = 0; c < dim; c += ABREAST)
             add_products(total + c, values + c, 1, a->value_stride, weights, count);
     }
-    for (int64_t r = 0; r < rows; r++) {
-        const int64_t at = item[RESULT] + item[FIRST_ROW] + r;
+    for (int64_t r = 0; r < run->rows; r++) {
+        const int64_t to = result_of(a, run, r);
         const float one = ((float *)mass)[r];
-        for (int64_t c = 0; c < dim; c++) a->outs[at * dim + c] = ((float *)total[c])[r] / one;
-        a->lses[at] = ((float *)top)[r] * LN_2 + logf(one);
+        for (int64_t c = 0; c < dim; c++) a->outs[to * dim + c] = ((float *)total[c])[r] / one;
+        a->lses[to] = ((float *)top)[r] * LN_2 + logf(one);
     }
 }
 
 /* The common shapes of few rows with their loops unrolled, so that rows and sums stay in registers. */
-static void attend_item(const void *context, int64_t i) {
-    const Runs *a = context;
-    const int64_t *item = a->items + i * COLUMNS;
-    if (item[ALL_ROWS] > FEW_ROWS) return attend_many(a, item);
-    const int rows = (int)item[ALL_ROWS], parts = (int)(a->dim / LANES);
+static void attend(const Call *a, const Run *run, int few) {
+    if (!few) return attend_many(a, run);
+    const int rows = (int)run->rows, parts = (int)(a->dim / LANES);
 #define SHAPE(R, P, T) \
-    if (rows == R && parts == P && a->type == T) return attend_few(a, item, R, P, T);
+    if (rows == R && parts == P && a->type == T) return attend_few(a, run, R, P, T);
 #define SHAPES(P, T) SHAPE(1, P, T) SHAPE(2, P, T) SHAPE(4, P, T) SHAPE(8, P, T)
     SHAPES(4, FP32) SHAPES(8, FP32) SHAPES(4, BF16) SHAPES(8, BF16)
     if (a->type == FP32)
-        attend_few(a, item, rows, parts, FP32);
+        attend_few(a, run, rows, parts, FP32);
     else
-        attend_few(a, item, rows, parts, BF16);
+        attend_few(a, run, rows, parts, BF16);
+}
+
+/* Columns of an item; see plan.py. */
+enum { TOKEN = 0, ALL_ROWS = 1, FIRST_ROW = 2, HEAD = 3, FIRST = 4, END = 5, RESULT = 6, KEYS = 7, VALUES = 10, COLUMNS = 17 };
+
+typedef struct {
+    Call call;
+    const int64_t *items; /* [n, COLUMNS] */
+} Prefixes;
+
+static void attend_item(const void *context, int64_t i) {
+    const Prefixes *a = context;
+    const int64_t *item = a->items + i * COLUMNS, left = item[ALL_ROWS] - item[FIRST_ROW];
+    const Run run = {
+        .keys = (const void *)item[KEYS], .values = (const void *)item[VALUES], .first = item[FIRST], .end = item[END],
+        .token = item[TOKEN], .head = item[HEAD], .row = item[FIRST_ROW], .rows = left < ROWS ? left : ROWS,
+        .result = item[RESULT],
+    };
+    attend(&a->call, &run, item[ALL_ROWS] <= FEW_ROWS);
 }
 
 EXPORT void kvshelf_attend_runs(const void *queries, const int64_t *items, int64_t count, float *outs, float *lses,
                                 int64_t kv_heads, int64_t group, int64_t dim, int64_t key_stride, int64_t value_stride,
                                 float scale, int type, int threads) {
-    const Runs runs = {queries, items, outs, lses, kv_heads, group, dim, key_stride, value_stride, scale, type};
-    for_each(count, threads, attend_item, &runs);
+    const Prefixes a = {{queries, outs, lses, kv_heads, group, dim, key_stride, value_stride, scale, type}, items};
+    for_each(count, threads, attend_item, &a);
+}
+
+typedef struct {
+    Call call;
+    const char *keys, *values;
+    int64_t key_steps[2], value_steps[2]; /* bytes from row to row of the batch, and from head to head */
+    const int32_t *rows;                  /* [n, 2]: the first token of each, or -1, and how long its suffix is */
+    int64_t new;                          /* tokens of each */
+    int64_t blocks;                       /* runs of each at a head */
+} Suffixes;
+
+static void attend_suffix(const void *context, int64_t i) {
+    const Suffixes *a = context;
+    const int64_t head = i / a->blocks % a->call.kv_heads, row = i / a->blocks / a->call.kv_heads;
+    const int64_t all = a->new * a->call.group, begin = i % a->blocks * ROWS, left = all - begin;
+    const int64_t token = a->rows[2 * row], visible = a->rows[2 * row + 1] - a->new + 1;
+    if (token < 0) return;
+    Run run = {
+        .keys = a->keys + row * a->key_steps[0] + head * a->key_steps[1],
+        .values = a->values + row * a->value_steps[0] + head * a->value_steps[1],
+        .token = token, .head = head, .row = begin, .rows = left < ROWS ? left : ROWS, .result = -1, .visible = visible,
+    };
+    run.end = limit_of(&a->call, &run, run.rows - 1);
+    attend(&a->call, &run, all <= FEW_ROWS);
+}
+
+/* Go on from `out` and `lse`, of the prefixes, with the suffixes of `count` rows of a batch. strides: elements of keys
+   and then of values, [rows, kv_heads, capacity, D], but the last. */
+EXPORT void kvshelf_attend_suffixes(const void *queries, const void *keys, const void *values, const int64_t *strides,
+                                    const int32_t *rows, int64_t count, int64_t new, float *out, float *lse,
+                                    int64_t kv_heads, int64_t group, int64_t dim, float scale, int type, int threads) {
+    const int64_t width = type == FP32 ? 4 : 2, *s = strides;
+    const Suffixes a = {
+        {queries, out, lse, kv_heads, group, dim, s[2], s[5], scale, type}, keys, values, {s[0] * width, s[1] * width},
+        {s[3] * width, s[4] * width}, rows, new, (new * group + ROWS - 1) / ROWS,
+    };
+    for_each(count * kv_heads * a.blocks, threads, attend_suffix, &a);
 }
 
 /* The union of what the runs of a token and query head found, for every one of them: out [N, kv_heads, group, D] and

@@ -1,15 +1,17 @@
-"""Prefix attention over plain prefixes in C: a decode step's few rows, and in fp32 a question's many.
+"""Prefix attention in C over plain prefixes and suffixes: a decode step's few rows, and in fp32 a question's many.
 
 With few rows memory is the limit, and torch's attention reads at half of its speed on a CPU (1.6 to 2 times the time
 for documents of 1024 entries, measured): it packs keys into blocks for products of matrices, once for each document.
-With many it is products, which C makes in larger blocks than torch, for all query heads of a KV head together.
-Everything else is computed as in `eager`: questions in bf16, quantized prefixes, and suffixes.
+With many it is products, which C makes for all query heads of a KV head together. Suffixes go on from what was found in
+the prefixes, so that nothing is masked, gathered or combined after. Everything else is computed as in `eager`: questions
+in bf16, and quantized prefixes.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,21 +39,36 @@ def prefix_attention(
     scale: float,
 ) -> Tensor:
     """See `kvshelf.kernels.prefix_attention.prefix_attention`."""
-    return eager.attend_both(queries, prefixes, suffixes, layout, scale, _attend_shares)
+    num_tokens, q_heads, dim = queries.shape
+    kv_heads = suffixes[0][0].shape[1]
+    ours = all(
+        _takes(queries, keys, rows.new * q_heads // kv_heads) and _takes(queries, values)
+        for rows, (keys, values) in zip(layout.suffixes, suffixes, strict=True)
+    )
+    if not ours:
+        return eager.attend_both(queries, prefixes, suffixes, layout, scale, _attend_shares)
+    grouped = queries.reshape(num_tokens, kv_heads, -1, dim).contiguous()  # [N, kv_heads, group, D]
+    out, lse = _attend_shares(grouped, prefixes, dim, layout, scale)
+    out, lse = out.float().contiguous(), lse.contiguous()
+    _add_suffixes(out, lse, grouped, suffixes, layout, scale)
+    return out.to(queries.dtype).view(num_tokens, q_heads, dim)
+
+
+def _takes(queries: Tensor, states: Tensor, rows: int = 1) -> bool:
+    """Whether C takes that many query rows of a KV head over states `[..., D]` that lie there as they are: it sees
+    addresses, and would take any bytes for them."""
+    dim = queries.shape[-1]
+    fits = queries.dtype in TYPES and states.dtype == queries.dtype and states.shape[-1] == dim and dim in _WIDTHS
+    return fits and states.stride(-1) == 1 and (rows <= _FEW_ROWS or queries.dtype == torch.float32)
 
 
 def _attend_shares(
     queries: Tensor, prefixes: Sequence[Sequence[Prefix]], value_dim: int, layout: BatchLayout, scale: float
 ) -> tuple[Tensor, Tensor]:
     """See `eager.attend_shares`. What is not ours leaves its places as they are, and is filled in after."""
-    group, dim = queries.shape[2:]
-    fits = queries.dtype in TYPES and dim == value_dim and dim in _WIDTHS
-    any_number = queries.dtype == torch.float32
+    group = queries.shape[2]
     ours = [
-        fits
-        and (any_number or count * group <= _FEW_ROWS)
-        and bool(parts)
-        and all(_is_plain(part, queries.dtype) for part in parts)
+        bool(parts) and all(_is_plain(part, queries, count * group) for part in parts)
         for parts, count in zip(prefixes, layout.shares, strict=True)
     ]
     if not any(ours):
@@ -65,11 +82,10 @@ def _attend_shares(
     return out, lse
 
 
-def _is_plain(prefix: Prefix, dtype: torch.dtype) -> bool:
-    """Whether its entries are tensors of this dtype: C sees addresses, and would take any bytes for it."""
+def _is_plain(prefix: Prefix, queries: Tensor, rows: int) -> bool:
     if not isinstance(prefix, PackedPrefix | StackedPrefix):
         return False
-    return all(isinstance(rows, Tensor) and rows.dtype == dtype for rows in (prefix.keys, prefix.values))
+    return all(isinstance(states, Tensor) and _takes(queries, states, rows) for states in (prefix.keys, prefix.values))
 
 
 def _attend_runs(
@@ -82,7 +98,7 @@ def _attend_runs(
     plan = plan_of(prefixes, layout, Setting(kv_heads, group, queries.itemsize, threads, _LEAST_RUN))
     outs = queries.new_empty(plan.scratch_rows, dim, dtype=torch.float32)
     lses = queries.new_empty(plan.scratch_rows, dtype=torch.float32)
-    shape = [ctypes.c_int64(size) for size in (kv_heads, group, dim)]
+    shape = _shape(queries)
     for kind, items in plan.launches:
         native.kvshelf_attend_runs(
             pointer(queries), pointer(items), ctypes.c_int64(len(items)), pointer(outs), pointer(lses), *shape,
@@ -96,3 +112,27 @@ def _attend_runs(
         ctypes.c_int64(len(layout.shares)), pointer(out), pointer(lse), *shape,
     )  # fmt: skip
     return out, lse
+
+
+def _add_suffixes(
+    out: Tensor,
+    lse: Tensor,
+    queries: Tensor,
+    suffixes: Sequence[tuple[Tensor, Tensor]],
+    layout: BatchLayout,
+    scale: float,
+) -> None:
+    """Go on, in place, from what the prefixes gave, `[N, kv_heads, group, D]` and `[N, kv_heads, group]` fp32."""
+    native = compiled()
+    for rows, table, (keys, values) in zip(layout.suffixes, layout.tables[1], suffixes, strict=True):
+        strides = (ctypes.c_int64 * 6)(*keys.stride()[:3], *values.stride()[:3])
+        native.kvshelf_attend_suffixes(
+            pointer(queries), pointer(keys), pointer(values), strides, pointer(table), ctypes.c_int64(len(table)),
+            ctypes.c_int64(rows.new), pointer(out), pointer(lse), *_shape(queries), ctypes.c_float(scale),
+            TYPES[queries.dtype], torch.get_num_threads(),
+        )  # fmt: skip
+
+
+def _shape(queries: Tensor) -> list[Any]:
+    """KV heads, group and D of `[N, kv_heads, group, D]`."""
+    return [ctypes.c_int64(size) for size in queries.shape[1:]]
