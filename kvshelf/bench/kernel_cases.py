@@ -14,6 +14,7 @@ from kvshelf.bench.column_sums import column_sums_of_whole_weights
 from kvshelf.bench.kernel_layer import LAG, WINDOW, Case, Layer
 from kvshelf.kernels.column_sums import column_sums
 from kvshelf.kernels.lag_scores import lag_scores
+from kvshelf.kernels.mean_cosines import mean_cosines
 from kvshelf.kernels.merge import merge_weighted, nearest_pair
 from kvshelf.kernels.prefix_attention import BatchLayout, PackedPrefix, SuffixRows, prefix_attention
 from kvshelf.kernels.quantize import dequantize_channels, dequantize_tokens, quantize_channels, quantize_tokens
@@ -117,6 +118,13 @@ def scoring(layer: Layer) -> list[Case]:
             row_norms,
             kv_bytes + 4 * shape.kv_heads * n,
             2.0 * shape.kv_heads * n * shape.head_dim,
+        ),
+        Case(
+            "mean_cosines",
+            lambda: layer.window()[1:2],
+            mean_cosines,
+            2 * kv_bytes + 4 * shape.kv_heads * n,
+            6.0 * shape.kv_heads * n * shape.head_dim,
         ),
     ]
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from kvshelf.kernels.row_norms import row_norms
+from kvshelf.kernels.mean_cosines import mean_cosines
 from kvshelf.workers.policies.base import ScoringPolicy
 from kvshelf.workers.policies.view import LayerView
 
@@ -30,8 +28,4 @@ class KeyDiff(ScoringPolicy):
     )
 
     def score(self, layer: LayerView) -> Tensor:
-        inverse_norms = row_norms(layer.keys).clamp_min_(1e-12).reciprocal_()  # [kv_heads, N]
-        keys = layer.keys.float()  # [kv_heads, N, D]
-        # Lengths weigh two products with the keys as they are: unit keys would be two more tensors of their size.
-        anchor = F.normalize(torch.bmm(inverse_norms.unsqueeze(1), keys), dim=-1)  # [kv_heads, 1, D]
-        return torch.bmm(keys, anchor.transpose(1, 2)).squeeze(2).mul_(inverse_norms).neg_()
+        return mean_cosines(layer.keys).neg_()

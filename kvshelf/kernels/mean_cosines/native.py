@@ -1,0 +1,38 @@
+"""The cosines in C: see `native.c`. Rows are read as they lie, without an fp32 copy, and threads add up blocks of them,
+whose sums are added in order: the result does not depend on their number."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from kvshelf.kernels.mean_cosines import eager
+from kvshelf.kernels.native import TYPES, compiled, pointer
+
+_BLOCK_ROWS = 256
+"""Rows of a block, as in `rows.h`."""
+
+_MOST_DIM = 256
+
+
+def mean_cosines(states: Tensor) -> Tensor:
+    """See `kvshelf.kernels.mean_cosines`."""
+    heads, num_rows, dim = states.shape
+    if states.dtype not in TYPES or dim > _MOST_DIM:
+        return eager.mean_cosines(states)
+    inverses, cosines = torch.empty(2, heads, num_rows, dtype=torch.float32)
+    sums = torch.empty(heads, -(-num_rows // _BLOCK_ROWS), dim, dtype=torch.float32)
+    sizes = (*states.shape, *(stride * states.itemsize for stride in states.stride()[:2]))
+
+    def go_over_rows(axes: Tensor | None) -> None:
+        compiled().kvshelf_mean_cosines(
+            pointer(states), pointer(inverses), pointer(sums), pointer(axes) if axes is not None else None,
+            pointer(cosines), (ctypes.c_int64 * len(sizes))(*sizes), TYPES[states.dtype], torch.get_num_threads(),
+        )  # fmt: skip
+
+    go_over_rows(None)
+    go_over_rows(F.normalize(sums.sum(dim=1), dim=-1))
+    return cosines

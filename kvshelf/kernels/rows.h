@@ -1,0 +1,56 @@
+/* Rows of states, read from front to end: it is memory that limits. */
+
+#ifndef KVSHELF_ROWS_H
+#define KVSHELF_ROWS_H
+
+#include "native.h"
+
+/* Rows of a block, which is one thread's; and how many bytes memory is asked for in advance. */
+enum { BLOCK_ROWS = 256, AHEAD = 2048 };
+
+/* States [heads, rows, dim] of a type, strides in bytes. */
+typedef struct {
+    const char *data;
+    int64_t heads, rows, dim, head_stride, row_stride;
+    int type;
+} States;
+
+INLINE int64_t blocks_of(const States *a) { return (a->rows + BLOCK_ROWS - 1) / BLOCK_ROWS; }
+
+/* Ask memory for what comes `AHEAD` bytes behind a row. */
+INLINE void look_ahead(const States *a, const char *row, const int64_t width) {
+    const int64_t ahead = AHEAD / width * a->row_stride;
+    for (int64_t line = 0; line < width; line += 64) __builtin_prefetch(row + ahead + line);
+}
+
+/* Sixteen numbers of a row from channel `c` on; zeros for those that it does not have. */
+INLINE Floats part_of(const char *row, const int64_t c, const int64_t dim, const int type) {
+    if (c + LANES <= dim) return load(row, c, type);
+    const int64_t width = type == FP32 ? 4 : 2;
+    char rest[LANES * 4] = {0};
+    memcpy(rest, row + c * width, (dim - c) * width);
+    return load(rest, 0, type);
+}
+
+/* Eight sums, each product rounded before it is added, and then one sum after the other: so does torch on x86, and of
+   rows of a multiple of 8 every bit is torch's. Repeated tokens have norms that differ in the last bit only, and some
+   of them are kept by it. */
+INLINE Eight add_squares(Eight sums, const Floats part) {
+    const Floats squares = part * part;
+    Eight low, high;
+    halve(squares, &low, &high);
+#ifdef __x86_64__
+    __asm__("" : "+x"(low), "+x"(high)); /* nothing: but what has passed it is not fused with the sum */
+#endif
+    return sums + low + high;
+}
+
+INLINE float norm_of(const char *row, const int64_t dim, const int type) {
+    Eight sums = {0};
+    for (int64_t c = 0; c < dim; c += LANES) sums = add_squares(sums, part_of(row, c, dim, type));
+    float total = sums[0];
+    for (int i = 1; i < 8; i++) total += sums[i];
+    return sqrtf(total);
+}
+
+#endif
