@@ -18,6 +18,7 @@ from kvshelf.kernels.mean_cosines import mean_cosines
 from kvshelf.kernels.merge import merge_weighted, nearest_pair
 from kvshelf.kernels.prefix_attention import BatchLayout, PackedPrefix, SuffixRows, prefix_attention
 from kvshelf.kernels.quantize import dequantize_channels, dequantize_tokens, quantize_channels, quantize_tokens
+from kvshelf.kernels.rotate import rotate
 from kvshelf.kernels.row_norms import row_norms
 from kvshelf.kernels.select import pack, select
 from kvshelf.kernels.window_scores import window_scores
@@ -81,6 +82,9 @@ def scoring(layer: Layer) -> list[Case]:
     def make() -> tuple[Tensor, Tensor]:
         return layer.states(shape.q_heads, n), layer.states(shape.kv_heads, n)
 
+    half = torch.arange(shape.head_dim, device=layer.device).roll(shape.head_dim // 2)
+    tables = (*torch.rand(2, n, shape.head_dim, device=layer.device), half)  # cos, sin, partners
+
     return [
         Case("column_sums", make, lambda q, k: column_sums(q, k, scale, WINDOW), sums_bytes, sums_flops),
         Case(
@@ -125,6 +129,13 @@ def scoring(layer: Layer) -> list[Case]:
             mean_cosines,
             2 * kv_bytes + 4 * shape.kv_heads * n,
             6.0 * shape.kv_heads * n * shape.head_dim,
+        ),
+        Case(
+            "rotate",
+            lambda: (*layer.window()[1:2], *tables),
+            rotate,
+            kv_bytes + (shape.kv_heads + 2) * n * shape.head_dim * 4,
+            3.0 * shape.kv_heads * n * shape.head_dim,
         ),
     ]
 

@@ -148,8 +148,12 @@ def max_positions(config: Any) -> int:
 def kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
     """Bytes that the keys and values of one token take over all layers, uncompressed."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(config.num_hidden_layers * heads * 2 * head_dim * dtype.itemsize)
+    return int(config.num_hidden_layers * heads * 2 * head_size(config) * dtype.itemsize)
+
+
+def head_size(config: Any) -> int:
+    """Channels of a head."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def sliding_window(config: Any) -> int | None:

@@ -7,30 +7,68 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from kvshelf.kernels.rotate import rotate
+from kvshelf.workers.model import head_size
+
+_Turn = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""A model's function: states `[n, D]` and tables `[n, T]` to states."""
+
 _CHANGES_WITH_LENGTH = ("dynamic", "longrope")
 """Kinds of RoPE whose frequencies depend on how long the sequence is: a key can not be moved without knowing it."""
 
 
 @dataclass(frozen=True, eq=False)
-class Rope:
-    """Rotates states to positions and back, in fp32, with the model's own tables and its own function.
+class _Planes:
+    """How a model turns heads of D channels by tables of T columns: channel c by column `columns[c]`, in one plane with
+    channel `partners[c]`, whose part has the sign `signs[c]`; `[D]` each. Channels that are never rotated have sign 0.
+    plain: all are, and the columns are the channels.
+    """
 
-    The model's function is called rather than written again here, because layouts differ: halves or interleaved pairs,
-    all of a head or a part of it. A rotation is always made once, from un-rotated states: repeated rotation by
-    differences drifts. `channels`: the first channels of a head, where the model cuts them off before it calls its
-    function (Phi); None where the function itself knows (GLM, Phi-3).
+    partners: Tensor
+    signs: Tensor
+    columns: Tensor
+    plain: bool
+
+    @classmethod
+    def of(cls, turn: _Turn, size: int, width: int, device: torch.device) -> _Planes:
+        """Those of a model's function, read from what it makes of unit vectors. Its formula is not written again here,
+        because layouts differ: halves or interleaved pairs, all of a head or a part of it."""
+        unit = torch.eye(size, dtype=torch.float32, device=device)
+        nothing = unit.new_zeros(size, width)
+        still = turn(unit, nothing, nothing)  # what is left of each channel is not rotated
+        crossed = turn(unit, nothing, nothing + 1) - still  # [from, to]
+        partners = crossed.abs().argmax(dim=0)
+        one_column = torch.eye(width, dtype=torch.float32, device=device)
+        ones = unit.new_ones(width, size)
+        columns = (turn(ones, one_column, one_column * 0) - ones @ still).argmax(dim=0)
+        rotated = still.diagonal() == 0
+        signs = crossed.gather(0, partners[None])[0] * rotated
+        return cls(partners, signs, columns, bool(rotated.all()) and columns.tolist() == list(range(size)))
+
+    def tables(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """The model's tables `[N, T]` as `rotate` takes them, `[N, D]`."""
+        if not self.plain:
+            cos, sin = cos[:, self.columns].masked_fill(self.signs == 0, 1), sin[:, self.columns]
+        return cos, sin * self.signs
+
+
+@dataclass(frozen=True, eq=False)
+class Rope:
+    """Rotates states to positions and back, in fp32, with the model's own tables, in the planes of its own function.
+
+    A rotation is always made once, from un-rotated states: repeated rotation by differences drifts.
     """
 
     embedding: nn.Module
-    apply: Callable[..., tuple[Tensor, Tensor]]
+    planes: _Planes
     length_dependent: bool
-    channels: int | None = None
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Rope | None:
@@ -46,12 +84,13 @@ class Rope:
         if _differs_by_layer(model):
             return None
         kind = getattr(embedding, "rope_type", "default")
-        return cls(
-            embedding,
-            apply,
-            length_dependent=any(changing in kind for changing in _CHANGES_WITH_LENGTH),
-            channels=getattr(attention, "rotary_ndims", None),
-        )
+        # Phi cuts off what it rotates before it calls its function; of GLM and Phi-3 the function itself knows.
+        turn = partial(_turned, apply, getattr(attention, "rotary_ndims", None))
+        cos, sin = _tables(embedding, torch.arange(1, 3, device=model.device))
+        planes = _Planes.of(turn, head_size(model.config), cos.shape[1], model.device)
+        rope = cls(embedding, planes, length_dependent=any(changing in kind for changing in _CHANGES_WITH_LENGTH))
+        some = torch.linspace(1, 2, 2 * len(planes.signs), device=model.device).view(2, -1)
+        return rope if torch.allclose(rope._turned(some, cos, sin), turn(some, cos, sin), atol=1e-4) else None
 
     def rotate(self, states: Tensor, positions: Tensor) -> Tensor:
         """`states` `[..., N, D]` un-rotated, at `positions` `[N]`. Returns them rotated, fp32."""
@@ -80,18 +119,25 @@ class Rope:
 
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin at `positions` `[N]`: `[N, rotated channels]`, fp32, as the model makes them."""
-        like: Any = torch.zeros(1, 1, device=positions.device)
-        cos, sin = self.embedding(like, positions.long().unsqueeze(0))
-        return cos[0].float(), sin[0].float()
+        return _tables(self.embedding, positions)
 
     def _turned(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         heads = math.prod(states.shape[:-2])  # not -1, which is ambiguous where a head keeps nothing
-        flat = states.reshape(1, heads, *states.shape[-2:]).float()
-        part = flat[..., : self.channels]
-        turned, _ = self.apply(part, part[:, :1], cos.unsqueeze(0), sin.unsqueeze(0))
-        if self.channels is not None:
-            turned = torch.cat([turned, flat[..., self.channels :]], dim=-1)
+        turned = rotate(states.reshape(heads, *states.shape[-2:]), *self.planes.tables(cos, sin), self.planes.partners)
         return turned.reshape(states.shape)
+
+
+def _tables(embedding: nn.Module, positions: Tensor) -> tuple[Tensor, Tensor]:
+    like: Any = torch.zeros(1, 1, device=positions.device)
+    cos, sin = embedding(like, positions.long().unsqueeze(0))
+    return cos[0].float(), sin[0].float()
+
+
+def _turned(apply: Callable[..., tuple[Tensor, Tensor]], channels: int | None, states: Tensor, *tables: Tensor) -> Tensor:
+    """What a model's function makes of the first `channels` of states `[n, D]` with tables `[n, T]`."""
+    part = states[None, None, :, :channels]
+    turned, _ = apply(part, part, *(table.unsqueeze(0) for table in tables))
+    return torch.cat([turned[0, 0], states[:, turned.shape[-1] :]], dim=-1)
 
 
 def reach(config: Any, num_tokens: int) -> int | None:

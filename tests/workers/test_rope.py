@@ -6,6 +6,7 @@ the same hidden states in every layer, and its keys differ by the rotation alone
 
 from __future__ import annotations
 
+import sys
 from copy import deepcopy
 
 import pytest
@@ -120,6 +121,38 @@ def test_round_trip_and_relative_positions(kind, first, second, by, seed):
     shifted = (rope.rotate(q, at + by) * rope.rotate(k, to + by)).sum(-1)
     # Angles are products in fp32: at 250,000 a step of the fastest channel is 0.02 wide.
     assert float((logit - shifted).abs().max()) < 1e-5 + 2e-6 * max(first, second, 1 + by)
+
+
+@pytest.mark.parametrize("kind", UNDOABLE)
+def test_planes_turn_as_the_models_own_function_does(kind):
+    model_type, changes = UNDOABLE[kind]
+    model = random_model(model_type, **changes)
+    rope, attention = Rope.of(model), model.base_model.layers[0].self_attn
+    states, positions = torch.randn(1, 3, 9, 16), torch.arange(50, 59)
+    cos, sin = (table[None] for table in rope.tables(positions))
+    cut = states[..., : getattr(attention, "rotary_ndims", None)]
+    expected, _ = sys.modules[type(attention).__module__].apply_rotary_pos_emb(cut, cut, cos, sin)
+    assert error(rope.rotate(states[0], positions)[..., : expected.shape[-1]], expected[0]) < 1e-6
+
+
+def test_a_function_that_moves_channels_is_left_alone(monkeypatch):
+    """As some models do, whose keys lie in another order than what they are made of."""
+    model = random_model("llama")
+    module = sys.modules[type(model.base_model.layers[0].self_attn).__module__]
+    own = module.apply_rotary_pos_emb
+    monkeypatch.setattr(module, "apply_rotary_pos_emb", lambda q, k, *tables: own(q.flip(-1), k.flip(-1), *tables))
+    assert Rope.of(model) is None
+
+
+def test_a_rope_is_made_in_fp32_while_a_model_is_loaded():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        rope = Rope.of(random_model("llama"))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    states, at = torch.randn(2, 5, 16), torch.arange(100, 105)
+    assert rope.rotate(states, at).dtype == torch.float32
+    assert error(rope.unrotate(rope.rotate(states, at), at), states) < 1e-5
 
 
 _MODELS: dict[str, object] = {}
