@@ -133,7 +133,9 @@ def _tables(embedding: nn.Module, positions: Tensor) -> tuple[Tensor, Tensor]:
     return cos[0].float(), sin[0].float()
 
 
-def _turned(apply: Callable[..., tuple[Tensor, Tensor]], channels: int | None, states: Tensor, *tables: Tensor) -> Tensor:
+def _turned(
+    apply: Callable[..., tuple[Tensor, Tensor]], channels: int | None, states: Tensor, *tables: Tensor
+) -> Tensor:
     """What a model's function makes of the first `channels` of states `[n, D]` with tables `[n, T]`."""
     part = states[None, None, :, :channels]
     turned, _ = apply(part, part, *(table.unsqueeze(0) for table in tables))

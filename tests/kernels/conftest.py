@@ -39,6 +39,14 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture(params=[1, 2])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def forced_triton(monkeypatch):
     """Dispatch to Triton's kernels, which the interpreter runs on the CPU."""

@@ -11,7 +11,7 @@ import torch
 from kvshelf.errors import InvalidTensor
 from kvshelf.kernels.mean_cosines import mean_cosines, reference
 from tests.kernels.tensors import random
-from tests.kernels.test_row_norms import DTYPES, layouts, threads  # noqa: F401: a fixture
+from tests.kernels.test_row_norms import DTYPES, layouts
 
 SHAPES = [(1, 1, 1), (2, 5, 3), (3, 7, 15), (2, 9, 16), (3, 300, 24), (1, 33, 65), (2, 520, 64), (4, 11, 1100)]
 

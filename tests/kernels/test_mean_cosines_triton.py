@@ -1,4 +1,4 @@
-"""The kernels of mean cosines: under the interpreter against the reference, and compiled for GPUs that are not there."""
+"""The kernels of mean cosines: under the interpreter against the reference, and compiled for GPUs."""
 
 from __future__ import annotations
 

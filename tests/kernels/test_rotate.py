@@ -11,7 +11,7 @@ import torch
 from kvshelf.errors import InvalidTensor
 from kvshelf.kernels.rotate import reference, rotate
 from tests.kernels.tensors import random
-from tests.kernels.test_row_norms import DTYPES, layouts, threads  # noqa: F401: a fixture
+from tests.kernels.test_row_norms import DTYPES, layouts
 
 SHAPES = [(1, 1, 2), (2, 5, 6), (2, 9, 16), (3, 300, 24), (1, 33, 66), (2, 520, 64), (2, 5, 80), (1, 7, 320)]
 

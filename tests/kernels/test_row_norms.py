@@ -37,14 +37,6 @@ def largest_error(ours, expected):
     return float((ours / expected - 1).abs().max())
 
 
-@pytest.fixture(params=[1, 2])
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("heads", "rows", "dim"), SHAPES)

@@ -23,7 +23,8 @@ def mean_cosines(states: Tensor) -> Tensor:
     heads, num_rows, dim = states.shape
     if states.dtype not in TYPES or dim > _MOST_DIM:
         return eager.mean_cosines(states)
-    inverses, cosines = torch.empty(2, heads, num_rows, dtype=torch.float32)
+    inverses = torch.empty(heads, num_rows, dtype=torch.float32)
+    cosines = torch.empty_like(inverses)
     sums = torch.empty(heads, -(-num_rows // _BLOCK_ROWS), dim, dtype=torch.float32)
     sizes = (*states.shape, *(stride * states.itemsize for stride in states.stride()[:2]))
 

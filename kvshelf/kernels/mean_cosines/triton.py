@@ -25,7 +25,8 @@ def mean_cosines(states: Tensor) -> Tensor:
         return eager.mean_cosines(states)
     block = _TILE // block_dim
     blocks = triton.cdiv(num_rows, block)
-    inverses, cosines = torch.empty(2, heads, num_rows, dtype=torch.float32, device=states.device)
+    inverses = torch.empty(heads, num_rows, dtype=torch.float32, device=states.device)
+    cosines = torch.empty_like(inverses)
     sums = torch.empty(heads, blocks, dim, dtype=torch.float32, device=states.device)
     rows = (states, *states.stride()[:2], num_rows)
     sizes = {"DIM": dim, "BLOCK_DIM": block_dim, "BLOCK": block, "num_warps": 8}

@@ -2,9 +2,9 @@
 
 With few rows memory is the limit, and torch's attention reads at half of its speed on a CPU (1.6 to 2 times the time
 for documents of 1024 entries, measured): it packs keys into blocks for products of matrices, once for each document.
-With many it is products, which C makes for all query heads of a KV head together. Suffixes go on from what was found in
-the prefixes, so that nothing is masked, gathered or combined after. Everything else is computed as in `eager`: questions
-in bf16, and quantized prefixes.
+With many it is products, which C makes for all query heads of a KV head together. Suffixes go on from what was found
+in the prefixes, so that nothing is masked, gathered or combined after. Everything else is computed as in `eager`:
+questions in bf16, and quantized prefixes.
 """
 
 from __future__ import annotations
