@@ -179,8 +179,9 @@ def test_every_eighth_row_is_an_eighth_of_the_work():
     q, k = random(16, 1024, 8), random(1, 1024, 8, seed=1)  # 8 rows a block: little beyond the diagonal
     if flops(1):
         assert flops(8) < 1.1 * flops(1) / 8
-    else:  # the compiled form's cannot be counted
-        assert seconds(8) < 0.25 * seconds(1)
+    else:  # the compiled form's cannot be counted; of these few channels, laying out a head takes a part of its time
+        q, k = random(2, 4096, 64), random(1, 4096, 64, seed=1)
+        assert seconds(8) < 0.2 * seconds(1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
