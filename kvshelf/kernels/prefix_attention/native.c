@@ -54,7 +54,7 @@ INLINE void attend_few(const Call *a, const Run *run, const int rows, const int 
         top[r] = goes_on ? a->lses[to] * LOG2_E : -INFINITY;
         mass[r] = goes_on;
         for (int p = 0; p < parts; p++) {
-            query[r][p] = load(a->queries, from * dim + p * LANES, type) * (a->scale * LOG2_E);
+            query[r][p] = load(a->queries, from * dim + p * LANES, type);
             total[r][p] = goes_on ? load(a->outs, to * dim + p * LANES, FP32) : (Floats){0};
         }
     }
@@ -74,6 +74,7 @@ INLINE void attend_few(const Call *a, const Run *run, const int rows, const int 
         }
         for (int r = 0; r < rows; r++) {
             float *logits = (float *)weights[r], highest = top[r];
+            for (int t = 0; t < TILE / LANES; t++) weights[r][t] *= a->scale * LOG2_E;
             const int64_t seen = limit_of(a, run, r) - first;
             for (int j = seen < 0 ? 0 : seen < count ? (int)seen : count; j < TILE; j++) logits[j] = -INFINITY;
             for (int j = 0; j < count; j++) highest = logits[j] > highest ? logits[j] : highest;
@@ -101,8 +102,10 @@ INLINE void attend_few(const Call *a, const Run *run, const int rows, const int 
     }
 }
 
-/* Logits of 32 rows and the keys from `keys` on, to the base 2; -inf for those that are not there. */
-static void multiply(const float *keys, int64_t stride, int64_t dim, int count, const OfRows *query, OfRows logits[TILE]) {
+/* Products of 32 rows with the keys from `keys` on, times `scale`; -inf for those that are not there. The rows are not
+   scaled before: of a large logit, the roundings of all its channels would be three times its error. */
+static void multiply(const float *keys, int64_t stride, int64_t dim, int count, const OfRows *query, float scale,
+                     OfRows logits[TILE]) {
     float copy[TILE * MOST_PARTS * LANES];
     if (count < TILE) { /* what lies behind the last one may be no memory */
         memset(copy, 0, TILE * dim * sizeof *copy);
@@ -112,7 +115,8 @@ static void multiply(const float *keys, int64_t stride, int64_t dim, int count, 
     }
     memset(logits, 0, TILE * sizeof *logits);
     for (int j = 0; j < TILE; j += ABREAST) add_products(logits + j, keys + j * stride, stride, 1, query, dim);
-    for (int j = count; j < TILE; j++) logits[j][0] = logits[j][1] = spread(-INFINITY);
+    for (int j = 0; j < TILE; j++)
+        for (int half = 0; half < 2; half++) logits[j][half] = j < count ? logits[j][half] * scale : spread(-INFINITY);
 }
 
 /* Logits of what a row of a suffix does not see become -inf. `first`: the key of the first of them. */
@@ -131,7 +135,7 @@ static void attend_many(const Call *a, const Run *run) {
     memset(total, 0, dim * sizeof *total);
     for (int64_t r = 0; r < run->rows; r++) {
         const float *own = (const float *)a->queries + query_of(a, run, r) * dim;
-        for (int64_t c = 0; c < dim; c++) ((float *)query[c])[r] = own[c] * (a->scale * LOG2_E);
+        for (int64_t c = 0; c < dim; c++) ((float *)query[c])[r] = own[c];
         if (run->result >= 0) continue;
         const int64_t to = result_of(a, run, r);
         ((float *)top)[r] = a->lses[to] * LOG2_E;
@@ -140,7 +144,8 @@ static void attend_many(const Call *a, const Run *run) {
     }
     for (int64_t first = run->first; first < run->end; first += TILE) {
         const int count = run->end - first < TILE ? (int)(run->end - first) : TILE;
-        multiply((const float *)run->keys + first * a->key_stride, a->key_stride, dim, count, query, weights);
+        const float *keys = (const float *)run->keys + first * a->key_stride;
+        multiply(keys, a->key_stride, dim, count, query, a->scale * LOG2_E, weights);
         if (limit_of(a, run, 0) < first + count) hide(a, run, first, weights);
         for (int half = 0; half < 2; half++) {
             Floats highest = top[half];
