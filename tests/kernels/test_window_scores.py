@@ -43,6 +43,20 @@ def test_equals_the_reference(dtype, q_heads, kv_heads, rows, tokens, own, dim, 
     assert not tokens or error(ours, expected) < TOLERANCE[dtype]
 
 
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("dim", [16, 64, 80, 128, 272])
+@pytest.mark.parametrize(
+    ("group", "rows", "tokens", "own"), [(1, 1, 1, 0), (3, 1, 511, 1), (4, 2, 513, 2), (2, 4, 1100, 9)]
+)
+def test_few_rows_equal_the_reference(dtype, dim, group, rows, tokens, own):
+    """The last token of a document, or a few, before as many keys as blocks hold, and more; wide heads are torch's."""
+    queries, keys, own_keys = states(2 * group, 2, rows, tokens, own, dim, dtype)
+    for layout in (keys, keys.contiguous()):
+        ours = window_scores(queries, layout, dim**-0.5, own_keys=own_keys)
+        assert error(ours, reference.window_scores(queries, keys, dim**-0.5, own_keys)) < TOLERANCE[dtype]
+
+
 def test_rows_of_the_document_see_its_end_as_own_keys():
     """The same rows in both forms: the document's last ones, and those behind a document that ends before them."""
     queries, keys, _ = states(4, 2, 8, 100, 0, 16, torch.float32)

@@ -25,14 +25,18 @@ def window_scores(
     pooling: str = "avg",
 ) -> Tensor:
     """See `kvshelf.kernels.window_scores.window_scores`."""
-    return scores_by(add_weights, queries, keys, scale, own_keys, reduce, kernel, pooling)
+    return scores_by(multiply, add_weights, queries, keys, scale, own_keys, reduce, kernel, pooling)
 
+
+Multiply = Callable[[Tensor, Tensor, Tensor], None]
+"""`multiply` below, or another form of it."""
 
 AddWeights = Callable[[Tensor, Tensor, Tensor, str], None]
 """`add_weights` below, or another form of it."""
 
 
 def scores_by(
+    multiply_into: Multiply,
     add: AddWeights,
     queries: Tensor,
     keys: Tensor,
@@ -42,7 +46,7 @@ def scores_by(
     kernel: int,
     pooling: str,
 ) -> Tensor:
-    """Window scores with this form of their second half."""
+    """Window scores with these forms of their two halves."""
     (kv_heads, num_keys, dim), (_, num_rows, _) = keys.shape, queries.shape
     future = _future(queries.shape[0] // kv_heads, num_rows, keys.device)
     width = num_keys + (0 if own_keys is None else own_keys.shape[1])
@@ -53,7 +57,8 @@ def scores_by(
         for start in range(0, len(rows), _ROWS_PER_PRODUCT):
             block = slice(start, start + _ROWS_PER_PRODUCT)
             logits, spare = buffers[:, : len(rows[block])]
-            _fill_logits(logits, rows[block], keys[head], None if own_keys is None else own_keys[head], future[block])
+            own = None if own_keys is None else own_keys[head]
+            _fill_logits(multiply_into, logits, rows[block], keys[head], own, future[block])
             add(scores[head], logits, spare, reduce)
     return pooled(scores if reduce == "max" else scores.div_(len(future)), kernel, pooling)
 
@@ -74,7 +79,7 @@ def window_attention(queries: Tensor, keys: Tensor, scale: float, own_keys: Tens
     width = num_keys + (0 if own_keys is None else own_keys.shape[0])
     logits = keys.new_empty(group * num_rows, width, dtype=torch.float32)
     future = _future(group, num_rows, keys.device)
-    _fill_logits(logits, (queries * scale).reshape(-1, dim), keys, own_keys, future)
+    _fill_logits(multiply, logits, (queries * scale).reshape(-1, dim), keys, own_keys, future)
     return torch.softmax(logits, dim=-1).view(group, num_rows, width)[..., :num_keys]
 
 
@@ -87,21 +92,24 @@ def pooled(scores: Tensor, kernel: int, how: str = "avg") -> Tensor:
     return pool(scores, kernel, stride=1, padding=kernel // 2)
 
 
-def _fill_logits(logits: Tensor, rows: Tensor, keys: Tensor, own_keys: Tensor | None, future: Tensor) -> None:
-    """The logits of scaled rows over keys and own keys, `[rows, N + T]` fp32; `future` `[rows, R]` marks which of the
-    last R a row does not see."""
-    num_keys = keys.shape[0]
-    _multiply(rows, keys, logits[:, :num_keys])
-    if own_keys is not None:
-        _multiply(rows, own_keys, logits[:, num_keys:])
-    logits[:, logits.shape[1] - future.shape[1] :].masked_fill_(future, -torch.inf)
-
-
-def _multiply(rows: Tensor, keys: Tensor, out: Tensor) -> None:
+def multiply(rows: Tensor, keys: Tensor, out: Tensor) -> None:
+    """The products of rows `[R, D]` with keys `[N, D]` of their dtype, into `out` `[R, N]` fp32."""
     if rows.dtype == out.dtype:
         torch.mm(rows, keys.T, out=out)
     else:
         out.copy_(torch.mm(rows, keys.T))
+
+
+def _fill_logits(
+    multiply_into: Multiply, logits: Tensor, rows: Tensor, keys: Tensor, own_keys: Tensor | None, future: Tensor
+) -> None:
+    """The logits of scaled rows over keys and own keys, `[rows, N + T]` fp32; `future` `[rows, R]` marks which of the
+    last R a row does not see."""
+    num_keys = keys.shape[0]
+    multiply_into(rows, keys, logits[:, :num_keys])
+    if own_keys is not None:
+        multiply_into(rows, own_keys, logits[:, num_keys:])
+    logits[:, logits.shape[1] - future.shape[1] :].masked_fill_(future, -torch.inf)
 
 
 def _future(group: int, num_rows: int, device: torch.device) -> Tensor:

@@ -1,7 +1,58 @@
-/* From logits to what each key receives, a row at a time: its exponentials do not leave the first-level caches before they
-   are summed and added up. */
+/* The logits of few rows, and from logits to what each key receives, a row at a time: its exponentials do not leave the
+   first-level caches before they are summed and added up. */
 
 #include "native.h"
+
+/* Keys of a block, which is one thread's; how many bytes memory is asked for in advance. */
+enum { FEW_ROWS = 8, MOST_PARTS = 16, BLOCK_KEYS = 512, AHEAD = 2048 };
+
+typedef struct {
+    const void *rows, *keys; /* [count, dim] and [num_keys, dim] */
+    float *logits;           /* [count, num_keys], `width` from row to row */
+    int64_t count, num_keys, dim, width, key_stride;
+    int type;
+} Products;
+
+/* The rows stay in registers, and each key is read once: torch copies the keys into blocks first. */
+INLINE void multiply(const Products *a, const int64_t i, const int count, const int parts, const int type) {
+    const int64_t begin = i * BLOCK_KEYS, end = begin + BLOCK_KEYS < a->num_keys ? begin + BLOCK_KEYS : a->num_keys;
+    const int64_t dim = parts * LANES, stride = a->key_stride, bytes = type == FP32 ? 4 : 2;
+    Floats rows[FEW_ROWS][MOST_PARTS];
+    for (int r = 0; r < count; r++)
+        for (int p = 0; p < parts; p++) rows[r][p] = load(a->rows, r * dim + p * LANES, type);
+    for (int64_t k = begin; k < end; k++) {
+        for (int64_t line = 0; line < dim * bytes; line += 64)
+            __builtin_prefetch((const char *)a->keys + k * stride * bytes + AHEAD / (dim * bytes) * stride * bytes + line);
+        Floats key[MOST_PARTS];
+        for (int p = 0; p < parts; p++) key[p] = load(a->keys, k * stride + p * LANES, type);
+        for (int r = 0; r < count; r++) {
+            Floats product = rows[r][0] * key[0];
+            for (int p = 1; p < parts; p++) product += rows[r][p] * key[p];
+            a->logits[r * a->width + k] = sum(product);
+        }
+    }
+}
+
+static void multiply_block(const void *context, int64_t i) {
+    const Products *a = context;
+    const int count = (int)a->count, parts = (int)(a->dim / LANES);
+#define SHAPE(R, P, T) \
+    if (count == R && parts == P && a->type == T) return multiply(a, i, R, P, T);
+#define SHAPES(P, T) SHAPE(1, P, T) SHAPE(2, P, T) SHAPE(4, P, T) SHAPE(8, P, T)
+    SHAPES(4, FP32) SHAPES(8, FP32) SHAPES(4, BF16) SHAPES(8, BF16)
+    if (a->type == FP32)
+        multiply(a, i, count, parts, FP32);
+    else
+        multiply(a, i, count, parts, BF16);
+}
+
+/* sizes: rows, at most 8; keys; dim, a multiple of 16 and at most 256; elements from row to row of the logits, and from
+   key to key. */
+EXPORT void kvshelf_few_logits(const void *rows, const void *keys, float *logits, const int64_t *sizes, int type,
+                               int threads) {
+    const Products a = {rows, keys, logits, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], type};
+    for_each((a.num_keys + BLOCK_KEYS - 1) / BLOCK_KEYS, threads, multiply_block, &a);
+}
 
 typedef struct {
     float *logits;   /* [rows, width], written over */

@@ -1,4 +1,5 @@
-"""Observation windows with softmax and sums in C: see `native.c`. Products are torch's own, as in `eager`."""
+"""Observation windows with softmax and sums in C, and the products of few rows: see `native.c`. Those of many rows are
+torch's own, as in `eager`."""
 
 from __future__ import annotations
 
@@ -7,9 +8,15 @@ import ctypes
 import torch
 from torch import Tensor
 
-from kvshelf.kernels.native import compiled, pointer
+from kvshelf.kernels.native import TYPES, compiled, pointer
 from kvshelf.kernels.window_scores import eager
 from kvshelf.kernels.window_scores.eager import window_attention as window_attention  # its weights are its cost
+
+_FEW_ROWS = 8
+"""Rows that are kept in registers."""
+
+_WIDTHS = range(16, 257, 16)
+"""Head sizes in whole vectors."""
 
 
 def window_scores(
@@ -22,7 +29,20 @@ def window_scores(
     pooling: str = "avg",
 ) -> Tensor:
     """See `kvshelf.kernels.window_scores.window_scores`."""
-    return eager.scores_by(_add_weights, queries, keys, scale, own_keys, reduce, kernel, pooling)
+    return eager.scores_by(_multiply, _add_weights, queries, keys, scale, own_keys, reduce, kernel, pooling)
+
+
+def _multiply(rows: Tensor, keys: Tensor, out: Tensor) -> None:
+    """See `eager.multiply`."""
+    (count, dim), whole = rows.shape, keys.stride(1) == 1 and out.stride(1) == 1
+    if rows.dtype not in TYPES or keys.dtype != rows.dtype or count > _FEW_ROWS or dim not in _WIDTHS or not whole:
+        eager.multiply(rows, keys, out)
+        return
+    rows = rows.contiguous()
+    sizes = (ctypes.c_int64 * 5)(count, len(keys), dim, out.stride(0), keys.stride(0))
+    compiled().kvshelf_few_logits(
+        pointer(rows), pointer(keys), pointer(out), sizes, TYPES[rows.dtype], torch.get_num_threads()
+    )
 
 
 def _add_weights(scores: Tensor, logits: Tensor, spare: Tensor, reduce: str) -> None:
