@@ -85,8 +85,8 @@ def first_tokens(
     The question is always `QUESTION_TOKENS` long. Files are in the page cache: they have just been written. Each way
     asks six times in its turn, and the median of the last five counts: the weights of a replica that answers questions
     are in the processor's cache, after the prefills of the same round they are not; and a few dozen milliseconds vary
-    by half where a prefill's many seconds do not. The stores may be somebody's: a cache that
-    was not there before is deleted in the end.
+    by half where a prefill's many seconds do not. The stores may be somebody's: a cache that was not there before is
+    deleted in the end.
     """
     document, question = subject.tokens(tokens, seed=2), subject.tokens(QUESTION_TOKENS, seed=3)
     variants: dict[tuple[str, float, str], Callable[[], _Asked]] = {

@@ -15,6 +15,10 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1}
 """The dtypes that the C forms read, and their numbers there. Others are computed by torch's own operations."""
 
 
+WIDTHS = range(16, 257, 16)
+"""Head sizes that C forms hold in whole vectors."""
+
+
 def architecture() -> str | None:
     """What a library for this CPU is compiled for; None for a CPU that there are none for."""
     # What torch itself found the CPU able to do, which ATEN_CPU_CAPABILITY can lower.
@@ -47,6 +51,12 @@ def compiled() -> ctypes.CDLL:
 def pointer(tensor: Tensor) -> ctypes.c_void_p:
     """Where a tensor's numbers begin. The caller keeps the tensor alive."""
     return ctypes.c_void_p(tensor.data_ptr())
+
+
+def row_sizes(states: Tensor) -> ctypes.Array[ctypes.c_int64]:
+    """Heads, rows and channels of states `[heads, N, D]`, and bytes from head to head and from row to row: what
+    `States` in `rows.h` is made of."""
+    return (ctypes.c_int64 * 5)(*states.shape, *(stride * states.itemsize for stride in states.stride()[:2]))
 
 
 def _parallel() -> ctypes.c_void_p | None:

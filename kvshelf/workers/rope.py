@@ -85,7 +85,7 @@ class Rope:
             return None
         kind = getattr(embedding, "rope_type", "default")
         # Phi cuts off what it rotates before it calls its function; of GLM and Phi-3 the function itself knows.
-        turn = partial(_turned, apply, getattr(attention, "rotary_ndims", None))
+        turn = partial(_by_model, apply, getattr(attention, "rotary_ndims", None))
         cos, sin = _tables(embedding, torch.arange(1, 3, device=model.device))
         planes = _Planes.of(turn, head_size(model.config), cos.shape[1], model.device)
         rope = cls(embedding, planes, length_dependent=any(changing in kind for changing in _CHANGES_WITH_LENGTH))
@@ -133,7 +133,7 @@ def _tables(embedding: nn.Module, positions: Tensor) -> tuple[Tensor, Tensor]:
     return cos[0].float(), sin[0].float()
 
 
-def _turned(
+def _by_model(
     apply: Callable[..., tuple[Tensor, Tensor]], channels: int | None, states: Tensor, *tables: Tensor
 ) -> Tensor:
     """What a model's function makes of the first `channels` of states `[n, D]` with tables `[n, T]`."""

@@ -3,14 +3,12 @@ whose sums are added in order: the result does not depend on their number."""
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from kvshelf.kernels.mean_cosines import eager
-from kvshelf.kernels.native import TYPES, compiled, pointer
+from kvshelf.kernels.native import TYPES, compiled, pointer, row_sizes
 
 _BLOCK_ROWS = 256
 """Rows of a block, as in `rows.h`."""
@@ -26,12 +24,11 @@ def mean_cosines(states: Tensor) -> Tensor:
     inverses = torch.empty(heads, num_rows, dtype=torch.float32)
     cosines = torch.empty_like(inverses)
     sums = torch.empty(heads, -(-num_rows // _BLOCK_ROWS), dim, dtype=torch.float32)
-    sizes = (*states.shape, *(stride * states.itemsize for stride in states.stride()[:2]))
 
     def go_over_rows(axes: Tensor | None) -> None:
         compiled().kvshelf_mean_cosines(
             pointer(states), pointer(inverses), pointer(sums), pointer(axes) if axes is not None else None,
-            pointer(cosines), (ctypes.c_int64 * len(sizes))(*sizes), TYPES[states.dtype], torch.get_num_threads(),
+            pointer(cosines), row_sizes(states), TYPES[states.dtype], torch.get_num_threads(),
         )  # fmt: skip
 
     go_over_rows(None)

@@ -16,16 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvshelf.kernels.native import TYPES, compiled, pointer
+from kvshelf.kernels.native import TYPES, WIDTHS, compiled, pointer
 from kvshelf.kernels.prefix_attention import eager
 from kvshelf.kernels.prefix_attention.plan import Setting, plan_of
 from kvshelf.kernels.prefix_attention.prefixes import BatchLayout, PackedPrefix, Prefix, StackedPrefix
 
 _FEW_ROWS = 8
 """Query rows of a KV head that are kept in registers: tokens of a share times query heads of a KV head."""
-
-_WIDTHS = range(16, 257, 16)
-"""Head sizes in whole vectors."""
 
 _LEAST_RUN = 512
 """Fewest entries of a run, so that what it leaves behind is nothing beside what it reads."""
@@ -58,7 +55,7 @@ def _takes(queries: Tensor, states: Tensor, rows: int = 1) -> bool:
     """Whether C takes that many query rows of a KV head over states `[..., D]` that lie there as they are: it sees
     addresses, and would take any bytes for them."""
     dim = queries.shape[-1]
-    fits = queries.dtype in TYPES and states.dtype == queries.dtype and states.shape[-1] == dim and dim in _WIDTHS
+    fits = queries.dtype in TYPES and states.dtype == queries.dtype and states.shape[-1] == dim and dim in WIDTHS
     return fits and states.stride(-1) == 1 and (rows <= _FEW_ROWS or queries.dtype == torch.float32)
 
 

@@ -6,12 +6,10 @@ norms. On x86 they have every bit of torch's own, where D is a multiple of 8.
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
-from kvshelf.kernels.native import TYPES, compiled, pointer
+from kvshelf.kernels.native import TYPES, compiled, pointer, row_sizes
 from kvshelf.kernels.row_norms import eager
 
 
@@ -21,9 +19,8 @@ def row_norms(states: Tensor) -> Tensor:
         return eager.row_norms(states)
     native = compiled()
     norms = torch.empty(states.shape[:2], dtype=torch.float32)
-    sizes = (*states.shape, *(stride * states.itemsize for stride in states.stride()[:2]))
     native.kvshelf_row_norms(
-        pointer(states), pointer(norms), (ctypes.c_int64 * len(sizes))(*sizes), TYPES[states.dtype],
+        pointer(states), pointer(norms), row_sizes(states), TYPES[states.dtype],
         torch.get_num_threads(),
     )  # fmt: skip
     return norms

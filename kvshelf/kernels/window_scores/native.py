@@ -8,15 +8,12 @@ import ctypes
 import torch
 from torch import Tensor
 
-from kvshelf.kernels.native import TYPES, compiled, pointer
+from kvshelf.kernels.native import TYPES, WIDTHS, compiled, pointer
 from kvshelf.kernels.window_scores import eager
 from kvshelf.kernels.window_scores.eager import window_attention as window_attention  # its weights are its cost
 
 _FEW_ROWS = 8
 """Rows that are kept in registers."""
-
-_WIDTHS = range(16, 257, 16)
-"""Head sizes in whole vectors."""
 
 
 def window_scores(
@@ -35,7 +32,7 @@ def window_scores(
 def _multiply(rows: Tensor, keys: Tensor, out: Tensor) -> None:
     """See `eager.multiply`."""
     (count, dim), whole = rows.shape, keys.stride(1) == 1 and out.stride(1) == 1
-    if rows.dtype not in TYPES or keys.dtype != rows.dtype or count > _FEW_ROWS or dim not in _WIDTHS or not whole:
+    if rows.dtype not in TYPES or keys.dtype != rows.dtype or count > _FEW_ROWS or dim not in WIDTHS or not whole:
         eager.multiply(rows, keys, out)
         return
     rows = rows.contiguous()
