@@ -184,7 +184,8 @@ static void attend(const Call *a, const Run *run, int few) {
 }
 
 /* Columns of an item; see plan.py. */
-enum { TOKEN = 0, ALL_ROWS = 1, FIRST_ROW = 2, HEAD = 3, FIRST = 4, END = 5, RESULT = 6, KEYS = 7, VALUES = 10, COLUMNS = 17 };
+enum { TOKEN = 0, ALL_ROWS = 1, FIRST_ROW = 2, HEAD = 3, FIRST = 4, END = 5, RESULT = 6, KEYS = 7, VALUES = 10 };
+enum { COLUMNS = 17 };
 
 typedef struct {
     Call call;

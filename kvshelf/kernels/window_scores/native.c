@@ -21,8 +21,8 @@ INLINE void multiply(const Products *a, const int64_t i, const int count, const 
     for (int r = 0; r < count; r++)
         for (int p = 0; p < parts; p++) rows[r][p] = load(a->rows, r * dim + p * LANES, type);
     for (int64_t k = begin; k < end; k++) {
-        for (int64_t line = 0; line < dim * bytes; line += 64)
-            __builtin_prefetch((const char *)a->keys + k * stride * bytes + AHEAD / (dim * bytes) * stride * bytes + line);
+        const char *ahead = (const char *)a->keys + (k + AHEAD / (dim * bytes)) * stride * bytes;
+        for (int64_t line = 0; line < dim * bytes; line += 64) __builtin_prefetch(ahead + line);
         Floats key[MOST_PARTS];
         for (int p = 0; p < parts; p++) key[p] = load(a->keys, k * stride + p * LANES, type);
         for (int r = 0; r < count; r++) {
