@@ -29,13 +29,20 @@ def require_states(operation: str, dims: Mapping[str, int], **tensors: Tensor) -
     dimension (others may have any stride: models hand over transposed views, which are read in place)."""
     first = next(iter(tensors.values()))
     for name, tensor in tensors.items():
-        require(tensor.dim() == dims[name], operation, f"{name} must have {dims[name]} dimensions", **tensors)
-        require(tensor.dtype in FLOATING, operation, f"{name} must be float32, bfloat16 or float16", **tensors)
-        require(tensor.dtype == first.dtype, operation, "all must have one dtype", **tensors)
-        require(tensor.device == first.device, operation, "all must be on one device", **tensors)
-        require(
-            tensor.stride(-1) == 1 or tensor.shape[-1] <= 1,
-            operation,
-            f"the last dimension of {name} must be contiguous; call .contiguous() on it",
-            **tensors,
-        )
+        problem = _problem(name, tensor, dims[name], first)
+        require(not problem, operation, problem, **tensors)
+
+
+def _problem(name: str, tensor: Tensor, dims: int, first: Tensor) -> str:
+    """What is wrong with a tensor of states; "" if nothing is."""
+    if tensor.dim() != dims:
+        return f"{name} must have {dims} dimensions"
+    if tensor.dtype not in FLOATING:
+        return f"{name} must be float32, bfloat16 or float16"
+    if tensor.dtype != first.dtype:
+        return "all must have one dtype"
+    if tensor.device != first.device:
+        return "all must be on one device"
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        return f"the last dimension of {name} must be contiguous; call .contiguous() on it"
+    return ""

@@ -323,10 +323,11 @@ class Engine:
         answers = [
             self.start(cache, self.encode_query(cache, prompt), sampling, batch=batch) for cache, prompt in asked
         ]
-        while open_ones := [answer for answer in answers if not answer.finished]:
-            for told in batch.step(open_ones):
-                if isinstance(told, Exception):
-                    raise told
+        with kvshelf_attention(self.model):  # each step would select and restore it
+            while open_ones := [answer for answer in answers if not answer.finished]:
+                for told in batch.step(open_ones):
+                    if isinstance(told, Exception):
+                        raise told
         return [answer.answer() for answer in answers]
 
     def _longest(self, document: Attachment) -> int:

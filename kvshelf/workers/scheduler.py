@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvshelf.errors import InvalidRequest, KvshelfError, NoWorker
 from kvshelf.workers.attachment import block
+from kvshelf.workers.attention import kvshelf_attention
 from kvshelf.workers.queues import Compressing, Queues, SchedulerLimits, Waiting, Work
 from kvshelf.workers.suffixes import capacity_for
 from kvshelf.workers.ticket import Ticket
@@ -137,9 +138,10 @@ class Scheduler:
 
     def _run(self) -> None:
         try:
-            while self._queues.wait_for_work(busy=bool(self._open)):
-                self._generate_for(0.0)
-                self._compress_next()
+            with kvshelf_attention(self._engine.model):  # each step would select and restore it
+                while self._queues.wait_for_work(busy=bool(self._open)):
+                    self._generate_for(0.0)
+                    self._compress_next()
         finally:
             self._refuse_rest()
 

@@ -117,8 +117,8 @@ def _make(
     work = _work_of(outline)
     items = work.items
     if packed:
-        items = items.clone()
-        items[:, 7:] = torch.stack([heads.columns for _, heads in packed]).flatten(0, 1)[work.segments]
+        columns = torch.cat([heads.columns for _, heads in packed])
+        items = torch.cat([items, columns.index_select(0, work.segments)], dim=1)
     shares, *parts = upload([work.shares, *torch.split(items, work.counts)], layout.device)
     return Plan(
         made_for,
@@ -163,7 +163,7 @@ class _Outline(NamedTuple):
 class _Work:
     """A plan without addresses, on the CPU.
 
-    items: `[n, COLUMNS]`, by kind, columns 7 to 16 still 0. counts: how many each kind has. segments: which head of
+    items: `[n, 7]`, by kind, columns 0 to 6. counts: how many each kind has. segments: which head of
     which prefix an item is of, counted over both. shares: as a plan's. first_rows, rows_of_split: where the results of
     each share begin, and the scratch rows of a split of it.
     """
@@ -195,7 +195,7 @@ def _work_of(outline: _Outline) -> _Work:
     scratch = counts.amax(1) * kv_heads * rows
     base = scratch.cumsum(0) - scratch
 
-    segments = torch.zeros(*lengths.shape, COLUMNS, dtype=torch.int64)
+    segments = torch.zeros(*lengths.shape, 7, dtype=torch.int64)
     heads, own_rows = torch.arange(kv_heads), rows[share, None]
     segments[..., 0] = (rows.cumsum(0) - rows)[share, None] // group
     segments[..., 1] = own_rows
@@ -236,7 +236,7 @@ def _numbered(splits: Tensor, share: Tensor, streamed: Tensor) -> tuple[Tensor, 
 def _items(
     segments: Tensor, sizes: Tensor, splits: Tensor, blocks: Tensor, kv_heads: int, block_m: int
 ) -> tuple[Tensor, Tensor]:
-    """The items of all segments, each given as if it were one, `[n, COLUMNS]`, and which segment each is of. Query
+    """The items of all segments, each given as if it were one, `[n, 7]`, and which segment each is of. Query
     blocks of one split stand side by side: what the first reads, the others find in the L2 cache."""
     repeats = splits * blocks
     segment = torch.arange(len(repeats)).repeat_interleave(repeats)
