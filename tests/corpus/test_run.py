@@ -144,7 +144,7 @@ def test_a_process_that_dies_changes_nothing_of_the_end(crew: Crew, soak: bool, 
 
 def test_a_run_that_is_cancelled_ends_at_once_and_goes_on_later(crew: Crew) -> None:
     how = options()
-    lines = [document(number, kind=SLOW) for number in range(2000, 2020)]  # told in order: the first may end last of nine
+    lines = [document(number, kind=SLOW) for number in range(2000, 2020)]  # told in order: the first may end last
     journal = Remembered()
     hopeful = {name: RemoteEngine(each.model, each.app, each.handle, wanted=3) for name, each in crew.engines.items()}
     run = begun(replace(crew, engines=hopeful), lines, journal, how)
