@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from kvshelf.bench.measure import Cost, Spread, clock, cost, interleaved, ratios
 from kvshelf.bench.peer import Peer
 from kvshelf.bench.subject import Subject
-from kvshelf.workers.attention import CONTEXT, ForwardContext
+from kvshelf.workers.attention import CONTEXT, Attended, ForwardContext
 from kvshelf.workers.engine import Engine
 
 ONE_PASS = (
@@ -174,7 +174,7 @@ class _TimedContext:
         self.probe_lengths = inner.probe_lengths
         self._inner, self._spent, self._now = inner, spent, now
 
-    def after_attention(self, module: nn.Module, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
+    def after_attention(self, layer: Attended) -> None:
         started = self._now()
-        self._inner.after_attention(module, queries, keys, values, scaling)
+        self._inner.after_attention(layer)
         self._spent.seconds += self._now() - started

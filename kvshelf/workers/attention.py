@@ -2,13 +2,14 @@
 
 It is registered under the name "kvshelf" in transformers' public registries; an engine selects it for the length of one
 call and restores what was there. It does three things and refuses everything else: causal attention, attention over an
-attached cache, and handing each layer's queries, keys and values to the `ForwardContext` that came with the call.
+attached cache, and handing what each layer's attention saw to the `ForwardContext` that came with the call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +30,23 @@ _CHANGES_THE_RESULT = ("softcap", "s_aux", "position_bias", "cu_seq_lens_q", "cu
 """Keywords of other models' attention that this function would have to honour and does not."""
 
 
+@dataclass(frozen=True, eq=False)
+class Attended:
+    """What the attention of one layer saw in one call, of the call's own tokens.
+
+    queries: `[B, q_heads, T, D]`, keys: `[B, kv_heads, T, D]`, values: `[B, kv_heads, T, Dv]`. lse: the log-sum-exps of
+    the scaled logits of every token before the probe passes, `[B, q_heads, T - probes]` fp32, natural logarithms; None
+    where the attention in use does not tell them. `module` is the model's attention module.
+    """
+
+    module: nn.Module
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    scaling: float
+    lse: Tensor | None = None
+
+
 class ForwardContext(Protocol):
     """What one forward pass carries along. Called after each layer's attention; may raise to end the pass.
 
@@ -38,9 +56,7 @@ class ForwardContext(Protocol):
 
     probe_lengths: tuple[int, ...]
 
-    def after_attention(self, module: nn.Module, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
-        """queries: `[B, q_heads, T, D]`, keys: `[B, kv_heads, T, D]`, values: `[B, kv_heads, T, Dv]`: this call's
-        tokens."""
+    def after_attention(self, layer: Attended) -> None: ...
 
 
 @contextmanager
@@ -74,6 +90,7 @@ def attention(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     _refuse_what_is_not_causal_attention(module, attention_mask, kwargs)
     context: ForwardContext | None = kwargs.get(CONTEXT)
+    lse = None
     if isinstance(key, AttachedStates):
         key.check_positions(kwargs.get("position_ids"))
         _refuse_beyond_window(kwargs.get("sliding_window"), key.logical_length)
@@ -83,10 +100,10 @@ def attention(
         assert isinstance(value, Tensor)
         _refuse_beyond_window(kwargs.get("sliding_window"), key.shape[2])
         new_keys, new_values = key, value
-        out = _with_probes(query, key, value, scaling, context.probe_lengths if context is not None else ())
+        out, lse = _with_probes(query, key, value, scaling, context.probe_lengths if context is not None else ())
         out = out.transpose(1, 2)
     if context is not None:
-        context.after_attention(module, query, new_keys, new_values, scaling)
+        context.after_attention(Attended(module, query, new_keys, new_values, scaling, lse))
     return out.contiguous(), None
 
 
@@ -106,12 +123,16 @@ def causal_mask(*, attention_mask: Tensor | None = None, allow_is_causal_skip: b
         raise PolicyUnsupported("the model asks for a mask that is not plainly causal, and kvshelf cannot attach to it")
 
 
-def _with_probes(query: Tensor, key: Tensor, value: Tensor, scaling: float, probe_lengths: tuple[int, ...]) -> Tensor:
-    """Causal attention of a document, and of each probe pass behind it over the document and itself."""
+def _with_probes(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, probe_lengths: tuple[int, ...]
+) -> tuple[Tensor, Tensor | None]:
+    """Causal attention of a document, and of each probe pass behind it over the document and itself; of the document
+    the log-sum-exps too, as `Attended` has them."""
     document, *probes = torch.split(query, [query.shape[2] - sum(probe_lengths), *probe_lengths], dim=2)
     start = key.shape[2] - sum(probe_lengths)  # more than the call's own tokens behind a cache of transformers
     prefix = [StackedPrefix(key[0, :, :start], value[0, :, :start])]
-    outs = [_causal(document, key[:, :, :start], value[:, :, :start], scaling)]
+    of_document, lse = _causal(document, key[:, :, :start], value[:, :, :start], scaling)
+    outs = [of_document]
     for probe in probes:
         length = probe.shape[2]
         layout = BatchLayout((length,), (SuffixRows((length,), (0,), length),), query.device)
@@ -119,17 +140,37 @@ def _with_probes(query: Tensor, key: Tensor, value: Tensor, scaling: float, prob
         out = prefix_attention(probe[0].transpose(0, 1), [prefix], own, layout, scaling)  # [T, q_heads, Dv]
         outs.append(out.transpose(0, 1).unsqueeze(0))
         start += length
-    return torch.cat(outs, dim=2) if probes else outs[0]
+    return torch.cat(outs, dim=2) if probes else of_document, lse
 
 
-def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor | None]:
     num_queries, num_keys = query.shape[2], key.shape[2]
+    if num_queries == num_keys and _tells_lse(query, key, value):
+        # What the public function calls as well, which drops the second result.
+        key, value = (states.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for states in (key, value))
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, True, attn_mask=None, scale=scaling
+        )
+        return out, lse
     if num_queries in (1, num_keys):
-        return F.scaled_dot_product_attention(
+        out = F.scaled_dot_product_attention(
             query, key, value, scale=scaling, is_causal=num_queries > 1, enable_gqa=True
         )
+        return out, None
     visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril(num_keys - num_queries)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scaling, enable_gqa=True)
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scaling, enable_gqa=True)
+    return out, None
+
+
+def _tells_lse(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether torch's attention of a whole causal call is the one that returns log-sum-exps.
+
+    On a CPU only: what CUDA's return could not be run where this was written.
+    """
+    if query.device.type != "cpu":
+        return False
+    flash = torch.nn.attention.SDPBackend.FLASH_ATTENTION.value
+    return bool(torch._fused_sdp_choice(query, key, value, is_causal=True, enable_gqa=True) == flash)
 
 
 def _refuse_what_is_not_causal_attention(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
@@ -20,7 +20,7 @@ from kvshelf.errors import InternalError
 from kvshelf.kernels.prefix_attention import BatchLayout, SuffixRows
 from kvshelf.workers.attached import AttachedStates
 from kvshelf.workers.attachment import Attachment, Wait, block
-from kvshelf.workers.attention import CONTEXT, kvshelf_attention
+from kvshelf.workers.attention import CONTEXT, Attended, kvshelf_attention
 from kvshelf.workers.generation import Checkpoint, Generation
 from kvshelf.workers.suffixes import Slab, SuffixPool
 
@@ -253,7 +253,7 @@ class _Pause:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
 
-    def after_attention(self, module: nn.Module, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:  # noqa: ARG002
+    def after_attention(self, layer: Attended) -> None:  # noqa: ARG002
         self._checkpoint()
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
@@ -15,7 +15,7 @@ from kvshelf.kernels.prefix_attention import StackedPrefix
 from kvshelf.kernels.select import pack
 from kvshelf.store.artifact import Kept
 from kvshelf.workers.attached import AttachedLayer
-from kvshelf.workers.attention import CONTEXT
+from kvshelf.workers.attention import CONTEXT, Attended
 from kvshelf.workers.policies.base import Absorber
 from kvshelf.workers.reducing import require_every_layer, require_finite_scores
 
@@ -49,9 +49,9 @@ class ChunkedPrefill:
         for chunk, at in zip(torch.split(ids, self._chunks, 1), torch.split(positions, self._chunks, 1), strict=True):
             model.base_model(input_ids=chunk, position_ids=at, past_key_values=cache, use_cache=True, **{CONTEXT: self})
 
-    def after_attention(self, module: nn.Module, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:  # noqa: ARG002
+    def after_attention(self, layer: Attended) -> None:
         started = time.perf_counter()
-        self._layers[int(module.layer_idx)].absorb()  # type: ignore[arg-type]
+        self._layers[int(layer.module.layer_idx)].absorb()  # type: ignore[arg-type]
         absorbed = time.perf_counter()
         self._checkpoint()
         self.compress_s += absorbed - started

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
-
+from kvshelf.workers.attention import Attended
 from kvshelf.workers.job import Job
 from kvshelf.workers.quality import QUESTIONS
 from kvshelf.workers.reducing import LayerReducer
@@ -96,9 +95,9 @@ class SharedReducer:
         """Seconds that all levels took together."""
         return sum(reducer.compress_s for reducer in self.reducers)
 
-    def after_attention(self, module: nn.Module, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
+    def after_attention(self, layer: Attended) -> None:
         for reducer in self.reducers:
-            reducer.after_attention(module, queries, keys, values, scaling)
+            reducer.after_attention(layer)
         started = time.perf_counter()
         self._checkpoint()
         self.paused_s += time.perf_counter() - started

@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.select import select
 from kvshelf.store.artifact import Kept, LayerRecord
 from kvshelf.store.packed import Packed
+from kvshelf.workers.attention import Attended
 from kvshelf.workers.budgets import Budget, LayerBudget
 from kvshelf.workers.plans import CachePlan, LayerStats
 from kvshelf.workers.policies.base import Observes, Policy, ScoringPolicy, keep
@@ -53,9 +54,9 @@ class LayerReducer:
         self.compress_s = 0.0
         self.paused_s = 0.0
 
-    def after_attention(self, module: nn.Module, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
+    def after_attention(self, attended: Attended) -> None:
         started = time.perf_counter()
-        layer = self._view(module, queries[0], keys[0], values[0], scaling)
+        layer = self._view(attended)
         if self._cascade is None:
             self._records[layer.layer_idx] = self._policy.reduce(
                 layer, LayerBudget.uniform(layer.kv_heads, self._budget.tokens)
@@ -82,23 +83,25 @@ class LayerReducer:
         require_finite_scores(reduced, self._policy)
         return tuple(reduced)
 
-    def _view(self, module: nn.Module, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> LayerView:
+    def _view(self, attended: Attended) -> LayerView:
         """The document's part of a layer, and what each probe pass behind it left."""
+        queries, keys, values = attended.queries[0], attended.keys[0], attended.values[0]
         num_tokens = self._source.num_tokens
         observed = Observes.QUERIES in self._policy.observes
         ends = list(accumulate(self.probe_lengths, initial=num_tokens))
         probes = [Probed(queries[:, a:b], keys[:, a:b], values[:, a:b]) for a, b in pairwise(ends)]
         return LayerView(
-            layer_idx=int(module.layer_idx),  # type: ignore[arg-type]
+            layer_idx=int(attended.module.layer_idx),  # type: ignore[arg-type]
             keys=keys[:, :num_tokens],
             values=values[:, :num_tokens],
             queries=queries[:, :num_tokens] if observed else None,
-            scaling=scaling,
+            lse=attended.lse[0] if observed and attended.lse is not None else None,
+            scaling=attended.scaling,
             source=self._source,
             num_layers=self._num_layers,
             probes=tuple(probes) if observed else (),
             rope=self._rope if Observes.ROPE in self._policy.observes else None,
-            module=module,
+            module=attended.module,
         )
 
 

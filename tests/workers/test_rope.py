@@ -65,8 +65,8 @@ class Keys:
     def __init__(self):
         self.layers = []
 
-    def after_attention(self, module, queries, keys, values, scaling):  # noqa: ARG002
-        self.layers.append(keys[0].clone())
+    def after_attention(self, layer):
+        self.layers.append(layer.keys[0].clone())
 
 
 def keys_at(model, positions):

@@ -86,6 +86,8 @@ typedef struct {
     } states[2];
 } Packing;
 
+enum { ROWS_AHEAD = 16 }; /* kept rows lie apart, and memory does not guess where the next one is */
+
 static void pack_head(const void *context, int64_t head) {
     const Packing *a = context;
     const uint8_t *mask = a->mask + head * a->length;
@@ -101,6 +103,8 @@ static void pack_head(const void *context, int64_t head) {
         char *to = states.to + begin * states.width;
         for (int64_t n = 0; n < count; n++, to += states.width) {
             const char *row = from + positions[n] * states.row;
+            const char *later = from + positions[n + ROWS_AHEAD < count ? n + ROWS_AHEAD : n] * states.row;
+            for (int64_t line = 0; line < states.width; line += 64) __builtin_prefetch(later + line);
             if (states.width % 64) {
                 memcpy(to, row, states.width);
                 continue;

@@ -84,7 +84,8 @@ class LayerView:
     """One layer of a prefilled document, as a policy sees it. Read-only; it is freed when the layer is reduced.
 
     keys: `[kv_heads, N, D]` and values: `[kv_heads, N, Dv]`, after RoPE and any key norm. queries: `[q_heads, N, D]`,
-    likewise, and None unless the policy observes them; so are `probes`. `module` is the model's attention module.
+    likewise, and None unless the policy observes them; so are `probes`, and `lse`, the log-sum-exps of their rows as
+    `Attended` has them, `[q_heads, N]` fp32. `module` is the model's attention module.
     """
 
     layer_idx: int
@@ -96,6 +97,7 @@ class LayerView:
     num_layers: int = 1
     probes: tuple[Probed, ...] = ()
     rope: Rope | None = None
+    lse: Tensor | None = None
     module: nn.Module | None = field(default=None, repr=False)
 
     @property
@@ -132,7 +134,7 @@ class LayerView:
     def column_sums(self, local_rows: int = 0, every: int = 1) -> tuple[Tensor, Tensor]:
         """Attention each document token receives, summed over all rows and over the last `local_rows`, each `[q_heads,
         N]` fp32; above 1, `every` estimates the first by that part of the rows."""
-        return column_sums(self.all_queries, self.keys, self.scaling, local_rows, every=every)
+        return column_sums(self.all_queries, self.keys, self.scaling, local_rows, every=every, lse=self.lse)
 
     def keys_unrotated(self) -> Tensor:
         """Keys before RoPE, `[kv_heads, N, D]` fp32."""

@@ -332,8 +332,8 @@ class Recorder:
     states: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
     outputs: list[torch.Tensor] = field(default_factory=list)
 
-    def after_attention(self, _, queries, keys, values, scaling):
-        self.states.append((queries[0], keys[0], values[0], scaling))
+    def after_attention(self, layer):
+        self.states.append((layer.queries[0], layer.keys[0], layer.values[0], layer.scaling))
 
     def hooks(self, model):
         return [
