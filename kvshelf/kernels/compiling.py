@@ -23,10 +23,8 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 
-_LEVELS = {
-    "x86_64": {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"},
-    "aarch64": {"DEFAULT": "armv8-a", "SVE128": "armv8-a", "SVE256": "armv8-a"},
-}
+_LEVELS = {"x86_64": {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}}
+"""Not ARM: vectors of its 16 bytes were never run, and wider ones GCC keeps in memory (see `native.h`)."""
 
 _FLAGS = ("-std=gnu11", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno",
           "-fno-trapping-math", "-Wno-psabi")  # fmt: skip

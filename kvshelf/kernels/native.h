@@ -1,7 +1,8 @@
-/* What the C forms of all operations share: vectors of 16 floats, and the threads they run on.
+/* What the C forms of all operations share: vectors of floats, and the threads they run on.
 
-   Vectors are a language extension of GCC and Clang and not intrinsics, so that one source serves every width: on AVX2
-   the compiler makes two of each, on NEON four. */
+   Vectors are a language extension of GCC and Clang and not intrinsics, so that one source serves every width. They are
+   as wide as the registers of the CPU that is compiled for: wider ones are allowed, but GCC 12 keeps them in memory, and
+   column sums took forty times as long on AVX2. */
 
 #ifndef KVSHELF_NATIVE_H
 #define KVSHELF_NATIVE_H
@@ -9,7 +10,7 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
-#ifdef __AVX512F__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
@@ -19,35 +20,43 @@
 #define LOG2_E 1.44269504f
 #define LN_2 0.693147181f
 
-enum { LANES = 16 };
+#ifdef __AVX512F__
+#define LANES 16
+#else
+#define LANES 8
+#endif
 
-typedef float Floats __attribute__((vector_size(64)));
+/* Head sizes are multiples of 16, and 256 at most. */
+enum { MOST_PARTS = 256 / LANES };
+
+typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef float Eight __attribute__((vector_size(32)));
-typedef float FloatsAnywhere __attribute__((vector_size(64), aligned(4), may_alias));
-typedef int32_t Ints __attribute__((vector_size(64)));
-typedef int32_t IntsAnywhere __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint16_t HalvesAnywhere __attribute__((vector_size(32), aligned(2), may_alias));
+typedef float FloatsAnywhere __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+typedef int32_t IntsAnywhere __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint16_t HalvesAnywhere __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 
 /* What tensors are made of; `native.py` gives these numbers. */
 enum { FP32 = 0, BF16 = 1 };
 
-/* Sixteen numbers from element `at` of `data`, as fp32. */
+/* A vector of numbers from element `at` of `data`, as fp32. */
 INLINE Floats load(const void *data, int64_t at, int type) {
     if (type == FP32) return *(const FloatsAnywhere *)((const float *)data + at);
     HalvesAnywhere halves = *(const HalvesAnywhere *)((const uint16_t *)data + at);
     return (Floats)(__builtin_convertvector(halves, Ints) << 16);
 }
 
-/* The two halves of a vector. By a copy, which no compiler makes: GCC before 12 has no __builtin_shufflevector. */
-INLINE void halve(Floats x, Eight *low, Eight *high) {
-    memcpy(low, &x, sizeof *low);
-    memcpy(high, (const char *)&x + sizeof *low, sizeof *high);
+/* Eight numbers of a vector, from `at` on. By a copy, which no compiler makes: GCC before 12 has no
+   __builtin_shufflevector. */
+INLINE Eight eight_of(const Floats x, const int at) {
+    Eight part;
+    memcpy(&part, (const float *)&x + at, sizeof part);
+    return part;
 }
 
 INLINE float sum(Floats x) {
-    Eight low, high;
-    halve(x, &low, &high);
-    low += high;
+    Eight low = eight_of(x, 0);
+    for (int at = 8; at < LANES; at += 8) low += eight_of(x, at);
     return ((low[0] + low[4]) + (low[2] + low[6])) + ((low[1] + low[5]) + (low[3] + low[7]));
 }
 
@@ -56,17 +65,25 @@ INLINE Floats choose(Ints mask, Floats yes, Floats no) { return (Floats)((mask &
 
 /* Whether the mask is set in any lane. */
 INLINE int any(Ints mask) {
+#if defined(__AVX512F__)
+    return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#elif defined(__AVX2__)
+    return _mm256_movemask_ps((__m256)mask) != 0;
+#else
     int32_t found = 0;
     for (int i = 0; i < LANES; i++) found |= mask[i];
     return found;
+#endif
 }
 
 INLINE Floats spread(float x) { return (Floats){0} + x; }
 
 /* The larger of two in each lane; `old` where either is NaN. */
 INLINE Floats larger(Floats new, Floats old) {
-#ifdef __AVX512F__
+#if defined(__AVX512F__)
     return _mm512_max_ps(new, old);
+#elif defined(__AVX2__)
+    return _mm256_max_ps(new, old);
 #else
     return choose(new > old, new, old);
 #endif

@@ -15,7 +15,10 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1}
 """The dtypes that the C forms read, and their numbers there. Others are computed by torch's own operations."""
 
 
-WIDTHS = range(16, 257, 16)
+LANES = 16
+"""Numbers of a vector in C."""
+
+WIDTHS = range(LANES, 257, LANES)
 """Head sizes that C forms hold in whole vectors."""
 
 

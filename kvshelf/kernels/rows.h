@@ -23,7 +23,7 @@ INLINE void look_ahead(const States *a, const char *row, const int64_t width) {
     for (int64_t line = 0; line < width; line += 64) __builtin_prefetch(row + ahead + line);
 }
 
-/* Sixteen numbers of a row from channel `c` on; zeros for those that it does not have. */
+/* A vector of a row from channel `c` on; zeros for those that it does not have. */
 INLINE Floats part_of(const char *row, const int64_t c, const int64_t dim, const int type) {
     if (c + LANES <= dim) return load(row, c, type);
     const int64_t width = type == FP32 ? 4 : 2;
@@ -36,13 +36,14 @@ INLINE Floats part_of(const char *row, const int64_t c, const int64_t dim, const
    rows of a multiple of 8 every bit is torch's. Repeated tokens have norms that differ in the last bit only, and some
    of them are kept by it. */
 INLINE Eight add_squares(Eight sums, const Floats part) {
-    const Floats squares = part * part;
-    Eight low, high;
-    halve(squares, &low, &high);
+    for (int at = 0; at < LANES; at += 8) {
+        Eight squares = eight_of(part * part, at);
 #ifdef __x86_64__
-    __asm__("" : "+x"(low), "+x"(high)); /* nothing: but what has passed it is not fused with the sum */
+        __asm__("" : "+x"(squares)); /* nothing: but what has passed it is not fused with the sum */
 #endif
-    return sums + low + high;
+        sums += squares;
+    }
+    return sums;
 }
 
 INLINE float norm_of(const char *row, const int64_t dim, const int type) {

@@ -5,12 +5,12 @@
 
 #include "native.h"
 
-enum { ROWS = 2 * LANES };
+enum { ROWS = 32, VECTORS = ROWS / LANES };
 
 /* What one number for every row is made of. */
-typedef Floats OfRows[2];
+typedef Floats OfRows[VECTORS];
 
-/* Sums that are worked on together: as many as registers hold. Each number is read once for two vectors of rows. */
+/* Sums that are worked on together: as many as registers hold. Each number is read once for all rows. */
 #ifdef __AVX512F__
 enum { ABREAST = 8 };
 #else
@@ -26,8 +26,8 @@ INLINE void add_products(OfRows sums[ABREAST], const float *numbers, const int64
 #pragma GCC unroll 8
         for (int i = 0; i < ABREAST; i++) {
             const float number = numbers[i * across + n * along];
-            total[i][0] += rows[n][0] * number;
-            total[i][1] += rows[n][1] * number;
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; v++) total[i][v] += rows[n][v] * number;
         }
     memcpy(sums, total, sizeof total);
 }

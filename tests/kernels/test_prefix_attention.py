@@ -190,6 +190,17 @@ def test_quantized_prefix(dtype, bits):
     check(q, [document], one_document(3, rows=2), 2, 24)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize(("dim", "group"), [(16, 16), (64, 32), (80, 48), (128, 64), (256, 160)])
+@pytest.mark.parametrize("tokens", [1, 3, 17])
+def test_quantized_rows_of_whole_vectors(dtype, bits, dim, group, tokens):
+    """Several runs of a head, the last tile and the last group of each cut short."""
+    document = packed([1100, 0, 33], dim, dim, dtype, bits=bits, group=group)
+    q = random(tokens, 6, dim, dtype=dtype, seed=1)
+    check(q, [(document,)], one_document(tokens), 3, dim, scale=dim**-0.5)
+
+
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_quantized_rows_are_attended_to_a_block_at_a_time(bits):
     part, q = packed([3000], 64, 64, bits=bits, group=32), random(1, 1, 4, 64, seed=1)
@@ -211,7 +222,7 @@ def test_large_logits_do_not_overflow():
 @st.composite
 def batches(draw):
     """Any number of documents, of any parts, and rows on them in any state, some of whose places take no part."""
-    dim, value_dim = draw(st.sampled_from([(8, 8), (3, 7)]))
+    dim, value_dim = draw(st.sampled_from([(8, 8), (3, 7), (16, 16)]))
     kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     sizes = st.lists(st.integers(0, 40), min_size=kv_heads, max_size=kv_heads)
 
@@ -220,7 +231,8 @@ def batches(draw):
             case "packed":
                 return packed(draw(sizes), dim, value_dim, seed=seed)
             case "quantized":
-                return packed(draw(sizes), dim, value_dim, seed=seed, bits=draw(st.sampled_from([2, 4, 8])))
+                bits, group_size = draw(st.sampled_from([2, 4, 8])), draw(st.sampled_from([8, 16]))
+                return packed(draw(sizes), dim, value_dim, seed=seed, bits=bits, group=group_size)
             case "streamed":
                 return streamed(draw(sizes), dim, value_dim, seed=seed)
             case "stacked":

@@ -140,10 +140,10 @@ static void multiply(const Columns *a, const void *keys, int64_t tile, OfRows ou
 
 /* Logits of what a row does not see become -inf. */
 static void hide(const Columns *a, int64_t tile, int64_t first, OfRows logits[KEYS]) {
-    for (int half = 0; half < 2; half++) {
-        const Ints limits = *(const IntsAnywhere *)(a->limits + tile * ROWS + half * LANES);
+    for (int v = 0; v < VECTORS; v++) {
+        const Ints limits = *(const IntsAnywhere *)(a->limits + tile * ROWS + v * LANES);
         for (int k = 0; k < KEYS; k++)
-            logits[k][half] = choose(limits > (int32_t)(first + k) - (Ints){0}, logits[k][half], spread(-INFINITY));
+            logits[k][v] = choose(limits > (int32_t)(first + k) - (Ints){0}, logits[k][v], spread(-INFINITY));
     }
 }
 
@@ -153,10 +153,10 @@ typedef struct {
     Floats top, mass;
 } Row;
 
-static void add_to_row(Row *row, OfRows logits[KEYS], int half, int begun) {
+static void add_to_row(Row *row, OfRows logits[KEYS], int v, int begun) {
     Floats mass = row->mass, highest = row->top;
     if (begun) {
-        for (int k = 0; k < KEYS; k++) mass += power_of_2(logits[k][half] - highest);
+        for (int k = 0; k < KEYS; k++) mass += power_of_2(logits[k][v] - highest);
         if (!any(mass > 0x1p100f)) {
             row->mass = mass;
             return;
@@ -164,9 +164,9 @@ static void add_to_row(Row *row, OfRows logits[KEYS], int half, int begun) {
     } else {
         highest = spread(-INFINITY);
     }
-    for (int k = 0; k < KEYS; k++) highest = larger(logits[k][half], highest);
+    for (int k = 0; k < KEYS; k++) highest = larger(logits[k][v], highest);
     mass = begun ? row->mass * power_of_2(row->top - highest) : (Floats){0};
-    for (int k = 0; k < KEYS; k++) mass += power_of_2(logits[k][half] - highest);
+    for (int k = 0; k < KEYS; k++) mass += power_of_2(logits[k][v] - highest);
     *row = (Row){highest, mass};
 }
 
@@ -175,7 +175,7 @@ static void sum_rows(const void *context, int64_t i) {
     const Columns *a = context;
     const int64_t begin = i * ROW_TILES, end = begin + ROW_TILES < a->tiles ? begin + ROW_TILES : a->tiles;
     char copy[KEYS * MOST_DIM * 4];
-    Row rows[ROW_TILES][2] = {0};
+    Row rows[ROW_TILES][VECTORS] = {0};
     OfRows logits[KEYS];
     if (a->products == BF16_TILES) begin_amx();
     for (int64_t first = 0; first < a->most[end - 1]; first += KEYS) {
@@ -184,9 +184,9 @@ static void sum_rows(const void *context, int64_t i) {
             if (a->most[t] <= first) continue;
             multiply(a, keys, t, logits);
             for (int k = 0; k < KEYS; k++)
-                for (int half = 0; half < 2; half++) logits[k][half] *= a->scale;
+                for (int v = 0; v < VECTORS; v++) logits[k][v] *= a->scale;
             if (a->least[t] < first + KEYS) hide(a, t, first, logits);
-            for (int half = 0; half < 2; half++) add_to_row(&rows[t - begin][half], logits, half, first > 0);
+            for (int v = 0; v < VECTORS; v++) add_to_row(&rows[t - begin][v], logits, v, first > 0);
         }
     }
     if (a->products == BF16_TILES) end_amx();
@@ -212,12 +212,12 @@ static void sum_columns(const void *context, int64_t i) {
             const void *keys = tile_of(a, first, copy);
             Floats *own = total[(first - begin) / KEYS];
             for (int64_t t = last - 1; t >= 0 && t >= last - ROW_TILES && a->most[t] > first; t--) {
-                const float *lse = a->lses + t * ROWS;
-                const Floats early = *(const FloatsAnywhere *)lse, late = *(const FloatsAnywhere *)(lse + LANES);
+                Floats lse[VECTORS];
+                memcpy(lse, a->lses + t * ROWS, sizeof lse);
                 multiply(a, keys, t, logits);
                 if (a->least[t] < first + KEYS) hide(a, t, first, logits);
                 for (int k = 0; k < KEYS; k++)
-                    own[k] += power_of_2(logits[k][0] * a->scale - early) + power_of_2(logits[k][1] * a->scale - late);
+                    for (int v = 0; v < VECTORS; v++) own[k] += power_of_2(logits[k][v] * a->scale - lse[v]);
             }
         }
     if (a->products == BF16_TILES) end_amx();

@@ -2,8 +2,6 @@
 
 #include "rows.h"
 
-enum { MOST_PARTS = 16 };
-
 typedef struct {
     States states;
     float *inverses;  /* [heads, rows]: of the norms */

@@ -3,26 +3,30 @@
    A run is a part of the keys and values of one head. With few rows, those of a decode step, it is memory that limits,
    for a number that is read is used once or twice: while a thread multiplies the keys of a tile it asks memory for the
    values, and the other way round. With the many rows of a question it is products, and rows stand in the lanes of
-   vectors. */
+   vectors.
 
+   Quantized rows become numbers a tile at a time, in the first-level cache: memory gives their codes. */
+
+#include "codes.h"
 #include "tiles.h"
 
-enum { TILE = 32, FEW_ROWS = 8, MOST_PARTS = 16 };
+enum { TILE = 32, FEW_ROWS = 8 };
 
 /* What all runs of a call have in common. outs, lses: where results go, `outs` [rows, D], one after the other. */
 typedef struct {
     const void *queries; /* [N, kv_heads, group, D], contiguous */
     float *outs, *lses;
-    int64_t kv_heads, group, dim, key_stride, value_stride;
+    int64_t kv_heads, group, dim;
+    Layout key_layout, value_layout;
     float scale;
-    int type;
+    int type; /* of queries, and of rows that are not quantized */
 } Call;
 
 /* Rows `row` to `row + rows` of those that `token`, and the tokens after it, have at a head: over keys and values from
    `first` to `end`. result: the place of row 0 among the results; -1 for a suffix: its rows go on with the softmax that
    is in their place, which is that of the queries, and token t of them sees the first `visible + t` keys. */
 typedef struct {
-    const void *keys, *values;
+    HeadRows keys, values;
     int64_t first, end, token, head, row, rows, result, visible;
 } Run;
 
@@ -41,10 +45,26 @@ INLINE int64_t limit_of(const Call *a, const Run *run, int64_t r) {
     return run->result < 0 ? run->visible + (run->row + r) / a->group : run->end;
 }
 
-INLINE void attend_few(const Call *a, const Run *run, const int rows, const int parts, const int type) {
-    const int64_t dim = parts * LANES, key_stride = a->key_stride, value_stride = a->value_stride;
+/* Rows of a tile, as they lie in memory or made out of codes. `stride`: elements from row to row. */
+typedef struct {
+    const char *data;
+    int64_t stride;
+} Tile;
+
+/* The tile of `count` rows from `first` on. made: room for it, in fp32, where rows are codes. */
+INLINE Tile tile_of(const Call *a, const HeadRows *rows, const Layout *layout, int64_t first, int count, float *made) {
+    const int64_t width = a->type == FP32 ? 4 : 2;
+    if (!layout->bits) return (Tile){(const char *)rows->data + first * layout->stride * width, layout->stride};
+    dequantize(rows, layout, first, count, a->dim, a->type, made);
+    return (Tile){(const char *)made, a->dim};
+}
+
+/* type: of the rows of tiles; fp32 where they are made out of codes. */
+INLINE void attend_few(const Call *a, const Run *run, const int rows, const int parts, const int type,
+                       const int quantized) {
+    const int64_t dim = parts * LANES;
     const int width = type == FP32 ? 4 : 2;
-    const char *keys = run->keys, *values = run->values;
+    float made[2][TILE * MOST_PARTS * LANES];
     Floats query[FEW_ROWS][MOST_PARTS], total[FEW_ROWS][MOST_PARTS];
     float top[FEW_ROWS], mass[FEW_ROWS];
     Floats weights[FEW_ROWS][TILE / LANES];
@@ -54,18 +74,19 @@ INLINE void attend_few(const Call *a, const Run *run, const int rows, const int 
         top[r] = goes_on ? a->lses[to] * LOG2_E : -INFINITY;
         mass[r] = goes_on;
         for (int p = 0; p < parts; p++) {
-            query[r][p] = load(a->queries, from * dim + p * LANES, type);
+            query[r][p] = load(a->queries, from * dim + p * LANES, a->type);
             total[r][p] = goes_on ? load(a->outs, to * dim + p * LANES, FP32) : (Floats){0};
         }
     }
     for (int64_t first = run->first; first < run->end; first += TILE) {
         const int count = run->end - first < TILE ? (int)(run->end - first) : TILE;
+        const Tile keys = tile_of(a, &run->keys, &a->key_layout, first, count, made[0]);
+        const Tile values = tile_of(a, &run->values, &a->value_layout, first, count, made[1]);
         for (int j = 0; j < count; j++) {
-            const int64_t key = (first + j) * key_stride;
-            for (int line = 0; line < dim * width; line += 64)
-                __builtin_prefetch(values + (first + j) * value_stride * width + line, 0, 2);
+            for (int line = 0; line < dim * width && !quantized; line += 64)
+                __builtin_prefetch(values.data + j * values.stride * width + line, 0, 2);
             Floats part[MOST_PARTS];
-            for (int p = 0; p < parts; p++) part[p] = load(keys, key + p * LANES, type);
+            for (int p = 0; p < parts; p++) part[p] = load(keys.data, j * keys.stride + p * LANES, type);
             for (int r = 0; r < rows; r++) {
                 Floats product = query[r][0] * part[0];
                 for (int p = 1; p < parts; p++) product += query[r][p] * part[p];
@@ -86,11 +107,10 @@ INLINE void attend_few(const Call *a, const Run *run, const int rows, const int 
             for (int p = 0; p < parts; p++) total[r][p] *= fade;
         }
         for (int j = 0; j < count; j++) {
-            const int64_t value = (first + j) * value_stride;
-            for (int line = 0; line < dim * width; line += 64)
-                __builtin_prefetch(keys + (first + TILE + j) * key_stride * width + line, 0, 2);
+            for (int line = 0; line < dim * width && !quantized; line += 64)
+                __builtin_prefetch(keys.data + (TILE + j) * keys.stride * width + line, 0, 2);
             for (int p = 0; p < parts; p++) {
-                Floats part = load(values, value + p * LANES, type);
+                Floats part = load(values.data, j * values.stride + p * LANES, type);
                 for (int r = 0; r < rows; r++) total[r][p] += part * ((float *)weights[r])[j];
             }
         }
@@ -116,13 +136,13 @@ static void multiply(const float *keys, int64_t stride, int64_t dim, int count, 
     memset(logits, 0, TILE * sizeof *logits);
     for (int j = 0; j < TILE; j += ABREAST) add_products(logits + j, keys + j * stride, stride, 1, query, dim);
     for (int j = 0; j < TILE; j++)
-        for (int half = 0; half < 2; half++) logits[j][half] = j < count ? logits[j][half] * scale : spread(-INFINITY);
+        for (int v = 0; v < VECTORS; v++) logits[j][v] = j < count ? logits[j][v] * scale : spread(-INFINITY);
 }
 
 /* Ask memory for rows of fp32 that the next products read: these begin with eight rows at once, far apart. */
 INLINE void ask_for(const float *states, int64_t stride, int64_t dim) {
     for (int j = 0; j < TILE; j++)
-        for (int64_t c = 0; c < dim; c += LANES) __builtin_prefetch(states + j * stride + c, 0, 2);
+        for (int64_t c = 0; c < dim; c += 16) __builtin_prefetch(states + j * stride + c, 0, 2);
 }
 
 /* Logits of what a row of a suffix does not see become -inf. `first`: the key of the first of them. */
@@ -136,7 +156,9 @@ static void hide(const Call *a, const Run *run, int64_t first, OfRows logits[TIL
 static void attend_many(const Call *a, const Run *run) {
     const int64_t dim = a->dim;
     OfRows query[MOST_PARTS * LANES], total[MOST_PARTS * LANES], weights[TILE];
-    OfRows top = {spread(-INFINITY), spread(-INFINITY)}, mass = {0};
+    float made[2][TILE * MOST_PARTS * LANES];
+    OfRows top, mass = {0};
+    for (int v = 0; v < VECTORS; v++) top[v] = spread(-INFINITY);
     memset(query, 0, dim * sizeof *query);
     memset(total, 0, dim * sizeof *total);
     for (int64_t r = 0; r < run->rows; r++) {
@@ -150,24 +172,25 @@ static void attend_many(const Call *a, const Run *run) {
     }
     for (int64_t first = run->first; first < run->end; first += TILE) {
         const int count = run->end - first < TILE ? (int)(run->end - first) : TILE;
-        const float *keys = (const float *)run->keys + first * a->key_stride;
-        const float *values = (const float *)run->values + first * a->value_stride;
-        ask_for(values, a->value_stride, dim);
-        multiply(keys, a->key_stride, dim, count, query, a->scale * LOG2_E, weights);
+        const Tile key_tile = tile_of(a, &run->keys, &a->key_layout, first, count, made[0]);
+        const Tile value_tile = tile_of(a, &run->values, &a->value_layout, first, count, made[1]);
+        const float *keys = (const float *)key_tile.data, *values = (const float *)value_tile.data;
+        ask_for(values, value_tile.stride, dim);
+        multiply(keys, key_tile.stride, dim, count, query, a->scale * LOG2_E, weights);
         if (limit_of(a, run, 0) < first + count) hide(a, run, first, weights);
-        for (int half = 0; half < 2; half++) {
-            Floats highest = top[half];
-            for (int j = 0; j < TILE; j++) highest = larger(weights[j][half], highest);
-            const Floats fade = power_of_2(top[half] - highest);
-            mass[half] *= fade;
-            for (int j = 0; j < TILE; j++) mass[half] += weights[j][half] = power_of_2(weights[j][half] - highest);
-            if (any(highest > top[half]))
-                for (int64_t c = 0; c < dim; c++) total[c][half] *= fade;
-            top[half] = highest;
+        for (int v = 0; v < VECTORS; v++) {
+            Floats highest = top[v];
+            for (int j = 0; j < TILE; j++) highest = larger(weights[j][v], highest);
+            const Floats fade = power_of_2(top[v] - highest);
+            mass[v] *= fade;
+            for (int j = 0; j < TILE; j++) mass[v] += weights[j][v] = power_of_2(weights[j][v] - highest);
+            if (any(highest > top[v]))
+                for (int64_t c = 0; c < dim; c++) total[c][v] *= fade;
+            top[v] = highest;
         }
-        ask_for(keys + TILE * a->key_stride, a->key_stride, dim);
+        ask_for(keys + TILE * key_tile.stride, key_tile.stride, dim);
         for (int64_t c = 0; c < dim; c += ABREAST)
-            add_products(total + c, values + c, 1, a->value_stride, weights, count);
+            add_products(total + c, values + c, 1, value_tile.stride, weights, count);
     }
     for (int64_t r = 0; r < run->rows; r++) {
         const int64_t to = result_of(a, run, r);
@@ -177,18 +200,23 @@ static void attend_many(const Call *a, const Run *run) {
     }
 }
 
+/* Whether tiles are made out of codes: of keys and values, or of neither. */
+static int is_quantized(const Call *a) { return a->key_layout.bits != 0; }
+
 /* The common shapes of few rows with their loops unrolled, so that rows and sums stay in registers. */
 static void attend(const Call *a, const Run *run, int few) {
     if (!few) return attend_many(a, run);
-    const int rows = (int)run->rows, parts = (int)(a->dim / LANES);
-#define SHAPE(R, P, T) \
-    if (rows == R && parts == P && a->type == T) return attend_few(a, run, R, P, T);
-#define SHAPES(P, T) SHAPE(1, P, T) SHAPE(2, P, T) SHAPE(4, P, T) SHAPE(8, P, T)
-    SHAPES(4, FP32) SHAPES(8, FP32) SHAPES(4, BF16) SHAPES(8, BF16)
-    if (a->type == FP32)
-        attend_few(a, run, rows, parts, FP32);
+    const int rows = (int)run->rows, parts = (int)(a->dim / LANES), quantized = is_quantized(a);
+    const int type = quantized ? FP32 : a->type;
+#define SHAPE(R, P, T, Q) \
+    if (rows == R && parts == P && type == T && quantized == Q) return attend_few(a, run, R, P, T, Q);
+#define SHAPES(P, T, Q) SHAPE(1, P, T, Q) SHAPE(2, P, T, Q) SHAPE(4, P, T, Q) SHAPE(8, P, T, Q)
+#define SIZES(D) SHAPES(D / LANES, FP32, 0) SHAPES(D / LANES, BF16, 0) SHAPES(D / LANES, FP32, 1)
+    SIZES(64) SIZES(128)
+    if (type == FP32)
+        attend_few(a, run, rows, parts, FP32, quantized);
     else
-        attend_few(a, run, rows, parts, BF16);
+        attend_few(a, run, rows, parts, BF16, 0);
 }
 
 /* Columns of an item; see plan.py. */
@@ -200,21 +228,27 @@ typedef struct {
     const int64_t *items; /* [n, COLUMNS] */
 } Prefixes;
 
+/* Three columns: the address of a head's rows, of its scales and of its zeros. */
+static HeadRows head_rows(const int64_t *columns) {
+    return (HeadRows){(const void *)columns[0], (const void *)columns[1], (const void *)columns[2]};
+}
+
 static void attend_item(const void *context, int64_t i) {
     const Prefixes *a = context;
     const int64_t *item = a->items + i * COLUMNS, left = item[ALL_ROWS] - item[FIRST_ROW];
     const Run run = {
-        .keys = (const void *)item[KEYS], .values = (const void *)item[VALUES], .first = item[FIRST], .end = item[END],
+        .keys = head_rows(item + KEYS), .values = head_rows(item + VALUES), .first = item[FIRST], .end = item[END],
         .token = item[TOKEN], .head = item[HEAD], .row = item[FIRST_ROW], .rows = left < ROWS ? left : ROWS,
         .result = item[RESULT],
     };
     attend(&a->call, &run, item[ALL_ROWS] <= FEW_ROWS);
 }
 
+/* layouts: of keys and then of values, four numbers each; see codes.h. */
 EXPORT void kvshelf_attend_runs(const void *queries, const int64_t *items, int64_t count, float *outs, float *lses,
-                                int64_t kv_heads, int64_t group, int64_t dim, int64_t key_stride, int64_t value_stride,
-                                float scale, int type, int threads) {
-    const Prefixes a = {{queries, outs, lses, kv_heads, group, dim, key_stride, value_stride, scale, type}, items};
+                                int64_t kv_heads, int64_t group, int64_t dim, const Layout layouts[2], float scale,
+                                int type, int threads) {
+    const Prefixes a = {{queries, outs, lses, kv_heads, group, dim, layouts[0], layouts[1], scale, type}, items};
     for_each(count, threads, attend_item, &a);
 }
 
@@ -234,8 +268,8 @@ static void attend_suffix(const void *context, int64_t i) {
     const int64_t token = a->rows[2 * row], visible = a->rows[2 * row + 1] - a->new + 1;
     if (token < 0) return;
     Run run = {
-        .keys = a->keys + row * a->key_steps[0] + head * a->key_steps[1],
-        .values = a->values + row * a->value_steps[0] + head * a->value_steps[1],
+        .keys = {a->keys + row * a->key_steps[0] + head * a->key_steps[1]},
+        .values = {a->values + row * a->value_steps[0] + head * a->value_steps[1]},
         .token = token, .head = head, .row = begin, .rows = left < ROWS ? left : ROWS, .result = -1, .visible = visible,
     };
     run.end = limit_of(&a->call, &run, run.rows - 1);
@@ -249,7 +283,8 @@ EXPORT void kvshelf_attend_suffixes(const void *queries, const void *keys, const
                                     int64_t kv_heads, int64_t group, int64_t dim, float scale, int type, int threads) {
     const int64_t width = type == FP32 ? 4 : 2, *s = strides;
     const Suffixes a = {
-        {queries, out, lse, kv_heads, group, dim, s[2], s[5], scale, type}, keys, values, {s[0] * width, s[1] * width},
+        {queries, out, lse, kv_heads, group, dim, {.stride = s[2]}, {.stride = s[5]}, scale, type},
+        keys, values, {s[0] * width, s[1] * width},
         {s[3] * width, s[4] * width}, rows, new, (new * group + ROWS - 1) / ROWS,
     };
     for_each(count * kv_heads * a.blocks, threads, attend_suffix, &a);

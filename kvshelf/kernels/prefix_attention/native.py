@@ -1,10 +1,12 @@
-"""Prefix attention in C over plain prefixes and suffixes: a decode step's few rows, and in fp32 a question's many.
+"""Prefix attention in C over prefixes, quantized or not, and suffixes: a decode step's few rows, and in fp32 a
+question's many.
 
 With few rows memory is the limit, and torch's attention reads at half of its speed on a CPU (1.6 to 2 times the time
 for documents of 1024 entries, measured): it packs keys into blocks for products of matrices, once for each document.
 With many it is products, which C makes for all query heads of a KV head together. Suffixes go on from what was found
-in the prefixes, so that nothing is masked, gathered or combined after. Everything else is computed as in `eager`:
-questions in bf16, and quantized prefixes.
+in the prefixes, so that nothing is masked, gathered or combined after. Codes become numbers 32 rows at a time, in the
+first-level cache; torch's operations write 1,024 rows of them several times over. Everything else is computed as in
+`eager`: questions in bf16, and prefixes that are merged or made when they are read.
 """
 
 from __future__ import annotations
@@ -16,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvshelf.kernels.native import TYPES, WIDTHS, compiled, pointer
+from kvshelf.kernels.native import LANES, TYPES, WIDTHS, compiled, pointer
 from kvshelf.kernels.prefix_attention import eager
 from kvshelf.kernels.prefix_attention.plan import Setting, plan_of
 from kvshelf.kernels.prefix_attention.prefixes import BatchLayout, PackedPrefix, Prefix, StackedPrefix
+from kvshelf.kernels.quantize.rows import QuantizedRows, Rows
 
 _FEW_ROWS = 8
 """Query rows of a KV head that are kept in registers: tokens of a share times query heads of a KV head."""
@@ -54,9 +57,12 @@ def prefix_attention(
 def _takes(queries: Tensor, states: Tensor, rows: int = 1) -> bool:
     """Whether C takes that many query rows of a KV head over states `[..., D]` that lie there as they are: it sees
     addresses, and would take any bytes for them."""
-    dim = queries.shape[-1]
-    fits = queries.dtype in TYPES and states.dtype == queries.dtype and states.shape[-1] == dim and dim in WIDTHS
-    return fits and states.stride(-1) == 1 and (rows <= _FEW_ROWS or queries.dtype == torch.float32)
+    return states.dtype == queries.dtype and states.stride(-1) == 1 and _fits(queries, states.shape[-1], rows)
+
+
+def _fits(queries: Tensor, dim: int, rows: int) -> bool:
+    few = rows <= _FEW_ROWS or queries.dtype == torch.float32
+    return few and queries.dtype in TYPES and queries.shape[-1] == dim and dim in WIDTHS
 
 
 def _attend_shares(
@@ -65,7 +71,7 @@ def _attend_shares(
     """See `eager.attend_shares`. What is not ours leaves its places as they are, and is filled in after."""
     group = queries.shape[2]
     ours = [
-        bool(parts) and all(_is_plain(part, queries, count * group) for part in parts)
+        bool(parts) and all(_is_ours(part, queries, count * group) for part in parts)
         for parts, count in zip(prefixes, layout.shares, strict=True)
     ]
     if not any(ours):
@@ -79,10 +85,18 @@ def _attend_shares(
     return out, lse
 
 
-def _is_plain(prefix: Prefix, queries: Tensor, rows: int) -> bool:
-    if not isinstance(prefix, PackedPrefix | StackedPrefix):
+def _is_ours(prefix: Prefix, queries: Tensor, rows: int) -> bool:
+    if not isinstance(prefix, PackedPrefix | StackedPrefix) or type(prefix.keys) is not type(prefix.values):
         return False
-    return all(isinstance(states, Tensor) and _takes(queries, states, rows) for states in (prefix.keys, prefix.values))
+    return all(_takes_rows(queries, states, rows) for states in (prefix.keys, prefix.values))
+
+
+def _takes_rows(queries: Tensor, states: Rows, rows: int) -> bool:
+    if not isinstance(states, QuantizedRows):
+        return _takes(queries, states, rows)
+    # Of codes that C reads, the scales of 16 channels are those of as many groups, or of one.
+    whole = states.axis == "tokens" or states.group % LANES == 0
+    return whole and states.dtype == queries.dtype and _fits(queries, states.num_channels, rows)
 
 
 def _attend_runs(
@@ -99,8 +113,8 @@ def _attend_runs(
     for kind, items in plan.launches:
         native.kvshelf_attend_runs(
             pointer(queries), pointer(items), ctypes.c_int64(len(items)), pointer(outs), pointer(lses), *shape,
-            ctypes.c_int64(kind.keys.stride), ctypes.c_int64(kind.values.stride), ctypes.c_float(scale),
-            TYPES[queries.dtype], threads,
+            (ctypes.c_int64 * 8)(*kind.keys[:4], *kind.values[:4]), ctypes.c_float(scale), TYPES[queries.dtype],
+            threads,
         )  # fmt: skip
     out = queries.new_empty(queries.shape, dtype=torch.float32)
     lse = queries.new_empty(queries.shape[:3], dtype=torch.float32)

@@ -2,14 +2,12 @@
 
 #include "rows.h"
 
-enum { MOST_PARTS = 16 };
-
 typedef struct {
     States states;
     const float *cos, *sin;   /* [rows, dim], sin with its sign */
     const int64_t *partners;  /* [dim] */
     float *out;               /* [heads, rows, dim] */
-    char aligned[MOST_PARTS]; /* whether the partners of 16 channels follow each other as these do */
+    char aligned[MOST_PARTS]; /* whether the partners of a vector's channels follow each other as these do */
 } Turn;
 
 INLINE void turn_rows(const Turn *t, const int64_t i, const int type) {

@@ -109,7 +109,7 @@ static void pack_head(const void *context, int64_t head) {
                 memcpy(to, row, states.width);
                 continue;
             }
-            for (int64_t at = 0; at < states.width; at += 64) /* inline: calls cost as much as copies of 128 bytes */
+            for (int64_t at = 0; at < states.width; at += 4 * LANES) /* inline: calls cost as much as copies of 128 bytes */
                 *(FloatsAnywhere *)(to + at) = *(const FloatsAnywhere *)(row + at);
         }
     }

@@ -4,7 +4,7 @@
 #include "native.h"
 
 /* Keys of a block, which is one thread's; how many bytes memory is asked for in advance. */
-enum { FEW_ROWS = 8, MOST_PARTS = 16, BLOCK_KEYS = 512, AHEAD = 2048 };
+enum { FEW_ROWS = 8, BLOCK_KEYS = 512, AHEAD = 2048 };
 
 typedef struct {
     const void *rows, *keys; /* [count, dim] and [num_keys, dim] */
@@ -39,7 +39,7 @@ static void multiply_block(const void *context, int64_t i) {
 #define SHAPE(R, P, T) \
     if (count == R && parts == P && a->type == T) return multiply(a, i, R, P, T);
 #define SHAPES(P, T) SHAPE(1, P, T) SHAPE(2, P, T) SHAPE(4, P, T) SHAPE(8, P, T)
-    SHAPES(4, FP32) SHAPES(8, FP32) SHAPES(4, BF16) SHAPES(8, BF16)
+    SHAPES(64 / LANES, FP32) SHAPES(128 / LANES, FP32) SHAPES(64 / LANES, BF16) SHAPES(128 / LANES, BF16)
     if (a->type == FP32)
         multiply(a, i, count, parts, FP32);
     else
