@@ -1,4 +1,4 @@
-/* Query rows over plain prefixes, and over their own suffixes, whose softmax runs along.
+/* Query rows over prefixes, plain or quantized, and over their own suffixes, whose softmax runs along.
 
    A run is a part of the keys and values of one head. With few rows, those of a decode step, it is memory that limits,
    for a number that is read is used once or twice: while a thread multiplies the keys of a tile it asks memory for the
