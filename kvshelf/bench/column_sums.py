@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvshelf.kernels.column_sums import column_sums
+from kvshelf.kernels.prefix_attention.attend import CPU_ATTENTION
 
 _WHOLE_WEIGHTS_BYTES = {"cpu": 256 << 20, "cuda": 8 << 30}
 """On a CPU one head at 8192 tokens. A GPU is not kept busy by one head of a shorter sequence."""
@@ -103,9 +104,7 @@ def _attention(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> T
 
 
 def _flash(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        queries[None], keys[None], values[None], 0.0, True, attn_mask=None, scale=scale
-    )
+    out, lse = CPU_ATTENTION(queries[None], keys[None], values[None], 0.0, True, attn_mask=None, scale=scale)
     return out[0], lse[0]
 
 

@@ -1,8 +1,9 @@
 """The attention function that transformers calls while an engine works.
 
 It is registered under the name "kvshelf" in transformers' public registries; an engine selects it for the length of one
-call and restores what was there. It does three things and refuses everything else: causal attention, attention over an
-attached cache, and handing what each layer's attention saw to the `ForwardContext` that came with the call.
+call, a scheduler for as long as it runs, and both restore what was there. It does three things and refuses everything
+else: causal attention, attention over an attached cache, and handing what each layer's attention saw to the
+`ForwardContext` that came with the call.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.kernels.prefix_attention import BatchLayout, StackedPrefix, SuffixRows, prefix_attention
+from kvshelf.kernels.prefix_attention.attend import CPU_ATTENTION
 from kvshelf.workers.attached import AttachedStates
 
 IMPLEMENTATION = "kvshelf"
@@ -148,9 +150,7 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[
     if num_queries == num_keys and _tells_lse(query, key, value):
         # What the public function calls as well, which drops the second result.
         key, value = (states.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for states in (key, value))
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, True, attn_mask=None, scale=scaling
-        )
+        out, lse = CPU_ATTENTION(query, key, value, 0.0, True, attn_mask=None, scale=scaling)
         return out, lse
     if num_queries in (1, num_keys):
         out = F.scaled_dot_product_attention(

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvshelf.errors import BlobError, CacheCorrupt, CacheExpired, CacheNotFound, StoreUnavailable
 from kvshelf.store import CompressedCache, blob
+from kvshelf.store import arriving as module
 from kvshelf.store.arriving import ArrivingCache, portions_of, runs_of
 from kvshelf.store.artifact import LayerRecord
 from kvshelf.store.blob_body import as_tensor
@@ -36,8 +37,11 @@ CASES = faults_1_0.CASES | faults_1_1.CASES | faults_1_absurd.CASES
 LAYERS = ((20, 20), (31, 9), (0, 3), (40, 40))
 
 
-@pytest.fixture
-def shelf(home: Path) -> Iterator[DiskStore]:
+@pytest.fixture(params=["one thread", "one that reads ahead"])
+def shelf(home: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[DiskStore]:
+    """The caches of these tests are small, and would have no second thread."""
+    if request.param != "one thread":
+        monkeypatch.setattr(module, "_READ_AHEAD_BYTES", 0)
     with DiskStore.open(home) as store:
         yield store
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import pytest
@@ -102,3 +103,5 @@ def test_a_policy_sums_columns_by_what_the_prefill_told(llama, monkeypatch):
         torch.testing.assert_close(layer.lse, expected.float(), atol=1e-4, rtol=1e-5)
         by_itself, _ = column_sums(layer.queries, layer.keys, layer.scaling)
         torch.testing.assert_close(layer.column_sums()[0], by_itself, atol=1e-4, rtol=1e-4)
+        doubled = replace(layer, lse=layer.lse + math.log(2))  # of a wrong one the sums are wrong: it is used
+        torch.testing.assert_close(doubled.column_sums()[0], by_itself / 2, atol=1e-4, rtol=1e-4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 """The only CPU attention of torch that returns the log-sum-exp; it aborts the process on an empty key tensor."""
 
 _LOGITS_PER_BLOCK = 1 << 22
@@ -27,7 +27,7 @@ def attend(
     if queries.device.type == "cpu" and keys.shape[-1] == values.shape[-1]:
         if mask is not None:
             mask = mask.to(queries.dtype).expand(*queries.shape[:3], keys.shape[2])
-        out, lse = _CPU_ATTENTION(queries, keys, values, 0.0, False, attn_mask=mask, scale=scale)
+        out, lse = CPU_ATTENTION(queries, keys, values, 0.0, False, attn_mask=mask, scale=scale)
         return out, lse
     return attend_in_blocks(queries, keys, values, scale, mask)
 
