@@ -16,6 +16,7 @@ from kvshelf.bench.random_model import load_random_model, random_layers, save_ra
 from kvshelf.workers.devices import chosen_device
 from kvshelf.workers.engine import Engine
 from kvshelf.workers.model import BUNDLED, bundled_folder
+from kvshelf.workers.prepacking import prepack
 
 QUESTION_TOKENS = 32
 """Tokens of every question that a bench of speed asks."""
@@ -45,16 +46,23 @@ class Subject:
 def load_subject(name: str, device: str, dtype: str, threads: int) -> Iterator[Subject]:
     """`name` is a bundled model, a local folder, a hub id, or "random:8" for a random Llama of 8 layers.
 
-    `threads` is for torch; 0 leaves its own choice.
+    `threads` is for torch; 0 leaves its own choice. The model is as replicas have it, prepacked, for everything that is
+    measured, what stands beside kvshelf included.
     """
     if threads:
         torch.set_num_threads(threads)
     transformers.utils.logging.disable_progress_bar()
+    with _engine(name, device, dtype) as (engine, source):
+        prepack(engine.model)
+        yield Subject(engine, source)
+
+
+@contextmanager
+def _engine(name: str, device: str, dtype: str) -> Iterator[tuple[Engine, str]]:
     layers = random_layers(name)
     if layers is None:
-        yield Subject(Engine.load(name, device=device, dtype=dtype), bundled_folder(name) if name in BUNDLED else name)
+        yield Engine.load(name, device=device, dtype=dtype), bundled_folder(name) if name in BUNDLED else name
         return
     with tempfile.TemporaryDirectory(prefix="kvshelf-bench-") as folder:
         save_random_model(Path(folder), layers)
-        model = load_random_model(Path(folder), chosen_device(device), dtype)
-        yield Subject(Engine(model, name=name), folder)
+        yield Engine(load_random_model(Path(folder), chosen_device(device), dtype), name=name), folder

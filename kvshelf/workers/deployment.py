@@ -23,6 +23,7 @@ from kvshelf.store.config import StoreConfig
 from kvshelf.workers import lifeline
 from kvshelf.workers import model as models
 from kvshelf.workers.engine import Engine
+from kvshelf.workers.prepacking import prepack
 from kvshelf.workers.quality import QUESTIONS
 from kvshelf.workers.remote import RemoteEngine, replicas_running
 from kvshelf.workers.replica import Replica
@@ -70,6 +71,9 @@ class ServedReplica(Replica):
             torch.set_num_threads(config.threads)
         model, tokenizer = models.load(config.model, device=config.device, dtype=config.dtype)
         engine = Engine(model, tokenizer, name=served_name(config.model))
+        prepack(
+            model
+        )  # after the engine has made its identity of the weights: read anew, they would be laid out as before
         super().__init__(
             engine,
             config.store.open(),

@@ -155,8 +155,9 @@ def output_weight(attention: nn.Module | None) -> Tensor | None:
     """The weight of an attention module's output projection, `[hidden, q_heads * Dv]`; None where it has none that can
     be read: it has another name, or is packed by quantization."""
     weight = getattr(getattr(attention, "o_proj", None), "weight", None)
-    plain = isinstance(weight, Tensor) and weight.is_floating_point() and weight.dtype.itemsize > 1  # fp8 needs scales
-    return weight if plain else None
+    if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.dtype.itemsize == 1:
+        return None  # fp8 needs scales
+    return weight.to_dense() if weight.is_mkldnn else weight  # laid out for products (`prepacking`)
 
 
 class Window:

@@ -1,0 +1,76 @@
+"""Linear layers whose weights lie in the order in which oneDNN multiplies them, on a CPU.
+
+`nn.functional.linear` lays the weights out anew in every call, which for a few rows takes as long as the product. The
+two operations used here are what torch's own compiler makes of layers whose weights stay the same (`torch._inductor`,
+freezing); compiling the whole model would need a compiler at run time, and time for each length of a question.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections import Counter
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+_ROWS = 32
+"""Rows that the order is chosen for: those of a question, or of many answers. It is good for one and for thousands."""
+
+
+class PrepackedLinear(nn.Module):
+    """As `nn.Linear`, for inference alone: x [..., in_features] to [..., out_features], no gradient.
+
+    Sums run in another order than `nn.Linear`'s, so fp32 results differ in their last bits. `weight` is opaque to
+    torch's other operations (`weight.to_dense()` is what it was) and cannot be changed; the state dict has it as that
+    of `nn.Linear` has.
+    """
+
+    def __init__(self, packed: Tensor, bias: nn.Parameter | None) -> None:
+        """`packed` is what `of` makes of a weight `[out_features, in_features]`."""
+        super().__init__()
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.bias = bias
+
+    @classmethod
+    def of(cls, linear: nn.Linear) -> PrepackedLinear:
+        """The same layer with its own copy of the weight."""
+        packed = torch.ops.mkldnn._reorder_linear_weight.default(linear.weight.detach(), _ROWS)
+        return cls(packed, linear.bias).train(linear.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The product, in the dtype of `x`, which must be that of the weight."""
+        product: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self.weight, self.bias, "none", [], "")
+        return product
+
+    def extra_repr(self) -> str:
+        """As `nn.Linear` tells its shape."""
+        rows, columns = self.weight.shape
+        return f"in_features={columns}, out_features={rows}, bias={self.bias is not None}"
+
+    def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight"] = self.weight.to_dense()
+
+
+def prepack(model: PreTrainedModel) -> None:
+    """Replace the linear layers of `model`, in place, where that makes them faster: on x86 CPUs.
+
+    Weights are let go of one by one, so at its peak it needs memory for one more of them. Left as they are: weights
+    that two modules share (a head tied to the embedding), dtypes that oneDNN has no fast product for, subclasses of
+    `nn.Linear`, models on other devices. Not for a model that somebody trains, or changes the weights of.
+    """
+    if platform.machine() != "x86_64" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    for name in [name for name, _ in model.named_modules()]:  # names alone: a list of modules would keep all weights
+        module = model.get_submodule(name)
+        if type(module) is nn.Linear and uses[id(module.weight)] == 1 and _is_fast(module.weight):
+            model.set_submodule(name, PrepackedLinear.of(module))
+
+
+def _is_fast(weight: Tensor) -> bool:
+    if weight.device.type != "cpu":
+        return False
+    bfloat16: bool = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return bfloat16 or weight.dtype == torch.float32
