@@ -6,7 +6,7 @@
 #include "native.h"
 
 /* Rows of a block, which is one thread's; and how many bytes memory is asked for in advance. */
-enum { BLOCK_ROWS = 256, AHEAD = 2048 };
+enum { BLOCK_ROWS = 256, AHEAD = 4096 };
 
 /* States [heads, rows, dim] of a type, strides in bytes. */
 typedef struct {

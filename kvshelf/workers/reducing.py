@@ -85,24 +85,26 @@ class LayerReducer:
 
     def _view(self, attended: Attended) -> LayerView:
         """The document's part of a layer, and what each probe pass behind it left."""
-        queries, keys, values = attended.queries[0], attended.keys[0], attended.values[0]
         num_tokens = self._source.num_tokens
         observed = Observes.QUERIES in self._policy.observes
-        ends = list(accumulate(self.probe_lengths, initial=num_tokens))
-        probes = [Probed(queries[:, a:b], keys[:, a:b], values[:, a:b]) for a, b in pairwise(ends)]
         return LayerView(
             layer_idx=int(attended.module.layer_idx),  # type: ignore[arg-type]
-            keys=keys[:, :num_tokens],
-            values=values[:, :num_tokens],
-            queries=queries[:, :num_tokens] if observed else None,
+            keys=attended.keys[0, :, :num_tokens],
+            values=attended.values[0, :, :num_tokens],
+            queries=attended.queries[0, :, :num_tokens] if observed else None,
             lse=attended.lse[0] if observed and attended.lse is not None else None,
             scaling=attended.scaling,
             source=self._source,
             num_layers=self._num_layers,
-            probes=tuple(probes) if observed else (),
+            probes=self._probes(attended) if observed else (),
             rope=self._rope if Observes.ROPE in self._policy.observes else None,
             module=attended.module,
         )
+
+    def _probes(self, attended: Attended) -> tuple[Probed, ...]:
+        ends = accumulate(self.probe_lengths, initial=self._source.num_tokens)
+        states = (attended.queries, attended.keys, attended.values)
+        return tuple(Probed(*(of[0, :, a:b] for of in states)) for a, b in pairwise(ends))
 
 
 def require_every_layer(seen: Iterable[int], num_layers: int) -> None:

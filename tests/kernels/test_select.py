@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvshelf.errors import InvalidTensor
-from kvshelf.kernels.select import pack, reference, select
+from kvshelf.kernels.select import keep_best, pack, reference, select
 from tests.kernels.tensors import random
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -87,6 +87,63 @@ def test_pack_equals_the_reference_in_every_layout(dtype, heads, tokens, dim, va
                 assert ours.dtype == theirs.dtype
                 assert ours.is_contiguous()
                 assert torch.equal(ours, theirs), layout
+
+
+@pytest.mark.parametrize("values", [None, FEW, FEW + BAD], ids=["all different", "ties", "ties and not finite"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "tokens", "dim", "value_dim"), [(1, 1, 1, 1), (3, 37, 24, 7), (2, 130, 64, 128)])
+def test_keep_best_equals_selecting_and_packing_by_the_reference(dtype, heads, tokens, dim, value_dim, values):
+    drawn = torch.randint(len(values or [0]), (heads, tokens), generator=torch.Generator().manual_seed(2))
+    scores = random(heads, tokens, seed=2) if values is None else torch.tensor(values)[drawn]
+    protected = random(tokens, seed=1) > 1
+    held = int(protected.sum())
+    counts = [(held + tokens) // 2, held, tokens][:heads]
+    mask = reference.select(scores, protected, counts)
+    keys, values_of = layouts(heads, tokens, dim, dtype), layouts(heads, tokens, value_dim, dtype)
+    *expected, positions = reference.pack(keys["head-major"], values_of["head-major"], mask, counts)
+    marked = torch.where(scores.isfinite(), scores, torch.nan).masked_fill(protected, torch.inf)
+    before = scores.clone()
+    for layout, states in keys.items():
+        *packed, at, importance = keep_best(states, values_of[layout], scores, protected, counts)
+        for ours, theirs in zip((*packed, at), (*expected, positions), strict=True):
+            assert ours.dtype == theirs.dtype
+            assert ours.is_contiguous()
+            assert torch.equal(ours, theirs), layout
+        assert importance.dtype == torch.float32
+        torch.testing.assert_close(importance, marked[mask], rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(scores, before, rtol=0, atol=0, equal_nan=True)
+
+
+def test_keep_best_reads_any_strides():
+    scores, protected = random(50, 2).T, torch.zeros(1, dtype=torch.bool).expand(50)
+    states = random(2, 50, 8)
+    _, _, positions, importance = keep_best(states, states, scores, protected, [20, 3])
+    mask = reference.select(scores, protected, [20, 3])
+    assert torch.equal(positions.long(), mask.nonzero()[:, 1])
+    assert torch.equal(importance, scores[mask])
+
+
+def test_keep_best_of_nothing():
+    nothing, none = torch.zeros(2, 5), torch.zeros(5, dtype=torch.bool)
+    keys, values, positions, importance = keep_best(random(2, 5, 4), random(2, 5, 3), nothing, none, [0, 0])
+    assert (keys.shape, values.shape, positions.shape, importance.shape) == ((0, 4), (0, 3), (0,), (0,))
+    keys, _, _, importance = keep_best(random(2, 0, 4), random(2, 0, 3), nothing[:, :0], none[:0], [0, 0])
+    assert (keys.shape, importance.shape) == ((0, 4), (0,))
+
+
+def test_what_keep_best_refuses():
+    states, scores, protected = random(2, 5, 4), random(2, 5), torch.zeros(5, dtype=torch.bool)
+    for counts in ([3, 1], [1, 3]):
+        with pytest.raises(InvalidTensor, match="counts are"):
+            keep_best(states, states, scores, torch.ones(5, dtype=torch.bool), counts)
+    with pytest.raises(InvalidTensor, match="given 2 from 1 to 6"):
+        keep_best(states, states, scores, protected, [1, 6])
+    with pytest.raises(InvalidTensor, match=r"\[2, 5\] float64"):
+        keep_best(states, states, scores.double(), protected, [1, 1])
+    with pytest.raises(InvalidTensor, match=r"\[2, 4, 4\]"):
+        keep_best(states[:, :4], states[:, :4], scores, protected, [1, 1])
+    with pytest.raises(InvalidTensor, match="contiguous"):
+        keep_best(random(2, 4, 5).transpose(1, 2), states, scores, protected, [1, 1])
 
 
 def test_pack_of_nothing():

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from kvshelf.kernels.select import pack, reference, select
+from kvshelf.kernels.select import keep_best, pack, reference, select
 from tests.kernels.compiling import Variant, compile_all, require_fits
 from tests.kernels.tensors import random
 from tests.kernels.test_select import BAD, FEW, layouts
@@ -51,6 +51,15 @@ def test_pack_equals_the_reference_in_every_layout(dtype, heads, tokens, dim, va
         for ours, theirs in zip(packed, expected, strict=True):
             assert ours.dtype == theirs.dtype
             assert torch.equal(ours, theirs), layout
+
+
+def test_keep_best_is_both():
+    states, scores, protected = random(3, 37, 24), random(3, 37, seed=1), random(37, seed=2) > 1
+    counts = [int(protected.sum()), 20, 37]
+    mask = reference.select(scores, protected, counts)
+    *packed, importance = keep_best(states, states, scores, protected, counts)
+    assert all(map(torch.equal, packed, reference.pack(states, states, mask, counts)))
+    assert torch.equal(importance, scores.masked_fill(protected, math.inf)[mask])
 
 
 def test_pack_counts_flags_far_before_its_own():

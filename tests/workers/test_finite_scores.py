@@ -11,12 +11,12 @@ import torch
 
 from kvshelf.client.types import CreateCache
 from kvshelf.errors import PolicyUnsupported
+from kvshelf.kernels.select import importance_of
 from kvshelf.store.disk import DiskStore
 from kvshelf.store.ledger import RequestRecord
 from kvshelf.workers.engine import Engine
 from kvshelf.workers.levels import Level
 from kvshelf.workers.policies import POLICIES
-from kvshelf.workers.policies.base import importance_of
 from kvshelf.workers.replica import Replica
 from kvshelf.workers.scheduler import Scheduler
 

@@ -1,6 +1,6 @@
-"""Choose the entries to keep, and pack them.
+"""Choose the entries to keep, and pack them; `keep_best` is both at once.
 
-Both are bound by memory and do no arithmetic to speak of. `select` must read rows * N fp32 and N flags and write
+They are bound by memory and do no arithmetic to speak of. `select` must read rows * N fp32 and N flags and write
 rows * N flags; `pack` must read kv_heads * N flags, and read and write each kept key, value and position once. Share of
 the limit on a GPU: not measured.
 """
@@ -14,8 +14,9 @@ from torch import Tensor
 
 from kvshelf.kernels.checks import require, require_states
 from kvshelf.kernels.dispatch import implementation
+from kvshelf.kernels.select.eager import importance_of, of_entries
 
-__all__ = ["pack", "select"]
+__all__ = ["importance_of", "keep_best", "of_entries", "pack", "select"]
 
 
 def select(scores: Tensor, protected: Tensor, counts: Sequence[int]) -> Tensor:
@@ -27,20 +28,7 @@ def select(scores: Tensor, protected: Tensor, counts: Sequence[int]) -> Tensor:
     than any that is, -inf too, so that it is kept and seen by whoever looks at the scores of what was kept. Returns a
     mask `[rows, N]` bool. Raises `InvalidTensor` for other shapes.
     """
-    require(
-        scores.dim() == 2
-        and scores.dtype == torch.float32
-        and protected.dtype == torch.bool
-        and protected.shape == scores.shape[1:]
-        and protected.device == scores.device
-        and len(counts) == scores.shape[0]
-        and all(0 <= count <= scores.shape[1] for count in counts),
-        "select",
-        f"scores must be [rows, N] float32, protected [N] bool on the same device, and counts from 0 to N, one a row "
-        f"(given {len(counts)} from {min(counts, default=0)} to {max(counts, default=0)})",
-        scores=scores,
-        protected=protected,
-    )
+    _require_scores(scores, protected, counts)
     if scores.numel() == 0:
         return torch.zeros(scores.shape, dtype=torch.bool, device=scores.device)
     mask: Tensor = implementation("select", scores.device).select(scores, protected, counts)
@@ -76,3 +64,51 @@ def pack(
         lengths = list(counts)
     packed = form.pack(keys, values, mask, lengths)
     return (*packed, lengths)
+
+
+def keep_best(
+    keys: Tensor, values: Tensor, scores: Tensor, protected: Tensor, counts: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The entries that `select` chooses, as `pack` packs them, and the importance of each.
+
+    The arguments are theirs: keys `[kv_heads, N, D]`, values `[kv_heads, N, Dv]`, scores `[kv_heads, N]` fp32,
+    protected `[N]` bool, counts one a head. Returns keys `[entries, D]`, values `[entries, Dv]`, positions `[entries]`
+    int32 and importance `[entries]` fp32: `importance_of` of what is kept. Raises `InvalidTensor` as they do, and on
+    the CPU for counts below the number of protected.
+    """
+    at_once = getattr(implementation("select", keys.device), "keep_best", None)
+    if at_once is None or keys.numel() == 0 or values.numel() == 0:
+        mask = select(scores, protected, counts)
+        packed_keys, packed_values, positions, lengths = pack(keys, values, mask, counts)
+        return packed_keys, packed_values, positions, of_entries(importance_of(scores, protected), positions, lengths)
+    _require_scores(scores, protected, counts)
+    require_states("keep_best", {"keys": 3, "values": 3}, keys=keys, values=values)
+    require(
+        keys.shape[:2] == values.shape[:2] == scores.shape and scores.device == keys.device,
+        "keep_best",
+        "keys must be [kv_heads, N, D], values [kv_heads, N, Dv] and scores [kv_heads, N], on one device",
+        keys=keys,
+        values=values,
+        scores=scores,
+    )
+    kept: tuple[Tensor, Tensor, Tensor, Tensor] | None = at_once(keys, values, scores, protected, counts)
+    require(kept is not None, "keep_best", f"counts are {list(counts)}, fewer than are protected", protected=protected)
+    assert kept is not None
+    return kept
+
+
+def _require_scores(scores: Tensor, protected: Tensor, counts: Sequence[int]) -> None:
+    require(
+        scores.dim() == 2
+        and scores.dtype == torch.float32
+        and protected.dtype == torch.bool
+        and protected.shape == scores.shape[1:]
+        and protected.device == scores.device
+        and len(counts) == scores.shape[0]
+        and all(0 <= count <= scores.shape[1] for count in counts),
+        "select",
+        f"scores must be [rows, N] float32, protected [N] bool on the same device, and counts from 0 to N, one a row "
+        f"(given {len(counts)} from {min(counts, default=0)} to {max(counts, default=0)})",
+        scores=scores,
+        protected=protected,
+    )

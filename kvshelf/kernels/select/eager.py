@@ -41,6 +41,20 @@ def pack(keys: Tensor, values: Tensor, mask: Tensor, counts: Sequence[int]) -> t
     return rows_at(keys, heads, positions), rows_at(values, heads, positions), positions.to(torch.int32)
 
 
+def importance_of(scores: Tensor, protected: Tensor) -> Tensor:
+    """`scores` `[..., N]` fp32, infinite where `protected` `[N]` is set, NaN where a score is not finite."""
+    difference = scores - scores  # 0, or NaN for what is not finite
+    return difference.add_(scores).masked_fill_(protected, torch.inf)
+
+
+def of_entries(numbers: Tensor, positions: Tensor, counts: Sequence[int]) -> Tensor:
+    """`numbers` `[kv_heads, N]` of packed entries, `[entries]`. By index: a mask would wait for the device."""
+    if len(set(counts)) == 1:
+        return numbers.gather(1, positions.view(len(counts), -1).long()).flatten()
+    heads = torch.split(positions.long(), list(counts))
+    return torch.cat([row.index_select(0, kept) for row, kept in zip(numbers, heads, strict=True)])
+
+
 def rows_at(states: Tensor, heads: Tensor, positions: Tensor) -> Tensor:
     """`states[heads, positions]`: `[entries, D]` of `[kv_heads, N, D]`.
 

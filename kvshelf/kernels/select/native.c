@@ -124,3 +124,40 @@ EXPORT void kvshelf_pack(const void *keys, const void *values, const uint8_t *ma
                         {values, packed_values, strides[3], strides[4], strides[5]}}};
     for_each(heads, threads, pack_head, &a);
 }
+
+typedef struct {
+    Rows rows;
+    Packing packing;
+    float *importance; /* [entries] */
+} Keeping;
+
+static void keep_head(const void *context, int64_t head) {
+    const Keeping *a = context;
+    const Packing *packing = &a->packing;
+    const float *scores = a->rows.scores + head * a->rows.length;
+    select_row(&a->rows, head);
+    pack_head(packing, head);
+    for (int64_t n = packing->begin[head]; n < packing->begin[head + 1]; n++) {
+        const int32_t position = packing->positions[n];
+        const int finite = rank_of(scores[position]) != UINT32_MAX;
+        a->importance[n] = a->rows.protected[position] ? INFINITY : finite ? scores[position] : NAN;
+    }
+}
+
+/* kvshelf_select and kvshelf_pack, and the importance of what is kept. Returns 0, and has done nothing, where a head
+   keeps fewer than are protected. mask, ranks: room to work in, as of kvshelf_select. */
+EXPORT int kvshelf_keep_best(const void *keys, const void *values, const float *scores, const uint8_t *protected,
+                             const int64_t *counts, const int64_t *begin, const int64_t *strides, uint8_t *mask,
+                             uint32_t *ranks, void *packed_keys, void *packed_values, int32_t *positions,
+                             float *importance, int64_t heads, int64_t length, int threads) {
+    const int64_t held = count(protected, length);
+    for (int64_t head = 0; head < heads; head++)
+        if (counts[head] < held) return 0;
+    const Keeping a = {{scores, protected, counts, mask, ranks, length, held},
+                       {mask, begin, positions, length,
+                        {{keys, packed_keys, strides[0], strides[1], strides[2]},
+                         {values, packed_values, strides[3], strides[4], strides[5]}}},
+                       importance};
+    for_each(heads, threads, keep_head, &a);
+    return 1;
+}

@@ -1,7 +1,9 @@
 """Top-k by radix and the copy of whole rows in C: see `native.c`.
 
 Torch looks for the k-th largest by a partial sort, and packs by an index of 8 bytes an entry that it makes first; here
-a row of scores is read four times in the first-level cache, and each kept key and value is copied once.
+a row of scores is read four times in the first-level cache, and each kept key and value is copied once. `keep_best` is
+all of it in one call: behind a long prefill no code is in the processor's cache, and each of torch's operations that it
+saves is 20 microseconds.
 """
 
 from __future__ import annotations
@@ -47,12 +49,36 @@ def pack(keys: Tensor, values: Tensor, mask: Tensor, counts: Sequence[int]) -> t
     begin = list(accumulate(counts, initial=0))
     packed = [states.new_empty(begin[-1], states.shape[2]) for states in (keys, values)]
     positions = torch.empty(begin[-1], dtype=torch.int32)
-    strides = [
-        number * states.itemsize for states in (keys, values) for number in (*states.stride()[:2], states.shape[2])
-    ]
     native.kvshelf_pack(
-        pointer(keys), pointer(values), pointer(mask), (ctypes.c_int64 * len(begin))(*begin),
-        (ctypes.c_int64 * len(strides))(*strides), *map(pointer, packed), pointer(positions), ctypes.c_int64(heads),
-        ctypes.c_int64(length), torch.get_num_threads(),
+        pointer(keys), pointer(values), pointer(mask), (ctypes.c_int64 * len(begin))(*begin), _strides(keys, values),
+        *map(pointer, packed), pointer(positions), ctypes.c_int64(heads), ctypes.c_int64(length),
+        torch.get_num_threads(),
     )  # fmt: skip
     return packed[0], packed[1], positions
+
+
+def keep_best(
+    keys: Tensor, values: Tensor, scores: Tensor, protected: Tensor, counts: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    """See `kvshelf.kernels.select.keep_best`. None where a head keeps fewer than are protected."""
+    native = compiled()
+    scores, protected = scores.contiguous(), protected.contiguous()
+    heads, length = scores.shape
+    begin = list(accumulate(counts, initial=0))
+    mask, ranks = torch.empty(heads, length, dtype=torch.uint8), torch.empty(heads, length, dtype=torch.int32)
+    packed = [states.new_empty(begin[-1], states.shape[2]) for states in (keys, values)]
+    positions = torch.empty(begin[-1], dtype=torch.int32)
+    importance = torch.empty(begin[-1], dtype=torch.float32)
+    done = native.kvshelf_keep_best(
+        pointer(keys), pointer(values), pointer(scores), pointer(protected), (ctypes.c_int64 * heads)(*counts),
+        (ctypes.c_int64 * len(begin))(*begin), _strides(keys, values), pointer(mask), pointer(ranks),
+        *map(pointer, packed), pointer(positions), pointer(importance), ctypes.c_int64(heads), ctypes.c_int64(length),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return (packed[0], packed[1], positions, importance) if done else None
+
+
+def _strides(keys: Tensor, values: Tensor) -> ctypes.Array[ctypes.c_int64]:
+    """Of keys, then of values: bytes from head to head, from row to row, and of a row."""
+    of_both = (number for states in (keys, values) for number in (*states.stride()[:2], states.shape[2]))
+    return (ctypes.c_int64 * 6)(*(number * keys.itemsize for number in of_both))

@@ -9,9 +9,10 @@ from typing import Any, ClassVar, Self
 from torch import Tensor
 
 from kvshelf.errors import InvalidRequest
+from kvshelf.kernels.select import importance_of
 from kvshelf.workers.budgets import Budget, LayerBudget
 from kvshelf.workers.plans import GlobalPlan, flat_counts, least
-from kvshelf.workers.policies.base import Observes, ScoringPolicy, importance_of, parameter, parameter_fields
+from kvshelf.workers.policies.base import Observes, ScoringPolicy, parameter, parameter_fields
 from kvshelf.workers.policies.snapkv import SnapKV
 from kvshelf.workers.policies.view import LayerView, ProbePass, Source
 

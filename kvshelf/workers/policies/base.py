@@ -14,11 +14,10 @@ from enum import Enum, Flag, auto
 from itertools import accumulate
 from typing import Any, ClassVar, Protocol, Self, get_args, get_type_hints
 
-import torch
 from torch import Tensor
 
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
-from kvshelf.kernels.select import pack, select
+from kvshelf.kernels.select import importance_of, keep_best, of_entries, pack
 from kvshelf.store.artifact import Kept, LayerRecord
 from kvshelf.workers.budgets import Budget, LayerBudget
 from kvshelf.workers.plans import CachePlan
@@ -205,7 +204,7 @@ class ScoringPolicy(Policy):
 
     def protected(self, layer: LayerView) -> Tensor:
         """`[N]` bool: tokens kept whatever their score. A mask, because no score is safely above all others."""
-        return layer.positions < layer.protected_prefix
+        return layer.protected
 
     def counts(self, layer: LayerView, scores: Tensor, protected: Tensor, budget: LayerBudget) -> Sequence[int]:  # noqa: ARG002
         """Entries each head of this layer keeps. The default is the same for all."""
@@ -225,13 +224,20 @@ class ScoringPolicy(Policy):
         return Phase.DURING if self.plan is None else Phase.CASCADE
 
     def importance(self, layer: LayerView) -> Tensor:
-        """The scores, infinite where a token is protected: `[kv_heads, N]` fp32."""
+        """The scores, infinite where a token is protected: `[kv_heads, N]` fp32.
+
+        `select` ranks what is not finite first, so a bad score that could have decided anything is found as a NaN among
+        the entries kept, by one look at the whole cache when the prefill is done (`require_finite_scores`). Looking at
+        each layer's scores as they come would wait for the device once a layer.
+        """
         return importance_of(self.score(layer), self.protected(layer))
 
     def reduce(self, layer: LayerView, budget: LayerBudget) -> LayerRecord:
         scores, protected = self.score(layer), self.protected(layer)
         counts = self.counts(layer, scores, protected, budget)
-        return keep(layer, select(scores, protected, counts), importance_of(scores, protected), counts)
+        keys, values, positions, importance = keep_best(layer.keys, layer.values, scores, protected, counts)
+        offsets = tuple(accumulate(counts, initial=0))
+        return Kept(keys=keys, values=values, entries_at=positions, offsets=offsets, importance=importance)
 
 
 @dataclass(frozen=True)
@@ -289,18 +295,6 @@ class TailPolicy(ProbedPolicy, ScoringPolicy):
         return super().protected(layer) | layer.window(self.window).protect_tail()
 
 
-def importance_of(scores: Tensor, protected: Tensor) -> Tensor:
-    """What a record keeps of `scores` `[..., N]` fp32: infinite where `protected` `[N]` is set, NaN where a score is
-    not finite.
-
-    `select` ranks what is not finite first, so a bad score that could have decided anything is found as a NaN among
-    the entries kept, by one look at the whole cache when the prefill is done (`require_finite_scores`). Looking at each
-    layer's scores as they come would wait for the device once a layer.
-    """
-    difference = scores - scores  # 0, or NaN for what is not finite
-    return (scores + difference).masked_fill_(protected, torch.inf)
-
-
 def keep(layer: LayerView, mask: Tensor, importance: Tensor | None = None, counts: Sequence[int] | None = None) -> Kept:
     """The record of the entries where `mask` `[kv_heads, N]` is set: `counts[h]` of head h, where that is known without
     waiting for the device. `importance` `[kv_heads, N]` fp32 ranks them for codecs that treat some better than others;
@@ -311,16 +305,8 @@ def keep(layer: LayerView, mask: Tensor, importance: Tensor | None = None, count
         values=values,
         entries_at=positions,
         offsets=tuple(accumulate(lengths, initial=0)),
-        importance=positions.float() if importance is None else _of_entries(importance, positions, lengths),
+        importance=positions.float() if importance is None else of_entries(importance, positions, lengths),
     )
-
-
-def _of_entries(importance: Tensor, positions: Tensor, lengths: Sequence[int]) -> Tensor:
-    """`importance` `[kv_heads, N]` of packed entries, `[entries]`. By index: a mask would wait for the device."""
-    if len(set(lengths)) == 1:
-        return importance.gather(1, positions.view(len(lengths), -1).long()).flatten()
-    heads = torch.split(positions.long(), list(lengths))
-    return torch.cat([row.index_select(0, kept) for row, kept in zip(importance, heads, strict=True)])
 
 
 def encoded(text: str, source: Source, param: str) -> tuple[int, ...]:

@@ -11,9 +11,10 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from kvshelf.errors import PolicyUnsupported
+from kvshelf.kernels.select import importance_of
 from kvshelf.workers.budgets import Budget, LayerBudget
 from kvshelf.workers.plans import flat_counts
-from kvshelf.workers.policies.base import Observes, TailPolicy, importance_of, parameter
+from kvshelf.workers.policies.base import Observes, TailPolicy, parameter
 from kvshelf.workers.policies.view import LayerView
 
 _BLOCK_TOKENS = 1024

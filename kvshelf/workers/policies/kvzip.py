@@ -9,10 +9,11 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
+from kvshelf.kernels.select import importance_of
 from kvshelf.kernels.window_scores import window_attention
 from kvshelf.workers.budgets import Budget, LayerBudget
 from kvshelf.workers.plans import CachePlan, GlobalPlan, flat_counts
-from kvshelf.workers.policies.base import Observes, ScoringPolicy, importance_of, parameter
+from kvshelf.workers.policies.base import Observes, ScoringPolicy, parameter
 from kvshelf.workers.policies.parameters import fitted_sink
 from kvshelf.workers.policies.view import LayerView, ProbePass, Source
 

@@ -113,6 +113,13 @@ class LayerView:
         return self.source.protected_prefix
 
     @cached_property
+    def protected(self) -> Tensor:
+        """The tokens of the chat template before the document, `[N]` bool."""
+        mask = torch.zeros(self.num_tokens, dtype=torch.bool, device=self.keys.device)
+        mask[: self.protected_prefix] = True
+        return mask
+
+    @cached_property
     def positions(self) -> Tensor:
         """Original positions `[N]`."""
         return torch.arange(self.num_tokens, device=self.keys.device)
