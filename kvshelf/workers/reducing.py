@@ -45,7 +45,8 @@ class LayerReducer:
         self._source = source
         self._budget = budget
         self._num_layers = num_layers
-        self._rope = rope
+        self._sees_queries = Observes.QUERIES in policy.observes
+        self._rope = rope if Observes.ROPE in policy.observes else None
         self._checkpoint = checkpoint
         self._records: dict[int, LayerRecord] = {}
         self._cascade: Cascade | None = None
@@ -86,18 +87,17 @@ class LayerReducer:
     def _view(self, attended: Attended) -> LayerView:
         """The document's part of a layer, and what each probe pass behind it left."""
         num_tokens = self._source.num_tokens
-        observed = Observes.QUERIES in self._policy.observes
         return LayerView(
             layer_idx=int(attended.module.layer_idx),  # type: ignore[arg-type]
             keys=attended.keys[0, :, :num_tokens],
             values=attended.values[0, :, :num_tokens],
-            queries=attended.queries[0, :, :num_tokens] if observed else None,
-            lse=attended.lse[0] if observed and attended.lse is not None else None,
+            queries=attended.queries[0, :, :num_tokens] if self._sees_queries else None,
+            lse=attended.lse[0] if self._sees_queries and attended.lse is not None else None,
             scaling=attended.scaling,
             source=self._source,
             num_layers=self._num_layers,
-            probes=self._probes(attended) if observed else (),
-            rope=self._rope if Observes.ROPE in self._policy.observes else None,
+            probes=self._probes(attended) if self._sees_queries else (),
+            rope=self._rope,
             module=attended.module,
         )
 

@@ -53,12 +53,12 @@ class StreamingLLM(Policy):
     def reduce(self, layer: LayerView, budget: LayerBudget) -> Kept:
         sinks = max(self.sink, layer.protected_prefix)
         # Two runs of rows a head, copied as they are: an index of the rows takes three times as long.
-        recents = [slice(layer.num_tokens - (count - sinks), None) for count in budget.per_head]
-        positions = torch.cat([part for r in recents for part in (layer.positions[:sinks], layer.positions[r])])
+        recents = [slice(layer.num_tokens - (count - sinks), layer.num_tokens) for count in budget.per_head]
+        positions = _positions(sinks, recents, layer.keys.device)
         record = Kept(
             keys=_runs(layer.keys, sinks, recents),
             values=_runs(layer.values, sinks, recents),
-            entries_at=positions.to(torch.int32),
+            entries_at=positions,
             offsets=offsets_of(budget.per_head),
             importance=positions.float().masked_fill_(positions < sinks, torch.inf),
         )
@@ -68,6 +68,13 @@ class StreamingLLM(Policy):
 def _runs(states: Tensor, sinks: int, recents: Sequence[slice]) -> Tensor:
     """The first rows and the recent ones of each head: `[entries, D]` of `[kv_heads, N, D]`."""
     return torch.cat([part for head, r in zip(states, recents, strict=True) for part in (head[:sinks], head[r])])
+
+
+def _positions(sinks: int, recents: Sequence[slice], device: torch.device) -> Tensor:
+    """Of the same rows, `[entries]` int32. Not by slices of all positions: to make those takes longer than the rest."""
+    first = torch.arange(sinks, dtype=torch.int32, device=device)
+    runs = [torch.arange(r.start, r.stop, dtype=torch.int32, device=device) for r in recents]
+    return torch.cat([part for run in runs for part in (first, run)])
 
 
 def _in_cache(layer: LayerView, record: Kept) -> Kept:

@@ -116,7 +116,8 @@ class LayerView:
     def protected(self) -> Tensor:
         """The tokens of the chat template before the document, `[N]` bool."""
         mask = torch.zeros(self.num_tokens, dtype=torch.bool, device=self.keys.device)
-        mask[: self.protected_prefix] = True
+        if self.protected_prefix:
+            mask[: self.protected_prefix] = True
         return mask
 
     @cached_property
