@@ -1,16 +1,15 @@
-/* Top-k of rows of scores by radix, and the copy of what was chosen. */
+/* Top-k of rows of scores by bisection, and the copy of what was chosen. */
 
 #include "native.h"
 
-enum { BITS = 11, BINS = 1 << BITS };
-
-/* A number that is ordered as the scores are; what is not finite is above all, and 0 and -0 are one. */
-INLINE uint32_t rank_of(float score) {
-    uint32_t bits;
+/* A number that is ordered as the scores are; what is not finite is above all, and 0 and -0 are one. Above INT32_MIN,
+   which is that of protected entries. */
+INLINE int32_t rank_of(float score) {
+    int32_t bits;
     score += 0.0f;
     memcpy(&bits, &score, sizeof bits);
-    if ((bits & 0x7f800000) == 0x7f800000) return UINT32_MAX;
-    return bits ^ (bits >> 31 ? UINT32_MAX : 0x80000000);
+    if ((bits & 0x7f800000) == 0x7f800000) return INT32_MAX;
+    return bits ^ (bits >> 31 & INT32_MAX);
 }
 
 typedef struct {
@@ -18,42 +17,54 @@ typedef struct {
     const uint8_t *protected; /* [length] */
     const int64_t *counts;    /* [rows]: entries to keep, protected ones included */
     uint8_t *mask;            /* [rows, length] */
-    uint32_t *ranks;          /* [rows, length] */
+    int32_t *ranks;           /* [rows, length] */
     int64_t length, held;     /* held: protected entries */
 } Rows;
 
-/* The rank at place `wanted` of a row, 1 for the highest, among those that are not protected; `wanted` becomes how many
-   of the entries of this rank are. A digit at a time, from the highest one. */
-static uint32_t rank_at(const Rows *a, const uint32_t *ranks, int64_t *wanted) {
-    uint32_t found = 0, decided = 0;
-    for (int low = 32 - BITS; decided != UINT32_MAX; low = low > BITS ? low - BITS : 0) {
-        const uint32_t digit = (uint32_t)(BINS - 1) << low & ~decided;
-        int32_t counts[BINS] = {0};
-        for (int64_t i = 0; i < a->length; i++)
-            if ((ranks[i] & decided) == found && !a->protected[i]) counts[(ranks[i] & digit) >> low]++;
-        uint32_t bin = digit >> low;
-        for (; counts[bin] < *wanted; bin--) *wanted -= counts[bin];
-        found |= bin << low;
-        decided |= digit;
+/* How many ranks of a row are `least` or above. */
+static int64_t count_from(const int32_t *ranks, int64_t length, int32_t least) {
+    Ints found = {0};
+    int64_t i = 0, total = 0;
+    for (; i + LANES <= length; i += LANES) found -= *(const IntsAnywhere *)(ranks + i) >= least;
+    for (int lane = 0; lane < LANES; lane++) total += found[lane];
+    for (; i < length; i++) total += ranks[i] >= least;
+    return total;
+}
+
+/* A rank that exactly `wanted` of a row reach, or where there are ties the highest that at least as many reach: a bit at
+   a time from the highest one, in at most 32 passes of a compare and a sum over a row in the processor's cache. (A
+   histogram of digits passes less often, and waits for its own last store in most steps: norms share exponents.) */
+static int32_t rank_at(const int32_t *ranks, int64_t length, int64_t wanted) {
+    uint32_t found = 0;
+    for (uint32_t bit = (uint32_t)1 << 31; bit; bit >>= 1) {
+        const uint32_t raised = found | bit;
+        const int64_t reached = count_from(ranks, length, (int32_t)(raised ^ 0x80000000));
+        if (reached >= wanted) found = raised;
+        if (reached == wanted) break;
     }
-    return found;
+    return (int32_t)(found ^ 0x80000000);
 }
 
 static void select_row(const void *context, int64_t row) {
     const Rows *a = context;
     const float *scores = a->scores + row * a->length;
-    uint32_t *ranks = a->ranks + row * a->length;
+    int32_t *ranks = a->ranks + row * a->length;
     uint8_t *mask = a->mask + row * a->length;
-    int64_t wanted = a->counts[row] - a->held;
+    const int64_t wanted = a->counts[row] - a->held;
     memcpy(mask, a->protected, a->length);
     if (wanted <= 0) return;
-    for (int64_t i = 0; i < a->length; i++) ranks[i] = rank_of(scores[i]);
-    const uint32_t least = rank_at(a, ranks, &wanted);
     for (int64_t i = 0; i < a->length; i++) {
-        const int tied = !a->protected[i] & (ranks[i] == least) & (wanted > 0);
-        mask[i] |= tied | (ranks[i] > least);
-        wanted -= tied;
+        const int32_t rank = rank_of(scores[i]);
+        ranks[i] = a->protected[i] ? INT32_MIN : rank;
     }
+    const int32_t least = rank_at(ranks, a->length, wanted);
+    int64_t tied = wanted - (least < INT32_MAX ? count_from(ranks, a->length, least + 1) : 0);
+    for (int64_t i = 0; i < a->length; i++) mask[i] |= ranks[i] > least;
+    for (int64_t i = 0; tied; i++)
+        if (ranks[i] == least) {
+            mask[i] = 1;
+            tied--;
+        }
 }
 
 static int64_t count(const uint8_t *mask, int64_t length) {
@@ -64,7 +75,7 @@ static int64_t count(const uint8_t *mask, int64_t length) {
 
 /* mask becomes 1 where an entry is kept. counts: of each row, from the protected entries to all. */
 EXPORT void kvshelf_select(const float *scores, const uint8_t *protected, const int64_t *counts, uint8_t *mask,
-                           uint32_t *ranks, int64_t rows, int64_t length, int threads) {
+                           int32_t *ranks, int64_t rows, int64_t length, int threads) {
     const Rows a = {scores, protected, counts, mask, ranks, length, count(protected, length)};
     for_each(rows, threads, select_row, &a);
 }
@@ -139,7 +150,7 @@ static void keep_head(const void *context, int64_t head) {
     pack_head(packing, head);
     for (int64_t n = packing->begin[head]; n < packing->begin[head + 1]; n++) {
         const int32_t position = packing->positions[n];
-        const int finite = rank_of(scores[position]) != UINT32_MAX;
+        const int finite = rank_of(scores[position]) != INT32_MAX;
         a->importance[n] = a->rows.protected[position] ? INFINITY : finite ? scores[position] : NAN;
     }
 }
@@ -148,7 +159,7 @@ static void keep_head(const void *context, int64_t head) {
    keeps fewer than are protected. mask, ranks: room to work in, as of kvshelf_select. */
 EXPORT int kvshelf_keep_best(const void *keys, const void *values, const float *scores, const uint8_t *protected,
                              const int64_t *counts, const int64_t *begin, const int64_t *strides, uint8_t *mask,
-                             uint32_t *ranks, void *packed_keys, void *packed_values, int32_t *positions,
+                             int32_t *ranks, void *packed_keys, void *packed_values, int32_t *positions,
                              float *importance, int64_t heads, int64_t length, int threads) {
     const int64_t held = count(protected, length);
     for (int64_t head = 0; head < heads; head++)
