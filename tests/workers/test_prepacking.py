@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from kvshelf.store.config import StoreConfig
+from kvshelf.workers.deployment import ReplicaConfig, ServedReplica
 from kvshelf.workers.engine import Engine
 from kvshelf.workers.model import bundled_folder
 from kvshelf.workers.prepacking import PrepackedLinear, prepack
@@ -128,3 +130,14 @@ def test_caches_and_answers_are_those_of_the_plain_model(tmp_path, policy):
     # What either engine has made, the other answers from: they are one model.
     answers = {engine.answer(cache, question).text for engine in (packed, plain) for cache in (ours, theirs)}
     assert len(answers) == 1
+
+
+def test_a_replica_has_its_model_prepacked_and_the_identity_of_its_weights(tiny_folder, tmp_path):
+    replica = ServedReplica(ReplicaConfig(str(tiny_folder), StoreConfig(f"disk://{tmp_path}/home"), device="cpu"))
+    try:
+        plain = Engine.load(str(tiny_folder), device="cpu")
+        assert packed_layers(replica._engine.model)
+        assert replica._engine.identity.weights == plain.identity.weights
+        assert not packed_layers(plain.model), "an engine in process has its model as transformers makes it"
+    finally:
+        replica.stop()
