@@ -56,6 +56,7 @@ def test_products_are_those_of_the_weights_in_double(inputs, outputs, dtype, bia
 def test_the_state_dict_has_the_weights_as_they_were(model):
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     prepack(model)
+    assert packed_layers(model)
     after = model.state_dict()
     assert list(after) == list(before)
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
@@ -73,6 +74,7 @@ def test_a_prepacked_model_can_be_saved_and_loaded(model, tmp_path):
     ids = torch.arange(20)[None]
     with torch.no_grad():
         prepack(model)
+        assert packed_layers(model)
         expected = model(ids).logits
         model.save_pretrained(tmp_path)
         torch.testing.assert_close(AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, expected)
@@ -118,6 +120,7 @@ def test_caches_and_answers_are_those_of_the_plain_model(tmp_path, policy):
     folder = save_random_model(tmp_path / "model", layers=3)
     plain, packed = (Engine.load(str(folder), device="cpu", dtype="float32") for _ in range(2))
     prepack(packed.model)
+    assert packed_layers(packed.model)
     document, question = list(range(5, 305)), [7, 8, 9]
     ours, theirs = (
         engine.compress(document, policy=policy, compression_ratio=0.5, layout="plain") for engine in (packed, plain)
