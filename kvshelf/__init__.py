@@ -13,9 +13,9 @@ from kvshelf._extras import needs_extra
 
 if TYPE_CHECKING:
     from kvshelf.client import AsyncClient, Client
-    from kvshelf.store.artifact import CompressedCache
+    from kvshelf.store.artifact.cache import CompressedCache
     from kvshelf.store.url import open_store
-    from kvshelf.workers.engine import Engine
+    from kvshelf.workers.engine.engine import Engine
 
 __version__ = "0.1.0"
 
@@ -24,8 +24,8 @@ __all__ = ["AsyncClient", "Client", "CompressedCache", "Engine", "__version__", 
 _HOMES = {
     "AsyncClient": "kvshelf.client",
     "Client": "kvshelf.client",
-    "CompressedCache": "kvshelf.store.artifact",
-    "Engine": "kvshelf.workers.engine",
+    "CompressedCache": "kvshelf.store.artifact.cache",
+    "Engine": "kvshelf.workers.engine.engine",
     "open_store": "kvshelf.store.url",
 }
 

@@ -33,10 +33,10 @@ from rich.table import Table
 from rich.text import Text
 
 from kvshelf import Client, CompressedCache, Engine
-from kvshelf.bench.tasks import Question, TaskDocument, make_facts, write_document
-from kvshelf.client.types import CacheObject
+from kvshelf.api import CacheObject
+from kvshelf.bench.quality.tasks import Question, TaskDocument, make_facts, write_document
 from kvshelf.errors import ConnectionFailed, InternalError, KvshelfError
-from kvshelf.service.http_server import READY
+from kvshelf.service.http.server import READY
 
 MODEL = "kvshelf-tiny"
 SEED = 11

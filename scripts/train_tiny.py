@@ -11,8 +11,8 @@ The model can do one thing: find a number in a long text when asked for it. Ever
   (`point_heads_back`). Copying needs exactly that, and finding the name in the question needs the second; without them
   a model this small spends thousands of steps before it retrieves anything.
 - Part of the batches repeat random tokens (`repeated_tokens`), which teaches copying by content within minutes.
-- The other batches are documents of `kvshelf.bench.tasks` with several questions each, and only answers are scored
-  (`questioned_document`). Document and questions are tokenized apart, as they are when a stored cache is queried.
+- The other batches are documents of `kvshelf.bench.quality.tasks` with several questions each, and only answers are
+  scored (`questioned_document`). Document and questions are tokenized apart, as when a stored cache is queried.
 - Lengths grow from 96 to 5,120 tokens by the stages in `PLAN`; every stage keeps some of the shorter lengths.
 
 Exported weights are the moving average of the trained ones. Batches depend only on the seed and the step, so a run
@@ -39,7 +39,16 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
-from kvshelf.bench.tasks import HAYSTACKS, TASKS, Haystack, Question, Task, make_document, make_facts, write_document
+from kvshelf.bench.quality.tasks import (
+    HAYSTACKS,
+    TASKS,
+    Haystack,
+    Question,
+    Task,
+    make_document,
+    make_facts,
+    write_document,
+)
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 MODEL_FOLDER: Final = ROOT / "kvshelf" / "models" / "kvshelf-tiny"

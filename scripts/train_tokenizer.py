@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from kvshelf.bench.tasks import HAYSTACKS, make_facts, write_document
+from kvshelf.bench.quality.tasks import HAYSTACKS, make_facts, write_document
 
 MODEL_FOLDER: Final = Path(__file__).resolve().parents[1] / "kvshelf" / "models" / "kvshelf-tiny"
 SPECIAL_TOKENS: Final = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")

@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 
-from kvshelf.bench.retrieval import EVALUATION_SEED, counter
-from kvshelf.bench.scoring import score
-from kvshelf.bench.suite import Case, HaystackName, TaskName, make_case
-from kvshelf.workers.engine import Engine
-from kvshelf.workers.generation import Sampling
-from kvshelf.workers.levels import Level
-from kvshelf.workers.quality import QUESTIONS
+from kvshelf.bench.quality.retrieval import EVALUATION_SEED, counter
+from kvshelf.bench.quality.scoring import score
+from kvshelf.bench.quality.suite import Case, HaystackName, TaskName, make_case
+from kvshelf.workers.engine.decode.generation import Sampling
+from kvshelf.workers.engine.engine import Engine
+from kvshelf.workers.engine.prefill.levels import Level
+from kvshelf.workers.engine.quality import QUESTIONS
 
 CELLS: tuple[tuple[TaskName, HaystackName], ...] = (
     ("needle", "filler"),

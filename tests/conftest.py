@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pytest
 
-from kvshelf.workers.cluster import prepare_environment
+from kvshelf.workers.cluster.connect import prepare_environment
 
 if TYPE_CHECKING:
-    from kvshelf.workers.engine import Engine
+    from kvshelf.workers.engine.engine import Engine
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -204,6 +204,6 @@ def bundled_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(scope="session")
 def tiny() -> Engine:
     """The bundled model on the CPU, in this process."""
-    from kvshelf.workers.engine import Engine
+    from kvshelf.workers.engine.engine import Engine
 
     return Engine.load("kvshelf-tiny", device="cpu")

@@ -187,7 +187,7 @@ def test_parameters_are_json_where_they_can_be() -> None:
 
 
 def test_calibrate_writes_where_engines_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvshelf.workers.engine import Engine
+    from kvshelf.workers.engine.engine import Engine
 
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     made = run("calibrate", "--model", "kvshelf-tiny", "--documents", "2", "--tokens", "200", "--device", "cpu")

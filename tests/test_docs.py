@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from kvshelf.bench.tasks import Fact, write_document
+from kvshelf.bench.quality.tasks import Fact, write_document
 from kvshelf.cli import app
 from kvshelf.client import DEFAULT_URL
 from kvshelf.workers.policies import catalog

@@ -1,7 +1,7 @@
-"""The rooms of kvshelf stand on floors: a module imports only from the floors below its own.
+"""Packages of kvshelf stand on floors: a module imports only from floors below its own, and no imports form a circle.
 
 Every import statement counts, also those inside functions and under TYPE_CHECKING: a rule with exceptions for them
-would let a cycle in through the back door.
+would let a circle in through the back door.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -17,38 +17,58 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "kvshelf"
 
-BELOW: dict[str, set[str]] = {
-    "errors": set(),
-    "_extras": {"errors"},
-    "kernels": {"errors"},
-    "store": {"errors", "kernels"},
-    "workers": {"errors", "kernels", "store"},
-    "client": {"errors"},
-    "corpus": {"errors", "_extras", "kernels", "store", "workers", "client"},
-    "service": {"errors", "_extras", "kernels", "store", "workers", "client", "corpus", ""},
-    "bench": {"errors", "_extras", "kernels", "store", "workers", "client", "corpus"},
-    "cli": {"errors", "_extras", "kernels", "store", "workers", "client", "corpus", "service", "bench", ""},
-    "__main__": {"cli"},
-    "": {"errors", "_extras", "client", "store", "workers"},  # kvshelf/__init__.py: the public names, loaded lazily
+FLOORS: list[set[str]] = [
+    {"errors", "workers"},  # of `workers` itself there is only a docstring
+    {"_extras", "api", "kernels"},
+    {"client", "store.artifact"},
+    {"store", "workers.model"},
+    {"workers.policies", "workers.selectors"},
+    {"workers.engine"},
+    {"workers.replica"},
+    {"workers.cluster"},
+    {"corpus"},
+    {""},  # kvshelf/__init__.py: the public names, loaded lazily
+    {"service", "integrations", "bench"},
+    {"cli"},
+    {"__main__"},
+]
+"""From the lowest to the highest. Packages of one floor do not import each other."""
+
+LEVEL = {package: level for level, floor in enumerate(FLOORS) for package in floor}
+
+MODEL_SIDE = {"workers.model", "workers.policies", "workers.selectors", "workers.engine"}
+"""Plain Python around a transformers model: of the store they know the artifact, and neither Ray nor HTTP."""
+
+NOT_BELOW = {
+    **{package: {"store", "client", "api", "_extras"} for package in MODEL_SIDE},
+    **{package: {"client"} for package in ("store", "workers.replica", "workers.cluster")},
+    "client": {"kernels"},
+    "store.artifact": {"api"},
 }
+"""What stands below a package and is still not for it."""
 
 ONLY_FOREIGN = {
     "errors": set[str](),
     "_extras": set[str](),
     "": set[str](),
     "kernels": {"torch", "triton"},
+    "api": {"pydantic", "pydantic_core"},
     "client": {"httpx", "pydantic", "pydantic_core"},
 }
 
+HTTP = {"fastapi", "starlette", "uvicorn", "httpx"}
+
 NO_FOREIGN = {
-    "store": {"transformers", "tokenizers", "ray", "fastapi", "starlette", "uvicorn", "httpx"},
-    "workers": {"fastapi", "starlette", "uvicorn", "httpx"},
-    "corpus": {"transformers", "tokenizers", "fastapi", "starlette", "uvicorn", "httpx"},
+    "store.artifact": {"transformers", "tokenizers", "ray", "redis", *HTTP},
+    "store": {"transformers", "tokenizers", "ray", *HTTP},
+    **{package: {"ray", "redis", *HTTP} for package in MODEL_SIDE},
+    "workers.replica": {"ray", *HTTP},
+    "workers.cluster": HTTP,
+    "corpus": {"transformers", "tokenizers", "ray", *HTTP},
 }
 
-RAY_MODULES = {f"kvshelf.workers.{name}" for name in ("cluster", "deployment", "lifeline", "remote")}
-RAY_MODULES |= {"kvshelf.corpus.pipeline", "kvshelf.corpus.run"}
-"""The engine and its scheduler are plain Python, and so is a row's way to its end; Ray wraps them at the edge."""
+RAY_MODULES = {"kvshelf.corpus.run.pipeline", "kvshelf.corpus.run.run"}
+"""In the corpus only a run and its pipeline know Ray: how a row gets done is plain Python."""
 
 CODE_FROM_DATA = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 
@@ -71,9 +91,11 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def room(module: str) -> str:
-    """The room a module of kvshelf stands in; "" for the package itself."""
-    return [*module.split("."), ""][1]
+def package(module: str) -> str:
+    """The package of `FLOORS` that a module of kvshelf belongs to; "" for kvshelf itself."""
+    parts = module.split(".")[1:]
+    names = [".".join(parts[:length]) for length in (2, 1)]
+    return next((name for name in names if name in LEVEL), parts[0] if parts else "")
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
@@ -92,13 +114,14 @@ def imports(tree: ast.AST) -> Iterator[str]:
 
 def broken_rules(module: str, source: str) -> list[str]:
     """What the imports of `source`, standing in `module`, do that they must not."""
-    here = room(module)
+    here = package(module)
     found = []
     for name in imports(ast.parse(source)):
         top = name.partition(".")[0]
         if top == "kvshelf":
-            target = room(name)
-            if target != here and target not in BELOW[here]:
+            target = package(name)
+            below = target in LEVEL and LEVEL[target] < LEVEL[here] and target not in NOT_BELOW.get(here, ())
+            if target != here and not below:
                 found.append(f"{module} imports {name}: {target or 'kvshelf'} is not below {here}")
         elif top in CODE_FROM_DATA:
             found.append(f"{module} imports {name}, which runs code from data")
@@ -106,10 +129,44 @@ def broken_rules(module: str, source: str) -> list[str]:
             continue
         elif here in ONLY_FOREIGN and top not in ONLY_FOREIGN[here]:
             found.append(f"{module} imports {name}; {here} may import {sorted(ONLY_FOREIGN[here])}")
-        elif top in NO_FOREIGN.get(here, ()) or (
-            top == "ray" and here in ("workers", "corpus") and module not in RAY_MODULES
-        ):
+        elif top in NO_FOREIGN.get(here, ()) and not (top == "ray" and module in RAY_MODULES):
             found.append(f"{module} imports {name}; {here} knows nothing of it")
+    return found
+
+
+def imported_modules(sources: Mapping[str, str]) -> dict[str, set[str]]:
+    """For each module, the modules among `sources` that it imports."""
+    found: dict[str, set[str]] = {}
+    for module, source in sources.items():
+        found[module] = set()
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Import):
+                found[module] |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                inside = {f"{node.module}.{alias.name}" for alias in node.names}
+                found[module] |= inside & sources.keys()
+                if inside - sources.keys():
+                    found[module].add(str(node.module))
+        found[module] &= sources.keys() - {module}
+    return found
+
+
+def circles(sources: Mapping[str, str]) -> list[list[str]]:
+    """Groups of modules that import each other, directly or through others."""
+    graph = imported_modules(sources)
+    reached = {module: _reached(module, graph) for module in graph}
+    groups = {tuple(sorted({m, *(n for n in reached[m] if m in reached[n])})) for m in graph if m in reached[m]}
+    return [list(group) for group in sorted(groups)]
+
+
+def _reached(start: str, graph: Mapping[str, set[str]]) -> set[str]:
+    found: set[str] = set()
+    todo = list(graph[start])
+    while todo:
+        module = todo.pop()
+        if module not in found:
+            found.add(module)
+            todo += graph[module]
     return found
 
 
@@ -139,16 +196,37 @@ def test_a_module_runs_no_code_from_data_and_swallows_no_error(path: Path) -> No
     assert dangerous_calls(path.read_text()) == []
 
 
-def test_every_room_has_its_place() -> None:
-    assert {room(module_name(path)) for path in modules()} <= BELOW.keys()
+def test_every_package_has_its_floor() -> None:
+    assert {package(module_name(path)) for path in modules()} <= LEVEL.keys()
 
 
-def test_the_command_line_imports_rooms_only_inside_commands() -> None:
+def test_no_imports_form_a_circle() -> None:
+    assert circles({module_name(path): path.read_text() for path in modules()}) == []
+
+
+def test_a_circle_is_seen_also_through_a_function_and_a_package() -> None:
+    sources = {
+        "kvshelf.store.a": "def f():\n    from kvshelf.store.b import x",
+        "kvshelf.store.b": "from kvshelf.store import c",
+        "kvshelf.store.c": "from kvshelf.store.a import y",
+        "kvshelf.store.d": "import kvshelf.store.a",
+    }
+    assert circles(sources) == [["kvshelf.store.a", "kvshelf.store.b", "kvshelf.store.c"]]
+
+
+def test_a_folder_is_read_at_a_glance() -> None:
+    """About 15 files; a catalogue of one method a file may have more."""
+    catalogues = {PACKAGE / "workers" / "policies"}
+    counts = {path: len(list(path.glob("*.py"))) for path in PACKAGE.rglob("*") if path.is_dir()}
+    assert {path: count for path, count in counts.items() if count > 17 and path not in catalogues} == {}
+
+
+def test_the_command_line_imports_packages_only_inside_commands() -> None:
     for path in sorted((PACKAGE / "cli").glob("*.py")):
         statements = [s for s in ast.parse(path.read_text()).body if isinstance(s, ast.Import | ast.ImportFrom)]
-        rooms = {room(name) for s in statements for name in imports(s) if name.startswith("kvshelf")}
+        packages = {package(name) for s in statements for name in imports(s) if name.startswith("kvshelf")}
         # kvshelf.bench.cli only declares the options of its commands.
-        assert rooms <= {"", "errors", "_extras", "cli", "bench"}, path.name
+        assert packages <= {"", "errors", "_extras", "cli", "bench"}, path.name
 
 
 def texts() -> list[Path]:
@@ -172,18 +250,27 @@ def test_no_file_holds(what: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("kvshelf.store.disk", "from kvshelf.workers.engine import Engine"),
+        ("kvshelf.store.disk", "from kvshelf.workers.engine.engine import Engine"),
         ("kvshelf.store.disk", "def f():\n    import transformers"),
+        ("kvshelf.store.disk", "from kvshelf.client import Client"),
+        ("kvshelf.store.artifact.cache", "from kvshelf.store.base import Store"),
+        ("kvshelf.store.artifact.cache", "import redis"),
         ("kvshelf.kernels.select", "import numpy"),
-        ("kvshelf.kernels.select", "from kvshelf.store import artifact"),
-        ("kvshelf.workers.engine", "import ray"),
-        ("kvshelf.workers.engine", "import kvshelf.service.app"),
-        ("kvshelf.client.types", "from kvshelf import Engine"),
-        ("kvshelf.client.types", "from kvshelf.store.identity import Layout"),
-        ("kvshelf.client.types", "import torch"),
-        ("kvshelf.corpus.caller", "import ray"),
-        ("kvshelf.corpus.run", "from kvshelf.service.settings import Settings"),
-        ("kvshelf.service.app", "from kvshelf.bench import tasks"),
+        ("kvshelf.kernels.select", "from kvshelf.store.artifact import cache"),
+        ("kvshelf.workers.engine.engine", "import ray"),
+        ("kvshelf.workers.engine.engine", "import kvshelf.service.app"),
+        ("kvshelf.workers.engine.engine", "from kvshelf.store.base import Store"),
+        ("kvshelf.workers.policies.base", "from kvshelf.workers.engine.engine import Engine"),
+        ("kvshelf.workers.replica.replica", "import ray"),
+        ("kvshelf.workers.replica.replica", "from kvshelf.workers.cluster.remote import RemoteEngine"),
+        ("kvshelf.api.strict", "import httpx"),
+        ("kvshelf.api", "from kvshelf.kernels import select"),
+        ("kvshelf.client._calls", "from kvshelf import Engine"),
+        ("kvshelf.client._calls", "from kvshelf.store.artifact.identity import Layout"),
+        ("kvshelf.client._calls", "import torch"),
+        ("kvshelf.corpus.run.caller", "import ray"),
+        ("kvshelf.corpus.run.run", "from kvshelf.service.settings import Settings"),
+        ("kvshelf.service.app", "from kvshelf.bench.quality import tasks"),
         ("kvshelf.service.app", "import pickle"),
         ("kvshelf.errors", "import httpx"),
     ],

@@ -7,12 +7,8 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from kvshelf.bench.cli_batch import batch
-from kvshelf.bench.cli_kernels import kernels
-from kvshelf.bench.cli_quality import memory, quality
-from kvshelf.bench.cli_rates import rates
-from kvshelf.bench.cli_speed import column_sums, speed
-from kvshelf.bench.cli_store import store
+from kvshelf.bench.batches.cli import batch
+from kvshelf.bench.kernels.cli import kernels
 from kvshelf.bench.options import (
     Device,
     Dtype,
@@ -26,6 +22,10 @@ from kvshelf.bench.options import (
     progress_bar,
     publish,
 )
+from kvshelf.bench.quality.cli import memory, quality
+from kvshelf.bench.speed.cli import column_sums, speed
+from kvshelf.bench.stores.cli import store
+from kvshelf.bench.stores.cli_rates import rates
 
 app = typer.Typer(help="Measure models, policies and speed on this machine.", no_args_is_help=True)
 app.command()(quality)
@@ -55,8 +55,8 @@ def retrieval(
     as_json: Json = False,
 ) -> None:
     """Exact answers from a cache, per task, haystack and length."""
-    from kvshelf.bench import retrieval as bench
     from kvshelf.bench.measure import machine
+    from kvshelf.bench.quality import retrieval as bench
 
     engine = load_engine(model, device, dtype, threads)
     compress: dict[str, Any] = {"policy": policy}

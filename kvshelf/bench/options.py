@@ -52,7 +52,7 @@ _PIPE_WIDTH = 120
 def load_engine(model: str, device: str, dtype: str, threads: int) -> Any:
     import torch
 
-    from kvshelf.workers.engine import Engine
+    from kvshelf.workers.engine.engine import Engine
 
     if threads:
         torch.set_num_threads(threads)

@@ -16,7 +16,7 @@ from rich.text import Text
 from kvshelf.cli import _common
 
 if TYPE_CHECKING:
-    from kvshelf.corpus.progress import Progress
+    from kvshelf.corpus.run.progress import Progress
 
 _LINE_EVERY_S: Final = 60.0
 _MOST_WORKERS: Final = 16

@@ -18,8 +18,8 @@ from kvshelf.cli._common import AsJson, KeyFile, Labels, Store
 from kvshelf.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from kvshelf.corpus.files import FileSource
-    from kvshelf.corpus.progress import Summary
+    from kvshelf.corpus.input.files import FileSource
+    from kvshelf.corpus.run.progress import Summary
 
 STOPPED = 6
 """The exit code of a batch that was ended before its last row."""
@@ -161,22 +161,22 @@ class _Job:
 
     def source(self) -> FileSource:
         """The corpus. What the batch writes may lie in the same folder and is no part of it."""
-        from kvshelf.corpus.files import FileSource
-        from kvshelf.corpus.output import partial_of
+        from kvshelf.corpus.input.files import FileSource
+        from kvshelf.corpus.output.files import partial_of
 
         written = [self.output] if self.report is None else [self.output, self.report]
         return FileSource(self.input, self.fields, without=[self._journal, *written, *map(partial_of, written)])
 
     def run(self, **settings: Any) -> int:
         """Do it here; returns the exit code. What can be refused at once is refused before anything is started."""
-        from kvshelf.corpus.journal import FileJournal
-        from kvshelf.corpus.output import require_format, write_output
-        from kvshelf.corpus.progress import RunOptions, RunState, Window
-        from kvshelf.corpus.report import require_report, write_report
-        from kvshelf.corpus.rows import require_defaults
+        from kvshelf.corpus.input.rows import require_defaults
+        from kvshelf.corpus.output.files import require_format, write_output
+        from kvshelf.corpus.output.report import require_report, write_report
+        from kvshelf.corpus.run.journal import FileJournal
+        from kvshelf.corpus.run.progress import RunOptions, RunState, Window
+        from kvshelf.service.process.standalone import TENANT, run_standalone
         from kvshelf.service.settings import load_settings, without_secret
-        from kvshelf.service.standalone import TENANT, run_standalone
-        from kvshelf.workers.wanted import require_policy
+        from kvshelf.workers.replica.create.spec import require_policy
 
         loaded = load_settings(**settings)
         require_format(self.output)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from kvshelf.cli import _progress
 
 if TYPE_CHECKING:
-    from kvshelf.corpus.files import FileSource
-    from kvshelf.corpus.progress import Summary
+    from kvshelf.corpus.input.files import FileSource
+    from kvshelf.corpus.run.progress import Summary
 
 
 class Asked(Protocol):
@@ -38,10 +38,10 @@ def run_remote(url: str, asked: Asked) -> int:
     Ctrl-C cancels the batch and writes what is done. What is on the shelf is reused when the command is run again.
     """
     from kvshelf.client import Client
-    from kvshelf.corpus.output import require_format, write_output
-    from kvshelf.corpus.remote import run_at
-    from kvshelf.corpus.report import require_report, write_report
-    from kvshelf.corpus.rows import require_defaults
+    from kvshelf.corpus.input.rows import require_defaults
+    from kvshelf.corpus.output.files import require_format, write_output
+    from kvshelf.corpus.output.report import require_report, write_report
+    from kvshelf.corpus.run.remote import run_at
 
     require_format(asked.output)
     if asked.report is not None:

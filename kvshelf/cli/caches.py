@@ -16,8 +16,8 @@ from kvshelf.cli._common import AsJson, Labels, Url, connected
 from kvshelf.errors import KvshelfError
 
 if TYPE_CHECKING:
+    from kvshelf.api import AnswerObject, CacheObject
     from kvshelf.client import Client
-    from kvshelf.client.types import AnswerObject, CacheObject
 
 Files = Annotated[
     list[Path], typer.Argument(metavar="FILE...", help="Text in UTF-8, PDF or HTML; - is text from standard input.")

@@ -30,9 +30,10 @@ def calibrate(
     calibrations), or as compresskv.json in the model's own folder.
     """
     with _common.named_errors(as_json=as_json), needs_extra("serve", purpose="kvshelf calibrate"):
-        from kvshelf.bench.needles import needles
-        from kvshelf.workers import calibration, head_search
-        from kvshelf.workers.engine import Engine
+        from kvshelf.bench.quality.needles import needles
+        from kvshelf.workers.engine import head_search
+        from kvshelf.workers.engine.engine import Engine
+        from kvshelf.workers.model import calibration
 
         engine = Engine.load(model, device=device, dtype=dtype)
         count = engine.require_text("model").count_tokens

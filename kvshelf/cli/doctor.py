@@ -127,8 +127,8 @@ def _model(name: str, device: str, dtype: str) -> str:
     with needs_extra("serve", purpose="a model"):
         import transformers
 
-        from kvshelf.bench.tasks import make_document
-        from kvshelf.workers.engine import Engine
+        from kvshelf.bench.quality.tasks import make_document
+        from kvshelf.workers.engine.engine import Engine
 
     transformers.utils.logging.disable_progress_bar()
     engine = Engine.load(name, device=device, dtype=dtype)

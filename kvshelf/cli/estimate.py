@@ -12,7 +12,7 @@ from kvshelf.cli import _common
 from kvshelf.cli._common import AsJson, Url, connected
 
 if TYPE_CHECKING:
-    from kvshelf.client.types import EstimateObject, PolicyEstimate
+    from kvshelf.api import EstimateObject, PolicyEstimate
 
 
 def estimate(

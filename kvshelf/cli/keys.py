@@ -33,7 +33,7 @@ def create(
     """Make a key and print it. This is the only time: the file holds its digest."""
     with _common.named_errors():
         with needs_extra("serve", purpose="kvshelf keys"):
-            from kvshelf.service.keyfile import KeyFile
+            from kvshelf.service.access.keyfile import KeyFile
 
         scopes = [part.strip() for part in scope.split(",") if part.strip()]
         record, key = KeyFile(file).create(tenant, scopes, name=name, ttl_s=_common.seconds(ttl))
@@ -48,7 +48,7 @@ def list_keys(file: File, as_json: _common.AsJson = False) -> None:
     """Show whose keys there are and what they allow; not the keys."""
     with _common.named_errors(as_json=as_json):
         with needs_extra("serve", purpose="kvshelf keys"):
-            from kvshelf.service.keyfile import KeyFile
+            from kvshelf.service.access.keyfile import KeyFile
 
         records = KeyFile(file).read()
     if as_json:
@@ -67,7 +67,7 @@ def revoke(id: Annotated[str, typer.Argument(help="As `list` shows it.")], file:
     """Take a key out of the file. A running service refuses it within a second."""
     with _common.named_errors():
         with needs_extra("serve", purpose="kvshelf keys"):
-            from kvshelf.service.keyfile import KeyFile
+            from kvshelf.service.access.keyfile import KeyFile
 
         record = KeyFile(file).revoke(id)
     _common.notes.print(f"key {record.id} of tenant {record.tenant} is revoked")

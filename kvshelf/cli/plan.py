@@ -20,7 +20,7 @@ from kvshelf.errors import InvalidRequest
 if TYPE_CHECKING:
     from kvshelf.corpus.plan import Corpus, Plan, Speed
     from kvshelf.corpus.simulate import Fleet, Outcome, Part
-    from kvshelf.workers.estimates import Shape
+    from kvshelf.workers.replica.create.estimates import Shape
 
 _TERABYTE = 1e12
 

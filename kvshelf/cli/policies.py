@@ -13,7 +13,7 @@ from kvshelf.cli._common import AsJson, Url
 from kvshelf.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from kvshelf.client.types import PolicyObject
+    from kvshelf.api import PolicyObject
 
 _REMOVED = (0.5, 0.75, 0.875, 0.9375)
 
@@ -57,7 +57,7 @@ def _found(url: str | None, as_json: bool) -> list[PolicyObject]:
             return client.policies.list()
     with needs_extra("serve", purpose="kvshelf policies without --url"):
         from kvshelf.workers.policies import catalog
-    from kvshelf.client.types import PolicyObject
+    from kvshelf.api import PolicyObject
 
     described = [info.to_dict() for info in catalog()]
     return [PolicyObject.model_validate({"id": info["name"]} | info) for info in described]

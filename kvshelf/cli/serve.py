@@ -69,12 +69,12 @@ def serve(
             print(json.dumps(settings.redacted(), indent=2))
             return
         if place is None:
-            from kvshelf.service.supervisor import supervise
+            from kvshelf.service.process.supervisor import supervise
 
             # As this process was started: with the same interpreter, as a script or a module.
             sys.exit(supervise(settings, [sys.executable, *sys.orig_argv[1:]]))
-        from kvshelf.service.server import serve as run
-        from kvshelf.service.supervisor import Place
+        from kvshelf.service.process.server import serve as run
+        from kvshelf.service.process.supervisor import Place
 
         with Place.inherited(place) as inherited:
             run(settings, inherited)

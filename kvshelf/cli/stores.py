@@ -14,7 +14,7 @@ from kvshelf.cli import _common
 from kvshelf.errors import CacheCorrupt, InvalidRequest, StoreUnavailable
 
 if TYPE_CHECKING:
-    from kvshelf.store import Scrubbed, Store
+    from kvshelf.store.base import Scrubbed, Store
 
 
 @contextmanager

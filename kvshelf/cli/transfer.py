@@ -15,8 +15,8 @@ from kvshelf.cli.caches import Id
 from kvshelf.errors import InvalidRequest
 
 if TYPE_CHECKING:
+    from kvshelf.api import CacheObject
     from kvshelf.client._calls import ImportFields
-    from kvshelf.client.types import CacheObject
 
 
 def export_cache(
@@ -87,7 +87,7 @@ def import_cache(
 def _put(store: str, key_file: Path | None, blob: bytes, fields: ImportFields) -> CacheObject:
     with stores.opened(store, key_file) as shelf:
         from kvshelf.service.state import cache_object
-        from kvshelf.store import CompressedCache
+        from kvshelf.store.artifact.cache import CompressedCache
 
         cache = CompressedCache.from_bytes(blob)
         return cache_object(

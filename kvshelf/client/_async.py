@@ -10,12 +10,12 @@ from typing import Any, Generic, Literal, ParamSpec, Self, TypeVar, Unpack, over
 
 import httpx
 
+from kvshelf.api import AnswerObject, CacheObject, RequestObject
+from kvshelf.api.batches import BatchObject, FileObject
 from kvshelf.client import _batch_calls, _calls, _failures
 from kvshelf.client._config import Connection, Retries, Timeouts
 from kvshelf.client._exchange import Attempts, Call
 from kvshelf.client._stream import AnswerReader, BatchReader
-from kvshelf.client.batch_types import BatchObject, FileObject
-from kvshelf.client.types import AnswerObject, CacheObject, RequestObject
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -11,7 +11,8 @@ from typing import Any, BinaryIO, TypedDict, Unpack
 
 import httpx
 
-from kvshelf.client import _calls, batch_types
+from kvshelf.api import batches
+from kvshelf.client import _calls
 from kvshelf.client._exchange import Call, parse_as
 from kvshelf.errors import InvalidRequest
 
@@ -81,31 +82,29 @@ def opened(file: FileInput) -> Iterator[tuple[str, BinaryIO]]:
 
 def create_file(
     name: str, content: BinaryIO, *, purpose: str, expires_after: ExpiresAfter | None
-) -> Call[batch_types.FileObject]:
+) -> Call[batches.FileObject]:
     fields: dict[str, Any] = {"purpose": purpose}
     if expires_after is not None:
         fields["expires_after"] = expires_after
-    form = _calls.checked(batch_types.CreateFile, fields)
+    form = _calls.checked(batches.CreateFile, fields)
     data = {"purpose": purpose} | {f"expires_after[{k}]": str(v) for k, v in form.get("expires_after", {}).items()}
     # Sent in pieces from where it lies. Not repeated when the answer was lost: then there would be two files.
     body = {"files": {"file": (name, content, "application/jsonl")}, "data": data}
-    return Call("POST", "/v1/files", parse_as(batch_types.FileObject), body=body, repeatable=False)
+    return Call("POST", "/v1/files", parse_as(batches.FileObject), body=body, repeatable=False)
 
 
-def retrieve_file(id: str) -> Call[batch_types.FileObject]:
+def retrieve_file(id: str) -> Call[batches.FileObject]:
     """What is known of one file. Raises `FileNotFound`."""
-    return Call("GET", _file(id), parse_as(batch_types.FileObject))
+    return Call("GET", _file(id), parse_as(batches.FileObject))
 
 
-def list_files(fields: FileFilters) -> Call[batch_types.FileList]:
-    return Call(
-        "GET", "/v1/files", parse_as(batch_types.FileList), params=_calls.query_string(batch_types.ListFiles, fields)
-    )
+def list_files(fields: FileFilters) -> Call[batches.FileList]:
+    return Call("GET", "/v1/files", parse_as(batches.FileList), params=_calls.query_string(batches.ListFiles, fields))
 
 
-def delete_file(id: str) -> Call[batch_types.FileDeleted]:
+def delete_file(id: str) -> Call[batches.FileDeleted]:
     """Delete one file. Raises `FileNotFound`, and `StateConflict` for the input of a batch that has not ended."""
-    return Call("DELETE", _file(id), parse_as(batch_types.FileDeleted), repeatable=False)
+    return Call("DELETE", _file(id), parse_as(batches.FileDeleted), repeatable=False)
 
 
 def file_content(id: str) -> Call[bytes]:
@@ -115,7 +114,7 @@ def file_content(id: str) -> Call[bytes]:
 
 def create_batch(
     *, input_file_id: str, endpoint: str = "/v1/caches", **fields: Unpack[BatchFields]
-) -> Call[batch_types.BatchObject]:
+) -> Call[batches.BatchObject]:
     """Compress every row of an uploaded file, in the background.
 
     Keywords: `completion_window`, `metadata`, `output_expires_after`, `window`, `max_gpu_hours`, `max_attempts`,
@@ -123,36 +122,36 @@ def create_batch(
     Raises `InvalidRequest`, `FileNotFound`; what is wrong with the file ends the batch as `failed`.
     """
     given: dict[str, Any] = {"input_file_id": input_file_id, "endpoint": endpoint, **fields}
-    body = {"json": _calls.checked(batch_types.CreateBatch, given)}
-    return Call("POST", "/v1/batches", parse_as(batch_types.BatchObject), body=body, repeatable=False)
+    body = {"json": _calls.checked(batches.CreateBatch, given)}
+    return Call("POST", "/v1/batches", parse_as(batches.BatchObject), body=body, repeatable=False)
 
 
-def retrieve_batch(id: str) -> Call[batch_types.BatchObject]:
+def retrieve_batch(id: str) -> Call[batches.BatchObject]:
     """How far a batch is. Raises `BatchNotFound`."""
-    return Call("GET", _batch(id), parse_as(batch_types.BatchObject))
+    return Call("GET", _batch(id), parse_as(batches.BatchObject))
 
 
-def list_batches(fields: BatchFilters) -> Call[batch_types.BatchList]:
-    params = _calls.query_string(batch_types.ListBatches, fields)
-    return Call("GET", "/v1/batches", parse_as(batch_types.BatchList), params=params)
+def list_batches(fields: BatchFilters) -> Call[batches.BatchList]:
+    params = _calls.query_string(batches.ListBatches, fields)
+    return Call("GET", "/v1/batches", parse_as(batches.BatchList), params=params)
 
 
-def cancel_batch(id: str) -> Call[batch_types.BatchObject]:
+def cancel_batch(id: str) -> Call[batches.BatchObject]:
     """End a batch; what is done stays done. Raises `BatchNotFound`, and `StateConflict` for one that has ended."""
     return _do(id, "cancel")
 
 
-def pause_batch(id: str) -> Call[batch_types.BatchObject]:
+def pause_batch(id: str) -> Call[batches.BatchObject]:
     """Stop working on a batch until it is resumed. Raises `BatchNotFound`, `StateConflict`."""
     return _do(id, "pause")
 
 
-def resume_batch(id: str) -> Call[batch_types.BatchObject]:
+def resume_batch(id: str) -> Call[batches.BatchObject]:
     """Go on with a batch that was paused. Raises `BatchNotFound`, `StateConflict`."""
     return _do(id, "resume")
 
 
-def retry_batch(id: str) -> Call[batch_types.BatchObject]:
+def retry_batch(id: str) -> Call[batches.BatchObject]:
     """Try the failed rows of a batch that has ended again. Raises `BatchNotFound`, `FileNotFound`, `StateConflict`."""
     return _do(id, "retry", repeatable=False)
 
@@ -163,8 +162,8 @@ def batch_events(id: str, seen: str) -> Call[None]:
     return Call("GET", _batch(id) + "/events", lambda _: None, headers=headers)
 
 
-def _do(id: str, verb: str, *, repeatable: bool = True) -> Call[batch_types.BatchObject]:
-    return Call("POST", f"{_batch(id)}/{verb}", parse_as(batch_types.BatchObject), repeatable=repeatable)
+def _do(id: str, verb: str, *, repeatable: bool = True) -> Call[batches.BatchObject]:
+    return Call("POST", f"{_batch(id)}/{verb}", parse_as(batches.BatchObject), repeatable=repeatable)
 
 
 def _file(id: str) -> str:

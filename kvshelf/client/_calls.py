@@ -16,19 +16,19 @@ from urllib.parse import quote
 import httpx
 from pydantic import ValidationError
 
-from kvshelf.client import types
+from kvshelf import api
+from kvshelf.api.inspect import KeptOf, KeptTokens
+from kvshelf.api.strict import RequestBody, parse_request, refusal
 from kvshelf.client._exchange import Call, parse_as
-from kvshelf.client.kept_types import KeptOf, KeptTokens
-from kvshelf.client.strict import RequestBody, parse_request, refusal
 from kvshelf.errors import InvalidRequest
 
 # Guessed from no list of the system's: there .ts is a film.
 _MEDIA_TYPES = {".pdf": "application/pdf", ".html": "text/html", ".htm": "text/html", ".xhtml": "application/xhtml+xml"}
 
-Messages = Sequence[Mapping[str, str] | types.Message]
+Messages = Sequence[Mapping[str, str] | api.Message]
 Prompts = list[str]
-Answers = list[types.AnswerObject]
-Levels = list[types.CacheObject]
+Answers = list[api.AnswerObject]
+Levels = list[api.CacheObject]
 
 
 class OptionFields(TypedDict, total=False):
@@ -121,44 +121,44 @@ class ListFields(TypedDict, total=False):
     after: str | None
 
 
-def create_cache(fields: LevelFields) -> Call[types.CacheObject | Levels]:
+def create_cache(fields: LevelFields) -> Call[api.CacheObject | Levels]:
     """Levels without a floor have a cache each, in their order; all else has one."""
     given = dict(fields)
     several = given.get("levels") is not None and given.get("min_quality") is None
-    parse = _levels if several else parse_as(types.CacheObject)
+    parse = _levels if several else parse_as(api.CacheObject)
     if (path := given.pop("file", None)) is None:
-        return Call("POST", "/v1/caches", parse, body={"json": checked(types.CreateCache, given)})
+        return Call("POST", "/v1/caches", parse, body={"json": checked(api.CreateCache, given)})
     return Call("POST", "/v1/caches", parse, body=_upload(Path(str(path)), given))
 
 
-def create_in_background(fields: LevelFields) -> Call[types.RequestObject]:
+def create_in_background(fields: LevelFields) -> Call[api.RequestObject]:
     call = create_cache(fields)
     headers = {"prefer": "respond-async"}
-    return Call(call.method, call.path, parse_as(types.RequestObject), headers=headers, body=call.body)
+    return Call(call.method, call.path, parse_as(api.RequestObject), headers=headers, body=call.body)
 
 
-def retrieve_cache(id: str) -> Call[types.CacheObject]:
+def retrieve_cache(id: str) -> Call[api.CacheObject]:
     """The record of one cache. Raises `CacheNotFound` or `CacheExpired`."""
-    return Call("GET", _cache_path(id), parse_as(types.CacheObject))
+    return Call("GET", _cache_path(id), parse_as(api.CacheObject))
 
 
-def list_caches(fields: ListFields) -> Call[types.CacheList]:
-    return Call("GET", "/v1/caches", parse_as(types.CacheList), params=query_string(types.ListCaches, fields))
+def list_caches(fields: ListFields) -> Call[api.CacheList]:
+    return Call("GET", "/v1/caches", parse_as(api.CacheList), params=query_string(api.ListCaches, fields))
 
 
-def update_cache(id: str, **fields: Unpack[UpdateFields]) -> Call[types.CacheObject]:
+def update_cache(id: str, **fields: Unpack[UpdateFields]) -> Call[api.CacheObject]:
     """Change `ttl_s` or `expires_at` (None: it never expires), `labels` (as a whole), `name` or `pinned`.
 
     What is not given stays as it is. A pinned cache is never evicted to make room. Raises `InvalidRequest`,
     `CacheNotFound`, `CacheExpired`.
     """
-    body = {"json": _as_json(types.UpdateCache, fields)}
-    return Call("PATCH", _cache_path(id), parse_as(types.CacheObject), body=body)
+    body = {"json": _as_json(api.UpdateCache, fields)}
+    return Call("PATCH", _cache_path(id), parse_as(api.CacheObject), body=body)
 
 
-def delete_cache(id: str) -> Call[types.Deleted]:
+def delete_cache(id: str) -> Call[api.Deleted]:
     """Delete one cache. Raises `CacheNotFound`."""
-    return Call("DELETE", _cache_path(id), parse_as(types.Deleted), repeatable=False)
+    return Call("DELETE", _cache_path(id), parse_as(api.Deleted), repeatable=False)
 
 
 def download_cache(id: str) -> Call[bytes]:
@@ -166,7 +166,7 @@ def download_cache(id: str) -> Call[bytes]:
     return Call("GET", _cache_path(id) + "/blob", _content)
 
 
-def import_blob(blob: bytes, **fields: Unpack[ImportFields]) -> Call[types.CacheObject]:
+def import_blob(blob: bytes, **fields: Unpack[ImportFields]) -> Call[api.CacheObject]:
     """Put the blob of a cache, as `download` gives it, on the shelf of this service. It keeps its codec.
 
     `ttl_s` or `expires_at`, `name`, `labels` as in `create`; a cache that is there already comes back with `existing`
@@ -176,16 +176,16 @@ def import_blob(blob: bytes, **fields: Unpack[ImportFields]) -> Call[types.Cache
     if not isinstance(blob, bytes):
         raise InvalidRequest(f"a blob is bytes, not {type(blob).__name__}", param="blob")
     headers = {"content-type": "application/octet-stream"}
-    params = query_string(types.ImportCache, fields)
+    params = query_string(api.ImportCache, fields)
     path = "/v1/caches/import"
-    return Call("POST", path, parse_as(types.CacheObject), params=params, headers=headers, body={"content": blob})
+    return Call("POST", path, parse_as(api.CacheObject), params=params, headers=headers, body={"content": blob})
 
 
-def verify_cache(id: str) -> Call[types.Verification]:
+def verify_cache(id: str) -> Call[api.Verification]:
     """Have the service read a stored cache to its end and check every digest. Raises `CacheNotFound`, `CacheExpired`;
     that it is corrupt is no error but an answer, whose `ok` is false.
     """
-    return Call("POST", _cache_path(id) + "/verify", parse_as(types.Verification))
+    return Call("POST", _cache_path(id) + "/verify", parse_as(api.Verification))
 
 
 def kept_tokens(id: str, document: str | None = None, *, first_layer: int = 0) -> Call[KeptTokens]:
@@ -201,28 +201,28 @@ def kept_tokens(id: str, document: str | None = None, *, first_layer: int = 0) -
     return Call("POST", path, parse_as(KeptTokens), params=params, body=body)
 
 
-def query_cache(id: str, fields: Mapping[str, Any]) -> Call[types.AnswerObject | Answers]:
+def query_cache(id: str, fields: Mapping[str, Any]) -> Call[api.AnswerObject | Answers]:
     """One prompt, or messages, has one answer; a list of prompts has as many, in the same order."""
     several = isinstance(fields.get("prompt"), list | tuple)
-    parse = _answers if several else parse_as(types.AnswerObject)
-    return Call("POST", _cache_path(id) + "/query", parse, body={"json": checked(types.Query, fields)})
+    parse = _answers if several else parse_as(api.AnswerObject)
+    return Call("POST", _cache_path(id) + "/query", parse, body={"json": checked(api.Query, fields)})
 
 
 def stream_query(id: str, fields: Mapping[str, Any]) -> Call[None]:
     """The answer is an event stream, which `_stream.AnswerReader` reads."""
-    body = {"json": checked(types.Query, {**fields, "stream": True})}
+    body = {"json": checked(api.Query, {**fields, "stream": True})}
     return Call("POST", _cache_path(id) + "/query", lambda _: None, body=body)
 
 
-def retrieve_request(id: str, *, wait_s: float | None = None) -> Call[types.RequestObject]:
+def retrieve_request(id: str, *, wait_s: float | None = None) -> Call[api.RequestObject]:
     """The state of a creation in the background. With `wait_s` the service answers when the state is final, or after
     that many seconds. Raises `RequestNotFound`.
     """
     path = "/v1/requests/" + quoted(id)
-    return Call("GET", path, parse_as(types.RequestObject), params={"wait_s": wait_s}, extra_read_s=wait_s or 0.0)
+    return Call("GET", path, parse_as(api.RequestObject), params={"wait_s": wait_s}, extra_read_s=wait_s or 0.0)
 
 
-def estimate(**fields: Unpack[LevelFields]) -> Call[types.EstimateObject]:
+def estimate(**fields: Unpack[LevelFields]) -> Call[api.EstimateObject]:
     """What `caches.create` with these arguments would take in tokens, bytes and seconds; nothing is compressed.
 
     Without `policy` every policy is told, without `codec` the five codecs; with `levels` each of them, and with the
@@ -232,23 +232,23 @@ def estimate(**fields: Unpack[LevelFields]) -> Call[types.EstimateObject]:
     if (path := given.pop("file", None)) is not None:
         _require_no_document(given)
         given["document"] = _text(Path(str(path)))
-    body = {"json": checked(types.Estimate, given)}
-    return Call("POST", "/v1/estimate", parse_as(types.EstimateObject), body=body)
+    body = {"json": checked(api.Estimate, given)}
+    return Call("POST", "/v1/estimate", parse_as(api.EstimateObject), body=body)
 
 
-def list_models() -> Call[list[types.ModelObject]]:
+def list_models() -> Call[list[api.ModelObject]]:
     """The models this service answers for; the first one is the default."""
-    return Call("GET", "/v1/models", lambda response: parse_as(types.ModelList)(response).data)
+    return Call("GET", "/v1/models", lambda response: parse_as(api.ModelList)(response).data)
 
 
-def list_policies() -> Call[list[types.PolicyObject]]:
+def list_policies() -> Call[list[api.PolicyObject]]:
     """The compression policies, each with its parameters and its source."""
-    return Call("GET", "/v1/policies", lambda response: parse_as(types.PolicyList)(response).data)
+    return Call("GET", "/v1/policies", lambda response: parse_as(api.PolicyList)(response).data)
 
 
-def readiness() -> Call[types.Readiness]:
+def readiness() -> Call[api.Readiness]:
     """Whether the service can work, part by part. A service that is degraded answers too; it does not raise."""
-    return Call("GET", "/readyz", parse_as(types.Readiness), accepts=frozenset({503}))
+    return Call("GET", "/readyz", parse_as(api.Readiness), accepts=frozenset({503}))
 
 
 def _cache_path(id: str) -> str:
@@ -276,7 +276,7 @@ def _as_json(model: type[RequestBody], fields: Mapping[str, Any]) -> dict[str, A
     return parse_request(model, text.encode()).model_dump(mode="json", exclude_unset=True)
 
 
-def query_string(model: type[types.QueryString], fields: Mapping[str, Any]) -> dict[str, Any]:
+def query_string(model: type[api.QueryString], fields: Mapping[str, Any]) -> dict[str, Any]:
     """The parameters of a query string, only with what was given. Raises `InvalidRequest` before anything is sent."""
     try:
         query = model.model_validate({key: value for key, value in fields.items() if value is not None})
@@ -288,7 +288,7 @@ def query_string(model: type[types.QueryString], fields: Mapping[str, Any]) -> d
 
 def _plain(value: Any) -> Any:
     """JSON's view of what callers have at hand: API types, other mappings, other sequences."""
-    if isinstance(value, types.Message):
+    if isinstance(value, api.Message):
         return value.model_dump()
     if isinstance(value, Mapping):
         return dict(value)
@@ -302,7 +302,7 @@ def _upload(path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
     data = _read(path)
     _require_no_document(fields)
     # The bytes stand in for the document, so that the other fields are checked by the same rules.
-    given = checked(types.CreateCache, {**fields, "document": "file"})
+    given = checked(api.CreateCache, {**fields, "document": "file"})
     form = {key: value if isinstance(value, str) else json.dumps(value) for key, value in given.items()}
     del form["document"]
     return {"files": {"file": (path.name, data, _MEDIA_TYPES.get(path.suffix.lower(), "text/plain"))}, "data": form}
@@ -332,8 +332,8 @@ def _content(response: httpx.Response) -> bytes:
 
 
 def _levels(response: httpx.Response) -> Levels:
-    return parse_as(types.LevelList)(response).data
+    return parse_as(api.LevelList)(response).data
 
 
 def _answers(response: httpx.Response) -> Answers:
-    return parse_as(types.AnswerList)(response).data
+    return parse_as(api.AnswerList)(response).data

@@ -8,7 +8,7 @@ from email.utils import parsedate_to_datetime
 import httpx
 from pydantic import ValidationError
 
-from kvshelf.client.types import ErrorBody, ErrorEnvelope
+from kvshelf.api import ErrorBody, ErrorEnvelope
 from kvshelf.errors import ConnectionFailed, InvalidRequest, KvshelfError, by_code
 
 _START = "Is the service running? Start it with `kvshelf serve`, or give the right --url."

@@ -9,9 +9,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from kvshelf.api import AnswerDelta, AnswerObject, ErrorBody
+from kvshelf.api.batches import BatchObject
 from kvshelf.client import _failures
-from kvshelf.client.batch_types import BatchObject
-from kvshelf.client.types import AnswerDelta, AnswerObject, ErrorBody
 from kvshelf.errors import ConnectionFailed
 
 

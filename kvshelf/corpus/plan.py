@@ -11,11 +11,11 @@ from typing import Any, Final, Literal
 
 from kvshelf.corpus.rates import SharedRates
 from kvshelf.errors import InvalidRequest
-from kvshelf.store.codecs import Codec
-from kvshelf.workers.budgets import Budget
-from kvshelf.workers.estimates import ASSUMED_FLOPS, Shape
-from kvshelf.workers.model import described, skeleton
+from kvshelf.store.artifact.codecs import Codec
+from kvshelf.workers.model.loading import described, skeleton
 from kvshelf.workers.policies import build
+from kvshelf.workers.policies.budgets import Budget
+from kvshelf.workers.replica.create.estimates import ASSUMED_FLOPS, Shape
 
 Home = Literal["redis", "disk"]
 

@@ -13,16 +13,18 @@ from fastapi import FastAPI
 from opentelemetry.trace import Tracer
 
 import kvshelf
-from kvshelf.client.types import ModelObject
+from kvshelf.api import ModelObject
 from kvshelf.errors import KvshelfError
-from kvshelf.service import errors, openapi
-from kvshelf.service.background import Background
-from kvshelf.service.batches import BatchRunner
+from kvshelf.service.access.keys import Access, LiveKeys
+from kvshelf.service.access.limits import TenantLimits
 from kvshelf.service.engines import FairEngine
-from kvshelf.service.extract import Extractor
-from kvshelf.service.keys import Access, LiveKeys
-from kvshelf.service.limits import TenantLimits
-from kvshelf.service.metrics import Metrics
+from kvshelf.service.fair_queue import FairQueue
+from kvshelf.service.http import errors, openapi
+from kvshelf.service.http.extract import Extractor
+from kvshelf.service.jobs.background import Background
+from kvshelf.service.jobs.batches import BatchRunner
+from kvshelf.service.observe.metrics import Metrics
+from kvshelf.service.observe.telemetry import ObservedEngine, ObservedRequests
 from kvshelf.service.routes import (
     batches,
     blobs,
@@ -39,11 +41,9 @@ from kvshelf.service.routes import (
 )
 from kvshelf.service.settings import Settings
 from kvshelf.service.state import THREADS, WHOLE_CACHES, Service
-from kvshelf.service.telemetry import ObservedEngine, ObservedRequests
-from kvshelf.service.turns import FairQueue
+from kvshelf.store.artifact.identity import ModelIdentity
 from kvshelf.store.base import Store
-from kvshelf.store.identity import ModelIdentity
-from kvshelf.workers.remote import RemoteEngine, watch
+from kvshelf.workers.cluster.remote import RemoteEngine, watch
 
 log = structlog.get_logger("kvshelf.service")
 

@@ -8,12 +8,12 @@ from contextlib import AbstractContextManager, AsyncExitStack, aclosing, asyncco
 from typing import Any
 
 from kvshelf.errors import RequestTimeout
+from kvshelf.service.fair_queue import FairQueue
 from kvshelf.service.settings import Settings
-from kvshelf.service.turns import FairQueue
-from kvshelf.workers.created import Created
-from kvshelf.workers.intake import Document
-from kvshelf.workers.remote import RemoteEngine
-from kvshelf.workers.replica import MAX_UNREAD_PIECES, Asked, Replied
+from kvshelf.workers.cluster.remote import RemoteEngine
+from kvshelf.workers.engine.inputs.encode import Document
+from kvshelf.workers.replica.create.created import Created
+from kvshelf.workers.replica.replica import MAX_UNREAD_PIECES, Asked, Replied
 
 CREATIONS_PER_REPLICA = 2
 """One document is being prefilled while the next is tokenized and the last one stored."""

@@ -12,7 +12,7 @@ from urllib.parse import quote
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, DotEnvSettingsSource, NoDecode, SettingsConfigDict
 
-from kvshelf.client.strict import Ttl
+from kvshelf.api.strict import Ttl
 from kvshelf.errors import InvalidRequest
 
 PREFIX = "KVSHELF_"

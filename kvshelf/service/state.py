@@ -10,21 +10,21 @@ from typing import Annotated, Any, TypeVar
 from fastapi import Depends, Request
 from fastapi.responses import JSONResponse
 
-from kvshelf.client.types import CacheObject, ModelObject
+from kvshelf.api import CacheObject, ModelObject
 from kvshelf.errors import Cancelled, InvalidRequest, ModelMismatch
-from kvshelf.service.background import Background
-from kvshelf.service.batches import BatchRunner
+from kvshelf.service.access.keys import Caller
+from kvshelf.service.access.limits import TenantLimits
 from kvshelf.service.engines import FairEngine
-from kvshelf.service.extract import Extractor
-from kvshelf.service.keys import Caller
-from kvshelf.service.limits import TenantLimits
-from kvshelf.service.metrics import Metrics
+from kvshelf.service.fair_queue import FairQueue
+from kvshelf.service.http.extract import Extractor
+from kvshelf.service.jobs.background import Background
+from kvshelf.service.jobs.batches import BatchRunner
+from kvshelf.service.observe.metrics import Metrics
 from kvshelf.service.settings import Settings
-from kvshelf.service.turns import FairQueue
+from kvshelf.store.artifact.identity import ModelIdentity
 from kvshelf.store.base import Store
-from kvshelf.store.identity import ModelIdentity
 from kvshelf.store.manifest import Manifest
-from kvshelf.workers.remote import RemoteEngine
+from kvshelf.workers.cluster.remote import RemoteEngine
 
 ResultT = TypeVar("ResultT")
 

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, BinaryIO, Final, Self
 
-from kvshelf.store.arriving import ArrivingCache
-from kvshelf.store.artifact import CompressedCache
-from kvshelf.store.batches import Batches
+from kvshelf.store.artifact.arriving import ArrivingCache
+from kvshelf.store.artifact.cache import CompressedCache
+from kvshelf.store.artifact.identity import Identity
 from kvshelf.store.blobs import Health
-from kvshelf.store.identity import Identity
-from kvshelf.store.ledger import Ledger
+from kvshelf.store.jobs.batches import Batches
+from kvshelf.store.jobs.ledger import Ledger
 from kvshelf.store.manifest import Judgement, Manifest, Record, Timings, Usage
 
 if TYPE_CHECKING:
-    from kvshelf.store.uploads import Files  # which needs the rules, and these need this module
+    from kvshelf.store.jobs.files import Files  # which needs the rules, and these need this module
 
 
 class Unset:
@@ -117,8 +117,8 @@ class Store(abc.ABC):
     ) -> Manifest:
         """Store a cache: write, verify what was written, then make it visible. Durable when it returns.
 
-        `codec` is a text of `kvshelf.store.codecs`; "none" adds no encoding to what the cache has. The manifest and the
-        id hold the canonical text of the codec that is stored. `source`: the document's text, to be kept beside it.
+        `codec` is a text of `kvshelf.store.artifact.codecs`; "none" adds no encoding to the cache. The manifest and
+        the id hold the canonical text of the codec. `source`: the document's text, to be kept beside it.
         When this cache is on the shelf already, nothing is written and the existing manifest is returned unchanged, its
         labels and expiry included (but a source is added where there is none). One that has expired or is corrupt is
         replaced. judged: what was measured of it. `store_s` of the manifest's timings is filled in. Raises

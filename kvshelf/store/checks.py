@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping
 from typing import Any, Final, Literal
 
 from kvshelf.errors import CacheCorrupt, CacheNotFound, EtagMismatch, InvalidRequest
+from kvshelf.store.artifact.codecs import Codec
 from kvshelf.store.base import Unset
-from kvshelf.store.codecs import Codec
 from kvshelf.store.manifest import Judgement, Manifest, Placement, Timings
 
 PAGE_LIMIT: Final = 1000

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from kvshelf.store.base import Store
 from kvshelf.store.index import Quota
-from kvshelf.store.keyring import Keyring
 from kvshelf.store.rules import Rules
+from kvshelf.store.sealing.keyring import Keyring
 from kvshelf.store.url import open_store
 
 

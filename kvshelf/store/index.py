@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from kvshelf.errors import QuotaExceeded, StorageFull, StoreUnavailable
-from kvshelf.store.docket import Docket
-from kvshelf.store.ledger import Ledger
+from kvshelf.store.jobs.ledger import Ledger
+from kvshelf.store.jobs.table import Docket
 from kvshelf.store.manifest import Manifest, Usage
 
 EntryState = Literal["ready", "corrupt", "expired", "evicted", "deleted"]

@@ -9,9 +9,9 @@ from typing import Any
 from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvshelf.store.artifact import CompressedCache
-from kvshelf.store.blob import PackedBlob
-from kvshelf.store.identity import canonical_json, digest
+from kvshelf.store.artifact.blob import PackedBlob
+from kvshelf.store.artifact.cache import CompressedCache
+from kvshelf.store.artifact.identity import canonical_json, digest
 
 _REVISED = {"blob_digest", "created_at", "expires_at", "has_source", "labels", "name", "pinned", "quality", "tried"}
 

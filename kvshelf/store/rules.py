@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from kvshelf.errors import InvalidRequest
 from kvshelf.store.checks import require_expiry
 from kvshelf.store.index import Quota
-from kvshelf.store.keyring import Keyring
+from kvshelf.store.sealing.keyring import Keyring
 
 
 @dataclass(frozen=True)

@@ -9,18 +9,19 @@ from io import BufferedReader
 from typing import Any
 
 from kvshelf.errors import BlobError, InvalidRequest, KvshelfError, QuotaExceeded
-from kvshelf.store import blob, checks, codecs, housekeeping
-from kvshelf.store.arriving import ArrivingCache
-from kvshelf.store.artifact import CompressedCache
+from kvshelf.store import checks, housekeeping
+from kvshelf.store.artifact import blob, codecs
+from kvshelf.store.artifact.arriving import ArrivingCache
+from kvshelf.store.artifact.cache import CompressedCache
+from kvshelf.store.artifact.identity import Identity
 from kvshelf.store.base import UNSET, BlobFile, Page, Receipt, Scrubbed, Store, Swept, Unset
-from kvshelf.store.batches import Batches
 from kvshelf.store.blobs import Blobs, Health, Step
-from kvshelf.store.identity import Identity
 from kvshelf.store.index import KEEP_ENDED_S, Entry, Index, Query
+from kvshelf.store.jobs.batches import Batches
+from kvshelf.store.jobs.files import Files
 from kvshelf.store.manifest import Judgement, Manifest, Placement, Timings, Usage, describe, source_digest
 from kvshelf.store.reader import Reader, require_root
 from kvshelf.store.rules import Rules
-from kvshelf.store.uploads import Files
 from kvshelf.store.writer import Content, Writer, blob_content, is_whole, source_content
 
 

@@ -22,12 +22,12 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from kvshelf.errors import InvalidRequest
 from kvshelf.store.base import Store
 from kvshelf.store.disk import DiskStore
-from kvshelf.store.ram import RamTier
 from kvshelf.store.rules import Rules
-from kvshelf.store.scratch import DiskTier
 from kvshelf.store.shelf import Shelf
-from kvshelf.store.tier import Tier
-from kvshelf.store.tiers import TieredStore
+from kvshelf.store.tiers.ram import RamTier
+from kvshelf.store.tiers.scratch import DiskTier
+from kvshelf.store.tiers.tier import Tier
+from kvshelf.store.tiers.tiered import TieredStore
 
 _JOIN: Final = re.compile(r"\+(?=[a-z-]+:)")
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)([KMGT]i?)?B?")

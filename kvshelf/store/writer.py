@@ -17,7 +17,8 @@ from io import RawIOBase
 from typing import Final
 
 from kvshelf.errors import BlobError, QuotaExceeded, StorageFull, StoreError, StoreUnavailable
-from kvshelf.store import blob, eviction, housekeeping, sealing
+from kvshelf.store import eviction, housekeeping, sealing
+from kvshelf.store.artifact import blob
 from kvshelf.store.blobs import Blobs, Step, new_name
 from kvshelf.store.index import Entry, Index, Quota, Writing, lapsed
 from kvshelf.store.manifest import Manifest, source_digest

@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 from kvshelf.bench.cli import app
 from kvshelf.bench.measure import Spread, cost, interleaved, load_warning, machine, ratios, wilson
 from kvshelf.bench.options import publish
-from kvshelf.bench.retrieval import measure_cell
+from kvshelf.bench.quality.retrieval import measure_cell
 from kvshelf.errors import InvalidRequest
 from kvshelf.kernels.dispatch import cpu_form
-from kvshelf.workers.devices import chosen_device
+from kvshelf.workers.model.devices import chosen_device
 
 
 def test_every_round_runs_every_variant_and_the_first_does_not_count():

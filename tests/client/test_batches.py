@@ -1,5 +1,5 @@
 """What the clients send about files and batches, and how they follow one over broken connections. The real service is
-asked in tests/service/test_batches.py."""
+asked in tests/service/jobs/test_batches.py."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvshelf import AsyncClient, Client, CompressedCache, errors
-from kvshelf.client.types import CacheObject
+from kvshelf.api import CacheObject
 
 TEXT = "The minutes were read and approved. The access code of the amber falcon is 482913. Ada Brown signed it. " * 3
 QUESTION = "What is the access code of the amber falcon?"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvshelf.store.config import StoreConfig
-from kvshelf.workers.cluster import ray_cluster
-from kvshelf.workers.remote import RemoteEngine
+from kvshelf.workers.cluster.connect import ray_cluster
+from kvshelf.workers.cluster.remote import RemoteEngine
 from tests.corpus.hostile import vulnerable
 
 
@@ -25,7 +25,7 @@ class Crew:
 @pytest.fixture(scope="package")
 def crew(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
     """Ray on this machine for the tests of this folder, one replica in it, and a shelf on disk."""
-    from kvshelf.workers import deployment
+    from kvshelf.workers.cluster import deployment
 
     store = StoreConfig(f"disk://{tmp_path_factory.mktemp('corpus')}/home")
     with ray_cluster(None, min_cpus=2):

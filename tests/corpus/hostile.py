@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from kvshelf.corpus.results import Journal, Result
-from kvshelf.corpus.rows import parse_jsonl
-from kvshelf.corpus.sources import Shard, Source
-from kvshelf.workers import replica
-from kvshelf.workers.engine import Engine
-from kvshelf.workers.levels import Level
+from kvshelf.corpus.input.rows import parse_jsonl
+from kvshelf.corpus.input.sources import Shard, Source
+from kvshelf.corpus.output.results import Journal, Result
+from kvshelf.workers.engine.engine import Engine
+from kvshelf.workers.engine.prefill.levels import Level
+from kvshelf.workers.replica import replica
 
 MARK = 6
 KILLS, HANGS, SWELLS, SLOW = 7, 8, 9, 10

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvshelf.corpus.results import Result
-from kvshelf.corpus.rows import RowError
+from kvshelf.corpus.input.rows import RowError
+from kvshelf.corpus.output.results import Result
 
 
 def success(line: int, **fields: Any) -> Result:

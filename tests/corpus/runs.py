@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kvshelf.corpus.progress import RunOptions, RunState, Summary
-from kvshelf.corpus.results import Result
-from kvshelf.corpus.run import Run
+from kvshelf.corpus.output.results import Result
+from kvshelf.corpus.run.progress import RunOptions, RunState, Summary
+from kvshelf.corpus.run.run import Run
 from kvshelf.store.base import Store
 from tests.conftest import _descendants, _title
 from tests.corpus.conftest import Crew

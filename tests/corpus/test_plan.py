@@ -19,8 +19,8 @@ from kvshelf.corpus.plan import BUILT_IN, Corpus, Plan, Speed, Work, make_plan, 
 from kvshelf.corpus.rates import MEASURED, SharedRates
 from kvshelf.corpus.simulate import ATTEMPTS, FOLDERS, Fleet, Part, parts_of, simulate
 from kvshelf.errors import InvalidRequest
-from kvshelf.workers.estimates import Shape
-from kvshelf.workers.model import bundled_folder
+from kvshelf.workers.model.loading import bundled_folder
+from kvshelf.workers.replica.create.estimates import Shape
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGE = ROOT / "docs" / "scale.md"

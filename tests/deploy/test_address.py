@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from kvshelf import Client
-from kvshelf.client.types import CacheObject
+from kvshelf.api import CacheObject
 from tests.conftest import LiveService, _descendants, _title
 from tests.deploy.files import DEPLOY
 from tests.store.redis.servers import PATIENT, ValkeyServer, free_port, wait_until

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvshelf import Client
-from kvshelf.service.keyfile import KeyFile
+from kvshelf.service.access.keyfile import KeyFile
 from tests.deploy.files import DEPLOY, DOCKERFILE, ROOT, copies, environment_of, image_of
 from tests.deploy.wheels import built_wheel
 from tests.store.redis.servers import free_port

@@ -28,16 +28,7 @@ from kvshelf.kernels.prefix_attention.slots import fold
 from kvshelf.kernels.quantize.rows import QuantizedRows
 from tests.kernels.compiling import Variant, compile_all, require_fits
 from tests.kernels.tensors import TOLERANCE, error, random
-from tests.kernels.test_prefix_attention import (
-    CPU,
-    batches,
-    merged,
-    one_document,
-    packed,
-    stacked,
-    states,
-    streamed,
-)
+from tests.kernels.test_prefix_attention import CPU, batches, merged, one_document, packed, stacked, states, streamed
 
 SETTING = plan.Setting(kv_heads=2, group=4, itemsize=2, places=264, least_split=256)
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import httpx
 import pytest
 
-from kvshelf.service.keyfile import KeyFile
+from kvshelf.service.access.keyfile import KeyFile
+from kvshelf.store.artifact.identity import digest
 from kvshelf.store.disk import DiskStore
-from kvshelf.store.identity import digest
 from kvshelf.store.index import Quota, Writing
 from tests.page.conftest import OpenPage
 from tests.store.caches import make_cache

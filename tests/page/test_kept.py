@@ -11,7 +11,7 @@ from tests.page.conftest import OpenPage, document
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
-    from kvshelf.client.kept_types import KeptTokens
+    from kvshelf.api.inspect import KeptTokens
 
 Put = Callable[..., dict[str, Any]]
 

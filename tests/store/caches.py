@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from kvshelf.kernels.quantize.rows import QuantizedRows
-from kvshelf.store.artifact import CompressedCache, Kept, LayerRecord, Merged, PackedRecord, Parts, RopeMode
-from kvshelf.store.identity import Identity, ModelIdentity
-from kvshelf.store.packed import offsets_of
+from kvshelf.store.artifact.cache import CompressedCache
+from kvshelf.store.artifact.identity import Identity, ModelIdentity
+from kvshelf.store.artifact.packed import offsets_of
+from kvshelf.store.artifact.records import Kept, LayerRecord, Merged, PackedRecord, Parts, RopeMode
 
 MODEL = ModelIdentity(
     name="tiny",

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import msgpack
 
-from tests.store.hostile import Cases, Parts, aligned, encoded_blob, field, recorder, some_blob, two_layers, whole_blob
+from tests.store.hostile import (
+    Cases,
+    Parts,
+    aligned,
+    encoded_blob,
+    field,
+    recorder,
+    some_blob,
+    two_layers,
+    whole_blob,
+)
 
 CASES: Cases = {}
 case = recorder(CASES)

@@ -14,9 +14,10 @@ import torch
 from blake3 import blake3
 
 from kvshelf.errors import BlobError
-from kvshelf.store import blob
-from kvshelf.store.artifact import CompressedCache, Kept, LayerRecord
-from kvshelf.store.artifact import Parts as PartsRecord
+from kvshelf.store.artifact import blob
+from kvshelf.store.artifact.cache import CompressedCache
+from kvshelf.store.artifact.records import Kept, LayerRecord
+from kvshelf.store.artifact.records import Parts as PartsRecord
 from tests.store.bounds import memory_bounded
 from tests.store.caches import make_cache, make_identity, make_layer, make_merged, split_at_random
 

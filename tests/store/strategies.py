@@ -7,9 +7,10 @@ from dataclasses import replace
 import torch
 from hypothesis import strategies as st
 
-from kvshelf.store.artifact import CompressedCache, Kept, LayerRecord
-from kvshelf.store.codecs import Codec
-from kvshelf.store.identity import Identity
+from kvshelf.store.artifact.cache import CompressedCache
+from kvshelf.store.artifact.codecs import Codec
+from kvshelf.store.artifact.identity import Identity
+from kvshelf.store.artifact.records import Kept, LayerRecord
 from tests.store.caches import make_identity, make_layer, make_merged, split_at_random
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from kvshelf.errors import CacheExpired, CacheNotFound, StoreUnavailable
-from kvshelf.store.artifact import CompressedCache
+from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.disk import DiskStore
 from tests.store.caches import make_cache, require_equal
 from tests.store.places import Clock, Place, cut

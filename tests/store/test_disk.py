@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from kvshelf.errors import CacheExpired, CacheNotFound, InvalidRequest, StoreUnavailable
-from kvshelf.store import Manifest, Timings, blob, housekeeping
+from kvshelf.store import housekeeping
+from kvshelf.store.artifact import blob
 from kvshelf.store.disk import DiskStore
+from kvshelf.store.manifest import Manifest, Timings
 from tests.store.caches import make_cache, require_equal
 from tests.store.places import Clock
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from kvshelf.errors import CacheCorrupt, CacheNotFound, StorageFull, StoreUnavailable
-from kvshelf.store import Manifest
 from kvshelf.store.disk import DiskStore
+from kvshelf.store.manifest import Manifest
 from tests.store.caches import make_cache, require_equal
 from tests.store.processes import run_in_child
 

@@ -23,10 +23,11 @@ from kvshelf.errors import (
     StorageFull,
     StoreUnavailable,
 )
-from kvshelf.store import Quota, Rules, Timings
-from kvshelf.store.artifact import CompressedCache
-from kvshelf.store.keyring import Keyring
-from kvshelf.store.manifest import Usage
+from kvshelf.store.artifact.cache import CompressedCache
+from kvshelf.store.index import Quota
+from kvshelf.store.manifest import Timings, Usage
+from kvshelf.store.rules import Rules
+from kvshelf.store.sealing.keyring import Keyring
 from kvshelf.store.shelf import Shelf
 from tests.store.caches import make_cache, require_equal
 from tests.store.places import Clock, DiskPlace, Place, flip, gone

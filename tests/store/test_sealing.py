@@ -22,10 +22,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvshelf.errors import BlobError, InvalidRequest, StoreUnavailable
-from kvshelf.store import blob, sealing
-from kvshelf.store.arriving import ArrivingCache
-from kvshelf.store.keyring import Keyring
+from kvshelf.store import sealing
+from kvshelf.store.artifact import blob
+from kvshelf.store.artifact.arriving import ArrivingCache
 from kvshelf.store.sealing import SealedFile, is_sealed, key_id_of, seal, unseal
+from kvshelf.store.sealing.keyring import Keyring
 from tests.store.caches import golden_caches, make_cache, require_equal
 
 GOLDEN = Path(__file__).parent / "golden" / "sealed.kvs"

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from kvshelf.errors import CacheCorrupt, CacheExpired, CacheNotFound, KvshelfError, StorageFull
-from kvshelf.store import Quota, Rules, Timings
+from kvshelf.store.index import Quota
+from kvshelf.store.manifest import Timings
+from kvshelf.store.rules import Rules
 from tests.store.caches import make_cache, require_equal
 from tests.store.places import Clock, DiskPlace, Place, RedisPlace, cut, flip, gone
 from tests.store.processes import start_child

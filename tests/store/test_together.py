@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from kvshelf.errors import CacheNotFound, StateConflict
-from kvshelf.store import Quota, Rules
+from kvshelf.store.index import Quota
+from kvshelf.store.rules import Rules
 from kvshelf.store.shelf import Shelf
 from tests.store.caches import make_cache, require_equal
 from tests.store.places import Place

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from kvshelf.errors import CacheExpired, InvalidRequest, StorageFull, StoreUnavailable
-from kvshelf.store import Quota, Rules, open_store
 from kvshelf.store.disk import DiskStore
+from kvshelf.store.index import Quota
 from kvshelf.store.redis import RedisStore
-from kvshelf.store.tiers import TieredStore
+from kvshelf.store.rules import Rules
+from kvshelf.store.tiers.tiered import TieredStore
+from kvshelf.store.url import open_store
 from tests.store.caches import make_cache, require_equal
 from tests.store.redis.servers import PATIENT, ValkeyServer
 

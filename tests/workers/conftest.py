@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvshelf.workers.engine import Engine
+from kvshelf.workers.engine.engine import Engine
 
 ORACLES = Path(__file__).parents[1] / "oracles"
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral")

@@ -2,7 +2,7 @@
 
 Each of its passes over a block reads what the one before wrote, which is still in the L2 cache. Over all rows at once,
 every pass would go to memory and every temporary would be pages that the system has to clear first; that is most of
-what the plain form of `kvshelf.bench.rows` takes.
+what the plain form of `kvshelf.bench.kernels.rows` takes.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Header, Request, Response
 
-from kvshelf.client.batch_types import (
+from kvshelf.api.batches import (
     BatchError,
     BatchErrors,
     BatchList,
@@ -20,19 +20,19 @@ from kvshelf.client.batch_types import (
     ListBatches,
     RequestCounts,
 )
-from kvshelf.corpus.progress import Window
-from kvshelf.corpus.rows import require_defaults
+from kvshelf.corpus.input.rows import require_defaults
+from kvshelf.corpus.run.progress import Window
 from kvshelf.errors import InvalidRequest, QuotaExceeded, StateConflict
-from kvshelf.service import openapi
-from kvshelf.service.batch_work import rest_reason
-from kvshelf.service.body import read_json, read_query
-from kvshelf.service.events import Event, event_stream
-from kvshelf.service.http_server import LEAVING
-from kvshelf.service.keys import Caller, Reader, Writer
+from kvshelf.service.access.keys import Caller, Reader, Writer
+from kvshelf.service.http import openapi
+from kvshelf.service.http.body import read_json, read_query
+from kvshelf.service.http.events import Event, event_stream
+from kvshelf.service.http.server import LEAVING
+from kvshelf.service.jobs.batch_work import rest_reason
 from kvshelf.service.routes.files import KEEP_S
 from kvshelf.service.state import InService, Service, off_loop
-from kvshelf.store.batches import BatchRecord, BatchState
-from kvshelf.workers.wanted import require_policy
+from kvshelf.store.jobs.batches import BatchRecord, BatchState
+from kvshelf.workers.replica.create.spec import require_policy
 
 router = APIRouter(prefix="/v1/batches", tags=["batches"], responses=openapi.ERRORS)
 

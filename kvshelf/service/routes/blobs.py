@@ -8,17 +8,17 @@ from typing import BinaryIO
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 
-from kvshelf.client.types import CacheObject, ImportCache, Verification
+from kvshelf.api import CacheObject, ImportCache, Verification
 from kvshelf.errors import CacheCorrupt, CacheError, CacheNotFound
-from kvshelf.service import openapi
-from kvshelf.service.body import BLOB_TYPE, read_query, received_blob
-from kvshelf.service.downloads import InDownload, download
-from kvshelf.service.keys import Reader, Writer
+from kvshelf.service.access.keys import Reader, Writer
+from kvshelf.service.http import openapi
+from kvshelf.service.http.body import BLOB_TYPE, read_query, received_blob
+from kvshelf.service.http.downloads import InDownload, download
 from kvshelf.service.state import InService, Service, cache_response, in_turn, off_loop
-from kvshelf.store.artifact import CompressedCache
+from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
-from kvshelf.workers.shelving import prolonged
+from kvshelf.workers.replica.create.publish import prolonged
 
 router = APIRouter(prefix="/v1/caches", tags=["caches"], responses=openapi.ERRORS)
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Request, Response
 from fastapi.responses import JSONResponse
 
-from kvshelf.client.types import (
+from kvshelf.api import (
     CacheList,
     CacheObject,
     CreateCache,
@@ -18,9 +18,9 @@ from kvshelf.client.types import (
     UpdateCache,
 )
 from kvshelf.errors import InvalidRequest
-from kvshelf.service import openapi
-from kvshelf.service.body import read_create, read_json, read_query
-from kvshelf.service.keys import Reader, Writer
+from kvshelf.service.access.keys import Reader, Writer
+from kvshelf.service.http import openapi
+from kvshelf.service.http.body import read_create, read_json, read_query
 from kvshelf.service.routes.requests import request_json
 from kvshelf.service.state import (
     TAKES_TOKENS,
@@ -33,8 +33,8 @@ from kvshelf.service.state import (
     until_hangup,
 )
 from kvshelf.store.manifest import Manifest
-from kvshelf.workers.created import Created
-from kvshelf.workers.wanted import require_policy
+from kvshelf.workers.replica.create.created import Created
+from kvshelf.workers.replica.create.spec import require_policy
 
 router = APIRouter(prefix="/v1/caches", tags=["caches"], responses=openapi.ERRORS)
 

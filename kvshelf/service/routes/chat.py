@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from kvshelf.client.openai import (
+from kvshelf.api.openai import (
     AssistantMessage,
     ChatChoice,
     ChatCompletion,
@@ -24,14 +24,14 @@ from kvshelf.client.openai import (
     PromptTokensDetails,
 )
 from kvshelf.errors import InvalidRequest
-from kvshelf.service import openapi
-from kvshelf.service.body import read_json
-from kvshelf.service.events import event_stream
-from kvshelf.service.keys import Reader
+from kvshelf.service.access.keys import Reader
+from kvshelf.service.http import openapi
+from kvshelf.service.http.body import read_json
+from kvshelf.service.http.events import event_stream
 from kvshelf.service.routes.queries import stop_texts
 from kvshelf.service.state import TAKES_TOKENS, InService, off_loop, until_hangup
-from kvshelf.workers.generation import Sampling, Usage
-from kvshelf.workers.replica import Asked, Replied
+from kvshelf.workers.engine.decode.generation import Sampling, Usage
+from kvshelf.workers.replica.replica import Asked, Replied
 
 router = APIRouter(prefix="/v1/chat", tags=["chat"], responses=openapi.ERRORS)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request
 
-from kvshelf.client.types import Estimate, EstimateObject
-from kvshelf.service import openapi
-from kvshelf.service.body import read_json
-from kvshelf.service.keys import Reader
+from kvshelf.api import Estimate, EstimateObject
+from kvshelf.service.access.keys import Reader
+from kvshelf.service.http import openapi
+from kvshelf.service.http.body import read_json
 from kvshelf.service.routes.caches import require_tokenizer
 from kvshelf.service.state import InService, until_hangup
-from kvshelf.workers.wanted import require_policy
+from kvshelf.workers.replica.create.spec import require_policy
 
 router = APIRouter(prefix="/v1/estimate", tags=["caches"], responses=openapi.ERRORS)
 

@@ -7,15 +7,15 @@ from typing import Any, Final
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 
-from kvshelf.client.batch_types import CreateFile, FileDeleted, FileList, FileObject, ListFiles
+from kvshelf.api.batches import CreateFile, FileDeleted, FileList, FileObject, ListFiles
 from kvshelf.errors import StateConflict
-from kvshelf.service import openapi
-from kvshelf.service.body import read_query, received_file
-from kvshelf.service.downloads import InDownload, download
-from kvshelf.service.keys import Reader, Writer
+from kvshelf.service.access.keys import Reader, Writer
+from kvshelf.service.http import openapi
+from kvshelf.service.http.body import read_query, received_file
+from kvshelf.service.http.downloads import InDownload, download
 from kvshelf.service.state import InService, in_turn, off_loop
 from kvshelf.store.base import Store
-from kvshelf.store.uploads import FileRecord
+from kvshelf.store.jobs.files import FileRecord
 
 router = APIRouter(prefix="/v1/files", tags=["files"], responses=openapi.ERRORS)
 

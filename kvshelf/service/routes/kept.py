@@ -6,12 +6,12 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 
-from kvshelf.client.kept_types import KeptOf, KeptTokens
-from kvshelf.service import openapi
-from kvshelf.service.body import read_json
-from kvshelf.service.keys import Caller, Reader
+from kvshelf.api.inspect import KeptOf, KeptTokens
+from kvshelf.service.access.keys import Caller, Reader
+from kvshelf.service.http import openapi
+from kvshelf.service.http.body import read_json
 from kvshelf.service.state import InService, Service, off_loop, until_hangup
-from kvshelf.workers.intake import Document
+from kvshelf.workers.engine.inputs.encode import Document
 
 router = APIRouter(prefix="/v1/caches/{cache_id}/kept", tags=["caches"], responses=openapi.ERRORS)
 

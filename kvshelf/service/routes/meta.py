@@ -7,15 +7,15 @@ import asyncio
 from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
 
-from kvshelf.client.strict import MAX_PROMPTS
-from kvshelf.client.types import Limits, ModelList, PolicyList, PolicyObject, Readiness, ReadyPart, TenantAllowances
+from kvshelf.api import Limits, ModelList, PolicyList, PolicyObject, Readiness, ReadyPart, TenantAllowances
+from kvshelf.api.strict import MAX_PROMPTS
 from kvshelf.errors import DeadlineExceeded, KvshelfError, QueueFull, StoreUnavailable
-from kvshelf.service import openapi
-from kvshelf.service.keys import Reader
-from kvshelf.service.limits import allowance
+from kvshelf.service.access.keys import Reader
+from kvshelf.service.access.limits import allowance
+from kvshelf.service.http import openapi
 from kvshelf.service.state import InService, Service, off_loop
+from kvshelf.workers.cluster.remote import RemoteEngine
 from kvshelf.workers.policies import catalog
-from kvshelf.workers.remote import RemoteEngine
 
 router = APIRouter(tags=["service"], responses=openapi.ERRORS)
 

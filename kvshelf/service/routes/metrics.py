@@ -7,8 +7,8 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Response
 from prometheus_client.exposition import choose_encoder
 
-from kvshelf.service import openapi
-from kvshelf.service.keys import Admin
+from kvshelf.service.access.keys import Admin
+from kvshelf.service.http import openapi
 from kvshelf.service.state import InService
 
 router = APIRouter(tags=["service"], responses=openapi.ERRORS)

@@ -10,17 +10,17 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from kvshelf.client.types import AnswerDelta, AnswerList, AnswerObject, Comparison, Query, Usage
-from kvshelf.service import openapi
-from kvshelf.service.body import read_json
-from kvshelf.service.errors import miss_reason
-from kvshelf.service.events import event_stream
-from kvshelf.service.keys import Caller, Reader
-from kvshelf.service.misses import MISSES, Original
+from kvshelf.api import AnswerDelta, AnswerList, AnswerObject, Comparison, Query, Usage
+from kvshelf.service.access.keys import Caller, Reader
+from kvshelf.service.http import openapi
+from kvshelf.service.http.body import read_json
+from kvshelf.service.http.errors import miss_reason
+from kvshelf.service.http.events import event_stream
+from kvshelf.service.recompute import MISSES, Original
 from kvshelf.service.state import TAKES_TOKENS, InService, Service, off_loop, until_hangup
 from kvshelf.store.manifest import Manifest
-from kvshelf.workers.generation import Sampling
-from kvshelf.workers.replica import Asked, Replied
+from kvshelf.workers.engine.decode.generation import Sampling
+from kvshelf.workers.replica.replica import Asked, Replied
 
 router = APIRouter(prefix="/v1/caches", tags=["queries"], responses=openapi.ERRORS)
 

@@ -9,14 +9,14 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
 
-from kvshelf.client.types import ErrorBody, RequestObject
+from kvshelf.api import ErrorBody, RequestObject
 from kvshelf.errors import InternalError, by_code
-from kvshelf.service import openapi
-from kvshelf.service.errors import error_json
-from kvshelf.service.http_server import LEAVING
-from kvshelf.service.keys import Reader
+from kvshelf.service.access.keys import Reader
+from kvshelf.service.http import openapi
+from kvshelf.service.http.errors import error_json
+from kvshelf.service.http.server import LEAVING
 from kvshelf.service.state import InService, off_loop, until_hangup
-from kvshelf.store.ledger import Ledger, RequestRecord
+from kvshelf.store.jobs.ledger import Ledger, RequestRecord
 
 router = APIRouter(prefix="/v1/requests", tags=["requests"], responses=openapi.ERRORS)
 

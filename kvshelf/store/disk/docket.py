@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from kvshelf.errors import StoreUnavailable
 from kvshelf.store.disk.database import Database
-from kvshelf.store.docket import Docket, Item, Kind, overtaken
+from kvshelf.store.jobs.table import Docket, Item, Kind, overtaken
 
 _FIELDS: Final = "kind, id, tenant, text, version, open, due"
 

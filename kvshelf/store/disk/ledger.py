@@ -7,9 +7,9 @@ import sqlite3
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvshelf.store import ledger
 from kvshelf.store.disk.database import Database
-from kvshelf.store.ledger import Ledger, RequestError, RequestRecord
+from kvshelf.store.jobs import ledger
+from kvshelf.store.jobs.ledger import Ledger, RequestError, RequestRecord
 
 
 class SqliteLedger(Ledger):

@@ -112,7 +112,7 @@ CREATE INDEX requests_by_state ON requests (state, created_at);
 """
 
 _DOCKET = """
--- Files and batches, see kvshelf.store.docket. term: the number of the newest lease.
+-- Files and batches, see kvshelf.store.jobs.table. term: the number of the newest lease.
 CREATE TABLE docket (
     seq INTEGER PRIMARY KEY AUTOINCREMENT,
     kind TEXT NOT NULL,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final, cast
 
 from kvshelf.errors import StoreUnavailable
-from kvshelf.store.docket import Docket, Item, Kind, overtaken
+from kvshelf.store.jobs.table import Docket, Item, Kind, overtaken
 from kvshelf.store.redis.link import RedisLink
 from kvshelf.store.redis.script import Script, Value
 

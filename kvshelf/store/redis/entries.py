@@ -9,7 +9,7 @@ import json
 from typing import cast
 
 from kvshelf.errors import StoreUnavailable
-from kvshelf.store.identity import digest
+from kvshelf.store.artifact.identity import digest
 from kvshelf.store.index import KEEP_ENDED_S, Entry, EntryState, Query, Writing
 from kvshelf.store.manifest import Manifest
 from kvshelf.store.redis.script import Value

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from kvshelf.errors import StoreUnavailable
-from kvshelf.store import ledger
 from kvshelf.store.index import KEEP_ENDED_S
-from kvshelf.store.ledger import Ledger, RequestRecord
+from kvshelf.store.jobs import ledger
+from kvshelf.store.jobs.ledger import Ledger, RequestRecord
 from kvshelf.store.redis.link import RedisLink
 from kvshelf.store.redis.script import Script
 

@@ -9,13 +9,7 @@ from typing import Any
 
 from kvshelf.errors import InvalidRequest
 from kvshelf.workers.policies.ada import Ada
-from kvshelf.workers.policies.base import (
-    Policy,
-    ScoringPolicy,
-    parameter,
-    parameter_fields,
-    parameter_types,
-)
+from kvshelf.workers.policies.base import Policy, ScoringPolicy, parameter, parameter_fields, parameter_types
 from kvshelf.workers.policies.cake import Cake
 from kvshelf.workers.policies.chunkkv import ChunkKV
 from kvshelf.workers.policies.compresskv import CompressKV

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from kvshelf.errors import InvalidRequest
 from kvshelf.kernels.select import importance_of
-from kvshelf.workers.budgets import Budget, LayerBudget
-from kvshelf.workers.plans import GlobalPlan, flat_counts, least
 from kvshelf.workers.policies.base import Observes, ScoringPolicy, parameter, parameter_fields
+from kvshelf.workers.policies.budgets import Budget, LayerBudget
+from kvshelf.workers.policies.plans import GlobalPlan, flat_counts, least
 from kvshelf.workers.policies.snapkv import SnapKV
 from kvshelf.workers.policies.view import LayerView, ProbePass, Source
 

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.kernels.select import importance_of, keep_best, of_entries, pack
-from kvshelf.store.artifact import Kept, LayerRecord
-from kvshelf.workers.budgets import Budget, LayerBudget
-from kvshelf.workers.plans import CachePlan
+from kvshelf.store.artifact.records import Kept, LayerRecord
+from kvshelf.workers.policies.budgets import Budget, LayerBudget
 from kvshelf.workers.policies.parameters import check
+from kvshelf.workers.policies.plans import CachePlan
 from kvshelf.workers.policies.view import LayerView, ProbePass, Source
 
 MAX_PROBE_BYTES = 16 * 1024

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.select import select
-from kvshelf.workers.budgets import Budget, LayerBudget
 from kvshelf.workers.policies.base import TailPolicy, parameter
+from kvshelf.workers.policies.budgets import Budget, LayerBudget
 from kvshelf.workers.policies.snapkv import pooled
 from kvshelf.workers.policies.view import LayerView
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from kvshelf.errors import PolicyUnsupported
-from kvshelf.workers.budgets import LayerBudget
-from kvshelf.workers.calibration import Calibration
-from kvshelf.workers.plans import fill, largest_remainders
+from kvshelf.workers.model.calibration import Calibration
 from kvshelf.workers.policies.base import Observes, TailPolicy, parameter
+from kvshelf.workers.policies.budgets import LayerBudget
+from kvshelf.workers.policies.plans import fill, largest_remainders
 from kvshelf.workers.policies.snapkv import pooled
 from kvshelf.workers.policies.view import LayerView, Source
 

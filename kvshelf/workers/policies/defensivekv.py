@@ -12,9 +12,9 @@ from torch import Tensor
 
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.select import importance_of
-from kvshelf.workers.budgets import Budget, LayerBudget
-from kvshelf.workers.plans import flat_counts
 from kvshelf.workers.policies.base import Observes, TailPolicy, parameter
+from kvshelf.workers.policies.budgets import Budget, LayerBudget
+from kvshelf.workers.policies.plans import flat_counts
 from kvshelf.workers.policies.view import LayerView
 
 _BLOCK_TOKENS = 1024

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from kvshelf.kernels.row_norms import row_norms
-from kvshelf.workers.budgets import Budget
+from kvshelf.workers.model.rope import Rope
 from kvshelf.workers.policies.base import Observes, ScoringPolicy, parameter
+from kvshelf.workers.policies.budgets import Budget
 from kvshelf.workers.policies.parameters import fitted_sink
 from kvshelf.workers.policies.view import LayerView
-from kvshelf.workers.rope import Rope
 
 _ROWS_PER_BLOCK = 512
 

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 import torch
 
-from kvshelf.store.artifact import Kept
-from kvshelf.workers.budgets import LayerBudget
+from kvshelf.store.artifact.records import Kept
 from kvshelf.workers.policies.base import Policy
+from kvshelf.workers.policies.budgets import LayerBudget
 from kvshelf.workers.policies.view import LayerView
 
 

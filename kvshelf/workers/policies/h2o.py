@@ -8,8 +8,8 @@ from typing import ClassVar, Self
 from torch import Tensor
 
 from kvshelf.errors import PolicyUnsupported
-from kvshelf.workers.budgets import Budget
 from kvshelf.workers.policies.base import Observes, ScoringPolicy, parameter
+from kvshelf.workers.policies.budgets import Budget
 from kvshelf.workers.policies.view import LayerView
 
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from kvshelf.kernels.select import importance_of
 from kvshelf.kernels.window_scores import window_attention
-from kvshelf.workers.budgets import Budget, LayerBudget
-from kvshelf.workers.plans import CachePlan, GlobalPlan, flat_counts
 from kvshelf.workers.policies.base import Observes, ScoringPolicy, parameter
+from kvshelf.workers.policies.budgets import Budget, LayerBudget
 from kvshelf.workers.policies.parameters import fitted_sink
+from kvshelf.workers.policies.plans import CachePlan, GlobalPlan, flat_counts
 from kvshelf.workers.policies.view import LayerView, ProbePass, Source
 
 _FIRST = "\n\nRepeat the previous context exactly."

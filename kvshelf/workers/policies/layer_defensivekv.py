@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvshelf.workers.plans import GlobalPlan
 from kvshelf.workers.policies.defensivekv import DefensiveKV
+from kvshelf.workers.policies.plans import GlobalPlan
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvshelf.workers.budgets import LayerBudget
 from kvshelf.workers.policies.base import parameter
+from kvshelf.workers.policies.budgets import LayerBudget
 from kvshelf.workers.policies.snapkv import SnapKV
 from kvshelf.workers.policies.view import LayerView
 

@@ -11,9 +11,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from kvshelf.kernels.select import importance_of, select
-from kvshelf.store.artifact import Kept
-from kvshelf.workers.budgets import LayerBudget
+from kvshelf.store.artifact.records import Kept
 from kvshelf.workers.policies.base import Observes, TailPolicy, keep, parameter
+from kvshelf.workers.policies.budgets import LayerBudget
 from kvshelf.workers.policies.segments import Segments
 from kvshelf.workers.policies.view import LayerView
 

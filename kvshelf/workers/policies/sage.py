@@ -10,9 +10,9 @@ from torch import Tensor
 
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.select import select
-from kvshelf.store.artifact import Kept
-from kvshelf.workers.budgets import Budget, LayerBudget
+from kvshelf.store.artifact.records import Kept
 from kvshelf.workers.policies.base import ProbedPolicy, keep, parameter
+from kvshelf.workers.policies.budgets import Budget, LayerBudget
 from kvshelf.workers.policies.view import LayerView
 
 

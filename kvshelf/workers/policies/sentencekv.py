@@ -10,9 +10,9 @@ from torch import Tensor
 
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.select import importance_of, select
-from kvshelf.store.artifact import Kept
-from kvshelf.workers.budgets import Budget, LayerBudget
+from kvshelf.store.artifact.records import Kept
 from kvshelf.workers.policies.base import Observes, TailPolicy, keep, parameter
+from kvshelf.workers.policies.budgets import Budget, LayerBudget
 from kvshelf.workers.policies.segments import Segments
 from kvshelf.workers.policies.snapkv import pooled
 from kvshelf.workers.policies.view import LayerView

@@ -9,10 +9,10 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from kvshelf.store.artifact import Kept
-from kvshelf.store.packed import offsets_of
-from kvshelf.workers.budgets import Budget, LayerBudget
+from kvshelf.store.artifact.packed import offsets_of
+from kvshelf.store.artifact.records import Kept
 from kvshelf.workers.policies.base import Observes, Policy, parameter
+from kvshelf.workers.policies.budgets import Budget, LayerBudget
 from kvshelf.workers.policies.parameters import fitted_sink
 from kvshelf.workers.policies.view import LayerView
 

@@ -14,9 +14,9 @@ from kvshelf.kernels.column_sums import column_sums
 from kvshelf.kernels.window_scores import pooled, window_attention, window_scores
 
 if TYPE_CHECKING:  # a view is also made without a model
-    from kvshelf.workers.calibration import Calibration
-    from kvshelf.workers.rope import Rope
-    from kvshelf.workers.text import TextFormat
+    from kvshelf.workers.model.calibration import Calibration
+    from kvshelf.workers.model.rope import Rope
+    from kvshelf.workers.model.text import TextFormat
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Source:
     @cached_property
     def sentence_ends(self) -> list[bool]:
         """Which tokens end a sentence."""
-        from kvshelf.workers.text import SENTENCE_ENDS
+        from kvshelf.workers.model.text import SENTENCE_ENDS
 
         assert self.text is not None, "the policy must say that it observes text"
         return self.text.segment_ends(self.token_ids, SENTENCE_ENDS)

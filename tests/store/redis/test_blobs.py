@@ -18,8 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvshelf.errors import BlobError, StorageFull, StoreUnavailable
+from kvshelf.store.artifact.memory import fresh_memory
 from kvshelf.store.blobs import MARGIN_S, new_name
-from kvshelf.store.files import fresh_memory
 from kvshelf.store.redis.blobs import CHUNK, RedisBlobs
 from kvshelf.store.redis.link import RedisLink
 from tests.store.redis.servers import PATIENT, Cluster, LyingServer, ValkeyServer, wait_until

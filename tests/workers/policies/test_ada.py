@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
-from kvshelf.workers.budgets import Budget, LayerBudget
-from kvshelf.workers.engine import Engine
+from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.policies import POLICIES, build, catalog
 from kvshelf.workers.policies.ada import Ada, _scoring_policy
 from kvshelf.workers.policies.base import Observes, Phase, ScoringPolicy, parameter_fields
+from kvshelf.workers.policies.budgets import Budget, LayerBudget
 from kvshelf.workers.policies.view import Source
 from tests.workers.views import observed, pooled_mean, random_layer
 

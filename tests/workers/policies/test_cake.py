@@ -1,4 +1,4 @@
-"""CAKE: preference and indicator against their formulas. tests/workers/test_cascade.py has the cascade."""
+"""CAKE: preference and indicator against their formulas. tests/workers/policies/test_cascade.py has the cascade."""
 
 from __future__ import annotations
 

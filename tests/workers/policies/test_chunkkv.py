@@ -1,4 +1,4 @@
-"""ChunkKV: whole chunks, as many as kvpress counts, against loops. tests/workers/test_oracles.py has kvpress's own."""
+"""ChunkKV: whole chunks, as many as kvpress counts, against loops. test_oracles.py has kvpress's own."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvshelf.errors import PolicyUnsupported
-from kvshelf.workers.budgets import Budget, LayerBudget
 from kvshelf.workers.policies import build
+from kvshelf.workers.policies.budgets import Budget, LayerBudget
 from tests.workers.views import observed, pooled_mean, random_layer
 
 

@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
-from kvshelf.workers import calibration as calibrations
-from kvshelf.workers.budgets import LayerBudget
-from kvshelf.workers.calibration import Calibration, Origin
-from kvshelf.workers.engine import Engine
-from kvshelf.workers.model import bundled_folder
+from kvshelf.workers.engine.engine import Engine
+from kvshelf.workers.model import calibration as calibrations
+from kvshelf.workers.model.calibration import Calibration, Origin
+from kvshelf.workers.model.loading import bundled_folder
 from kvshelf.workers.policies import LayerView, build
+from kvshelf.workers.policies.budgets import LayerBudget
 from kvshelf.workers.policies.compresskv import layer_counts
 from kvshelf.workers.policies.view import Probed, Source
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
-from kvshelf.workers.budgets import Budget, LayerBudget
-from kvshelf.workers.engine import Engine
+from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.policies import build
 from kvshelf.workers.policies.base import Phase
+from kvshelf.workers.policies.budgets import Budget, LayerBudget
 from kvshelf.workers.policies.defensivekv import projected_norms
 from kvshelf.workers.policies.view import output_weight
 from tests.workers.views import observed, pooled_mean, random_layer

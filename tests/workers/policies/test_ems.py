@@ -13,12 +13,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.prefix_attention.eager import attend_prefix
-from kvshelf.store.artifact import CompressedCache, Kept, Merged
-from kvshelf.workers.attention import CONTEXT
-from kvshelf.workers.budgets import Budget, LayerBudget
-from kvshelf.workers.engine import Engine
+from kvshelf.store.artifact.cache import CompressedCache
+from kvshelf.store.artifact.records import Kept, Merged
+from kvshelf.workers.engine.attention.function import CONTEXT
+from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.policies import LayerView, build
 from kvshelf.workers.policies.base import Observes
+from kvshelf.workers.policies.budgets import Budget, LayerBudget
 from kvshelf.workers.policies.view import Probed, Source
 
 KV_HEADS = 2

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvshelf.errors import PolicyUnsupported
-from kvshelf.workers.engine import Engine
+from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.policies import build
 
 LLAMA3 = {

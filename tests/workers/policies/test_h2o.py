@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvshelf.bench.tasks import make_document
+from kvshelf.bench.quality.tasks import make_document
 from kvshelf.errors import PolicyUnsupported
-from kvshelf.workers.budgets import Budget, LayerBudget
-from kvshelf.workers.engine import Engine
+from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.policies import LayerView, build
+from kvshelf.workers.policies.budgets import Budget, LayerBudget
 from kvshelf.workers.policies.view import Source
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvshelf.errors import DocumentTooLong, PolicyUnsupported
-from kvshelf.workers.engine import Engine
+from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.policies import POLICIES
 from kvshelf.workers.policies.kvzip import KVzip
 from tests.conftest import save_random_model
@@ -149,7 +149,7 @@ def test_a_given_sink_must_fit(llama):
 
 def test_a_fact_survives(tiny):
     """On the bundled model: what has to be copied out is what the replay attended to."""
-    from kvshelf.bench.retrieval import measure_cell
+    from kvshelf.bench.quality.retrieval import measure_cell
 
     compress = {"policy": "kvzip", "compression_ratio": 0.75}
     assert measure_cell(tiny, "multikey", "filler", 1024, 6, compress=compress).exact >= 5

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvshelf.workers.budgets import Budget, LayerBudget
-from kvshelf.workers.chunked import ChunkedLayer
+from kvshelf.workers.engine.prefill.chunked import ChunkedLayer
 from kvshelf.workers.policies import build
+from kvshelf.workers.policies.budgets import Budget, LayerBudget
 from kvshelf.workers.policies.view import LayerView, Source
 
 NAMES = ("lagkv", "localkv")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvshelf.bench.tasks import make_document
+from kvshelf.bench.quality.tasks import make_document
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 
 PROBED = ("sage", "sablock", "sentencekv", "chunkkv", "tova")

@@ -1,4 +1,4 @@
-"""PyramidKV: the budget per layer, and SnapKV's choice within it. tests/workers/test_oracles.py has the golden sets."""
+"""PyramidKV: the budget per layer, and SnapKV's choice within it. test_oracles.py has the golden sets."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
-from kvshelf.workers.budgets import LayerBudget
 from kvshelf.workers.policies import build
+from kvshelf.workers.policies.budgets import LayerBudget
 from tests.workers.views import best, observed, pooled_mean, random_layer
 
 

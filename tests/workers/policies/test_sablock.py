@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from kvshelf.workers.budgets import LayerBudget
-from kvshelf.workers.model import bundled_folder
+from kvshelf.workers.model.loading import bundled_folder
+from kvshelf.workers.model.text import TextFormat
 from kvshelf.workers.policies import build
+from kvshelf.workers.policies.budgets import LayerBudget
 from kvshelf.workers.policies.sablock import best_blocks
 from kvshelf.workers.policies.view import Source
-from kvshelf.workers.text import TextFormat
 from tests.workers.views import best, observed, random_layer
 
 CASES = [{}, {"protected": 3, "group": 4}, {"probes": (3,), "protected": 1}, {"probes": (9, 12)}]

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvshelf.errors import PolicyUnsupported
-from kvshelf.workers.budgets import Budget, LayerBudget
 from kvshelf.workers.policies import build
+from kvshelf.workers.policies.budgets import Budget, LayerBudget
 from tests.workers.views import random_layer
 
 CASES = [

@@ -10,11 +10,11 @@ import torch
 from transformers import AutoTokenizer
 
 from kvshelf.errors import PolicyUnsupported
-from kvshelf.workers.budgets import Budget, LayerBudget
-from kvshelf.workers.model import bundled_folder
+from kvshelf.workers.model.loading import bundled_folder
+from kvshelf.workers.model.text import TextFormat
 from kvshelf.workers.policies import build
+from kvshelf.workers.policies.budgets import Budget, LayerBudget
 from kvshelf.workers.policies.view import Source
-from kvshelf.workers.text import TextFormat
 from tests.workers.views import best, observed, random_layer
 
 WINDOW, SINK = 6, 5

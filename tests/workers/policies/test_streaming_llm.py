@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
-from kvshelf.store.artifact import CompressedCache
-from kvshelf.workers.engine import Engine
+from kvshelf.store.artifact.cache import CompressedCache
+from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.policies import build
 from kvshelf.workers.policies.base import Observes
 from tests.workers.by_hand import Prefix, frequencies, logits_after, turned

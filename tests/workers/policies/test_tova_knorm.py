@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from kvshelf.workers.budgets import LayerBudget
 from kvshelf.workers.policies import build
+from kvshelf.workers.policies.budgets import LayerBudget
 from tests.workers.views import best, observed, random_layer
 
 

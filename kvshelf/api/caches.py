@@ -1,0 +1,186 @@
+"""The types of what is on the shelf: a cache, lists of them, and what is changed, imported, deleted or verified."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from kvshelf.api.strict import (
+    CacheName,
+    ExpiresAt,
+    Labels,
+    LayoutName,
+    QueryString,
+    RequestBody,
+    ResponseBody,
+    Ttl,
+    misuse,
+    require_one_expiry,
+)
+
+
+class TokenCounts(ResponseBody):
+    """`kept` is the mean number of entries per layer and KV head."""
+
+    document: int
+    kept: int
+
+
+class ByteCounts(ResponseBody):
+    """`full` is what the uncompressed KV of the document takes, `stored` the size of the blob."""
+
+    full: int
+    stored: int
+
+
+class Timings(ResponseBody):
+    """Seconds: waiting, model forward, compression, writing to the store."""
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    compress_s: float = 0.0
+    store_s: float = 0.0
+
+
+class Quality(ResponseBody):
+    """How close a cache is to the full one, on questions made from the document when it was compressed.
+
+    `agreement`, 0 to 1: how often it says the token that the full cache is sure of. `kl`: the divergence of its
+    probabilities, in nats. `tokens` were predicted, in `probe_s` seconds. Numbers of another `version` do not compare.
+    """
+
+    agreement: float
+    kl: float
+    tokens: int
+    probe_s: float
+    version: int
+
+
+class Tried(ResponseBody):
+    """One way to keep a document, and its bytes and quality, or the reason why there are none.
+
+    `cache_id` is the id that its cache would have, null where the policy refused the document.
+    """
+
+    cache_id: str | None = None
+    policy: str
+    compression_ratio: float
+    codec: str
+    bytes: int | None = None
+    quality: Quality | None = None
+    reason: str | None = None
+
+
+class CacheObject(ResponseBody):
+    """One stored cache. `existing` is true in the answer to a POST that found the cache on the shelf.
+
+    `quality` is how close it is to the full cache, null where that was not measured. `tried` is there where the cache
+    was chosen among several ways to keep its document: all of them, and what came of each.
+    """
+
+    id: str
+    object: Literal["cache"] = "cache"
+    document_id: str
+    model: str
+    layout: LayoutName
+    policy: str
+    policy_params: dict[str, Any]
+    compression_ratio: float
+    codec: str
+    tokens: TokenCounts
+    bytes: ByteCounts
+    quality: Quality | None = None
+    tried: list[Tried] = Field(default_factory=list)
+    created_at: float
+    expires_at: float | None = None
+    last_used_at: float | None = None
+    pinned: bool = False
+    name: str = ""
+    labels: dict[str, str] = Field(default_factory=dict)
+    has_source: bool = False
+    timings: Timings = Timings()
+    uses: int = Field(0, description="questions asked so far")
+    existing: bool = False
+
+
+class LevelList(ResponseBody):
+    """The answer to a creation with `levels`: the caches in their order."""
+
+    object: Literal["list"] = "list"
+    data: list[CacheObject]
+
+
+class CacheList(ResponseBody):
+    object: Literal["list"] = "list"
+    data: list[CacheObject]
+    has_more: bool
+    last_id: str | None
+
+
+class ListCaches(QueryString):
+    """GET /v1/caches: the filters."""
+
+    document_id: str | None = Field(None, description="caches of this document")
+    model: str | None = Field(None, description="caches of this model")
+    policy: str | None = Field(None, description="caches of this policy")
+    limit: Annotated[int, Field(ge=1, le=1000, description="caches in this page")] = 20
+    after: str | None = Field(None, description="the last id of the page before")
+
+
+class UpdateCache(RequestBody):
+    """PATCH /v1/caches/{id}: what is given changes, all else stays. Labels are replaced as a whole.
+
+    A pinned cache is never evicted to make room; it expires all the same.
+    """
+
+    ttl_s: Ttl | None = Field(None, description="seconds from now; null: it never expires")
+    expires_at: ExpiresAt | None = Field(None, description="Unix seconds, instead of ttl_s; null: it never expires")
+    labels: Labels = Field(default_factory=dict)
+    name: CacheName = ""
+    pinned: bool = False
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if not self.model_fields_set:
+            raise misuse("", f"nothing is to change; give at least one of {', '.join(type(self).model_fields)}")
+        if {"ttl_s", "expires_at"} <= self.model_fields_set:
+            raise misuse("expires_at", "give ttl_s or expires_at, not both")
+        return self
+
+    def changes(self) -> dict[str, Any]:
+        """The fields that were given."""
+        return {name: getattr(self, name) for name in self.model_fields_set}
+
+
+class ImportCache(QueryString):
+    """POST /v1/caches/import: what is to be known about the cache whose blob is the body."""
+
+    ttl_s: Ttl | None = Field(None, description="seconds until the cache expires")
+    expires_at: ExpiresAt | None = Field(None, description="Unix seconds, instead of ttl_s")
+    name: CacheName = ""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        require_one_expiry(self.ttl_s, self.expires_at)
+        return self
+
+
+class Deleted(ResponseBody):
+    """The answer to DELETE."""
+
+    id: str
+    object: Literal["cache"] = "cache"
+    deleted: bool = True
+
+
+class Verification(ResponseBody):
+    """What reading a stored cache to its end has shown. `bytes` were read and are sound: the blob, and the source where
+    one is kept. A cache that is not `ok` is set aside and never used; `reason` is one word, `problem` is for people."""
+
+    id: str
+    object: Literal["cache.verification"] = "cache.verification"
+    ok: bool
+    bytes: int = 0
+    reason: str | None = None
+    problem: str | None = None

@@ -1,0 +1,26 @@
+"""The types of errors on the wire."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvshelf.api.strict import MissReason, ResponseBody
+
+
+class ErrorBody(ResponseBody):
+    """`code` is what programs decide by, `type` its group, `param` the field at fault, `message` for people.
+
+    `miss_reason` says why a stored cache could not be used. `details` holds machine-readable facts, for example both
+    fingerprints of a model_mismatch. Both are there only when they say something.
+    """
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str
+    miss_reason: MissReason | None = None
+    details: dict[str, Any] | None = None
+
+
+class ErrorEnvelope(ResponseBody):
+    error: ErrorBody

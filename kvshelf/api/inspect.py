@@ -1,0 +1,66 @@
+"""The types of `/v1/caches/{id}/kept`: which tokens of a document a cache kept."""
+
+from __future__ import annotations
+
+import base64
+from typing import Literal, Self
+
+from pydantic import ConfigDict, Field, model_validator
+
+from kvshelf.api.strict import MessageList, RequestBody, ResponseBody, TokenId, one_of, require_one_document
+
+
+class KeptOf(RequestBody):
+    """POST /v1/caches/{id}/kept: the document of the cache, as it was when the cache was made. Exactly one of
+    `document`, `messages` and `token_ids`."""
+
+    model_config = ConfigDict(json_schema_extra=one_of(document="string", messages="array", token_ids="array"))
+
+    document: str | None = None
+    messages: MessageList | None = None
+    token_ids: list[TokenId] | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        require_one_document(self)
+        return self
+
+
+class KeptLayer(ResponseBody):
+    """One layer: for each KV head base64 of one bit per token, least significant bit first. `merged` is null where the
+    layer merges nothing; a token is in `kept` or in `merged` of a head, or evicted."""
+
+    layer: int
+    kept: list[str]
+    merged: list[str] | None = None
+
+    def positions(self, head: int) -> list[int]:
+        """The tokens that the head kept, ascending."""
+        bits = int.from_bytes(base64.b64decode(self.kept[head]), "little")
+        return [at for at in range(bits.bit_length()) if bits >> at & 1]
+
+
+class KeptTokens(ResponseBody):
+    """Which tokens of its document a cache kept; `meaning` says what that is worth under this policy.
+
+    `tokens` are the texts of the `num_tokens` tokens, of which the first `template_tokens` come from the chat template;
+    where a character takes several tokens, the last one has it. `counts` says for each token how many of all
+    `num_heads` (KV heads of all layers) kept it, `merged_counts` how many merged it into another. These come with the
+    first layers only. `layers` are as many as one answer holds; `next_layer` is where the next one begins, null after
+    the last.
+    """
+
+    id: str
+    object: Literal["cache.kept"] = "cache.kept"
+    document_id: str
+    policy: str
+    num_tokens: int
+    num_layers: int
+    num_heads: int
+    meaning: str
+    template_tokens: int = 0
+    tokens: list[str] = Field(default_factory=list)
+    counts: list[int] = Field(default_factory=list)
+    merged_counts: list[int] | None = None
+    layers: list[KeptLayer]
+    next_layer: int | None = None

@@ -1,0 +1,178 @@
+"""The types of POST /v1/chat/completions: OpenAI's request and response, plus `cache_id`.
+
+Fields of OpenAI's body that this service does not do are accepted with a value that asks for nothing (`n` of 1, no
+tools, penalties of 0) and refused with any other: an ignored field would be a silent lie. Two defaults differ from
+OpenAI's: `temperature` is 0, as it is in a query, and an answer ends after 256 tokens if nothing else is said.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
+
+from kvshelf.api.strict import (
+    MAX_MESSAGES,
+    FinishReason,
+    MaxTokens,
+    Message,
+    ModelName,
+    RequestBody,
+    ResponseBody,
+    Role,
+    Seed,
+    Stops,
+    Temperature,
+    TopP,
+    misuse,
+    one_or_list,
+)
+
+DEFAULT_MAX_TOKENS = 256
+
+_ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "modalities": (["text"],),
+    "n": (1,),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "presence_penalty": (0,),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+}
+"""OpenAI's fields that are not done here, with the values beside null that change nothing."""
+
+
+class TextPart(RequestBody):
+    type: Literal["text"]
+    text: str
+
+
+_Parts = Annotated[list[TextPart], Field(min_length=1, max_length=256), Tag("(list)")]
+
+
+class ChatMessage(RequestBody):
+    """One turn; `content` is text, or OpenAI's list of text parts (joined without anything between them)."""
+
+    role: Role
+    content: Annotated[Annotated[str, Tag("(one)")] | _Parts, Discriminator(one_or_list)]
+
+    def plain(self) -> Message:
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return Message(role=self.role, content=text)
+
+
+class StreamOptions(RequestBody):
+    include_usage: bool = False
+
+
+class ChatCompletionRequest(RequestBody):
+    """OpenAI's body and `cache_id`, the stored cache to ask. `user` is accepted and has no effect, as at OpenAI."""
+
+    model_config = ConfigDict(json_schema_extra={"required": ["messages", "cache_id"]})
+
+    cache_id: str | None = None
+    model: ModelName | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_tokens: MaxTokens | None = None
+    max_completion_tokens: MaxTokens | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    seed: Seed | None = None
+    stop: Stops | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_what_asks_nothing(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        for name in _ASKS_NOTHING.keys() & data.keys():
+            value = data[name]
+            if value is not None and not any(value == v and type(value) is type(v) for v in _ASKS_NOTHING[name]):
+                raise misuse(name, f"{name} is not supported by this version of kvshelf")
+        return {name: value for name, value in data.items() if name not in _ASKS_NOTHING}
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.cache_id is None:
+            raise misuse("cache_id", "cache_id is needed: this service answers from stored caches only")
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise misuse("max_completion_tokens", "give max_tokens or max_completion_tokens, not both")
+        if self.stream_options is not None and not self.stream:
+            raise misuse("stream_options", "stream_options is only allowed with stream: true")
+        return self
+
+    @property
+    def token_limit(self) -> int:
+        return self.max_completion_tokens or self.max_tokens or DEFAULT_MAX_TOKENS
+
+
+class PromptTokensDetails(ResponseBody):
+    """`cached_tokens` are document tokens served from the shelf."""
+
+    cached_tokens: int
+    audio_tokens: int = 0
+
+
+class ChatUsage(ResponseBody):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class AssistantMessage(ResponseBody):
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(ResponseBody):
+    index: int = 0
+    message: AssistantMessage
+    logprobs: None = None
+    finish_reason: FinishReason
+
+
+class ChatCompletion(ResponseBody):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: ChatUsage
+
+
+class Delta(ResponseBody):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChunkChoice(ResponseBody):
+    index: int = 0
+    delta: Delta
+    logprobs: None = None
+    finish_reason: FinishReason | None = None
+
+
+class ChatCompletionChunk(ResponseBody):
+    """One event of a streamed completion. With `include_usage` the last one has no choice and the usage."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: ChatUsage | None = None

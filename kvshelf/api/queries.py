@@ -1,0 +1,99 @@
+"""The types of asking a stored cache: the question and its answers."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import ConfigDict, Field, model_validator
+
+from kvshelf.api.strict import (
+    FinishReason,
+    MaxTokens,
+    MessageList,
+    MissReason,
+    Prompts,
+    RequestBody,
+    ResponseBody,
+    Seed,
+    Stops,
+    Temperature,
+    TopP,
+    misuse,
+    one_of,
+)
+
+
+class Query(RequestBody):
+    """POST /v1/caches/{id}/query: ask a stored cache. Exactly one of `prompt` (one or several) and `messages`."""
+
+    model_config = ConfigDict(json_schema_extra=one_of(prompt=["string", "array"], messages="array"))
+
+    prompt: Prompts | None = None
+    messages: MessageList | None = None
+    max_tokens: MaxTokens = 64
+    temperature: Temperature = 0.0
+    top_p: TopP = 1.0
+    seed: Seed | None = None
+    stop: Stops | None = None
+    stream: bool = False
+    compare: bool = Field(False, description="answer from the full cache too; it must be stored, or the source kept")
+    on_miss: Literal["error", "recompute"] = Field(
+        "error", description="recompute: a cache that cannot be used is made again from its kept source"
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            found = "neither was given" if self.prompt is None else "both were given"
+            raise misuse("prompt", f"exactly one of prompt and messages is needed; {found}")
+        if self.stream and isinstance(self.prompt, list):
+            raise misuse("stream", "several prompts cannot be streamed in one call; send one prompt per stream")
+        if self.stream and self.compare:
+            raise misuse("compare", "a comparison needs whole answers; leave stream out")
+        return self
+
+
+class Usage(ResponseBody):
+    """`cache_read_tokens` are document tokens served from the shelf; `prefill_tokens` went through the model, counted
+    in its forward; `completion_tokens` were generated."""
+
+    cache_read_tokens: int
+    prefill_tokens: int
+    completion_tokens: int
+
+
+class Comparison(ResponseBody):
+    """What the full cache answered. `agreement` is the fraction of positions at which both answers have the same token,
+    up to where the first of them ends; its end counts as a token."""
+
+    text: str
+    agreement: float
+
+
+class AnswerObject(ResponseBody):
+    """`cache_id` is the cache that answered. `recomputed` says why another one could not, where it was made again;
+    `compare` is what the full cache says. Both are there only when they say something."""
+
+    id: str
+    object: Literal["answer"] = "answer"
+    cache_id: str
+    text: str
+    finish_reason: FinishReason
+    usage: Usage
+    load_ms: float
+    policy: str
+    compression_ratio: float
+    compare: Comparison | None = None
+    recomputed: MissReason | None = None
+
+
+class AnswerList(ResponseBody):
+    object: Literal["list"] = "list"
+    data: list[AnswerObject]
+
+
+class AnswerDelta(ResponseBody):
+    """One piece of a streamed answer. The pieces, joined, are the text of the answer that follows them."""
+
+    object: Literal["answer.delta"] = "answer.delta"
+    text: str

@@ -1,0 +1,171 @@
+"""What a batch costs beside the work itself: a run through Ray against bare loops of `compress` and `put`.
+
+Both do the same documents on as many processes, each with one thread of torch, without measuring quality (a bare loop
+measures none), into fresh shelves on disk, one after the other in each round. Starting Ray, replicas and processes is
+in neither time; the run's own stages start within its time. Process time is that of all processes, Ray's too.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+from kvshelf.bench.batches.corpus import POLICY, Corpus
+from kvshelf.corpus.run.journal import FileJournal
+from kvshelf.corpus.run.progress import RunOptions, RunState
+from kvshelf.errors import InternalError, WorkerCrashed
+from kvshelf.store.config import StoreConfig
+from kvshelf.workers.cluster.connect import ray_cluster
+
+_TICKS: Final = os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds on the clock and of processes, for all documents; tokens are the same for both ways."""
+
+    tokens: int
+    wall_s: float
+    process_s: float
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Resident bytes of the driver and of the largest other process, with a tenth of the rows done and at the end."""
+
+    driver_early: int
+    driver_end: int
+    worker_early: int
+    worker_end: int
+
+
+def bare_loops(corpus: Sequence[list[int]], model: str, processes: int) -> Cost:
+    """As many loops as processes, each over its share of the documents, that begin together.
+
+    There are at least as many documents as processes. Raises `WorkerCrashed` when a process dies.
+    """
+    context = multiprocessing.get_context("spawn")
+    loops: dict[Connection, BaseProcess] = {}
+    with TemporaryDirectory() as folder, ExitStack() as stack:
+        for at in range(processes):
+            ours, theirs = context.Pipe()
+            args = (corpus[at::processes], model, f"disk://{folder}/shelf", theirs)
+            loops[ours] = loop = context.Process(target=_loop, args=args, daemon=True)
+            loop.start()
+            theirs.close()  # a process that dies ends the pipe, then
+            stack.callback(loop.join)
+            stack.callback(loop.terminate)  # runs first; it has said what it took, or another one has died
+        _answers(loops)
+        started = time.perf_counter()
+        for ours in loops:
+            with suppress(BrokenPipeError):  # who has died since is noticed below
+                ours.send("begin")
+        process_s = sum(_answers(loops))
+        wall_s = time.perf_counter() - started
+    return Cost(sum(map(len, corpus)), wall_s, process_s)
+
+
+def _answers(loops: Mapping[Connection, BaseProcess]) -> list[Any]:
+    """One of each loop. Whichever dies is noticed at once, whatever the others do."""
+    found, silent = [], set(loops)
+    while silent:
+        for connection in wait(list(silent)):
+            assert isinstance(connection, Connection)
+            try:
+                found.append(connection.recv())
+            except (EOFError, ConnectionResetError) as error:
+                loops[connection].join()
+                raise WorkerCrashed(
+                    f"a process of the bench ended with exit code {loops[connection].exitcode}; its own message "
+                    "stands above"
+                ) from error
+            silent.remove(connection)
+    return found
+
+
+def _loop(documents: Sequence[list[int]], model: str, store: str, bench: Connection) -> None:
+    """Says that it is ready, is told to begin, and says what processor time it took."""
+    from kvshelf.bench.quality.pool import (
+        Source as EngineSource,  # not above: the process that reads the corpus needs no model
+    )
+
+    engine = EngineSource(model).load()
+    with StoreConfig(store).open() as shelf:
+        engine.compress(documents[0], policy=POLICY)  # what a first call sets up is no part of the loop
+        bench.send("ready")
+        bench.recv()
+        started = time.process_time()
+        for ids in documents:
+            shelf.put(engine.compress(ids, policy=POLICY))
+        bench.send(time.process_time() - started)
+
+
+def batch_run(corpus: Sequence[list[int]], model: str, replicas: int) -> tuple[Cost, Memory, float]:
+    """The same documents through a run; its cost, its memory, and the seconds of the same batch when all is there."""
+    with TemporaryDirectory() as folder, ray_cluster(None, min_cpus=replicas):
+        from kvshelf.workers.cluster import deployment
+
+        store = StoreConfig(f"disk://{folder}/shelf")
+        config = deployment.ReplicaConfig(model, store, threads=1, questions=0)
+        engines = deployment.deploy([config], deployment.DeploymentLimits(replicas))
+        deployment.await_running(engines.values(), deadline_s=300)
+        cost, memory = _run(corpus, engines, store, Path(folder) / "first")
+        again, _ = _run(corpus, engines, store, Path(folder) / "second")
+    return cost, memory, again.wall_s
+
+
+def _run(corpus: Sequence[list[int]], engines: Any, store: StoreConfig, journal: Path) -> tuple[Cost, Memory]:
+    from kvshelf.corpus.run.run import Run
+
+    with FileJournal(journal, {}) as kept:
+        run = Run(Corpus(corpus), engines, store, kept, RunOptions("bench", "batch_bench"))
+        early: tuple[int, int] | None = None
+        before, started = _tree_s(), time.perf_counter()
+        run.start()
+        while (summary := run.wait(0.2)) is None:
+            if early is None and run.progress().fraction > 0.1:
+                early = _resident()
+        cost = Cost(sum(map(len, corpus)), time.perf_counter() - started, _tree_s() - before)
+    if summary.state is not RunState.COMPLETED or summary.failed:
+        raise InternalError(f"the run of the bench ended {summary.state}: {summary.reason}, {summary.failed} failed")
+    end = _resident()
+    early = early or end
+    return cost, Memory(early[0], end[0], early[1], end[1])
+
+
+def _tree() -> list[int]:
+    """This process and all below it."""
+    found = [os.getpid()]
+    for pid in found:
+        with suppress(OSError):
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def _tree_s() -> float:
+    """Processor seconds of the tree, of children that have ended too."""
+    total = 0
+    for pid in _tree():
+        with suppress(OSError):
+            total += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]))
+    return total / _TICKS
+
+
+def _resident() -> tuple[int, int]:
+    """Bytes of this process, and of the largest below it."""
+    sizes = []
+    for pid in _tree():
+        with suppress(OSError):
+            sizes.append(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES)
+    return sizes[0], max(sizes[1:], default=0)

@@ -1,0 +1,58 @@
+"""The documents of the bench of batches, and how a run reads them.
+
+Apart from the bench, which needs torch: the process that reads a corpus imports this module, and no model.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvshelf.corpus.input.rows import Row, parse_jsonl
+from kvshelf.corpus.input.sources import Shard, Source
+
+SHORTEST: Final = 200
+LONGEST: Final = 6000
+"""Tokens of a document; lengths in between are evenly spread over the logarithm."""
+
+POLICY: Final = "knorm"
+
+
+def made_corpus(documents: int, seed: int = 0) -> list[list[int]]:
+    """Token ids that mean nothing."""
+    chance = random.Random(seed)
+    low, high = math.log(SHORTEST), math.log(LONGEST)
+    return [
+        [chance.randrange(20, 500) for _ in range(round(math.exp(chance.uniform(low, high))))] for _ in range(documents)
+    ]
+
+
+@dataclass(frozen=True)
+class Lines(Shard):
+    """JSONL that is held in memory."""
+
+    data: bytes
+    rows: int | None
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]  # the bytes it holds
+        return len(self.data)
+
+    def read(self) -> Iterator[Row]:
+        return parse_jsonl(io.BytesIO(self.data), "corpus", {"policy": POLICY})
+
+
+class Corpus(Source):
+    """All documents in one shard."""
+
+    def __init__(self, corpus: Sequence[list[int]]) -> None:
+        lines = [json.dumps({"custom_id": str(number), "token_ids": ids}) for number, ids in enumerate(corpus)]
+        self._shard = Lines("\n".join(lines).encode(), len(lines))
+
+    def shards(self) -> Sequence[Shard]:
+        return [self._shard]

@@ -1,0 +1,78 @@
+"""`kvshelf bench kernels`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from kvshelf._extras import needs_extra
+from kvshelf.bench.options import Device, Dtype, Json, Output, Threads, numbers, progress_bar, publish
+
+if TYPE_CHECKING:
+    from kvshelf.bench.kernels.kernels import Ceilings, KernelTime
+
+_LENGTHS = {"cuda": [8192, 32768], "cpu": [512, 2048]}
+_ROUNDS = {"cuda": 20, "cpu": 5}
+
+
+def kernels(
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    threads: Threads = 1,
+    lengths: Annotated[
+        str, typer.Option("--lengths", help="Tokens, comma-separated.  [default: 8k, 32k; on a CPU 512, 2k]")
+    ] = "",
+    rounds: Annotated[int, typer.Option("--rounds", min=0, help="Calls; 0: 20 on a GPU, 5 on a CPU.")] = 0,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Every kernel on one layer of Llama-3.1-8B, beside the bandwidth and the matrix rate of this device.
+
+    dtype auto is bfloat16 on a GPU and float32 on a CPU. No model is loaded.
+    """
+    with needs_extra("serve", "the bench"):
+        import torch
+
+        from kvshelf.bench.kernels.kernels import ceilings, kernel_times
+        from kvshelf.bench.measure import chosen_dtype, load_warning, machine
+        from kvshelf.workers.model.devices import chosen_device
+
+    if threads:
+        torch.set_num_threads(threads)
+    target = chosen_device(device)
+    state = chosen_dtype(dtype, auto=torch.bfloat16 if target.type == "cuda" else torch.float32)
+    where = machine()
+    limits = ceilings(target, state)
+    rows = []
+    at = numbers(lengths) if lengths else _LENGTHS[target.type]
+    with progress_bar() as progress:
+        for tokens in progress.track(at, description="kernels"):
+            rows.append(list(kernel_times(target, state, tokens, rounds or _ROUNDS[target.type], limits)))
+    report: dict[str, Any] = {"bench": "kernels", "dtype": str(state).removeprefix("torch."), "machine": where}
+    report["copy_bytes_per_s"], report["matmul_flops"] = limits.copy_bytes_per_s, limits.matmul_flops
+    report["rows"] = [row.to_dict() for found in rows for row in found]
+    tables = [_table(found, report["dtype"], limits) for found in rows]
+    publish(report, tables, output, as_json, notes=load_warning(where))
+
+
+def _table(rows: list[KernelTime], dtype: str, limits: Ceilings) -> Table:
+    table = Table("operation", "time", "GB/s", "TFLOP/s", "limit", "of limit", "of prefill", "extra memory")
+    table.title = (
+        f"one layer of Llama-3.1-8B, {rows[0].tokens} tokens, {dtype}; ceilings {limits.copy_bytes_per_s / 1e9:,.0f} "
+        f"GB/s copied, {limits.matmul_flops / 1e12:,.2f} TFLOP/s"
+    )
+    for row in rows:
+        seconds = row.seconds.median
+        table.add_row(
+            row.name if row.slower is None else f"  {row.name}: {row.slower:.1f}x",
+            f"{seconds * 1e3:,.3f} ms",
+            f"{row.nbytes / seconds / 1e9:,.1f}",
+            f"{row.flops / seconds / 1e12:,.3f}",
+            row.limit,
+            f"{row.share:.0%}",
+            f"{row.of_prefill:.2%}",
+            "" if row.extra_bytes is None else f"{row.extra_bytes / 1e6:,.1f} MB",
+        )
+    return table

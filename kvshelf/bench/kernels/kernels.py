@@ -1,0 +1,135 @@
+"""How near the kernels come to what this device can do: bytes against its copy, FLOPs against its matrix product."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from kvshelf.bench.ceilings import copy_bandwidth, matmul_rate
+from kvshelf.bench.kernels.cases import PREFILL, cases
+from kvshelf.bench.kernels.layer import LLAMA_8B, Case, Layer, Shape
+from kvshelf.bench.measure import Spread, cost
+
+_WARM_UP = 3
+_MOST_COPIES = 32
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Of this device: bytes per second copied, read and written counted; FLOP per second of a matrix product."""
+
+    copy_bytes_per_s: float
+    matmul_flops: float
+
+    def floor_s(self, case: Case) -> float:
+        """The least a case could take."""
+        return max(case.nbytes / self.copy_bytes_per_s, case.flops / self.matmul_flops)
+
+    def limit(self, case: Case) -> str:
+        """Which of the two that floor is."""
+        return "bytes" if case.nbytes / self.copy_bytes_per_s >= case.flops / self.matmul_flops else "FLOPs"
+
+
+@dataclass(frozen=True)
+class KernelTime:
+    """One operation on one layer. seconds: of one call, launches included. limit: whether bytes or FLOPs bind; share:
+    of that ceiling. of_prefill: seconds over those of the layer's prefill. slower: for a way around the kernels, its
+    seconds over those of the case `beside`. extra_bytes: memory beyond arguments at its peak, results included; None
+    where it cannot be told (CPU)."""
+
+    name: str
+    tokens: int
+    seconds: Spread
+    nbytes: float
+    flops: float
+    limit: str
+    share: float
+    of_prefill: float
+    beside: str
+    slower: float | None
+    extra_bytes: int | None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
+    """Measured now, on this device."""
+    return Ceilings(copy_bandwidth(device), matmul_rate(device, dtype))
+
+
+def kernel_times(
+    device: torch.device,
+    dtype: torch.dtype,
+    tokens: int,
+    rounds: int,
+    limits: Ceilings,
+    shape: Shape | None = None,
+) -> Iterator[KernelTime]:
+    """Every case at one length, one after the other; of `LLAMA_8B` without a `shape`."""
+    medians: dict[str, float] = {}
+    for case in cases(Layer(shape or LLAMA_8B, tokens, dtype, device)):
+        seconds, extra = _time(case, device, rounds)
+        medians[case.name] = seconds.median
+        yield KernelTime(
+            name=case.name,
+            tokens=tokens,
+            seconds=seconds,
+            nbytes=case.nbytes,
+            flops=case.flops,
+            limit=limits.limit(case),
+            share=limits.floor_s(case) / seconds.median,
+            of_prefill=seconds.median / medians[PREFILL],
+            beside=case.beside,
+            slower=seconds.median / medians[case.beside] if case.beside else None,
+            extra_bytes=extra,
+        )
+
+
+def _time(case: Case, device: torch.device, rounds: int) -> tuple[Spread, int | None]:
+    torch.manual_seed(0)
+    if device.type != "cuda":
+        arguments = case.make()
+        case.run(*arguments)  # the first call touches fresh memory
+        return Spread.of([cost(lambda: case.run(*arguments), device).seconds for _ in range(rounds)]), None
+    rotated = _rotated(case, device)
+    for i in range(max(_WARM_UP, len(rotated))):  # compiles, and makes the plans, which a decoder makes once
+        case.run(*rotated[i % len(rotated)])
+    extra = _extra_bytes(case, rotated[0], device)
+    return Spread.of(_event_times(case, rotated, rounds)), extra
+
+
+def _rotated(case: Case, device: torch.device) -> list[tuple[Any, ...]]:
+    """Enough sets of arguments that when one is used again, the L2 cache has been filled twice by others."""
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    made = [case.make()]
+    size = max(torch.cuda.memory_allocated(device) - before, 1)
+    copies = math.ceil(2 * torch.cuda.get_device_properties(device).L2_cache_size / size) + 1
+    return made + [case.make() for _ in range(min(copies, _MOST_COPIES) - 1)]
+
+
+def _event_times(case: Case, rotated: Sequence[tuple[Any, ...]], rounds: int) -> list[float]:
+    """Seconds of each call, between two events on its stream. All are queued before any is waited for."""
+    event = partial(torch.cuda.Event, enable_timing=True)
+    events = [(event(), event()) for _ in range(rounds)]
+    for i, (start, end) in enumerate(events):
+        start.record()
+        case.run(*rotated[i % len(rotated)])
+        end.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) / 1e3 for start, end in events]
+
+
+def _extra_bytes(case: Case, arguments: tuple[Any, ...], device: torch.device) -> int:
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    case.run(*arguments)
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before

@@ -1,0 +1,1 @@
+"""How well a model answers from what each policy keeps, and at how many bytes."""

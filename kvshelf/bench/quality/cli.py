@@ -1,0 +1,187 @@
+"""`kvshelf bench quality` and `kvshelf bench memory`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from kvshelf._extras import needs_extra
+from kvshelf.bench.options import (
+    Device,
+    Dtype,
+    Json,
+    Model,
+    Output,
+    Threads,
+    numbers,
+    progress_bar,
+    publish,
+    writable,
+)
+from kvshelf.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from kvshelf.bench.quality.plan import Plan, Unit
+
+_PICTURES = (".png", ".svg", ".pdf")
+
+
+def quality(
+    model: Model = "kvshelf-tiny",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    threads: Threads = 1,
+    processes: Annotated[int, typer.Option("--processes", min=0, help="0: one per core, or one for a GPU.")] = 0,
+    size: Annotated[
+        str, typer.Option("--size", help="small (minutes), default (an hour) or large (a day).")
+    ] = "default",
+    policies: Annotated[str, typer.Option("--policies", help="Such as ems,lagkv:lag=64,sink=8.  [default: all]")] = "",
+    ratios: Annotated[str, typer.Option("--ratios", help="Fractions removed, comma-separated.")] = "",
+    codecs: Annotated[str, typer.Option("--codecs", help="Comma-separated.")] = "",
+    tasks: Annotated[str, typer.Option("--tasks", help="Comma-separated.")] = "",
+    haystacks: Annotated[str, typer.Option("--haystacks", help="filler, prose, dense.")] = "",
+    lengths: Annotated[str, typer.Option("--lengths", help="Tokens per document, comma-separated.")] = "",
+    documents: Annotated[int | None, typer.Option("--documents", min=1, help="Documents per cell.")] = None,
+    export: Annotated[bool, typer.Option("--export", help="Also rows answered by plain transformers.")] = False,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Another set of documents.")] = 0,
+    resume: Annotated[
+        Path, typer.Option("--resume", callback=writable, help="Results so far; what it holds is not measured again.")
+    ] = Path("kvshelf-quality.jsonl"),
+    output: Output = None,
+    picture: Annotated[
+        Path | None, typer.Option("--picture", callback=writable, help="Score against bytes, as .png, .svg or .pdf.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """How well the model answers from what each policy, ratio and codec keeps, at how many bytes."""
+    if picture is not None:
+        _require_drawable(picture)
+    with needs_extra("serve", "the bench"):
+        from kvshelf.bench.measure import machine
+        from kvshelf.bench.quality import quality as bench
+        from kvshelf.bench.quality.plan import make_plan
+        from kvshelf.bench.quality.pool import Source
+        from kvshelf.bench.quality.tables import notes, quality_tables
+
+    plan = make_plan(
+        size,
+        tasks=_split(tasks),  # type: ignore[arg-type]  # make_plan refuses unknown names
+        haystacks=_split(haystacks),  # type: ignore[arg-type]
+        lengths=numbers(lengths) if lengths else (),
+        documents=documents,
+        policies=_split(policies),
+        ratios=_fractions(ratios),
+        codecs=_split(codecs),
+        export=export,
+        seed=seed,
+    )
+    with _Bar(plan) as bar:
+        summary = bench.run(plan, Source(model, device, dtype, threads), resume, processes=processes, progress=bar.done)
+    title = f"{model}: exact answers, the question unknown at compression"
+    report: dict[str, Any] = {"bench": "quality", "model": model, "size": size, "seed": seed, "machine": machine()}
+    report |= summary.to_dict()
+    publish(report, quality_tables(summary, title), output, as_json, notes=notes(summary))
+    if picture is not None:
+        from kvshelf.bench.quality.picture import draw
+
+        if not draw(summary, picture, title):
+            typer.echo(f"{picture} was not drawn: the model can do none of the cells that all rows share", err=True)
+
+
+def memory(
+    model: Model = "kvshelf-tiny",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    threads: Threads = 1,
+    tokens: Annotated[int, typer.Option("--tokens", min=64, help="Tokens of the document, template included.")] = 16000,
+    policies: Annotated[str, typer.Option("--policies", help="Comma-separated.  [default: all]")] = "",
+    removed: Annotated[float, typer.Option("--removed", help="Fraction removed.")] = 0.75,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Peak memory of compressing one document under each policy, against a prefill that keeps the whole cache."""
+    with needs_extra("serve", "the bench"):
+        from kvshelf.bench.measure import machine
+        from kvshelf.bench.quality import memory as bench
+        from kvshelf.bench.quality.pool import Source
+        from kvshelf.workers.policies import POLICIES
+
+    chosen = _split(policies) or tuple(POLICIES)
+    rows = []
+    with progress_bar() as progress:
+        bar = progress.add_task(f"{model}, {tokens} tokens", total=len(dict.fromkeys(("full", *chosen))))
+        for row in bench.peaks(Source(model, device, dtype, threads), tokens, chosen, removed):
+            rows.append(row)
+            progress.advance(bar)
+    table = Table(
+        "policy", "phase", "removed", "peak", "of full", "cache", "prefill", "compression", title=f"{tokens} tokens"
+    )
+    for row in rows:
+        share = f"{row.peak_bytes / rows[0].peak_bytes:.0%}" if rows[0].peak_bytes else ""
+        if row.refused is not None:
+            table.add_row(row.policy, row.phase, f"{row.removed:.0%}", f"refused: {row.refused}")
+            continue
+        cells = (f"{row.peak_bytes / 1e6:,.1f} MB", share, f"{row.cache_bytes / 1e6:,.1f} MB")
+        table.add_row(
+            row.policy, row.phase, f"{row.removed:.0%}", *cells, f"{row.prefill_s:.2f} s", f"{row.compress_s:.2f} s"
+        )
+    report: dict[str, Any] = {"bench": "memory", "model": model, "machine": machine()}
+    publish(report | {"rows": [row.to_dict() for row in rows]}, [table], output, as_json)
+
+
+class _Bar:
+    """Progress in tokens to prefill, as units differ by an order of magnitude, with the count of units beside it."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._units = plan.units()
+        self._done = 0
+        self._progress = Progress(
+            TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
+            console=Console(stderr=True), speed_estimate_period=300,
+        )  # fmt: skip
+        self._task = self._progress.add_task("loading", total=sum(map(_cost, self._units)))
+
+    def __enter__(self) -> _Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def done(self, unit: Unit, found: bool) -> None:
+        self._done += 1
+        name = f"{self._done}/{len(self._units)} {unit.variant.label}, {unit.cell.label}"
+        self._progress.update(self._task, advance=_cost(unit), description=name + (" (found)" if found else ""))
+
+
+def _cost(unit: Unit) -> int:
+    """What a unit takes, in tokens to prefill: a row's answers take about as long as 512 of them."""
+    return unit.cell.tokens + 512 * len(unit.rows)
+
+
+def _require_drawable(picture: Path) -> None:
+    """Before an hour of work, not after it."""
+    if picture.suffix not in _PICTURES:
+        raise InvalidRequest(f"--picture {picture} must end in one of {', '.join(_PICTURES)}", param="picture")
+    with needs_extra("bench", "--picture"):
+        import matplotlib  # noqa: F401
+
+
+def _split(text: str) -> tuple[str, ...]:
+    """`int4:group=64,residual=8,none` is two names: a comma before `name=` belongs to the parameters of one."""
+    return tuple(part.strip() for part in re.split(r",(?!\s*\w+=)", text) if part.strip())
+
+
+def _fractions(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(map(float, _split(text)))
+    except ValueError as error:
+        raise InvalidRequest(
+            f"--ratios {text!r} is not a list of fractions such as 0.5,0.75", param="ratios"
+        ) from error

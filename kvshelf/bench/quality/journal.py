@@ -1,0 +1,89 @@
+"""The file that keeps outcomes while a run goes on."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Final, Self
+
+from kvshelf.bench.quality.outcome import Outcome
+from kvshelf.errors import InvalidRequest, StateConflict
+
+_BEGINNING: Final = b'{"bench": "quality", "key": "'
+"""Of every line that is written: so that a first line that was cut off is told from another file's text."""
+
+
+class Journal:
+    """A file of outcomes, one JSON object per line, so that a run that was killed goes on where it stopped.
+
+    Lines are looked up by key: what another model or setting wrote is left alone and never taken for this run's. One
+    process at a time; a line that was cut off by a kill is removed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: IO[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            file = self._path.open("a+b")
+        except OSError as error:
+            raise InvalidRequest(f"--resume {self._path}: {error.strerror or error}", param="resume") from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise StateConflict(
+                f"{self._path} is being written by another run; wait for it, or give another --resume file",
+                param="resume",
+            ) from None
+        self._file = file
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._file is not None
+        self._file.close()
+
+    def load(self) -> dict[str, Outcome]:
+        """Every outcome in the file, by key. A file that is no such journal is left as it is: `InvalidRequest`."""
+        assert self._file is not None
+        self._file.seek(0)
+        whole, newline, torn = self._file.read().rpartition(b"\n")
+        found = {}
+        for number, line in enumerate(whole.splitlines(), 1):
+            outcome = self._outcome(number, line)
+            found[outcome.key] = outcome
+        if torn:
+            if not found and torn[: len(_BEGINNING)] != _BEGINNING[: len(torn)]:
+                raise self._foreign(1, "it has no end")
+            self._file.truncate(len(whole + newline))
+        return found
+
+    def append(self, outcome: Outcome, about: Mapping[str, Any]) -> None:
+        """Write one line; `about` is for people who read the file."""
+        assert self._file is not None
+        line = {"bench": "quality", "key": outcome.key, **about, **asdict(outcome)}  # as `_BEGINNING` has it
+        self._file.write(json.dumps(line).encode() + b"\n")
+        # The operating system has it: that outlives a killed process. Surviving a power cut would cost an fsync a line.
+        self._file.flush()
+
+    def _outcome(self, number: int, line: bytes) -> Outcome:
+        names = Outcome.__dataclass_fields__
+        try:
+            fields = {name: value for name, value in json.loads(line).items() if name in names}
+            lists = {name: tuple(fields[name]) for name in ("exact", "partial")}
+            return Outcome(**{**fields, **lists})
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
+            raise self._foreign(number, error) from error
+
+    def _foreign(self, number: int, reason: object) -> InvalidRequest:
+        return InvalidRequest(
+            f"line {number} of {self._path} was not written by this bench ({reason}); give another --resume file",
+            param="resume",
+        )

@@ -1,0 +1,121 @@
+"""How much memory it takes to compress one long document, policy by policy, against a prefill that keeps everything."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvshelf.bench.quality.plan import BASELINE, Variant
+from kvshelf.bench.quality.pool import Source
+from kvshelf.bench.quality.retrieval import EVALUATION_SEED, counter
+from kvshelf.bench.quality.suite import make_case
+from kvshelf.errors import InvalidRequest, KvshelfError
+from kvshelf.workers.engine.engine import Engine
+from kvshelf.workers.policies import build
+
+_WARM_UP_TOKENS = 512
+_STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_RESET_PEAK = "5"  # proc(5): sets the peak resident set size back to the present one
+
+
+@dataclass(frozen=True)
+class Peak:
+    """One compression in a process of its own.
+
+    phase: when the policy acts, of which the peak is a matter: "during" the prefill, in "cascade" or "after" it.
+    peak_bytes: the most that was allocated (GPU) or resident (CPU) beyond what the loaded, warm model takes.
+    cache_bytes: what the compressed cache holds in the end. `refused` says why there is no result.
+    """
+
+    policy: str
+    phase: str
+    removed: float
+    tokens: int = 0
+    peak_bytes: int = 0
+    cache_bytes: int = 0
+    prefill_s: float = 0.0
+    compress_s: float = 0.0
+    refused: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def peaks(source: Source, tokens: int, policies: Sequence[str], removed: float) -> Iterator[Peak]:
+    """The baseline, then every policy, each in a fresh process: what one of them leaves behind, the allocator keeps.
+
+    `tokens` counts the chat template too. Raises `InvalidRequest` for an unknown policy, before any work.
+    """
+    if not 0 <= removed < 1:
+        raise InvalidRequest(f"--removed is {removed}; it must be a fraction from 0 to below 1", param="removed")
+    for variant in dict.fromkeys(map(Variant.parse, (BASELINE, *policies))):
+        share = removed if variant.takes_budget else 0.0
+        phase = _phase(variant)
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as alone:
+            try:
+                yield alone.submit(_peak, source, tokens, variant, share).result()
+            except BrokenProcessPool:
+                yield Peak(
+                    variant.label, phase, share, tokens, refused="the process was killed: there was not enough memory"
+                )
+
+
+def _peak(source: Source, tokens: int, variant: Variant, removed: float) -> Peak:
+    engine, phase = source.load(), _phase(variant)
+    try:
+        _compress(engine, min(tokens, _WARM_UP_TOKENS), variant, removed)
+        compression, peak_bytes = _with_peak(engine, lambda: _compress(engine, tokens, variant, removed))
+    except KvshelfError as error:
+        return Peak(variant.label, phase, removed, tokens, refused=error.message)
+    cache = compression.cache
+    return Peak(
+        variant.label,
+        phase,
+        removed,
+        cache.num_tokens,
+        peak_bytes,
+        cache.nbytes,
+        compression.prefill_s,
+        compression.compress_s,
+    )
+
+
+def _phase(variant: Variant) -> str:
+    return build(variant.policy, dict(variant.params)).phase.value
+
+
+def _compress(engine: Engine, tokens: int, variant: Variant, removed: float) -> Any:
+    template = engine.prepare("x", policy=BASELINE).num_tokens - 1
+    text = make_case("multikey", "prose", tokens - template, EVALUATION_SEED, counter(engine)).text
+    ratio = removed if variant.takes_budget else None
+    job = engine.prepare(text, policy=variant.policy, compression_ratio=ratio, policy_params=dict(variant.params))
+    return engine.run(job)
+
+
+def _with_peak(engine: Engine, run: Callable[[], Any]) -> tuple[Any, int]:
+    """What `run` returns, and the most memory held at once while it ran, beyond what was held before."""
+    device = engine.model.device
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        result = run()
+        torch.cuda.synchronize(device)
+        return result, torch.cuda.max_memory_allocated(device) - before
+    # Not getrusage: its peak cannot be set back, and loading a model may have stood higher than compressing does.
+    _CLEAR_REFS.write_text(_RESET_PEAK)
+    before = _status_bytes("VmRSS")
+    result = run()
+    return result, _status_bytes("VmHWM") - before
+
+
+def _status_bytes(field: str) -> int:
+    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(field + ":"))
+    return int(line.split()[1]) * 1024

@@ -1,0 +1,153 @@
+"""What one unit of work gave, and how it is measured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+import torch
+
+from kvshelf.bench.quality.plan import Row, Unit
+from kvshelf.bench.quality.retrieval import EVALUATION_SEED, counter
+from kvshelf.bench.quality.scoring import score
+from kvshelf.bench.quality.suite import Ask, make_case
+from kvshelf.errors import KvshelfError
+from kvshelf.store.artifact.cache import CompressedCache
+from kvshelf.store.artifact.identity import canonical_json, digest
+from kvshelf.workers.engine.engine import Compression, Engine
+from kvshelf.workers.policies import build
+
+REVISION = 1
+"""Raised whenever the documents, the questions or the scores of a unit change."""
+
+_SPARE_TOKENS = 24
+"""What an answer may have beyond the characters of its references; models that chat say a few words first."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One document under one row. `key` is a digest of everything the result depends on.
+
+    exact and partial: one entry per question. stored_bytes: length of the blob. probe_tokens: run behind the document
+    for the policy's sake, within the prefill. `refused` says why there is no result;
+    all measurements are then empty or 0.
+    """
+
+    key: str
+    refused: str | None = None
+    exact: tuple[int, ...] = ()
+    partial: tuple[float, ...] = ()
+    document_tokens: int = 0
+    stored_bytes: int = 0
+    probe_tokens: int = 0
+    prefill_s: float = 0.0
+    compress_s: float = 0.0
+    encode_s: float = 0.0
+    answer_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """What all units of a run have in common."""
+
+    model: str  # fingerprint of the model's identity
+    device: str  # "cpu" or "cuda"
+    questions: int
+    seed: int
+
+    @classmethod
+    def of(cls, engine: Engine, questions: int, seed: int) -> Protocol:
+        return cls(engine.identity.fingerprint(), engine.model.device.type, questions, seed)
+
+    def key(self, unit: Unit, row: Row) -> str:
+        """Differs whenever the result may: another model, document, policy version, default or setting."""
+        policy = build(unit.variant.policy, dict(unit.variant.params))
+        settings = {
+            "revision": REVISION,
+            "protocol": asdict(self),
+            "cell": asdict(unit.cell),
+            "document": unit.document,
+            "policy": policy.name,
+            "version": policy.revision,
+            "params": policy.parameters(),
+            "removed": unit.removed,
+            "codec": row.codec,
+            "exported": row.exported,
+        }
+        return digest("kvshelf.bench.quality.quality", canonical_json(settings))
+
+
+def measure_unit(engine: Engine, unit: Unit, protocol: Protocol) -> list[Outcome]:
+    """Compress the document without its questions, once, and ask them of every row's form of the cache."""
+    cell = unit.cell
+    case = make_case(
+        cell.task,
+        cell.haystack,
+        cell.tokens,
+        EVALUATION_SEED + protocol.seed + unit.document,
+        counter(engine),
+        questions=protocol.questions,
+    )
+    try:
+        job = engine.prepare(
+            case.text,
+            policy=unit.variant.policy,
+            compression_ratio=unit.removed if unit.variant.takes_budget else None,
+            policy_params=dict(unit.variant.params),
+        )
+        compression = engine.run(job)
+    except KvshelfError as error:
+        return [Outcome(protocol.key(unit, row), refused=error.message) for row in unit.rows]
+    probe_tokens = sum(len(probe.token_ids) for probe in job.passes)
+    rows = [_measured_row(engine, compression, row, case.asks, protocol.key(unit, row)) for row in unit.rows]
+    return [replace(measured, probe_tokens=probe_tokens) for measured in rows]
+
+
+def _measured_row(engine: Engine, compression: Compression, row: Row, asks: Sequence[Ask], key: str) -> Outcome:
+    try:
+        started = time.perf_counter()
+        cache = compression.cache if row.codec == "none" else compression.cache.encoded(row.codec)
+        encode_s = time.perf_counter() - started
+        answers = [(_exported_answer if row.exported else _attached_answer)(engine, cache, ask) for ask in asks]
+    except KvshelfError as error:
+        return Outcome(key, refused=error.message)
+    answer_s = time.perf_counter() - started - encode_s
+    scores = [score(ask, answer) for ask, answer in zip(asks, answers, strict=True)]
+    return Outcome(
+        key=key,
+        exact=tuple(int(one.exact) for one in scores),
+        partial=tuple(round(one.partial, 6) for one in scores),
+        document_tokens=cache.num_tokens,
+        stored_bytes=len(cache.to_bytes()),
+        prefill_s=compression.prefill_s,
+        compress_s=compression.compress_s,
+        encode_s=encode_s,
+        answer_s=answer_s,
+    )
+
+
+def _attached_answer(engine: Engine, cache: CompressedCache, ask: Ask) -> str:
+    return engine.answer(cache, ask.text, max_new_tokens=_longest_answer(ask)).text
+
+
+def _exported_answer(engine: Engine, cache: CompressedCache, ask: Ask) -> str:
+    """What plain transformers says after an ordinary prefix: the model's own attention, positions 0, 1, 2 ..."""
+    past = engine.export(cache, positions="contiguous")
+    prefix = past.get_seq_length()
+    # generate() takes the whole sequence and skips what the cache covers: those ids are never looked at.
+    ids = torch.tensor([[0] * prefix + engine.encode_query(cache, ask.text)], device=engine.model.device)
+    with torch.no_grad():
+        output = engine.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=past,
+            max_new_tokens=_longest_answer(ask),
+            do_sample=False,
+        )
+    text: str = engine.require_text("prompt").decoder().decode(output[0, ids.shape[1] :].tolist())
+    return text
+
+
+def _longest_answer(ask: Ask) -> int:
+    return _SPARE_TOKENS + sum(map(len, ask.references))

@@ -1,0 +1,256 @@
+"""What the quality bench measures: cells, rows, and the units of work that fill the table.
+
+A *cell* is a kind of document (task, haystack, length). A *row* is a way to keep it (policy with parameters, share
+removed, codec, attached or exported). A *unit* is one prefill: one document of a cell under one policy and ratio, and
+every codec that its cache is then measured under.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from kvshelf.bench.quality.suite import HAYSTACK_NAMES, TASK_NAMES, HaystackName, TaskName, fits
+from kvshelf.errors import InvalidRequest
+from kvshelf.store.artifact.codecs import Codec
+from kvshelf.workers.policies import POLICIES, build
+
+BASELINE = "full"
+"""The policy that keeps everything: what the model itself can do. It is measured in every cell."""
+
+RATIOS = (0.5, 0.75, 0.875, 0.9375)
+CODECS = ("none", "int8", "int4", "int2", "mixed")
+FEATURED = ("full", "keydiff", "lagkv", "snapkv", "sage", "sablock", "ems", "kvzip", "expected_attention")
+ENCODED = ("full", "keydiff", "lagkv", "ems", "kvzip")
+EXPORTED = ("full", "keydiff")
+VARIANTS = ("ems:merge=false", "ems:pos=pre", "ada:base=keydiff")
+"""What the default size measures at further lengths, under codecs, exported, and beside the policies as they are."""
+
+
+@dataclass(frozen=True, order=True)
+class Cell:
+    """A kind of document."""
+
+    tokens: int
+    task: TaskName
+    haystack: HaystackName
+
+    @property
+    def label(self) -> str:
+        return f"{self.task} {self.haystack} {length_label(self.tokens)}"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A policy with the parameters that differ from its defaults."""
+
+    policy: str
+    params: tuple[tuple[str, Any], ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> Variant:
+        """`lagkv` or `lagkv:lag=64,sink=8`. Raises `InvalidRequest` for an unknown policy or parameter."""
+        name, _, given = text.strip().partition(":")
+        params: dict[str, Any] = {}
+        for part in filter(None, given.split(",")):
+            key, equals, value = part.partition("=")
+            if not equals:
+                raise InvalidRequest(f"{text!r}: {part!r} is not of the form name=value", param="policies")
+            params[key] = _json_or_text(value)
+        build(name, params)
+        return cls(name, tuple(params.items()))
+
+    @property
+    def label(self) -> str:
+        return self.policy + (
+            ":" + ",".join(f"{key}={_text(value)}" for key, value in self.params) if self.params else ""
+        )
+
+    @property
+    def takes_budget(self) -> bool:
+        return POLICIES[self.policy].takes_budget
+
+
+@dataclass(frozen=True)
+class Row:
+    """A way to keep a document. `exported`: answered by the model's own attention from `Engine.export`."""
+
+    variant: Variant
+    removed: float
+    codec: str = "none"
+    exported: bool = False
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One prefill and all that is asked of its cache."""
+
+    cell: Cell
+    document: int
+    variant: Variant
+    removed: float
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Every cell under every row, `documents` documents a cell. No `policies` means every policy there is, and the
+    `variants`."""
+
+    tasks: tuple[TaskName, ...]
+    haystacks: tuple[HaystackName, ...]
+    lengths: tuple[int, ...]
+    documents: int
+    policies: tuple[str, ...] = ()
+    ratios: tuple[float, ...] = RATIOS
+    codecs: tuple[str, ...] = ("none",)
+    variants: tuple[str, ...] = ()
+    export: bool = False
+
+    def cells(self) -> list[Cell]:
+        chosen = product(self.lengths, self.tasks, self.haystacks)
+        return [Cell(tokens, task, haystack) for tokens, task, haystack in chosen if fits(task, haystack)]
+
+    def rows(self, *, export: bool) -> list[Row]:
+        """The baseline first, then policy by policy in the order given, and each exported where that is asked for."""
+        variants = list(dict.fromkeys(map(Variant.parse, (BASELINE, *(self.policies or (*POLICIES, *self.variants))))))
+        rows = []
+        for variant in variants:
+            codecs = self.codecs if variant.label != BASELINE else tuple(dict.fromkeys(("none", *self.codecs)))
+            for removed in self.ratios if variant.takes_budget else (0.0,):
+                rows += [Row(variant, removed, codec) for codec in codecs]
+                if export or self.export:
+                    rows.append(Row(variant, removed, exported=True))
+        return rows
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Blocks that may overlap; what two of them share is measured once."""
+
+    blocks: tuple[Block, ...]
+    questions: int = 4
+    seed: int = 0
+    export: bool = False
+
+    def cells(self) -> list[Cell]:
+        return list(dict.fromkeys(cell for block in self.blocks for cell in block.cells()))
+
+    def rows(self) -> list[Row]:
+        """All rows, those of one policy and ratio together."""
+        rows = dict.fromkeys(row for block in self.blocks for row in block.rows(export=self.export))
+        order = {variant: i for i, variant in enumerate(dict.fromkeys(row.variant for row in rows))}
+        return sorted(rows, key=lambda row: (order[row.variant], row.removed))
+
+    def units(self) -> list[Unit]:
+        """Document by document through all cells, so that a run that is stopped has a little of everything."""
+        planned: dict[tuple[int, Cell, Variant, float], dict[Row, None]] = {}
+        for document in range(max((block.documents for block in self.blocks), default=0)):
+            for block in (block for block in self.blocks if document < block.documents):
+                for cell, row in product(block.cells(), block.rows(export=self.export)):
+                    planned.setdefault((document, cell, row.variant, row.removed), {})[row] = None
+        return [
+            Unit(cell, document, variant, removed, tuple(rows))
+            for (document, cell, variant, removed), rows in planned.items()
+        ]
+
+
+def make_plan(
+    size: str,
+    *,
+    tasks: Sequence[TaskName] = (),
+    haystacks: Sequence[HaystackName] = (),
+    lengths: Sequence[int] = (),
+    documents: int | None = None,
+    policies: Sequence[str] = (),
+    ratios: Sequence[float] = (),
+    codecs: Sequence[str] = (),
+    export: bool = False,
+    seed: int = 0,
+) -> Plan:
+    """The plan of a size, with whatever is given in place of its own.
+
+    Given tasks, haystacks or lengths replace all cells by their product, measured under the rows of the first block.
+    Raises `InvalidRequest` for anything unknown or out of range, before any work.
+    """
+    if size not in SIZES:
+        raise InvalidRequest(f"unknown size {size!r}; one of {', '.join(SIZES)}", param="size")
+    blocks = SIZES[size]
+    if tasks or haystacks or lengths:
+        first = blocks[0]
+        cells = {"tasks": tuple(tasks) or first.tasks, "haystacks": tuple(haystacks) or first.haystacks}
+        blocks = (replace(first, **cells, lengths=tuple(lengths) or first.lengths),)  # type: ignore[arg-type]
+    given: dict[str, Any] = {"policies": tuple(policies), "ratios": tuple(ratios), "documents": documents}
+    given["codecs"] = tuple(str(Codec.parse(codec)) for codec in codecs)
+    _require_legal(tasks, haystacks, lengths, ratios, documents)
+    blocks = tuple(replace(block, **{key: value for key, value in given.items() if value}) for block in blocks)
+    plan = Plan(blocks, seed=seed, export=export)
+    if not plan.cells():
+        raise InvalidRequest("no cell is left: the task cwe stands in the haystack dense only", param="haystacks")
+    plan.rows()  # parses every policy
+    return plan
+
+
+def length_label(tokens: int) -> str:
+    return f"{tokens // 1024}k" if tokens % 1024 == 0 else f"{tokens}"
+
+
+def _require_legal(
+    tasks: Iterable[str],
+    haystacks: Iterable[str],
+    lengths: Iterable[int],
+    ratios: Iterable[float],
+    documents: int | None,
+) -> None:
+    for task in tasks:
+        _require(task in TASK_NAMES, "tasks", task, f"one of {', '.join(TASK_NAMES)}")
+    for haystack in haystacks:
+        _require(haystack in HAYSTACK_NAMES, "haystacks", haystack, f"one of {', '.join(HAYSTACK_NAMES)}")
+    for tokens in lengths:
+        _require(tokens >= 1, "lengths", tokens, "a number of tokens from 1")
+    for removed in ratios:
+        _require(0 <= removed < 1, "ratios", removed, "a fraction removed, from 0 to below 1")
+    _require(documents is None or documents >= 1, "documents", documents, "an integer from 1")
+
+
+def _require(legal: bool, param: str, value: object, rule: str) -> None:
+    if not legal:
+        raise InvalidRequest(f"--{param} has {value!r}; it must be {rule}", param=param)
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+SIZES: dict[str, tuple[Block, ...]] = {
+    # Two minutes on two cores.
+    "small": (Block(("multikey",), HAYSTACK_NAMES, (1024,), 4, ratios=(0.5, 0.875)),),
+    # Within an hour on two cores with the bundled model: all policies where it is sure of itself, then a closer look at
+    # some of them: codecs, lengths, and what it cannot do.
+    "default": (
+        Block(("multikey",), HAYSTACK_NAMES, (2048,), 20, variants=VARIANTS),
+        Block(("digits32",), ("dense",), (2048,), 20, variants=VARIANTS),
+        Block(("digits64",), ("prose",), (2048,), 20, variants=VARIANTS),
+        Block(("multikey",), HAYSTACK_NAMES, (2048,), 20, ENCODED, codecs=CODECS),
+        Block(("digits32",), ("dense",), (2048,), 20, ENCODED, codecs=CODECS),
+        Block(("digits64",), ("prose",), (2048,), 20, ENCODED, codecs=CODECS),
+        Block(("multikey",), HAYSTACK_NAMES, (2048,), 20, EXPORTED, export=True),
+        Block(("digits32",), ("dense",), (2048,), 20, EXPORTED, export=True),
+        Block(("digits64",), ("prose",), (2048,), 20, EXPORTED, export=True),
+        Block(("multikey",), ("prose", "dense"), (1024, 4096), 10, FEATURED, (0.5, 0.875)),
+        Block(("multikey",), ("prose",), (8192,), 10, FEATURED, (0.5, 0.875)),
+        Block(("multivalue", "multiquery", "vt"), ("prose",), (2048,), 10, FEATURED, (0.5, 0.875)),
+        Block(("cwe",), ("dense",), (2048,), 10, FEATURED, (0.5, 0.875)),
+    ),
+    "large": (Block(TASK_NAMES, HAYSTACK_NAMES, (1024, 2048, 4096, 8192), 10, codecs=CODECS, variants=VARIANTS),),
+}

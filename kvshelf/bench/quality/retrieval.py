@@ -1,0 +1,79 @@
+"""How often a model finds one fact in a long document, answering from a cache.
+
+Every document is compressed without knowing the question, then asked one question; an answer counts when it is exactly
+the value. With the policy `full` this measures the model, with any other the policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvshelf.bench.measure import wilson
+from kvshelf.bench.quality.tasks import HAYSTACKS, TASKS, Haystack, Task, make_document
+from kvshelf.workers.engine.engine import Engine
+
+__all__ = ["EVALUATION_SEED", "HAYSTACKS", "TASKS", "Cell", "cells", "counter", "measure_cell"]
+
+EVALUATION_SEED = 1_000_000
+"""First seed of the documents. Training draws its documents from another generator and never sees one of these."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The result for one task, haystack and length. `low` and `high` bound the share of exact answers (95 %)."""
+
+    task: Task
+    haystack: Haystack
+    tokens: int
+    documents: int
+    exact: int
+    low: float
+    high: float
+
+    @property
+    def share(self) -> float:
+        return self.exact / self.documents
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"share": self.share}
+
+
+def measure_cell(
+    engine: Engine,
+    task: Task,
+    haystack: Haystack,
+    tokens: int,
+    documents: int,
+    *,
+    compress: dict[str, Any],
+    seed: int = EVALUATION_SEED,
+    progress: Callable[[], None] = lambda: None,
+) -> Cell:
+    """Ask one question about each of `documents` documents of at most `tokens` tokens, made from consecutive seeds.
+
+    `compress` are the arguments of `Engine.compress` (policy, ratio, parameters).
+    """
+    exact = 0
+    for i in range(documents):
+        document = make_document(task, haystack, tokens, seed + i, counter(engine))
+        question = document.questions[0]
+        cache = engine.compress(document.text, **compress)
+        answer = engine.answer(cache, question.text, max_new_tokens=len(question.answer) + 8)
+        exact += answer.text.strip() == question.answer
+        progress()
+    low, high = wilson(exact, documents)
+    return Cell(task, haystack, tokens, documents, exact, low, high)
+
+
+def counter(engine: Engine) -> Callable[[str], int]:
+    """Counts the tokens of a text under the engine's tokenizer."""
+    return engine.require_text("document").count_tokens
+
+
+def cells(
+    tasks: Sequence[Task], haystacks: Sequence[Haystack], lengths: Sequence[int]
+) -> list[tuple[Task, Haystack, int]]:
+    """Every combination, shortest first."""
+    return [(task, haystack, tokens) for tokens in lengths for task in tasks for haystack in haystacks]

@@ -1,0 +1,165 @@
+"""The quality table as numbers: outcomes of single documents put together into cells and rows."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any
+
+from kvshelf.bench.measure import clustered_wilson
+from kvshelf.bench.quality.outcome import Outcome
+from kvshelf.bench.quality.plan import BASELINE, Cell, Row, Variant
+
+ABLE = 0.9
+"""Share of exact answers with the full cache under which a cell says nothing about a policy."""
+
+_PLAIN = Row(Variant(BASELINE), 0.0)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One row in one cell. Shares lie between 0 and 1; `low` and `high` bound `exact` (95 %, see `clustered_wilson`:
+    the documents are the independent units). `compress_share` is what the policy adds to a prefill that keeps
+    everything, over that prefill: its own time over that of the prefill it ran in, or, where it runs more tokens than
+    the document's, all that it takes beyond the baseline in the same cell.
+
+    `refused` is the reason where a document was refused: the others alone would be another set of documents than that
+    of the other rows.
+    """
+
+    documents: int
+    questions: int
+    exact: float
+    low: float
+    high: float
+    partial: float
+    bytes_per_token: float
+    prefill_s: float
+    compress_share: float
+    refused: str | None = None
+
+    @classmethod
+    def of(cls, outcomes: Sequence[Outcome], baseline: Sequence[Outcome]) -> Entry:
+        refused = [outcome.refused for outcome in outcomes if outcome.refused is not None]
+        if refused:
+            return cls(len(outcomes), 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, refused=refused[0])
+        exact = [hit for outcome in outcomes for hit in outcome.exact]
+        low, high = clustered_wilson([(sum(outcome.exact), len(outcome.exact)) for outcome in outcomes])
+        return cls(
+            documents=len(outcomes),
+            questions=len(exact),
+            exact=fmean(exact),
+            low=low,
+            high=high,
+            partial=fmean(part for outcome in outcomes for part in outcome.partial),
+            bytes_per_token=fmean(outcome.stored_bytes / outcome.document_tokens for outcome in outcomes),
+            prefill_s=fmean(outcome.prefill_s for outcome in outcomes),
+            compress_share=_added(outcomes, baseline),
+        )
+
+
+@dataclass(frozen=True)
+class Overall:
+    """A row over the cells that all rows were measured in and that the model can do.
+
+    `exact` is the mean of the cells' shares; the other two are means of the cells' means.
+    """
+
+    exact: float
+    bytes_per_token: float
+    compress_share: float
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The whole table. Cells and rows are in the order of the plan, whatever order they were measured in."""
+
+    cells: list[Cell]
+    rows: list[Row]
+    entries: Mapping[tuple[Row, Cell], Entry]
+
+    @classmethod
+    def of(cls, cells: Iterable[Cell], rows: Iterable[Row], outcomes: Iterable[tuple[Row, Cell, Outcome]]) -> Summary:
+        """`outcomes` in the order of the documents."""
+        grouped: dict[tuple[Row, Cell], list[Outcome]] = defaultdict(list)
+        for row, cell, outcome in outcomes:
+            grouped[row, cell].append(outcome)
+        entries = {place: Entry.of(found, grouped.get((_PLAIN, place[1]), ())) for place, found in grouped.items()}
+        return cls(sorted(cells), list(rows), entries)
+
+    def able(self, cell: Cell) -> bool:
+        """Whether the model itself answers this cell, from the full cache, at least `ABLE` of the time."""
+        entry = self.entries.get((_PLAIN, cell))
+        return entry is not None and entry.refused is None and entry.exact >= ABLE
+
+    def common(self) -> list[Cell]:
+        """The cells that `Overall` is taken over."""
+        return [
+            cell for cell in self.cells if self.able(cell) and all((row, cell) in self.entries for row in self.rows)
+        ]
+
+    def overall(self, row: Row) -> Overall | None:
+        """None where the row was refused in one of the common cells, or there is none."""
+        entries = [self.entries[row, cell] for cell in self.common()]
+        if not entries or any(entry.refused is not None for entry in entries):
+            return None
+        return Overall(
+            exact=fmean(entry.exact for entry in entries),
+            bytes_per_token=fmean(entry.bytes_per_token for entry in entries),
+            compress_share=fmean(entry.compress_share for entry in entries),
+        )
+
+    def refusals(self) -> dict[str, list[tuple[Row, Cell]]]:
+        """Where each reason was given."""
+        found: dict[str, list[tuple[Row, Cell]]] = defaultdict(list)
+        for place, entry in self.entries.items():
+            if entry.refused is not None:
+                found[entry.refused].append(place)
+        return dict(found)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON types: the cells with what the model can do, and every row with its entries."""
+        names = {cell: cell.label for cell in self.cells}
+        common = self.common()
+        return {
+            "cells": [
+                asdict(cell) | {"name": names[cell], "able": self.able(cell), "common": cell in common}
+                for cell in self.cells
+            ],
+            "rows": [self._row_dict(row, names) for row in self.rows],
+        }
+
+    def _row_dict(self, row: Row, names: Mapping[Cell, str]) -> dict[str, Any]:
+        overall = self.overall(row)
+        return {
+            "policy": row.variant.policy,
+            "policy_params": dict(row.variant.params),
+            "removed": row.removed,
+            "codec": row.codec,
+            "exported": row.exported,
+            "overall": None if overall is None else asdict(overall),
+            "cells": {
+                names[cell]: asdict(self.entries[row, cell]) for cell in self.cells if (row, cell) in self.entries
+            },
+        }
+
+
+def _added(outcomes: Sequence[Outcome], baseline: Sequence[Outcome]) -> float:
+    """See `Entry.compress_share`. Within one prefill wherever possible: two of them differ by the noise of the machine,
+    which is more than most policies take."""
+    compress_s, prefill_s = (fmean(getattr(one, name) for one in outcomes) for name in ("compress_s", "prefill_s"))
+    plain = [outcome.prefill_s for outcome in baseline if outcome.refused is None]
+    if not plain or not any(outcome.probe_tokens for outcome in outcomes):
+        return compress_s / prefill_s
+    return (compress_s + max(prefill_s - fmean(plain), 0.0)) / fmean(plain)
+
+
+def pareto(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The (bytes, score) that no other point beats: fewer bytes and no lower score. Ascending in both."""
+    front: list[tuple[float, float]] = []
+    for size, score in sorted(points, key=lambda point: (point[0], -point[1])):
+        if not front or score > front[-1][1]:
+            front.append((size, score))
+    return front

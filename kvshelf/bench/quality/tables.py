@@ -1,0 +1,119 @@
+"""The quality table for a terminal of 120 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from rich.table import Table
+
+from kvshelf.bench.quality.plan import Cell, Row, length_label
+from kvshelf.bench.quality.summary import ABLE, Entry, Summary
+
+_CELLS_A_TABLE = 5
+
+
+def quality_tables(summary: Summary, title: str) -> list[Table]:
+    """Rows are policies, columns cells: as many tables as the width asks for, then those of policies under codecs, and
+    the refusals below them."""
+    reasons = {reason: number for number, reason in enumerate(summary.refusals(), 1)}
+    encoded = {(row.variant, row.removed) for row in summary.rows if row.codec != "none"}
+    plain_rows = [row for row in summary.rows if row.codec == "none"]
+    encoded_rows = [row for row in summary.rows if (row.variant, row.removed) in encoded]
+    tables = [_table(summary, plain_rows, cells, title, reasons) for cells in _columns(summary, plain_rows)]
+    if encoded_rows:
+        under = f"{title}, under codecs"
+        only = [row for row in encoded_rows if row.codec != "none"]
+        tables += [_table(summary, encoded_rows, cells, under, reasons) for cells in _columns(summary, only)]
+    return tables + ([_refusals(summary, reasons)] if reasons else [])
+
+
+def notes(summary: Summary) -> str:
+    """How to read the table."""
+    text = (
+        "Cells: exact answers in % (95 % interval over questions, documents being the independent units). "
+        "B/token: bytes of the stored blob per document token. time: what compression adds to a plain prefill. "
+        "mean: over the cells marked +, which all rows have."
+    )
+    if any(not summary.able(cell) for cell in summary.cells):
+        text += f" Grey: the model itself answers under {ABLE:.0%} there, so the cell says nothing about a policy."
+    return text
+
+
+def row_name(row: Row) -> str:
+    """The policy, and whether plain transformers answered."""
+    return row.variant.label + (" exported" if row.exported else "")
+
+
+def removed_label(row: Row) -> str:
+    """The share removed in percent, with no more digits than it has; nothing for a policy that removes nothing."""
+    return f"{row.removed * 100:g} %" if row.variant.takes_budget else ""
+
+
+def _columns(summary: Summary, rows: Sequence[Row]) -> list[tuple[Cell, ...]]:
+    """The cells of each table: those that are measured in the same rows stand together, those in most rows first."""
+    groups: dict[tuple[Row, ...], list[Cell]] = {}
+    for cell in summary.cells:
+        groups.setdefault(tuple(row for row in rows if (row, cell) in summary.entries), []).append(cell)
+    return [
+        tuple(groups[measured][first : first + _CELLS_A_TABLE])
+        for measured in sorted(filter(None, groups), key=len, reverse=True)
+        for first in range(0, len(groups[measured]), _CELLS_A_TABLE)
+    ]
+
+
+def _table(summary: Summary, rows: Sequence[Row], cells: Sequence[Cell], title: str, reasons: dict[str, int]) -> Table:
+    table = Table(title=title, title_justify="left", padding=(0, 1, 0, 0), box=None, header_style="bold")
+    for name in ("policy", "removed", "codec"):
+        table.add_column(name, no_wrap=name != "policy", max_width=26)
+    for name in ("B/token", "time", "mean"):
+        table.add_column(name, justify="right", no_wrap=True)
+    common = summary.common()
+    for cell in cells:
+        heading = f"{cell.task}\n{cell.haystack}\n{length_label(cell.tokens)}{'+' if cell in common else ''}"
+        table.add_column(heading, justify="right", no_wrap=True, style=None if summary.able(cell) else "bright_black")
+    shown = [row for row in rows if any((row, cell) in summary.entries for cell in cells)]
+    for row, after in pairwise([*shown, None]):
+        assert row is not None
+        entries = [summary.entries.get((row, cell)) for cell in cells]
+        last = after is not None and after.variant != row.variant
+        table.add_row(*_head(summary, row, entries), *(_cell(entry, reasons) for entry in entries), end_section=last)
+    return table
+
+
+def _head(summary: Summary, row: Row, entries: Sequence[Entry | None]) -> list[str]:
+    """Bytes and time are those of this table's cells, the mean that of the whole row."""
+    measured = [entry for entry in entries if entry is not None and entry.refused is None]
+    overall = summary.overall(row)
+    stored = sum(entry.bytes_per_token for entry in measured) / len(measured) if measured else None
+    share = sum(entry.compress_share for entry in measured) / len(measured) if measured else None
+    return [
+        row_name(row),
+        removed_label(row),
+        row.codec,
+        "" if stored is None else f"{stored:,.0f}",
+        "" if share is None else f"{share:.1%}",
+        "" if overall is None else f"{overall.exact:.1%}",
+    ]
+
+
+def _cell(entry: Entry | None, reasons: dict[str, int]) -> str:
+    if entry is None:
+        return ""
+    if entry.refused is not None:
+        return f"refused {reasons[entry.refused]}"
+    return f"{_percent(entry.exact)} ({_percent(entry.low)}-{_percent(entry.high)})"
+
+
+def _percent(share: float) -> str:
+    return f"{share * 100:.0f}"
+
+
+def _refusals(summary: Summary, reasons: dict[str, int]) -> Table:
+    table: Any = Table("refused", "reason", "where", box=None, title_justify="left", header_style="bold")
+    for reason, places in summary.refusals().items():
+        where = {f"{row_name(row)} {row.removed:g} {row.codec}" for row, _ in places}
+        shown = sorted(where)
+        table.add_row(f"{reasons[reason]}", reason, ", ".join(shown[:4]) + (" ..." if len(shown) > 4 else ""))
+    return table  # type: ignore[no-any-return]

@@ -1,0 +1,145 @@
+"""`kvshelf bench speed` and `kvshelf bench column-sums`."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from kvshelf._extras import needs_extra
+from kvshelf.bench.options import Device, Dtype, Json, Model, Output, Threads, choices, numbers, progress_bar, publish
+
+if TYPE_CHECKING:
+    from kvshelf.store.base import Store
+
+PARTS = ("compression", "first-token", "decode")
+
+_COMPRESSION_LENGTHS = (2048, 4096, 8192)
+_SHELF_LENGTHS = (2048, 4096, 8192, 16320)  # the last leaves room for the question in a model of 16,384 positions
+
+
+def speed(
+    model: Model = "kvshelf-tiny",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    threads: Threads = 1,
+    parts: Annotated[str, typer.Option("--parts", help="Comma-separated.")] = ",".join(PARTS),
+    lengths: Annotated[
+        str, typer.Option("--lengths", help="Tokens per document.  [default: 2k to 8k, from the shelf to 16k]")
+    ] = "",
+    policies: Annotated[str, typer.Option("--policies", help="To compress with.  [default: all of one pass]")] = "",
+    removed: Annotated[float, typer.Option("--removed", help="Fraction that those remove.")] = 0.75,
+    questions: Annotated[str, typer.Option("--questions", help="Asked at once, comma-separated.")] = "1,8,32,128",
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Interleaved rounds; medians are printed.")] = 5,
+    kvpress_python: Annotated[
+        str | None,
+        typer.Option("--kvpress-python", help="Interpreter with kvpress.  [default: this one, if it has it]"),
+    ] = None,
+    stores: Annotated[
+        list[str] | None, typer.Option("--store", help="URL of one more store to answer from; may be repeated.")
+    ] = None,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Compression beside its prefill, first tokens beside prefilling again, many questions beside one at a time.
+
+    --model random:8 is a Llama of 8 layers of random weights. Seconds are CPU time of this process, on a GPU wall time.
+    """
+    with needs_extra("serve", "the bench"):
+        import torch
+
+        from kvshelf.bench.measure import load_warning, machine
+        from kvshelf.bench.speed import tables as show
+        from kvshelf.bench.speed.compression import ONE_PASS, compression_costs
+        from kvshelf.bench.speed.decode import decodings
+        from kvshelf.bench.speed.first_token import first_tokens
+        from kvshelf.bench.speed.peer import open_peer
+        from kvshelf.bench.speed.subject import load_subject
+
+    chosen = choices(parts, PARTS, "--parts")
+    at = numbers(lengths) if lengths else None
+    compared = [name.strip() for name in policies.split(",")] if policies else list(ONE_PASS)
+    asked = numbers(questions, "--questions")
+    where, tables = machine(), list[Table]()
+    report: dict[str, Any] = {"bench": "speed", "model": model, "rounds": rounds}
+    with load_subject(model, device, dtype, threads) as subject, progress_bar() as progress:
+        report |= {"dtype": subject.dtype, "machine": where | {"threads": torch.get_num_threads()}}
+        if "compression" in chosen:
+            with open_peer(kvpress_python, subject, threads) as peer:
+                steps = progress.track(at or _COMPRESSION_LENGTHS, description="compression")
+                costs = [compression_costs(subject, peer, tokens, rounds, compared, removed) for tokens in steps]
+                report["kvpress"] = peer.versions if peer is not None else None
+            report["compression"] = [found.to_dict() for found in costs]
+            tables += map(show.compression_table, costs)
+        if "first-token" in chosen:
+            with _opened(stores or []) as homes:
+                steps = progress.track(at or _SHELF_LENGTHS, description="first token")
+                firsts = [first_tokens(subject, homes, tokens, rounds) for tokens in steps]
+            report["first_token"] = [found.to_dict() for found in firsts]
+            tables += map(show.first_token_table, firsts)
+        if "decode" in chosen:
+            bar = progress.add_task("decoding", total=len(asked))
+            found = decodings(subject, asked, rounds, lambda: progress.advance(bar))
+            report["decode"] = found.to_dict()
+            tables.append(show.decode_table(found))
+    publish(report, tables, output, as_json, notes=load_warning(where))
+
+
+@contextmanager
+def _opened(urls: list[str]) -> Iterator[dict[str, Store]]:
+    """A disk store in a temporary folder, and each of `urls` under its scheme: `redis`, the next one `redis-2`.
+
+    Never under its URL, which may have a password in it.
+    """
+    from kvshelf.store.url import open_store
+
+    with tempfile.TemporaryDirectory(prefix="kvshelf-bench-") as folder, ExitStack() as open_stores:
+        homes = {"disk": open_store(f"disk://{folder}/shelf")}
+        open_stores.callback(homes["disk"].close)
+        named = Counter(homes)
+        for url in urls:
+            scheme = url.partition(":")[0]
+            named[scheme] += 1
+            name = scheme if named[scheme] == 1 else f"{scheme}-{named[scheme]}"
+            homes[name] = open_store(url)
+            open_stores.callback(homes[name].close)
+        yield homes
+
+
+def column_sums(
+    tokens: Annotated[int, typer.Option("--tokens", min=16, help="Tokens of the sequence.")] = 8192,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Repeats; medians are printed.")] = 5,
+    threads: Threads = 1,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Exact attention column sums beside plain attention and two other ways to the same sums, on the CPU.
+
+    One layer of 8 query and 2 KV heads of 128 channels.
+    """
+    import torch
+
+    from kvshelf.bench.kernels.column_sums import time_column_sums
+    from kvshelf.bench.measure import machine
+
+    if threads:
+        torch.set_num_threads(threads)
+    dtypes = (torch.float32, torch.bfloat16)
+    times = {
+        str(dtype).removeprefix("torch."): time_column_sums(tokens, dtype=dtype, repeats=rounds) for dtype in dtypes
+    }
+    table = Table("dtype", "plain attention", "column sums", "second flash call", "naive")
+    table.title = f"attention column sums of {tokens} tokens, CPU time beside plain causal attention"
+    for name, row in times.items():
+        others = (row.column_sums, row.second_attention, row.naive)
+        shown = [f"{seconds:.3f} s, {seconds / row.attention:.2f}x" for seconds in others]
+        table.add_row(name, f"{row.attention:.3f} s", *shown)
+    rows = [{"dtype": name, **asdict(row)} for name, row in times.items()]
+    report = {"bench": "column-sums", "tokens": tokens, "rounds": rounds, "machine": machine(), "rows": rows}
+    publish(report, [table], output, as_json)

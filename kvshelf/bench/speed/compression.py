@@ -1,0 +1,180 @@
+"""What compression adds to the prefill it runs in, policy by policy, with kvpress beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvshelf.bench.measure import Cost, Spread, clock, cost, interleaved, ratios
+from kvshelf.bench.speed.peer import Peer
+from kvshelf.bench.speed.subject import Subject
+from kvshelf.workers.engine.attention.function import CONTEXT, Attended, ForwardContext
+from kvshelf.workers.engine.engine import Engine
+
+ONE_PASS = (
+    "streaming_llm", "knorm", "keydiff", "tova", "snapkv", "pyramidkv", "chunkkv", "lagkv", "expected_attention", "h2o",
+    "ems",
+)  # fmt: skip
+"""The policies that add nothing to the forward pass but their own work."""
+
+
+@dataclass(frozen=True)
+class Hooked:
+    """One prefill that compresses. `total` is the whole call; `hook_s` the part of it that compressed, in seconds."""
+
+    total: Cost
+    hook_s: float
+
+    @property
+    def prefill_s(self) -> float:
+        return self.total.seconds - self.hook_s
+
+
+@dataclass(frozen=True)
+class CompressionCost:
+    """Seconds and their ratios, each taken within a round.
+
+    plain_s: a prefill of the same tokens by the model alone. hook_s: the policy's part of `Engine.run`; share: that
+    over the rest of the same run. whole, whole_wall: `Engine.prepare` and `Engine.run` over the plain prefill. peer_s:
+    kvpress's hook for the same method; peer_share: that over the rest of its run; beside_peer: our hook over its. None
+    where kvpress was not run.
+    """
+
+    policy: str
+    tokens: int
+    removed: float
+    plain_s: Spread
+    hook_s: Spread
+    share: Spread
+    whole: Spread
+    whole_wall: Spread
+    peer_s: Spread | None
+    peer_share: Spread | None
+    beside_peer: Spread | None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class CompressionCosts:
+    """The rows of one length. `same`: the plain prefill over itself, run twice a round: what lies within its range is
+    noise."""
+
+    tokens: int
+    same: Spread
+    rows: list[CompressionCost]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def compression_costs(
+    subject: Subject, peer: Peer | None, tokens: int, rounds: int, policies: Sequence[str], removed: float
+) -> CompressionCosts:
+    """Every policy at `removed`, interleaved with the plain model and, where it knows the method, with kvpress."""
+    ids = subject.tokens(tokens, seed=1)
+    peers = [policy for policy in policies if peer is not None and policy in peer.methods]
+    variants: dict[tuple[str, str], Callable[[], Hooked]] = {}
+    variants["plain", "first"] = variants["plain", "second"] = lambda: Hooked(plain_prefill(subject, ids), 0.0)
+    for policy in policies:
+        variants["ours", policy] = lambda policy=policy: compress(subject, ids, policy, removed)  # type: ignore[misc]
+        if peer is not None and policy in peers:
+            variants["peer", policy] = lambda policy=policy: _compress_by(peer, ids, policy, removed)  # type: ignore[misc]
+    measured = interleaved(variants, rounds)
+    plain = [run.total.seconds for run in measured["plain", "first"]]
+    again = [run.total.seconds for run in measured["plain", "second"]]
+    rows = []
+    for policy in policies:
+        theirs = measured.get(("peer", policy))
+        rows.append(_row(policy, tokens, removed, measured["plain", "first"], measured["ours", policy], theirs))
+    return CompressionCosts(tokens, ratios(again, plain), rows)
+
+
+def plain_prefill(subject: Subject, ids: Sequence[int]) -> Cost:
+    """The model under its own attention, keeping its cache, as anyone without a shelf runs it."""
+    model = subject.engine.model
+    given = torch.tensor([ids], device=model.device)
+    with torch.no_grad():
+        return cost(lambda: model(input_ids=given, use_cache=True, logits_to_keep=1), subject.device)
+
+
+def compress(subject: Subject, ids: Sequence[int], policy: str, removed: float) -> Hooked:
+    """Compress a document of token ids, and time the policy's part of it."""
+    engine = subject.engine
+    with _hook_time(engine, subject.device) as hook:
+        total = cost(lambda: engine.run(engine.prepare(ids, policy=policy, compression_ratio=removed)), subject.device)
+    return Hooked(total, hook.seconds)
+
+
+def _compress_by(peer: Peer, ids: Sequence[int], policy: str, removed: float) -> Hooked:
+    answer = peer.measure(policy, removed, ids)
+    return Hooked(Cost(answer["total_s"], answer["wall_s"]), answer["hook_s"])
+
+
+def _row(
+    policy: str, tokens: int, removed: float, plain: list[Hooked], ours: list[Hooked], theirs: list[Hooked] | None
+) -> CompressionCost:
+    plain_s = [run.total.seconds for run in plain]
+    hook_s = [run.hook_s for run in ours]
+    peer_s = [run.hook_s for run in theirs] if theirs is not None else None
+    return CompressionCost(
+        policy=policy,
+        tokens=tokens,
+        removed=removed,
+        plain_s=Spread.of(plain_s),
+        hook_s=Spread.of(hook_s),
+        share=_share(ours),
+        whole=ratios([run.total.seconds for run in ours], plain_s),
+        whole_wall=ratios([run.total.wall_s for run in ours], [run.total.wall_s for run in plain]),
+        peer_s=Spread.of(peer_s) if peer_s is not None else None,
+        peer_share=_share(theirs) if theirs is not None else None,
+        beside_peer=ratios(hook_s, peer_s) if peer_s is not None else None,
+    )
+
+
+def _share(runs: list[Hooked]) -> Spread:
+    return ratios([run.hook_s for run in runs], [run.prefill_s for run in runs])
+
+
+@dataclass
+class _HookTime:
+    seconds: float = 0.0
+
+
+@contextmanager
+def _hook_time(engine: Engine, device: torch.device) -> Iterator[_HookTime]:
+    """Inside the block, what every `ForwardContext` of the engine takes after each layer's attention is added up.
+
+    `Compression.compress_s` is wall time; this is the same stretch under the bench's clock, taken as kvpress's hook is.
+    """
+    spent = _HookTime()
+
+    def before_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if CONTEXT in kwargs:
+            kwargs = kwargs | {CONTEXT: _TimedContext(kwargs[CONTEXT], spent, clock(device))}
+        return args, kwargs
+
+    handle = engine.model.base_model.register_forward_pre_hook(before_forward, with_kwargs=True)
+    try:
+        yield spent
+    finally:
+        handle.remove()
+
+
+class _TimedContext:
+    """A `ForwardContext` around another, which adds up the seconds spent in it."""
+
+    def __init__(self, inner: ForwardContext, spent: _HookTime, now: Callable[[], float]) -> None:
+        self.probe_lengths = inner.probe_lengths
+        self._inner, self._spent, self._now = inner, spent, now
+
+    def after_attention(self, layer: Attended) -> None:
+        started = self._now()
+        self._inner.after_attention(layer)
+        self._spent.seconds += self._now() - started

@@ -1,0 +1,179 @@
+"""How many tokens per second many questions get together, beside one question after the other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvshelf.bench.ceilings import read_bandwidth
+from kvshelf.bench.measure import Cost, Spread, cost, interleaved
+from kvshelf.bench.speed.subject import QUESTION_TOKENS, Subject
+from kvshelf.store.artifact.cache import CompressedCache
+from kvshelf.workers.engine.decode.generation import Sampling
+from kvshelf.workers.replica.scheduler import Scheduler, SchedulerLimits
+
+DOCUMENT_TOKENS = 2048
+NEW_TOKENS = 64
+
+_ALONE = 8
+"""At most so many questions are answered one at a time for the comparison: their rate does not depend on how many."""
+
+_Count = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """`questions` asked at once about `documents` different documents, under the default policy and ratio.
+
+    together, alone: new tokens per second through the scheduler, and one question at a time through the engine; the
+    prefill of the questions is within both. gain: their ratio within a round. step_s: seconds of one decode step of
+    all, from the difference between answers of 64 tokens and of one. step_bytes: what such a step must read: weights
+    once, each document's cache once, suffixes at their mean length. share: step_bytes / step_s over
+    `Decodings.read_bandwidth`. Tokens are counted in the answers.
+    """
+
+    questions: int
+    documents: int
+    together: Spread
+    alone: Spread
+    gain: Spread
+    gain_wall: Spread
+    step_s: Spread
+    step_bytes: int
+    share: Spread
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Decodings:
+    """All rows. read_bandwidth: bytes per second, measured before them with the same threads."""
+
+    document_tokens: int
+    question_tokens: int
+    new_tokens: int
+    read_bandwidth: float
+    rows: list[Decoding]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def decodings(
+    subject: Subject, questions: Sequence[int], rounds: int, progress: Callable[[], None] = lambda: None
+) -> Decodings:
+    """Every number of `questions`, on as many documents and on one that all share."""
+    bandwidth = read_bandwidth(subject.device)
+    engine = subject.engine
+    caches = [engine.compress(subject.tokens(DOCUMENT_TOKENS, seed=10 + i)) for i in range(max(questions))]
+    rows = []
+    with _endless_answers(subject):
+        for count in questions:
+            for attached in dict.fromkeys((count, 1)):
+                asked = [caches[i % attached] for i in range(count)]
+                rows.append(_measure(subject, asked, attached, rounds, bandwidth))
+            progress()
+    return Decodings(DOCUMENT_TOKENS, QUESTION_TOKENS, NEW_TOKENS, bandwidth, rows)
+
+
+@contextmanager
+def _endless_answers(subject: Subject) -> Iterator[None]:
+    """Inside the block no token ends an answer, so that all are equally long."""
+    config = subject.engine.model.generation_config
+    before, config.eos_token_id = config.eos_token_id, []
+    try:
+        yield
+    finally:
+        config.eos_token_id = before
+
+
+@dataclass(frozen=True)
+class _Answered:
+    cost: Cost
+    tokens: int
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.cost.seconds
+
+    @property
+    def rate_wall(self) -> float:
+        return self.tokens / self.cost.wall_s
+
+
+def _measure(
+    subject: Subject, caches: list[CompressedCache], documents: int, rounds: int, bandwidth: float
+) -> Decoding:
+    scheduler = Scheduler(subject.engine, SchedulerLimits(max_open=len(caches), max_waiting=len(caches)))
+    scheduler.start()
+    try:
+        runs = interleaved(
+            {
+                "alone": lambda: _one_at_a_time(subject, caches[:_ALONE], NEW_TOKENS),
+                "together": lambda: _together(subject, scheduler, caches, NEW_TOKENS),
+                "first": lambda: _together(subject, scheduler, caches, 1),
+            },
+            rounds,
+        )
+    finally:
+        scheduler.stop()
+    alone, together, first = runs["alone"], runs["together"], runs["first"]
+    steps = [(a.cost.seconds - b.cost.seconds) / (NEW_TOKENS - 1) for a, b in zip(together, first, strict=True)]
+    needed = _step_bytes(subject, caches[:documents], len(caches))
+    pairs = list(zip(together, alone, strict=True))
+    return Decoding(
+        questions=len(caches),
+        documents=documents,
+        together=Spread.of([run.rate for run in together]),
+        alone=Spread.of([run.rate for run in alone]),
+        gain=Spread.of([a.rate / b.rate for a, b in pairs]),
+        gain_wall=Spread.of([a.rate_wall / b.rate_wall for a, b in pairs]),
+        step_s=Spread.of(steps),
+        step_bytes=needed,
+        share=Spread.of([needed / step / bandwidth for step in steps]),
+    )
+
+
+def _one_at_a_time(subject: Subject, caches: Sequence[CompressedCache], new_tokens: int) -> _Answered:
+    produced = 0
+
+    def ask() -> None:
+        nonlocal produced
+        for i, cache in enumerate(caches):
+            produced += len(subject.engine.answer(cache, _question(subject, i), max_new_tokens=new_tokens).token_ids)
+
+    return _Answered(cost(ask, subject.device), produced)
+
+
+def _together(subject: Subject, scheduler: Scheduler, caches: Sequence[CompressedCache], new_tokens: int) -> _Answered:
+    produced = 0
+
+    def ask() -> None:
+        nonlocal produced
+        sampling = Sampling(max_tokens=new_tokens)
+        tickets = [scheduler.generate(cache, _question(subject, i), sampling) for i, cache in enumerate(caches)]
+        produced = sum(len(ticket.future.result().token_ids) for ticket in tickets)
+
+    return _Answered(cost(ask, subject.device), produced)
+
+
+def _question(subject: Subject, i: int) -> list[int]:
+    return subject.tokens(QUESTION_TOKENS, seed=1000 + i)
+
+
+def _step_bytes(subject: Subject, documents: Sequence[CompressedCache], rows: int) -> int:
+    """Bytes that a decode step of `rows` answers must read: weights, one cache per document, one suffix per row."""
+    model = subject.engine.model
+    # The embedding is read one row per token; where it is tied it is the head as well, and then it is read in full.
+    embedding = model.get_input_embeddings().weight
+    tied = model.get_output_embeddings().weight is embedding
+    weights = sum(int(parameter.nbytes) for parameter in model.parameters()) - (0 if tied else int(embedding.nbytes))
+    config = model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    per_token = 2 * int(config.num_hidden_layers * config.num_key_value_heads * head_dim * embedding.element_size())
+    suffix = rows * math.ceil(QUESTION_TOKENS + NEW_TOKENS / 2) * per_token
+    return weights + sum(cache.nbytes for cache in documents) + suffix

@@ -1,0 +1,227 @@
+"""What an answer's first token costs from the shelf, beside prefilling the document again."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import DynamicCache
+
+from kvshelf.bench.measure import Cost, Spread, cost, interleaved, ratios
+from kvshelf.bench.speed.subject import QUESTION_TOKENS, Subject
+from kvshelf.errors import CacheError, CacheNotFound
+from kvshelf.store.artifact.cache import CompressedCache
+from kvshelf.store.base import Store
+
+LEVELS = (("full", 0.0), ("keydiff", 0.75), ("keydiff", 0.875))
+"""Policies and the fraction each removes. Which entries stay does not matter here, only how many."""
+
+_ASKED = 5
+"""Times that one way asks in its turn, after one that does not count."""
+
+_AGAIN, _AGAIN_TWICE, _ALONE = "again", "again, a second time", "alone"
+
+
+@dataclass(frozen=True)
+class Tier:
+    """From one place: seconds to the first token, wall seconds, and prefilling again over it, within each round."""
+
+    first_s: Spread
+    wall_s: Spread
+    speedup: Spread
+
+
+@dataclass(frozen=True)
+class FirstToken:
+    """A question of `question_tokens` behind a document of `tokens`, answered up to the first token of the answer.
+
+    tiers: "memory" has the cache in this process; each store reads, verifies and attaches it for the question;
+    "safetensors" reads the same entries from a plain file into a `DynamicCache` for the model's own attention, as a
+    user of transformers or kvpress would. prefill_tokens: what went through the model for the question. entry_bytes:
+    the size of that plain file.
+    """
+
+    policy: str
+    removed: float
+    tokens: int
+    question_tokens: int
+    prefill_tokens: int
+    entry_bytes: int
+    tiers: dict[str, Tier]
+
+
+@dataclass(frozen=True)
+class FirstTokens:
+    """The rows of one length. again_s: the model alone on document and question; `same`: that over itself, run twice a
+    round. alone: the model on the question without any document, which nothing can be faster than."""
+
+    tokens: int
+    again_s: Spread
+    same: Spread
+    alone: Tier
+    rows: list[FirstToken]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def first_tokens(
+    subject: Subject,
+    stores: Mapping[str, Store],
+    tokens: int,
+    rounds: int,
+    levels: Sequence[tuple[str, float]] = LEVELS,
+) -> FirstTokens:
+    """Every level from every place, interleaved with prefilling again.
+
+    The question is always `QUESTION_TOKENS` long. Files are in the page cache: they have just been written. Each way
+    asks six times in its turn, and the median of the last five counts: the weights of a replica that answers questions
+    are in the processor's cache, after the prefills of the same round they are not; and a few dozen milliseconds vary
+    by half where a prefill's many seconds do not. The stores may be somebody's: a cache that was not there before is
+    deleted in the end.
+    """
+    document, question = subject.tokens(tokens, seed=2), subject.tokens(QUESTION_TOKENS, seed=3)
+    variants: dict[tuple[str, float, str], Callable[[], _Asked]] = {
+        (_AGAIN, 0.0, ""): lambda: _ask_model(subject, document + question),
+        (_AGAIN_TWICE, 0.0, ""): lambda: _ask_model(subject, document + question),
+        (_ALONE, 0.0, ""): lambda: _settled(lambda: _ask_model(subject, question)),
+    }
+    with tempfile.TemporaryDirectory(prefix="kvshelf-bench-") as folder, ExitStack() as cleanup:
+        sizes = {}
+        for policy, removed in levels:
+            cache = subject.engine.compress(document, policy=policy, compression_ratio=removed or None)
+            file = Path(folder) / f"{policy}-{removed}.safetensors"
+            for tier, ask in _ways(subject, cache, stores, file, question, cleanup):
+                variants[policy, removed, tier] = partial(_settled, ask)
+            sizes[policy, removed] = file.stat().st_size
+        measured = interleaved(variants, rounds)
+    again, second, alone = ([asked.cost for asked in measured[way, 0.0, ""]] for way in (_AGAIN, _AGAIN_TWICE, _ALONE))
+    return FirstTokens(
+        tokens=tokens,
+        again_s=Spread.of([one.seconds for one in again]),
+        same=ratios([one.seconds for one in second], [one.seconds for one in again]),
+        alone=_tier(alone, again),
+        rows=[_row(level, tokens, size, measured, again) for level, size in sizes.items()],
+    )
+
+
+@dataclass(frozen=True)
+class _Asked:
+    cost: Cost
+    prefill_tokens: int
+
+
+def _row(
+    level: tuple[str, float],
+    tokens: int,
+    entry_bytes: int,
+    measured: Mapping[tuple[str, float, str], list[_Asked]],
+    again: list[Cost],
+) -> FirstToken:
+    tiers = {tier: runs for (*of, tier), runs in measured.items() if tuple(of) == level}
+    return FirstToken(
+        policy=level[0],
+        removed=level[1],
+        tokens=tokens,
+        question_tokens=QUESTION_TOKENS,
+        prefill_tokens=tiers["memory"][0].prefill_tokens,
+        entry_bytes=entry_bytes,
+        tiers={tier: _tier([asked.cost for asked in runs], again) for tier, runs in tiers.items()},
+    )
+
+
+def _settled(ask: Callable[[], _Asked]) -> _Asked:
+    ask()
+    return sorted((ask() for _ in range(_ASKED)), key=lambda asked: asked.cost.seconds)[_ASKED // 2]
+
+
+def _ways(
+    subject: Subject,
+    cache: CompressedCache,
+    stores: Mapping[str, Store],
+    file: Path,
+    question: list[int],
+    cleanup: ExitStack,
+) -> Iterator[tuple[str, Callable[[], _Asked]]]:
+    """The places that `cache` can come from, and how to ask after it has come from there. Puts it there."""
+    yield "memory", lambda: _ask(subject, lambda: cache, question)
+    for name, store in stores.items():
+        cache_id = _put(store, cache, cleanup)
+        yield name, lambda store=store, id=cache_id: _ask(subject, lambda: store.get(id), question)  # type: ignore[misc]
+    exported = subject.engine.export(cache, "absolute")
+    states = {
+        f"{i}.{name}": getattr(layer, name).contiguous()
+        for i, layer in enumerate(exported.layers)
+        for name in ("keys", "values")
+    }
+    save_file(states, file)
+    positions = torch.arange(cache.next_position, cache.next_position + len(question), device=subject.device)[None]
+    yield "safetensors", lambda: _ask_model(subject, question, lambda: _loaded(file, subject), positions)
+
+
+def _put(store: Store, cache: CompressedCache, cleanup: ExitStack) -> str:
+    """Returns its id. Unless it was there before, `cleanup` deletes it, also when putting it is interrupted."""
+    cache_id = store.cache_id(cache.identity)
+    try:
+        store.stat(cache_id)
+    except (CacheNotFound, CacheError):
+        cleanup.callback(_delete, store, cache_id)
+    store.put(cache)
+    return cache_id
+
+
+def _delete(store: Store, cache_id: str) -> None:
+    with suppress(CacheNotFound):
+        store.delete(cache_id)
+
+
+def _ask(subject: Subject, fetch: Callable[[], CompressedCache], question: list[int]) -> _Asked:
+    prefilled = 0
+
+    def ask() -> None:
+        nonlocal prefilled
+        prefilled = subject.engine.answer(fetch(), question, max_new_tokens=1).usage.prefill_tokens
+
+    return _Asked(cost(ask, subject.device), prefilled)
+
+
+def _ask_model(
+    subject: Subject,
+    ids: list[int],
+    fetch: Callable[[], DynamicCache | None] = lambda: None,
+    positions: Tensor | None = None,
+) -> _Asked:
+    """The model under its own attention, as anyone without a shelf runs it."""
+    model = subject.engine.model
+    given = torch.tensor([ids], device=subject.device)
+
+    def ask() -> None:
+        with torch.no_grad():
+            out = model(input_ids=given, past_key_values=fetch(), position_ids=positions, logits_to_keep=1)
+        int(out.logits[0, -1].argmax())
+
+    return _Asked(cost(ask, subject.device), len(ids))
+
+
+def _loaded(file: Path, subject: Subject) -> DynamicCache:
+    states, cache = load_file(file, device=str(subject.device)), DynamicCache()
+    for i in range(len(states) // 2):
+        cache.update(states[f"{i}.keys"], states[f"{i}.values"], i)
+    return cache
+
+
+def _tier(runs: list[Cost], again: list[Cost]) -> Tier:
+    seconds = [run.seconds for run in runs]
+    return Tier(
+        first_s=Spread.of(seconds),
+        wall_s=Spread.of([run.wall_s for run in runs]),
+        speedup=ratios([run.seconds for run in again], seconds),
+    )

@@ -1,0 +1,78 @@
+"""The tables of `kvshelf bench speed`."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from kvshelf.bench.measure import Spread
+from kvshelf.bench.speed.compression import CompressionCosts
+from kvshelf.bench.speed.decode import Decodings
+from kvshelf.bench.speed.first_token import FirstTokens
+
+
+def compression_table(costs: CompressionCosts) -> Table:
+    """One length: our hook and kvpress's, as shares of the prefill around them, and the whole over a plain prefill."""
+    table = Table("policy", "compression", "of prefill", "kvpress", "of prefill", "ours / kvpress", "whole / plain")
+    row = costs.rows[0]
+    table.title = (
+        f"compressing {costs.tokens} tokens, {row.removed:.1%} removed; plain prefill {_ms(row.plain_s)}, "
+        f"over itself {_ratio(costs.same)}"
+    )
+    for row in costs.rows:
+        peer = ("", "", "")
+        if row.peer_s is not None and row.peer_share is not None and row.beside_peer is not None:
+            peer = (_ms(row.peer_s), f"{row.peer_share.median:.2%}", _ratio(row.beside_peer))
+        table.add_row(row.policy, _ms(row.hook_s), f"{row.share.median:.2%}", *peer, _ratio(row.whole))
+    return table
+
+
+def first_token_table(firsts: FirstTokens) -> Table:
+    """One length: a column per place that the cache comes from."""
+    tiers = list(firsts.rows[0].tiers)
+    table = Table("policy", "entries", "run", *(name for tier in tiers for name in (tier, "of again")))
+    table.title = (
+        f"first token after {firsts.tokens} tokens; prefilling again {_ms(firsts.again_s)}, "
+        f"over itself {_ratio(firsts.same)}; the question alone {_ms(firsts.alone.first_s)}, "
+        f"1/{firsts.alone.speedup.median:.0f}"
+    )
+    if not any(tier.startswith("redis") for tier in tiers):
+        table.caption = "redis: not measured; give its URL as --store"
+    for row in firsts.rows:
+        cells = [cell for tier in row.tiers.values() for cell in (_ms(tier.first_s), _inverse(tier.speedup))]
+        label = f"{row.policy}, {row.removed:.1%} removed" if row.removed else row.policy
+        table.add_row(label, f"{row.entry_bytes / 1e6:.2f} MB", f"{row.prefill_tokens}", *cells)
+    return table
+
+
+def decode_table(found: Decodings) -> Table:
+    """One row per number of questions and documents."""
+    table = Table("questions", "documents", "one at a time", "together", "gain", "step", "read", "of bandwidth")
+    table.title = (
+        f"new tokens per second: {found.question_tokens} + {found.new_tokens} tokens behind documents of "
+        f"{found.document_tokens}; reading memory {found.read_bandwidth / 1e9:.1f} GB/s"
+    )
+    for row in found.rows:
+        table.add_row(
+            f"{row.questions}",
+            f"{row.documents}",
+            f"{row.alone.median:,.0f}/s",
+            f"{row.together.median:,.0f}/s",
+            _ratio(row.gain),
+            _ms(row.step_s),
+            f"{row.step_bytes / 1e6:,.1f} MB",
+            f"{row.share.median:.0%}",
+        )
+    return table
+
+
+def _ms(spread: Spread) -> str:
+    milliseconds = spread.median * 1e3
+    return f"{milliseconds:,.0f} ms" if milliseconds >= 100 else f"{milliseconds:.2f} ms"
+
+
+def _ratio(spread: Spread) -> str:
+    return f"{spread.median:.2f} ({spread.low:.2f} - {spread.high:.2f})"
+
+
+def _inverse(spread: Spread) -> str:
+    return f"1/{spread.median:.0f} ({spread.low:.0f} - {spread.high:.0f})"

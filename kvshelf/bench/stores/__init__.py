@@ -1,0 +1,1 @@
+"""What storing and reading a cache costs, beside the same bytes without kvshelf."""

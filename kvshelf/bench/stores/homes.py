@@ -1,0 +1,295 @@
+"""Shelves that the bench makes for itself, and the same bytes on the same medium without kvshelf."""
+
+from __future__ import annotations
+
+import abc
+import os
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
+
+from blake3 import blake3
+
+from kvshelf.errors import InvalidRequest
+from kvshelf.store.artifact.blob import PackedBlob
+from kvshelf.store.blobs import Blobs
+from kvshelf.store.disk.database import Database
+from kvshelf.store.disk.folder import Folder
+from kvshelf.store.disk.index import SqliteIndex
+from kvshelf.store.index import Index
+
+if TYPE_CHECKING:
+    import socket
+
+    import redis
+
+Ways = Mapping[str, Callable[[], object]]
+
+DISK_LIMIT: Final = "file into a reused buffer, digest"
+REDIS_LIMIT: Final = "raw socket GETs of the chunks into a reused buffer, digest"
+REDIS_PEER: Final = "redis-py get of one value"
+
+_BUSY_S: Final = 10.0  # of SQLite; nobody else uses the shelf
+_PATIENCE_S: Final = 30.0  # of redis-py's sockets: one value of 256 MB takes seconds on a busy machine
+_VALUE_LIMIT: Final = 512 << 20  # bytes; what Redis takes as one value
+_DRAIN: Final = 1000  # keys that are removed at once
+
+
+class Bare(abc.ABC):
+    """The bytes of a blob on a medium, written and read without kvshelf.
+
+    `writes` and `reads` are the ways to do it; the one that is called `limit` is what reading through kvshelf is a
+    share of, `peer`, if there is one, what one would use instead. `remove` comes before each of `writes`, outside its
+    time: `put` is timed where no cache is, too.
+    """
+
+    writes: Ways
+    reads: Ways
+    limit: str
+    peer: str | None = None
+
+    @abc.abstractmethod
+    def remove(self) -> None:
+        """Remove what `writes` write, if it is there."""
+
+
+class Home(abc.ABC):
+    """A shelf of the bench's own, in the place that a URL names. `url` opens it."""
+
+    name: str
+    url: str
+
+    @abc.abstractmethod
+    def open(self) -> tuple[Index, Blobs]:
+        """The two halves of a `Shelf`, apart: so that manifests can be published without writing caches."""
+
+    @abc.abstractmethod
+    def bare(self, packed: PackedBlob) -> Bare:
+        """Puts the bytes of a blob there, beside the shelf."""
+
+    @abc.abstractmethod
+    def remove(self) -> None:
+        """Remove all that was made."""
+
+    def translated(self) -> AbstractContextManager[None]:
+        """Inside the block, errors of the medium's own client are those of a store."""
+        return nullcontext()
+
+
+@contextmanager
+def made_in(url: str | None) -> Iterator[Home]:
+    """A home in the place of a URL, `disk:///folder` or `redis://host`; without one, in a temporary folder.
+
+    It is removed when the block ends; what else is there is left alone. Raises `InvalidRequest`.
+    """
+    home = DiskHome(Path(tempfile.gettempdir())) if url is None else _home(url)
+    with home.translated():
+        try:
+            yield home
+        finally:
+            home.remove()
+
+
+def _home(url: str) -> Home:
+    parts = urlsplit(url)
+    if parts.scheme == "disk":
+        return DiskHome(Path(unquote(parts.path)))
+    if parts.scheme in ("redis", "rediss"):
+        return RedisHome(url)
+    raise InvalidRequest(
+        f"--store: {parts.scheme!r:.40} is no home that can be measured; give disk:///folder or redis://host:6379/0",
+        param="store",
+    )
+
+
+class DiskHome(Home):
+    name = "disk"
+
+    def __init__(self, place: Path) -> None:
+        if not place.is_dir():
+            raise InvalidRequest(f"--store: there is no folder {str(place)!r} to make a shelf in", param="store")
+        self._folder = Path(tempfile.mkdtemp(prefix="kvshelf-bench-", dir=place.absolute()))
+        self.url = f"disk://{quote(str(self._folder / 'shelf'))}"
+
+    def open(self) -> tuple[Index, Blobs]:
+        shelf = self._folder / "shelf"
+        shelf.mkdir(mode=0o700, exist_ok=True)
+        database = Database(shelf, _BUSY_S)
+        return SqliteIndex(database, database.create(None), time.time), Folder.open_in(shelf)
+
+    def bare(self, packed: PackedBlob) -> Bare:
+        return BareFile(self._folder / "bare", packed)
+
+    def remove(self) -> None:
+        shutil.rmtree(self._folder)
+
+
+class BareFile(Bare):
+    """A file. It has just been written, so it is read from the page cache."""
+
+    limit = DISK_LIMIT
+
+    def __init__(self, path: Path, packed: PackedBlob) -> None:
+        self._path = path
+        self._buffers = list(packed.buffers)
+        self._sizes = [sum(map(len, part)) for part in packed.parts]  # what a shelf reads and digests at once
+        self._reused = memoryview(bytearray(packed.nbytes))
+        self._write()
+        self.writes = {"file, fsync": self._write}
+        self.reads = {
+            self.limit: lambda: self._read(self._reused),
+            "file into a fresh buffer, digest": lambda: self._read(memoryview(bytearray(packed.nbytes))),
+            "file into a reused buffer": lambda: self._read(self._reused, digest=False),
+        }
+
+    def remove(self) -> None:
+        with suppress(FileNotFoundError):
+            self._path.unlink()
+
+    def _write(self) -> None:
+        with self._path.open("wb", buffering=0) as file:
+            for buffer in self._buffers:
+                file.write(buffer)
+            os.fsync(file.fileno())
+
+    def _read(self, buffer: memoryview, *, digest: bool = True) -> memoryview:
+        with self._path.open("rb", buffering=0) as file:
+            rest = buffer
+            for size in self._sizes:
+                part, rest = rest[:size], rest[size:]
+                _fill(file.readinto, part)
+                if digest:
+                    blake3(part).digest()
+        return buffer
+
+
+class RedisHome(Home):
+    name = "redis"
+
+    def __init__(self, url: str) -> None:
+        from kvshelf.store.redis import address
+
+        self._prefix = f"kvshelf-bench-{secrets.token_hex(4)}"
+        parts = urlsplit(url)
+        query = dict(parse_qsl(parts.query)) | {"prefix": self._prefix}
+        self.url = parts._replace(query=urlencode(query)).geturl()
+        address.parse(url)  # as it was given: what is wrong with it must not be hidden by what was done to it
+        self._address = address.parse(self.url)
+        self._client = self._connected()
+
+    def open(self) -> tuple[Index, Blobs]:
+        from kvshelf.store.redis.blobs import RedisBlobs
+        from kvshelf.store.redis.index import RedisIndex
+        from kvshelf.store.redis.link import RedisLink
+
+        link = RedisLink(self._address)
+        return RedisIndex.open(link, self._prefix, None), RedisBlobs(link, self._prefix)
+
+    def bare(self, packed: PackedBlob) -> Bare:
+        return BareValues(self._client, f"{{{self._prefix}}}:bare", packed)
+
+    def remove(self) -> None:
+        keys: list[bytes] = []
+        for key in self._client.scan_iter(match=f"{{{self._prefix}*", count=_DRAIN):
+            keys.append(key)
+            if len(keys) == _DRAIN:
+                self._client.unlink(*keys)
+                keys.clear()
+        if keys:
+            self._client.unlink(*keys)
+        self._client.close()
+
+    def translated(self) -> AbstractContextManager[None]:
+        from kvshelf.store.redis.faults import translated
+
+        return translated(self._address)
+
+    def _connected(self) -> redis.Redis:
+        """A plain client of redis-py, as one would write it without kvshelf."""
+        import redis
+
+        place = self._address
+        ((host, port),) = place.hosts
+        tls: dict[str, Any] = {"ssl": True, "ssl_ca_certs": place.ca} if place.tls else {}
+        client = redis.Redis(
+            host=host,
+            port=port,
+            db=place.db,
+            username=place.user,
+            password=place.password,
+            socket_timeout=_PATIENCE_S,
+            **tls,
+        )
+        with self.translated():
+            client.ping()
+        return client
+
+
+class BareValues(Bare):
+    """The bytes in chunks of the shelf's size, and as one value where Redis takes that."""
+
+    limit = REDIS_LIMIT
+
+    def __init__(self, client: redis.Redis, key: str, packed: PackedBlob) -> None:
+        from kvshelf.store.redis.blobs import CHUNK
+
+        self._client = client
+        self._key = key
+        self._whole = b"".join(packed.buffers)
+        self._reused = memoryview(bytearray(packed.nbytes))
+        starts = range(0, packed.nbytes, CHUNK)
+        self._chunks = {f"{key}:{start}": self._whole[start : start + CHUNK] for start in starts}
+        for name, chunk in self._chunks.items():
+            client.set(name, chunk)
+        self.writes = {}
+        self.reads = {
+            self.limit: self._read,
+            "redis-py get of the chunks": lambda: [client.get(name) for name in self._chunks],
+        }
+        if packed.nbytes < _VALUE_LIMIT:
+            client.set(key, self._whole)
+            self.peer = REDIS_PEER
+            self.reads |= {REDIS_PEER: lambda: client.get(key)}
+            self.writes |= {"redis-py set of one value": lambda: client.set(key, self._whole)}
+
+    def remove(self) -> None:
+        self._client.delete(self._key)
+
+    def _read(self) -> None:
+        """All chunks are asked for at once, and each is digested as it is there: what a client can do at best."""
+        pool = self._client.connection_pool
+        connection = pool.get_connection()
+        try:
+            # redis-py connects and authenticates; it has no name for the socket without an underscore.
+            sock: socket.socket = connection._sock  # type: ignore[assignment]
+            sock.sendall(b"".join(b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(k), k.encode()) for k in self._chunks))
+            rest = self._reused
+            for chunk in self._chunks.values():
+                part, rest = rest[: len(chunk)], rest[len(chunk) :]
+                _expect(sock, b"$%d\r\n" % len(chunk))
+                _fill(sock.recv_into, part)
+                _expect(sock, b"\r\n")
+                blake3(part).digest()
+        finally:
+            pool.release(connection)
+
+
+def _expect(sock: socket.socket, text: bytes) -> None:
+    found = memoryview(bytearray(len(text)))
+    _fill(sock.recv_into, found)
+    if found != text:
+        raise RuntimeError(f"{bytes(found)!r} came from Redis where {text!r} was expected")
+
+
+def _fill(receive: Callable[[memoryview], int], buffer: memoryview) -> None:
+    while buffer:
+        count = receive(buffer)
+        if not count:
+            raise RuntimeError(f"{len(buffer)} bytes fewer came than were written")
+        buffer = buffer[count:]

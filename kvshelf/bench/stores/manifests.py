@@ -1,0 +1,149 @@
+"""How long a shelf with very many caches takes to open, to list and to be kept in order."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from kvshelf.bench.measure import Cost, Spread
+from kvshelf.bench.stores.homes import Home
+from kvshelf.bench.stores.store import random_cache, timed
+from kvshelf.store.artifact.blob import pack
+from kvshelf.store.artifact.identity import digest
+from kvshelf.store.base import Store
+from kvshelf.store.blobs import Blobs, new_name
+from kvshelf.store.index import Index, Quota, Writing
+from kvshelf.store.manifest import Manifest, Placement, Timings, describe
+from kvshelf.store.url import open_store
+
+OF_DOCUMENT: Final = 10
+"""Caches of one document."""
+
+_TENANT: Final = "default"
+_LAYERS: Final = 32
+_TEAMS: Final = 1000  # values of the label that is asked for
+
+
+@dataclass(frozen=True)
+class Manifests:
+    """A shelf of `count` caches. manifest_bytes: the JSON of one. publish_s: seconds for each, begun and published
+    through the index, with a blob of a few bytes. calls_s: seconds by the clock of each call, in a process that has
+    opened the shelf for it. process_bytes: by how much that process has grown at most.
+    """
+
+    home: str
+    count: int
+    manifest_bytes: int
+    publish_s: float
+    calls_s: dict[str, Spread]
+    process_bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def manifests(home: Home, count: int, rounds: int, progress: Callable[[], None] = lambda: None) -> Manifests:
+    """Publish `count` caches, then ask a process of its own. `progress` is called for each."""
+    index, blobs = home.open()
+    template = _template(index.key)
+    try:
+        started = time.perf_counter()
+        for number in range(count):
+            _publish(index, blobs, _numbered(template, number))
+            progress()
+        publish_s = (time.perf_counter() - started) / count
+    finally:
+        index.close()
+        blobs.close()
+    middle = _numbered(template, count // 2)
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as alone:
+        calls_s, grown = alone.submit(_ask, home.url, middle, rounds).result()
+    return Manifests(home.name, count, len(template.model_dump_json()), publish_s, calls_s, grown)
+
+
+def _template(key: bytes) -> Manifest:
+    """A manifest as a model of 32 layers has it."""
+    cache = random_cache(0.0, _LAYERS)
+    placement = Placement(_TENANT, "none", None, {}, "", pinned=False, timings=Timings(prefill_s=1.0, compress_s=0.1))
+    return describe(
+        cache,
+        pack(cache),
+        placement,
+        cache_id=cache.identity.cache_id(key=key, tenant=_TENANT, codec="none", format_major=1),
+        document_id=cache.identity.document_id(key=key, tenant=_TENANT),
+        created_at=time.time(),
+        store_s=0.1,
+    )
+
+
+def _numbered(template: Manifest, number: int) -> Manifest:
+    """The manifest of one of many caches."""
+    changes = {
+        "id": "kvs_" + digest("bench.cache", str(number)),
+        "document_id": "doc_" + digest("bench.document", str(number // OF_DOCUMENT)),
+        "labels": {"team": f"team-{number % _TEAMS}", "stage": "production"},
+    }
+    return template.model_copy(update=changes)
+
+
+def _publish(index: Index, blobs: Blobs, manifest: Manifest) -> None:
+    content = memoryview(manifest.id.encode())  # not a blob: nobody reads it here
+    writing = Writing(new_name(manifest.id), manifest.id, manifest.tenant, len(content))
+    index.begin(writing, Quota())
+    blobs.write(writing.name, [content], len(content), on_step=_ignored)
+    index.publish(writing, manifest, over=None, cost_s=1.0, now=manifest.created_at)
+
+
+def _ignored(step: str) -> None:
+    pass
+
+
+def _ask(url: str, middle: Manifest, rounds: int) -> tuple[dict[str, Spread], int]:
+    """Seconds of each call, and the bytes by which this process grew. Runs in a process of its own."""
+    open_store(url).close()  # loads what is to be loaded
+    before = _peak_bytes()
+    calls_s = {"open, first stat": _spread([_opened(url, middle.id) for _ in range(rounds)])}
+    with open_store(url) as store:
+        for name, call in _calls(store, middle).items():
+            call()  # as with every measurement, the first does not count
+            calls_s[name] = _spread([timed(call) for _ in range(rounds)])
+    return calls_s, _peak_bytes() - before
+
+
+def _opened(url: str, cache_id: str) -> Cost:
+    def answer() -> Store:
+        store = open_store(url)
+        store.stat(cache_id)
+        return store
+
+    started_wall, started = time.perf_counter(), time.process_time()
+    with answer():
+        return Cost(time.process_time() - started, time.perf_counter() - started_wall)
+
+
+def _calls(store: Store, middle: Manifest) -> dict[str, Callable[[], object]]:
+    return {
+        "list, first page": store.list,
+        "list, page in the middle": lambda: store.list(after=middle.id),
+        "list, page of 1,000": lambda: store.list(limit=1000),
+        "list by label": lambda: store.list(labels={"team": middle.labels["team"]}),
+        "list by document": lambda: store.list(document_id=middle.document_id),
+        "usage": store.usage,
+        "sweep": store.sweep,
+        "check": store.check,
+    }
+
+
+def _spread(costs: list[Cost]) -> Spread:
+    return Spread.of([cost.wall_s for cost in costs])
+
+
+def _peak_bytes() -> int:
+    """The most that this process ever held. Not getrusage: its peak begins with that of the process that started it."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024

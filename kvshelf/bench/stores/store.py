@@ -1,0 +1,206 @@
+"""What it costs to put a cache on a shelf and to get it back, beside the same bytes without kvshelf."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Final
+
+import torch
+
+from kvshelf.bench.measure import Cost, Spread, interleaved, ratios
+from kvshelf.bench.stores.homes import Bare, Home, Ways
+from kvshelf.errors import CacheNotFound
+from kvshelf.store.artifact.blob import pack
+from kvshelf.store.artifact.cache import CompressedCache
+from kvshelf.store.artifact.identity import Identity, ModelIdentity
+from kvshelf.store.artifact.packed import offsets_of
+from kvshelf.store.artifact.records import Kept
+from kvshelf.store.base import Store
+from kvshelf.store.shelf import Shelf
+
+PUT, GET = "put", "get"
+FIRST_LAYER, OPEN_BLOB = "first layer", "open_blob"
+OURS: Final = (PUT, GET, FIRST_LAYER, OPEN_BLOB)
+"""The ways through kvshelf."""
+
+KV_HEADS: Final = 8
+HEAD_DIM: Final = 128
+"""Of a layer of Llama-3.1-8B."""
+
+_REMOVED: Final = 0.875
+_ENTRY_BYTES: Final = 2 * HEAD_DIM * 2  # key and value in bfloat16
+
+STEPS: Final[Mapping[str, str]] = {
+    "created": "begin",
+    "written": "write",
+    "synced": "sync",
+    "verified": "read back",
+    "published": "publish",
+}
+"""The steps of a write as a home tells them, and what was done between the step before and this one. "begin" is
+laying out and digesting the blob, and registering the write."""
+
+_Timed = dict[str, Callable[[], Cost]]
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to write or read the bytes. wall_s, cpu_s: seconds of a call, the latter of this process alone.
+
+    ours, ours_cpu: how many times as fast `put` or `get` is within a round, by either clock; of them themselves 1.
+    """
+
+    wall_s: Spread
+    cpu_s: Spread
+    ours: Spread
+    ours_cpu: Spread
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """One size on one home. steps_s: what `put` consists of, seconds by the clock. limit, peer: names among `ways`."""
+
+    home: str
+    nbytes: int
+    layers: int
+    ways: dict[str, Way]
+    steps_s: dict[str, Spread]
+    limit: str
+    peer: str | None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def throughput(home: Home, megabytes: float, layers: int, rounds: int) -> Throughput:
+    """Put and get a cache of a size (millions of bytes) `rounds` times, interleaved with the ways without kvshelf."""
+    cache = random_cache(megabytes, layers)
+    packed = pack(cache)
+    steps = _Steps()
+    index, blobs = home.open()
+    with Shelf(index, blobs, on_step=steps) as store:
+        cache_id = store.put(cache).id
+        bare = home.bare(packed)
+        writes: _Timed = {
+            PUT: partial(_put, store, cache, steps),
+            **{name: partial(_write, bare, run) for name, run in bare.writes.items()},
+        }
+        reads: _Timed = {
+            GET: partial(timed, lambda: store.get(cache_id)),
+            FIRST_LAYER: partial(_first_layer, store, cache_id),
+            OPEN_BLOB: partial(timed, lambda: store.open_blob(cache_id).close()),
+            **_timed_all(bare.reads),
+        }
+        costs = interleaved({**writes, **reads}, rounds)
+        store.delete(cache_id)
+    ways = {name: _way(costs[name], costs[PUT if name in writes else GET]) for name in costs}
+    return Throughput(home.name, packed.nbytes, layers, ways, steps.spreads(rounds), bare.limit, bare.peer)
+
+
+def random_cache(megabytes: float, layers: int, *, seed: int = 0) -> CompressedCache:
+    """A cache of about so many millions of bytes: bfloat16, every head with an eighth of the document's entries."""
+    kept = max(1, round(megabytes * 1e6 / (layers * KV_HEADS * _ENTRY_BYTES)))
+    tokens = round(kept / (1 - _REMOVED))
+    generator = torch.Generator().manual_seed(seed)
+    model = ModelIdentity("random", f"{seed:040x}", "bfloat16", "{}", "{}", "", "")
+    identity = Identity(
+        model=model,
+        document=f"{seed:040x}",
+        num_tokens=tokens,
+        layout="plain",
+        boundary="text",
+        prefill="whole",
+        policy="random",
+        policy_version=1,
+        policy_params={"seed": seed},
+        budget_tokens=kept,
+        compression_ratio=_REMOVED,
+    )
+    return CompressedCache(tuple(_layer(kept, tokens, generator) for _ in range(layers)), tokens, tokens, identity)
+
+
+def _layer(kept: int, tokens: int, generator: torch.Generator) -> Kept:
+    def numbers() -> torch.Tensor:  # any bits: to draw a normal distribution takes several times as long
+        bits = torch.randint(-(1 << 15), 1 << 15, (KV_HEADS * kept, HEAD_DIM), dtype=torch.int16, generator=generator)
+        return bits.view(torch.bfloat16)
+
+    positions = [torch.randperm(tokens, generator=generator)[:kept].sort().values for _ in range(KV_HEADS)]
+    return Kept(
+        keys=numbers(),
+        values=numbers(),
+        entries_at=torch.cat(positions).to(torch.int32),
+        offsets=offsets_of([kept] * KV_HEADS),
+    )
+
+
+def timed(run: Callable[[], object]) -> Cost:
+    """Time one call. What it returns is let go of after that: a caller would keep it."""
+    started_wall, started = time.perf_counter(), time.process_time()
+    result = run()
+    found = Cost(time.process_time() - started, time.perf_counter() - started_wall)
+    del result
+    return found
+
+
+class _Steps:
+    """Hears the steps of puts, and keeps how long each took."""
+
+    def __init__(self) -> None:
+        self._last = 0.0
+        self._taken: dict[str, list[float]] = {}
+
+    def begin(self) -> None:
+        self._last = time.perf_counter()
+
+    def __call__(self, step: str) -> None:
+        if step in STEPS:
+            now = time.perf_counter()
+            self._taken.setdefault(STEPS[step], []).append(now - self._last)
+            self._last = now
+
+    def spreads(self, rounds: int) -> dict[str, Spread]:
+        """Of the last so many puts."""
+        return {name: Spread.of(seconds[-rounds:]) for name, seconds in self._taken.items()}
+
+
+def _put(store: Store, cache: CompressedCache, steps: _Steps) -> Cost:
+    with suppress(CacheNotFound):
+        store.delete(store.cache_id(cache.identity))
+    steps.begin()
+    return timed(lambda: store.put(cache))
+
+
+def _write(bare: Bare, run: Callable[[], object]) -> Cost:
+    bare.remove()
+    return timed(run)
+
+
+def _first_layer(store: Store, cache_id: str) -> Cost:
+    """As a question does it: one thread reads, another waits for the first layer. The rest is read outside the time."""
+    with ThreadPoolExecutor(1) as reader:
+
+        def wait() -> None:
+            arriving = store.open_cache(cache_id)
+            reader.submit(arriving.read)
+            arriving.layers[0].result()
+
+        return timed(wait)
+
+
+def _timed_all(ways: Ways) -> _Timed:
+    return {name: partial(timed, run) for name, run in ways.items()}
+
+
+def _way(costs: Sequence[Cost], ours: Sequence[Cost]) -> Way:
+    wall, cpu = [cost.wall_s for cost in costs], [cost.seconds for cost in costs]
+    return Way(
+        Spread.of(wall),
+        Spread.of(cpu),
+        ratios(wall, [cost.wall_s for cost in ours]),
+        ratios(cpu, [cost.seconds for cost in ours]),
+    )

@@ -1,0 +1,1 @@
+"""Rows in: files, patterns and object storage as a stream of documents."""

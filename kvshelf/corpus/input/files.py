@@ -1,0 +1,304 @@
+"""Files as a corpus: text files, JSONL and Parquet; alone, in a folder or by a pattern; on disk, in S3 or in GCS."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import stat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO, Final, cast
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
+from fsspec.utils import glob_translate
+
+from kvshelf.api import CreateCache
+from kvshelf.corpus.input.rows import (
+    DOCUMENTS,
+    MAX_DOCUMENT_BYTES,
+    Row,
+    RowError,
+    parse_jsonl,
+    read_row,
+    without_duplicates,
+)
+from kvshelf.corpus.input.sources import Shard, Source
+from kvshelf.errors import BodyTooLarge, FileNotFound, InvalidRequest, KvshelfError, StateConflict
+
+JSONL: Final = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".jsonl.zst", ".ndjson.zst")
+PARQUET: Final = (".parquet", ".pq")
+
+_TEXTS_PER_SHARD: Final = 256
+_SHARD_BYTES: Final = 32 << 20
+_BUFFER_BYTES: Final = 1 << 20
+_PARQUET_ROWS: Final = 64
+_NAME_CHARS: Final = 256
+_NO_VALUE: Final = (ValueError, LookupError, ArithmeticError, pa.ArrowException)
+"""What pyarrow raises for text that is no UTF-8, a map with a key twice, a time beyond the year 9999, and the like."""
+_URL: Final = re.compile(r"[a-z][a-z0-9+.-]*://")
+_FIELDS: Final = {"custom_id", *CreateCache.model_fields}
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """A file that was found. `name` is what people know it by: its path below the folder that was given.
+
+    modified: nanoseconds, None where the file system does not say.
+    """
+
+    path: str
+    name: str
+    nbytes: int
+    modified: int | None
+
+
+class FileSource(Source):
+    """Files at a path, in a folder, or that match a pattern; local, or by an s3:// or gs:// URL.
+
+    What ends in .jsonl has a row in each line, also where it is compressed; what ends in .parquet, a row in each row.
+    Every other file is the text of one document, and its name is the row's custom id. `defaults` are fields of
+    `CreateCache` for rows that do not say otherwise. Hidden files are left out, and those local ones of `without`:
+    what an earlier run of the same batch has written.
+    """
+
+    def __init__(self, where: str, defaults: Mapping[str, Any], *, without: Iterable[Path] = ()) -> None:
+        """Raises `InvalidRequest` for a URL that no file system is known for, or where nothing is found."""
+        self._system, path, pattern = _opened(where)
+        self._defaults = dict(defaults)
+        self.local = isinstance(self._system, pafs.LocalFileSystem)
+        with _named_errors(where):
+            found = tuple(_found(self._system, path, pattern))
+        self.files = tuple(_besides(without, found)) if self.local else found
+        if not self.files:
+            but = " but what this batch writes itself" if found else ""
+            raise InvalidRequest(f"there is no file at {where!r}{but}", param="input")
+        self.several = len(self.files) > 1
+
+    def shards(self) -> Sequence[Shard]:
+        texts: list[InputFile] = []
+        shards: list[Shard] = []
+        for file in self.files:
+            if file.name.lower().endswith(PARQUET):
+                shards.append(ParquetShard(self._system, file, self._defaults))
+            elif file.name.lower().endswith(JSONL):
+                shards.append(JsonlShard(self._system, file, self._defaults))
+            else:
+                texts.append(file)
+        return [*shards, *(TextShard(self._system, group, self._defaults) for group in _groups(texts))]
+
+
+class TextShard(Shard):
+    """Some text files, each of them one document."""
+
+    def __init__(self, system: Any, files: Sequence[InputFile], defaults: Mapping[str, Any]) -> None:
+        self._system = system
+        self._files = tuple(files)
+        self._defaults = defaults
+        self.nbytes = sum(file.nbytes for file in files)
+        self.rows = len(files)
+
+    def read(self) -> Iterator[Row]:
+        for file in self._files:
+            try:
+                text = self._text(file)
+            except KvshelfError as error:
+                yield Row(file.name, 1, file.name, nbytes=file.nbytes, error=RowError.of(error))
+            else:
+                values = {"custom_id": file.name, "document": text, "name": PurePosixPath(file.name).name[:_NAME_CHARS]}
+                yield read_row(values, self._defaults, source=file.name, line=1, nbytes=file.nbytes)
+
+    def _text(self, file: InputFile) -> str:
+        with _named_errors(file.name), self._system.open_input_stream(file.path, compression=None) as stream:
+            data = stream.read(MAX_DOCUMENT_BYTES + 1)
+            _require_unchanged(self._system, file)
+        if len(data) > MAX_DOCUMENT_BYTES:
+            raise BodyTooLarge(f"{file.name} has more than {MAX_DOCUMENT_BYTES} bytes, as many as a document may have")
+        try:
+            text: str = data.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise InvalidRequest(
+                f"byte {error.start} of {file.name} is not valid UTF-8; convert it, or leave it out if it is no text"
+            ) from error
+        if "\0" in text:
+            raise InvalidRequest(f"{file.name} holds zero bytes, so it is no text; leave it out")
+        if not text.strip():
+            raise InvalidRequest(f"{file.name} is empty")
+        return text
+
+
+class JsonlShard(Shard):
+    """One JSONL file."""
+
+    def __init__(self, system: Any, file: InputFile, defaults: Mapping[str, Any]) -> None:
+        self._system = system
+        self._file = file
+        self._defaults = defaults
+        self.nbytes = file.nbytes
+
+    def read(self) -> Iterator[Row]:
+        return _to_the_end(self._system, self._file, self._rows())
+
+    def _rows(self) -> Iterator[Row]:
+        with self._system.open_input_stream(self._file.path, compression="detect") as stream:
+            lines = io.BufferedReader(cast(io.RawIOBase, stream), _BUFFER_BYTES)
+            yield from parse_jsonl(cast(BinaryIO, lines), self._file.name, self._defaults)
+
+
+class ParquetShard(Shard):
+    """One Parquet file. Its columns are called as the fields of a creation, and `custom_id`; other columns are not
+    read, as corpora have many of their own."""
+
+    def __init__(self, system: Any, file: InputFile, defaults: Mapping[str, Any]) -> None:
+        self._system = system
+        self._file = file
+        self._defaults = defaults
+        self.nbytes = file.nbytes
+
+    def read(self) -> Iterator[Row]:
+        return _to_the_end(self._system, self._file, without_duplicates(self._rows()))
+
+    def _rows(self) -> Iterator[Row]:
+        with self._system.open_input_file(self._file.path) as file, pq.ParquetFile(file) as table:
+            there = set(table.schema_arrow.names)
+            if not there & set(DOCUMENTS):
+                raise InvalidRequest(
+                    f"{self._file.name} has no column {', '.join(DOCUMENTS[:-1])} or {DOCUMENTS[-1]}; it has "
+                    f"{', '.join(sorted(there)):.200}"
+                )
+            share = self._file.nbytes // max(1, table.metadata.num_rows)
+            line = 0
+            for batch in table.iter_batches(_PARQUET_ROWS, columns=sorted(there & _FIELDS)):
+                for at in range(batch.num_rows):
+                    line += 1
+                    yield self._row(batch, at, line, share)
+
+    def _row(self, batch: Any, at: int, line: int, nbytes: int) -> Row:
+        """One row of a record batch, value by value: one that Python has nothing for is this row's own error."""
+        given: dict[str, Any] = {}
+        bad: RowError | None = None
+        for name, column in zip(batch.schema.names, batch.columns, strict=True):
+            try:
+                value = column[at].as_py(maps_as_pydicts="strict")
+            except _NO_VALUE as error:
+                bad = RowError.of(InvalidRequest(f"{name}: this value cannot be read: {error!s:.200}"))
+                continue
+            if value is not None:
+                given[name] = value
+        row = read_row(given, self._defaults, source=self._file.name, line=line, nbytes=nbytes)
+        return row if bad is None else replace(row, spec=None, error=bad)
+
+
+def _to_the_end(system: Any, file: InputFile, rows: Iterator[Row]) -> Iterator[Row]:
+    """Rows of a file. Where it cannot be read on, an error row stands for the rest of it."""
+    line = 0
+    try:
+        with _named_errors(file.name):
+            for row in rows:
+                line = row.line
+                yield row
+            _require_unchanged(system, file)
+    except KvshelfError as error:
+        yield Row(file.name, line + 1, error=RowError.of(error))
+
+
+def _require_unchanged(system: Any, file: InputFile) -> None:
+    """A file that is being written while it is read gives rows that it may never have had."""
+    info = system.get_file_info(file.path)
+    if info.type is not pafs.FileType.File or (info.size, info.mtime_ns) != (file.nbytes, file.modified):
+        raise StateConflict(f"{file.name} has changed since the batch began; run the batch again when it is complete")
+
+
+def _opened(where: str) -> tuple[Any, str, str | None]:
+    """The file system of a path, URL or pattern; the path there, of a file or folder; the pattern below it, if any."""
+    url = _URL.match(where) is not None
+    plain, mark, query = where.partition("?") if url else (where, "", "")
+    wild = re.search(r"[*\[]" if url else r"[*?\[]", plain)
+    if wild is None or (not url and Path(where).exists()):
+        base, pattern = plain, None
+    else:
+        slash = plain.rfind("/", 0, wild.start())
+        base, pattern = plain[: slash + 1], plain[slash + 1 :]
+    if not url:
+        return pafs.LocalFileSystem(), str(Path(base).expanduser().absolute()), pattern
+    try:
+        return *pafs.FileSystem.from_uri(base + mark + query), pattern
+    except (ValueError, OSError, pa.ArrowException) as error:
+        raise InvalidRequest(f"cannot read {base!r}: {error!s:.200}", param="input") from error
+
+
+def _found(system: Any, path: str, pattern: str | None) -> Iterator[InputFile]:
+    """The files at a path, in the order of their names. Hidden ones are left out."""
+    here = system.get_file_info(path)
+    if here.type is pafs.FileType.File and pattern is None:
+        yield InputFile(path, here.base_name, here.size, here.mtime_ns)
+        return
+    if here.type is not pafs.FileType.Directory:
+        raise InvalidRequest(f"there is no file or folder {path!r}", param="input")
+    walk = _walk_local if isinstance(system, pafs.LocalFileSystem) else _walk_remote
+    wanted = re.compile(glob_translate(pattern or "**"))
+    for file in sorted(walk(system, path.rstrip("/")), key=lambda file: file.name):
+        if wanted.fullmatch(file.name) and not any(part.startswith(".") for part in file.name.split("/")):
+            yield file
+
+
+def _besides(without: Iterable[Path], files: Iterable[InputFile]) -> Iterator[InputFile]:
+    """These files, but for some. Only those that have the name of one are resolved: a corpus may have millions."""
+    left_out = {os.path.realpath(path) for path in without}
+    names = {os.path.basename(path) for path in left_out}
+    for file in files:
+        if os.path.basename(file.path) not in names or os.path.realpath(file.path) not in left_out:
+            yield file
+
+
+def _walk_remote(system: Any, top: str) -> Iterator[InputFile]:
+    for info in system.get_file_info(pafs.FileSelector(top, recursive=True)):
+        if info.type is pafs.FileType.File:
+            yield InputFile(info.path, info.path[len(top) + 1 :], info.size, info.mtime_ns)
+
+
+def _walk_local(_system: Any, top: str) -> Iterator[InputFile]:
+    """As `_walk_remote`. pyarrow would give up the whole tree for one name that is not UTF-8 or one folder that it may
+    not read; here they are files, which cannot be read in their turn."""
+    closed: list[str] = []
+    for folder, _, names in os.walk(top, onerror=lambda error: closed.append(error.filename)):
+        for path in (os.path.join(folder, name) for name in names):
+            try:
+                status = os.stat(path)
+            except OSError:
+                closed.append(path)
+            else:
+                if stat.S_ISREG(status.st_mode):
+                    yield InputFile(path, _shown(path, top), status.st_size, status.st_mtime_ns)
+    yield from (InputFile(path, _shown(path, top), 0, None) for path in closed)
+
+
+def _shown(path: str, top: str) -> str:
+    return os.fsencode(path[len(top) + 1 :]).decode(errors="backslashreplace")
+
+
+def _groups(files: Sequence[InputFile]) -> Iterator[list[InputFile]]:
+    """Text files for one shard each: not too many, and not too much."""
+    group: list[InputFile] = []
+    for file in files:
+        if group and (len(group) >= _TEXTS_PER_SHARD or sum(f.nbytes for f in group) + file.nbytes > _SHARD_BYTES):
+            yield group
+            group = []
+        group.append(file)
+    if group:
+        yield group
+
+
+@contextmanager
+def _named_errors(name: str) -> Iterator[None]:
+    """What pyarrow and the operating system say about a file, as errors of ours. Both raise `OSError` for most."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise FileNotFound(f"{name} is gone: it was there when the batch began") from error
+    except (OSError, pa.ArrowException, UnicodeError) as error:
+        raise InvalidRequest(f"{name} cannot be read: {error!s:.200}") from error

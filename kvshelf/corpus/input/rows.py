@@ -1,0 +1,223 @@
+"""A row of a corpus: one document to compress, checked before any work; and lines of JSON as rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from hashlib import blake2b
+from typing import Any, BinaryIO, Final
+
+import pydantic_core
+
+from kvshelf.api import CreateCache
+from kvshelf.api.strict import parse_request
+from kvshelf.errors import BodyTooLarge, InvalidRequest, KvshelfError
+
+MAX_DOCUMENT_BYTES: Final = 64 << 20
+"""Of one line, one text file, or one document of a Parquet file: far above what any model reads."""
+
+MAX_CUSTOM_ID: Final = 512
+"""Characters."""
+
+DOCUMENTS: Final = ("document", "messages", "token_ids")
+"""The fields of which a row gives exactly one."""
+
+_CHARS_PER_TOKEN: Final = 4
+_ENDPOINT: Final = "/v1/caches"
+_OPENAI_FIELDS: Final = {"custom_id", "method", "url", "body"}
+_ALTERNATIVES: Final = (("compression_ratio", "budget_tokens", "levels"), ("ttl_s", "expires_at"))
+"""A row that gives one of these does without the batch's default for the others."""
+
+
+@dataclass(frozen=True)
+class RowError:
+    """Why a row has no cache. `code` is one of `kvshelf.errors`."""
+
+    code: str
+    message: str
+
+    @classmethod
+    def of(cls, error: KvshelfError) -> RowError:
+        return cls(error.code, error.message)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One document of a corpus, or what is wrong with it: either `spec` or `error` is there.
+
+    source: the input it stands in, as people know it; a file's path. line: 1-based; 1 for a file that is one document.
+    spec: a validated `CreateCache` as plain JSON values, as the service passes it to an engine; its `model` may be
+    None, which means the first one served. nbytes: of the input that this row takes.
+    """
+
+    source: str
+    line: int
+    custom_id: str | None = None
+    spec: Mapping[str, Any] | None = None
+    nbytes: int = 0
+    error: RowError | None = None
+
+    @property
+    def length(self) -> int:
+        """About the characters of its document, to know long ones from short ones."""
+        if self.spec is None:
+            return 0
+        if self.spec["token_ids"] is not None:
+            return _CHARS_PER_TOKEN * len(self.spec["token_ids"])
+        text = self.spec["document"]
+        return len(text) if text is not None else sum(len(message["content"]) for message in self.spec["messages"])
+
+    def to_json(self) -> bytes:
+        return pydantic_core.to_json(asdict(self))
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Row:
+        """The inverse of `to_json`."""
+        values = pydantic_core.from_json(data)
+        values["error"] = None if values["error"] is None else RowError(**values["error"])
+        return cls(**values)
+
+
+def require_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The spec of a row that brings a document and nothing else. None means: not given.
+
+    Raises `InvalidRequest` for fields that no row could be made with.
+    """
+    for name in DOCUMENTS:
+        if defaults.get(name) is not None:
+            raise InvalidRequest(f"{name} is a row's own, and no default for all rows", param=name)
+    return parse_request(CreateCache, _given(defaults) | {"document": "any"}).model_dump(mode="json")
+
+
+def read_row(
+    values: Any, defaults: Mapping[str, Any], *, source: str, line: int, nbytes: int, custom_id: str | None = None
+) -> Row:
+    """A row from JSON values: the fields of a creation and `custom_id`, or a line of OpenAI's batches.
+
+    `custom_id`, where given, is for values that have none.
+    """
+    row = Row(source, line, custom_id, nbytes=nbytes)
+    try:
+        if not isinstance(values, Mapping):
+            raise InvalidRequest(f"a row is a JSON object, and this is {type(values).__name__}")
+        fields = dict(values)
+        row = replace(row, custom_id=_custom_id(fields.pop("custom_id", custom_id)))
+        if fields.keys() & (_OPENAI_FIELDS - {"custom_id"}):
+            fields = _openai_body(fields)
+        created = parse_request(CreateCache, _merged(defaults, fields))
+        return replace(row, spec=created.model_dump(mode="json"))
+    except KvshelfError as error:
+        return replace(row, error=RowError.of(error))
+
+
+def parse_jsonl(
+    stream: BinaryIO, source: str, defaults: Mapping[str, Any], *, max_line_bytes: int = MAX_DOCUMENT_BYTES
+) -> Iterator[Row]:
+    """The rows of a JSONL stream, one for each line, whatever is in it.
+
+    A longer line is skipped without being held. A line that repeats a custom id of this stream is an error row, as are
+    empty lines and lines that are no UTF-8 or no JSON.
+    """
+    return without_duplicates(
+        _parse_line(text, nbytes, source, number, defaults, max_line_bytes)
+        for number, (text, nbytes) in enumerate(_lines(stream, max_line_bytes), 1)
+    )
+
+
+def without_duplicates(rows: Iterable[Row]) -> Iterator[Row]:
+    """These rows of one input, in their order; one that repeats a custom id becomes an error row."""
+    seen: set[bytes] = set()
+    for row in rows:
+        if row.custom_id is None or row.error is not None:
+            yield row
+            continue
+        # Digests, because a custom id may be long and an input may have millions of them.
+        key = blake2b(row.custom_id.encode(), digest_size=16).digest()
+        if key in seen:
+            repeated = InvalidRequest(f"custom_id: {row.custom_id!r:.80} stands in an earlier row of this input, too")
+            row = replace(row, spec=None, error=RowError.of(repeated))
+        seen.add(key)
+        yield row
+
+
+def _lines(stream: BinaryIO, limit: int) -> Iterator[tuple[bytes | None, int]]:
+    """Lines without their ends, and how many bytes each had; None for one beyond the limit."""
+    while piece := stream.readline(limit + 1):
+        if piece.endswith(b"\n") or len(piece) <= limit:
+            yield piece.rstrip(b"\r\n"), len(piece)
+            continue
+        nbytes = len(piece)
+        while piece and not piece.endswith(b"\n"):
+            piece = stream.readline(limit + 1)
+            nbytes += len(piece)
+        yield None, nbytes
+
+
+def _parse_line(
+    text: bytes | None, nbytes: int, source: str, line: int, defaults: Mapping[str, Any], limit: int
+) -> Row:
+    try:
+        if text is None:
+            raise BodyTooLarge(f"this line has {nbytes} bytes, and a line may have {limit}")
+        if line == 1:
+            text = text.removeprefix(b"\xef\xbb\xbf")  # the mark that some programs put before UTF-8
+        if not text.strip():
+            raise InvalidRequest("this line is empty")
+        values = _json(text)
+    except KvshelfError as error:
+        return Row(source, line, nbytes=nbytes, error=RowError.of(error))
+    return read_row(values, defaults, source=source, line=line, nbytes=nbytes)
+
+
+def _json(text: bytes) -> Any:
+    try:
+        text.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"byte {error.start} of this line is not valid UTF-8") from error
+    try:
+        return pydantic_core.from_json(text, allow_inf_nan=False)
+    except ValueError as error:
+        raise InvalidRequest(f"this line is not JSON: {error}") from error
+
+
+def _custom_id(value: Any) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_CUSTOM_ID:
+        raise InvalidRequest(f"custom_id: text of 1 to {MAX_CUSTOM_ID} characters is needed; found {value!r:.80}")
+    return value
+
+
+def _openai_body(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What a line in the shape of OpenAI's batches asks for."""
+    unknown = sorted(fields.keys() - _OPENAI_FIELDS)
+    if unknown:
+        raise InvalidRequest(f"{unknown[0]}: unknown beside method, url and body; it may belong into body")
+    if (fields.get("method"), fields.get("url")) != ("POST", _ENDPOINT):
+        raise InvalidRequest(
+            f"method and url: only POST {_ENDPOINT} can be done in a batch; found "
+            f"{json.dumps(fields.get('method')):.20} {json.dumps(fields.get('url')):.80}"
+        )
+    body = fields.get("body")
+    if not isinstance(body, Mapping):
+        raise InvalidRequest("body: the fields of the creation as a JSON object are needed")
+    return dict(body)
+
+
+def _merged(defaults: Mapping[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+    """A row's fields, and the batch's defaults where they still make sense beside them. Labels are joined."""
+    merged = _given(defaults)
+    if fields.get("policy") is not None:
+        merged.pop("policy_params", None)  # they were another policy's
+    for group in _ALTERNATIVES:
+        if any(fields.get(name) is not None for name in group):
+            merged = {name: value for name, value in merged.items() if name not in group}
+    labels = fields.get("labels")
+    if isinstance(labels, Mapping) and "labels" in merged:
+        return merged | fields | {"labels": {**merged["labels"], **labels}}
+    return merged | fields
+
+
+def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}

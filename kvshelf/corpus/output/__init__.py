@@ -1,0 +1,1 @@
+"""Results out: the output file and the report."""

@@ -1,0 +1,94 @@
+"""The results of a batch as one file: a line or a row for each document, whatever became of it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any, Final
+
+from kvshelf.corpus.output.results import Result
+from kvshelf.errors import InvalidRequest, StorageFull
+
+JSON_LINES: Final = (".jsonl", ".ndjson")
+PARQUET: Final = (".parquet", ".pq")
+
+_ROWS_AT_ONCE: Final = 4096
+
+
+def require_format(path: Path) -> None:
+    """Raises `InvalidRequest` for a name that does not tell how to write the file, or a folder that is not there."""
+    if path.suffix.lower() not in (*JSON_LINES, *PARQUET):
+        raise InvalidRequest(
+            f"{path}: the name of the output ends in {', '.join((*JSON_LINES, *PARQUET))}", param="--output"
+        )
+    if not path.absolute().parent.is_dir():
+        raise InvalidRequest(f"{path}: there is no folder {path.absolute().parent}", param="--output")
+
+
+def write_output(path: Path, results: Iterable[Result], *, file: bool) -> int:
+    """Write all results, as JSON lines or Parquet by the name's ending; returns how many. `file` as `Result.output`.
+
+    The file gets its name when it is complete. Memory does not grow with it.
+    """
+    lines = (result.output(file=file) for result in results)
+    with written(path) as target:
+        return _write_parquet(target, lines) if path.suffix.lower() in PARQUET else _write_jsonl(target, lines)
+
+
+def _write_jsonl(target: IO[bytes], lines: Iterable[dict[str, Any]]) -> int:
+    count = 0
+    for line in lines:
+        target.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+        count += 1
+    return count
+
+
+def _write_parquet(target: IO[bytes], lines: Iterator[dict[str, Any]]) -> int:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    numbers = {"tokens": ("document", "kept"), "bytes": ("full", "stored")}
+    text, integer, real = pa.string(), pa.int64(), pa.float64()
+    schema = pa.schema(
+        [(name, text) for name in ("custom_id", "file")]
+        + [("line", integer), ("cache_id", text), ("document_id", text)]
+        + [(name, pa.struct([(part, integer) for part in parts])) for name, parts in numbers.items()]
+        + [("quality", pa.struct([("agreement", real), ("kl", real), ("tokens", integer)])), ("attempts", integer)]
+        + [("seconds", real), ("reused", pa.bool_()), ("levels", text)]
+        + [("error", pa.struct([("code", text), ("message", text)]))]
+    )
+    count = 0
+    with pq.ParquetWriter(target, schema) as writer:
+        while batch := list(islice(lines, _ROWS_AT_ONCE)):
+            for line in batch:
+                if "levels" in line:
+                    line["levels"] = json.dumps(line["levels"])
+            writer.write_table(pa.Table.from_pylist(batch, schema))
+            count += len(batch)
+    return count
+
+
+def partial_of(path: Path) -> Path:
+    """What a file is called until it is complete."""
+    return path.with_name(path.name + ".partial")
+
+
+@contextmanager
+def written(path: Path) -> Iterator[IO[bytes]]:
+    """A file that gets its name when the block ends well. Raises `StorageFull` where it cannot be written."""
+    partial = partial_of(path)
+    try:
+        with partial.open("wb") as target:
+            yield target
+            target.flush()
+            os.fsync(target.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        raise StorageFull(f"{path} cannot be written: {error.strerror or error}") from error
+    finally:
+        with suppress(OSError):
+            partial.unlink()

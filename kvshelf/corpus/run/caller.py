@@ -1,0 +1,320 @@
+"""One row's way to its end: attempts by replicas, counted in the ledger, until there is a cache or an error."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import structlog
+
+from kvshelf.corpus.input.rows import Row, RowError
+from kvshelf.corpus.output.results import Result, failed
+from kvshelf.corpus.run.breaker import TROUBLE, Calm
+from kvshelf.corpus.run.progress import RunOptions
+from kvshelf.errors import (
+    CacheError,
+    CacheNotFound,
+    Cancelled,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    KvshelfError,
+    NoWorker,
+    QueueFull,
+    QuotaExceeded,
+    RequestNotFound,
+    StateConflict,
+    StoreError,
+    StoreUnavailable,
+)
+from kvshelf.store.artifact.identity import canonical_json, digest
+from kvshelf.store.base import Store
+from kvshelf.store.jobs.ledger import RequestRecord
+from kvshelf.store.manifest import Manifest
+from kvshelf.workers.cluster.remote import RemoteEngine
+from kvshelf.workers.replica.attempts import LEASE_S, Standing, give_up
+
+log = structlog.get_logger("kvshelf.corpus")
+
+PREFIX: Final = "row_"
+"""Begins the ids of rows in the ledger: these requests are a batch's, and nobody else takes them up."""
+
+_POLL_S = 0.5
+_DROP_S = 3.0
+_COME_AGAIN = (NoWorker, QueueFull, StateConflict, Cancelled)
+"""Nothing was tried: there is no room or no replica, or another one is at it, or was stopped."""
+_NO_END = (Cancelled.code, QuotaExceeded.code)
+"""Of failures in the ledger, those that are to be tried again without being asked."""
+
+
+@dataclass
+class _Call:
+    """A row on its way. uncounted: attempts of which the ledger knows nothing. lost: the number of an attempt of which
+    the ledger may not know that it ended. spent_s: in attempts that failed."""
+
+    row: Row
+    id: str
+    engine: RemoteEngine
+    spec: dict[str, Any]
+    found: bool = False
+    uncounted: int = 0
+    lost: int | None = None
+    spent_s: float = 0.0
+
+
+class Caller:
+    """Puts rows to the engines, `slots` at a time, for the callers of one event loop.
+
+    A row of which an attempt has failed is tried while no other such row is. Rows that died together would otherwise go
+    on to die together, and a document that kills its worker would take with it those that happened to be beside it.
+
+    began: when the run began, Unix seconds; a cache that is older was there already. going: set while rows may begin.
+    """
+
+    def __init__(
+        self, engines: Mapping[str, RemoteEngine], store: Store, options: RunOptions, *, began: float, slots: int
+    ) -> None:
+        self._engines = engines
+        self._store = store
+        self._options = options
+        self._began = began
+        self._slots = asyncio.Semaphore(slots)
+        self._calm = Calm()
+        self._suspects = asyncio.Lock()
+        self._begun: Counter[str] = Counter()  # by model
+        self.going = asyncio.Event()
+
+    @property
+    def at_work(self) -> int:
+        """Rows that have begun."""
+        return self._begun.total()
+
+    @property
+    def trouble(self) -> str:
+        """What keeps rows waiting: the store does not work, or has no room, or no replica runs; "" if nothing does."""
+        if self._calm.trouble is not None:
+            return self._calm.trouble.message
+        models = sorted(+self._begun)
+        if not models or any(self._engines[model].running for model in models):
+            return ""
+        return f"no worker of {', '.join(models)} runs; the batch goes on when one does"
+
+    async def settle(self, row: Row) -> Result:
+        """How a row ends. Raises nothing but its own cancellation."""
+        try:
+            if row.spec is None:
+                assert row.error is not None
+                return failed(row, row.error)
+            call = self._call(row, row.spec)
+        except KvshelfError as error:
+            return failed(row, RowError.of(error))
+        async with self._slots:
+            await self.going.wait()
+            self._begun[call.spec["model"]] += 1
+            try:
+                return await self._end(call)
+            except asyncio.CancelledError:
+                ended = await asyncio.shield(self._drop(call))
+                if ended is None:
+                    raise
+                return ended
+            except Exception as exc:
+                log.exception("a row failed unexpectedly", source=row.source, line=row.line)
+                bug = InternalError(f"this is a bug of kvshelf ({type(exc).__name__}); the log has the details")
+                return failed(row, RowError.of(bug))
+            finally:
+                self._begun[call.spec["model"]] -= 1
+
+    def _call(self, row: Row, spec: Mapping[str, Any]) -> _Call:
+        model = spec["model"] or next(iter(self._engines))
+        if model not in self._engines:
+            raise InvalidRequest(f"model: {model!r:.80} is not served here; there is {', '.join(self._engines)}")
+        options = self._options
+        # The document is part of the id: a line that was mended is a row that nobody has tried.
+        parts = (options.tenant, options.batch_id, row.source, str(row.line), canonical_json(spec))
+        return _Call(row, PREFIX + digest("kvshelf.row", *parts), self._engines[model], {**spec, "model": model})
+
+    async def _end(self, call: _Call) -> Result:
+        while True:
+            await self.going.wait()
+            try:
+                async with self._calm.turn():
+                    step = await self._step(call)
+            except TROUBLE as error:
+                log.warning("the store keeps a row waiting", code=error.code, message=error.message)
+                continue
+            except StateConflict:  # another worker has it, or its last one only just let go of it
+                step = _POLL_S
+            if isinstance(step, Result):
+                self._calm.restored()
+                return step
+            await asyncio.sleep(step)
+
+    async def _step(self, call: _Call) -> Result | float:
+        """One step towards the end: the end itself, or seconds until the next step."""
+        record = await asyncio.to_thread(self._record, call)
+        match Standing.of(record, max_attempts=self._options.max_attempts):
+            case Standing.ENDED:
+                return await asyncio.to_thread(self._ended, call, record)
+            case Standing.HELD:
+                return _POLL_S
+            case Standing.SPENT:
+                await asyncio.to_thread(give_up, self._store.ledger, record)
+                return 0.0
+            case Standing.DUE:
+                return await self._attempt(call, record)
+
+    def _record(self, call: _Call) -> RequestRecord:
+        """The row in the ledger; written there if it is not, or if what an earlier run left is no end."""
+        ledger, tenant = self._store.ledger, self._options.tenant
+        try:
+            record = ledger.get_request(call.id, tenant=tenant)
+        except RequestNotFound:
+            call.found = True
+            return ledger.open_request(call.id, tenant=tenant, body=b"")
+        if record.state == "running" and record.attempts == call.lost:
+            return self._excused(record)
+        if call.found:
+            return record
+        call.found = True
+        code = None if record.error is None else record.error.code
+        again = record.state == "failed" and (self._options.retry_failed or code in _NO_END)
+        if again or (record.state == "done" and not self._manifests(record)):
+            return ledger.open_request(call.id, tenant=tenant, body=b"", again=True)
+        return record
+
+    def _excused(self, record: RequestRecord) -> RequestRecord:
+        """The store took an attempt along when it went: nobody is at it, and it is not to count."""
+        ledger, lost = self._store.ledger, StoreUnavailable("the store was gone when this attempt ended")
+        ledger.fail(record.id, record.attempts, code=lost.code, message=lost.message, final=False, counted=False)
+        return ledger.get_request(record.id, tenant=record.tenant)
+
+    def _ended(self, call: _Call, record: RequestRecord) -> Result | float:
+        if record.error is not None:
+            error = RowError(record.error.code, record.error.message)
+            return failed(call.row, error, attempts=record.tries, seconds=call.spent_s)
+        manifests = self._manifests(record)
+        if not manifests:  # deleted since, while this row waited
+            call.found = False
+            return 0.0
+        reused = all(manifest.created_at < self._began for manifest in manifests)
+        return _success(call.row, manifests, attempts=record.tries, reused=reused)
+
+    def _manifests(self, record: RequestRecord) -> list[Manifest]:
+        """Those of the row's caches, if all of them are on the shelf."""
+        try:
+            return [self._store.stat(cache_id, tenant=record.tenant) for cache_id in record.cache_ids]
+        except (CacheNotFound, CacheError):
+            return []
+
+    async def _attempt(self, call: _Call, record: RequestRecord) -> Result | float:
+        options, started = self._options, time.monotonic()
+        try:
+            async with self._suspects if record.tries else nullcontext():
+                created = await call.engine.create(
+                    call.spec,
+                    tenant=options.tenant,
+                    deadline_s=options.document_deadline_s,
+                    request_id=call.id,
+                    max_attempts=options.max_attempts,
+                )
+        except TROUBLE as error:
+            if error.details.get("fits") is False:  # the document's fault, and recorded as that
+                return 0.0
+            call.lost = record.attempts + 1
+            if isinstance(error, QuotaExceeded):
+                call.found = False  # the ledger has it for an end
+            raise
+        except _COME_AGAIN as error:
+            return float(error.details.get("retry_after_s", _POLL_S))
+        except KvshelfError as error:
+            if error.details.get("begun") is False:  # it was late before its turn came
+                return _POLL_S
+            call.spent_s += time.monotonic() - started
+            lost = isinstance(error, DeadlineExceeded) and "begun" not in error.details  # the replica said nothing
+            now = await asyncio.to_thread(self._record, call)
+            return await self._uncounted(call, error) if lost or now.tries == record.tries else 0.0
+        manifests = [Manifest.model_validate(cache.manifest) for cache in created.caches]
+        worked_s = sum(phase.seconds for phase in created.phases if phase.name != "queue")
+        done = _success(call.row, manifests, attempts=record.tries + 1, reused=created.existing)
+        return replace(done, seconds=worked_s, worker=created.worker)
+
+    async def _uncounted(self, call: _Call, error: KvshelfError) -> float:
+        """An attempt failed before the ledger heard of it. As often as may be, and then the row has failed."""
+        call.uncounted += 1
+        if call.uncounted < self._options.max_attempts:
+            return _POLL_S
+        await asyncio.to_thread(self._fail, call, error)
+        return 0.0
+
+    def _fail(self, call: _Call, error: KvshelfError, *, counted: bool = True) -> None:
+        ledger = self._store.ledger
+        attempt = ledger.start_attempt(call.id, worker="batch", lease_s=LEASE_S)
+        ledger.fail(call.id, attempt, code=error.code, message=error.message, final=True, counted=counted)
+
+    async def _drop(self, call: _Call) -> Result | None:
+        """End a row in the ledger that nobody will work on: its replica lets go of it within a layer.
+
+        Returns its result if it was done before that, which the next run would take for an earlier one's.
+        """
+        end = time.monotonic() + _DROP_S
+        while time.monotonic() < end:
+            try:
+                record = await asyncio.to_thread(self._dropped, call)
+                if record.state == "done":
+                    result = await asyncio.to_thread(self._ended, call, record)
+                    return result if isinstance(result, Result) else None
+                if Standing.of(record) is not Standing.HELD:
+                    return None
+            except StateConflict:
+                pass  # its replica took it a moment ago
+            except (StoreError, RequestNotFound):
+                return None
+            await asyncio.sleep(0.1)
+        return None
+
+    def _dropped(self, call: _Call) -> RequestRecord:
+        """The row as it was in the ledger, where it has ended now unless a replica holds it."""
+        record = self._store.ledger.get_request(call.id, tenant=self._options.tenant)
+        if Standing.of(record) is Standing.DUE:
+            self._fail(call, Cancelled("the batch was cancelled"), counted=False)
+        return record
+
+
+def _success(row: Row, manifests: Sequence[Manifest], *, attempts: int, reused: bool) -> Result:
+    """A row with these caches on the shelf. Its seconds are those of the manifests, if it was made in this run."""
+    first = manifests[0]
+    took = sum(each.timings.prefill_s + each.timings.compress_s + each.timings.store_s for each in manifests)
+    return Result(
+        row.source,
+        row.line,
+        row.custom_id,
+        cache_id=first.id,
+        document_id=first.document_id,
+        tokens=first.num_tokens,
+        kept=first.kept_tokens,
+        bytes_full=first.bytes_full,
+        bytes_stored=sum(each.bytes_stored for each in manifests),
+        quality=first.quality,
+        attempts=attempts,
+        seconds=0.0 if reused else took,
+        reused=reused,
+        policy=first.policy,
+        nbytes=row.nbytes,
+        levels=tuple(_level(each) for each in manifests) if len(manifests) > 1 else (),
+    )
+
+
+def _level(manifest: Manifest) -> dict[str, Any]:
+    return {
+        "cache_id": manifest.id,
+        "compression_ratio": manifest.compression_ratio,
+        "tokens": {"document": manifest.num_tokens, "kept": manifest.kept_tokens},
+        "bytes": {"full": manifest.bytes_full, "stored": manifest.bytes_stored},
+        "quality": manifest.quality,
+    }

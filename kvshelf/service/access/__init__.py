@@ -1,0 +1,1 @@
+"""Who may call the service, and how much: API keys, tenants and rate limits."""

@@ -1,0 +1,136 @@
+"""Who asks: each request's tenant and scopes, from its API key and from nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Final
+
+import structlog
+from fastapi import Depends, Request
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Send
+from starlette.types import Scope as AsgiScope
+
+from kvshelf.errors import Forbidden, InvalidRequest, RateLimited, Unauthorized
+from kvshelf.service.access.keyfile import SCOPES, KeyFile, Keys, Scope
+from kvshelf.service.access.limits import TenantLimits
+from kvshelf.service.http.errors import error_response
+
+log = structlog.get_logger("kvshelf.service")
+
+OPEN_PATHS: Final = frozenset({"/", "/livez", "/readyz", "/openapi.json"})
+"""What needs no key, besides the files of the page. All else does, so that a route that forgets to ask is not open."""
+
+PAGE_FILES: Final = "/page/"
+
+_REREAD_S = 0.5
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Whose shelf a request is about, and what it may do there."""
+
+    tenant: str
+    scopes: frozenset[Scope]
+    key_id: str | None
+
+
+ANYONE: Final = Caller("default", frozenset(SCOPES), None)
+"""Every caller of a service without keys: there is one tenant, and an Authorization header says nothing."""
+
+
+def _with_scope(scope: Scope) -> Callable[[Request], Caller]:
+    def caller(request: Request) -> Caller:
+        found: Caller = request.state.caller
+        if scope not in found.scopes:
+            raise Forbidden(
+                f"this needs a key with the scope {scope!r}; the key {found.key_id} has "
+                f"{', '.join(each for each in SCOPES if each in found.scopes)}"
+            )
+        return found
+
+    return caller
+
+
+Reader = Annotated[Caller, Depends(_with_scope("read"))]
+"""The caller of a route that needs the scope `read`."""
+
+Writer = Annotated[Caller, Depends(_with_scope("write"))]
+"""The caller of a route that needs the scope `write`."""
+
+Admin = Annotated[Caller, Depends(_with_scope("admin"))]
+"""The caller of a route that needs the scope `admin`."""
+
+
+class LiveKeys:
+    """The keys of a file, as it is now. A file that is broken changes nothing: then the keys are as they were."""
+
+    def __init__(self, file: KeyFile) -> None:
+        """Raises `InvalidRequest` if the file cannot be used."""
+        self._file = file
+        self._records = file.read()
+        self._keys = Keys(self._records)
+        self._problem = ""
+
+    def caller(self, headers: Headers) -> Caller:
+        """Who sent these headers. Raises `Unauthorized`."""
+        given = headers.getlist("authorization")
+        if not given:
+            raise Unauthorized("this service needs an API key, in the header: Authorization: Bearer kvsk_...")
+        scheme, _, key = given[0].partition(" ")
+        if len(given) > 1 or scheme.lower() != "bearer":
+            raise Unauthorized("send one Authorization header, of the form: Bearer kvsk_...")
+        record = self._keys.identify(key.strip())
+        return Caller(record.tenant, frozenset(record.scopes), record.id)
+
+    async def follow(self) -> None:
+        """Read the file again and again, for as long as this task lives: who is revoked is out within a second."""
+        while True:
+            await asyncio.sleep(_REREAD_S)
+            await asyncio.to_thread(self._reread)
+
+    def _reread(self) -> None:
+        # All of it, which is less than a page or two: a changed time of change proves nothing within a clock tick.
+        try:
+            records = self._file.read()
+        except InvalidRequest as error:
+            if error.message != self._problem:
+                log.error("the API keys stay as they were", problem=error.message, keys=len(self._keys))
+            self._problem = error.message
+            return
+        self._problem = ""
+        if records != self._records:
+            log.info("API keys read", keys=len(records), file=str(self._file.path))
+            self._records, self._keys = records, Keys(records)
+
+
+class Access:
+    """Lets a request in: finds out who asks, and that they do not ask for too much. Plain ASGI, as `RequestIds`."""
+
+    def __init__(self, app: ASGIApp, *, keys: LiveKeys | None, limits: TenantLimits) -> None:
+        self._app = app
+        self._keys = keys
+        self._limits = limits
+
+    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or scope["path"].startswith(PAGE_FILES):
+            await self._app(scope, receive, send)
+            return
+        caller = ANYONE
+        if self._keys is not None:
+            caller = self._keys.caller(Headers(scope=scope))
+            structlog.contextvars.bind_contextvars(tenant=caller.tenant, key=caller.key_id)
+        scope.setdefault("state", {})["caller"] = caller
+
+        async def send_with_rate(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(self._limits.headers(caller.tenant))
+            await send(message)
+
+        try:
+            with self._limits.request(caller.tenant):
+                await self._app(scope, receive, send_with_rate)
+        except RateLimited as error:  # of these limits: what routes raise is answered inside
+            await error_response(error)(scope, receive, send_with_rate)

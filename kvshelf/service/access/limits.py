@@ -1,0 +1,140 @@
+"""What one tenant may ask of the service: so many requests and tokens a minute, so many requests at once."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from kvshelf.api import Allowance
+from kvshelf.errors import RateLimited
+
+_RETRY_S = 1.0
+
+
+class RateLimiter:
+    """A bucket for each tenant: full it holds what is allowed in a minute, and it fills evenly.
+
+    So a tenant that was quiet may have its minute's share at once, and then a little at a time. Tenants come from the
+    file of keys, so there are not more buckets than it has had.
+    """
+
+    def __init__(self, per_minute: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.per_minute = per_minute
+        self._clock = clock
+        self._levels: dict[str, tuple[float, float]] = {}
+
+    def take(self, tenant: str) -> float:
+        """Take one request out of the bucket. 0, or the seconds until there will be one to take."""
+        level = self._level(tenant)
+        if level < 1:
+            return (1 - level) * 60 / self.per_minute
+        self._levels[tenant] = (level - 1, self._clock())
+        return 0.0
+
+    def spend(self, tenant: str, amount: int) -> None:
+        """Take out what has been used already, also if the bucket does not hold so much: then it is below zero."""
+        self._levels[tenant] = (self._level(tenant) - amount, self._clock())
+
+    def debt_s(self, tenant: str) -> float:
+        """The seconds until the bucket is no longer below zero, 0 if it is not."""
+        return max(0.0, -self._level(tenant)) * 60 / self.per_minute
+
+    def left(self, tenant: str) -> tuple[int, float]:
+        """How much the bucket holds, and the seconds until it is full."""
+        level = self._level(tenant)
+        return max(0, int(level)), (self.per_minute - level) * 60 / self.per_minute
+
+    def _level(self, tenant: str) -> float:
+        level, then = self._levels.get(tenant, (float(self.per_minute), 0.0))
+        return min(self.per_minute, level + (self._clock() - then) * self.per_minute / 60)
+
+
+class TenantLimits:
+    """The limits that requests meet before they are looked at.
+
+    How many tokens a request takes is known after its work only, so they are taken out of the bucket then, which may go
+    below zero; while it is there, nothing is begun that would take more. To keep some back beforehand, as others do,
+    would refuse what would have fitted: an answer is seldom as long as it may be.
+    """
+
+    def __init__(
+        self, max_concurrent: int, requests_per_minute: int | None, tokens_per_minute: int | None = None
+    ) -> None:
+        self._max_concurrent = max_concurrent
+        self._rate = None if requests_per_minute is None else RateLimiter(requests_per_minute)
+        self._tokens = None if tokens_per_minute is None else RateLimiter(tokens_per_minute)
+        self._open: Counter[str] = Counter()
+
+    @contextmanager
+    def request(self, tenant: str) -> Iterator[None]:
+        """The time that one request takes, from its first byte to the last of its answer. Raises `RateLimited`."""
+        if self._open[tenant] >= self._max_concurrent:
+            raise RateLimited(
+                f"{self._max_concurrent} requests of this tenant are open, as many as may; wait for some to end",
+                retry_after_s=_RETRY_S,
+            )
+        if self._rate is not None and (wait_s := self._rate.take(tenant)):
+            raise RateLimited(
+                f"this tenant may send {self._rate.per_minute} requests a minute; the next one in {wait_s:.1f} s",
+                retry_after_s=wait_s,
+            )
+        self._open[tenant] += 1
+        try:
+            yield
+        finally:
+            self._open[tenant] -= 1
+
+    def require_tokens(self, tenant: str) -> None:
+        """Raises `RateLimited` while the tenant's work has taken more tokens than it may."""
+        if self._tokens is not None and (wait_s := self._tokens.debt_s(tenant)):
+            raise RateLimited(
+                f"this tenant may use {self._tokens.per_minute} tokens a minute and has used more; new work in "
+                f"{wait_s:.1f} s",
+                retry_after_s=wait_s,
+            )
+
+    def spend_tokens(self, tenant: str, tokens: int) -> None:
+        """So many tokens went through a model for the tenant, or came out of one."""
+        if self._tokens is not None:
+            self._tokens.spend(tenant, tokens)
+
+    def open_requests(self, tenant: str) -> Allowance:
+        return allowance(self._max_concurrent, self._open[tenant])
+
+    def request_rate(self, tenant: str) -> Allowance:
+        """Requests a minute; without such a limit they are not counted."""
+        return _of_a_minute(self._rate, tenant)
+
+    def token_rate(self, tenant: str) -> Allowance:
+        """Tokens a minute; without such a limit they are not counted."""
+        return _of_a_minute(self._tokens, tenant)
+
+    def headers(self, tenant: str) -> dict[str, str]:
+        """OpenAI's headers, where a rate is set."""
+        return _headers("requests", self._rate, tenant) | _headers("tokens", self._tokens, tenant)
+
+
+def _of_a_minute(limiter: RateLimiter | None, tenant: str) -> Allowance:
+    if limiter is None:
+        return allowance(None, None)
+    return allowance(limiter.per_minute, limiter.per_minute - limiter.left(tenant)[0])
+
+
+def _headers(kind: str, limiter: RateLimiter | None, tenant: str) -> dict[str, str]:
+    """What is left of one rate; the time until its bucket is full is a duration in seconds."""
+    if limiter is None:
+        return {}
+    remaining, reset_s = limiter.left(tenant)
+    return {
+        f"x-ratelimit-limit-{kind}": str(limiter.per_minute),
+        f"x-ratelimit-remaining-{kind}": str(remaining),
+        f"x-ratelimit-reset-{kind}": f"{reset_s:.3f}s",
+    }
+
+
+def allowance(limit: int | None, used: int | None) -> Allowance:
+    """None: any number, or not known."""
+    left = None if limit is None or used is None else max(0, limit - used)
+    return Allowance(limit=limit, used=used, left=left)

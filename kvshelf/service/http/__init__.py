@@ -1,0 +1,1 @@
+"""HTTP itself: bodies, errors, event streams, downloads and the server."""

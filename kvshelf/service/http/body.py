@@ -1,0 +1,284 @@
+"""Request bodies: read as a stream under a running cap and a clock, then parsed as JSON or as a multipart form.
+
+Neither Starlette nor uvicorn caps a body or its duration, so both caps are here, before a byte is parsed. A body that
+is parsed fits in memory, `max_body_bytes` of it; a blob that is imported goes into a file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import ExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass
+from tempfile import TemporaryFile
+from typing import Any, BinaryIO, TypeVar
+
+import pydantic_core
+from python_multipart.multipart import parse_options_header
+from starlette.datastructures import UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import ClientDisconnect, Request
+
+from kvshelf.api import CreateCache, QueryString
+from kvshelf.api.strict import RequestT, parse_request
+from kvshelf.errors import BodyTooLarge, Cancelled, InvalidRequest, RequestTimeout, UnsupportedMediaType
+from kvshelf.service.access.keys import Caller
+from kvshelf.service.http.extract import Upload
+from kvshelf.service.settings import Settings
+from kvshelf.service.state import Service, off_loop, until_hangup
+from kvshelf.service.storage import room_for
+
+QueryT = TypeVar("QueryT", bound=QueryString)
+
+BLOB_TYPE = "application/octet-stream"
+
+_JSON = "application/json"
+_FORM = "multipart/form-data"
+_PIECE_BYTES = 4 << 20
+_MAX_FIELD_BYTES = 1 << 20
+_MAX_NAME = 255
+_CHARSET = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:+-]{0,39}")
+_INSTEAD_OF_FILE = ("document", "messages", "token_ids")
+
+
+async def read_json(request: Request, model: type[RequestT], settings: Settings) -> RequestT:
+    """The validated body of a request that takes JSON only."""
+    _require_type(request, _JSON)
+    return parse_request(model, await _read(request, settings))
+
+
+async def read_create(request: Request, service: Service, caller: Caller) -> CreateCache:
+    """The validated body of a creation: JSON, or a form with the document as its `file`, be it text, PDF or HTML."""
+    is_form = _require_type(request, _JSON, _FORM) == _FORM
+    body = await _read(request, service.settings)
+    if not is_form:
+        return parse_request(CreateCache, body)
+    values, file = await _form_values(request, body)
+    # The other fields first: a file is not worth reading for a request that is refused anyway.
+    checked = parse_request(CreateCache, values | {"document": ""})
+    return checked.model_copy(update={"document": await _document(request, service, caller, file)})
+
+
+async def _document(request: Request, service: Service, caller: Caller, file: Upload) -> str:
+    kind = file.kind
+    if kind == "text":
+        return _utf8(file.data, "file")
+    return await until_hangup(request, service.extractor.text(file, kind, caller.tenant))
+
+
+def read_query(request: Request, model: type[QueryT]) -> QueryT:
+    """The validated query string; labels come as `label.<key>=<value>`, one parameter each."""
+    values: dict[str, Any] = {}
+    labels: dict[str, str] = {}
+    for name, value in request.query_params.multi_items():
+        target, key = (labels, name.removeprefix("label.")) if name.startswith("label.") else (values, name)
+        if key in target:
+            raise InvalidRequest(f"{name} is given twice", param=name)
+        target[key] = value
+    if "labels" in values:
+        raise InvalidRequest("labels: give label.<key>=<value>", param="labels")
+    return model.model_validate(values | {"labels": labels})
+
+
+@asynccontextmanager
+async def received_blob(request: Request, settings: Settings) -> AsyncIterator[BinaryIO]:
+    """The body of an import, up to `max_import_bytes`, in a file that has no name and ends with the block."""
+    _require_type(request, BLOB_TYPE)
+    cap = _Cap("max_import_bytes", settings.max_import_bytes, settings.request_deadline_s)
+    pending = bytearray()
+    with ExitStack() as stack:
+        with room_for("a blob that arrives"):
+            file = stack.enter_context(TemporaryFile())
+        async with aclosing(_arriving(request, settings, cap)) as chunks:
+            async for chunk in chunks:
+                pending += chunk
+                if len(pending) >= _PIECE_BYTES:
+                    await off_loop(_append, file, pending)
+                    pending = bytearray()
+        await off_loop(_append, file, pending)
+        yield file
+
+
+@asynccontextmanager
+async def received_file(
+    request: Request, settings: Settings, model: type[RequestT]
+) -> AsyncIterator[tuple[RequestT, str, BinaryIO]]:
+    """The form of an upload: its fields, the name of its `file`, and that, up to `max_file_bytes`, on disk.
+
+    The file ends with the block. Fields inside of others are written as OpenAI's client does it: `outer[inner]`.
+    """
+    _require_type(request, _FORM)
+    cap = _Cap("max_file_bytes", settings.max_file_bytes, settings.request_deadline_s)
+    async with aclosing(_arriving(request, settings, cap)) as chunks:
+        parser = _StrictParser(request.headers, chunks, max_files=1, max_fields=8, max_part_size=_MAX_FIELD_BYTES)
+        parser.spool_max_size = 1  # 0 would keep it in memory
+        try:
+            with room_for("a file that arrives"):
+                form = await parser.parse()
+        except MultiPartException as exc:
+            raise InvalidRequest(f"the form cannot be read: {exc.message}") from exc
+    try:
+        file = form.get("file")
+        if not isinstance(file, UploadFile):
+            raise InvalidRequest("a form has the file as one part named file; there is none", param="file")
+        fields = [(name, value) for name, value in form.multi_items() if isinstance(value, str)]
+        yield parse_request(model, _nested(fields)), (file.filename or "")[-_MAX_NAME:], file.file
+    finally:
+        await form.close()
+
+
+def _nested(fields: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """Text fields, and objects of fields that are named `outer[inner]`; a number in these is one."""
+    values: dict[str, Any] = {}
+    for name, value in fields:
+        outer, _, inner = name.removesuffix("]").partition("[")
+        place = values.setdefault(outer, {}) if inner else values
+        if not isinstance(place, dict) or (inner or outer) in place:
+            raise InvalidRequest(f"the form has {name} twice", param=name)
+        place[inner or outer] = int(value) if inner and value.isdecimal() and len(value) < 20 else value
+    return values
+
+
+def _append(file: BinaryIO, data: bytearray) -> None:
+    with room_for("a blob that arrives"):
+        file.write(data)
+        file.flush()
+
+
+def _require_type(request: Request, *accepted: str) -> str:
+    """The media type of the body, which must be among those accepted; the first one where none is given."""
+    essence = request.headers.get("content-type", accepted[0]).partition(";")[0].strip().lower()
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise UnsupportedMediaType(f"Content-Encoding {encoding!r} is not supported; send the body as it is")
+    if essence not in accepted:
+        raise UnsupportedMediaType(f"Content-Type {essence!r:.80} is not supported here; send {' or '.join(accepted)}")
+    return essence
+
+
+@dataclass(frozen=True)
+class _Cap:
+    """How many bytes a body may have, by which setting, and how long it may take."""
+
+    setting: str
+    nbytes: int
+    deadline_s: float
+
+    def refuse(self, found: str) -> BodyTooLarge:
+        limit: dict[str, Any] = {self.setting: self.nbytes}
+        return BodyTooLarge(
+            f"the body of this request may have {self.nbytes} bytes; this one {found}. Send less, or raise the "
+            f"service's {self.setting}",
+            **limit,
+        )
+
+
+async def _read(request: Request, settings: Settings) -> bytes:
+    """The whole body of a document or a question. Raises as `_arriving` does."""
+    body = bytearray()
+    cap = _Cap("max_body_bytes", settings.max_body_bytes, settings.upload_deadline_s)
+    async with aclosing(_arriving(request, settings, cap)) as chunks:
+        async for chunk in chunks:
+            body += chunk
+    return bytes(body)
+
+
+async def _arriving(request: Request, settings: Settings, cap: _Cap) -> AsyncGenerator[bytes, None]:
+    """The body as it comes. Raises `BodyTooLarge`, `RequestTimeout`, and `Cancelled` when the caller hangs up."""
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > cap.nbytes:
+        raise cap.refuse(f"is {announced} bytes long")
+    received = 0
+    started = time.monotonic()
+    stream = request.stream()
+    try:
+        while True:
+            # A caller may be slow for a while, but on the whole must keep up the minimum rate and the total deadline.
+            earned_s = settings.upload_grace_s + received / settings.min_upload_bytes_per_s
+            async with asyncio.timeout(started + min(earned_s, cap.deadline_s) - time.monotonic()):
+                chunk = await anext(stream, b"")
+            if not chunk:
+                return
+            received += len(chunk)
+            if received > cap.nbytes:
+                raise cap.refuse("goes on beyond that")
+            yield chunk
+    except TimeoutError as exc:
+        raise RequestTimeout(
+            f"{received} bytes of the body arrived in {time.monotonic() - started:.1f} s. At least "
+            f"{settings.min_upload_bytes_per_s} bytes/s are needed, and all within {cap.deadline_s:g} s"
+        ) from exc
+    except ClientDisconnect as exc:
+        raise Cancelled("the caller hung up while sending the body") from exc
+    finally:
+        await stream.aclose()
+
+
+class _StrictParser(MultiPartParser):
+    """Starlette's parser falls back to Latin-1 for text that is not UTF-8. A wrong name is worse than a refusal."""
+
+    def on_part_end(self) -> None:
+        part = self._current_part
+        if part.file is None:
+            self.items.append((part.field_name, _utf8(bytes(part.data), part.field_name)))
+        else:
+            super().on_part_end()
+
+
+async def _form_values(request: Request, body: bytes) -> tuple[dict[str, Any], Upload]:
+    """The fields of a creation from a form, and its `file`: text fields are text, all others are JSON."""
+
+    async def chunks() -> AsyncGenerator[bytes, None]:
+        yield body
+
+    parser = _StrictParser(request.headers, chunks(), max_files=1, max_fields=64, max_part_size=_MAX_FIELD_BYTES)
+    parser.spool_max_size = len(body) + 1
+    try:
+        form = await parser.parse()
+    except MultiPartException as exc:
+        raise InvalidRequest(f"the form cannot be read: {exc.message}") from exc
+    values: dict[str, Any] = {}
+    file: Upload | None = None
+    for name, value in form.multi_items():
+        if name in values or (name == "file" and file is not None):
+            raise InvalidRequest(f"the form has {name} twice", param=name)
+        if isinstance(value, UploadFile) != (name == "file") or name in _INSTEAD_OF_FILE:
+            raise InvalidRequest(f"{name}: a form has the document as one file part named file", param=name)
+        if isinstance(value, UploadFile):
+            file = await _upload(value)
+        else:
+            values[name] = value if _is_text(CreateCache.model_json_schema(), name) else _json(value, name)
+    if file is None:
+        raise InvalidRequest("a form has the document as one file part named file; there is none", param="file")
+    return values, file
+
+
+async def _upload(part: UploadFile) -> Upload:
+    media_type, parameters = parse_options_header(part.content_type)
+    charset = parameters.get(b"charset", b"").decode("latin-1")
+    known_form = charset if _CHARSET.fullmatch(charset) else ""  # it becomes an argument of a process
+    return Upload(await part.read(), media_type.decode("latin-1").lower(), known_form)
+
+
+def _is_text(schema: Mapping[str, Any], name: str) -> bool:
+    """Whether a field of the request takes text. Unknown ones pass as text and are refused by validation."""
+    field = schema["properties"].get(name, {"type": "string"})
+    return "string" in [option.get("type") for option in field.get("anyOf", [field])]
+
+
+def _json(text: str, name: str) -> Any:
+    try:
+        return pydantic_core.from_json(text, allow_inf_nan=False)
+    except ValueError as exc:
+        raise InvalidRequest(f"{name}: not JSON: {exc}", param=name) from exc
+
+
+def _utf8(data: bytes, name: str) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as exc:
+        raise InvalidRequest(
+            f"{name}: byte {exc.start} is not valid UTF-8; documents are UTF-8 text", param=name
+        ) from exc

@@ -1,0 +1,86 @@
+"""Stored bytes as answers: whole or in part, and only to who has not got them yet (RFC 9110, sections 13 and 14)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from typing import Annotated
+
+from fastapi import Depends, Header, Response
+from fastapi.responses import StreamingResponse
+
+from kvshelf.errors import InvalidRequest
+from kvshelf.service.http.errors import error_response
+from kvshelf.service.state import off_loop
+from kvshelf.store.base import BlobFile
+
+_CHUNK_BYTES = 1 << 20
+_RANGE = re.compile(r"bytes=(\d*)-(\d*)")
+
+
+class Wanted:
+    """What a caller says of the bytes that it wants, in three headers."""
+
+    def __init__(
+        self,
+        range: Annotated[str, Header()] = "",
+        if_range: Annotated[str, Header()] = "",
+        if_none_match: Annotated[str, Header()] = "",
+    ) -> None:
+        self.range = range
+        self.if_range = if_range
+        self.if_none_match = if_none_match
+
+
+InDownload = Annotated[Wanted, Depends()]
+
+
+def download(blob: BlobFile, wanted: Wanted, media_type: str) -> Response:
+    """An answer with the bytes, which are closed with it. One range is honoured; several get the whole."""
+    etag = f'"{blob.digest}"'
+    headers = {"etag": etag, "accept-ranges": "bytes"}
+    if etag in [tag.strip().removeprefix("W/") for tag in wanted.if_none_match.split(",")]:
+        blob.close()
+        return Response(status_code=304, headers=headers)
+    span = None if wanted.if_range not in ("", etag) else _span(wanted.range, blob.nbytes)
+    if span is not None and span[0] >= span[1]:
+        blob.close()
+        return _unsatisfiable(wanted.range, blob.nbytes)
+    start, end = span or (0, blob.nbytes)
+    headers["content-length"] = str(end - start)
+    if span is not None:
+        headers["content-range"] = f"bytes {start}-{end - 1}/{blob.nbytes}"
+    content = _chunks(blob, start, end)
+    status = 200 if span is None else 206
+    return StreamingResponse(content, status_code=status, headers=headers, media_type=media_type)
+
+
+def _unsatisfiable(wanted: str, nbytes: int) -> Response:
+    refused = error_response(InvalidRequest(f"range {wanted!r} is outside the {nbytes} bytes", param="range"))
+    refused.status_code = 416
+    refused.headers["content-range"] = f"bytes */{nbytes}"
+    return refused
+
+
+def _span(header: str, size: int) -> tuple[int, int] | None:
+    """First byte and one past the last of a Range header (RFC 9110, section 14.1.2). None: send all. Empty: refuse."""
+    match = _RANGE.fullmatch(header.replace(" ", ""))
+    if match is None or match.groups() == ("", ""):
+        return None
+    first, last = match.groups()
+    if first == "":
+        return max(0, size - int(last)), size
+    if last != "" and int(last) < int(first):
+        return None  # not a valid range at all, so the header is ignored
+    return int(first), min(size, int(last) + 1 if last else size)
+
+
+async def _chunks(blob: BlobFile, start: int, end: int) -> AsyncIterator[bytes]:
+    with blob:
+        blob.file.seek(start)
+        while start < end:
+            chunk = await off_loop(blob.file.read, min(_CHUNK_BYTES, end - start))
+            if not chunk:
+                return  # shorter than its manifest says: the client sees a broken transfer, and checks digests
+            start += len(chunk)
+            yield chunk

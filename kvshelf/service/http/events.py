@@ -1,0 +1,56 @@
+"""Answers as event streams: `data:` lines of JSON, ended by `[DONE]` (WHATWG HTML, section 9.2)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from typing import Any, NamedTuple, TypeVar
+
+from fastapi import Request
+from fastapi.responses import StreamingResponse
+
+from kvshelf.service.http.errors import translate, wire
+from kvshelf.service.observe.logs import note
+from kvshelf.service.state import until_hangup
+
+
+class Event(NamedTuple):
+    """An event with an id, which a reader that comes back says it has seen. Without data it keeps the line open."""
+
+    data: dict[str, Any] | None
+    id: str
+
+
+EventT = TypeVar("EventT", dict[str, Any], Event)
+
+
+async def event_stream(request: Request, events: AsyncGenerator[EventT, None]) -> StreamingResponse:
+    """Stream `events`. What goes wrong before the first one is an ordinary error response; later, an event of its own.
+
+    When the caller hangs up, `events` is closed, and with it the work behind it ends.
+    """
+    first = await until_hangup(request, anext(events))
+    headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+    return StreamingResponse(_lines(first, events), headers=headers, media_type="text/event-stream")
+
+
+async def _lines(first: EventT, events: AsyncGenerator[EventT, None]) -> AsyncIterator[str]:
+    yield _line(first)
+    try:
+        async with aclosing(events):
+            async for event in events:
+                yield _line(event)
+    except Exception as exc:
+        # The status line has gone out; the error can only follow as an event.
+        error = translate(exc)
+        note(code=error.code)
+        yield _line(wire(error))
+    yield "data: [DONE]\n\n"
+
+
+def _line(event: dict[str, Any] | Event) -> str:
+    """In ASCII: U+2028, U+2029 and U+0085 end a line for readers that split as Python does, httpx for one."""
+    if isinstance(event, dict):
+        return f"data: {json.dumps(event, separators=(',', ':'))}\n\n"
+    return ":\n\n" if event.data is None else f"id: {event.id}\n{_line(event.data)}"

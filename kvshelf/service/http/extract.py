@@ -1,0 +1,194 @@
+"""Documents that are no plain text: which files are taken, and the text of PDF and HTML (extra `documents`).
+
+Files come from anyone, and the libraries that read them were written for honest ones. So they run in a process of its
+own per file (`extract_child.py`), with bounds on memory and processor time that the system keeps, without the service's
+environment. Threads would not do: nothing ends a thread, and its memory is the front end's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import math
+import os
+import signal
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from kvshelf.errors import BodyTooLarge, DeadlineExceeded, InvalidRequest, NoWorker, UnsupportedMediaType
+from kvshelf.service.fair_queue import FairQueue
+from kvshelf.service.settings import Settings
+
+Kind = Literal["text", "pdf", "html"]
+
+AT_ONCE: Final = 2
+"""Files that are read at once; more wait for their turn, by tenant."""
+
+_CHILD: Final = Path(__file__).with_name("extract_child.py")
+_LIBRARIES: Final[dict[Kind, str]] = {"pdf": "pypdf", "html": "resiliparse"}
+_PIECE_BYTES: Final = 1 << 20
+
+_PDF_TYPES: Final = ("application/pdf", "application/x-pdf")
+_HTML_TYPES: Final = ("text/html", "application/xhtml+xml")
+_ANY_TYPE: Final = ("", "application/octet-stream")
+_TEXT_TYPES: Final = ("application/json", "application/xml", "application/javascript", "application/x-ndjson",
+    "application/yaml", "application/x-yaml", "application/toml", "application/x-sh", "application/sql")  # fmt: skip
+
+_MAGIC: Final = {
+    b"%PDF-": "a PDF",
+    b"PK\x03\x04": "a ZIP archive, as office documents and e-books are",
+    b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1": "an office document of the old kind",
+    b"{\\rtf": "rich text (RTF)",
+    b"\x1f\x8b": "compressed with gzip",
+    b"BZh": "compressed with bzip2",
+    b"\xfd7zXZ\0": "compressed with xz",
+    b"(\xb5/\xfd": "compressed with zstd",
+    b"7z\xbc\xaf\x27\x1c": "a 7-Zip archive",
+    b"\x89PNG\r\n": "an image",
+    b"\xff\xd8\xff": "an image",
+    b"GIF8": "an image",
+    b"\x7fELF": "a program",
+}
+"""How files begin that are no text, whatever their sender calls them."""
+
+
+@dataclass(frozen=True)
+class Upload:
+    """A file as it arrived. `media_type` is what its sender calls it, in small letters and without parameters; empty
+    where they said nothing. `charset` is that parameter, if it was given."""
+
+    data: bytes
+    media_type: str = ""
+    charset: str = ""
+
+    @property
+    def kind(self) -> Kind:
+        """By what its sender calls it and by how it begins, which must agree. Raises `UnsupportedMediaType`."""
+        found = next((what for magic, what in _MAGIC.items() if self.data.startswith(magic)), None)
+        is_pdf = found == "a PDF"
+        if is_pdf and self.media_type in _PDF_TYPES + _ANY_TYPE:
+            return "pdf"
+        if found is not None or self.media_type in _PDF_TYPES:
+            raise _not_taken(f"the file is {found or 'no PDF'}, and was sent as {self.media_type or 'no type'!r:.80}")
+        if self.media_type in _HTML_TYPES or (self.media_type in _ANY_TYPE and _begins_as_html(self.data)):
+            return "html"
+        if self.media_type.startswith("text/") or self.media_type in _TEXT_TYPES + _ANY_TYPE:
+            return "text"
+        if self.media_type.endswith(("+json", "+xml")) and not self.media_type.startswith("image/"):
+            return "text"
+        raise _not_taken(f"the file was sent as {self.media_type!r:.80}")
+
+
+def _begins_as_html(data: bytes) -> bool:
+    begin = data[:1024].removeprefix(b"\xef\xbb\xbf").lstrip().lower()
+    return begin.startswith((b"<!doctype html", b"<html"))
+
+
+def _not_taken(what: str) -> UnsupportedMediaType:
+    return UnsupportedMediaType(
+        f"{what}; documents are text in UTF-8, PDF or HTML, sent as what they are", param="file"
+    )
+
+
+class Extractor:
+    """The text of uploaded files. One for a service; for the event loop."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._turns = FairQueue("reading PDF and HTML", AT_ONCE, settings.max_queued_requests)
+
+    async def text(self, upload: Upload, kind: Literal["pdf", "html"], tenant: str) -> str:
+        """Raises `UnsupportedMediaType` without the extra, `InvalidRequest` (its `reason` in one word) or
+        `BodyTooLarge` for what gives no text, `QueueFull`, `DeadlineExceeded`. The process ends with this call."""
+        library = _LIBRARIES[kind]
+        if importlib.util.find_spec(library) is None:
+            raise UnsupportedMediaType(
+                f"to take {kind.upper()}, the service needs {library}, which is not installed there; run: pip install "
+                "'kvshelf[documents]'. Or send the text of the document",
+                param="file",
+            )
+        settings = self._settings
+        limits = (settings.max_body_bytes, settings.extract_memory_bytes, math.ceil(settings.extract_cpu_s))
+        command = [sys.executable, "-PB", str(_CHILD), kind, upload.charset, *map(str, limits)]
+        try:
+            async with self._turns.turn(tenant, settings.request_deadline_s) as left_s, asyncio.timeout(left_s):
+                code, said = await _run(command, upload.data, settings.max_body_bytes + 1024)
+        except TimeoutError as exc:
+            raise DeadlineExceeded(f"the {kind.upper()} was not read in {settings.request_deadline_s:g} s") from exc
+        except OSError as exc:
+            raise NoWorker(f"no process could be started to read the file: {exc.strerror}; try again later") from exc
+        word, _, behind = said.partition(b"\n")
+        if code == 0 and word == b"text":
+            return behind.decode()
+        raise self._refusal(kind, word.decode() if code == 0 else _ended_by(code), behind.decode(errors="replace"))
+
+    def _refusal(self, kind: str, reason: str, detail: str) -> InvalidRequest | BodyTooLarge:
+        settings, what = self._settings, f"file: this {kind.upper()}"
+        if reason == "long":
+            limit: dict[str, Any] = {"max_body_bytes": settings.max_body_bytes}
+            return BodyTooLarge(
+                f"{what} has {detail} bytes of text, and {settings.max_body_bytes} may be; send less, or raise the "
+                "service's max_body_bytes",
+                param="file",
+                **limit,
+            )
+        because = {
+            "encrypted": "is encrypted with a password; save it without one",
+            "empty": "has no text, perhaps only scanned pages; run text recognition (OCR) on it first",
+            "malformed": f"cannot be read ({detail}); repair it, or send its text",
+            "expands": f"unpacks to more than documents have ({detail}); send its text",
+            "memory": f"needs more than {settings.extract_memory_bytes} bytes of memory to be read "
+            "(extract_memory_bytes); split it, or send its text",
+            "time": f"needs more than {settings.extract_cpu_s:g} s of processor time to be read (extract_cpu_s); split "
+            "it, or send its text",
+        }
+        cannot = "cannot be read: its reader crashed on it, as on hostile files; send its text"
+        return InvalidRequest(f"{what} {because.get(reason, cannot)}", param="file", reason=reason)
+
+
+def _ended_by(code: int) -> str:
+    """Why a process ended without a word."""
+    return "time" if code == -signal.SIGXCPU else "crashed"
+
+
+async def _run(command: list[str], data: bytes, most: int) -> tuple[int, bytes]:
+    """Exit code and output of a process that is given `data`. It is killed when it says more than `most` bytes, and
+    when this call is cancelled."""
+    # Nothing of the service's settings and keys; what tells Python where its modules are.
+    environment = {name: value for name, value in os.environ.items() if name.startswith("PYTHON") or name == "PATH"}
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        env=environment,
+        cwd="/",
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    feeding = asyncio.create_task(_feed(process.stdin, data))
+    said = bytearray()
+    try:
+        while len(said) <= most and (piece := await process.stdout.read(_PIECE_BYTES)):
+            said += piece
+        if len(said) <= most:
+            await process.wait()
+    finally:
+        feeding.cancel()
+        if process.returncode is None:
+            with suppress(ProcessLookupError):
+                process.kill()
+        await asyncio.gather(feeding, process.wait(), return_exceptions=True)
+    assert process.returncode is not None
+    return process.returncode, bytes(said)
+
+
+async def _feed(pipe: asyncio.StreamWriter, data: bytes) -> None:
+    with suppress(ConnectionError):  # it has ended already, and says why
+        for start in range(0, len(data), _PIECE_BYTES):
+            pipe.write(data[start : start + _PIECE_BYTES])
+            await pipe.drain()
+        pipe.close()

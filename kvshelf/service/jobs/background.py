@@ -1,0 +1,315 @@
+"""Creations that were accepted with 202. They are in the ledger before the answer goes out, and survive a restart.
+
+The queues here, one for each model, hold ids only; the ledger has the bodies. An attempt is counted in the ledger by
+the worker before it begins, so that a document that kills its worker is known after `MAX_ATTEMPTS` and given up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+
+import structlog
+
+from kvshelf.errors import (
+    CacheError,
+    CacheNotFound,
+    InvalidRequest,
+    KvshelfError,
+    QueueFull,
+    RequestNotFound,
+    StateConflict,
+    StoreError,
+)
+from kvshelf.service.fair_queue import Rounds
+from kvshelf.service.observe.logs import note
+from kvshelf.store.artifact.identity import canonical_json, digest
+from kvshelf.store.base import Store
+from kvshelf.store.jobs.ledger import RequestRecord
+from kvshelf.workers.cluster.remote import RemoteEngine
+from kvshelf.workers.replica.attempts import LEASE_S, Standing, give_up
+
+log = structlog.get_logger("kvshelf.service")
+
+_PREFIX = "req_"
+_RUNNERS_PER_MODEL = 2  # one document is being prefilled while the next is tokenized and the last one stored
+_POLL_S = 0.5
+_STORE_PAUSE_S = 2.0
+_STORE_PAUSE_LIMIT_S = 60.0  # a full disk may stay full all night, and each attempt may be a prefill for nothing
+_LOOK_S = 2.0
+_MISHAP_PAUSE_S = 60.0  # what met a bug of ours most likely meets it again, and each time a traceback is logged
+_FULL_PAUSE_S = 5.0  # about as long as it takes until one of many documents is done
+
+
+class Background:
+    """Works off the ledger's requests. `start` it on the event loop of the service, `stop` it once."""
+
+    def __init__(
+        self,
+        store: Store,
+        engines: Mapping[str, RemoteEngine],
+        *,
+        deadline_s: float,
+        max_unfinished: int,
+        unclaimed_s: float = 86_400.0,
+        spend: Callable[[str, int], None] = lambda *_: None,
+    ) -> None:
+        """max_unfinished: how many requests of one tenant and model are accepted before one of them has ended.
+        unclaimed_s: after so long a request of a model that is not served here is refused, if nobody else takes it.
+        spend: is told a tenant and how many tokens were prefilled for it.
+        """
+        self._store = store
+        self._engines = engines
+        self._deadline_s = deadline_s
+        self._max_unfinished = max_unfinished
+        self._unclaimed_s = unclaimed_s
+        self._spend = spend
+        # Runners of their own for each model: one without workers would hold all that are shared, until it has some.
+        self._waiting = {model: _Backlog() for model in engines}
+        self._known: dict[str, _Key] = {}
+        self._arriving: list[_Key] = []
+        self._elsewhere: dict[str, _Elsewhere] = {}
+        self._paused: set[str] = set()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Begin to work, with what an earlier process left unfinished."""
+        runners = [self._run(waiting) for waiting in self._waiting.values() for _ in range(_RUNNERS_PER_MODEL)]
+        self._tasks = [asyncio.ensure_future(work) for work in (self._take_up(), *runners)]
+
+    async def stop(self) -> None:
+        """Leave the rest to the next start."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Requests that this process knows of, by state."""
+        queued = sum(waiting.qsize() for waiting in self._waiting.values())
+        return {"queued": queued, "running": len(self._known) - queued}
+
+    async def submit(self, spec: Mapping[str, Any], tenant: str) -> RequestRecord:
+        """Write a creation down, durably, and queue it. The same creation has the same id and is done once.
+
+        Raises `QueueFull` and `QuotaExceeded` for a new one: bodies that nobody may work on yet would fill the ledger.
+        """
+        body = canonical_json(dict(spec))
+        key = _Key(_PREFIX + digest("kvshelf.request", tenant, body), tenant, spec["model"])
+        note(request=key.id)
+        record = await asyncio.to_thread(self._there, key)
+        if record is None:
+            with self._place(key):
+                record = await asyncio.to_thread(self._open, key, body.encode())
+        if record.state in ("queued", "running"):
+            self._enqueue(key)
+        return record
+
+    def _there(self, key: _Key) -> RequestRecord | None:
+        """The request, unless it is to be opened: as a new one, or again."""
+        try:
+            record = self._store.ledger.get_request(key.id, tenant=key.tenant)
+        except RequestNotFound:
+            return None
+        return record if record.state != "failed" and self._on_shelf(record) else None
+
+    def _open(self, key: _Key, body: bytes) -> RequestRecord:
+        self._store.admit(key.tenant)
+        ledger = self._store.ledger
+        record = ledger.open_request(key.id, tenant=key.tenant, body=body)
+        if not self._on_shelf(record):
+            record = ledger.open_request(key.id, tenant=key.tenant, body=body, again=True)
+        return record
+
+    def _on_shelf(self, record: RequestRecord) -> bool:
+        """Whether all caches are there that the request is known to have made."""
+        try:
+            for cache_id in record.cache_ids:
+                self._store.stat(cache_id, tenant=record.tenant)
+        except (CacheNotFound, CacheError):
+            return False
+        return True
+
+    @contextmanager
+    def _place(self, key: _Key) -> Iterator[None]:
+        """One of the places of its tenant, for a request that is being written down. Raises `QueueFull`.
+
+        Counted here, not in the ledger: what other services on this shelf accept is known here within seconds.
+        """
+        others = {other for other in (*self._known.values(), *self._arriving) if other[1:] == key[1:]} - {key}
+        if len(others) >= self._max_unfinished:
+            raise QueueFull(
+                f"{len(others)} creations for {key.model!r} were accepted and are not done yet, which is as many as a "
+                "tenant may have; wait for some of them, or use a batch",
+                retry_after_s=_FULL_PAUSE_S,
+            )
+        self._arriving.append(key)
+        try:
+            yield
+        finally:
+            self._arriving.remove(key)
+
+    def _enqueue(self, key: _Key) -> None:
+        if key.id not in self._known:
+            self._known[key.id] = key
+            self._waiting[key.model].put_nowait(key)
+
+    async def _take_up(self) -> None:
+        """Queue what nobody works on: an earlier process left it, or another one on this shelf that ends or dies.
+
+        Looked for now and then, not at the start alone: a process that is being replaced accepts requests until the
+        one in its place is ready.
+        """
+        while True:
+            try:
+                await self._look()
+            except StoreError as error:
+                log.warning("unfinished requests cannot be read yet", code=error.code, message=error.message)
+            except Exception:
+                # A bug of ours must not be the end of all taking up.
+                log.exception("unfinished requests cannot be read")
+            await asyncio.sleep(_LOOK_S)
+
+    async def _look(self) -> None:
+        unfinished = await asyncio.to_thread(self._store.ledger.unfinished)
+        requests = [record for record in unfinished if record.id.startswith(_PREFIX)]  # it has rows of batches, too
+        ids = {record.id for record in requests}
+        self._elsewhere = {id_: seen for id_, seen in self._elsewhere.items() if id_ in ids}
+        for record in requests:
+            if record.id in self._known or record.id in self._paused or Standing.of(record) is Standing.HELD:
+                continue
+            try:
+                await self._claim(record)
+            except (RequestNotFound, StateConflict):
+                continue  # it has ended since, or somebody is at it
+            except StoreError:
+                raise
+            except Exception:
+                self._set_aside(record.id)
+
+    async def _claim(self, record: RequestRecord) -> None:
+        """Queue a request if its model is served here; leave it to those who serve it for as long as may be."""
+        seen = self._elsewhere.get(record.id)
+        if seen is None:
+            model = await asyncio.to_thread(self._model_of, record.id)
+            if model in self._engines:
+                self._enqueue(_Key(record.id, record.tenant, model))
+                return
+            seen = self._elsewhere[record.id] = _Elsewhere(model, time.time())
+            log.warning("a request waits for a model that is not served here", request=record.id, model=model)
+        if time.time() - max(seen.at, record.updated_at) > self._unclaimed_s:
+            await asyncio.to_thread(self._refuse, record, seen.model)
+
+    def _model_of(self, request_id: str) -> str:
+        model: str = self._spec(request_id)["model"]
+        return model
+
+    def _spec(self, request_id: str) -> dict[str, Any]:
+        spec: dict[str, Any] = json.loads(self._store.ledger.body(request_id))
+        return spec
+
+    def _refuse(self, record: RequestRecord, model: str) -> None:
+        message = f"model {model!r} is not served here, and no other service on this shelf took the request"
+        ledger = self._store.ledger
+        attempt = ledger.start_attempt(record.id, worker="front end", lease_s=LEASE_S)
+        ledger.fail(record.id, attempt, code=InvalidRequest.code, message=message, param="model", final=True)
+
+    async def _run(self, waiting: _Backlog) -> None:
+        while True:
+            key = await waiting.get()
+            structlog.contextvars.bind_contextvars(request_id=key.id)
+            pauses = _growing(_STORE_PAUSE_S, _STORE_PAUSE_LIMIT_S)
+            try:
+                while (pause_s := await self._advance(key, pauses)) is not None:
+                    await asyncio.sleep(pause_s)
+            except RequestNotFound:
+                log.warning("a request is gone from the ledger", request=key.id)
+            except Exception:
+                self._set_aside(key.id)
+            del self._known[key.id]
+
+    def _set_aside(self, request_id: str) -> None:
+        """In the handling of an exception that nobody expected: one request must not be the end of all others.
+
+        It stays in the ledger and is taken up again after a pause, or as soon as somebody asks for it again.
+        """
+        log.exception("background request failed unexpectedly", request=request_id)
+        self._paused.add(request_id)
+        asyncio.get_running_loop().call_later(_MISHAP_PAUSE_S, self._paused.discard, request_id)
+
+    async def _advance(self, key: _Key, pauses: Iterator[float]) -> float | None:
+        """Try a request once, if it is time. Returns the seconds until the next try, None when it has ended.
+
+        pauses: how long to wait each time that the store takes nothing when all work is done.
+        """
+        try:
+            return await self._advance_in(key, pauses)
+        except StoreError as error:
+            # It stays in the ledger, and so in the queue: an outage ends.
+            log.warning("the store cannot be used for a background request", request=key.id, code=error.code)
+            return _STORE_PAUSE_S
+
+    async def _advance_in(self, key: _Key, pauses: Iterator[float]) -> float | None:
+        record = await asyncio.to_thread(self._store.ledger.get_request, key.id, tenant=key.tenant)
+        match Standing.of(record):
+            case Standing.ENDED | Standing.HELD:
+                # Held by a worker that this process did not ask, or by one that died: then `_take_up` will find it.
+                return None
+            case Standing.SPENT:
+                with suppress(StateConflict):  # another front end did the same at this moment
+                    await asyncio.to_thread(give_up, self._store.ledger, record)
+                return None
+        try:
+            await self._try(record, self._engines[key.model])
+        except StoreError as error:
+            pause_s = next(pauses)
+            log.warning("a background request cannot be stored", request=key.id, code=error.code, pause_s=pause_s)
+            return pause_s
+        except KvshelfError as error:
+            # What the work itself met, the worker has recorded; the ledger says whether to go on.
+            log.info("background attempt failed", request=key.id, code=error.code)
+            return float(error.details.get("retry_after_s", _POLL_S))
+        return None
+
+    async def _try(self, record: RequestRecord, engine: RemoteEngine) -> None:
+        spec = await asyncio.to_thread(self._spec, record.id)
+        created = await engine.create(spec, tenant=record.tenant, deadline_s=self._deadline_s, request_id=record.id)
+        self._spend(record.tenant, created.prefilled_tokens)
+        log.info("created", cache_ids=[cache.manifest["id"] for cache in created.caches], existing=created.existing)
+
+
+def _growing(first_s: float, limit_s: float) -> Iterator[float]:
+    """Pauses, each twice as long as the one before."""
+    while True:
+        yield first_s
+        first_s = min(2 * first_s, limit_s)
+
+
+class _Key(NamedTuple):
+    id: str
+    tenant: str
+    model: str
+
+
+class _Elsewhere(NamedTuple):
+    """A model that is not served here, and since when (Unix seconds) a request for it is known to wait."""
+
+    model: str
+    at: float
+
+
+class _Backlog(asyncio.Queue[_Key]):
+    """Gives out requests of tenants in turn, by the three methods that `asyncio.Queue` has for being overridden."""
+
+    def _init(self, _maxsize: int) -> None:
+        self._queue: Rounds[_Key] = Rounds()
+
+    def _put(self, item: _Key) -> None:
+        self._queue.add(item.tenant, item)
+
+    def _get(self) -> _Key:
+        return self._queue.take()

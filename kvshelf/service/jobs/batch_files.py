@@ -1,0 +1,112 @@
+"""What a batch reads before its work and writes after it: the input as a whole, and the files of results."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from contextlib import suppress
+from tempfile import TemporaryFile
+from typing import Any, BinaryIO, Final
+
+from kvshelf.corpus.output.results import Result
+from kvshelf.corpus.run.stored import last_results
+from kvshelf.errors import BlobError, FileNotFound, StoreError
+from kvshelf.service.storage import room_for
+from kvshelf.store.base import Store
+from kvshelf.store.jobs.batches import BatchCounts, BatchProblem, BatchRecord, BatchState
+from kvshelf.store.jobs.files import digest_of
+
+_PIECE: Final = 1 << 20
+
+
+class BadInput(Exception):
+    """The input cannot be worked on at all."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.problem = BatchProblem(code=code, message=message, param="input_file_id")
+
+
+def count_rows(store: Store, file_id: str, tenant: str, max_rows: int) -> int:
+    """The lines of an input, which is read to its end and found sound. Raises `BadInput`, `FileNotFound`."""
+    try:
+        with store.files.open(file_id, tenant=tenant) as opened:
+            rows = _lines(opened.file)
+            opened.file.seek(0)
+            if digest_of(opened.file) != opened.digest:
+                raise BlobError("other bytes came back", reason="digest_mismatch")
+    except BlobError as error:
+        message = f"file {file_id} is not what was uploaded ({error}); upload it again"
+        raise BadInput("file_damaged", message) from error
+    if rows == 0:
+        raise BadInput("empty_file", f"file {file_id} has no line")
+    if rows > max_rows:
+        raise BadInput(
+            "too_many_rows", f"file {file_id} has {rows} lines, and a batch takes {max_rows}; cut it into several"
+        )
+    return rows
+
+
+def _lines(file: BinaryIO) -> int:
+    count, last = 0, b"\n"
+    while piece := file.read(_PIECE):
+        count += piece.count(b"\n")
+        last = piece[-1:]
+    return count + (last != b"\n")
+
+
+def write_results(store: Store, record: BatchRecord, term: int) -> BatchCounts:
+    """Make the two files of a batch out of its journal: rows that have a cache, and rows that have an error.
+
+    Each is named in the batch as soon as it is there: so one that is there when the other finds no room is replaced
+    by the next try, and not left behind. Raises `StateConflict` if the lease of `term` is over, `StoreError`.
+    """
+    found: Counter[str] = Counter()
+    with room_for("the results of a batch"), TemporaryFile() as output, TemporaryFile() as errors:
+        for result in last_results(store.batches, record.id):
+            _write_line(errors if result.error else output, result)
+            found["failed" if result.error else "reused" if result.reused else "made"] += 1
+        _keep(store, record, term, output, "output", "output_file_id")
+        _keep(store, record, term, errors, "errors", "error_file_id")
+    made, reused = found["made"], found["reused"]
+    return BatchCounts(total=record.counts.total, completed=made + reused, failed=found["failed"], reused=reused)
+
+
+def _keep(store: Store, record: BatchRecord, term: int, file: BinaryIO, name: str, field: str) -> None:
+    """Store a file of results, and put it in the place of the one that the record names in `field`."""
+    file.flush()
+    kept = store.files.create(
+        file,
+        tenant=record.tenant,
+        filename=f"{record.id}_{name}.jsonl",
+        purpose="batch_output",
+        ttl_s=record.body["output_keep_s"],
+        beyond_quota=True,  # they are little beside the caches, and without them the work could never end
+    )
+    stale = kept.id  # until the record names it
+    try:
+        update = {field: kept.id}
+        store.batches.update(record.id, lambda now: now.model_copy(update=update), tenant=record.tenant, term=term)
+        stale = getattr(record, field)
+    finally:
+        if stale is not None:
+            with suppress(FileNotFound, StoreError):
+                store.files.delete(stale, tenant=record.tenant)
+
+
+def _write_line(file: BinaryIO, result: Result) -> None:
+    line: dict[str, Any] = result.output(file=False)
+    file.write(json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
+
+
+def outcome(record: BatchRecord, counts: BatchCounts) -> tuple[BatchState, tuple[BatchProblem, ...]]:
+    """How a batch ends with these rows, and what its callers are told about it as a whole."""
+    if record.problems:
+        return "failed", record.problems
+    if record.state == "cancelling":
+        return "cancelled", ()
+    if not counts.total or counts.completed + counts.failed < counts.total:  # none: nobody had looked through it yet
+        return "expired", ()
+    if counts.completed == 0:
+        return "failed", (BatchProblem(code="no_success", message="no row succeeded; the error file says why"),)
+    return "completed", ()

@@ -1,0 +1,331 @@
+"""One batch at work, for as long as this process holds its lease."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Final
+
+import structlog
+
+from kvshelf.corpus.run.progress import Progress, RunOptions, RunState, Summary, Window
+from kvshelf.corpus.run.run import Run
+from kvshelf.corpus.run.stored import HomeJournal, StoredFile, StoredShard
+from kvshelf.errors import FileNotFound, StateConflict, StoreError
+from kvshelf.service.jobs.batch_files import BadInput, count_rows, outcome, write_results
+from kvshelf.service.observe.metrics import Metrics
+from kvshelf.service.settings import Settings
+from kvshelf.service.storage import store_config
+from kvshelf.store.base import Store
+from kvshelf.store.jobs.batches import BatchCounts, BatchProblem, BatchRecord
+from kvshelf.workers.cluster.remote import RemoteEngine
+
+log = structlog.get_logger("kvshelf.service")
+
+Update = Callable[[BatchRecord], BatchRecord]
+
+LEASE_S: Final = 15.0
+"""How long after its last sign of life a front end's batch may be taken over by another."""
+
+_STEER_S: Final = 0.5
+_STORE_PAUSE_S: Final = 2.0
+_STOP_S: Final = 5.0
+_PATIENCE_S: Final = 10.0  # with a run that waits: time for some tries
+_PAUSE_S: Final = 5.0
+_MAX_PAUSE_S: Final = 300.0
+_AT_WORK: Final = (RunState.RUNNING, RunState.PAUSED, RunState.WAITING)
+_ENDING: Final = ("cancelling", "finalizing")
+
+
+def rest_reason(record: BatchRecord, now: float) -> str:
+    """Why nobody works on a batch now although it has not ended; "" if somebody should."""
+    if now >= record.expires_at and record.state not in _ENDING:
+        return ""
+    if record.state == "paused":
+        return "it was paused"
+    if now < _waits_until(record):
+        return str(record.progress["waits_for"])
+    if record.state in ("validating", *_ENDING):
+        return ""
+    window = record.body["window"]
+    if window is not None and not Window.parse(window).open_at(datetime.datetime.fromtimestamp(now).time()):
+        return f"it is outside its window {window}"
+    return ""
+
+
+def waiting(record: BatchRecord, reason: str, now: float) -> BatchRecord:
+    """The record of a batch that leaves its place to others and is taken up again after a pause. This grows until the
+    batch gets on; a change of state ends it."""
+    pause_s = min(max(_PAUSE_S, 2 * record.progress.get("pause_s", 0.0)), _MAX_PAUSE_S)
+    told = {**record.progress, "waits_for": reason, "waits_from": now, "pause_s": pause_s}
+    return record.model_copy(update={"progress": told})
+
+
+def _waits_until(record: BatchRecord) -> float:
+    since: float | None = record.progress.get("waits_from")
+    if since is None or since < record.times[record.state]:
+        return 0.0
+    return since + float(record.progress["pause_s"])
+
+
+def stuck(progress: Progress, now: float) -> str:
+    """What a run has been waiting for so long that it is not to keep its place; "" if it gets on."""
+    since = progress.times.get(RunState.WAITING, now)
+    return progress.reason if progress.state is RunState.WAITING and now - since >= _PATIENCE_S else ""
+
+
+class BatchWork:
+    """`run` it once. All that comes of it stands in the store."""
+
+    def __init__(
+        self,
+        record: BatchRecord,
+        term: int,
+        store: Store,
+        engines: Mapping[str, RemoteEngine],
+        settings: Settings,
+        metrics: Metrics,
+        others_wait: Callable[[], bool],
+    ) -> None:
+        """term: of the lease, which is this process's. others_wait: whether batches of other tenants want its place."""
+        self._id = record.id
+        self._tenant = record.tenant
+        self._term = term
+        self._batches = store.batches
+        self._store = store
+        self._engines = engines
+        self._settings = settings
+        self._metrics = metrics
+        self._others_wait = others_wait
+        self._let_go = False  # the run was cancelled so that the batch rests
+        self._waits_for = ""  # why it was let go, if nobody wanted that
+
+    async def run(self) -> None:
+        """Work until the batch has ended or rests, or until the lease is lost. Raises nothing."""
+        renewing = asyncio.create_task(self._renew())
+        working = asyncio.create_task(self._advance())
+        unexpected = False
+        try:
+            await asyncio.wait({renewing, working}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                working.result()
+        except StateConflict:
+            log.warning("a batch was taken over by another process", batch=self._id)
+        except Exception:
+            # It stays in the store. The lease stays as well, so that what fails at once is not tried every second.
+            log.exception("a batch failed unexpectedly", batch=self._id)
+            unexpected = True
+        finally:
+            for task in (working, renewing):
+                task.cancel()
+            await asyncio.gather(working, renewing, return_exceptions=True)
+            if not unexpected:
+                with suppress(StoreError):
+                    await asyncio.to_thread(self._batches.release, self._id, self._term)
+
+    async def _renew(self) -> None:
+        """Keep the lease; ends when another process has it."""
+        while True:
+            await asyncio.sleep(LEASE_S / 3)
+            try:
+                await asyncio.to_thread(self._batches.renew, self._id, self._term, lease_s=LEASE_S)
+            except StateConflict:
+                return
+            except StoreError as error:
+                log.warning("the lease of a batch could not be renewed", batch=self._id, code=error.code)
+
+    async def _advance(self) -> None:
+        """From whatever state the batch is in to its end, or to where it rests."""
+        record = await self._change(_as_it_is)
+        log.info("batch taken up", batch=self._id, state=record.state, attempt=record.attempts)
+        try:
+            await self._go_on(record)
+        except StoreError as error:
+            reason = error.message
+            log.warning("a batch waits for the store", batch=self._id, code=error.code, message=reason)
+            await self._change(lambda record: waiting(record, reason, time.time()))
+
+    async def _go_on(self, record: BatchRecord) -> None:
+        problems: tuple[BatchProblem, ...] = ()
+        try:
+            if record.state == "validating" and not _is_to_end(record):
+                record = await self._validate(record)
+            if self._rests(record):
+                return
+            if not _is_to_end(record):
+                before = record
+                summary = await self._work(before)
+                record = await self._change(lambda record: self._after(with_progress(record, summary, before), summary))
+                if summary.state == RunState.CANCELLED and self._let_go and not _is_to_end(record):
+                    return  # to be taken up again when it is time, perhaps at once
+                problems = _problems(record, summary)
+        except BadInput as bad:
+            problems = (bad.problem,)
+        except FileNotFound as gone:
+            problems = (BatchProblem(code=gone.code, message=gone.message, param="input_file_id"),)
+        await self._end(problems)
+
+    def _rests(self, record: BatchRecord) -> bool:
+        if reason := rest_reason(record, time.time()):
+            log.info("batch rests", batch=self._id, reason=reason)
+        return bool(reason)
+
+    async def _validate(self, record: BatchRecord) -> BatchRecord:
+        """Look through the whole input before any work; what is wrong with one row is that row's own end."""
+        file_id, limit = record.body["input_file_id"], self._settings.max_batch_rows
+        total = await asyncio.to_thread(count_rows, self._store, file_id, self._tenant, limit)
+
+        def begin(record: BatchRecord) -> BatchRecord:
+            counted = record.model_copy(update={"counts": BatchCounts(total=total), "progress": {}})
+            return counted.entered("in_progress", time.time()) if record.state == "validating" else counted
+
+        return await self._change(begin)
+
+    async def _work(self, record: BatchRecord) -> Summary:
+        """Run it until nothing is left to do, or nothing more may be done now."""
+        run = await asyncio.to_thread(self._made, record)
+        run.start()
+        told = Progress(RunState.RUNNING)
+        try:
+            while (summary := await asyncio.to_thread(run.wait, _STEER_S)) is None:
+                with suppress(StoreError):  # the run itself waits for the store
+                    progress = run.progress()
+                    await self._steer(run, progress, record)
+                    self._metrics.batch_advanced(told, progress)
+                    told = progress
+        except BaseException:
+            run.cancel("the service stops")
+            await asyncio.to_thread(run.wait, _STOP_S)
+            raise
+        self._metrics.batch_advanced(told, summary)
+        return summary
+
+    def _made(self, record: BatchRecord) -> Run:
+        config = store_config(self._settings)
+        file = self._store.files.get(record.body["input_file_id"], tenant=self._tenant)
+        shard = StoredShard(
+            config, self._tenant, file.id, file.filename, record.body["options"], file.nbytes, record.counts.total
+        )
+        journal = HomeJournal(self._batches, self._id, self._term)
+        return Run(StoredFile(shard), self._engines, config, journal, _options(record))
+
+    async def _steer(self, run: Run, progress: Progress, before: BatchRecord) -> None:
+        """Tell the store how the run goes on, and the run what its callers want of it."""
+        record = await asyncio.to_thread(self._change_now, lambda record: with_progress(record, progress, before))
+        if progress.state not in _AT_WORK:
+            return
+        if record.state == "cancelling":
+            run.cancel("it was cancelled")
+        elif time.time() >= record.expires_at:
+            run.cancel(f"its completion window of {record.body['completion_window']} is over")
+        elif reason := rest_reason(record, time.time()):
+            self._let_go = True
+            run.cancel(reason)
+        elif self._others_wait() and (reason := stuck(progress, time.time())):
+            # Not without need: to begin anew costs seconds, and makes again what was deleted to make room.
+            self._let_go, self._waits_for = True, reason
+            run.cancel(reason)
+
+    def _after(self, record: BatchRecord, summary: Summary) -> BatchRecord:
+        """The record after a run. One that was cancelled by nobody has used up its hours: so the batch ends."""
+        if summary.state != RunState.CANCELLED or _is_to_end(record):
+            return record
+        if self._let_go:
+            return waiting(record, self._waits_for, time.time()) if self._waits_for else record
+        reason = {**record.progress, "reason": summary.reason}
+        return record.entered("cancelling", time.time(), progress=reason)
+
+    async def _end(self, problems: tuple[BatchProblem, ...]) -> None:
+        """Write the files of results, from the journal alone; with them the batch has ended."""
+        record = await self._change(lambda record: _ending(record, problems))
+        counts = await asyncio.to_thread(write_results, self._store, record, self._term)
+
+        def end(record: BatchRecord) -> BatchRecord:
+            state, told = outcome(record, counts)
+            numbers = {**record.progress, "waits_for": "", "eta_s": None}
+            return record.entered(state, time.time(), counts=counts, problems=told, progress=numbers)
+
+        ended = await self._change(end)
+        log.info("batch results written", batch=self._id, state=ended.state, **ended.counts.model_dump())
+
+    async def _change(self, update: Update) -> BatchRecord:
+        """Change the record, however long the store takes: else nobody could even be told that the batch waits."""
+        while True:
+            try:
+                return await asyncio.to_thread(self._change_now, update)
+            except StoreError as error:
+                log.warning("a batch waits for the store", batch=self._id, code=error.code, message=error.message)
+                await asyncio.sleep(_STORE_PAUSE_S)
+
+    def _change_now(self, update: Update) -> BatchRecord:
+        return self._batches.update(self._id, update, tenant=self._tenant, term=self._term)
+
+
+def _as_it_is(record: BatchRecord) -> BatchRecord:
+    return record
+
+
+def _options(record: BatchRecord) -> RunOptions:
+    """How it is run. Its window is not among them: outside of it the batch rests, and another one has its place."""
+    body = record.body
+    limit = body["max_gpu_hours"]
+    return RunOptions(
+        tenant=record.tenant,
+        batch_id=record.id,
+        max_attempts=body["max_attempts"],
+        document_deadline_s=body["document_timeout_s"],
+        max_gpu_hours=None if limit is None else limit - record.progress.get("gpu_hours", 0.0),
+        retry_failed=record.attempts > 1,
+    )
+
+
+def with_progress(record: BatchRecord, progress: Progress, before: BatchRecord) -> BatchRecord:
+    """The record with the numbers of a run, which found the batch as in `before`. Nothing changes for time alone.
+
+    A run that goes on comes by the rows of earlier ones again, as reused: callers are told of no step back.
+    """
+    had, past = before.counts, before.progress
+    counts = BatchCounts(
+        total=had.total,
+        completed=max(had.completed, progress.done),
+        failed=progress.failed,
+        reused=max(had.reused, progress.reused - (had.completed - had.reused)),
+    )
+    waits = progress.reason if progress.state == RunState.WAITING else ""
+    if counts == record.counts and record.progress.get("waits_for", "") == waits:
+        return record
+    told = {
+        "waits_for": waits,
+        "pause_s": past.get("pause_s", 0.0) if counts.completed == had.completed else 0.0,
+        "tokens": max(past.get("tokens", 0), progress.tokens),
+        "bytes_full": max(past.get("bytes_full", 0), progress.bytes_full),
+        "bytes_stored": max(past.get("bytes_stored", 0), progress.bytes_stored),
+        "tokens_per_s": round(progress.tokens_per_s, 3),
+        "elapsed_s": round(past.get("elapsed_s", 0.0) + progress.elapsed_s, 3),
+        "eta_s": None if progress.eta_s is None else round(progress.eta_s, 3),
+        "gpu_hours": past.get("gpu_hours", 0.0) + progress.gpu_hours,
+        "workers": {
+            name: {"done": share.done, "tokens": share.tokens, "seconds": round(share.seconds, 3)}
+            for name, share in progress.workers.items()
+        },
+    }
+    return record.model_copy(update={"counts": counts, "progress": told})
+
+
+def _is_to_end(record: BatchRecord) -> bool:
+    return record.state in _ENDING or time.time() >= record.expires_at
+
+
+def _problems(record: BatchRecord, summary: Summary) -> tuple[BatchProblem, ...]:
+    """Why a run has failed before it had tried every row."""
+    if summary.state != RunState.FAILED or summary.done + summary.failed >= record.counts.total:
+        return ()
+    return (BatchProblem(code="run_failed", message=summary.reason),)
+
+
+def _ending(record: BatchRecord, problems: tuple[BatchProblem, ...]) -> BatchRecord:
+    told = record.model_copy(update={"problems": problems or record.problems})
+    return told if record.state in _ENDING else told.entered("finalizing", time.time())

@@ -1,0 +1,108 @@
+"""Batches: taken from the store under a lease, and run on the replicas that answer online.
+
+All that a batch is stands in the store. Who works on one looks there for what its callers want of it, callers of other
+front ends, too, and writes there how far it is: so any front end can tell, and when one dies its lease runs out and
+another goes on where the journal ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Final
+
+import structlog
+
+from kvshelf.errors import StoreError
+from kvshelf.service.jobs.batch_work import LEASE_S, BatchWork, rest_reason
+from kvshelf.service.observe.metrics import Metrics
+from kvshelf.service.settings import Settings
+from kvshelf.store.base import Store
+from kvshelf.store.jobs.batches import BatchRecord
+from kvshelf.workers.cluster.remote import RemoteEngine
+
+log = structlog.get_logger("kvshelf.service")
+
+_LOOK_S: Final = 1.0
+
+
+class BatchRunner:
+    """Runs the batches of the store. `start` it on the event loop of the service, `stop` it once."""
+
+    def __init__(self, store: Store, engines: Mapping[str, RemoteEngine], settings: Settings, metrics: Metrics) -> None:
+        """engines: without what observes them, because they travel to the processes that call replicas."""
+        self._store = store
+        self._engines = engines
+        self._settings = settings
+        self._metrics = metrics
+        self._running: dict[str, tuple[str, asyncio.Task[None]]] = {}  # by id: the tenant and the work
+        self._idle: list[BatchRecord] = []
+        self._wanted = asyncio.Event()
+        self._looking: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Take up what nobody works on, now and whenever there is room."""
+        self._looking = asyncio.create_task(self._look())
+
+    async def stop(self) -> None:
+        """Leave the rest to the next start, or to another front end."""
+        tasks = [task for task in (self._looking, *(task for _, task in self._running.values())) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def nudge(self) -> None:
+        """There is a batch to take up: look at once."""
+        self._wanted.set()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Batches that this process runs, and others of the store that could be run."""
+        return {"running": len(self._running), "waiting": len(self._idle)}
+
+    async def _look(self) -> None:
+        while True:
+            self._wanted.clear()
+            try:
+                await self._take_up()
+            except StoreError as error:
+                log.warning("batches cannot be read", code=error.code, message=error.message)
+            except Exception:
+                # A bug of ours must not be the end of all batches.
+                log.exception("looking for batches failed unexpectedly")
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_S):
+                    await self._wanted.wait()
+
+    async def _take_up(self) -> None:
+        """Take as many as may run; those of the tenant of whom the fewest run first."""
+        unfinished = await asyncio.to_thread(self._store.batches.unfinished)
+        now = time.time()
+        idle = [each for each in unfinished if each.id not in self._running and not rest_reason(each, now)]
+        while idle and len(self._running) < self._settings.max_running_batches:
+            busy = Counter(tenant for tenant, _ in self._running.values())
+            record = min(idle, key=lambda each: (busy[each.tenant], each.created_at))
+            idle.remove(record)
+            term = await asyncio.to_thread(self._store.batches.take, record.id, lease_s=LEASE_S)
+            if term is not None:  # else another front end runs it
+                self._begin(record, term)
+        self._idle = idle
+
+    def _begin(self, record: BatchRecord, term: int) -> None:
+        others_wait = partial(self._others_wait, record.tenant)
+        work = BatchWork(record, term, self._store, self._engines, self._settings, self._metrics, others_wait)
+        task = asyncio.create_task(work.run())
+        self._running[record.id] = record.tenant, task
+
+        def end(_: asyncio.Task[None]) -> None:
+            del self._running[record.id]
+            self.nudge()
+
+        task.add_done_callback(end)
+
+    def _others_wait(self, tenant: str) -> bool:
+        return any(each.tenant != tenant for each in self._idle)

@@ -1,0 +1,63 @@
+"""Where traces go: to an OpenTelemetry collector by OTLP over HTTP, or nowhere."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import structlog
+from opentelemetry.trace import NoOpTracer, Span, Tracer, set_span_in_context
+
+from kvshelf._extras import needs_extra
+from kvshelf.errors import MissingExtra
+from kvshelf.workers.replica.phases import Phase
+
+log = structlog.get_logger("kvshelf.service")
+
+_STANDARD = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+_EXPORT_S = 3.0  # for one batch; a collector that hangs must not hold up the end of the service for longer
+
+
+@contextmanager
+def tracer_to(endpoint: str | None) -> Iterator[Tracer]:
+    """A tracer for the length of a block, which sends what is left at its end.
+
+    endpoint: where the collector takes traces, as http://host:4318/v1/traces. Without one, OpenTelemetry's own
+    variables count, and without those there are no traces. Raises `MissingExtra` for an endpoint where the extra is not
+    installed.
+    """
+    if endpoint is None and not any(os.environ.get(name) for name in _STANDARD):
+        yield NoOpTracer()
+        return
+    try:
+        with needs_extra("otel", "sending traces"):
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except MissingExtra as error:
+        if endpoint is not None:
+            raise
+        # The variable may be meant for other programs on this machine.
+        log.warning("no traces are sent", message=error.message)
+        yield NoOpTracer()
+        return
+    name = os.environ.get("OTEL_SERVICE_NAME", "kvshelf")
+    provider = TracerProvider(resource=Resource.create({SERVICE_NAME: name}), shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_S)))
+    try:
+        yield provider.get_tracer("kvshelf")
+    finally:
+        provider.shutdown()
+
+
+def add_phases(tracer: Tracer, span: Span, began_ns: int, phases: Sequence[Phase]) -> None:
+    """A child of `span` for each phase of a call that began at `began_ns` (Unix time).
+
+    Made here when the reply has come: a replica tells only how long things took, so its clock may be another one.
+    """
+    parent = set_span_in_context(span)
+    for phase in phases:
+        start = began_ns + round(phase.start_s * 1e9)
+        tracer.start_span(phase.name, context=parent, start_time=start).end(start + round(phase.seconds * 1e9))

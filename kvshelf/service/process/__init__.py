@@ -1,0 +1,1 @@
+"""Processes: the supervisor, the server, and the replicas they start."""

@@ -1,0 +1,57 @@
+"""The replicas that settings ask for, on the Ray cluster this process is connected to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from kvshelf.service.observe import logs
+from kvshelf.service.settings import Settings
+from kvshelf.store.config import StoreConfig
+from kvshelf.workers.cluster import deployment
+from kvshelf.workers.cluster.remote import RemoteEngine
+from kvshelf.workers.engine.quality import QUESTIONS
+from kvshelf.workers.replica.residents import ResidentLimits
+from kvshelf.workers.replica.scheduler import SchedulerLimits
+
+
+@contextmanager
+def running_replicas(settings: Settings, shelf: StoreConfig, *, local: bool) -> Iterator[dict[str, RemoteEngine]]:
+    """Inside the block each model has a replica that takes requests. `local`: the cluster is this process's own.
+
+    Raises what kept one from starting, or `NoWorker`.
+    """
+    configs = [_config(settings, shelf, model, local=local) for model in settings.models]
+    limits = deployment.DeploymentLimits(settings.replicas, settings.max_ongoing_requests, settings.max_queued_requests)
+    engines = deployment.deploy(configs, limits)
+    try:
+        deployment.await_running(engines.values(), deadline_s=settings.startup_deadline_s)
+        yield engines
+    finally:
+        if not local:  # a cluster of one's own goes down as a whole
+            deployment.undeploy(engines.values())
+
+
+def _config(settings: Settings, shelf: StoreConfig, model: str, *, local: bool) -> deployment.ReplicaConfig:
+    return deployment.ReplicaConfig(
+        model=model,
+        store=shelf,
+        device=settings.device,
+        dtype=settings.dtype,
+        threads=settings.threads or _share_of_cpus(settings) if local else settings.threads,
+        limits=SchedulerLimits(
+            max_open=settings.max_open_generations,
+            max_suffix_bytes=settings.max_suffix_bytes,
+            batch_share=settings.batch_share,
+        ),
+        residents=ResidentLimits(settings.resident_bytes, settings.resident_idle_s),
+        questions=QUESTIONS if settings.quality_probe else 0,
+        max_document_tokens=settings.max_document_tokens,
+        begin=partial(logs.configure, settings.log_level),
+    )
+
+
+def _share_of_cpus(settings: Settings) -> int:
+    return max(1, (os.cpu_count() or 1) // (settings.replicas * len(settings.models)))

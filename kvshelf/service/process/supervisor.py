@@ -1,0 +1,187 @@
+"""`kvshelf serve`: a small process that holds the listening socket, and the service itself as its child.
+
+On SIGHUP another child is started on the same socket, with the code and the settings of now. Once it is ready, the one
+before is told to accept no more, to finish what is open and to leave. No connection is lost: those that nobody has
+accepted yet wait in the queue of the socket, which both children share. A child that does not come up changes nothing.
+
+The alternative, to replace Ray Serve's replicas one by one, would leave the front end and its settings as they were.
+This module imports neither torch nor ray: what never computes should take no memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import structlog
+
+from kvshelf.errors import InvalidRequest
+from kvshelf.service.observe import logs
+from kvshelf.service.settings import Settings
+
+log = structlog.get_logger("kvshelf.service")
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a child inherits: the socket that it accepts from, and its end of a line to the supervisor.
+
+    The child sends one byte when it is ready. The line ends when the child is no longer wanted, or its supervisor dead.
+    """
+
+    listener: socket.socket
+    line: socket.socket
+
+    def __str__(self) -> str:
+        return f"{self.listener.fileno()},{self.line.fileno()}"
+
+    @classmethod
+    @contextmanager
+    def inherited(cls, numbers: str) -> Iterator[Place]:
+        """The place that the supervisor passed on as text; closed at the end of the block."""
+        listener, line = (socket.socket(fileno=int(number)) for number in numbers.split(","))
+        with listener, line:
+            for each in (listener, line):
+                each.set_inheritable(False)  # it is nothing for the processes of Ray
+            line.setblocking(False)
+            yield cls(listener, line)
+
+    def require(self, host: str, port: int) -> None:
+        """Raise `InvalidRequest` if the settings name another address: it is the one thing a restart cannot change.
+
+        Were it passed over, a service without API keys, which may be on loopback only, could find itself elsewhere.
+        """
+        (_, _, _, _, wanted), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        have = self.listener.getsockname()
+        if have[0] != wanted[0] or port not in (0, have[1]):
+            raise InvalidRequest(
+                f"the settings say {host} port {port}, but this service listens on {have[0]} port {have[1]}. "
+                "To change the address, stop the service and start it again",
+                param="port" if have[0] == wanted[0] else "host",
+            )
+
+
+def supervise(settings: Settings, command: Sequence[str]) -> int:
+    """Run the service until SIGINT or SIGTERM, or until it ends by itself; returns its exit code.
+
+    `command` starts the service proper, once `--place` is added to it. Raises `InvalidRequest` for a port in use.
+    """
+    logs.configure(settings.log_level)
+    with _bound(settings.host, settings.port) as listener:
+        return asyncio.run(_Supervisor(command, listener).run())
+
+
+@contextmanager
+def _bound(host: str, port: int) -> Iterator[socket.socket]:
+    """A socket that holds the port but does not listen yet: until the service is ready, connections are refused."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise InvalidRequest(
+            f"cannot listen on {host} port {port}: {error.strerror}. Choose another --port, or 0 for a free one",
+            param="port",
+        ) from error
+    with listener:
+        yield listener
+
+
+@dataclass(frozen=True, eq=False)
+class _Child:
+    process: subprocess.Popen[bytes]
+    line: socket.socket
+
+
+class _Supervisor:
+    """At most one child is coming up at a time; the one that came up last is the one that serves."""
+
+    def __init__(self, command: Sequence[str], listener: socket.socket) -> None:
+        self._command = command
+        self._listener = listener
+        self._lives = asyncio.TaskGroup()
+        self._children: list[_Child] = []
+        self._coming: _Child | None = None
+        self._serving: _Child | None = None
+        self._asked = False
+        self._stopping = False
+        self._exit_code = 0
+        self._in_terminal = os.isatty(0)
+
+    async def run(self) -> int:
+        """See `supervise`. It ends when no child is left: one that comes up takes the place of one that has died."""
+        loop = asyncio.get_running_loop()
+        async with self._lives:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.add_signal_handler(number, self._stop, number)
+            loop.add_signal_handler(signal.SIGHUP, self._replace)
+            self._start()
+        return self._exit_code
+
+    def _stop(self, number: int) -> None:
+        self._stopping = True
+        for child in self._children:
+            child.process.send_signal(number)
+
+    def _replace(self) -> None:
+        if self._in_terminal and not os.isatty(0):  # the other meaning of SIGHUP: the window was closed
+            self._stop(signal.SIGTERM)
+            return
+        self._asked = True
+        self._start_if_asked()
+
+    def _start_if_asked(self) -> None:
+        """Start a child if one was asked for since the last was started; if one is on its way, that is awaited."""
+        if self._asked and self._coming is None and not self._stopping:
+            self._asked = False
+            log.info("restarting")
+            try:
+                self._start()
+            except OSError as error:
+                log.error("the restart failed; nothing has changed", reason=str(error))
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            place = Place(self._listener, theirs)
+            # In a session of its own: Ctrl-C reaches the supervisor alone, so that a child gets each signal once.
+            process = subprocess.Popen(
+                [*self._command, f"--place={place}"],
+                pass_fds=(place.listener.fileno(), place.line.fileno()),
+                start_new_session=True,
+            )
+        ours.setblocking(False)
+        self._coming = child = _Child(process, ours)
+        self._children.append(child)
+        self._lives.create_task(self._live(child))
+
+    async def _live(self, child: _Child) -> None:
+        ready = await asyncio.get_running_loop().sock_recv(child.line, 1)  # nothing, if it ended before
+        self._coming = None
+        if ready:
+            self._hand_over(child)
+        self._start_if_asked()
+        code = await asyncio.to_thread(child.process.wait)
+        child.line.close()
+        self._children.remove(child)
+        if self._serving in (None, child):
+            self._exit_code = code if code >= 0 else 128 - code  # as shells name those that a signal ended
+        if self._stopping:
+            return
+        if child is self._serving:
+            log.error("the service has ended by itself", exit_code=code)
+        elif not ready and self._serving is not None:
+            log.error("the restart failed, for the reason above; the service from before goes on", exit_code=code)
+
+    def _hand_over(self, child: _Child) -> None:
+        before, self._serving = self._serving, child
+        if before is not None:
+            log.info("restarted", pid=child.process.pid, before=before.process.pid)
+            before.line.close()

@@ -1,0 +1,145 @@
+"""What a query does when its cache cannot be used, or is to be compared: caches made from the source that was kept."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kvshelf.api import CreateCache
+from kvshelf.errors import (
+    CacheCorrupt,
+    CacheError,
+    CacheExpired,
+    Forbidden,
+    KvshelfError,
+    ModelMismatch,
+    SourceNotKept,
+)
+from kvshelf.service.access.keys import Caller
+from kvshelf.service.http.errors import miss_reason
+from kvshelf.service.state import Service, off_loop
+from kvshelf.store.base import Store
+from kvshelf.store.manifest import Manifest
+from kvshelf.workers.policies import POLICIES
+
+MISSES: Final = (CacheCorrupt, CacheExpired, ModelMismatch)
+"""A cache is or was on the shelf, and cannot be used."""
+
+FULL_TTL_S: Final = 600.0
+"""How long a full cache stays that was made to compare with: the next comparisons do not prefill again."""
+
+_SAME_DOCUMENT = ("model", "document", "layout", "boundary")
+
+
+@dataclass(frozen=True)
+class Original:
+    """A cache that is asked, and its kept source, if it has one: messages as JSON, or text.
+
+    The source is read before the cache is, and also where that is known to be corrupt: its own bytes are checked apart.
+    """
+
+    service: Service
+    caller: Caller
+    manifest: Manifest
+    source: str | None
+
+    @classmethod
+    async def find(cls, service: Service, caller: Caller, cache_id: str, *, recompute: bool) -> Original:
+        """Raises as `Store.stat` does; with `recompute`, `SourceNotKept` for what went together with its source."""
+        if "write" not in caller.scopes:
+            raise Forbidden("on_miss: recompute and compare may store caches; they need a key with the scope 'write'")
+        store, tenant = service.store, caller.tenant
+        try:
+            with service.metrics.asking():
+                manifest, source = await off_loop(_found, store, cache_id, tenant, recompute=recompute)
+        except CacheError as miss:
+            if not recompute:
+                raise
+            raise _lost(miss) from miss
+        return cls(service, caller, manifest, source)
+
+    async def again(self, miss: KvshelfError) -> Manifest:
+        """Compress the document again, as it was, after a miss. Under a changed model the cache has another id."""
+        if self.source is None:
+            raise _lost(miss) from miss
+        made = await self._create(self._spec(self.source))
+        if self.manifest.pinned and not made.pinned:
+            update = self.service.store.update
+            made = await off_loop(update, made.id, tenant=self.caller.tenant, pinned=True)
+        return made
+
+    async def full(self) -> Manifest:
+        """The full cache of the document: one that is on the shelf, or one that is made and kept for `FULL_TTL_S`."""
+        found = await self._stored_full()
+        if found is not None:
+            return found
+        if self.source is None:
+            raise SourceNotKept(
+                f"to compare, cache {self.manifest.id} needs a cache of the same document with the policy full and the "
+                "codec none on the shelf, or its own source; create it with keep_source",
+                param="compare",
+            )
+        as_full: dict[str, Any] = {"policy": "full", "policy_params": {}, "compression_ratio": None, "codec": "none"}
+        plain = {"expected_questions": [], "ttl_s": FULL_TTL_S, "name": "", "labels": {}, "keep_source": False}
+        return await self._create(self._spec(self.source) | as_full | plain)
+
+    async def _stored_full(self) -> Manifest | None:
+        document_id = self.manifest.document_id
+        listing = self.service.store.list
+        page = await off_loop(listing, tenant=self.caller.tenant, document_id=document_id, policy="full", limit=100)
+        ours = self.manifest.identity
+        for found in page.data:
+            same = all(found.identity[field] == ours[field] for field in _SAME_DOCUMENT)
+            if same and found.codec == "none":
+                return found
+        return None
+
+    async def _create(self, spec: dict[str, Any]) -> Manifest:
+        engine = self.service.engine_for(self.manifest)
+        deadline_s = self.service.settings.request_deadline_s
+        created = await engine.create(spec | {"model": engine.model}, tenant=self.caller.tenant, deadline_s=deadline_s)
+        return Manifest.model_validate(created.manifest)
+
+    def _spec(self, source: str) -> dict[str, Any]:
+        """The creation that made the cache. Its parameters are given as they were used, none is left to a default."""
+        manifest, identity = self.manifest, self.manifest.identity
+        takes_budget = POLICIES[manifest.policy].takes_budget if manifest.policy in POLICIES else True
+        is_text = identity["boundary"] in ("text", "document")
+        spec = CreateCache.model_construct(  # not validated: it has been, when it was a request
+            document=source if is_text else None,
+            messages=None if is_text else json.loads(source),
+            layout=identity["layout"],
+            policy=manifest.policy,
+            policy_params=manifest.policy_params,
+            compression_ratio=manifest.compression_ratio if takes_budget else None,
+            codec=manifest.codec,
+            expected_questions=list(identity["expected_questions"]),
+            ttl_s=None if manifest.expires_at is None else manifest.expires_at - manifest.created_at,
+            name=manifest.name,
+            labels=manifest.labels,
+            keep_source=True,
+        )
+        return spec.model_dump(mode="json", warnings=False)
+
+
+def _found(store: Store, cache_id: str, tenant: str, *, recompute: bool) -> tuple[Manifest, str | None]:
+    try:
+        manifest = store.stat(cache_id, tenant=tenant)
+        return manifest, store.source(cache_id, tenant=tenant) if manifest.has_source else None
+    except CacheCorrupt as miss:
+        if not recompute:
+            raise
+        try:
+            return store.original(cache_id, tenant=tenant)
+        except SourceNotKept:
+            raise miss from None
+
+
+def _lost(miss: KvshelfError) -> SourceNotKept:
+    return SourceNotKept(
+        f"the cache cannot be made again, because its source was not kept or has gone with it; send the document "
+        f"again. {miss.message}",
+        param="on_miss",
+        miss_reason=miss_reason(miss),
+    )

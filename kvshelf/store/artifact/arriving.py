@@ -1,0 +1,245 @@
+"""A stored cache while it is being read: layers can be used as soon as their own digests are checked.
+
+The header alone says what the cache is, and the manifest's root digest vouches for it before the first segment is read
+(docs/format.md). So the forward of a question can pass layer 0 while layer 1 is still being read and hashed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from contextlib import AbstractContextManager, closing, suppress
+from functools import partial
+from io import RawIOBase
+from itertools import chain
+from types import TracebackType
+from typing import Final, Self
+
+from kvshelf.errors import StoreUnavailable
+from kvshelf.store.artifact import blob
+from kvshelf.store.artifact.blob import BlobSummary, Body
+from kvshelf.store.artifact.blob.header import body_bytes
+from kvshelf.store.artifact.blob.layer import Layer
+from kvshelf.store.artifact.cache import CompressedCache
+from kvshelf.store.artifact.memory import fill, used_memory
+from kvshelf.store.artifact.records import LayerRecord
+
+_READ_AHEAD_BYTES: Final = 16 << 20
+"""Of a body from which on a second thread saves time: of 8 MB it costs more of the processor, and saves none."""
+
+_PORTION_BYTES: Final = 8 << 20
+"""Of layers that are handed out at once, at most. Streaming bytes through the processor's caches and making records of
+them drive each other out of these: layer by layer, 64 MB in 32 layers take a fifth longer."""
+
+_RUN_BYTES: Final = 4 << 20
+"""Of layers that are read at once, at most, and digested one by one: fewer, and what reads and what digests drive each
+other's code out of the processor's caches more often; more, and the digests wait for memory."""
+
+Guard = Callable[[], AbstractContextManager[None]]
+"""Makes a block within which errors of a store's bytes and of its medium become the errors that the store promises."""
+
+
+class ArrivingCache:
+    """A stored cache whose header is verified and whose layers come one after the other, some at a time.
+
+    One thread calls `read`; any others wait for `layers`, each of which is there when its digest is checked and those
+    of its portion are, or call `cache` for all. Whoever loses interest calls `close`. Made by `Store.open_cache`; close
+    it, or use it in a `with` block.
+    """
+
+    on_read: Callable[[CompressedCache], None] | None = None
+    """Called with the cache once `read` has handed out its last layer, on the same thread. It must not raise."""
+
+    elsewhere: Callable[[], ArrivingCache] | None = None
+    """Opens the same cache in another place. Called when these bytes turn out bad; what it raises, the layers raise."""
+
+    place: str = "home"
+    """Where the bytes come from: the home, or the name of a tier before it."""
+
+    def __init__(
+        self, summary: BlobSummary, body: RawIOBase | memoryview, guard: Guard, *, read_ahead: bool = True
+    ) -> None:
+        """`body`: a file at the first byte of the body, which is read once, from front to end, and closed; or the body
+        itself, which must not change: the layers become views of it. read_ahead: whether another thread is to read it
+        meanwhile, see `Blobs.read_ahead`."""
+        self._summary = summary
+        self._body = None if isinstance(body, memoryview) else body
+        self._memory = body if isinstance(body, memoryview) else None
+        self._guard = guard
+        self._resolved = 0  # layers that `read` has handed out
+        self._turn = threading.Lock()  # of whoever uses the file: a file is not closed while it is read
+        self.identity = summary.header.to_identity()
+        self.num_tokens = summary.header.num_tokens
+        self.next_position = summary.header.next_position
+        self.codec = summary.header.codec
+        self.num_layers = len(summary.header.layers)
+        self.nbytes = body_bytes(summary.header)
+        """Bytes of all layers together, which is what `read` allocates."""
+        self._read_ahead = read_ahead and self.nbytes >= _READ_AHEAD_BYTES
+        self.root = summary.root
+        """The blob's root digest: equal roots mean equal content. `Manifest.blob_digest` is its hex form."""
+        self.layers: tuple[Future[LayerRecord], ...] = tuple(Future() for _ in range(self.num_layers))
+        """The layers in order. When reading fails, the layer at fault and all after it have the error."""
+        for layer in self.layers:
+            layer.set_running_or_notify_cancel()  # one waiter must not cancel what others wait for
+
+    def read(self, *, together: bool = False) -> None:
+        """Read, verify and resolve the layers in order, on the caller's thread. To be called once.
+
+        together: resolve them at the end, which takes less where nobody waits for the first ones.
+
+        Raises nothing of what can go wrong with the cache: the futures have it, `CacheCorrupt` or `StoreUnavailable`.
+        A corrupt cache is set aside before they say so. All tensors share one buffer of `nbytes`.
+        """
+        with self._turn:
+            if self.layers[0].done():  # closed, or read before
+                self._close_body()
+                return
+            try:
+                with self._guard():
+                    self._read_layers(together)
+            except Exception as error:  # whatever it is, those who wait must hear of it
+                self._read_elsewhere(error)
+            finally:
+                self.close()  # nobody is left waiting, even when this thread is interrupted
+                self._close_body()
+        if self.on_read is not None and not any(layer.exception() for layer in self.layers):
+            self.on_read(self.cache())
+
+    def cache(self) -> CompressedCache:
+        """The whole cache. Waits for all layers, and raises what became of the first one that failed."""
+        layers = tuple(layer.result() for layer in self.layers)
+        return CompressedCache(layers, self.num_tokens, self.next_position, self.identity, self.codec)
+
+    def close(self) -> None:
+        """Let go of the file. Layers that have not been read are `StoreUnavailable`; those that have stay usable.
+
+        May be called from any thread and more than once; a `read` that is under way ends before its next layers.
+        """
+        self._refuse(StoreUnavailable("the cache was closed before this layer was read; open it again"))
+        if self._turn.acquire(blocking=False):  # otherwise the reader closes the file when it ends
+            self._close_body()
+            self._turn.release()
+
+    def _close_body(self) -> None:
+        if self._body is not None:
+            self._body.close()
+
+    def _read_layers(self, together: bool) -> None:
+        memory = used_memory(self.nbytes) if self._memory is None else self._memory
+        layers = self._summary.header.layers
+        sizes = [layer.nbytes for layer in layers]
+        portions = [range(len(layers))] if together else list(portions_of(sizes))
+        checked = handed = 0
+        try:
+            with closing(self._runs(memory, [run for portion in portions for run in runs_of(sizes, portion)])) as runs:
+                ends = {portion.stop for portion in portions}
+                for index in chain.from_iterable(runs):
+                    if self.layers[index].done():  # closed
+                        return
+                    blob.check_segment(index, layers[index], _segment(layers[index], memory))
+                    checked = index + 1
+                    if checked in ends:
+                        self._hand_out(range(handed, checked), memory)
+                        handed = checked
+        finally:
+            self._hand_out(range(handed, checked), memory)
+
+    def _hand_out(self, checked: range, memory: memoryview) -> None:
+        header = self._summary.header
+        body = Body(memory)
+        with suppress(InvalidStateError):  # closed meanwhile, with all that are still to come
+            for index in checked:
+                self.layers[index].set_result(blob.read_segment(index, header, body))
+                self._resolved = index + 1
+
+    def _runs(self, memory: memoryview, runs: Sequence[range]) -> Generator[range]:
+        """Runs of layers in order, their segments filled when they are handed out.
+
+        Where a thread reads ahead, it reads the next ones while the caller digests these: both take about as long.
+        """
+        if self._body is None:
+            yield from runs
+        elif not self._read_ahead:
+            for run in runs:
+                self._fill(memory, run)
+                yield run
+        else:
+            with ThreadPoolExecutor(1, "kvshelf-read") as ahead:
+                following = ahead.submit(self._fill, memory, runs[0])
+                for index, run in enumerate(runs, 1):
+                    following.result()
+                    if index < len(runs):
+                        following = ahead.submit(self._fill, memory, runs[index])
+                    yield run
+
+    def _fill(self, memory: memoryview, run: range) -> None:
+        first, last = (self._summary.header.layers[index] for index in (run[0], run[-1]))
+        assert self._body is not None
+        fill(self._body, memory[first.offset : last.offset + last.nbytes])
+
+    def _read_elsewhere(self, error: Exception) -> None:
+        """Let the layers that are missing come from the same cache in another place; `error` if there is none."""
+        if self.elsewhere is None:
+            return self._refuse(error)
+        try:
+            with self.elsewhere() as other:
+                if other.root != self.root:  # it was replaced meanwhile
+                    return self._refuse(error)
+                for mine, theirs in zip(self.layers, other.layers, strict=True):
+                    theirs.add_done_callback(partial(_pass_on, mine))
+                other.read()
+        except Exception as failure:
+            self._refuse(failure)
+
+    def _refuse(self, error: Exception) -> None:
+        for layer in self.layers[self._resolved :]:
+            with suppress(InvalidStateError):  # it is resolved, or the other of `read` and `close` was first
+                layer.set_exception(error)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _segment(layer: Layer, memory: memoryview) -> memoryview:
+    return memory[layer.offset : layer.offset + layer.nbytes]
+
+
+def portions_of(sizes: Sequence[int]) -> Iterator[range]:
+    """Layers of so many bytes, some at a time: one at first, for whoever waits for it, then twice as much each time."""
+    start, limit = 0, 1
+    while start < len(sizes):
+        stop, nbytes = start, 0
+        while stop < len(sizes) and nbytes < limit:
+            nbytes += sizes[stop]
+            stop += 1
+        yield range(start, stop)
+        start, limit = stop, min(2 * nbytes, _PORTION_BYTES)
+
+
+def runs_of(sizes: Sequence[int], portion: range) -> Iterator[range]:
+    """The layers of a portion, at least one and at most `_RUN_BYTES` of them at a time."""
+    start, nbytes = portion.start, 0
+    for index in portion:
+        if nbytes and nbytes + sizes[index] > _RUN_BYTES:
+            yield range(start, index)
+            start, nbytes = index, 0
+        nbytes += sizes[index]
+    yield range(start, portion.stop)
+
+
+def _pass_on(mine: Future[LayerRecord], theirs: Future[LayerRecord]) -> None:
+    if mine.done():
+        return
+    with suppress(InvalidStateError):  # closed meanwhile
+        error = theirs.exception()
+        if error is None:
+            mine.set_result(theirs.result())
+        else:
+            mine.set_exception(error)

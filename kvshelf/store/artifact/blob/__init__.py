@@ -1,0 +1,249 @@
+"""Blob format 1: a compressed cache as bytes. docs/format.md describes it byte by byte, with the reasons.
+
+    fixed part   magic, major, minor, header length                          16 bytes
+    header       msgpack, then zeros up to a multiple of 64
+    body         one segment per layer: its records' arrays, each aligned to 64 and padded with zeros
+    trailer      total length, root digest                                   40 bytes
+
+Each segment's digest lies in the header, and the root digest covers the fixed part, the header, its padding and the
+total length. So every byte is covered, and hashed once; hashing the whole blob again would double the time of a read.
+The digests also let a layer be used before the next one has arrived.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, BinaryIO
+
+from blake3 import blake3
+
+from kvshelf.errors import BlobError, InvalidRequest
+from kvshelf.store.artifact.blob import frame
+from kvshelf.store.artifact.blob import header as headers
+from kvshelf.store.artifact.blob import segment as segments_of
+from kvshelf.store.artifact.blob.body import Body
+from kvshelf.store.artifact.blob.frame import (
+    FIXED,
+    FORMAT_MAJOR,
+    FORMAT_MINOR,
+    TRAILER,
+    BlobSummary,
+    Buffer,
+    body_offset,
+    open_frame,
+)
+from kvshelf.store.artifact.blob.header import Header
+from kvshelf.store.artifact.blob.layer import KeptLayer, Layer, Part, RecordsLayer, aligned
+from kvshelf.store.artifact.cache import CompressedCache
+from kvshelf.store.artifact.records import Kept, LayerRecord
+
+__all__ = [
+    "FORMAT_MAJOR",
+    "FORMAT_MINOR",
+    "BlobSummary",
+    "Body",
+    "Buffer",
+    "PackedBlob",
+    "check_segment",
+    "decode",
+    "encode",
+    "inspect",
+    "open_file",
+    "pack",
+    "read_segment",
+    "root",
+    "verify_file",
+]
+
+_CHUNK = 1 << 20  # stays in the cache between reading and hashing
+
+
+@dataclass(frozen=True)
+class PackedBlob:
+    """A blob as the buffers it consists of, not yet joined: a writer hands them to the file one after the other.
+
+    `parts` are the head, one segment per layer, and the trailer; each is a run of buffers. The buffers share memory
+    with the cache's tensors wherever these are contiguous and on the CPU.
+    """
+
+    parts: tuple[tuple[memoryview, ...], ...]
+    nbytes: int
+    root: bytes
+    header: Header
+
+    @property
+    def buffers(self) -> Iterator[memoryview]:
+        """All of it, from the first byte to the last."""
+        return chain.from_iterable(self.parts)
+
+
+def encode(cache: CompressedCache) -> bytes:
+    """The blob of a cache. Equal caches give equal bytes: there is no time and no nonce in it.
+
+    Raises `InvalidRequest` for a cache that the format cannot hold (a dtype that is not float32, bfloat16 or float16,
+    a header over 256 KiB, records that contradict themselves).
+    """
+    return b"".join(pack(cache).buffers)
+
+
+def decode(data: Buffer) -> CompressedCache:
+    """Read a blob. Raises `BlobError` for any bytes but those `encode` writes; checks all digests before a tensor is
+    made.
+
+    The tensors are views of `data`, which they keep alive and which must not change afterwards; they must not be
+    written to either.
+    """
+    view = _view(data)
+    body = body_offset(view[: FIXED.size], len(view))
+    header = open_frame(view[:body], view[-TRAILER.size :], len(view)).header
+    segments = [view[body + layer.offset : body + layer.offset + layer.nbytes] for layer in header.layers]
+    for index, (layer, segment) in enumerate(zip(header.layers, segments, strict=True)):
+        check_segment(index, layer, segment)
+    whole = Body(view[body:])
+    layers = tuple(read_segment(index, header, whole) for index in range(len(segments)))
+    return CompressedCache(layers, header.num_tokens, header.next_position, header.to_identity(), header.codec)
+
+
+def check_segment(index: int, layer: Layer, segment: memoryview) -> None:
+    """Raise `BlobError` unless the segment of a layer has its digest and zeros for padding."""
+    _require_digest(f"segment {index}", blake3(segment).digest(), layer.digest)
+    for span in (span for _, spans in layer.contents() for span in spans.values()):
+        end = span.offset + span.nbytes
+        if any(segment[end : aligned(end)]):
+            raise BlobError(f"padding in segment {index} is not zero", reason="nonzero_padding")
+
+
+def read_segment(index: int, header: Header, body: Body) -> LayerRecord:
+    """A layer whose segment `check_segment` has taken. Its tensors are views of the body, as `decode` says.
+
+    Raises `BlobError` for what a digest cannot know: a writer's fault.
+    """
+    return segments_of.read(f"layer {index}", header.layers[index], body, header.num_tokens)
+
+
+def root(data: Buffer) -> bytes:
+    """The root digest that a blob claims; true once `decode` or `inspect` has taken the blob."""
+    return bytes(_view(data)[-TRAILER.size :][8:])
+
+
+def inspect(data: Buffer) -> BlobSummary:
+    """The header of a blob, its root digest checked; the segments are not read. Raises `BlobError`."""
+    view = _view(data)
+    body = body_offset(view[: FIXED.size], len(view))
+    return open_frame(view[:body], view[-TRAILER.size :], len(view))
+
+
+def open_file(file: BinaryIO, size: int) -> BlobSummary:
+    """`inspect` a blob in a seekable file that must have `size` bytes; leaves it at the first byte of the body."""
+    end = file.seek(0, os.SEEK_END)
+    if end != size:
+        raise BlobError(
+            f"the file has {end} bytes, {size} were written", reason="truncated" if end < size else "trailing_bytes"
+        )
+    trailer = _read_at(file, max(0, size - TRAILER.size), min(size, TRAILER.size))
+    file.seek(0)
+    fixed = _read(file, min(size, FIXED.size))
+    rest = _read(file, body_offset(fixed, size) - len(fixed))  # read on, so that one stream may carry it all
+    return open_frame(fixed + rest, trailer, size)
+
+
+def verify_file(file: BinaryIO, size: int) -> BlobSummary:
+    """Check every digest of a blob in a seekable file of `size` bytes, in constant memory. Raises `BlobError`."""
+    summary = open_file(file, size)
+    buffer = bytearray(_CHUNK)
+    for index, layer in enumerate(summary.header.layers):  # segments follow each other without holes
+        digest = blake3()
+        for chunk in _chunks(file, buffer, layer.nbytes):
+            digest.update(chunk)
+        _require_digest(f"segment {index}", digest.digest(), layer.digest)
+    return summary
+
+
+def pack(cache: CompressedCache) -> PackedBlob:
+    """Lay a cache out as a blob and compute its digests. Raises as `encode` does."""
+    layers: list[Layer] = []
+    segments: list[tuple[memoryview, ...]] = []
+    offset = 0
+    for record in cache.layers:
+        layer, buffers = _segment(record, cache.num_tokens, offset)
+        layers.append(layer)
+        segments.append(tuple(buffers))
+        offset += layer.nbytes
+    header, packed = _header(cache, layers)
+    head, trailer = frame.close(packed, header.minor, offset)
+    nbytes = len(head) + offset + len(trailer)
+    return PackedBlob(((memoryview(head),), *segments, (memoryview(trailer),)), nbytes, root(trailer), header)
+
+
+def _header(cache: CompressedCache, layers: list[Layer]) -> tuple[Header, bytes]:
+    """The header and its bytes, read back once: what is written can be read, or is refused before it is stored."""
+    try:
+        header = headers.describe(cache.identity, cache.num_tokens, cache.next_position, cache.codec, layers)
+        packed = headers.pack(header)
+        headers.parse(packed, header.minor)
+    except (ValueError, OverflowError, BlobError) as error:
+        raise InvalidRequest(f"the cache cannot be written as a blob: {error}") from error
+    if len(packed) > headers.HEADER_LIMIT:
+        raise InvalidRequest(
+            f"the cache's description takes {len(packed)} bytes, the format allows {headers.HEADER_LIMIT}; shorten "
+            "the policy parameters, the probe text or the expected questions"
+        )
+    return header, packed
+
+
+def _view(data: Buffer) -> memoryview:
+    try:
+        return memoryview(data).cast("B")
+    except TypeError as error:
+        raise InvalidRequest(f"a blob is a run of bytes, not {type(data).__name__}", param="blob") from error
+
+
+def _segment(record: LayerRecord, num_tokens: int, offset: int) -> tuple[Layer, list[memoryview]]:
+    """One layer's header and the buffers of its segment, padding included."""
+    dims, records = segments_of.write(record, num_tokens)
+    buffers: list[memoryview] = []
+    parts: dict[str, Any] = {}
+    end = 0
+    digest = blake3()
+    for name, data in ((name, data) for _, arrays in records for name, data in arrays.items()):
+        parts[name] = Part(offset=end, nbytes=len(data))  # 1.0 writes them down; its one record has no name twice
+        padding = memoryview(bytes(aligned(len(data)) - len(data)))
+        buffers.extend((data, padding))
+        digest.update(data).update(padding)
+        end += len(data) + len(padding)
+    place: dict[str, Any] = {**dims._asdict(), "offset": offset, "nbytes": end, "digest": digest.digest()}
+    header = records[0][0]
+    if isinstance(record, Kept) and header.codec == "none":
+        plain = header.model_dump(include={"kind", "rope_mode", "codec", "lengths", "position_encoding"})
+        return KeptLayer(**plain, **place, **parts), buffers
+    return RecordsLayer(kind="records", **place, records=[header for header, _ in records]), buffers
+
+
+def _require_digest(what: str, actual: bytes, expected: bytes) -> None:
+    if actual != expected:
+        raise BlobError(f"{what} is not what was written: its digest differs", reason="digest_mismatch")
+
+
+def _read_at(file: BinaryIO, offset: int, size: int) -> bytes:
+    file.seek(offset)
+    return _read(file, size)
+
+
+def _read(file: BinaryIO, size: int) -> bytes:
+    data = file.read(size)
+    if len(data) != size:
+        raise BlobError(f"the file ended {size - len(data)} bytes early while it was read", reason="truncated")
+    return data
+
+
+def _chunks(file: BinaryIO, buffer: bytearray, size: int) -> Iterator[memoryview]:
+    view = memoryview(buffer)
+    while size:
+        count = file.readinto(view[: min(size, len(buffer))])  # type: ignore[attr-defined]
+        if not count:
+            raise BlobError(f"the file ended {size} bytes early while it was read", reason="truncated")
+        yield view[:count]
+        size -= count

@@ -1,0 +1,265 @@
+"""Segments: the arrays of one layer as bytes, and back.
+
+Keys and values of a plain record are one array each; of a quantized one, codes, scales and zeros. What the header
+cannot vouch for is checked here, on the way in and on the way out: what is written can be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kvshelf.errors import BlobError, InvalidRequest
+from kvshelf.kernels.quantize.rows import Axis, QuantizedRows, Rows, scales_shape
+from kvshelf.store.artifact import positions
+from kvshelf.store.artifact.blob.body import Body
+from kvshelf.store.artifact.blob.layer import (
+    Described,
+    Dims,
+    DtypeName,
+    KeptHeader,
+    Layer,
+    MergedHeader,
+    Part,
+    RecordHeader,
+    Span,
+    class_bytes,
+)
+from kvshelf.store.artifact.codecs import BITS, Precision
+from kvshelf.store.artifact.packed import offsets_of
+from kvshelf.store.artifact.records import Kept, LayerRecord, Merged, PackedRecord, Parts
+
+DTYPES: dict[DtypeName, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_PRECISIONS: dict[int, Precision] = {bits: name for name, bits in BITS.items()}
+_AXES: dict[str, Axis] = {"keys": "tokens", "values": "channels"}
+
+Ints = npt.NDArray[np.int64]
+Arrays = dict[str, memoryview]
+"""The bytes of a record's arrays, in the order of `array_sizes`."""
+
+
+def write(record: LayerRecord, num_tokens: int) -> tuple[Dims, list[tuple[RecordHeader, Arrays]]]:
+    """Describe a layer and give the bytes of its arrays, shared with its tensors where these are contiguous.
+
+    Raises `InvalidRequest` for a record that the format cannot hold.
+    """
+    parts = record.parts if isinstance(record, Parts) else (record,)
+    dims = Dims(_dtype_name(parts), record.key_dim, record.value_dim)
+    written = [_write_record(part, num_tokens) for part in parts]
+    try:
+        _require_sound("the layer", record)
+    except BlobError as error:
+        raise InvalidRequest(f"the cache cannot be written as a blob: {error}") from error
+    return dims, written
+
+
+def read(where: str, layer: Layer, body: Body, num_tokens: int) -> LayerRecord:
+    """The layer whose segment is in a body.
+
+    Raises `BlobError` for bytes that `write` cannot have written.
+    """
+    parts = []
+    for header, spans in layer.contents():
+        parts.append(_Reader(header, spans, layer, body, num_tokens).record())
+    record = parts[0] if len(parts) == 1 else Parts(tuple(parts))
+    _require_sound(where, record)
+    return record
+
+
+def _dtype_name(parts: tuple[PackedRecord, ...]) -> DtypeName:
+    for part in parts:
+        if part.keys.dtype not in _DTYPE_NAMES or part.values.dtype != part.keys.dtype:
+            raise InvalidRequest(
+                f"keys are {part.keys.dtype} and values {part.values.dtype}; a blob holds one of "
+                f"{', '.join(DTYPES)} for both"
+            )
+    return _DTYPE_NAMES[parts[0].dtype]
+
+
+def _write_record(record: PackedRecord, num_tokens: int) -> tuple[RecordHeader, Arrays]:
+    codec, group = _precision(record)
+    arrays = _row_arrays("keys", record.keys) | _row_arrays("values", record.values)
+    encoding, data = positions.encode(_ints(record.entry_positions), record.lengths, num_tokens)
+    arrays["positions"] = memoryview(data)
+    fields: dict[str, Any] = {
+        "rope_mode": record.rope_mode,
+        "codec": codec,
+        "group": group,
+        "lengths": record.lengths,
+        "position_encoding": encoding,
+    }
+    if isinstance(record, Kept):
+        return KeptHeader(kind="kept", **fields, sizes=_sizes(arrays)), arrays
+    slot_encoding, slot_data = positions.encode(_ints(record.slot_positions), record.slot_lengths, num_tokens)
+    classes = _ints(record.slot_classes).astype(f"<u{class_bytes(record.lengths)}")
+    arrays["slot_positions"] = memoryview(slot_data)
+    arrays["slot_classes"] = memoryview(classes.tobytes())
+    arrays["slot_scales"] = _raw(record.slot_scales.to(torch.float32))
+    header = MergedHeader(
+        kind="merged",
+        **fields,
+        slot_lengths=record.slot_lengths,
+        slot_position_encoding=slot_encoding,
+        sizes=_sizes(arrays),
+    )
+    return header, arrays
+
+
+def _sizes(arrays: Arrays) -> list[int]:
+    return [len(data) for data in arrays.values()]
+
+
+def _precision(record: PackedRecord) -> tuple[Precision, int]:
+    """Codec and group of a record, which are those of its keys and its values."""
+    keys, values = record.keys, record.values
+    if isinstance(keys, Tensor) and isinstance(values, Tensor):
+        return "none", 0
+    if isinstance(keys, QuantizedRows) and isinstance(values, QuantizedRows):
+        alike = (keys.bits, keys.group, keys.lengths) == (values.bits, values.group, values.lengths)
+        if alike and (keys.axis, values.axis, keys.lengths) == ("tokens", "channels", tuple(record.lengths)):
+            return _PRECISIONS[keys.bits], keys.group
+    raise InvalidRequest(
+        "a blob holds keys and values under one codec, keys in groups of entries and values in groups of channels"
+    )
+
+
+def _row_arrays(name: str, rows: Rows) -> Arrays:
+    if isinstance(rows, Tensor):
+        return {name: _raw(rows)}
+    return {f"{name}_{what}": _raw(getattr(rows, what)) for what in ("codes", "scales", "zeros")}
+
+
+def _raw(tensor: Tensor) -> memoryview:
+    """A tensor's bytes, without a copy when it is contiguous and on the CPU."""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def _ints(tensor: Tensor) -> Ints:
+    return tensor.cpu().numpy().astype(np.int64)
+
+
+class _Reader:
+    """One record of a segment. The header has been checked against the size of the segment."""
+
+    def __init__(
+        self, header: Described, spans: Mapping[str, Span | Part], layer: Layer, body: Body, num_tokens: int
+    ) -> None:
+        self._header = header
+        self._spans = spans
+        self._layer = layer
+        self._body = body
+        self._num_tokens = num_tokens
+
+    def record(self) -> PackedRecord:
+        header = self._header
+        fields: dict[str, Any] = {
+            "keys": self._rows("keys", self._layer.key_dim),
+            "values": self._rows("values", self._layer.value_dim),
+            "entries_at": self._positions("positions", header.position_encoding, header.lengths),
+            "offsets": offsets_of(header.lengths),
+            "rope_mode": header.rope_mode,
+        }
+        if not isinstance(header, MergedHeader):
+            return Kept(**fields)
+        classes = np.frombuffer(self._bytes("slot_classes"), f"<u{class_bytes(header.lengths)}")
+        return Merged(
+            **fields,
+            slot_scales=self._tensor("slot_scales", torch.float32, sum(header.slot_lengths)),
+            slot_classes=torch.from_numpy(classes.astype(np.int32)),
+            slot_positions=self._positions("slot_positions", header.slot_position_encoding, header.slot_lengths)(),
+            slot_offsets=offsets_of(header.slot_lengths),
+        )
+
+    def _rows(self, name: str, dim: int) -> Rows:
+        header, dtype = self._header, DTYPES[self._layer.dtype]
+        entries = sum(header.lengths)
+        if header.codec == "none":
+            return self._tensor(name, dtype, entries, dim)
+        bits, axis = BITS[header.codec], _AXES[name]
+        shape = scales_shape(axis, header.group, header.lengths, dim)
+        return QuantizedRows(
+            codes=self._tensor(f"{name}_codes", torch.uint8, entries, -(-dim * bits // 8)),
+            scales=self._tensor(f"{name}_scales", torch.bfloat16, *shape),
+            zeros=self._tensor(f"{name}_zeros", torch.bfloat16, *shape),
+            bits=bits,
+            group=header.group,
+            axis=axis,
+            num_channels=dim,
+            dtype=dtype,
+            lengths=tuple(header.lengths),
+        )
+
+    def _tensor(self, name: str, dtype: torch.dtype, *shape: int) -> Tensor:
+        return self._body.tensor(self._layer.offset + self._spans[name].offset, dtype, *shape)
+
+    def _bytes(self, name: str) -> memoryview:
+        span = self._spans[name]
+        start = self._layer.offset + span.offset
+        return self._body.memory[start : start + span.nbytes]
+
+    def _positions(self, name: str, encoding: positions.Encoding, lengths: list[int]) -> Callable[[], Tensor]:
+        """Checked, and expanded by whoever asks."""
+        expand = positions.decode(encoding, self._bytes(name), lengths, self._num_tokens)
+        return lambda: torch.from_numpy(expand().astype(np.int32))
+
+
+def _require_sound(where: str, record: LayerRecord) -> None:
+    """Refuse what would be attended to wrongly: codes that stand for no number, slots of no class, tokens twice."""
+    parts = record.parts if isinstance(record, Parts) else (record,)
+    for part in parts:
+        for rows in (part.keys, part.values):
+            if isinstance(rows, QuantizedRows):
+                _require_codes(where, rows)
+        if isinstance(part, Merged):
+            _require_classes(_ints(part.slot_classes), part.lengths, part.slot_lengths)
+            if not bool(torch.isfinite(part.slot_scales).all()):
+                raise BlobError(f"{where} has a slot whose scale is not finite", reason="not_finite")
+    if len(parts) > 1:
+        entries = [_by_head(part.entry_positions, part.lengths) for part in parts]
+        _require_disjoint(where, entries)
+        slots = [_by_head(part.slot_positions, part.slot_lengths) for part in parts if isinstance(part, Merged)]
+        kept = [found for found, part in zip(entries, parts, strict=True) if isinstance(part, Kept)]
+        _require_disjoint(where, slots + kept)
+
+
+def _require_codes(where: str, rows: QuantizedRows) -> None:
+    if not rows.finite:
+        raise BlobError(f"{where} has a scale or zero whose codes stand for no finite number", reason="not_finite")
+    used = rows.num_channels * rows.bits % 8
+    if used and bool((rows.codes[:, -1] >> used).any()):
+        raise BlobError(f"{where} has codes whose unused bits are not zero", reason="nonzero_padding")
+
+
+def _require_classes(classes: Ints, lengths: list[int], slot_lengths: list[int]) -> None:
+    """Every slot names a class of its head, and every class has a slot."""
+    counts = np.repeat(np.asarray(lengths, np.int64), slot_lengths)  # classes of each slot's head
+    outside = (classes < 0) | (classes >= counts)
+    if outside.any():
+        first = int(np.flatnonzero(outside)[0])
+        raise BlobError(
+            f"slot {first} names class {int(classes[first])} of a head of {int(counts[first])}",
+            reason="class_out_of_range",
+        )
+    starts = np.repeat(np.asarray(offsets_of(lengths)[:-1], np.int64), slot_lengths)
+    if not np.bincount(classes + starts, minlength=sum(lengths)).all():
+        raise BlobError("a class has no slot, so that nothing could ever read it", reason="class_without_slot")
+
+
+def _by_head(found: Tensor, lengths: list[int]) -> Ints:
+    """Positions as numbers that differ between heads; ascending."""
+    return _ints(found) + np.repeat(np.arange(len(lengths), dtype=np.int64) << 31, lengths)
+
+
+def _require_disjoint(where: str, parts: list[Ints]) -> None:
+    """No position of a head is in two parts. Sorted, not marked: the header would say how large the marks are."""
+    together = np.sort(np.concatenate(parts), kind="stable")  # linear, because each part is an ascending run
+    twice = together[1:][np.diff(together) == 0]
+    if twice.size:
+        position = int(twice[0]) % (1 << 31)
+        raise BlobError(f"{where} has position {position} of a head in two records", reason="positions_overlap")

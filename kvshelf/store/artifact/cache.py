@@ -1,0 +1,76 @@
+"""The artifact: what remains of a document's KV cache after compression.
+
+A `CompressedCache` is immutable and knows no tenant and no store. Its layers are typed records.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from kvshelf.store.artifact import codecs
+from kvshelf.store.artifact.identity import Identity
+from kvshelf.store.artifact.records import Kept, LayerRecord, Merged, PackedRecord, Parts, RopeMode
+
+__all__ = ["CompressedCache", "Kept", "LayerRecord", "Merged", "PackedRecord", "Parts", "RopeMode"]
+
+
+@dataclass(frozen=True, eq=False)
+class CompressedCache:
+    """A document's reduced KV cache, ready to be attached to the model it was made under.
+
+    `next_position` is where the first query token stands: the document's length, not the number of entries kept, unless
+    the policy counts positions within the cache. `codec` is the canonical text of the codec its layers are under.
+    """
+
+    layers: tuple[LayerRecord, ...]
+    num_tokens: int
+    next_position: int
+    identity: Identity
+    codec: str = "none"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held in memory by all layers."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def kept_tokens(self) -> int:
+        """Entries kept per layer and KV head, the mean rounded to the nearest integer."""
+        heads = sum(layer.kv_heads for layer in self.layers)
+        return round(sum(layer.entries for layer in self.layers) / heads)
+
+    def to(self, device: torch.device | str) -> CompressedCache:
+        """The same cache on another device."""
+        return replace(self, layers=tuple(layer.to(device) for layer in self.layers))
+
+    def encoded(self, codec: str) -> CompressedCache:
+        """The cache under a codec (see `kvshelf.store.artifact.codecs`); itself where nothing is to be done.
+
+        "none" adds no encoding: an encoded cache stays what it is. Raises `InvalidRequest` for a text that is no codec,
+        for a cache that is under another codec, and for layers that the codec cannot encode.
+        """
+        wanted = codecs.resolve(self.codec, codec)
+        if str(wanted) == self.codec:
+            return self
+        layers = (wanted.encode(layer, f"layer {index}") for index, layer in enumerate(self.layers))
+        return replace(self, layers=tuple(layers), codec=str(wanted))
+
+    def to_bytes(self, codec: str | None = None) -> bytes:
+        """The blob of docs/format.md. `codec` None keeps the encoding the cache has; equal caches give equal bytes.
+
+        Raises `InvalidRequest` as `encoded` does, and for a cache that the format cannot hold.
+        """
+        from kvshelf.store.artifact import (
+            blob,  # the blob reader builds artifacts: imported here to keep the cycle open
+        )
+
+        return blob.encode(self if codec is None else self.encoded(codec))
+
+    @classmethod
+    def from_bytes(cls, data: bytes | bytearray | memoryview) -> CompressedCache:
+        """Read a blob. Every digest is checked before a tensor is made; raises `BlobError` for any other bytes."""
+        from kvshelf.store.artifact import blob
+
+        return blob.decode(data)

@@ -1,0 +1,248 @@
+"""Layer records: what remains of one layer of a KV cache, and how attention reads it.
+
+`Kept`     some of the entries, unchanged
+`Merged`   classes of merged entries, and the slots that say which tokens a class stands for, after EMS
+`Parts`    several of these at once, their entries disjoint: mixed precision, a residual in full precision
+
+Keys and values are tensors or `QuantizedRows`. All kinds have `kv_heads`, `entries`, `uniform`, `positions`, `dense()`,
+`nbytes`, `to(device)` and `prefixes(rotate)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvshelf.kernels.prefix_attention.prefixes import MergedPrefix, PackedPrefix, Prefix, StreamedPrefix
+from kvshelf.store.artifact.packed import HeadView, Packed, RopeMode, Rotate, offsets_of, padded, rotation
+
+__all__ = ["Kept", "LayerRecord", "Merged", "PackedRecord", "Parts", "RopeMode", "Rotate"]
+
+
+@dataclass(frozen=True, eq=False)
+class Kept(Packed):
+    """Some of a layer's entries, unchanged but for the codec. An entry is a token. See `Packed` for the fields."""
+
+    kind: ClassVar[Literal["kept"]] = "kept"
+
+    @classmethod
+    def from_heads(
+        cls,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        positions: Sequence[Tensor],
+        rope_mode: RopeMode = "baked",
+    ) -> Kept:
+        """Pack one tensor per KV head: keys `[kept_h, D]`, values `[kept_h, Dv]`, positions `[kept_h]`."""
+        return cls(
+            keys=torch.cat(list(keys)),
+            values=torch.cat(list(values)),
+            entries_at=torch.cat(list(positions)).to(torch.int32),
+            offsets=offsets_of([head.shape[0] for head in positions]),
+            rope_mode=rope_mode,
+        )
+
+    def prefixes(self, rotate: Rotate | None = None) -> tuple[Prefix, ...]:
+        """What this layer shows to attention. `rotate` is needed for keys that carry no rotation yet.
+
+        Rows are read in place, quantized or not; un-rotated keys are made, and thrown away, a block of rows at a time.
+        Raises `StateConflict` when the model has no rotation to apply.
+        """
+        rotate = rotation(self.rope_mode, rotate)
+        lengths = tuple(self.lengths)
+        if rotate is None:
+            return (PackedPrefix(self.keys, self.values, lengths),)
+        return (StreamedPrefix(lengths, partial(_block, self.views(), rotate)),)
+
+    def select(self, chosen: Tensor) -> Kept:
+        """The entries that `chosen` `[entries]` bool marks. For records that are not quantized."""
+        return Kept(**self._selected(chosen))
+
+
+@dataclass(frozen=True, eq=False)
+class Merged(Packed):
+    """Classes of merged entries and the slots that stand for the tokens in them (EMS, arXiv 2412.08521).
+
+    An entry is a class: the key (a direction) and the value that its tokens share. `entry_positions` are the positions
+    of the class centers. Slot i stands for the token at `slot_positions[i]`: its key is `slot_scales[i] *
+    keys[slot_classes[i]]`, its value `values[slot_classes[i]]`. A token that is its own class has scale 1 and its own
+    key. Tokens that were evicted have no slot: a slot with a zero key would still take part of the softmax.
+
+    With rope_mode "baked" slots are as they stand; with "pre" the keys carry no rotation, and each slot is rotated to
+    its own position when attended to.
+
+    slot_scales: `[slots]` fp32. slot_classes: `[slots]` int32, the class's index within its head. slot_positions:
+    `[slots]` int32, ascending within a head. slot_offsets: head h owns slots `slot_offsets[h]` to
+    `slot_offsets[h + 1]`.
+    """
+
+    kind: ClassVar[Literal["merged"]] = "merged"
+
+    slot_scales: Tensor = field(kw_only=True)
+    slot_classes: Tensor = field(kw_only=True)
+    slot_positions: Tensor = field(kw_only=True)
+    slot_offsets: tuple[int, ...] = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        assert self.slot_offsets[0] == 0
+        assert list(self.slot_offsets) == sorted(self.slot_offsets)
+        assert len(self.slot_offsets) == len(self.offsets)
+        for tensor in (self.slot_scales, self.slot_classes, self.slot_positions):
+            assert tensor.shape == (self.slots,)
+
+    @property
+    def slots(self) -> int:
+        """Tokens that the classes of all heads stand for. A budget counts `entries`."""
+        return self.slot_offsets[-1]
+
+    @property
+    def slot_lengths(self) -> list[int]:
+        """Slots of each head."""
+        return [end - start for start, end in zip(self.slot_offsets, self.slot_offsets[1:], strict=False)]
+
+    def prefixes(self, rotate: Rotate | None = None) -> tuple[Prefix, ...]:
+        """What this layer shows to attention: its slots. See `Kept.prefixes`.
+
+        Where slots need no rotation, those of a class differ by a factor only and are never expanded. Otherwise they
+        are made a block of rows at a time.
+        """
+        rotate = rotation(self.rope_mode, rotate)
+        lengths, slot_lengths = tuple(self.lengths), tuple(self.slot_lengths)
+        if rotate is None:
+            return (MergedPrefix(self.keys, self.values, lengths, self.slot_scales, self.slot_classes, slot_lengths),)
+        slots = zip(
+            torch.split(self.slot_scales, self.slot_lengths),
+            torch.split(self.slot_classes.long(), self.slot_lengths),
+            torch.split(self.slot_positions, self.slot_lengths),
+            strict=True,
+        )
+        heads = list(zip(self.views(), slots, strict=True))
+        return (StreamedPrefix(slot_lengths, partial(_slot_block, heads, rotate)),)
+
+    def select(self, chosen: Tensor) -> Merged:
+        """The classes that `chosen` `[entries]` bool marks, and their slots. For records that are not quantized."""
+        slot_heads = torch.repeat_interleave(
+            torch.arange(self.kv_heads, device=chosen.device), torch.tensor(self.slot_lengths, device=chosen.device)
+        )
+        starts = torch.tensor(self.offsets[:-1], device=chosen.device)
+        rows = starts[slot_heads] + self.slot_classes  # each slot's class as a row of `keys`
+        slots = chosen[rows]
+        selected = self._selected(chosen)
+        # A class's new index within its head: chosen rows before it, less those before its head begins.
+        before = torch.cat([chosen.new_zeros(1, dtype=torch.int64), chosen.cumsum(0)])
+        classes = before[rows] - before[starts][slot_heads]
+        return Merged(
+            **selected,
+            slot_scales=self.slot_scales[slots],
+            slot_classes=classes[slots].to(torch.int32),
+            slot_positions=self.slot_positions[slots],
+            slot_offsets=offsets_of(torch.bincount(slot_heads[slots], minlength=self.kv_heads).tolist()),
+        )
+
+    def _tensors(self) -> tuple[str, ...]:
+        return (*super()._tensors(), "slot_scales", "slot_classes", "slot_positions")
+
+
+PackedRecord = Kept | Merged
+"""The kinds that hold entries themselves."""
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """One layer as several records with the same heads whose tokens are disjoint. Attention sums over all of them."""
+
+    kind: ClassVar[Literal["parts"]] = "parts"
+
+    parts: tuple[PackedRecord, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.parts) > 1
+        assert len({(part.kv_heads, part.key_dim, part.value_dim, part.dtype) for part in self.parts}) == 1
+
+    @property
+    def kv_heads(self) -> int:
+        return self.parts[0].kv_heads
+
+    @property
+    def key_dim(self) -> int:
+        return self.parts[0].key_dim
+
+    @property
+    def value_dim(self) -> int:
+        return self.parts[0].value_dim
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parts[0].dtype
+
+    @property
+    def entries(self) -> int:
+        """Stored entries over all heads and parts."""
+        return sum(part.entries for part in self.parts)
+
+    @cached_property
+    def uniform(self) -> bool:
+        """Whether every head keeps the same number of entries, all parts together."""
+        return len({sum(lengths) for lengths in zip(*(part.lengths for part in self.parts), strict=True)}) <= 1
+
+    @property
+    def positions(self) -> list[Tensor]:
+        """One ascending int tensor of original positions per KV head, merged over the parts."""
+        return [head.sort().values for head in self._together([part.positions for part in self.parts])]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held in memory by all parts."""
+        return sum(part.nbytes for part in self.parts)
+
+    def dense(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys, values and valid as of `Packed.dense`, the entries of all parts in ascending position."""
+        order = [head.argsort() for head in self._together([part.positions for part in self.parts])]
+        keys = self._together([part.plain_heads()[0] for part in self.parts])
+        values = self._together([part.plain_heads()[1] for part in self.parts])
+        return padded(
+            [head[index] for head, index in zip(keys, order, strict=True)],
+            [head[index] for head, index in zip(values, order, strict=True)],
+        )
+
+    def prefixes(self, rotate: Rotate | None = None) -> tuple[Prefix, ...]:
+        """What this layer shows to attention: the prefixes of all its parts. See `Kept.prefixes`."""
+        return tuple(prefix for part in self.parts for prefix in part.prefixes(rotate))
+
+    def to(self, device: torch.device | str) -> Parts:
+        """The same record on another device; itself when it is there already."""
+        moved = tuple(part.to(device) for part in self.parts)
+        return self if all(a is b for a, b in zip(moved, self.parts, strict=True)) else Parts(moved)
+
+    @staticmethod
+    def _together(parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """One tensor per head out of one per part and head."""
+        return [torch.cat(heads) for heads in zip(*parts, strict=True)]
+
+
+LayerRecord = Kept | Merged | Parts
+"""Every kind of layer record. Attention, blob and export each handle all of them and refuse others by name."""
+
+
+def _block(views: Sequence[HeadView], rotate: Rotate, head: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of some entries of a head, dequantized and rotated."""
+    view = views[head]
+    keys, values = view.keys[start:stop], view.values[start:stop]
+    return rotate(keys.float(), view.positions[start:stop].long()).to(values.dtype), values
+
+
+def _slot_block(
+    heads: Sequence[tuple[HeadView, tuple[Tensor, Tensor, Tensor]]], rotate: Rotate, head: int, start: int, stop: int
+) -> tuple[Tensor, Tensor]:
+    """Keys and values of some slots of a head, expanded from their classes and rotated to their own positions."""
+    view, (scales, classes, positions) = heads[head]
+    chosen = classes[start:stop]
+    values = view.values[chosen]
+    keys = view.keys[chosen].float() * scales[start:stop, None]
+    return rotate(keys, positions[start:stop].long()).to(values.dtype), values

@@ -1,0 +1,232 @@
+"""Copies of caches in the memory of one process, least recently used first to leave."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from io import BytesIO
+from typing import Final
+
+from kvshelf.errors import BlobError, KvshelfError
+from kvshelf.store import checks
+from kvshelf.store.artifact import blob
+from kvshelf.store.artifact.arriving import ArrivingCache
+from kvshelf.store.artifact.blob import BlobSummary, PackedBlob
+from kvshelf.store.artifact.blob.header import body_bytes
+from kvshelf.store.artifact.cache import CompressedCache
+from kvshelf.store.artifact.memory import fresh_memory
+from kvshelf.store.base import BlobFile, Scrubbed
+from kvshelf.store.manifest import Manifest
+from kvshelf.store.tiers.tier import Tier
+
+RECENT_S: Final = 60.0
+"""How long a copy may do without the home once that has confirmed it.
+
+A deletion by another process drops no copy here before the next sweep, and processes that never sweep have such copies,
+too. As long as the default interval of sweeps, so that a deleted cache is never answered for longer than from a disk.
+"""
+
+
+PER_COPY: Final = 16 << 10
+"""Bytes that a copy takes beside its blob, for the objects that describe it; with many layers it is about ten times as
+much, and a small part of such a blob. So that small caches, of which there may be many, count as what they take."""
+
+_LEAST_MAPPED: Final = 2 << 20  # bytes; smaller ones share pages: a process may have only some 65,000 maps
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """body: all segments, in memory that nobody writes to; those who read the cache have views of it."""
+
+    manifest: Manifest
+    summary: BlobSummary
+    body: memoryview
+    confirmed_at: float  # of time.monotonic
+
+    @property
+    def nbytes(self) -> int:
+        return self.summary.nbytes + PER_COPY
+
+
+_Key = tuple[str, str]  # tenant, id
+
+
+class RamTier(Tier):
+    """See `Tier`. Whoever reads a copy gets views of the memory it lies in, verified anew; nothing is copied."""
+
+    name = "ram"
+
+    def __init__(self, max_bytes: int, *, now: Callable[[], float] = time.time, recent_s: float = RECENT_S) -> None:
+        """max_bytes: of all copies, with `PER_COPY`. now: the wall clock, Unix seconds. recent_s: see `RECENT_S`."""
+        self._noted = ""
+        self.max_bytes = max_bytes
+        self._now = now
+        self._recent_s = recent_s
+        self._lock = threading.Lock()
+        self._copies: OrderedDict[_Key, _Copy] = OrderedDict()
+        self._nbytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that all copies take, `PER_COPY` included."""
+        return self._nbytes
+
+    def noted(self) -> str:
+        return self._noted
+
+    def note(self, incarnation: str) -> None:
+        self._noted = incarnation
+
+    def keep(self, manifest: Manifest, cache: CompressedCache) -> None:
+        if manifest.bytes_stored + PER_COPY > self.max_bytes or self._copy_of(manifest) is not None:
+            return
+        packed = blob.pack(cache)
+        if packed.root.hex() == manifest.blob_digest:
+            summary = BlobSummary(packed.header, packed.root, packed.nbytes)
+            self._put(_Copy(manifest, summary, _body(packed), time.monotonic()))
+
+    def keep_source(self, manifest: Manifest, text: str) -> None:
+        """Sources are asked for too rarely to take memory."""
+
+    def confirm(self, manifest: Manifest) -> None:
+        key = _key(manifest)
+        with self._lock:
+            copy = self._copies.get(key)
+            if copy is None:
+                return
+            if copy.manifest.blob_digest == manifest.blob_digest:
+                self._copies[key] = _Copy(manifest, copy.summary, copy.body, time.monotonic())
+            else:
+                self._remove(key)
+
+    def find(self, cache_id: str, tenant: str, *, recent: bool) -> Manifest | None:
+        with self._lock:
+            copy = self._copies.get((tenant, cache_id))
+        if copy is None or self._expired(copy.manifest):
+            return None
+        if recent and time.monotonic() - copy.confirmed_at > self._recent_s:
+            return None
+        return copy.manifest
+
+    def open_cache(self, manifest: Manifest) -> ArrivingCache | None:
+        copy = self._copy_of(manifest)
+        if copy is None:
+            return None
+        return ArrivingCache(copy.summary, copy.body, partial(self._dropping, copy))
+
+    def open_blob(self, manifest: Manifest) -> BlobFile | None:
+        arriving = self.open_cache(manifest)
+        if arriving is None:
+            return None
+        with arriving:
+            arriving.read()
+            try:
+                data = arriving.cache().to_bytes()
+            except KvshelfError:
+                return None
+        return BlobFile(BytesIO(data), len(data), manifest.blob_digest)
+
+    def source(self, manifest: Manifest) -> str | None:  # noqa: ARG002
+        return None
+
+    def touch(self, cache_id: str, tenant: str) -> None:
+        with self._lock:
+            if (tenant, cache_id) in self._copies:
+                self._copies.move_to_end((tenant, cache_id))
+
+    def drop(self, cache_id: str, tenant: str) -> bool:
+        with self._lock:
+            return self._remove((tenant, cache_id))
+
+    def manifests(self) -> Iterator[Manifest]:
+        with self._lock:
+            found = [copy.manifest for copy in self._copies.values()]
+        return (manifest for manifest in found if not self._expired(manifest))
+
+    def sweep(self, now: float | None) -> None:  # noqa: ARG002 - what the home has expired is dropped with the rest
+        with self._lock:
+            for key in [key for key, copy in self._copies.items() if self._expired(copy.manifest)]:
+                self._remove(key)
+
+    def problems(self) -> list[str]:
+        return []
+
+    def scrub(self) -> Iterator[Scrubbed]:
+        for manifest in self.manifests():
+            arriving = self.open_cache(manifest)
+            if arriving is not None:
+                with arriving:
+                    arriving.read()
+                    error = next((error for layer in arriving.layers if (error := layer.exception())), None)
+                problem = None if error is None else str(error)
+                yield Scrubbed(id=manifest.id, tenant=manifest.tenant, bytes=manifest.bytes_stored, problem=problem)
+
+    def close(self) -> None:
+        with self._lock:
+            self._copies.clear()
+            self._nbytes = 0
+
+    def _copy_of(self, manifest: Manifest) -> _Copy | None:
+        """The copy of the manifest's blob, which counts as used now."""
+        key = _key(manifest)
+        with self._lock:
+            copy = self._copies.get(key)
+            if copy is None or copy.manifest.blob_digest != manifest.blob_digest:
+                return None
+            self._copies.move_to_end(key)
+            return copy
+
+    def _put(self, copy: _Copy) -> None:
+        key = _key(copy.manifest)
+        with self._lock:
+            self._remove(key)
+            while self._nbytes + copy.nbytes > self.max_bytes:
+                self._remove(next(iter(self._copies)))
+            self._copies[key] = copy
+            self._nbytes += copy.nbytes
+
+    def _remove(self, key: _Key) -> bool:
+        copy = self._copies.pop(key, None)
+        if copy is not None:
+            self._nbytes -= copy.nbytes
+        return copy is not None
+
+    def _expired(self, manifest: Manifest) -> bool:
+        return manifest.expires_at is not None and manifest.expires_at <= self._now()
+
+    @contextmanager
+    def _dropping(self, copy: _Copy) -> Iterator[None]:
+        """Inside the block, a `BlobError` drops the copy."""
+        try:
+            yield
+        except BlobError as error:
+            manifest = copy.manifest
+            with self._lock:
+                held = self._copies.get(_key(manifest))
+                if held is not None and held.body is copy.body:
+                    self._remove(_key(manifest))
+            raise checks.corrupt(manifest.id, f"its copy in memory: {error.message}", error.reason) from error
+
+
+def _key(manifest: Manifest) -> _Key:
+    return manifest.tenant, manifest.id
+
+
+def _body(packed: PackedBlob) -> memoryview:
+    """The segments of a blob, one after the other in memory of their own.
+
+    The buffers of `packed` are not kept instead: they may be small parts of large tensors, which would stay, too.
+    """
+    size = body_bytes(packed.header)
+    memory = fresh_memory(size) if size >= _LEAST_MAPPED else memoryview(bytearray(size))
+    end = 0
+    for segment in packed.parts[1:-1]:
+        for buffer in segment:
+            memory[end : end + buffer.nbytes] = buffer.cast("B")
+            end += buffer.nbytes
+    return memory

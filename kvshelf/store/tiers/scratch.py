@@ -1,0 +1,176 @@
+"""Copies of caches in a folder on a local disk, for all processes of a machine.
+
+The folder is a shelf of its own (`kvshelf.store.disk`), with the key of the home before which it lies. So a home that
+lost everything can be opened with this key again, and the ids of its caches stay what they were.
+
+    <folder>/tier     tells it from a home, whose caches are nobody's copies; holds the incarnation of the home
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, Self, TypeVar
+
+from kvshelf.errors import BlobError, CacheError, CacheNotFound, SourceNotKept, StoreUnavailable
+from kvshelf.store.artifact.arriving import ArrivingCache
+from kvshelf.store.artifact.cache import CompressedCache
+from kvshelf.store.base import BlobFile, Scrubbed
+from kvshelf.store.disk import DiskStore, database
+from kvshelf.store.disk.faults import translated
+from kvshelf.store.index import Quota
+from kvshelf.store.manifest import Manifest
+from kvshelf.store.rules import Rules
+from kvshelf.store.sealing.keyring import Keyring
+from kvshelf.store.tiers.tier import Tier
+
+ReadT = TypeVar("ReadT")
+
+_NOTE: Final = "tier"
+_CHANGING: Final = {"expires_at", "labels", "name", "pinned"}
+
+
+class DiskTier(Tier):
+    """See `Tier`. Made by `open`. The copies that cost least to lose give way; pinned caches stay here, too."""
+
+    name = "disk"
+
+    def __init__(self, store: DiskStore, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._store = store
+        self._note = store.home / _NOTE
+        self._keeping = threading.Lock()  # one at a time: others would take the room that this one made
+
+    @staticmethod
+    def known_key(folder: Path) -> bytes | None:
+        """The key of the home that the copies in a folder belong to, None if there are none yet.
+
+        Raises `StoreUnavailable` for a folder that is a home itself.
+        """
+        key = database.known_key(folder)
+        if key is not None and not (folder / _NOTE).is_file():
+            raise StoreUnavailable(f"{folder} is a home for caches and no tier of copies; name an empty folder")
+        return key
+
+    @classmethod
+    def open(
+        cls,
+        folder: Path,
+        max_bytes: int,
+        *,
+        key: bytes,
+        keyring: Keyring | None = None,
+        now: Callable[[], float] = time.time,
+    ) -> Self:
+        """Open the tier in a folder, or make it in an empty one.
+
+        key: the home's. Raises `StoreUnavailable`, also for a folder that is a home, or before another one.
+        """
+        cls.known_key(folder)
+        with translated(folder):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            (folder / _NOTE).touch()  # before there is a key: a folder with a key and without a note is a home
+        rules = Rules(quota=Quota(budget_bytes=max_bytes), keyring=keyring)
+        store = DiskStore.open(folder, key=key, rules=rules, now=now)
+        if store.key != key:
+            store.close()
+            raise StoreUnavailable(
+                f"{folder} holds copies for another home than this one; name another folder, or empty it"
+            )
+        return cls(store, max_bytes)
+
+    def noted(self) -> str:
+        """Written down, because the copies outlive the process; read anew, because others write it, too."""
+        with translated(self._store.home):
+            return self._note.read_text()
+
+    def note(self, incarnation: str) -> None:
+        with translated(self._store.home):
+            fresh = self._note.with_suffix(f".{os.getpid()}")
+            fresh.write_text(incarnation)
+            fresh.replace(self._note)
+
+    def keep(self, manifest: Manifest, cache: CompressedCache) -> None:
+        if manifest.bytes_stored > self.max_bytes or self._has(manifest):
+            return
+        with self._keeping, suppress(BlobError):  # the manifest is another one's
+            self.drop(manifest.id, manifest.tenant)  # of another blob, or bad
+            self._store.adopt(cache, manifest)
+
+    def keep_source(self, manifest: Manifest, text: str) -> None:
+        if self._has(manifest):
+            self._store.keep_source(manifest.id, text, tenant=manifest.tenant)
+
+    def confirm(self, manifest: Manifest) -> None:
+        copy = self.find(manifest.id, manifest.tenant)
+        if copy is None:
+            return
+        if copy.blob_digest != manifest.blob_digest:
+            self.drop(manifest.id, manifest.tenant)
+            return
+        changing = manifest.model_dump(include=_CHANGING)
+        if copy.model_dump(include=_CHANGING) != changing:
+            self._store.update(manifest.id, tenant=manifest.tenant, **changing)
+
+    def find(self, cache_id: str, tenant: str, *, recent: bool = False) -> Manifest | None:  # noqa: ARG002
+        """All copies are recent: deletions on this machine reach them at once, others with the next sweep."""
+        with suppress(CacheNotFound, CacheError):
+            return self._store.stat(cache_id, tenant=tenant)
+        return None
+
+    def open_cache(self, manifest: Manifest) -> ArrivingCache | None:
+        return self._read(manifest, lambda: self._store.open_cache(manifest.id, tenant=manifest.tenant))
+
+    def open_blob(self, manifest: Manifest) -> BlobFile | None:
+        return self._read(manifest, lambda: self._store.open_blob(manifest.id, tenant=manifest.tenant))
+
+    def source(self, manifest: Manifest) -> str | None:
+        copy = self.find(manifest.id, manifest.tenant)
+        if copy is None or copy.source_digest != manifest.source_digest:
+            return None
+        with suppress(SourceNotKept):
+            return self._read(manifest, lambda: self._store.source(manifest.id, tenant=manifest.tenant))
+        return None
+
+    def touch(self, cache_id: str, tenant: str) -> None:
+        self._store.touch(cache_id, tenant=tenant)
+
+    def drop(self, cache_id: str, tenant: str) -> bool:
+        try:
+            self._store.delete(cache_id, tenant=tenant)
+        except CacheNotFound:
+            return False
+        return True
+
+    def manifests(self) -> Iterator[Manifest]:
+        return self._store.manifests()
+
+    def sweep(self, now: float | None) -> None:
+        self._store.sweep(now)
+
+    def problems(self) -> list[str]:
+        return list(self._store.check())
+
+    def scrub(self) -> Iterator[Scrubbed]:
+        return self._store.scrub()
+
+    def close(self) -> None:
+        self._store.close()
+
+    def _has(self, manifest: Manifest) -> bool:
+        copy = self.find(manifest.id, manifest.tenant)
+        return copy is not None and copy.blob_digest == manifest.blob_digest
+
+    def _read(self, manifest: Manifest, read: Callable[[], ReadT]) -> ReadT | None:
+        """What `read` finds in the copy of the manifest's blob."""
+        if not self._has(manifest):
+            return None
+        try:
+            return read()
+        except (CacheNotFound, CacheError):  # it gave way meanwhile, or it is bad
+            self.drop(manifest.id, manifest.tenant)
+            return None

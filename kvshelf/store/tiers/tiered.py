@@ -1,0 +1,370 @@
+"""Tiers before a home: copies near at hand, so that a read need not go far, and so that an outage hurts less.
+
+The home decides. Every read asks it for the manifest first, which takes a round trip and says what expired or was
+deleted; only the bytes come from a copy of the very same blob. A copy's own manifest counts in three cases:
+
+    the home cannot be reached          what is read only is answered from copies
+    the home has lost everything        (its incarnation is another) it gets back what the tier has and it never knew
+    the home's blob is corrupt          it gets back a good one
+
+What a tier fails with is logged and hurts nobody: then the home is asked.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+from kvshelf.errors import (
+    CacheCorrupt,
+    CacheError,
+    CacheNotFound,
+    KvshelfError,
+    QuotaExceeded,
+    StoreError,
+    StoreUnavailable,
+)
+from kvshelf.store.artifact.arriving import ArrivingCache
+from kvshelf.store.artifact.cache import CompressedCache
+from kvshelf.store.artifact.identity import Identity
+from kvshelf.store.base import UNSET, BlobFile, Page, Receipt, Scrubbed, Store, Swept, Unset
+from kvshelf.store.blobs import Health
+from kvshelf.store.manifest import Judgement, Manifest, Timings, Usage
+from kvshelf.store.shelf import Shelf
+from kvshelf.store.tiers.copies import Copies
+from kvshelf.store.tiers.tier import Tier
+
+ResultT = TypeVar("ResultT")
+
+log = logging.getLogger("kvshelf.store")
+
+_Word = Literal["live", "lost", "away"]
+"""What the home says of a cache: that it is there; that it is not, or corrupt, and should not be; nothing at all."""
+
+
+class _Lost(CacheNotFound):
+    """The home began anew and knows nothing of this cache; it may have had it before."""
+
+
+class TieredStore(Store):
+    """See `Store` for the contract. Each process opens its own; all of them may share the home and a disk tier."""
+
+    def __init__(self, home: Shelf, tiers: Sequence[Tier]) -> None:
+        """tiers: fastest first. Home and tiers become this store's to close."""
+        self.ledger = home.ledger
+        self.files = home.files
+        self.batches = home.batches
+        self._home = home
+        self._tiers = tuple(tiers)
+        self._copies = Copies(self._tiers)
+        self._giving_back = threading.Lock()
+        for tier in self._tiers:
+            with self._copies.tolerant(tier):
+                if not tier.noted():
+                    tier.note(home.incarnation)
+
+    def close(self) -> None:
+        with ExitStack() as closing:  # all of them, whatever one of them raises; the home last
+            closing.callback(self._home.close)
+            for tier in self._tiers:
+                closing.callback(tier.close)
+
+    # Reading
+
+    def stat(self, cache_id: str, *, tenant: str = "default") -> Manifest:
+        return self._look_up(cache_id, tenant)[0]
+
+    def open_cache(self, cache_id: str, *, tenant: str = "default") -> ArrivingCache:
+        return self._open(*self._look_up(cache_id, tenant))
+
+    def open_blob(self, cache_id: str, *, tenant: str = "default") -> BlobFile:
+        manifest, _ = self._look_up(cache_id, tenant)
+        return self._copies.open_blob(manifest) or self._home.open_blob(cache_id, tenant=tenant)
+
+    def source(self, cache_id: str, *, tenant: str = "default") -> str:
+        manifest, _ = self._look_up(cache_id, tenant)
+        text = self._copies.source(manifest)
+        if text is None:
+            text = self._home.source(cache_id, tenant=tenant)
+            self._copies.keep_source(manifest, text)
+        return text
+
+    def original(self, cache_id: str, *, tenant: str = "default") -> tuple[Manifest, str]:
+        try:
+            return super().original(cache_id, tenant=tenant)
+        except CacheCorrupt:
+            return self._home.original(cache_id, tenant=tenant)
+
+    def _look_up(self, cache_id: str, tenant: str) -> tuple[Manifest, _Word]:
+        """The manifest of a cache that may be read, of a copy if need be."""
+        try:
+            return self._ask_home(cache_id, tenant), "live"
+        except (StoreUnavailable, CacheNotFound, CacheError) as error:
+            copy = self._stand_in(cache_id, tenant, error)
+            return copy, "away" if isinstance(error, StoreUnavailable) else "lost"
+
+    def _ask_home(self, cache_id: str, tenant: str) -> Manifest:
+        """As `Shelf.stat`, and `_Lost` for a cache that the home may have had before it began anew."""
+        try:
+            return self._home.stat(cache_id, tenant=tenant)
+        except CacheNotFound:
+            if not any(self._outlived_home(tier) for tier in self._tiers):
+                raise
+        known = self._home.remembers(cache_id, tenant=tenant)
+        try:
+            return self._home.stat(cache_id, tenant=tenant)  # by now somebody may have given it back
+        except CacheNotFound as error:
+            if known:
+                raise  # it was deleted since
+            raise _Lost(error.message, param=error.param) from error
+
+    def _stand_in(self, cache_id: str, tenant: str, error: KvshelfError) -> Manifest:
+        """The manifest of a copy that counts although the home said `error`; raises that where there is none."""
+        for tier in self._witnesses(error):
+            with self._copies.tolerant(tier):
+                copy = tier.find(cache_id, tenant, recent=not isinstance(error, CacheCorrupt))
+                if copy is not None:
+                    return copy
+        if not isinstance(error, StoreUnavailable):
+            self._copies.drop(cache_id, tenant)
+        raise error
+
+    def _witnesses(self, error: KvshelfError) -> Sequence[Tier]:
+        """The tiers whose word counts when the home says `error`."""
+        if isinstance(error, StoreUnavailable | CacheCorrupt):
+            return self._tiers
+        return [tier for tier in self._tiers if self._outlived_home(tier)] if isinstance(error, _Lost) else ()
+
+    def _outlived_home(self, tier: Tier) -> bool:
+        """Whether a tier has copies from a time before the home lost everything."""
+        with self._copies.tolerant(tier):
+            return tier.noted() not in ("", self._home.incarnation)
+        return False
+
+    def _open(self, manifest: Manifest, word: _Word, first: int = 0) -> ArrivingCache:
+        """The blob of a manifest, from the first place that has it. word: the home's. first: the tier to begin with."""
+        for index, tier in enumerate(self._tiers[first:], first):
+            with self._copies.tolerant(tier):
+                if word == "live":
+                    tier.confirm(manifest)
+                arriving = tier.open_cache(manifest)
+                if arriving is not None:
+                    arriving.place = tier.name
+                    arriving.elsewhere = partial(self._open, manifest, word, index + 1)
+                    if word == "lost" or (word == "live" and index):
+                        arriving.on_read = partial(self._share, manifest, self._tiers[:index])
+                    return arriving
+        arriving = self._home.open_cache(manifest.id, tenant=manifest.tenant)
+        arriving.on_read = partial(self._share, manifest, self._tiers)
+        return arriving
+
+    def _share(self, manifest: Manifest, tiers: Sequence[Tier], cache: CompressedCache) -> None:
+        """After a read or a write: a copy for each of `tiers`, and for the home, if it has lost its own."""
+        for tier in tiers:
+            with self._copies.tolerant(tier):
+                tier.keep(manifest, cache)
+        # Asked again, because of a deletion meanwhile: whoever deleted may have found no copy to drop yet.
+        with suppress(KvshelfError):
+            if self._look_up(manifest.id, manifest.tenant)[1] == "lost":
+                self._give_back(manifest, cache)
+
+    # Giving back
+
+    def _give_back(self, manifest: Manifest, cache: CompressedCache) -> None:
+        """Store a cache at home again, with its source if a copy of that is here. Raises as `Shelf.adopt` does."""
+        with self._giving_back:  # one at a time: many notice at once
+            text = self._copies.source(manifest)
+            try:
+                self._ask_home(manifest.id, manifest.tenant)
+                return  # it has it already
+            except CacheCorrupt:
+                # What it says of the cache counts: labels, an expiry or a pin may have come since the copy was made.
+                self._home.mend(cache, manifest.id, tenant=manifest.tenant)
+            except _Lost:
+                self._home.adopt(cache, manifest.model_copy(update={"has_source": False, "source_digest": None}))
+            if text is not None:
+                self._home.keep_source(manifest.id, text, tenant=manifest.tenant)
+            log.info("gave cache %s back to its home", manifest.id)
+
+    def _insist(self, cache_id: str, tenant: str, call: Callable[[], ResultT]) -> ResultT:
+        """A call to the home about one cache. If it has lost that and a copy is here, it gets the copy first."""
+        try:
+            return call()
+        except (CacheNotFound, CacheError):
+            manifest, word = self._look_up(cache_id, tenant)
+        if word == "lost":
+            with self._open(manifest, word) as arriving:
+                arriving.on_read = None
+                arriving.read()
+                self._give_back(manifest, arriving.cache())
+        return call()
+
+    # Writing
+
+    def put(
+        self,
+        cache: CompressedCache,
+        *,
+        codec: str = "none",
+        tenant: str = "default",
+        ttl_s: float | None = None,
+        expires_at: float | None = None,
+        labels: Mapping[str, str] | None = None,
+        name: str = "",
+        pinned: bool = False,
+        timings: Timings | None = None,
+        source: str | None = None,
+        judged: Judgement | None = None,
+    ) -> Manifest:
+        encoded = cache.encoded(codec)
+        manifest = self._home.put(
+            encoded,
+            codec=codec,
+            tenant=tenant,
+            ttl_s=ttl_s,
+            expires_at=expires_at,
+            labels=labels,
+            name=name,
+            pinned=pinned,
+            timings=timings,
+            source=source,
+            judged=judged,
+        )
+        self._share(manifest, self._tiers, encoded)
+        if source is not None:
+            self._copies.keep_source(manifest, source)
+        return manifest
+
+    def keep_source(self, cache_id: str, text: str, *, tenant: str = "default") -> Manifest:
+        manifest = self._insist(cache_id, tenant, partial(self._home.keep_source, cache_id, text, tenant=tenant))
+        self._copies.keep_source(manifest, text)
+        return manifest
+
+    def keep_judgement(self, cache_id: str, judged: Judgement, *, tenant: str = "default") -> Manifest:
+        keep = partial(self._home.keep_judgement, cache_id, judged, tenant=tenant)
+        manifest = self._insist(cache_id, tenant, keep)
+        self._copies.confirm(manifest)
+        return manifest
+
+    def update(
+        self,
+        cache_id: str,
+        *,
+        tenant: str = "default",
+        ttl_s: float | Unset | None = UNSET,
+        expires_at: float | Unset | None = UNSET,
+        labels: Mapping[str, str] | Unset = UNSET,
+        name: str | Unset = UNSET,
+        pinned: bool | Unset = UNSET,
+        if_revision: Collection[str] | None = None,
+    ) -> Manifest:
+        changes: dict[str, Any] = {
+            "ttl_s": ttl_s,
+            "expires_at": expires_at,
+            "labels": labels,
+            "name": name,
+            "pinned": pinned,
+            "if_revision": if_revision,
+        }
+        manifest = self._insist(cache_id, tenant, partial(self._home.update, cache_id, tenant=tenant, **changes))
+        self._copies.confirm(manifest)
+        return manifest
+
+    def delete(self, cache_id: str, *, tenant: str = "default", if_revision: Collection[str] | None = None) -> Receipt:
+        delete = partial(self._home.delete, cache_id, tenant=tenant, if_revision=if_revision)
+        receipt = self._insist(cache_id, tenant, delete)
+        return receipt.model_copy(update={"homes": (*receipt.homes, *self._copies.drop(cache_id, tenant))})
+
+    def touch(self, cache_id: str, *, tenant: str = "default") -> None:
+        self._copies.touch(cache_id, tenant)
+        self._home.touch(cache_id, tenant=tenant)
+
+    # Housekeeping
+
+    def sweep(self, now: float | None = None) -> Swept:
+        """As `Store.sweep`; and what the home no longer has goes from the tiers, what it lost goes back to it."""
+        swept = self._home.sweep(now)
+        for tier in self._tiers:
+            with self._copies.tolerant(tier):
+                tier.sweep(now)
+                self._compare(tier)
+        return swept
+
+    def _compare(self, tier: Tier) -> None:
+        """Ask the home about every copy of a tier."""
+        incarnation, all_compared = self._home.incarnation, True
+        for copy in tier.manifests():
+            try:
+                stat = partial(self._home.stat, copy.id, tenant=copy.tenant)
+                tier.confirm(self._insist(copy.id, copy.tenant, stat))
+            except (CacheNotFound, CacheError):
+                pass  # and so its copies were dropped
+            except QuotaExceeded:
+                all_compared = False  # others have room
+            except StoreError as error:
+                log.warning("the copies of the %s tier were not all compared with the home: %s", tier.name, error)
+                return
+        if all_compared:
+            tier.note(incarnation)
+
+    def check(self) -> Sequence[str]:
+        return [*self._home.check(), *self._copies.problems()]
+
+    def scrub(self) -> Iterator[Scrubbed]:
+        """As `Store.scrub`. What is corrupt at home and good in a tier is put right at once; it is reported all the
+        same. Of the copies, only bad ones are."""
+        for found in self._home.scrub():
+            if found.problem is not None:
+                with suppress(KvshelfError):
+                    self._insist(found.id, found.tenant, partial(self._home.stat, found.id, tenant=found.tenant))
+            yield found
+        yield from self._copies.scrub()
+
+    # What only the home knows
+
+    def expiry(self, ttl_s: float | None, expires_at: float | None) -> float | None:
+        return self._home.expiry(ttl_s, expires_at)
+
+    def admit(self, tenant: str) -> None:
+        self._home.admit(tenant)
+
+    def list(
+        self,
+        *,
+        tenant: str = "default",
+        document_id: str | None = None,
+        model: str | None = None,
+        policy: str | None = None,
+        labels: Mapping[str, str] | None = None,
+        limit: int = 20,
+        after: str | None = None,
+    ) -> Page:
+        return self._home.list(
+            tenant=tenant,
+            document_id=document_id,
+            model=model,
+            policy=policy,
+            labels=labels,
+            limit=limit,
+            after=after,
+        )
+
+    def cache_id(self, identity: Identity, *, tenant: str = "default", codec: str = "none") -> str:
+        return self._home.cache_id(identity, tenant=tenant, codec=codec)
+
+    def document_id(self, identity: Identity, *, tenant: str = "default") -> str:
+        return self._home.document_id(identity, tenant=tenant)
+
+    def usage(self, *, tenant: str | None = None) -> Usage:
+        return self._home.usage(tenant=tenant)
+
+    def health(self) -> Health:
+        """As `Store.health`; that a tier has failed of late is a warning."""
+        home = self._home.health()
+        warnings = [f"the {name} tier does not work; caches come from the home" for name in self._copies.failing()]
+        return replace(home, warnings=(*home.warnings, *warnings))

@@ -1,0 +1,82 @@
+"""The Ray cluster: connect to a running one, or start one on this machine and take it down again."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from kvshelf.errors import NoWorker
+
+
+def prepare_environment(address: str | None) -> None:
+    """Set what Ray and torch read when they start. Call before the first import of ray; what is set already stays.
+
+    A local cluster listens on the machine's network address, whatever one asks of it, and whoever reaches it can run
+    code. So it asks for a token, made up here and known to this process and its children alone. (Without a mode Ray
+    would write a token to the home folder and print a banner.) Nothing is reported to Ray's makers.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if address is not None:
+        return
+    if "RAY_AUTH_MODE" not in os.environ:
+        os.environ["RAY_AUTH_MODE"] = "token"
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    # Ray starts its workers with a niceness of 15, so that they give way to everything else. These are the service.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    # Threads that spin while they wait for each other hold the core that the other one needs. On two cores that were
+    # busy with other work besides, a query took 266 ms with spinning and 12 ms with sleeping threads.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+@contextmanager
+def ray_cluster(address: str | None, *, min_cpus: int) -> Iterator[bool]:
+    """Inside the block Ray is connected; gives whether the cluster is this process's own.
+
+    `min_cpus` are declared on a local cluster even if the machine has fewer: replicas are placed by declared CPUs, and
+    on a machine with one CPU two of them shall share it, not wait for ever.
+    """
+    import ray  # here, because it reads the environment when it is imported
+
+    local = address is None
+    with _named_errors(address):
+        ray.init(
+            address="local" if local else address,
+            num_cpus=max(os.cpu_count() or 1, min_cpus) if local else None,
+            include_dashboard=False if local else None,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    try:
+        with nullcontext() if local else _known_there():
+            yield local
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _named_errors(address: str | None) -> Iterator[None]:
+    """Raises `NoWorker` where Ray cannot be had. A node that does not come up is a bare `Exception` of Ray."""
+    try:
+        yield
+    except Exception as error:
+        if address is None:
+            raise NoWorker(
+                f"Ray did not come up on this machine: {error}. It gives its processes 30 seconds: if they were late, "
+                "start again when the machine does less, or give the address of a cluster that is up. Its own logs are "
+                "in the folder session_latest/logs, by default below /tmp/ray"
+            ) from error
+        if isinstance(error, ConnectionError):
+            raise NoWorker(
+                f"there is no Ray cluster that lets us in at {address!r}: {error}. Is `ray start` running on this "
+                "machine, and is RAY_AUTH_TOKEN (with RAY_AUTH_MODE=token) the cluster's?"
+            ) from error
+        raise
+
+
+def _known_there() -> AbstractContextManager[None]:
+    from kvshelf.workers.cluster import orphans  # here, because it imports ray
+
+    return orphans.held()

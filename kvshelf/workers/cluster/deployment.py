@@ -1,0 +1,170 @@
+"""Replicas as Ray Serve deployments: placement, restart, health checks and queue limits are Ray's.
+
+One deployment per model. Serve's own HTTP proxy stays off: callers use the `RemoteEngine` around its handle.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import ray
+import torch
+from ray import serve
+
+from kvshelf import errors
+from kvshelf.errors import InvalidRequest, KvshelfError, NoWorker
+from kvshelf.store.config import StoreConfig
+from kvshelf.workers.cluster import orphans
+from kvshelf.workers.cluster.remote import RemoteEngine, replicas_running
+from kvshelf.workers.engine.engine import Engine
+from kvshelf.workers.engine.quality import QUESTIONS
+from kvshelf.workers.model import loading as models
+from kvshelf.workers.model.prepacking import prepack
+from kvshelf.workers.replica.replica import Replica
+from kvshelf.workers.replica.residents import ResidentLimits
+from kvshelf.workers.replica.scheduler import Scheduler, SchedulerLimits
+
+
+@dataclass(frozen=True)
+class ReplicaConfig:
+    """What each replica of one model is made of.
+
+    model: bundled name, folder or hub id. threads: CPU threads for torch; None leaves Ray's choice. questions: by how
+    many the quality of each new cache is measured. max_document_tokens: the longest document it compresses; None leaves
+    it to the model. begin: called in the replica's process before anything else, for what that process is to do
+    besides: its logs.
+    """
+
+    model: str
+    store: StoreConfig
+    device: str = "auto"
+    dtype: str = "auto"
+    threads: int | None = None
+    limits: SchedulerLimits = field(default_factory=SchedulerLimits)
+    residents: ResidentLimits = field(default_factory=ResidentLimits)
+    questions: int = QUESTIONS
+    max_document_tokens: int | None = None
+    begin: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True)
+class DeploymentLimits:
+    """`max_ongoing_requests` per replica, `max_queued_requests` per model wait in the front end for one."""
+
+    replicas: int = 1
+    max_ongoing_requests: int = 64
+    max_queued_requests: int = 256
+
+
+class ServedReplica(Replica):
+    """A `Replica` that makes its own parts: Ray constructs it in the process it will live in."""
+
+    def __init__(self, config: ReplicaConfig) -> None:
+        config.begin()
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        model, tokenizer = models.load(config.model, device=config.device, dtype=config.dtype)
+        engine = Engine(model, tokenizer, name=served_name(config.model))
+        prepack(
+            model
+        )  # after the engine has made its identity of the weights: read anew, they would be laid out as before
+        super().__init__(
+            engine,
+            config.store.open(),
+            Scheduler(engine, config.limits),
+            config.residents,
+            questions=config.questions,
+            max_document_tokens=config.max_document_tokens,
+        )
+        self.start()
+
+    def __del__(self) -> None:
+        self.stop()
+
+
+def served_name(model: str) -> str:
+    """The name a model goes by in the API: a folder's own name without the path, which is nobody's business."""
+    return Path(model).expanduser().name if Path(model).expanduser().is_dir() else model
+
+
+def deploy(configs: Sequence[ReplicaConfig], limits: DeploymentLimits) -> dict[str, RemoteEngine]:
+    """Start a deployment for each model, without waiting until they run; returns their callers by served name.
+
+    A replica takes one GPU or one CPU, as its device says; with the device "auto" a GPU where the cluster has one now.
+    """
+    names = [served_name(config.model) for config in configs]
+    if len(set(names)) != len(names):
+        raise InvalidRequest(f"two models go by one name: {', '.join(sorted(names))}", param="models")
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)  # each replica that starts is no news
+    serve.start(proxy_location="Disabled")
+    orphans.remove_orphans()  # before anything is placed: they hold GPUs
+    deployment = serve.deployment(ServedReplica).options(
+        num_replicas=limits.replicas,
+        max_ongoing_requests=limits.max_ongoing_requests,
+        max_queued_requests=limits.max_queued_requests,
+        health_check_period_s=1.0,
+        health_check_timeout_s=30.0,
+        graceful_shutdown_timeout_s=5.0,
+        max_constructor_retry_count=1,  # at the start, what fails once fails again; later Serve goes on trying anyway
+    )
+    job = orphans.job_id()
+    targets = [
+        serve.RunTarget(
+            target=deployment.options(ray_actor_options=_resources(config.device)).bind(config),
+            name=_app_name(config.model, job),
+            route_prefix=None,
+        )
+        for config in configs
+    ]
+    handles = serve.run_many(targets, wait_for_ingress_deployment_creation=True, wait_for_applications_running=False)
+    return {
+        name: RemoteEngine(name, target.name, handle, limits.replicas)
+        for name, target, handle in zip(names, targets, handles, strict=True)
+    }
+
+
+def await_running(engines: Iterable[RemoteEngine], *, deadline_s: float) -> None:
+    """Block until each model has a replica that takes requests. Raises what kept one from starting, or `NoWorker`."""
+    end = time.monotonic() + deadline_s
+    for engine in engines:
+        while replicas_running(engine.app) == 0:
+            overview = serve.status().applications[engine.app]
+            if overview.status == "DEPLOY_FAILED":
+                raise _startup_error(engine.model, "\n".join(d.message for d in overview.deployments.values()))
+            if time.monotonic() > end:
+                raise NoWorker(f"no worker of {engine.model!r} came up within {deadline_s:g} s: {overview.message}")
+            time.sleep(0.1)
+
+
+def _startup_error(model: str, message: str) -> KvshelfError:
+    """Why a replica could not be constructed. Serve has only a traceback's text, whose last error is the cause."""
+    found = re.search(r".*^kvshelf\.errors\.(\w+): (.+?)\s*\Z", message, re.MULTILINE | re.DOTALL)
+    if found:
+        cls: type[KvshelfError] = getattr(errors, found[1])
+        return cls(found[2])
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    return NoWorker(f"no worker of {model!r} came up: {lines[-1] if lines else 'Ray does not say why'}")
+
+
+def undeploy(engines: Iterable[RemoteEngine]) -> None:
+    """Take the deployments down. Not needed where the whole cluster goes down."""
+    for engine in engines:
+        serve.delete(engine.app)
+
+
+def _resources(device: str) -> dict[str, float]:
+    # Not by the cluster alone: GPU nodes may join after the service, which would then stay on their CPUs for good.
+    there = device == "auto" and ray.cluster_resources().get("GPU", 0) > 0
+    return {"num_gpus": 1, "num_cpus": 0} if there or device.startswith("cuda") else {"num_cpus": 1}
+
+
+def _app_name(model: str, job: str) -> str:
+    # Readable in Ray's tools, never that of another service on the same cluster, and it tells whose it is.
+    readable = re.sub(r"[^A-Za-z0-9]+", "-", served_name(model)).strip("-")
+    return f"kvshelf-{readable[:40]}-job{job}-{secrets.token_hex(4)}"

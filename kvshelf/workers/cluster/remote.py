@@ -1,0 +1,211 @@
+"""Calling a model's replicas from another process, with kvshelf's errors on both sides.
+
+The one place where Ray's exceptions are translated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import ray.exceptions as ray_errors
+import structlog
+from ray import serve
+from ray.serve import exceptions as serve_errors
+from ray.serve.handle import DeploymentHandle
+
+from kvshelf.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InternalError,
+    KvshelfError,
+    NoWorker,
+    QueueFull,
+    WorkerCrashed,
+)
+from kvshelf.workers.replica.attempts import MAX_ATTEMPTS
+
+if TYPE_CHECKING:  # who asks for a creation needs no transformers: it would take a caller 5 s and 200 MB
+    from kvshelf.workers.engine.inputs.encode import Document
+    from kvshelf.workers.replica.create.created import Created
+    from kvshelf.workers.replica.replica import Asked, Replied
+
+RESTART_S = 5.0
+"""About how long Ray needs to replace a dead replica: what callers are told to wait."""
+
+_UNREACHABLE = (
+    ray_errors.ActorUnavailableError,
+    serve_errors.DeploymentUnavailableError,
+    serve_errors.ReplicaUnavailableError,
+)
+
+_GRACE_S = 5.0  # the replica keeps deadlines itself; this is for one that no longer answers
+
+
+class RemoteEngine:
+    """The replicas of one model. Its methods are those of `Replica`; their work is cancelled with the caller's task.
+
+    `running` is how many replicas take requests, as far as is known; `watch` keeps it up to date. Ray would let
+    requests wait for a replica for ever, so while there is none they are refused. `wanted` is how many there are to be.
+    `app` and `handle` are Ray's.
+    """
+
+    def __init__(self, model: str, app: str, handle: DeploymentHandle, wanted: int) -> None:
+        self.model = model
+        self.app = app
+        self.handle = handle
+        self.wanted = wanted
+        self.running = 1
+        self._mean_s = 1.0
+        self._counting: Future[int] | None = None
+
+    @cached_property
+    def _streaming(self) -> DeploymentHandle:
+        return self.handle.options(stream=True)
+
+    async def create(
+        self,
+        spec: Mapping[str, Any],
+        *,
+        tenant: str,
+        deadline_s: float,
+        request_id: str | None = None,
+        max_attempts: int = MAX_ATTEMPTS,
+    ) -> Created:
+        created: Created = await self._call(
+            "create",
+            deadline_s + _GRACE_S,
+            dict(spec),
+            tenant=tenant,
+            deadline_s=deadline_s,
+            request_id=request_id,
+            max_attempts=max_attempts,
+            origin=_origin(),
+        )
+        return created
+
+    async def query(self, cache_id: str, asked: Asked, *, tenant: str, deadline_s: float) -> list[Replied]:
+        replied: list[Replied] = await self._call(
+            "query", deadline_s + _GRACE_S, cache_id, asked, tenant=tenant, deadline_s=deadline_s, origin=_origin()
+        )
+        return replied
+
+    async def stream(
+        self, cache_id: str, asked: Asked, *, tenant: str, deadline_s: float
+    ) -> AsyncGenerator[str | Replied, None]:
+        with self._translated():
+            response = self._streaming.stream.remote(
+                cache_id, asked, tenant=tenant, deadline_s=deadline_s, origin=_origin()
+            )
+            try:
+                async with asyncio.timeout(deadline_s + _GRACE_S):
+                    async for piece in response:
+                        yield piece
+            finally:
+                response.cancel()
+
+    async def estimate(self, spec: Mapping[str, Any], *, deadline_s: float) -> dict[str, Any]:
+        estimated: dict[str, Any] = await self._call("estimate", deadline_s, dict(spec), origin=_origin())
+        return estimated
+
+    async def kept(
+        self, cache_id: str, document: Document | None, *, tenant: str, first_layer: int, deadline_s: float
+    ) -> dict[str, Any]:
+        about = {"tenant": tenant, "first_layer": first_layer, "origin": _origin()}
+        told: dict[str, Any] = await self._call("kept", deadline_s, cache_id, document, **about)
+        return told
+
+    async def describe(self, *, deadline_s: float) -> dict[str, Any]:
+        described: dict[str, Any] = await self._call("describe", deadline_s)
+        return described
+
+    async def refresh(self) -> int:
+        """Ask Ray how many replicas take requests. Ray itself notices a death at its next health check only.
+
+        Ray's answer has no deadline. All who ask meanwhile wait for the same one, so a controller that hangs costs one
+        thread, and none of those that carry the calls of the store; who gives up waiting ends nothing for the others.
+        """
+        if self._counting is None or self._counting.done():
+            thread = ThreadPoolExecutor(1, thread_name_prefix="replicas")
+            self._counting = thread.submit(replicas_running, self.app)
+            thread.shutdown(wait=False)
+        self.running = await asyncio.shield(asyncio.wrap_future(self._counting))
+        return self.running
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process (those of a batch have engines of the service): what is being asked stays here."""
+        return vars(self) | {"_counting": None}
+
+    async def _call(self, method: str, limit_s: float, /, *args: Any, **kwargs: Any) -> Any:
+        started = time.monotonic()
+        with self._translated():
+            response = getattr(self.handle, method).remote(*args, **kwargs)
+            try:
+                async with asyncio.timeout(limit_s):
+                    result = await response
+            except (asyncio.CancelledError, TimeoutError):
+                response.cancel()  # awaiting it is all that was cancelled; the work would go on
+                raise
+        self._mean_s = 0.8 * self._mean_s + 0.2 * (time.monotonic() - started)
+        return result
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        if self.running == 0:
+            raise NoWorker(f"no worker of {self.model!r} runs; one is being started", retry_after_s=RESTART_S)
+        try:
+            yield
+        except (KvshelfError, ray_errors.RayError, serve_errors.RayServeException, TimeoutError) as exc:
+            raise self._translate(exc) from None  # Ray's traceback is text from another process; its log has it
+
+    def _translate(self, exc: Exception) -> KvshelfError:
+        if isinstance(exc, ray_errors.RayTaskError):
+            exc = exc.cause
+        if isinstance(exc, KvshelfError):
+            return exc
+        if isinstance(exc, serve_errors.BackPressureError):
+            retry_after_s = round(max(self._mean_s, 0.5), 3)
+            return QueueFull(f"too many requests are waiting for {self.model!r}", retry_after_s=retry_after_s)
+        if isinstance(exc, _UNREACHABLE):
+            return NoWorker(f"no worker of {self.model!r} can be reached", retry_after_s=RESTART_S)
+        if isinstance(exc, ray_errors.RayActorError | ray_errors.WorkerCrashedError):
+            return WorkerCrashed(
+                f"the worker of {self.model!r} died while it worked on this; it is being replaced. If it happens again "
+                "with the same document, the document is the cause",
+                retry_after_s=RESTART_S,
+            )
+        if isinstance(exc, ray_errors.TaskCancelledError | serve_errors.RequestCancelledError):
+            return Cancelled("the caller went away")
+        if isinstance(exc, TimeoutError):
+            return DeadlineExceeded(f"no answer from a worker of {self.model!r} in time; ask again later")
+        return InternalError(f"the worker of {self.model!r} failed unexpectedly: {type(exc).__name__}")
+
+
+def _origin() -> str:
+    """The id of the request at hand, as the log of this process has it."""
+    found: str = structlog.contextvars.get_contextvars().get("request_id", "")
+    return found
+
+
+def replicas_running(app: str) -> int:
+    """How many replicas of an application take requests. Blocks for a moment: call it off the event loop."""
+    try:
+        overview = serve.status().applications.get(app)
+    except (ray_errors.RayError, serve_errors.RayServeException):
+        return 0  # whoever knows does not answer, so nobody could be sent there
+    if overview is None:
+        return 0
+    return sum(d.replica_states.get("RUNNING", 0) for d in overview.deployments.values())
+
+
+async def watch(engines: Iterable[RemoteEngine], *, interval_s: float = 1.0) -> None:
+    """Keep `running` of each engine up to date, for as long as this task lives."""
+    while True:
+        for engine in engines:
+            await engine.refresh()
+        await asyncio.sleep(interval_s)

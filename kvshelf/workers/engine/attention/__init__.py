@@ -1,0 +1,1 @@
+"""Attention over a compressed cache, inside a transformers model."""

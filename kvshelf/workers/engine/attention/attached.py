@@ -1,0 +1,228 @@
+"""A compressed cache attached to a model: a shared read-only prefix and a private suffix that grows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from kvshelf.errors import InvalidRequest, StateConflict
+from kvshelf.kernels.prefix_attention import BatchLayout, Prefix, SuffixRows, prefix_attention
+from kvshelf.workers.engine.attention.attachment import Attachment
+
+_FIRST_CAPACITY = 64
+
+
+class AttachedCache(Cache):  # type: ignore[misc]
+    """A transformers `Cache` whose document part is a `CompressedCache`, read in place and never changed.
+
+    It reports the logical length (document tokens, whether kept or not, plus the suffix), so that positions continue at
+    the document's end. Several may share one `CompressedCache`. It works only inside `engine.attached(...)`: a model
+    that runs any other attention function gets an error instead of an answer without the document.
+    """
+
+    def __init__(self, document: Attachment, longest: int | None = None) -> None:
+        """longest: tokens of document and suffix together, beyond which the model would rotate all keys otherwise
+        (`rope.reach`)."""
+        start = document.next_position
+        prefixes = [document.prefixes(index) for index in range(document.num_layers)]
+        super().__init__(layers=[AttachedLayer(prefix, start, longest) for prefix in prefixes])
+        self._start = start
+
+    @property
+    def suffix_length(self) -> int:
+        """Tokens run through the model since the cache was attached."""
+        return int(self.get_seq_length()) - self._start
+
+    def with_document(self, input_ids: Tensor) -> Tensor:
+        """`input_ids` `[B, T]` behind stand-ins for the document's tokens, `[B, N + T]`: what `generate()` expects.
+
+        `generate()` takes the whole sequence and skips what the cache already has. The document's own ids may stand
+        there as well; they are skipped either way.
+        """
+        stand_in = input_ids.new_zeros(input_ids.shape[0], int(self.get_seq_length()))
+        return torch.cat([stand_in, input_ids], dim=1)
+
+
+class AttachedLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer of an `AttachedCache`. `prefix`: what every query sees, in the logical length `start`.
+
+    `keys` and `values` are the suffix buffers `[B, kv_heads, capacity, D]`, of which the first `_length` rows are in
+    use. They double when full: appending to an exact-size tensor would copy the suffix at every token.
+    """
+
+    is_sliding = False
+
+    def __init__(self, prefix: Sequence[Prefix], start: int, longest: int | None = None) -> None:
+        super().__init__()
+        self.prefix = prefix
+        self.start = start
+        self._longest = longest
+        self._length = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate the suffix buffers for this batch size."""
+        self.keys = _buffer_like(key_states, _FIRST_CAPACITY)
+        self.values = _buffer_like(value_states, _FIRST_CAPACITY)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
+        """Append this call's keys and values to the suffix. Returns the `AttachedStates` twice."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        end = self._length + key_states.shape[2]
+        if self._longest is not None and self.start + end > self._longest:
+            raise InvalidRequest(
+                f"the model's LongRoPE rotates sequences of more than {self._longest} tokens by other frequencies than "
+                "this cache has; end there, or compress a document that is longer than that by itself",
+                param="input_ids",
+            )
+        self.keys = _grown(self.keys, end, self._length)
+        self.values = _grown(self.values, end, self._length)
+        self.keys[:, :, self._length : end] = key_states
+        self.values[:, :, self._length : end] = value_states
+        before, self._length = self._length, end
+        rows, new = key_states.shape[0], key_states.shape[2]
+        layout = BatchLayout(
+            shares=(rows * new,),
+            suffixes=(SuffixRows((end,) * rows, tuple(range(0, rows * new, new)), new),),
+            device=key_states.device,
+        )
+        states = AttachedStates(
+            [self.prefix],
+            [(self.keys, self.values)],
+            layout,
+            new=(key_states, value_states),
+            logical_length=self.start + end,
+            first_position=self.start + before,
+        )
+        return states, states
+
+    def get_seq_length(self) -> int:
+        """Document and suffix: where the next token stands."""
+        return self.start + self._length
+
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        """Logical length after `query_length` more tokens, and offset 0. transformers 5.2 passes their positions."""
+        added = query_length if isinstance(query_length, int) else query_length.shape[0]
+        if added == 0:
+            _refuse_positions(self.get_seq_length())
+        return self.get_seq_length() + added, 0
+
+    def get_max_length(self) -> int:
+        """-1: the suffix grows without a fixed end."""
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """`get_max_length` by its name in older versions of transformers 5."""
+        return -1
+
+    def reset(self) -> None:
+        """Forget the suffix; the document stays."""
+        self._length = 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Reorder the rows of the suffix, for beam search. The document is the same for every beam."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows of the suffix."""
+        if self.is_initialized:
+            self.keys, self.values = self.keys[indices], self.values[indices]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row of the suffix."""
+        if self.is_initialized:
+            self.keys = self.keys.repeat_interleave(repeats, dim=0)
+            self.values = self.values.repeat_interleave(repeats, dim=0)
+
+    def crop(self, *_: Any) -> NoReturn:
+        """Not supported: part of the cropped range may be in the read-only document."""
+        raise StateConflict("an attached cache cannot be cropped; attach the document again instead")
+
+
+class AttachedStates:
+    """Stands where transformers expects a layer's keys and values, and refuses every use but kvshelf's attention.
+
+    Not a tensor on purpose. Under another attention function a tensor of the suffix alone would be attended to in
+    silence, and the answer would be given without the document.
+    """
+
+    __slots__ = ("_first_position", "_layout", "_prefixes", "_suffixes", "logical_length", "new_keys", "new_values")
+
+    def __init__(
+        self,
+        prefixes: Sequence[Sequence[Prefix]],
+        suffixes: Sequence[tuple[Tensor, Tensor]],
+        layout: BatchLayout,
+        *,
+        new: tuple[Tensor, Tensor],
+        logical_length: int,
+        first_position: int | None,
+    ) -> None:
+        """prefixes, suffixes and layout are those of `prefix_attention`. `new`: keys `[B, kv_heads, T, D]` and values
+        of this call's tokens. `logical_length`: the longest document and suffix, this call's tokens included.
+        `first_position`: where the call has to begin; None where whoever called has set the positions."""
+        self._prefixes = prefixes
+        self._suffixes = suffixes
+        self._layout = layout
+        self.new_keys, self.new_values = new
+        self.logical_length = logical_length
+        self._first_position = first_position
+
+    def attend(self, queries: Tensor, scaling: float) -> Tensor:
+        """Attention of this call's queries `[B, q_heads, T, D]` over document and suffix. Returns `[B, T, q_heads,
+        Dv]`."""
+        batch, heads, new, dim = queries.shape
+        flat = queries.transpose(1, 2).reshape(batch * new, heads, dim)
+        out = prefix_attention(flat, self._prefixes, self._suffixes, self._layout, scaling)
+        return out.view(batch, new, heads, -1)
+
+    def check_positions(self, position_ids: Tensor | None) -> None:
+        """Refuse a call whose positions do not continue where the cache ends.
+
+        `generate()` given the question alone counts its positions from 0; the rotation would be wrong without a sign of
+        it.
+        """
+        first = self._first_position
+        if first is not None and position_ids is not None and not bool((position_ids[..., 0] == first).all()):
+            _refuse_positions(first)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        _refuse(name)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, *_: Any) -> NoReturn:
+        _refuse(getattr(func, "__name__", str(func)))
+
+
+def _refuse_positions(first: int) -> NoReturn:
+    raise InvalidRequest(
+        f"the tokens do not continue at position {first}, where the attached cache ends. generate() takes the whole "
+        "sequence and skips what is cached: give it past.with_document(input_ids)",
+        param="input_ids",
+    )
+
+
+def _refuse(operation: str) -> NoReturn:
+    raise StateConflict(
+        f"an attached cache was given to a model that does not run kvshelf's attention ({operation!r} was called on "
+        "its "
+        "keys); use it inside `with engine.attached(cache) as past:` with that engine's model"
+    )
+
+
+def _buffer_like(states: Tensor, capacity: int) -> Tensor:
+    batch, heads, _, dim = states.shape
+    return states.new_empty(batch, heads, capacity, dim)
+
+
+def _grown(buffer: Tensor, needed: int, used: int) -> Tensor:
+    if needed <= buffer.shape[2]:
+        return buffer
+    grown = _buffer_like(buffer, max(needed, 2 * buffer.shape[2]))
+    grown[:, :, :used] = buffer[:, :, :used]
+    return grown

@@ -1,0 +1,202 @@
+"""The attention function that transformers calls while an engine works.
+
+It is registered under the name "kvshelf" in transformers' public registries; an engine selects it for the length of one
+call, a scheduler for as long as it runs, and both restore what was there. It does three things and refuses everything
+else: causal attention, attention over an attached cache, and handing what each layer's attention saw to the
+`ForwardContext` that came with the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from kvshelf.errors import InvalidRequest, PolicyUnsupported
+from kvshelf.kernels.prefix_attention import BatchLayout, StackedPrefix, SuffixRows, prefix_attention
+from kvshelf.kernels.prefix_attention.attend import CPU_ATTENTION
+from kvshelf.workers.engine.attention.attached import AttachedStates
+
+IMPLEMENTATION = "kvshelf"
+
+CONTEXT = "kvshelf_context"
+"""Name of the keyword that carries a `ForwardContext` through `model(...)` into every layer."""
+
+_CHANGES_THE_RESULT = ("softcap", "s_aux", "position_bias", "cu_seq_lens_q", "cu_seq_lens_k", "block_mask")
+"""Keywords of other models' attention that this function would have to honour and does not."""
+
+
+@dataclass(frozen=True, eq=False)
+class Attended:
+    """What the attention of one layer saw in one call, of the call's own tokens.
+
+    queries: `[B, q_heads, T, D]`, keys: `[B, kv_heads, T, D]`, values: `[B, kv_heads, T, Dv]`. lse: the log-sum-exps of
+    the scaled logits of every token before the probe passes, `[B, q_heads, T - probes]` fp32, natural logarithms; None
+    where the attention in use does not tell them. `module` is the model's attention module.
+    """
+
+    module: nn.Module
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    scaling: float
+    lse: Tensor | None = None
+
+
+class ForwardContext(Protocol):
+    """What one forward pass carries along. Called after each layer's attention; may raise to end the pass.
+
+    `probe_lengths`: the last tokens of the call are that many probe passes of these lengths. Each pass sees the tokens
+    before all of them and its own, and no other pass.
+    """
+
+    probe_lengths: tuple[int, ...]
+
+    def after_attention(self, layer: Attended) -> None: ...
+
+
+@contextmanager
+def kvshelf_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Inside the block the model runs kvshelf's attention in eval mode; afterwards it is exactly as it was before."""
+    previous = model.config._attn_implementation
+    training = [module for module in model.modules() if module.training] if model.training else []
+    if previous != IMPLEMENTATION:
+        model.set_attn_implementation(IMPLEMENTATION)
+    if training:
+        model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+        if previous != IMPLEMENTATION:
+            model.set_attn_implementation(previous)
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor | AttachedStates,
+    value: Tensor | AttachedStates,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The registered function. query: `[B, q_heads, T, D]`; returns `[B, T, q_heads, Dv]` and no weights."""
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    _refuse_what_is_not_causal_attention(module, attention_mask, kwargs)
+    context: ForwardContext | None = kwargs.get(CONTEXT)
+    lse = None
+    if isinstance(key, AttachedStates):
+        key.check_positions(kwargs.get("position_ids"))
+        _refuse_beyond_window(kwargs.get("sliding_window"), key.logical_length)
+        new_keys, new_values = key.new_keys, key.new_values
+        out = key.attend(query, scaling)
+    else:
+        assert isinstance(value, Tensor)
+        _refuse_beyond_window(kwargs.get("sliding_window"), key.shape[2])
+        new_keys, new_values = key, value
+        out, lse = _with_probes(query, key, value, scaling, context.probe_lengths if context is not None else ())
+        out = out.transpose(1, 2)
+    if context is not None:
+        context.after_attention(Attended(module, query, new_keys, new_values, scaling, lse))
+    return out.contiguous(), None
+
+
+def causal_mask(*, attention_mask: Tensor | None = None, allow_is_causal_skip: bool = True, **_: Any) -> None:
+    """The registered mask: there is none, because `attention` is causal by itself. Refuses whatever needs a real one.
+
+    Padding would have to be masked; ignored, left-padded rows come out wrong without a sign of it.
+    """
+    if attention_mask is not None and not bool(attention_mask.all()):
+        raise InvalidRequest(
+            "the attention mask hides tokens (padding); kvshelf's attention takes rows of equal length without "
+            "padding. "
+            "Send one row at a time",
+            param="attention_mask",
+        )
+    if not allow_is_causal_skip:
+        raise PolicyUnsupported("the model asks for a mask that is not plainly causal, and kvshelf cannot attach to it")
+
+
+def _with_probes(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, probe_lengths: tuple[int, ...]
+) -> tuple[Tensor, Tensor | None]:
+    """Causal attention of a document, and of each probe pass behind it over the document and itself; of the document
+    the log-sum-exps too, as `Attended` has them."""
+    document, *probes = torch.split(query, [query.shape[2] - sum(probe_lengths), *probe_lengths], dim=2)
+    start = key.shape[2] - sum(probe_lengths)  # more than the call's own tokens behind a cache of transformers
+    prefix = [StackedPrefix(key[0, :, :start], value[0, :, :start])]
+    of_document, lse = _causal(document, key[:, :, :start], value[:, :, :start], scaling)
+    outs = [of_document]
+    for probe in probes:
+        length = probe.shape[2]
+        layout = BatchLayout((length,), (SuffixRows((length,), (0,), length),), query.device)
+        own = [(key[:, :, start : start + length], value[:, :, start : start + length])]
+        out = prefix_attention(probe[0].transpose(0, 1), [prefix], own, layout, scaling)  # [T, q_heads, Dv]
+        outs.append(out.transpose(0, 1).unsqueeze(0))
+        start += length
+    return torch.cat(outs, dim=2) if probes else of_document, lse
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor | None]:
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    if num_queries == num_keys and _tells_lse(query, key, value):
+        # What the public function calls as well, which drops the second result.
+        key, value = (states.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for states in (key, value))
+        out, lse = CPU_ATTENTION(query, key, value, 0.0, True, attn_mask=None, scale=scaling)
+        return out, lse
+    if num_queries in (1, num_keys):
+        out = F.scaled_dot_product_attention(
+            query, key, value, scale=scaling, is_causal=num_queries > 1, enable_gqa=True
+        )
+        return out, None
+    visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril(num_keys - num_queries)
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scaling, enable_gqa=True)
+    return out, None
+
+
+def _tells_lse(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether torch's attention of a whole causal call is the one that returns log-sum-exps.
+
+    On a CPU only: what CUDA's return could not be run where this was written.
+    """
+    if query.device.type != "cpu":
+        return False
+    flash = torch.nn.attention.SDPBackend.FLASH_ATTENTION.value
+    return bool(torch._fused_sdp_choice(query, key, value, is_causal=True, enable_gqa=True) == flash)
+
+
+def _refuse_what_is_not_causal_attention(
+    module: nn.Module, attention_mask: Tensor | None, kwargs: dict[str, Any]
+) -> None:
+    if attention_mask is not None:
+        raise InvalidRequest(
+            "a prepared 4D attention mask was given; kvshelf's attention is causal over rows without padding",
+            param="attention_mask",
+        )
+    if not getattr(module, "is_causal", True):
+        raise PolicyUnsupported(f"{type(module).__name__} is not causal; kvshelf attaches to decoder-only models")
+    if kwargs.get("dropout"):
+        raise PolicyUnsupported("attention dropout is on; put the model in eval mode")
+    for name in _CHANGES_THE_RESULT:
+        if kwargs.get(name) is not None:
+            raise PolicyUnsupported(f"{type(module).__name__} uses {name}, which kvshelf cannot reproduce yet")
+
+
+def _refuse_beyond_window(sliding_window: int | None, length: int) -> None:
+    if sliding_window is not None and length > sliding_window:
+        raise PolicyUnsupported(
+            f"the model's sliding window is {sliding_window} tokens, and document, question and answer together have "
+            f"{length}; kvshelf does not store sliding windows yet"
+        )
+
+
+AttentionInterface.register(IMPLEMENTATION, attention)
+AttentionMaskInterface.register(IMPLEMENTATION, causal_mask)

@@ -1,0 +1,1 @@
+"""Answers: many questions, one forward pass per step."""

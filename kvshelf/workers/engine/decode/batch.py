@@ -1,0 +1,279 @@
+"""Many answers, one forward pass per step: the tokens of all rows in one flat sequence.
+
+A step takes the next token of every answer, and of a new one its question. Each row's tokens see their own document and
+their own suffix, at their own positions; rows that share a document lie next to each other, so that its prefix is read
+once. Nothing is padded but suffixes, and no prefix is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from kvshelf.errors import InternalError
+from kvshelf.kernels.prefix_attention import BatchLayout, SuffixRows
+from kvshelf.workers.engine.attention.attached import AttachedStates
+from kvshelf.workers.engine.attention.attachment import Attachment, Wait, block
+from kvshelf.workers.engine.attention.function import CONTEXT, Attended, kvshelf_attention
+from kvshelf.workers.engine.decode.generation import Checkpoint, Generation
+from kvshelf.workers.engine.decode.suffixes import Slab, SuffixPool
+
+MAX_NEW_TOKENS = 512
+"""Tokens of one step. Longer questions take several, so that those who wait for their next token do not wait for the
+whole of somebody's question."""
+
+
+class Batch:
+    """The open answers of one model. Not thread-safe: one thread owns the model.
+
+    What a row's answer is does not depend on its neighbours, but for the last bits of sums. Where it would (a RoPE that
+    changes with the longest position of the call), `one_by_one` gives every row a forward of its own.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, one_by_one: bool = False) -> None:
+        self._model = model
+        self._one_by_one = one_by_one
+        self._pool = SuffixPool(model.config.num_hidden_layers)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the suffixes of all open answers hold."""
+        return self._pool.nbytes
+
+    def step(
+        self, generations: Sequence[Generation], checkpoint: Checkpoint | None = None, wait: Wait = block
+    ) -> list[str | Exception]:
+        """Run one forward pass. Returns for each answer the text that became final, which may be "", or its error,
+        with which it is over: it can only `leave`.
+
+        `checkpoint` is called after each layer and may raise to abandon the step. Whatever the step raises leaves every
+        answer as it was; of several that have a forward of their own, each is told what its own raised.
+        `wait` is called while a document's next layer has not arrived, and may step other answers meanwhile.
+        """
+        if self._one_by_one and len(generations) > 1:
+            return [self._told_alone(generation, checkpoint, wait) for generation in generations]
+        plan = _Plan.of(generations, self._pool, self._model.device)
+        logits = self._forward(plan, checkpoint, wait)
+        likeliest = _likeliest(logits)
+        # From here on every answer has moved on, so nothing may be raised.
+        for place in plan.places:
+            place.generation.appended(place.count)
+        asking = [place.generation for place in plan.places if place.complete]
+        told = {id(g): _token_taken(g, logits, row, likeliest[row]) for row, g in enumerate(asking)}
+        return [told.get(id(generation), "") for generation in generations]
+
+    def _told_alone(self, generation: Generation, checkpoint: Checkpoint | None, wait: Wait) -> str | Exception:
+        try:
+            return self.step([generation], checkpoint, wait)[0]
+        except Exception as exc:  # raised, it would take with it what the answers before this one were told
+            return exc
+
+    def leave(self, generation: Generation) -> None:
+        """Free what an answer holds. It cannot be stepped again."""
+        self._pool.release(generation.row)
+
+    def _forward(self, plan: _Plan, checkpoint: Checkpoint | None, wait: Wait) -> Tensor:
+        """Logits `[rows that are complete, vocabulary]`."""
+        cache = Cache(layers=[_BatchLayer(i, plan, wait) for i in range(self._model.config.num_hidden_layers)])
+        context = {CONTEXT: _Pause(checkpoint)} if checkpoint is not None else {}
+        with torch.no_grad(), kvshelf_attention(self._model):
+            out = self._model(
+                input_ids=plan.token_ids,
+                position_ids=plan.positions,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=plan.last_tokens,
+                **context,
+            )
+        logits: Tensor = out.logits[0]
+        return logits
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What one row brings to a step: batch tokens `first` to `first + count`. `complete`: nothing of it is left for the
+    next step, so that its next token can be chosen."""
+
+    generation: Generation
+    first: int
+    count: int
+    complete: bool
+    slab: Slab
+
+
+class _Plan:
+    """One step: which tokens, at which positions, and whose."""
+
+    def __init__(self, places: Sequence[_Place], device: torch.device) -> None:
+        self.places = places
+        ids = [token for p in places for token in p.generation.pending[: p.count]]
+        positions = [p.generation.next_position + i for p in places for i in range(p.count)]
+        self.token_ids, self.positions = torch.tensor([[ids], [positions]], device=device)
+        last = [p.first + p.count - 1 for p in places if p.complete]
+        self.last_tokens = torch.tensor(last, dtype=torch.int64, device=device)  # an empty list would be floats
+        self.documents, shares = _shares(places)
+        self.parts = _suffix_parts(places, device)
+        self.layout = BatchLayout(shares, tuple(part.rows for part in self.parts), device)
+        self.logical_length = max(p.generation.next_position + p.count for p in places)
+
+    @classmethod
+    def of(cls, generations: Sequence[Generation], pool: SuffixPool, device: torch.device) -> _Plan:
+        """Rows that share a document next to each other. A token for each row, and the rest to the shortest questions
+        first, so that a long one holds up nobody but itself."""
+        left = max(0, MAX_NEW_TOKENS - len(generations))
+        counts: dict[int, int] = {}
+        for generation in sorted(generations, key=lambda g: len(g.pending)):
+            assert generation.pending, "an answer that had an error is over"
+            more = min(len(generation.pending) - 1, left)
+            left -= more
+            counts[id(generation)] = 1 + more
+        places, first = [], 0
+        for generation in sorted(generations, key=lambda g: id(g.document)):
+            count = counts[id(generation)]
+            slab = pool.reserve(generation.row, generation.row.length + count)
+            places.append(_Place(generation, first, count, count == len(generation.pending), slab))
+            first += count
+        return cls(places, device)
+
+
+def _shares(places: Sequence[_Place]) -> tuple[list[Attachment], tuple[int, ...]]:
+    """The documents in the order of the batch, and the tokens that see each."""
+    documents: list[Attachment] = []
+    counts: list[int] = []
+    for place in places:
+        if not documents or documents[-1] is not place.generation.document:
+            documents.append(place.generation.document)
+            counts.append(0)
+        counts[-1] += place.count
+    return documents, tuple(counts)
+
+
+class _SuffixPart:
+    """Rows of a step whose suffixes are read by one operation, and where their new states go.
+
+    Either every row of a slab that takes one token, or one row that takes several.
+    """
+
+    def __init__(self, slab: Slab, places: Sequence[_Place], device: torch.device) -> None:
+        self._slab = slab
+        self._new = places[0].count
+        rows = {p.generation.row.slot: p for p in places}
+        self._slots = range(min(rows), max(rows) + 1)
+        self.rows = SuffixRows(
+            lengths=tuple(rows[s].generation.row.length + self._new if s in rows else 1 for s in self._slots),
+            first=tuple(rows[s].first if s in rows else -1 for s in self._slots),
+            new=self._new,
+        )
+        self._first = places[0].first
+        self._start = places[0].generation.row.length
+        if self._new == 1:
+            ints = [[p.generation.row.slot, p.generation.row.length, p.first] for p in places]
+            self._at, self._length, self._token = torch.tensor(ints, device=device).unbind(1)
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Append this step's keys `[1, kv_heads, N, D]` and values. Returns those of the part's rows, old and new:
+        `[rows, kv_heads, capacity, D]`."""
+        held = self._slab.states(layer, keys, values)
+        for states, new in zip(held, (keys[0], values[0]), strict=True):
+            if self._new == 1:
+                states[self._at, :, self._length] = new.transpose(0, 1).index_select(0, self._token)
+            else:
+                end = self._start + self._new
+                states[self._slots[0], :, self._start : end] = new[:, self._first : self._first + self._new]
+        part = slice(self._slots.start, self._slots.stop)
+        return held[0][part], held[1][part]
+
+
+def _suffix_parts(places: Sequence[_Place], device: torch.device) -> list[_SuffixPart]:
+    single: dict[int, list[_Place]] = {}
+    for place in places:
+        if place.count == 1:
+            single.setdefault(id(place.slab), []).append(place)
+    parts = [_SuffixPart(rows[0].slab, rows, device) for rows in single.values()]
+    return parts + [_SuffixPart(place.slab, [place], device) for place in places if place.count > 1]
+
+
+class _BatchLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer of one step, as transformers sees it."""
+
+    is_sliding = False
+
+    def __init__(self, index: int, plan: _Plan, wait: Wait) -> None:
+        super().__init__()
+        self._index = index
+        self._plan = plan
+        self._wait = wait
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
+        """Append every row's new states to its suffix, once every document of the step has this layer."""
+        prefixes = [document.prefixes(self._index, self._wait) for document in self._plan.documents]
+        suffixes = [part.write(self._index, key_states, value_states) for part in self._plan.parts]
+        states = AttachedStates(
+            prefixes,
+            suffixes,
+            self._plan.layout,
+            new=(key_states, value_states),
+            logical_length=self._plan.logical_length,
+            first_position=None,
+        )
+        return states, states
+
+    def get_seq_length(self) -> int:
+        """0: the rows' positions are given with the call."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        """There is no mask; what is visible follows from the plan."""
+        return (query_length if isinstance(query_length, int) else query_length.shape[0]), 0
+
+    def get_max_length(self) -> int:
+        """-1: no fixed end."""
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """`get_max_length` by its name in older versions of transformers 5."""
+        return -1
+
+    def lazy_initialization(self, *_: Any) -> NoReturn:
+        """Never called: the suffixes belong to the batch."""
+        raise AssertionError("the suffixes belong to the batch")
+
+
+class _Pause:
+    """A `ForwardContext` that only gives others a turn between layers."""
+
+    probe_lengths = ()
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+
+    def after_attention(self, layer: Attended) -> None:  # noqa: ARG002
+        self._checkpoint()
+
+
+def _likeliest(logits: Tensor) -> list[int | None]:
+    """The best token of each row of logits `[rows, vocabulary]`; None where a logit is not a number.
+
+    One reduction and one copy to the host for all rows. The maximum of a row with a NaN is NaN.
+    """
+    best, token = logits.max(dim=-1)
+    return [choice if sound else None for choice, sound in zip(token.tolist(), best.isfinite().tolist(), strict=True)]
+
+
+def _token_taken(generation: Generation, logits: Tensor, row: int, likeliest: int | None) -> str | Exception:
+    """Choose the next token of one answer from its row of logits `[rows, vocabulary]` and hand it over."""
+    if likeliest is None:
+        return InternalError(
+            "the model's logits are not numbers, so no answer can be given; if the model overflows in float16, load it "
+            "with dtype bfloat16 or float32"
+        )
+    try:
+        return generation.take(generation.sample(logits[row]) if generation.samples else likeliest)
+    except Exception as exc:  # this answer's own, whatever it is
+        return exc

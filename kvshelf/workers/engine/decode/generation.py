@@ -1,0 +1,243 @@
+"""One answer: how its tokens are chosen, when it ends, and which of its text is final."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from kvshelf.errors import InvalidRequest
+from kvshelf.workers.engine.attention.attachment import Attachment
+from kvshelf.workers.engine.decode.detokenizer import Detokenizer
+from kvshelf.workers.engine.decode.suffixes import SuffixRow
+
+if TYPE_CHECKING:
+    from kvshelf.workers.engine.decode.batch import Batch
+
+_LEAST_TEMPERATURE = 1e-30  # float32 has smaller numbers, but not many
+
+FinishReason = Literal["stop", "length"]
+Checkpoint = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen. Temperature 0 is greedy; otherwise `top_p` of the mass is sampled, repeatably with
+    `seed`."""
+
+    max_tokens: int = 64
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "an integer from 1")
+        _require(self.temperature >= 0, "temperature", self.temperature, "a number from 0")
+        _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
+        _require(all(self.stop), "stop", self.stop, "texts that are not empty")
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What an answer cost. `cache_read_tokens` are document tokens served from the cache; `prefill_tokens` went through
+    the model before the first token of the answer, counted where the model appends them to the cache."""
+
+    cache_read_tokens: int
+    prefill_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A finished answer. `token_ids` include the end token where there is one; `text` does not."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    usage: Usage
+
+
+class Generation:
+    """One answer in the making: what a `Batch` has to run for it next, and what came of it so far.
+
+    Private to its caller: several may be open on one engine and on one compressed cache.
+    """
+
+    def __init__(
+        self,
+        batch: Batch,
+        document: Attachment,
+        query: Sequence[int],
+        sampling: Sampling,
+        *,
+        room: int,
+        end_ids: frozenset[int],
+        decoder: Tokenizer | None,
+    ) -> None:
+        self._batch = batch
+        self.document = document
+        self.pending = list(query)
+        """Tokens that are still to go through the model before the next one can be chosen."""
+        self.row = SuffixRow()
+        self._end_ids = end_ids
+        self._sampler = _Sampler(sampling)
+        self._text = _TextStream(decoder, sampling.stop)
+        self._room = min(sampling.max_tokens, room)
+        self._prefill_tokens = 0
+        self.token_ids: list[int] = []
+        self.finish_reason: FinishReason | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the answer is complete."""
+        return self.finish_reason is not None
+
+    @property
+    def next_position(self) -> int:
+        """Where the first of the pending tokens stands."""
+        return self.document.next_position + self.row.length
+
+    @property
+    def samples(self) -> bool:
+        """Whether tokens are drawn; otherwise the likeliest is taken."""
+        return self._sampler.samples
+
+    def step(self, checkpoint: Checkpoint | None = None) -> str:
+        """Run one forward pass for this answer alone, and return the text that became final with it.
+
+        `checkpoint` is called after each layer and may raise to abandon the step.
+        """
+        (told,) = self._batch.step([self], checkpoint)
+        if isinstance(told, Exception):
+            raise told
+        return told
+
+    def leave(self) -> None:
+        """Free the suffix, whether the answer is finished or abandoned. An answer that owns its batch need not."""
+        self._batch.leave(self)
+
+    def sample(self, logits: Tensor) -> int:
+        """Draw the next token id from logits `[vocabulary]`."""
+        return self._sampler.choose(logits)
+
+    def appended(self, count: int) -> None:
+        """The first `count` pending tokens went through the model and are part of the suffix."""
+        self.row.length += count
+        del self.pending[:count]
+        if not self.token_ids:
+            self._prefill_tokens = self.row.length
+
+    def take(self, token: int) -> str:
+        """Add a token to the answer. Returns the text that became final with it, which may be "".
+
+        If it raises, the answer is over and never `finished`.
+        """
+        assert not self.finished
+        assert not self.pending
+        ended = token in self._end_ids
+        full = len(self.token_ids) + 1 == self._room
+        text = "" if ended else self._text.push(token)
+        if ended or full:
+            text += self._text.flush()
+        self.token_ids.append(token)
+        self.pending = [token]
+        if ended or self._text.stopped:
+            self.finish_reason = "stop"
+        elif full:
+            self.finish_reason = "length"
+        return text
+
+    def answer(self) -> Answer:
+        """The finished answer."""
+        assert self.finish_reason is not None
+        return Answer(self._text.text, list(self.token_ids), self.finish_reason, self.usage())
+
+    def usage(self) -> Usage:
+        """What the answer has cost so far."""
+        return Usage(
+            cache_read_tokens=self.document.num_tokens,
+            prefill_tokens=self._prefill_tokens,
+            completion_tokens=len(self.token_ids),
+        )
+
+
+class _Sampler:
+    """Chooses tokens on the CPU in fp32, so that a seed means the same on every device."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        self._sampling = sampling
+        self._generator = torch.Generator()
+        if sampling.seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(sampling.seed)
+
+    @property
+    def samples(self) -> bool:
+        return self._sampling.temperature > 0
+
+    def choose(self, logits: Tensor) -> int:
+        """The next token id from logits `[vocabulary]`."""
+        if self._sampling.temperature == 0:
+            return int(logits.argmax())
+        logits = logits.float().cpu()
+        # The largest becomes 0, so that no temperature makes it infinite; below the floor all others have no mass left.
+        scaled = (logits - logits.max()) / max(self._sampling.temperature, _LEAST_TEMPERATURE)
+        probabilities = torch.softmax(scaled, dim=-1)
+        ranked, order = probabilities.sort(descending=True, stable=True)
+        # A token stays while the mass before it is short of top_p, so that the first one always stays.
+        ranked[ranked.cumsum(0) - ranked >= self._sampling.top_p] = 0
+        return int(order[torch.multinomial(ranked, 1, generator=self._generator)])
+
+
+class _TextStream:
+    """Text of a growing answer: whole characters only, and nothing that may still turn into a stop text."""
+
+    def __init__(self, decoder: Tokenizer | None, stop: Sequence[str]) -> None:
+        self._tokens = None if decoder is None else Detokenizer(decoder, skip_special_tokens=True)
+        self._stop = stop
+        self._held = ""
+        self.text = ""
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """Add a token; returns the text that is final."""
+        return "" if self._tokens is None else self._add(self._tokens.push(token))
+
+    def flush(self) -> str:
+        """End of the answer: what was held back is final, and a character that is not whole becomes U+FFFD."""
+        if self._tokens is None or self.stopped:
+            return ""
+        return self._add(self._tokens.rest()) + self._release(len(self._held))
+
+    def _add(self, piece: str) -> str:
+        self._held += piece
+        found = [self._held.index(stop) for stop in self._stop if stop in self._held]
+        if found:
+            self._held = self._held[: min(found)]
+            self.stopped = True
+            return self._release(len(self._held))
+        return self._release(len(self._held) - self._longest_stop_prefix())
+
+    def _release(self, length: int) -> str:
+        final, self._held = self._held[:length], self._held[length:]
+        self.text += final
+        return final
+
+    def _longest_stop_prefix(self) -> int:
+        """Length of the longest end of the held text that a stop text begins with."""
+        longest = max((len(stop) for stop in self._stop), default=0)
+        for length in range(min(longest, len(self._held)), 0, -1):
+            if any(stop.startswith(self._held[-length:]) for stop in self._stop):
+                return length
+        return 0
+
+
+def _require(holds: bool, name: str, value: object, legal: str) -> None:
+    if not holds:
+        raise InvalidRequest(f"{name} is {value!r}; it must be {legal}", param=name)

@@ -1,0 +1,348 @@
+"""One model on one device: compress documents, attach caches, answer questions. Knows no Ray and no HTTP."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from kvshelf.errors import InvalidRequest, PolicyUnsupported
+from kvshelf.store.artifact.arriving import ArrivingCache
+from kvshelf.store.artifact.cache import CompressedCache
+from kvshelf.store.artifact.identity import Layout
+from kvshelf.workers.engine.attention.attached import AttachedCache
+from kvshelf.workers.engine.attention.attachment import Attachment
+from kvshelf.workers.engine.attention.function import kvshelf_attention
+from kvshelf.workers.engine.decode.batch import Batch
+from kvshelf.workers.engine.decode.generation import Answer, Checkpoint, Generation, Sampling
+from kvshelf.workers.engine.export import Positions, export
+from kvshelf.workers.engine.inputs.encode import Document, Intake, Prompt
+from kvshelf.workers.engine.inputs.job import Job
+from kvshelf.workers.engine.inputs.prepare import Fitter
+from kvshelf.workers.engine.inputs.requirements import require_budget_taken, require_questions_taken
+from kvshelf.workers.engine.prefill.levels import Level, shared
+from kvshelf.workers.engine.prefill.prefill import Compression, Prefill, run_prefill
+from kvshelf.workers.engine.quality import QUESTIONS, Probe, Quality, Reference, ask
+from kvshelf.workers.model import loading as models
+from kvshelf.workers.model.rope import Rope, reach
+from kvshelf.workers.model.text import EncodedDocument, TextFormat
+from kvshelf.workers.policies import DEFAULT_POLICY, build
+from kvshelf.workers.policies.budgets import Budget
+
+__all__ = ["Compression", "Engine", "Prefill"]
+
+
+class Engine:
+    """A causal language model of transformers, its tokenizer, and what kvshelf does with them.
+
+    Not thread-safe, but for `prepare`, `encode_query` and `attach`: one thread owns the model. The model keeps its own
+    attention; kvshelf's is selected for the length of a call.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any = None, *, name: str | None = None) -> None:
+        """`tokenizer` may be None: then documents and questions are token ids."""
+        models.require_attachable(model)
+        self.model = model
+        self.text = TextFormat(tokenizer) if tokenizer is not None else None
+        self.name = name or model.config.name_or_path or type(model).__name__
+        self.identity = models.identify(model, self.text, self.name)
+        self.max_tokens = models.max_positions(model.config)
+        self.kv_bytes_per_token = models.kv_bytes_per_token(model.config, model.dtype)
+        self.rope = Rope.of(model)
+        self._attachments: WeakKeyDictionary[CompressedCache | ArrivingCache, Attachment] = WeakKeyDictionary()
+        self._intake = Intake(self.name, self.text, self.max_tokens, model.config.vocab_size)
+        self._fitter = Fitter(model, self.name, self.identity, self.rope, self.max_tokens)
+
+    @classmethod
+    def load(cls, name: str, *, device: str = "auto", dtype: str = "auto") -> Engine:
+        """The engine of a bundled model ("kvshelf-tiny"), a local folder or a hub id.
+
+        device: "auto" takes a GPU where there is one. dtype: "auto" (the checkpoint's), float32, bfloat16 or float16.
+        """
+        model, tokenizer = models.load(name, device=device, dtype=dtype)
+        return cls(model, tokenizer, name=name)
+
+    @property
+    def default_layout(self) -> Layout:
+        """ "chat" where the tokenizer has a chat template, else "plain"."""
+        return self._intake.default_layout
+
+    def require_text(self, param: str) -> TextFormat:
+        """The tokenizer and template; raises `InvalidRequest` about `param` where the engine has none."""
+        return self._intake.require_text(param)
+
+    # Compressing
+
+    def compress(
+        self,
+        document: Document,
+        *,
+        policy: str = DEFAULT_POLICY,
+        compression_ratio: float | None = None,
+        budget_tokens: int | None = None,
+        layout: Layout | None = None,
+        expected_questions: Sequence[str] = (),
+        **policy_params: Any,
+    ) -> CompressedCache:
+        """Prefill `document` and reduce its KV cache. The arguments are those of `prepare`."""
+        job = self.prepare(
+            document,
+            layout=layout,
+            expected_questions=expected_questions,
+            policy=policy,
+            compression_ratio=compression_ratio,
+            budget_tokens=budget_tokens,
+            policy_params=policy_params,
+        )
+        return self.run(job).cache
+
+    def encode_document(self, document: Document, *, layout: Layout | None = None) -> EncodedDocument:
+        """Check and tokenize a document that `prepare` is given more than once. Thread-safe. Raises as it does."""
+        return self._intake.document(document, layout)
+
+    def prepare(
+        self,
+        document: Document | EncodedDocument,
+        *,
+        layout: Layout | None = None,
+        policy: str = DEFAULT_POLICY,
+        compression_ratio: float | None = None,
+        budget_tokens: int | None = None,
+        policy_params: Mapping[str, Any] | None = None,
+        expected_questions: Sequence[str] = (),
+    ) -> Job:
+        """Check and tokenize; no work of the model. Thread-safe.
+
+        `compression_ratio` is the fraction removed, `budget_tokens` the entries kept per KV head; give at most one
+        (default: half is removed). `expected_questions` guide the policies that score by the end of the prompt; any
+        question can be asked later. Raises `InvalidRequest`, `DocumentTooLong`, `DocumentTooShort` or
+        `PolicyUnsupported`.
+        """
+        given = dict(policy_params or {})
+        chosen = build(policy, given)
+        require_budget_taken(chosen, compression_ratio, budget_tokens)
+        encoded = document if isinstance(document, EncodedDocument) else self._intake.document(document, layout)
+        require_questions_taken(chosen, expected_questions)
+        source = self._intake.source(encoded, expected_questions)
+        if chosen.takes_budget:
+            budget = Budget.resolve(source.num_tokens, compression_ratio=compression_ratio, budget_tokens=budget_tokens)
+        else:
+            budget = Budget.full(source.num_tokens)
+        return self._fitter.job(
+            source, chosen, budget, encoded=encoded, given=frozenset(given), questions=expected_questions
+        )
+
+    def run(self, job: Job, *, checkpoint: Checkpoint | None = None) -> Compression:
+        """Prefill the document and reduce each layer as soon as its attention is done: in one pass, or chunk by chunk
+        where the policy asks for it.
+
+        `checkpoint` is called between layers. It may raise to end the work, and it may use this engine: run a step of a
+        `Generation`, say.
+        """
+        (compression,) = self.prefill([Level(job)], checkpoint=checkpoint).compressions
+        return compression
+
+    def run_levels(
+        self, levels: Sequence[Level], *, questions: int = QUESTIONS, checkpoint: Checkpoint | None = None
+    ) -> list[Compression]:
+        """Keep one document in several ways, and measure what each costs. In the order of `levels`.
+
+        Levels whose policies look at the same passes behind the document share a prefill (`levels.shared` says why not
+        all do). Their cost is measured with `questions` made from the document; 0 measures nothing. A level is what
+        `run` and its codec would have given, bytes and all, but for last bits where a device sums rows of longer calls
+        in another order. All levels of a prefill are in memory at once. Encoding counts as compression.
+        """
+        done: dict[int, Compression] = {}
+        for group in shared(levels):
+            made = self.prefill(group, questions=questions, checkpoint=checkpoint)
+            for level, compression in zip(group, made.compressions, strict=True):
+                if made.reference is not None:
+                    compression = compression.measured(self.measure(compression.cache, made.reference))
+                    (checkpoint or _nothing)()
+                done[id(level)] = compression
+        return [done[id(level)] for level in levels]
+
+    def prefill(self, group: Sequence[Level], *, questions: int = 0, checkpoint: Checkpoint | None = None) -> Prefill:
+        """Run one group of `levels.shared`.
+
+        The full cache answers `questions` made from the document on the way; with 0, or where `probe` makes none, there
+        is no reference to measure by.
+        """
+        probe = self.probe(group[0].job, questions)
+        return run_prefill(self.model, self.rope, group, probe, checkpoint or _nothing)
+
+    # Measuring
+
+    def probe(self, job: Job, questions: int = QUESTIONS) -> Probe | None:
+        """What measures the quality of this document's caches; None where nothing can, or `questions` is 0.
+
+        That is a document too short to ask about; one read chunk by chunk, of which there never is a full cache to
+        compare with; no room for the questions behind the document; and a RoPE that changes with the length, under
+        which what stands behind the document would change it.
+        """
+        if not questions or job.absorber is not None or self.rope is None or self.rope.length_dependent:
+            return None
+        probe = Probe.of(job.source, questions)
+        if probe is None or job.num_tokens + probe.num_tokens > self.max_tokens:
+            return None
+        window = models.sliding_window(self.model.config)
+        behind = probe.num_tokens + sum(len(found.token_ids) for found in job.passes)
+        return probe if window is None or job.num_tokens + behind <= window else None
+
+    def measure(self, cache: CompressedCache, reference: Reference) -> Quality:
+        """How close `cache` is to the full cache of its document, of which `reference` came with the prefill.
+
+        Raises `InvalidRequest` for the cache of another document, `ModelMismatch` for that of another model, and
+        `PolicyUnsupported` where the model's logits are not numbers: no policy would make it answer.
+        """
+        if cache.identity.document != reference.document:
+            raise InvalidRequest("the reference is of another document than the cache; use that of its own prefill")
+        started = time.perf_counter()
+        with torch.no_grad(), self.attached(cache) as past:
+            agreement, kl = reference.compare(ask(self.model, reference.probe, past))
+        seconds = time.perf_counter() - started + reference.probe_s
+        if not math.isfinite(kl):
+            raise PolicyUnsupported(
+                f"behind this document the logits of {self.name!r} are not numbers, so its cache could answer nothing; "
+                "where a model overflows in float16, load it with dtype bfloat16 or float32; otherwise its weights are "
+                "broken",
+                param="model",
+            )
+        return Quality(agreement, kl, len(reference.best), seconds)
+
+    # Attaching
+
+    @contextmanager
+    def attached(self, cache: CompressedCache) -> Iterator[AttachedCache]:
+        """A transformers `Cache` with `cache` as its read-only prefix. Inside the block the model runs kvshelf's
+        attention.
+
+        `model(ids, past_key_values=past)` takes the question's ids; `model.generate` takes the whole sequence, for
+        which `past.with_document(ids)` stands in the document's part. Raises `ModelMismatch` for a cache of another
+        model.
+        """
+        past = AttachedCache(self.attach(cache), reach(self.model.config, cache.num_tokens))
+        with kvshelf_attention(self.model):
+            yield past
+
+    def export(self, cache: CompressedCache, positions: Positions = "contiguous") -> DynamicCache:
+        """`cache` as a plain transformers `DynamicCache`, batch 1, for code that runs without kvshelf's attention.
+
+        "contiguous": every key is rotated once, in fp32, from its place in the document to its slot 0..K-1. The result
+        is an ordinary prefix of K tokens: positions, masks and `generate()` need nothing else. "absolute": keys as they
+        are stored; only for code that sets position ids itself, the first of them `cache.next_position`. Quantized
+        caches are dequantized.
+
+        Raises `ModelMismatch`, and `PolicyUnsupported` for what is no such prefix: heads or layers of different
+        lengths, merged tokens, and, where keys have to move, a RoPE that cannot be undone.
+        """
+        self.identity.require_match(cache.identity.model)
+        return export(cache.to(self.model.device), positions, rope=self.rope, config=self.model.config)
+
+    def encode_query(self, cache: CompressedCache | Attachment, prompt: Prompt) -> list[int]:
+        """Token ids that ask `prompt` (a text, messages, or ids to append as they are) after this cache.
+        Thread-safe."""
+        return self._intake.query(cache.identity.boundary, prompt)
+
+    def attach(self, cache: CompressedCache | ArrivingCache) -> Attachment:
+        """`cache` as the model's layers read it. It may be asked any number of questions, also at the same time.
+
+        Raises `ModelMismatch` for a cache of another model.
+        """
+        self.identity.require_match(cache.identity.model)
+        found = self._attachments.get(cache)
+        if found is None:
+            rotate = None if self.rope is None or self.rope.length_dependent else self.rope.rotate
+            found = self._attachments[cache] = Attachment(cache, self.model.device, rotate)
+        return found
+
+    def batch(self) -> Batch:
+        """A place for answers that are stepped together."""
+        return Batch(self.model, one_by_one=self.rope is None or self.rope.length_dependent)
+
+    def start(
+        self,
+        cache: CompressedCache | Attachment,
+        query: Sequence[int],
+        sampling: Sampling | None = None,
+        *,
+        batch: Batch | None = None,
+    ) -> Generation:
+        """Begin an answer to the token ids `query`, in a batch or by itself. No forward runs before the first `step()`.
+
+        The answer ends early, with finish reason "length", where the model's longest sequence is reached.
+        """
+        sampling = sampling or Sampling()
+        document = cache if isinstance(cache, Attachment) else self.attach(cache)
+        longest = self._longest(document)
+        room = longest - document.next_position - len(query)
+        if not query:
+            raise InvalidRequest("the question is empty; ask something", param="prompt")
+        if room < 1:
+            raise InvalidRequest(
+                f"document ({document.next_position} tokens) and question ({len(query)}) leave no room for an answer "
+                f"within the {longest} tokens that {self.name!r} takes behind it; ask a shorter question",
+                param="prompt",
+            )
+        decoder = self.text.decoder() if self.text is not None else None
+        return Generation(
+            batch or self.batch(), document, query, sampling, room=room, end_ids=self._end_ids(), decoder=decoder
+        )
+
+    def answer(
+        self,
+        cache: CompressedCache,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int = 32,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Answer:
+        """Ask and wait. Greedy unless a temperature is given."""
+        sampling = Sampling(max_new_tokens, temperature, top_p, seed, tuple(stop))
+        (answer,) = self.answer_all([(cache, prompt)], sampling)
+        return answer
+
+    def answer_all(
+        self, asked: Sequence[tuple[CompressedCache, Prompt]], sampling: Sampling | None = None
+    ) -> list[Answer]:
+        """Put each prompt to its cache, all of them together: one forward per token for all answers. In their order.
+
+        Keys and values of all questions and answers are held at once, 1 to 2 times `kv_bytes_per_token` for each of
+        their tokens. Raises the first error.
+        """
+        batch = self.batch()
+        answers = [
+            self.start(cache, self.encode_query(cache, prompt), sampling, batch=batch) for cache, prompt in asked
+        ]
+        with kvshelf_attention(self.model):  # each step would select and restore it
+            while open_ones := [answer for answer in answers if not answer.finished]:
+                for told in batch.step(open_ones):
+                    if isinstance(told, Exception):
+                        raise told
+        return [answer.answer() for answer in answers]
+
+    def _longest(self, document: Attachment) -> int:
+        """Tokens of the longest sequence that this document can begin: sliding windows are not stored yet, and a
+        LongRoPE may rotate longer ones otherwise."""
+        config = self.model.config
+        limits = (self.max_tokens, models.sliding_window(config), reach(config, document.num_tokens))
+        return min(limit for limit in limits if limit is not None)
+
+    def _end_ids(self) -> frozenset[int]:
+        configured = self.model.generation_config.eos_token_id if self.model.generation_config is not None else None
+        if configured is None:
+            configured = self.model.config.eos_token_id
+        return frozenset([configured] if isinstance(configured, int) else configured or [])
+
+
+def _nothing() -> None:
+    """The checkpoint of a caller who has nothing else to do."""

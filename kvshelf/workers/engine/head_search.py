@@ -1,0 +1,208 @@
+"""Which query heads retrieve, and which layers suffer from compression: the search behind `kvshelf calibrate`.
+
+After CompressKV (arXiv 2508.02401). Documents with a sentence to find are read, questions about it answered, and every
+head is judged by how much it attends to the sentence while the answer is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from kvshelf.errors import InvalidRequest
+from kvshelf.kernels.select import select
+from kvshelf.store.artifact.records import Kept
+from kvshelf.workers.engine.engine import Engine
+from kvshelf.workers.engine.inputs.job import Job
+from kvshelf.workers.model.calibration import Calibration, Origin
+from kvshelf.workers.policies.base import Observes, Policy, keep
+from kvshelf.workers.policies.budgets import Budget, LayerBudget
+from kvshelf.workers.policies.compresskv import CompressKV
+from kvshelf.workers.policies.view import LayerView, ProbePass
+
+ANSWER_TOKENS = 32
+ERROR_RATIO = 0.875
+"""Fraction removed, the same in every layer, under which the layers' errors are measured. Ours: the paper's budgets are
+numbers of tokens for documents of other lengths."""
+
+
+@dataclass(frozen=True)
+class Needle:
+    """A document, the sentence in it (`document[start:end]`) that a question asks about, and the data set it is of."""
+
+    dataset: str
+    document: str
+    start: int
+    end: int
+    question: str
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """A needle as the model met it: what to run, the question with the model's answer, and where the needle stands."""
+
+    dataset: str
+    job: Job
+    asked: tuple[int, ...]  # question and answer, but for the last token, from which nothing follows
+    answer: tuple[int, ...]
+    needle: slice
+
+    @property
+    def found(self) -> list[int]:
+        """Which of the answer's tokens are among the needle's."""
+        tokens = set(self.job.source.token_ids[self.needle])
+        return [i for i, token in enumerate(self.answer) if token in tokens]
+
+
+def calibrate(engine: Engine, needles: Sequence[Needle], progress: Callable[[], None] = lambda: None) -> Calibration:
+    """Score every query head and every layer of the model. `progress` is called twice per needle.
+
+    Raises `InvalidRequest` where no answer holds a token of its needle: nothing can be learned from these.
+    """
+    samples, scores = [], None
+    for needle in needles:
+        sample = _sample(engine, needle)
+        samples.append(sample)
+        found = retrieval_scores(engine, sample)
+        scores = found if scores is None else scores + found
+        progress()
+    if scores is None or not bool(scores.any()):
+        raise InvalidRequest(
+            f"{engine.name!r} answered none of {len(needles)} questions with words of the sentence asked for, so "
+            "nothing shows which heads retrieve; give more documents, shorter ones, or another model",
+            param="documents",
+        )
+    layers = scores.shape[0]
+    made = partial(
+        Calibration,
+        weights=engine.identity.weights,
+        head_scores=tuple(map(tuple, (scores / scores.max()).tolist())),
+        origin=_origin(engine, samples),
+    )
+    even = made(layer_errors=(1 / layers,) * layers)
+    return made(layer_errors=_layer_errors(engine, samples, even, progress))
+
+
+def retrieval_scores(engine: Engine, sample: _Sample) -> Tensor:
+    """Mass that each query head puts on the needle, summed over the rows that generate one of its tokens: `[layers,
+    q_heads]` fp64."""
+    scores: dict[int, Tensor] = {}
+
+    def judge(layer: LayerView) -> None:
+        window = layer.window(len(sample.answer))
+        mass = [
+            window.attention(head)[:, sample.found, sample.needle].double().sum(dim=(1, 2))
+            for head in range(layer.kv_heads)
+        ]
+        scores[layer.layer_idx] = torch.cat(mass).cpu()
+
+    _observe(engine, sample, judge, [_asking(sample)])
+    return torch.stack([scores[layer] for layer in sorted(scores)])
+
+
+def layer_errors(engine: Engine, sample: _Sample, calibration: Calibration) -> Tensor:
+    """||O_c - O||_F / (||O||_F + 1e-5) of each layer, `[layers]` fp64. O is the attention output (before W_o) of the
+    question and the answer; O_c the same queries' where the document is reduced as CompressKV would, but evenly."""
+    errors: dict[int, float] = {}
+    source = replace(sample.job.source, calibration=calibration)
+    ending = [ProbePass(source.suffix, source.num_tokens)] if source.suffix else []
+
+    def measure(layer: LayerView) -> None:
+        view = replace(layer, source=source, probes=layer.probes[:-1])
+        policy = CompressKV().informed(source, frozenset())
+        count = max(1, round(layer.num_tokens * (1 - ERROR_RATIO)))
+        kept = select(policy.score(view), policy.protected(view), [count] * layer.kv_heads)
+        full = _output(layer, kept.new_ones(kept.shape))
+        reduced = _output(layer, kept)
+        errors[layer.layer_idx] = float((reduced - full).norm() / (full.norm() + 1e-5))
+
+    _observe(engine, sample, measure, [*ending, _asking(sample)])
+    return torch.tensor([errors[layer] for layer in sorted(errors)], dtype=torch.float64)
+
+
+def _layer_errors(
+    engine: Engine, samples: Sequence[_Sample], even: Calibration, progress: Callable[[], None]
+) -> tuple[float, ...]:
+    """Summed over the samples of a data set, made to add up to 1, and averaged over the data sets."""
+    sums: dict[str, Tensor] = {}
+    for sample in samples:
+        found = layer_errors(engine, sample, even)
+        sums[sample.dataset] = found if sample.dataset not in sums else sums[sample.dataset] + found
+        progress()
+    shares = torch.stack([total / total.sum() for total in sums.values()]).mean(dim=0)
+    return tuple(shares.tolist())
+
+
+def _output(layer: LayerView, kept: Tensor) -> Tensor:
+    """Attention output of the last probe pass over the document's `kept` `[kv_heads, N]` and itself: `[q_heads, T, Dv]`
+    fp32."""
+    asking = layer.probes[-1]
+    keys = torch.cat([layer.keys, asking.keys], dim=1).float()
+    values = torch.cat([layer.values, asking.values], dim=1).float()
+    group = asking.queries.shape[0] // layer.kv_heads
+    rows = asking.queries.shape[1]
+    own = torch.ones(rows, rows, dtype=torch.bool, device=kept.device).tril()
+    document = kept.repeat_interleave(group, dim=0).unsqueeze(1).expand(-1, rows, -1)  # [q_heads, T, N]
+    visible = torch.cat([document, own.expand(len(document), -1, -1)], dim=2)
+    out = F.scaled_dot_product_attention(
+        asking.queries[None].float(), keys[None], values[None], attn_mask=visible[None], scale=layer.scaling,
+        enable_gqa=True,
+    )  # fmt: skip
+    return out[0]
+
+
+def _sample(engine: Engine, needle: Needle) -> _Sample:
+    text = engine.require_text("documents")
+    job = engine.prepare(needle.document, policy="full")
+    cache = engine.run(job).cache
+    query = engine.encode_query(cache, needle.question)
+    answer = engine.answer(cache, query, max_new_tokens=ANSWER_TOKENS).token_ids
+    # The space before a word is part of its token.
+    first, last = (text.count_tokens(needle.document[:at].rstrip()) for at in (needle.start, needle.end))
+    prefix = job.source.protected_prefix
+    return _Sample(
+        needle.dataset, job, (*query, *answer[:-1]), tuple(answer), slice(prefix + first, prefix + last)
+    )  # fmt: skip
+
+
+def _asking(sample: _Sample) -> ProbePass:
+    return ProbePass(sample.asked, sample.job.num_tokens)
+
+
+def _origin(engine: Engine, samples: Sequence[_Sample]) -> Origin:
+    generated = sum(len(sample.answer) for sample in samples)
+    return Origin(
+        model=engine.name,
+        documents=len(samples),
+        tokens=max(sample.job.num_tokens for sample in samples),
+        answered=sum(len(sample.found) for sample in samples) / generated,
+        compression_ratio=ERROR_RATIO,
+    )
+
+
+@dataclass(frozen=True)
+class _Observer(Policy):
+    """Not a policy to choose: it looks at each layer and keeps next to nothing."""
+
+    name = "observer"
+    source = "none"
+    visit: Callable[[LayerView], None] = field(default=lambda _: None)
+
+    @property
+    def observes(self) -> Observes:
+        return Observes.QUERIES
+
+    def reduce(self, layer: LayerView, budget: LayerBudget) -> Kept:
+        self.visit(layer)
+        return keep(layer, (layer.positions < budget.per_head[0]).expand(layer.kv_heads, -1))
+
+
+def _observe(engine: Engine, sample: _Sample, visit: Callable[[LayerView], None], passes: Sequence[ProbePass]) -> None:
+    """One forward over the document and what runs behind it, with a look at each layer."""
+    job = sample.job
+    engine.run(replace(job, policy=_Observer(visit), passes=tuple(passes), budget=Budget(1, 1 - 1 / job.num_tokens)))

@@ -1,0 +1,133 @@
+"""What comes from a caller: documents, questions and layouts, checked and turned into token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from kvshelf.errors import DocumentTooLong, DocumentTooShort, InvalidRequest
+from kvshelf.store.artifact.identity import Boundary, Layout
+from kvshelf.workers.model.text import EncodedDocument, Message, TextFormat, check_messages
+from kvshelf.workers.policies.view import Source
+
+Document = str | Sequence[int] | Sequence[Message] | Tensor
+"""A text, token ids (a list or a 1-D integer tensor), or the messages of a conversation."""
+
+Prompt = Document
+"""A question: a text, messages, or token ids that are appended as they are."""
+
+MAX_QUESTION_BYTES = 64 * 1024
+"""UTF-8 bytes of all expected questions of a document, which become part of its blob."""
+
+
+@dataclass(frozen=True, eq=False)
+class Intake:
+    """The texts and ids that one model takes. Thread-safe: nothing here changes.
+
+    `name` is the model's, for messages; `text` is None for an engine without tokenizer. `max_tokens` is the longest
+    sequence, `vocab_size` the number of token ids.
+    """
+
+    name: str
+    text: TextFormat | None
+    max_tokens: int
+    vocab_size: int
+
+    @property
+    def default_layout(self) -> Layout:
+        """ "chat" where the tokenizer has a chat template, else "plain"."""
+        return "chat" if self.text is not None and self.text.has_template else "plain"
+
+    def require_text(self, param: str) -> TextFormat:
+        """The tokenizer and template; raises `InvalidRequest` about `param` where the engine has none."""
+        if self.text is None:
+            raise InvalidRequest("this engine has no tokenizer; give token ids", param=param)
+        return self.text
+
+    def document(self, document: Document, layout: Layout | None) -> EncodedDocument:
+        """The token ids of a document. Raises `InvalidRequest`, `DocumentTooLong` or `DocumentTooShort`."""
+        if isinstance(document, str):
+            self._require_length(self.require_text("document").least_tokens(document), "at least ")
+            encoded = self.require_text("document").document(document, self._checked_layout(layout))
+            length = len(encoded.token_ids) - encoded.protected_prefix
+        elif not isinstance(document, Tensor) and document and isinstance(document[0], Mapping):
+            if layout == "plain":
+                raise InvalidRequest("messages need the layout 'chat'", param="layout")
+            text = self.require_text("messages")
+            turns = check_messages(document, "messages")  # type: ignore[arg-type]
+            self._require_length(sum(text.least_tokens(content) for _, content in turns), "at least ")
+            encoded = text.conversation(document)  # type: ignore[arg-type]
+            length = len(encoded.token_ids)
+        else:
+            if layout == "chat":
+                raise InvalidRequest("token_ids are taken as they are, in the layout 'plain'", param="layout")
+            encoded = EncodedDocument(self._checked_ids(document, "token_ids"), 0, "plain", "text")
+            length = len(encoded.token_ids)
+        if length == 0:
+            raise DocumentTooShort("the document is empty; send at least one token of text", param="document")
+        self._require_length(len(encoded.token_ids))
+        return encoded
+
+    def query(self, boundary: Boundary, prompt: Prompt) -> list[int]:
+        """The token ids that ask `prompt` of a cache that ends at `boundary`."""
+        if isinstance(prompt, str):
+            if not prompt:
+                raise InvalidRequest("the prompt is empty; ask something", param="prompt")
+            return self.require_text("prompt").question(boundary, prompt)
+        if not isinstance(prompt, Tensor) and prompt and isinstance(prompt[0], Mapping):
+            return self.require_text("messages").turns(boundary, prompt)  # type: ignore[arg-type]
+        return self._checked_ids(prompt, "prompt")
+
+    def source(self, encoded: EncodedDocument, expected_questions: Sequence[str]) -> Source:
+        """The document as policies see it, with the questions the caller expects. Raises `InvalidRequest`."""
+        size = sum(len(question.encode()) for question in expected_questions if isinstance(question, str))
+        if size > MAX_QUESTION_BYTES:
+            raise InvalidRequest(
+                f"expected_questions have {size} bytes together, and {MAX_QUESTION_BYTES} are taken; give fewer",
+                param="expected_questions",
+            )
+        for i, question in enumerate(expected_questions):
+            if not isinstance(question, str) or not question:
+                raise InvalidRequest(
+                    f"expected_questions[{i}] is {question!r}; it must be a text that is not empty",
+                    param=f"expected_questions[{i}]",
+                )
+        return Source(
+            token_ids=encoded.token_ids,
+            protected_prefix=encoded.protected_prefix,
+            suffix=tuple(self.text.suffix(encoded.boundary)) if self.text is not None else (),
+            questions=tuple(tuple(self.query(encoded.boundary, text)) for text in expected_questions),
+            text=self.text,
+            max_tokens=self.max_tokens,
+        )
+
+    def _require_length(self, num_tokens: int, bound: str = "") -> None:
+        if num_tokens > self.max_tokens:
+            raise DocumentTooLong(
+                f"the document has {bound}{num_tokens} tokens, and {self.name!r} takes {self.max_tokens}; split it",
+                param="document",
+            )
+
+    def _checked_layout(self, layout: Layout | None) -> Layout:
+        if layout not in (None, "chat", "plain"):
+            raise InvalidRequest(f"unknown layout {layout!r}; one of chat, plain", param="layout")
+        return layout or self.default_layout
+
+    def _checked_ids(self, ids: Any, param: str) -> list[int]:
+        vocabulary = self.vocab_size
+        if isinstance(ids, Tensor):
+            if ids.dim() != 1 or ids.is_floating_point():
+                raise InvalidRequest(
+                    f"{param} is a tensor of shape {tuple(ids.shape)} and {ids.dtype}; give a 1-D tensor of integers",
+                    param=param,
+                )
+            ids = ids.tolist()
+        for i, token in enumerate(ids):
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocabulary:
+                raise InvalidRequest(
+                    f"{param}[{i}] is {token!r}; a token id is an integer from 0 to {vocabulary - 1}", param=param
+                )
+        return list(ids)

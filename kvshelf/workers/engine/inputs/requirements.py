@@ -1,0 +1,94 @@
+"""What a policy takes from a caller and what it needs of a model, checked before the prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from kvshelf.errors import DocumentTooLong, InvalidRequest, PolicyUnsupported
+from kvshelf.workers.model import loading as models
+from kvshelf.workers.model.rope import Rope, reach
+from kvshelf.workers.policies.base import Absorber, Observes, Policy
+from kvshelf.workers.policies.view import ProbePass, output_weight
+
+
+def require_budget_taken(policy: Policy, compression_ratio: float | None, budget_tokens: int | None) -> None:
+    """Refuse a budget for a policy that has none."""
+    if not policy.takes_budget and (compression_ratio is not None or budget_tokens is not None):
+        param = "budget_tokens" if compression_ratio is None else "compression_ratio"
+        raise InvalidRequest(f"policy {policy.name!r} keeps everything and takes no {param}", param=param)
+
+
+def require_questions_taken(policy: Policy, expected_questions: Sequence[str]) -> None:
+    """Refuse expected questions for a policy that would not look at them."""
+    if expected_questions and not policy.takes_questions:
+        raise InvalidRequest(
+            f"policy {policy.name!r} does not look at questions; leave expected_questions out, or choose a policy that "
+            "scores by the end of the prompt, snapkv say",
+            param="expected_questions",
+        )
+
+
+def require_observable(policy: Policy, model: PreTrainedModel, name: str, rope: Rope | None, *, has_text: bool) -> None:
+    """Refuse a policy that needs what the model `name`, or an engine without tokenizer, cannot give."""
+    if Observes.ROPE in policy.observes and (rope is None or rope.length_dependent):
+        raise PolicyUnsupported(
+            f"policy {policy.name!r} has to undo the model's rotary embedding, and that of {name!r} "
+            f"{'is not to be had' if rope is None else 'changes with the length of the sequence'}; choose a policy "
+            "that does not",
+            param="policy",
+        )
+    if Observes.TEXT in policy.observes and not has_text:
+        raise PolicyUnsupported(
+            f"policy {policy.name!r} reads the document's text, and this engine has no tokenizer; choose a policy that "
+            "does not",
+            param="policy",
+        )
+    attention = [getattr(layer, "self_attn", None) for layer in getattr(model.base_model, "layers", [None])]
+    if Observes.WEIGHTS in policy.observes and any(output_weight(module) is None for module in attention):
+        raise PolicyUnsupported(
+            f"policy {policy.name!r} weighs values by the attention's output projection, and {name!r} has no o_proj "
+            "weight in every layer that could be read; choose a policy that does not",
+            param="policy",
+        )
+
+
+def require_within_window(num_tokens: int, config: Any, name: str) -> None:
+    """Refuse a document that layers with a sliding window would not see all of."""
+    window = models.sliding_window(config)
+    if window is not None and num_tokens > window:
+        raise PolicyUnsupported(
+            f"the sliding window is {window} tokens in layers of {name!r}, and the document has {num_tokens}; kvshelf "
+            "does not store sliding windows yet. Send a document that fits into the window",
+            param="model",
+        )
+
+
+def require_one_rotation(
+    num_tokens: int, passes: Sequence[ProbePass], absorber: Absorber | None, config: Any, name: str
+) -> None:
+    """Refuse forward passes over one document that a LongRoPE would rotate by different frequencies."""
+    first = num_tokens if absorber is None else absorber.chunks[0]
+    last = max((probe.first_position + len(probe.token_ids) for probe in passes), default=num_tokens)
+    place = reach(config, first)
+    if place is not None and max(num_tokens, last) > place:
+        how = "its passes behind the document reach" if absorber is None else "its chunks begin before and end"
+        raise PolicyUnsupported(
+            f"{name!r} has a LongRoPE, which rotates sequences of more than {place} tokens by other frequencies, and "
+            f"{how} beyond that; choose a policy that makes one pass over the document, keydiff say",
+            param="policy",
+        )
+
+
+def require_room(passes: Sequence[ProbePass], max_tokens: int, name: str) -> None:
+    """Refuse probe passes that reach beyond the longest sequence of the model."""
+    for probe in passes:
+        end = probe.first_position + len(probe.token_ids)
+        if end > max_tokens:
+            raise DocumentTooLong(
+                f"the policy runs {len(probe.token_ids)} tokens behind the document, up to position {end}, and "
+                f"{name!r} takes {max_tokens} tokens; shorten the document or the probe",
+                param="document",
+            )

@@ -1,0 +1,123 @@
+"""One forward over a document, from which several levels of it are kept, and what comes of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from transformers import PreTrainedModel
+
+from kvshelf.store.artifact.cache import CompressedCache
+from kvshelf.workers.engine.attention.function import CONTEXT, kvshelf_attention
+from kvshelf.workers.engine.decode.generation import Checkpoint
+from kvshelf.workers.engine.inputs.job import Job
+from kvshelf.workers.engine.prefill.chunked import ChunkedPrefill
+from kvshelf.workers.engine.prefill.levels import Level, SharedReducer, distinct_jobs
+from kvshelf.workers.engine.prefill.reducing import LayerReducer
+from kvshelf.workers.engine.quality import Probe, Quality, Reference, ask_without
+from kvshelf.workers.model.rope import Rope
+from kvshelf.workers.policies.full import Full
+
+
+@dataclass(frozen=True)
+class Compression:
+    """A compressed cache and the seconds its prefill and its compression took (pauses at checkpoints not counted).
+
+    Levels that share a prefill all report the whole of it. `quality` is None where nothing was measured.
+    """
+
+    cache: CompressedCache
+    prefill_s: float
+    compress_s: float
+    quality: Quality | None = None
+
+    def encoded(self, codec: str) -> Compression:
+        """With the cache under a codec, which counts as compression. Raises as `CompressedCache.encoded` does."""
+        started = time.perf_counter()
+        cache = self.cache.encoded(codec)
+        return replace(self, cache=cache, compress_s=self.compress_s + time.perf_counter() - started)
+
+    def measured(self, quality: Quality) -> Compression:
+        """With the quality of its cache."""
+        return replace(self, quality=quality)
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """What one prefill gave: a compression for each level, in their order, and what the full cache said to a probe,
+    where it was asked one."""
+
+    compressions: list[Compression]
+    reference: Reference | None
+
+
+def run_prefill(
+    model: PreTrainedModel, rope: Rope | None, group: Sequence[Level], probe: Probe | None, checkpoint: Checkpoint
+) -> Prefill:
+    """Run one group of `levels.shared`. The full cache answers `probe` on the way; None: there is no reference.
+
+    `checkpoint` is called between layers; the time it takes is in no compression.
+    """
+    jobs = distinct_jobs(group)
+    reduced: Sequence[LayerReducer | ChunkedPrefill]
+    started = time.perf_counter()
+    with torch.no_grad(), kvshelf_attention(model):
+        if jobs[0].absorber is not None:
+            chunked = _in_chunks(model, jobs[0], checkpoint)
+            reduced, paused_s, reference = [chunked], chunked.paused_s, None
+        else:
+            whole, reference = _whole(model, rope, jobs, probe, checkpoint)
+            reduced, paused_s = whole.reducers, whole.paused_s
+        records = [reducer.records() for reducer in reduced]
+    elapsed = time.perf_counter() - started - paused_s - (reference.probe_s if reference is not None else 0)
+    prefill_s = elapsed - sum(reducer.compress_s for reducer in reduced)
+    made: dict[int, Compression] = {}
+    for job, layers, reducer in zip(jobs, records, reduced, strict=True):
+        next_position = job.policy.next_position(job.num_tokens, job.budget)
+        cache = CompressedCache(layers, job.num_tokens, next_position, job.identity)
+        made[id(job)] = Compression(cache, prefill_s, reducer.compress_s)
+    return Prefill([made[id(level.job)].encoded(level.codec) for level in group], reference)
+
+
+def _whole(
+    model: PreTrainedModel, rope: Rope | None, jobs: Sequence[Job], probe: Probe | None, checkpoint: Checkpoint
+) -> tuple[SharedReducer, Reference | None]:
+    measured = (probe.asked,) if probe is not None else ()
+    reducer = SharedReducer(
+        [_reducer(model, rope, job) for job in jobs],
+        measured=[len(found.token_ids) for found in measured],
+        checkpoint=checkpoint,
+    )
+    first = jobs[0]
+    inputs = first.inputs(model.device, measured)
+    if probe is None:
+        model.base_model(**inputs, use_cache=False, **{CONTEXT: reducer})
+        return reducer, None
+    places = probe.places(inputs["input_ids"].shape[1] - probe.num_tokens, model.device)
+    out = model(**inputs, use_cache=False, logits_to_keep=places, **{CONTEXT: reducer})
+    started = time.perf_counter()
+    without = ask_without(model, probe)
+    seconds = time.perf_counter() - started
+    return reducer, Reference.of(first.identity.document, probe, out.logits[0], without, seconds)
+
+
+def _reducer(model: PreTrainedModel, rope: Rope | None, job: Job) -> LayerReducer:
+    return LayerReducer(
+        # With a budget of the whole document every policy keeps everything.
+        job.policy if job.budget.tokens < job.num_tokens else Full(),
+        job.source,
+        job.budget,
+        num_layers=model.config.num_hidden_layers,
+        probe_lengths=[len(found.token_ids) for found in job.passes],
+        rope=rope,
+    )
+
+
+def _in_chunks(model: PreTrainedModel, job: Job, checkpoint: Checkpoint) -> ChunkedPrefill:
+    assert job.absorber is not None
+    layers = model.config.num_hidden_layers
+    chunked = ChunkedPrefill(job.absorber, job.budget.tokens, num_layers=layers, checkpoint=checkpoint)
+    chunked.run(model, job.source.token_ids)
+    return chunked

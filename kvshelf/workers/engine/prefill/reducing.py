@@ -1,0 +1,194 @@
+"""What happens to each layer of a prefill as its attention is done: the policy reduces it, and it is freed."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from kvshelf.errors import PolicyUnsupported
+from kvshelf.kernels.select import select
+from kvshelf.store.artifact.packed import Packed
+from kvshelf.store.artifact.records import Kept, LayerRecord
+from kvshelf.workers.engine.attention.function import Attended
+from kvshelf.workers.model.rope import Rope
+from kvshelf.workers.policies.base import Observes, Policy, ScoringPolicy, keep
+from kvshelf.workers.policies.budgets import Budget, LayerBudget
+from kvshelf.workers.policies.plans import CachePlan, LayerStats
+from kvshelf.workers.policies.view import LayerView, Probed, Source
+
+_SLACK = 1.125
+"""How far a cascade may exceed its budget before it is cut: cutting copies what stays, so not after every layer."""
+
+
+class LayerReducer:
+    """The `ForwardContext` of a compression: reduces each layer when its attention is done, then gives others a
+    turn."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        source: Source,
+        budget: Budget,
+        *,
+        num_layers: int,
+        probe_lengths: Sequence[int] = (),
+        rope: Rope | None = None,
+        checkpoint: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.probe_lengths = tuple(probe_lengths)
+        self._policy = policy
+        self._source = source
+        self._budget = budget
+        self._num_layers = num_layers
+        self._sees_queries = Observes.QUERIES in policy.observes
+        self._rope = rope if Observes.ROPE in policy.observes else None
+        self._checkpoint = checkpoint
+        self._records: dict[int, LayerRecord] = {}
+        self._cascade: Cascade | None = None
+        if isinstance(policy, ScoringPolicy) and policy.plan is not None:
+            self._cascade = Cascade(policy.plan, budget, num_layers)
+        self.compress_s = 0.0
+        self.paused_s = 0.0
+
+    def after_attention(self, attended: Attended) -> None:
+        started = time.perf_counter()
+        layer = self._view(attended)
+        if self._cascade is None:
+            self._records[layer.layer_idx] = self._policy.reduce(
+                layer, LayerBudget.uniform(layer.kv_heads, self._budget.tokens)
+            )
+        else:
+            assert isinstance(self._policy, ScoringPolicy)
+            weight = self._policy.weight(layer)
+            if not math.isfinite(weight):  # no plan can share by it, and so none can wait for the end
+                raise _not_finite(self._policy, f"the weight of layer {layer.layer_idx}")
+            self._cascade.add(layer, self._policy.importance(layer), weight)
+        reduced = time.perf_counter()
+        self._checkpoint()
+        self.compress_s += reduced - started
+        self.paused_s += time.perf_counter() - reduced
+
+    def records(self) -> tuple[LayerRecord, ...]:
+        """All layers, in order. A layer whose attention was not seen would be missing from every answer.
+
+        Raises `PolicyUnsupported` then, and where scores that are not finite chose entries.
+        """
+        records = self._records if self._cascade is None else self._cascade.records
+        require_every_layer(records, self._num_layers)
+        reduced = [records[i] for i in range(self._num_layers)]
+        require_finite_scores(reduced, self._policy)
+        return tuple(reduced)
+
+    def _view(self, attended: Attended) -> LayerView:
+        """The document's part of a layer, and what each probe pass behind it left."""
+        num_tokens = self._source.num_tokens
+        return LayerView(
+            layer_idx=int(attended.module.layer_idx),  # type: ignore[arg-type]
+            keys=attended.keys[0, :, :num_tokens],
+            values=attended.values[0, :, :num_tokens],
+            queries=attended.queries[0, :, :num_tokens] if self._sees_queries else None,
+            lse=attended.lse[0] if self._sees_queries and attended.lse is not None else None,
+            scaling=attended.scaling,
+            source=self._source,
+            num_layers=self._num_layers,
+            probes=self._probes(attended) if self._sees_queries else (),
+            rope=self._rope,
+            module=attended.module,
+        )
+
+    def _probes(self, attended: Attended) -> tuple[Probed, ...]:
+        ends = accumulate(self.probe_lengths, initial=self._source.num_tokens)
+        states = (attended.queries, attended.keys, attended.values)
+        return tuple(Probed(*(of[0, :, a:b] for of in states)) for a, b in pairwise(ends))
+
+
+def require_every_layer(seen: Iterable[int], num_layers: int) -> None:
+    """Refuse a model of which some layers did not run through kvshelf's attention."""
+    if sorted(seen) != list(range(num_layers)):
+        raise PolicyUnsupported(
+            f"only the layers {sorted(seen)} of {num_layers} ran through transformers' attention interface; this model "
+            "cannot be compressed",
+            param="model",
+        )
+
+
+def require_finite_scores(records: Iterable[LayerRecord], policy: Policy) -> None:
+    """Refuse a cache whose entries were chosen by scores that are not finite; `importance_of` says how they show.
+
+    All layers are looked at together, when the last is done: one wait for the device per document.
+    """
+    importances = [record.importance for record in records if isinstance(record, Packed)]
+    found = [importance.isnan().sum() for importance in importances if importance is not None]
+    if not found:
+        return
+    bad = torch.stack([count.to(found[0].device) for count in found]).tolist()
+    if any(bad):
+        layers = [index for index, count in enumerate(bad) if count]
+        shown = ", ".join(map(str, layers[:8])) + (", ..." if len(layers) > 8 else "")
+        raise _not_finite(policy, f"{sum(bad)} scores of entries kept in {len(layers)} of {len(bad)} layers ({shown})")
+
+
+def _not_finite(policy: Policy, what: str) -> PolicyUnsupported:
+    return PolicyUnsupported(
+        f"under policy {policy.name!r}, {what} came out as NaN or infinity, and would choose at random; where a model "
+        "overflows in float16, load it with dtype bfloat16 or float32; policy 'streaming_llm' looks at no scores",
+        param="policy",
+    )
+
+
+class Cascade:
+    """Layers that share one budget: each is reduced as it arrives, and those before it shrink to make room."""
+
+    def __init__(self, plan: CachePlan, budget: Budget, num_layers: int) -> None:
+        self._plan = plan
+        self._budget = budget
+        self._num_layers = num_layers
+        self._weights: dict[int, float] = {}
+        self.records: dict[int, Kept] = {}
+
+    def add(self, layer: LayerView, importance: Tensor, weight: float) -> None:
+        """Take a layer with the importance of its entries, `[kv_heads, N]` fp32."""
+        stats = [_stats(record, self._weights[index]) for index, record in self.records.items()]
+        stats.append(LayerStats(list(importance), weight))
+        *earlier, own = self._plan.counts(stats, self._budget, self._num_layers)
+        held = sum(own) + sum(record.entries for record in self.records.values())
+        last = len(stats) == self._num_layers
+        if last or held > _SLACK * self._budget.tokens * layer.kv_heads * self._num_layers:
+            for index, counts in zip(list(self.records), earlier, strict=True):
+                self.records[index] = shrunk(self.records[index], counts)
+        free = torch.zeros(layer.num_tokens, dtype=torch.bool, device=importance.device)
+        self.records[layer.layer_idx] = keep(layer, select(importance, free, own), importance, own)
+        self._weights[layer.layer_idx] = weight
+
+
+def _stats(record: Kept, weight: float) -> LayerStats:
+    assert record.importance is not None
+    return LayerStats(torch.split(record.importance, [len(head) for head in record.positions]), weight)
+
+
+def shrunk(record: Kept, counts: Sequence[int]) -> Kept:
+    """The most important `counts[h]` entries of each head; equal ones by the smaller position."""
+    assert record.importance is not None
+    assert isinstance(record.keys, Tensor)
+    assert isinstance(record.values, Tensor)
+    if list(accumulate(counts, initial=0)) == list(record.offsets):
+        return record
+    chosen = []
+    for (start, end), count in zip(pairwise(record.offsets), counts, strict=True):
+        assert count <= end - start, "a share can only shrink"
+        best = record.importance[start:end].sort(descending=True, stable=True).indices[:count]
+        chosen.append(best.sort().values + start)
+    rows = torch.cat(chosen)
+    return Kept(
+        keys=record.keys[rows],
+        values=record.values[rows],
+        entries_at=record.entry_positions[rows],
+        offsets=tuple(accumulate(counts, initial=0)),
+        rope_mode=record.rope_mode,
+        importance=record.importance[rows],
+    )

@@ -1,0 +1,195 @@
+"""What a compression costs on one document, measured when it is made: `Probe`, `Reference`, `Quality`.
+
+Nobody knows yet what will be asked, so the questions are made from the document: the first words of a passage with rare
+tokens are put as a question, and the passage's own next words stand where the answer would, one question after the
+other. Both caches predict the same tokens of the same answers, each seeing the right ones before it, and two numbers
+say how far the compressed cache is from the full one. They compare it to the full cache and not to the truth: what the
+model cannot find is no fault of the compression.
+
+With p the probabilities under the full cache, q under the compressed one, n under none (the chat template's tokens
+alone), and a = argmax p at each predicted token:
+
+    w = max(0, p(a) - n(a)) where p(a) >= 0.9, else 0
+    agreement = sum of w where argmax q = a / sum of w          kl = sum of w KL(p || q) / sum of w, in nats
+
+So a token counts by how much the document contributes to it. Without the weights most tokens would follow from the few
+before them, whatever the cache holds, and every compression would look good; where the full cache is not sure itself,
+the last bits of a codec turn its choice, and no answer. Where all w are 0 (a model that reads nothing) every token
+counts alike.
+
+The full cache answers in the prefill itself: the questions are a probe pass behind the document, and each layer is
+freed as before. There is never a second cache in memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from kvshelf.workers.engine.attention.attached import AttachedCache
+from kvshelf.workers.model.text import QUESTION_SEPARATOR
+from kvshelf.workers.policies.view import ProbePass, Source
+
+VERSION: Final = 1
+"""Raised whenever the numbers of an unchanged cache can change."""
+
+QUESTIONS: Final = 8
+"""Made of a document by default. Six times as many cost six times as much and rank no better (docs/quality.md)."""
+
+CUE: Final = 6
+"""Tokens of a passage that are put as the question."""
+
+ANSWER: Final = 4
+"""Tokens of it that are predicted. Later ones follow from those before them, and ever less from the cache."""
+
+_SURE: Final = 0.9
+_TIE: Final = 1e-4
+"""Log-probabilities closer than this are equal, as in every comparison of answers: their order is that of rounding."""
+
+
+@dataclass(frozen=True)
+class Quality:
+    """How close a compressed cache is to the full one, on questions made from the document.
+
+    agreement: 0 to 1. kl: nats, from 0. tokens: predicted ones, of any weight. probe_s: seconds of asking the cache and
+    the model without it; the questions' own part of the prefill is in that of the prefill.
+    """
+
+    agreement: float
+    kl: float
+    tokens: int
+    probe_s: float
+    version: int = VERSION
+
+    def to_dict(self) -> dict[str, Any]:
+        """What stands in a manifest as `quality`: JSON types."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, told: Mapping[str, Any] | None) -> Quality | None:
+        """The inverse of `to_dict`; None for None, and for numbers of another version, which compare with nothing."""
+        return cls(**told) if told is not None and told.get("version") == VERSION else None
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Questions made from a document, and their answers, in one pass behind it.
+
+    One pass and not one for each: a tenth of the calls, and the order of caches comes out the same. predicting: which
+    of its tokens predict those of the answers. prefix: the chat template's tokens before the document.
+    """
+
+    asked: ProbePass
+    predicting: tuple[int, ...]
+    prefix: tuple[int, ...]
+
+    @classmethod
+    def of(cls, source: Source, questions: int = QUESTIONS) -> Probe | None:
+        """`questions` of them at most; None for a document that is too short for one."""
+        separator = source.text.encode(QUESTION_SEPARATOR) if source.text is not None else ()
+        ids: list[int] = []
+        predicting: list[int] = []
+        for start in rare_passages(source.token_ids, source.protected_prefix, questions):
+            cue = source.token_ids[start : start + CUE]
+            ids += (*separator, *cue, *source.suffix)
+            predicting += range(len(ids) - 1, len(ids) - 1 + ANSWER)
+            ids += source.token_ids[start + CUE : start + CUE + ANSWER]
+        if not ids:
+            return None
+        asked = ProbePass(tuple(ids), source.num_tokens)
+        return cls(asked, tuple(predicting), tuple(source.token_ids[: source.protected_prefix]))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the pass."""
+        return len(self.asked.token_ids)
+
+    def places(self, first: int, device: torch.device) -> Tensor:
+        """`predicting` in a sequence in which the pass begins at token `first`."""
+        return torch.tensor(self.predicting, device=device) + first
+
+
+@dataclass(frozen=True, eq=False)
+class Reference:
+    """What the full cache of a document says to a probe, and how much each token of it counts.
+
+    log_probs: `[predicted, vocabulary]` fp32. best: `[predicted]`, what it would say. weights: the same shape, with a
+    sum of 1. document: the digest of the document's ids, as in an `Identity`. probe_s: seconds that
+    the answers without a document took.
+    """
+
+    document: str
+    probe: Probe
+    log_probs: Tensor
+    best: Tensor
+    weights: Tensor
+    probe_s: float
+
+    @classmethod
+    def of(cls, document: str, probe: Probe, full: Tensor, without: Tensor, probe_s: float) -> Reference:
+        """From logits `[predicted, vocabulary]` of the full cache, and of the model without the document."""
+        log_probs = full.float().log_softmax(dim=-1)
+        highest, best = log_probs.max(dim=-1)
+        alone = without.float().log_softmax(dim=-1).gather(-1, best[:, None])[:, 0]
+        sure = highest.exp()
+        weights = torch.where(sure >= _SURE, (sure - alone.exp()).clamp(min=0), 0)
+        total = weights.sum()
+        weights = torch.where(total > 0, weights / total, 1 / len(weights))
+        return cls(document, probe, log_probs, best, weights, probe_s)
+
+    def compare(self, logits: Tensor) -> tuple[float, float]:
+        """Agreement and KL of logits `[predicted, vocabulary]` under a compressed cache."""
+        log_probs = logits.float().log_softmax(dim=-1)
+        chosen = log_probs.gather(-1, self.best[:, None])[:, 0]
+        agreed = log_probs.amax(dim=-1) - chosen <= _TIE
+        divergence = (self.log_probs.exp() * (self.log_probs - log_probs)).sum(dim=-1)
+        agreement, kl = (float((self.weights * values).sum()) for values in (agreed, divergence))
+        # Sums of weights and of rounded terms: neither must leave its range by a last bit.
+        return min(round(agreement, 6), 1.0), kl if math.isnan(kl) else max(kl, 0.0)
+
+
+def rare_passages(token_ids: Sequence[int], first: int, count: int) -> list[int]:
+    """Where up to `count` passages of `CUE` + `ANSWER` tokens begin, in ascending order, that do not overlap.
+
+    The document behind its first `first` tokens is cut into strips of equal length, and each gives the passage whose
+    answer has the rarest tokens: names and numbers, which are what people ask for, and of repeated text the places that
+    differ. Of equal ones the last: sentences say what is new at their end. By strips, because the rarest of all can
+    stand in one paragraph. Rare is what the document has few of: the model's own surprise would need logits of the
+    whole document.
+    """
+    whole = CUE + ANSWER
+    room = len(token_ids) - first - whole + 1
+    if room < 1:
+        return []
+    frequency = Counter(token_ids)
+    rarity = [-math.log(frequency[token]) for token in token_ids]
+    strips = max(1, min(count, room // whole))
+    starts: list[int] = []
+    for strip in range(strips):
+        begin, end = (first + room * part // strips for part in (strip, strip + 1))
+        begin = max(begin, starts[-1] + whole) if starts else begin
+        starts.append(max(range(begin, end), key=lambda at: (sum(rarity[at + CUE : at + whole]), at)))
+    return starts
+
+
+def ask(model: nn.Module, probe: Probe, past: AttachedCache) -> Tensor:
+    """Logits `[predicted, vocabulary]` behind an attached cache."""
+    device: Any = model.device
+    ids = torch.tensor([probe.asked.token_ids], device=device)
+    logits: Tensor = model(ids, past_key_values=past, logits_to_keep=probe.places(0, device)).logits
+    return logits[0]
+
+
+def ask_without(model: nn.Module, probe: Probe) -> Tensor:
+    """Logits `[predicted, vocabulary]` of a model that never saw the document."""
+    device: Any = model.device
+    ids = torch.tensor([(*probe.prefix, *probe.asked.token_ids)], device=device)
+    places = probe.places(len(probe.prefix), device)
+    logits: Tensor = model(ids, use_cache=False, logits_to_keep=places).logits
+    return logits[0]

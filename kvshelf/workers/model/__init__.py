@@ -1,0 +1,1 @@
+"""The model: loading, devices, rotary embedding, text, and calibration."""

@@ -1,0 +1,158 @@
+"""What was found out about a model's heads and layers beforehand, and where it is kept.
+
+A calibration is a small JSON file, made by `kvshelf calibrate`. It holds for one set of weights and says which: it is
+looked for in the user's data folder, under the digest of the weights, and then beside the weights themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from kvshelf.errors import InvalidRequest, PolicyUnsupported
+from kvshelf.store.artifact.identity import ModelIdentity, canonical_json, digest
+
+BESIDE_THE_WEIGHTS = "compresskv.json"
+"""Name of the calibration that a model's own folder may hold."""
+
+_LARGEST_FILE = 16 * 2**20
+
+Score = Annotated[float, Field(ge=0)]
+
+
+class Origin(BaseModel):
+    """What a calibration was made from. For people: nothing is decided by it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    model: str
+    documents: int = Field(ge=1)
+    tokens: int = Field(ge=1)
+    answered: float = Field(ge=0, le=1, description="share of the generated tokens that were the needle's")
+    compression_ratio: float = Field(gt=0, lt=1, description="under which the layers' errors were measured")
+
+
+class Calibration(BaseModel):
+    """Scores of the query heads, `head_scores[layer][head]`, and the layers' shares of the error, which add up to 1.
+
+    `weights` is the digest of the weights it was made with, as in `ModelIdentity`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    format: Literal["kvshelf.calibration/1"] = "kvshelf.calibration/1"
+    weights: str = Field(min_length=1)
+    head_scores: tuple[tuple[Score, ...], ...] = Field(min_length=1)
+    layer_errors: tuple[Score, ...]
+    origin: Origin
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if len({len(heads) for heads in self.head_scores}) != 1 or not self.head_scores[0]:
+            raise ValueError("head_scores must have the same number of heads in every layer, at least one")
+        if len(self.layer_errors) != len(self.head_scores):
+            raise ValueError(f"{len(self.layer_errors)} layer_errors for {len(self.head_scores)} layers of head_scores")
+        if abs(sum(self.layer_errors) - 1) > 1e-6:
+            raise ValueError(f"layer_errors add up to {sum(self.layer_errors)}, not to 1")
+        return self
+
+    @property
+    def query_heads(self) -> int:
+        """Query heads of each layer."""
+        return len(self.head_scores[0])
+
+    @property
+    def digest(self) -> str:
+        """Hex digest of what a policy reads of it: part of the identity of every cache made with it."""
+        content = self.model_dump(mode="json", include={"weights", "head_scores", "layer_errors"})
+        return digest("kvshelf.calibration", canonical_json(content))
+
+    def best_heads(self, layer_idx: int, count: int) -> list[int]:
+        """The `count` query heads of a layer with the highest scores, ascending; equal ones by the lower index."""
+        scores = self.head_scores[layer_idx]
+        return sorted(sorted(range(len(scores)), key=lambda head: -scores[head])[:count])
+
+
+def data_folder() -> Path:
+    """Where a user's calibrations are kept (XDG base directories)."""
+    data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+    return Path(data) / "kvshelf" / "calibrations"
+
+
+def find(model: ModelIdentity, folder: str) -> Calibration:
+    """The calibration of a model whose weights were loaded from `folder`, which may also be a hub id, or "" for a model
+    made in memory.
+
+    Raises `PolicyUnsupported` where there is none, where it is of other weights, or where its file is broken.
+    """
+    beside = [Path(folder) / BESIDE_THE_WEIGHTS] if folder else []
+    for path in (data_folder() / f"{model.weights}.json", *beside):
+        if path.is_file():
+            return _of(model, load(path), path)
+    raise PolicyUnsupported(
+        f"the policy needs a calibration of {model.name!r}, and there is none; make one: {_command(model)}",
+        param="policy",
+    )
+
+
+def load(path: Path) -> Calibration:
+    """Read and check a calibration. Raises `PolicyUnsupported` with what is wrong with the file."""
+    try:
+        if path.stat().st_size > _LARGEST_FILE:
+            raise PolicyUnsupported(
+                f"the calibration {path} has over {_LARGEST_FILE} bytes and is none", param="policy"
+            )
+        return Calibration.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise PolicyUnsupported(
+            f"the calibration {path} is broken{f' at {where}' if where else ''}: {first['msg']}; make it again with "
+            "kvshelf calibrate",
+            param="policy",
+        ) from error
+    except OSError as error:
+        raise PolicyUnsupported(f"the calibration {path} cannot be read: {error}", param="policy") from error
+
+
+def require_writable(path: Path) -> None:
+    """Raise `InvalidRequest` where a calibration could not be saved: better before the search than after it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidRequest(f"{path} cannot be written: {error}", param="output") from error
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise InvalidRequest(f"{path} is a folder, or in one that cannot be written to; name a file", param="output")
+
+
+def save(calibration: Calibration, path: Path) -> None:
+    """Write a calibration, the whole file or nothing of it."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial.write_text(calibration.model_dump_json(indent=1) + "\n")
+    partial.replace(path)
+
+
+def _of(model: ModelIdentity, found: Calibration, path: Path) -> Calibration:
+    if found.weights != model.weights:
+        raise PolicyUnsupported(
+            f"the calibration {path} is of other weights ({found.weights[:16]}) than those of {model.name!r} as "
+            f"{model.dtype} ({model.weights[:16]}); make one for these: {_command(model)}",
+            param="policy",
+        )
+    shape = json.loads(model.attention)
+    if (len(found.head_scores), found.query_heads) != (shape["num_hidden_layers"], shape["num_attention_heads"]):
+        raise PolicyUnsupported(
+            f"the calibration {path} has {len(found.head_scores)} layers of {found.query_heads} query heads, and "
+            f"{model.name!r} has {shape['num_hidden_layers']} of {shape['num_attention_heads']}; make it again: "
+            f"{_command(model)}",
+            param="policy",
+        )
+    return found
+
+
+def _command(model: ModelIdentity) -> str:
+    return f"kvshelf calibrate --model {model.name} --dtype {model.dtype}"

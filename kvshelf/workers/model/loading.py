@@ -1,0 +1,187 @@
+"""Load a model, say what it is, and refuse by name what cannot be attached to."""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from blake3 import blake3
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+
+from kvshelf.errors import InvalidRequest, PolicyUnsupported
+from kvshelf.store.artifact.identity import DIGEST_BYTES, ModelIdentity, canonical_json
+from kvshelf.workers.model.devices import chosen_device
+from kvshelf.workers.model.text import TextFormat
+
+BUNDLED = ("kvshelf-tiny",)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_ATTACHABLE_LAYERS = {"full_attention", "sliding_attention"}
+_ATTENTION_FIELDS = (
+    "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "sliding_window",
+    "layer_types", "attention_bias", "query_pre_attn_scalar", "hidden_act", "rms_norm_eps",
+)  # fmt: skip
+_WITHOUT_EFFECT = re.compile(
+    r"_.*|.*dropout.*|.*_pdrop|layerdrop|.*_token_id|.*init.*|.*_coef|.*jitter.*|output_router_logits"
+    r"|output_hidden_states|output_attentions|return_dict|use_cache|dtype"
+    r"|torch_dtype|architectures|transformers_version|model_type|vocab_size|tie_word_embeddings|pretraining_tp"
+    r"|rope_parameters|rope_scaling|rope_theta|max_position_embeddings|original_max_position_embeddings|id2label"
+    r"|label2id|num_labels|problem_type|auto_map"
+)
+"""Fields of a configuration that change no key and no value, or that another field of the identity holds."""
+
+
+def load(name: str, *, device: str, dtype: str) -> tuple[PreTrainedModel, Any]:
+    """The model and tokenizer of a bundled name, a local folder or a hub id. Weights only from safetensors, no remote
+    code.
+
+    device: "auto" (a GPU where there is one), or what torch accepts. dtype: "auto" (the checkpoint's), or its name.
+    """
+    if dtype != "auto" and dtype not in _DTYPES:
+        raise InvalidRequest(f"unknown dtype {dtype!r}; one of auto, {', '.join(_DTYPES)}", param="dtype")
+    source = _source(name)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            source, dtype=_DTYPES.get(dtype, "auto"), use_safetensors=True, trust_remote_code=False
+        )
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise InvalidRequest(f"the model {name!r} cannot be loaded: {error}", param="model") from error
+    target = chosen_device(device)
+    try:
+        return model.to(target).eval(), tokenizer
+    except torch.OutOfMemoryError as error:
+        raise PolicyUnsupported(
+            f"the weights of {name!r} do not fit into {target}, and kvshelf cannot spread a model over several yet",
+            param="model",
+        ) from error
+
+
+def skeleton(name: str) -> PreTrainedModel:
+    """A model without its weights, for what can be reckoned from its configuration alone. Names as in `load`."""
+    try:
+        config = AutoConfig.from_pretrained(_source(name), trust_remote_code=False)
+        return _without_weights(config)
+    except (OSError, ValueError, KeyError) as error:
+        raise InvalidRequest(f"the configuration of {name!r} cannot be read: {error}", param="model") from error
+
+
+def described(model_type: str, **fields: Any) -> PreTrainedModel:
+    """As `skeleton`, of a configuration of transformers given field by field."""
+    return _without_weights(AutoConfig.for_model(model_type, **fields))
+
+
+def _without_weights(config: PretrainedConfig) -> PreTrainedModel:
+    """On torch's meta device, where numbers take no memory."""
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    return model
+
+
+def identify(model: PreTrainedModel, text: TextFormat | None, name: str) -> ModelIdentity:
+    """Read every weight once and say what the KV of this model depends on."""
+    config = model.config
+    tokenizer, template = text.digests() if text is not None else ("", "")
+    rope = {"parameters": getattr(config, "rope_parameters", None), "max_positions": max_positions(config)}
+    # Fields that are unset are left out: versions of transformers differ in which of them they fill in.
+    attention = _unusual(config)
+    attention |= {field: value for field in _ATTENTION_FIELDS if (value := getattr(config, field, None)) is not None}
+    if set(attention.get("layer_types", ())) == {"full_attention"}:
+        del attention["layer_types"]
+    return ModelIdentity(
+        name=name,
+        weights=_weights_digest(model),
+        dtype=str(model.dtype).removeprefix("torch."),
+        rope=canonical_json(rope),
+        attention=canonical_json(attention | {"model_type": config.model_type}),
+        tokenizer=tokenizer,
+        template=template,
+    )
+
+
+def _unusual(config: PretrainedConfig) -> dict[str, Any]:
+    """All that a configuration says beside its class's defaults, but for what changes no key and no value.
+
+    Not a list of the fields that matter: each family has its own (multipliers, experts, clipping), and one that is
+    forgotten would let a cache answer for a model that it was not made with. Nor all fields: then every field that a
+    new version of transformers adds would make all caches those of another model.
+    """
+    usual, said = (json.loads(each.to_json_string(use_diff=False)) for each in (type(config)(), config))
+    return {
+        name: value
+        for name, value in said.items()
+        if value is not None and value != usual.get(name) and not _WITHOUT_EFFECT.fullmatch(name)
+    }
+
+
+def require_attachable(model: PreTrainedModel) -> None:
+    """Refuse models whose layers kvshelf cannot observe or attach to."""
+    config, kind = model.config, type(model).__name__
+    if getattr(config, "is_encoder_decoder", False):
+        raise PolicyUnsupported(f"{kind} is an encoder-decoder; kvshelf attaches to decoder-only models", param="model")
+    if getattr(config, "kv_lora_rank", None) is not None:
+        raise PolicyUnsupported(f"{kind} uses latent attention (MLA), which kvshelf cannot attach yet", param="model")
+    foreign = set(getattr(config, "layer_types", None) or ()) - _ATTACHABLE_LAYERS
+    if foreign:
+        raise PolicyUnsupported(
+            f"{kind} has layers of kind {', '.join(sorted(foreign))}, which kvshelf cannot attach yet", param="model"
+        )
+    if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
+        raise PolicyUnsupported(
+            f"{kind} is spread over several devices, and kvshelf attaches to models on one device so far", param="model"
+        )
+    if not model._can_set_attn_implementation():
+        raise PolicyUnsupported(
+            f"{kind} does not use transformers' attention interface, so kvshelf cannot see its attention", param="model"
+        )
+
+
+def max_positions(config: Any) -> int:
+    """Longest sequence the model was made for."""
+    return int(config.max_position_embeddings)
+
+
+def kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
+    """Bytes that the keys and values of one token take over all layers, uncompressed."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return int(config.num_hidden_layers * heads * 2 * head_size(config) * dtype.itemsize)
+
+
+def head_size(config: Any) -> int:
+    """Channels of a head."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def sliding_window(config: Any) -> int | None:
+    """Tokens that the model's sliding layers see; None where it has none."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and "sliding_attention" not in kinds:
+        return None
+    window = getattr(config, "sliding_window", None)
+    return None if window is None else int(window)
+
+
+def bundled_folder(name: str) -> str:
+    """The folder of a model that comes with the package."""
+    return str(files("kvshelf") / "models" / name)
+
+
+def _source(name: str) -> str:
+    if name in BUNDLED:
+        return bundled_folder(name)
+    looks_local = name.startswith((".", "/", "~")) or Path(name).is_absolute()
+    if looks_local and not Path(name).expanduser().is_dir():
+        raise InvalidRequest(f"the model folder {name!r} does not exist", param="model")
+    return str(Path(name).expanduser()) if looks_local else name
+
+
+def _weights_digest(model: PreTrainedModel) -> str:
+    hasher = blake3(max_threads=blake3.AUTO)
+    for name, tensor in sorted(model.state_dict().items()):
+        hasher.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+        hasher.update(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy())
+    return hasher.hexdigest(length=DIGEST_BYTES)

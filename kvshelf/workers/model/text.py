@@ -1,0 +1,249 @@
+"""Text to token ids: where a document sits in the model's chat template, and what a question adds to it.
+
+Control tokens are made by the template alone. Text from outside is always text: `<|end|>` in a document is spelled out
+in ordinary tokens and can not end a turn.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from jinja2 import TemplateError
+from tokenizers import Tokenizer
+
+from kvshelf.errors import InvalidRequest
+from kvshelf.store.artifact.identity import Boundary, Layout, canonical_json, digest
+
+QUESTION_SEPARATOR = "\n\n"
+"""Stands between a document and the question that follows it in the same user turn."""
+
+SENTENCE_ENDS = tuple(".?!\n。？！")  # noqa: RUF001  the full-width ones are meant
+SEGMENT_ENDS = (*SENTENCE_ENDS, *",;:，、；：")  # noqa: RUF001
+
+ROLES = ("system", "user", "assistant")
+
+_NO_CHARACTER = "\ufffd"  # what the decoder writes for bytes that are not a whole character
+_MARK = "\ue000{}\ue001"  # private-use characters: no template contains them, and content is never rendered through one
+_MARKS = re.compile("\ue000(\\d+)\ue001")
+
+Message = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class EncodedDocument:
+    """Token ids to prefill. The first `protected_prefix` of them come from the template, not from the document."""
+
+    token_ids: list[int]
+    protected_prefix: int
+    layout: Layout
+    boundary: Boundary
+
+
+class TextFormat:
+    """The tokenizer and chat template of one model. Thread-safe: encoding changes no state.
+
+    `tokenizer` is a fast tokenizer of transformers; anything else is refused by name.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if not isinstance(backend, Tokenizer):
+            raise InvalidRequest(
+                f"the tokenizer is a {type(tokenizer).__name__}, and only tokenizers with a tokenizer.json are "
+                "supported; "
+                "convert it, or give token ids to an Engine without a tokenizer",
+                param="model",
+            )
+        self._chat = tokenizer
+        # Two private copies. Switching one shared tokenizer between "control tokens are text" and "are tokens" would
+        # race with other threads that are encoding.
+        self._control = _plain_copy(backend)
+        self._text = _plain_copy(backend)
+        self._text.encode_special_tokens = True
+        self._longest_token = max(len(token.encode()) for token in backend.get_vocab())
+        self.has_template = bool(tokenizer.chat_template)
+        self._token_texts: dict[int, str] = {}  # filled by use; two threads may write the same, which does no harm
+
+    def digests(self) -> tuple[str, str]:
+        """Hex digests of the tokenizer and of the chat template ("" without one)."""
+        template = digest("kvshelf.template", canonical_json(self._chat.chat_template)) if self.has_template else ""
+        return digest("kvshelf.tokenizer", self._control.to_str()), template
+
+    def decoder(self) -> Tokenizer:
+        """The tokenizer that turns generated ids into text."""
+        return self._control
+
+    def least_tokens(self, text: str) -> int:
+        """A lower bound of `count_tokens` that costs next to nothing: no token is longer than the longest one."""
+        return len(text.encode()) // self._longest_token
+
+    def count_tokens(self, text: str) -> int:
+        """Tokens of a text by itself, without template or BOS."""
+        return len(self._encode_text(text))
+
+    def document(self, text: str, layout: Layout) -> EncodedDocument:
+        """Chat: the template up to the end of the document inside an open user turn. Plain: the text, after the BOS
+        token where the tokenizer adds one."""
+        if layout == "plain":
+            prefix = self._bos()
+            return EncodedDocument(prefix + self._encode_text(text), len(prefix), "plain", "text")
+        before, *_ = self._template_pieces([("user", text)], opening=False)
+        prefix = self._encode_control(before)
+        return EncodedDocument(prefix + self._encode_text(text), len(prefix), "chat", "document")
+
+    def conversation(self, messages: Sequence[Message]) -> EncodedDocument:
+        """Whole turns, to which a query appends turns."""
+        turns = check_messages(messages, "messages")
+        before, *_ = pieces = self._template_pieces(turns, opening=False)
+        boundary = cast(Boundary, f"after_{turns[-1][0]}")
+        return EncodedDocument(self._encode_pieces(pieces, turns), len(self._encode_control(before)), "chat", boundary)
+
+    def question(self, boundary: Boundary, prompt: str) -> list[int]:
+        """The ids that ask `prompt`: a question in the document's own turn, or a turn of its own."""
+        if boundary == "text":
+            return self._encode_text(prompt)
+        return self.turns(boundary, [{"role": "user", "content": prompt}])
+
+    def turns(self, boundary: Boundary, messages: Sequence[Message]) -> list[int]:
+        """The ids that add `messages` and open the assistant's turn.
+
+        After a document the first message must be the user's: it ends the turn that the document is in.
+        """
+        added = check_messages(messages, "messages")
+        if boundary == "text":
+            raise InvalidRequest(
+                "this cache has the layout 'plain' and no turns; ask it with prompt instead of messages",
+                param="messages",
+            )
+        if boundary == "document":
+            if added[0][0] != "user":
+                raise InvalidRequest(
+                    f"the first message of a query on a document must be the user's (it ends the turn that holds the "
+                    f"document) and has role {added[0][0]!r}",
+                    param="messages[0].role",
+                )
+            # The document stands where the first message does; what follows it is what the question adds.
+            pieces = self._template_pieces(added, opening=True)[1:]
+            return self._encode_text(QUESTION_SEPARATOR + added[0][1]) + self._encode_pieces(pieces, added[1:])
+        return self._appended(boundary.removeprefix("after_"), added)
+
+    def suffix(self, boundary: Boundary) -> list[int]:
+        """What the template writes between the cached tokens and the model's answer; nothing where a question must come
+        first, or where there is no template."""
+        match boundary:
+            case "document":
+                return self._encode_control(self._template_pieces([("user", "")], opening=True)[-1])
+            case "after_user":
+                before = self._template_pieces([("user", "")], opening=False)[-1]
+                after = self._template_pieces([("user", "")], opening=True)[-1]
+                return self._encode_control(after.removeprefix(before))
+            case _:
+                return []
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text by itself; special tokens in it are text."""
+        return self._encode_text(text)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids, control tokens written out."""
+        return self._control.decode(list(token_ids), skip_special_tokens=False)
+
+    def segment_ends(self, token_ids: Sequence[int], endings: tuple[str, ...] = SEGMENT_ENDS) -> list[bool]:
+        """Which tokens are the last of a segment: their text ends with one of `endings`. The point of "3.14" ends none.
+
+        Tokens of single bytes split a character ("。" has three bytes): its last token is then the one that ends it.
+        """
+        texts = {i: self._token_text(i) for i in set(token_ids)}
+        ends = {i: text.endswith(endings) for i, text in texts.items()}
+        flags = [ends[i] for i in token_ids]
+        bytes_, points = ({i for i, text in texts.items() if text.endswith(end)} for end in (_NO_CHARACTER, "."))
+        for at in (at for at, i in enumerate(token_ids) if i in bytes_):
+            flags[at] = self.decode(token_ids[max(0, at - 2) : at + 1]).endswith(endings)
+        for at in (at for at, i in enumerate(token_ids[:-1]) if i in points and flags[at]):
+            before = (texts[token_ids[at - 1]] if at else "") + texts[token_ids[at]]
+            flags[at] = not (before[-2:-1].isdigit() and texts[token_ids[at + 1]][:1].isdigit())
+        return flags
+
+    def _token_text(self, token_id: int) -> str:
+        if token_id not in self._token_texts:
+            self._token_texts[token_id] = self.decode([token_id])
+        return self._token_texts[token_id]
+
+    def _appended(self, last_role: str, added: list[tuple[str, str]]) -> list[int]:
+        # The cached turns themselves are not kept. A stand-in with the same last role shows what the template writes
+        # after it.
+        stand_in = [("user", "")] if last_role == "assistant" else []
+        stand_in.append((last_role, ""))
+        before = self._template_pieces(stand_in, opening=False)
+        after = self._template_pieces(stand_in + added, opening=True)
+        shared = len(before) - 1
+        if after[:shared] != before[:shared] or not after[shared].startswith(before[shared]):
+            raise InvalidRequest(
+                "the chat template of this model rewrites earlier turns when new ones follow; cache the conversation "
+                "as a "
+                "document instead",
+                param="messages",
+            )
+        first = after[shared].removeprefix(before[shared])
+        return self._encode_pieces([first, *after[shared + 1 :]], added)
+
+    def _template_pieces(self, turns: Sequence[tuple[str, str]], *, opening: bool) -> list[str]:
+        """What the template writes around each turn's content: one text before, between and after them."""
+        messages = [{"role": role, "content": _MARK.format(i)} for i, (role, _) in enumerate(turns)]
+        if not self.has_template:
+            raise InvalidRequest("the tokenizer has no chat template; use layout 'plain'", param="layout")
+        try:
+            rendered = self._chat.apply_chat_template(messages, tokenize=False, add_generation_prompt=opening)
+        except TemplateError as error:
+            raise InvalidRequest(f"the model's chat template refuses these turns: {error}", param="messages") from error
+        parts = _MARKS.split(rendered)
+        if [int(n) for n in parts[1::2]] != list(range(len(turns))):
+            raise InvalidRequest("the model's chat template does not write every turn once, in order", param="messages")
+        return cast(list[str], parts[0::2])
+
+    def _encode_pieces(self, pieces: Sequence[str], turns: Sequence[tuple[str, str]]) -> list[int]:
+        ids = self._encode_control(pieces[0])
+        for (_, content), piece in zip(turns, pieces[1:], strict=True):
+            ids += self._encode_text(content) + self._encode_control(piece)
+        return ids
+
+    def _encode_text(self, text: str) -> list[int]:
+        return self._text.encode(text, add_special_tokens=False).ids
+
+    def _encode_control(self, text: str) -> list[int]:
+        return self._control.encode(text, add_special_tokens=False).ids
+
+    def _bos(self) -> list[int]:
+        added = self._chat("").input_ids
+        return [i for i in added if i == self._chat.bos_token_id]
+
+
+def check_messages(messages: Sequence[Message], param: str) -> list[tuple[str, str]]:
+    """Roles and contents of a conversation. Raises `InvalidRequest` naming the message that is wrong."""
+    if not messages:
+        raise InvalidRequest(f"{param} is empty; give at least one message", param=param)
+    turns = []
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
+            raise InvalidRequest(f"{param}[{i}] must have exactly the fields role and content", param=f"{param}[{i}]")
+        role, content = message["role"], message["content"]
+        if role not in ROLES:
+            raise InvalidRequest(
+                f"{param}[{i}].role is {role!r}; it must be one of {', '.join(ROLES)}", param=f"{param}[{i}].role"
+            )
+        if not isinstance(content, str) or not content:
+            raise InvalidRequest(
+                f"{param}[{i}].content must be a text that is not empty", param=f"{param}[{i}].content"
+            )
+        turns.append((role, content))
+    return turns
+
+
+def _plain_copy(backend: Tokenizer) -> Tokenizer:
+    copy = Tokenizer.from_str(backend.to_str())
+    copy.no_padding()
+    copy.no_truncation()
+    return copy

@@ -1,0 +1,132 @@
+"""Attempts at a request of the ledger: counted there before any work, so that what kills its worker is given up."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from enum import Enum
+
+import structlog
+
+from kvshelf.errors import (
+    CallerError,
+    Cancelled,
+    KvshelfError,
+    NoWorker,
+    QueueFull,
+    QuotaExceeded,
+    StateConflict,
+    StoreError,
+    WorkerCrashed,
+)
+from kvshelf.store.jobs.ledger import Ledger, RequestRecord
+from kvshelf.workers.replica.calls import Threads
+
+log = structlog.get_logger("kvshelf.workers")
+
+MAX_ATTEMPTS = 3
+"""How often a request is tried before its failure is final."""
+
+LEASE_S = 10.0
+"""How long after its last sign of life a worker's request may be taken over by another."""
+
+
+class Standing(Enum):
+    """How a request of the ledger stands with those who want it done."""
+
+    DUE = "due"
+    """An attempt can begin."""
+    HELD = "held"
+    """A worker is at it, or died so lately that its lease still lives."""
+    SPENT = "spent"
+    """Its workers ended without a word, as often as may be."""
+    ENDED = "ended"
+
+    @classmethod
+    def of(cls, record: RequestRecord, *, max_attempts: int = MAX_ATTEMPTS) -> Standing:
+        if record.state in ("done", "failed"):
+            return cls.ENDED
+        if record.state == "queued":
+            return cls.DUE
+        if record.lease_until is not None and record.lease_until > time.time():
+            return cls.HELD
+        return cls.SPENT if record.tries >= max_attempts else cls.DUE
+
+
+def give_up(ledger: Ledger, record: RequestRecord) -> None:
+    """End a request that is `SPENT`. Raises `StateConflict` if it no longer is."""
+    message = (
+        f"each of {record.tries} attempts ended without a word: the worker died, or lost the store. This document may "
+        "be the cause"
+    )
+    ledger.fail(record.id, record.attempts, code=WorkerCrashed.code, message=message, final=True)
+
+
+_BLAMELESS = (StoreError, NoWorker, QueueFull, Cancelled)
+
+
+def _counts(error: KvshelfError) -> bool:
+    """Whether an attempt that failed so is one of the few that a request has."""
+    if isinstance(error, _BLAMELESS):
+        return _is_final(error) or error.details.get("stored") is False
+    return error.details.get("begun") is not False
+
+
+def _is_final(error: KvshelfError) -> bool:
+    """Whether another attempt would end the same. No room for it even on an empty shelf is a document's own fault."""
+    return isinstance(error, CallerError | QuotaExceeded) or error.details.get("fits") is False
+
+
+class Attempts:
+    """What one worker, known in the ledger by its name, tries."""
+
+    def __init__(self, ledger: Ledger, worker: str, threads: Threads) -> None:
+        self._ledger = ledger
+        self._worker = worker
+        self._threads = threads
+
+    @asynccontextmanager
+    async def counted(self, request_id: str, tenant: str, *, max_attempts: int = MAX_ATTEMPTS) -> AsyncIterator[int]:
+        """Count an attempt in the ledger, keep its lease alive, and record it if the work inside fails.
+
+        What the request is not to blame for does not count in the end: that the work was stopped, or not even begun in
+        time; that the store does not work or is full. A store that works and did not keep the document may be as well
+        as the document's: that counts.
+        """
+        start = self._ledger.start_attempt
+        attempt = await self._threads.run(start, request_id, worker=self._worker, lease_s=LEASE_S)
+        renewing = asyncio.ensure_future(self._renew(request_id, attempt))
+        try:
+            yield attempt
+        except asyncio.CancelledError:
+            # The service is stopping, or the batch. The write outlives the cancellation.
+            stopped = Cancelled("the service stopped")
+            await asyncio.shield(self._record_failure(request_id, attempt, stopped, final=False, counted=False))
+            raise
+        except KvshelfError as error:
+            record = await self._threads.run(self._ledger.get_request, request_id, tenant=tenant)
+            counted = _counts(error)
+            final = counted and (_is_final(error) or record.tries >= max_attempts)
+            await self._record_failure(request_id, attempt, error, final=final, counted=counted)
+            raise
+        finally:
+            renewing.cancel()
+
+    async def _renew(self, request_id: str, attempt: int) -> None:
+        while True:
+            await asyncio.sleep(LEASE_S / 3)
+            try:
+                await self._threads.run(self._ledger.renew, request_id, attempt, lease_s=LEASE_S)
+            except StoreError:
+                log.warning("a lease could not be renewed; it is tried again", request=request_id, exc_info=True)
+
+    async def _record_failure(
+        self, request_id: str, attempt: int, error: KvshelfError, *, final: bool, counted: bool = True
+    ) -> None:
+        told = {"code": error.code, "message": error.message, "param": error.param, "details": error.details}
+        try:
+            await self._threads.run(self._ledger.fail, request_id, attempt, **told, final=final, counted=counted)
+        except StateConflict:
+            log.warning("an attempt was taken over by another worker", request=request_id, attempt=attempt)

@@ -1,0 +1,248 @@
+"""The fewest bytes that still answer: the smallest of several levels, and the candidates of the policy "auto"."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from kvshelf.errors import InvalidRequest, KvshelfError, PolicyUnsupported, QualityBelowFloor
+from kvshelf.store.artifact.identity import Layout
+from kvshelf.workers.engine.decode.generation import Checkpoint
+from kvshelf.workers.engine.inputs.encode import Document
+from kvshelf.workers.engine.prefill.levels import Level, shared
+from kvshelf.workers.engine.quality import QUESTIONS, Quality, Reference
+from kvshelf.workers.model.text import EncodedDocument
+
+if TYPE_CHECKING:  # the engine knows nothing of what is built on it
+    from kvshelf.workers.engine.engine import Compression, Engine
+
+MIN_QUALITY: Final = 0.98
+
+CANDIDATES: Final[tuple[tuple[str, float | None, str], ...]] = (
+    ("full", None, "none"),
+    ("full", None, "int8"),
+    ("full", None, "int4"),
+    ("keydiff", 0.5, "int4"),
+    ("keydiff", 0.75, "int4"),
+    ("keydiff", 0.875, "int4"),
+    ("keydiff", 0.9375, "int4"),
+    ("kvzip", 0.5, "int4"),
+    ("kvzip", 0.75, "int4"),
+    ("kvzip", 0.875, "int4"),
+)
+"""Policy, fraction removed and codec: what docs/policies.md found best at its size.
+
+Where every sentence is a fact nothing can go, and `full` under a codec is what is left. Among filler `keydiff` keeps
+what stands out. Both look at nothing behind the document and share one prefill. `kvzip` holds longest of all, for a
+prefill of its own that costs several plain ones; it runs only where it could still save bytes.
+"""
+
+UNMEASURABLE: Final = "no quality can be measured on this document in this way"
+_NOT_MADE: Final = "not made: it would take no fewer bytes than what meets the floor"
+_NOT_MEASURED: Final = "not measured: it takes no fewer bytes than what meets the floor"
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What came of one level: its bytes and quality, or the reason why there are none."""
+
+    policy: str
+    compression_ratio: float
+    codec: str
+    nbytes: int | None = None
+    quality: Quality | None = None
+    reason: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON types: what a request is told."""
+        quality = None if self.quality is None else self.quality.to_dict()
+        ways = {"policy": self.policy, "compression_ratio": self.compression_ratio, "codec": self.codec}
+        return ways | {"bytes": self.nbytes, "quality": quality, "reason": self.reason}
+
+    @classmethod
+    def from_dict(cls, told: Mapping[str, Any]) -> Tried:
+        """The inverse of `to_dict`. A quality of another version counts as not measured."""
+        quality = Quality.from_dict(told["quality"])
+        return cls(told["policy"], told["compression_ratio"], told["codec"], told["bytes"], quality, told["reason"])
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The level that was kept, and everything that was tried, in the order of the selection."""
+
+    level: Level
+    compression: Compression
+    tried: tuple[Tried, ...]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Levels of one document, of which the one with the fewest bytes is wanted whose agreement is `min_quality` at
+    least. `refused` are ways that were dropped before any work.
+
+    Made without the model, so that any thread may; `run` is work for the one that owns it.
+    """
+
+    levels: tuple[Level, ...]
+    min_quality: float
+    refused: tuple[Tried, ...] = ()
+    questions: int = QUESTIONS
+
+    def __post_init__(self) -> None:
+        if isinstance(self.min_quality, bool) or not 0 <= self.min_quality <= 1:
+            raise InvalidRequest(
+                f"min_quality is {self.min_quality!r}; it is the least agreement with the full cache, from 0 to 1",
+                param="min_quality",
+            )
+
+    @property
+    def num_tokens(self) -> int:
+        return self.levels[0].job.num_tokens
+
+    def run(self, engine: Engine, *, checkpoint: Checkpoint | None = None) -> Choice:
+        """Compress and measure, the smallest first, until one is good enough; a prefill that could not give a smaller
+        one is left out.
+
+        Raises `QualityBelowFloor` where none is good enough, whose details have `tried`; and `PolicyUnsupported` where
+        nothing can be measured (`Engine.probe` says when) and no level keeps everything as it is.
+        """
+        search = _Search(engine, self, checkpoint or (lambda: None))
+        for group in shared(self.levels):
+            search.try_group(group)
+        tried = (*(search.tried[id(level)] for level in self.levels), *self.refused)
+        if search.best is None:
+            raise _not_good_enough(tried, self.min_quality)
+        return Choice(*search.best, tried)
+
+    def meets(self, level: Level, quality: Quality | None) -> bool:
+        """Whether a level is good enough. The full cache is, measured or not: it agrees with itself."""
+        return level.keeps_all or (quality is not None and quality.agreement >= self.min_quality)
+
+    def known(self, told: Sequence[Tried | None]) -> Level | None:
+        """What `run` would choose, where earlier tries say it; None where they do not. No work of the model.
+
+        told: for each level what came of it once, None if nothing is known. Raises as `run` does.
+        """
+        pairs = [(level, one or _untried(level)) for level, one in zip(self.levels, told, strict=True)]
+        good = [pair for pair in pairs if pair[1].nbytes is not None and self.meets(pair[0], pair[1].quality)]
+        best = min(good, key=lambda pair: pair[1].nbytes or 0, default=None)
+        if not all(_settled(level, one, best) for level, one in pairs):
+            return None
+        if best is None:
+            raise _not_good_enough((*(one for _, one in pairs), *self.refused), self.min_quality)
+        return best[0]
+
+
+def auto(
+    engine: Engine,
+    document: Document | EncodedDocument,
+    *,
+    layout: Layout | None = None,
+    min_quality: float = MIN_QUALITY,
+) -> Selection:
+    """The selection behind `policy: "auto"`: every candidate that takes this document. Thread-safe.
+
+    One always meets the floor, the full cache. Raises what `Engine.prepare` raises of the document itself.
+    """
+    encoded = document if isinstance(document, EncodedDocument) else engine.encode_document(document, layout=layout)
+    levels, refused = [], []
+    for policy, ratio, codec in CANDIDATES:
+        try:
+            levels.append(Level(engine.prepare(encoded, policy=policy, compression_ratio=ratio), codec))
+        except KvshelfError as error:  # what a policy refuses, others may take
+            if policy == "full":
+                raise
+            refused.append(Tried(policy, ratio or 0.0, codec, reason=error.message))
+    return Selection(tuple(levels), min_quality, tuple(refused))
+
+
+class _Search:
+    """The best level so far, and what came of each."""
+
+    def __init__(self, engine: Engine, selection: Selection, checkpoint: Checkpoint) -> None:
+        self._engine = engine
+        self._selection = selection
+        self._checkpoint = checkpoint
+        self.best: tuple[Level, Compression] | None = None
+        self.tried: dict[int, Tried] = {}
+
+    def try_group(self, group: Sequence[Level]) -> None:
+        """Levels of one prefill."""
+        questions = self._selection.questions
+        if self._engine.probe(group[0].job, questions) is None:
+            self._leave_out([level for level in group if not level.keeps_all], UNMEASURABLE)
+            group = [level for level in group if level.keeps_all]
+        if self.best is not None and not any(_could_be_smaller(level, self.best[0]) for level in group):
+            self._leave_out(group, _NOT_MADE)
+            return
+        if not group:
+            return
+        prefill = self._engine.prefill(group, questions=questions, checkpoint=self._checkpoint)
+        made = zip(group, prefill.compressions, strict=True)
+        for level, compression in sorted(made, key=lambda pair: pair[1].cache.nbytes):
+            self._try(level, compression, prefill.reference)
+            self._checkpoint()
+
+    def _try(self, level: Level, compression: Compression, reference: Reference | None) -> None:
+        nbytes = compression.cache.nbytes
+        if self.best is not None and nbytes >= self.best[1].cache.nbytes:
+            self._note(level, nbytes, reason=_NOT_MEASURED)
+            return
+        if reference is not None:
+            compression = compression.measured(self._engine.measure(compression.cache, reference))
+        self._note(level, nbytes, compression.quality, None if reference is not None else UNMEASURABLE)
+        if self._selection.meets(level, compression.quality):
+            self.best = level, compression
+
+    def _leave_out(self, levels: Sequence[Level], reason: str) -> None:
+        for level in levels:
+            self._note(level, reason=reason)
+
+    def _note(
+        self, level: Level, nbytes: int | None = None, quality: Quality | None = None, reason: str | None = None
+    ) -> None:
+        self.tried[id(level)] = replace(_untried(level), nbytes=nbytes, quality=quality, reason=reason)
+
+
+def _untried(level: Level) -> Tried:
+    identity = level.job.identity
+    return Tried(identity.policy, identity.compression_ratio, level.codec)
+
+
+def _could_be_smaller(level: Level, best: Level) -> bool:
+    """Whether to make it at all. Under one codec what keeps more entries takes more bytes, but for the few that the
+    codec leaves whole; of different codecs nothing is said."""
+    return level.codec != best.codec or level.job.budget.tokens < best.job.budget.tokens
+
+
+def _settled(level: Level, tried: Tried, best: tuple[Level, Tried] | None) -> bool:
+    """Whether trying a level could change nothing: its quality is known, or that it has none, or that it takes no fewer
+    bytes than the best."""
+    if tried.quality is not None or tried.reason == UNMEASURABLE:
+        return True
+    if best is None:
+        return False
+    if tried.nbytes is not None and best[1].nbytes is not None:
+        return tried.nbytes >= best[1].nbytes
+    return not _could_be_smaller(level, best[0])
+
+
+def _not_good_enough(tried: Sequence[Tried], min_quality: float) -> KvshelfError:
+    measured = [(one.quality.agreement, one) for one in tried if one.quality is not None]
+    told = [one.to_dict() for one in tried]
+    if not measured:
+        return PolicyUnsupported(
+            "no quality can be measured of these levels: the document is too short to make questions from, is read "
+            "chunk by chunk, or leaves no room behind it; leave min_quality out",
+            param="min_quality",
+            tried=told,
+        )
+    agreement, closest = max(measured, key=lambda pair: pair[0])
+    return QualityBelowFloor(
+        f"no level agrees with the full cache to {min_quality:g}: the closest is policy {closest.policy!r} at "
+        f"{closest.compression_ratio:g} removed under codec {closest.codec!r}, with {agreement:g}; lower min_quality, "
+        "or remove less",
+        param="min_quality",
+        tried=told,
+    )

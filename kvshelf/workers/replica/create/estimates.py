@@ -1,0 +1,207 @@
+"""What a cache would take in bytes and seconds, said before any work of the model."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, Literal
+
+from transformers import PreTrainedModel
+
+from kvshelf.errors import CallerError
+from kvshelf.store.artifact.codecs import BITS, Codec, Precision
+from kvshelf.store.manifest import Timings
+from kvshelf.workers.engine.engine import Engine
+from kvshelf.workers.engine.inputs.job import Job
+from kvshelf.workers.model.text import EncodedDocument
+from kvshelf.workers.policies import POLICIES, build
+from kvshelf.workers.replica.create.auto import CANDIDATES
+from kvshelf.workers.replica.create.spec import AUTO
+
+Basis = Literal["measured", "other_policies", "assumed"]
+"""Where seconds come from: this policy's own compressions, those of others, or the assumption below."""
+
+ASSUMED_FLOPS: Final[Mapping[str, float]] = {"cpu": 5e10, "cuda": 1e14}
+"""Floating-point operations per second of a device that has compressed nothing yet. Low on purpose."""
+
+CODECS: Final = ("none", "int8", "int4", "int2", "mixed")
+
+_LAYER_BYTES, _PIECE_BYTES = 250, 175  # of header, padding and trailer, which docs/format.md describes
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the sizes of a model's caches depend on. `itemsize`: bytes of a number. `flops`: of one token's prefill."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    itemsize: int
+    device: str
+    flops: float
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Shape:
+        config = model.config
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        # Two operations for each weight, as is usual; attention itself is left out, which is little but in long ones.
+        flops = 2.0 * model.num_parameters(exclude_embeddings=True)
+        return cls(config.num_hidden_layers, heads, head_dim, model.dtype.itemsize, model.device.type, flops)
+
+    def full_bytes(self, num_tokens: int) -> int:
+        """Keys and values of all tokens, uncompressed."""
+        return self.layers * self.kv_heads * num_tokens * 2 * self.head_dim * self.itemsize
+
+    def stored_bytes(self, num_tokens: int, kept: int, codec: str) -> int:
+        """About what the blob takes of a cache that keeps `kept` entries in each head; `docs/format.md` has the sum."""
+        chosen = Codec.parse(codec)
+        pieces = _pieces(chosen, kept)
+        head = sum(self._rows(count, precision, chosen.group) for precision, count in pieces)
+        head += sum(_positions(count, num_tokens) for _, count in pieces)
+        return self.layers * (self.kv_heads * head + _LAYER_BYTES + _PIECE_BYTES * len(pieces))
+
+    def _rows(self, count: int, precision: Precision, group: int) -> int:
+        """Keys and values of `count` entries of one head, scales and zeros included."""
+        if precision == "none":
+            return count * 2 * self.head_dim * self.itemsize
+        codes = 2 * count * math.ceil(self.head_dim * BITS[precision] / 8)
+        # A scale and a zero in bfloat16: by channel for each group of entries, by entry for each group of channels.
+        return codes + 4 * (math.ceil(count / group) * self.head_dim + count * math.ceil(self.head_dim / group))
+
+
+def _pieces(codec: Codec, kept: int) -> list[tuple[Precision, int]]:
+    """How many entries of a head are stored in which precision."""
+    if codec.name == "none":
+        return [("none", kept)]
+    if codec.name == "mixed":
+        high = int(kept * codec.share + 1e-9)
+        split: list[tuple[Precision, int]] = [(codec.high, high), (codec.low, kept - high)]
+    else:
+        last = min(kept, codec.residual)
+        split = [(codec.name, kept - last), ("none", last)]
+    return [(precision, count) for precision, count in split if count]
+
+
+def _positions(count: int, num_tokens: int) -> int:
+    """Bytes of the positions of one head: none, a bitmap, or deltas of one byte, or two where gaps are wide."""
+    if count == num_tokens:
+        return 0
+    return min(math.ceil(num_tokens / 8), count * (1 if num_tokens < 128 * count else 2))
+
+
+class Rates:
+    """Seconds that compressions have taken per token of their documents, by policy, since this process began."""
+
+    def __init__(self) -> None:
+        self._tokens: Counter[str] = Counter()
+        self._seconds: dict[str, float] = {}
+
+    def add(self, policy: str, tokens: int, timings: Timings) -> None:
+        """One compression has been done."""
+        self._tokens[policy] += tokens
+        self._seconds[policy] = self._seconds.get(policy, 0.0) + timings.prefill_s + timings.compress_s
+
+    def seconds(self, policy: str, tokens: int, shape: Shape) -> tuple[float, Basis]:
+        """How long a document would take, by what is known best. In proportion to its tokens: a document that is much
+        longer than those measured takes longer than this says, because attention grows with the square."""
+        if self._tokens[policy]:
+            return tokens * self._seconds[policy] / self._tokens[policy], "measured"
+        if measured := self._tokens.total():
+            return tokens * sum(self._seconds.values()) / measured, "other_policies"
+        return tokens * shape.flops / ASSUMED_FLOPS.get(shape.device, ASSUMED_FLOPS["cpu"]), "assumed"
+
+    @property
+    def measured_tokens(self) -> int:
+        """Tokens of all documents that were measured."""
+        return self._tokens.total()
+
+
+@dataclass(frozen=True)
+class PolicyEstimate:
+    """What one policy would do with a document. Where it refuses, `refused` says why and the numbers are None.
+
+    kept: entries per layer and head. bytes_stored: of the blob, by codec. seconds: prefill and compression, without
+    waiting and storing.
+    """
+
+    policy: str
+    kept: int | None = None
+    compression_ratio: float | None = None
+    bytes_stored: dict[str, int] | None = None
+    seconds: float | None = None
+    basis: Basis | None = None
+    refused: str | None = None
+
+
+def estimate(engine: Engine, rates: Rates, document: EncodedDocument, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """What compressing `document` would take; the model does nothing. Thread-safe.
+
+    `asked` has the fields of a creation. Its `policy` and `codec` may be None: then all policies are told, or the five
+    codecs without parameters. Ways that share a prefill are each told the whole of it. Raises as `Engine.prepare` does,
+    but a policy that refuses among several is only told so.
+    """
+    shape = Shape.of(engine.model)
+    rows = []
+    for way in _ways(asked):
+        try:
+            job = engine.prepare(document, policy=way.policy, compression_ratio=way.compression_ratio, **way.more)
+        except CallerError as error:
+            if way.policy == asked["policy"]:
+                raise
+            rows.append(PolicyEstimate(way.policy, compression_ratio=way.compression_ratio, refused=error.message))
+        else:
+            rows.append(_row(job, shape, rates, way.codecs))
+    num_tokens = len(document.token_ids)
+    return {
+        "model": engine.name,
+        "layout": document.layout,
+        "tokens": num_tokens,
+        "bytes_full": shape.full_bytes(num_tokens),
+        "measured_tokens": rates.measured_tokens,
+        "policies": [asdict(row) for row in rows],
+    }
+
+
+@dataclass(frozen=True)
+class _Way:
+    """A row of an estimate before it is one. `more`: further arguments of `Engine.prepare`."""
+
+    policy: str
+    compression_ratio: float | None
+    codecs: tuple[str, ...]
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _ways(asked: Mapping[str, Any]) -> list[_Way]:
+    """The candidates of "auto", or the levels of one policy, or of all."""
+    if asked["policy"] == AUTO:
+        ways = dict.fromkeys((policy, ratio) for policy, ratio, _ in CANDIDATES)
+        return [_Way(*way, tuple(codec for *other, codec in CANDIDATES if tuple(other) == way)) for way in ways]
+    codecs = CODECS if asked["codec"] is None else (str(Codec.parse(asked["codec"])),)
+    ratios = asked["levels"] or [asked["compression_ratio"]]
+    budget = {"budget_tokens": asked["budget_tokens"]}
+    if asked["policy"] is not None:
+        more = budget | {"policy_params": asked["policy_params"], "expected_questions": asked["expected_questions"]}
+        return [_Way(asked["policy"], ratio, codecs, more) for ratio in ratios]
+    found = []
+    for policy in POLICIES:
+        # Alone, a policy that takes no budget refuses it; among all it goes without.
+        taken = build(policy, {}).takes_budget
+        found += [_Way(policy, ratio, codecs, budget if taken else {}) for ratio in (ratios if taken else [None])]
+    return found
+
+
+def _row(job: Job, shape: Shape, rates: Rates, codecs: Iterable[str]) -> PolicyEstimate:
+    kept = job.budget.tokens
+    seconds, basis = rates.seconds(job.policy.name, job.num_tokens, shape)
+    return PolicyEstimate(
+        policy=job.policy.name,
+        kept=kept,
+        compression_ratio=job.budget.compression_ratio,
+        bytes_stored={codec: shape.stored_bytes(job.num_tokens, kept, codec) for codec in codecs},
+        seconds=seconds,
+        basis=basis,
+    )

@@ -1,0 +1,130 @@
+"""One creation's side of the store: what of it is on the shelf, what is known of it there, and where new caches go.
+
+Everything here blocks, and is for threads beside the event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from kvshelf.errors import CacheError, CacheNotFound
+from kvshelf.store.base import Store
+from kvshelf.store.manifest import Judgement, Manifest, Timings
+from kvshelf.workers.engine.engine import Compression
+from kvshelf.workers.engine.prefill.levels import Level
+from kvshelf.workers.engine.quality import Quality
+from kvshelf.workers.replica.create.auto import Choice, Selection, Tried
+from kvshelf.workers.replica.create.spec import source_of
+
+
+@dataclass(frozen=True)
+class Shelving:
+    """The levels of a creation and the ids that their caches have on the shelf, whether they are there or not."""
+
+    store: Store
+    tenant: str
+    spec: Mapping[str, Any]
+    ids: tuple[str, ...]
+
+    @classmethod
+    def of(cls, store: Store, tenant: str, spec: Mapping[str, Any], levels: Sequence[Level]) -> Shelving:
+        """Raises `InvalidRequest` for a codec that is none."""
+        ids = tuple(store.cache_id(level.job.identity, tenant=tenant, codec=level.codec) for level in levels)
+        return cls(store, tenant, spec, ids)
+
+    def there(self) -> dict[str, Manifest]:
+        """The caches that are on the shelf, by id. What expired or is corrupt is none: `put` replaces it."""
+        found: dict[str, Manifest] = {}
+        for cache_id in self.ids:
+            with suppress(CacheNotFound, CacheError):
+                found[cache_id] = self.store.stat(cache_id, tenant=self.tenant)
+        return found
+
+    def known(
+        self, selection: Selection, there: Mapping[str, Manifest], refused: Mapping[str, Tried]
+    ) -> Manifest | None:
+        """The cache on the shelf that a selection would choose, if that is known; else None.
+
+        It is said by the qualities of the caches themselves, by what was tried when one of them was chosen, or by what
+        was `refused` before, by id. These are not mixed: they count bytes in different ways. Raises as `Selection.run`
+        does where none is good enough.
+        """
+        own = {cache_id: _measured(manifest) for cache_id, manifest in there.items()}
+        for told in (own, *(_tried(manifest) for manifest in there.values()), refused):
+            level = selection.known([told.get(cache_id) for cache_id in self.ids])
+            if level is not None:
+                found = there.get(self.id_of(selection, level))
+                if found is not None:
+                    return found
+        return None
+
+    def id_of(self, selection: Selection, level: Level) -> str:
+        return next(cache_id for cache_id, one in zip(self.ids, selection.levels, strict=True) if one is level)
+
+    def put_choice(self, selection: Selection, choice: Choice, queue_s: float) -> Manifest:
+        """Store what was chosen, with what was tried, so that the same choice need not be made again."""
+        ids = (*self.ids, *(None for _ in selection.refused))
+        tried = [{"cache_id": id_, **one.to_dict()} for id_, one in zip(ids, choice.tried, strict=True)]
+        return self.put(choice.level, choice.compression, queue_s, tried)
+
+    def put(
+        self,
+        level: Level,
+        compression: Compression,
+        queue_s: float,
+        tried: Sequence[dict[str, Any]] = (),
+    ) -> Manifest:
+        """Store one level. Raises as `Store.put` does."""
+        quality = None if compression.quality is None else compression.quality.to_dict()
+        judged = Judgement(quality=quality, tried=tuple(tried))
+        manifest = self.store.put(
+            compression.cache,
+            codec=level.codec,
+            tenant=self.tenant,
+            ttl_s=self.spec["ttl_s"],
+            expires_at=self.spec["expires_at"],
+            labels=self.spec["labels"],
+            name=self.spec["name"],
+            timings=Timings(queue_s=queue_s, prefill_s=compression.prefill_s, compress_s=compression.compress_s),
+            source=source_of(self.spec),
+            judged=judged,
+        )
+        return self._judged(manifest, judged)
+
+    def _judged(self, manifest: Manifest, judged: Judgement) -> Manifest:
+        """With what was measured just now, also where the cache was there before, and that was not known of it."""
+        quality, tried = judged.quality or manifest.quality, judged.tried or manifest.tried
+        if (quality, tried) == (manifest.quality, manifest.tried):
+            return manifest
+        newest = Judgement(quality=quality, tried=tried)
+        return self.store.keep_judgement(manifest.id, newest, tenant=self.tenant)
+
+    def as_asked(self, manifest: Manifest) -> Manifest:
+        """A cache that is there already, with what this request wants besides: more time, its source kept."""
+        manifest = prolonged(self.store, manifest, self.spec["ttl_s"], self.spec["expires_at"])
+        source = source_of(self.spec)
+        if source is not None and not manifest.has_source:
+            manifest = self.store.keep_source(manifest.id, source, tenant=manifest.tenant)
+        return manifest
+
+
+def prolonged(store: Store, manifest: Manifest, ttl_s: float | None, expires_at: float | None) -> Manifest:
+    """A cache that is there already lives at least as long as its newest request asks; never shorter."""
+    have, want = manifest.expires_at, store.expiry(ttl_s, expires_at)
+    if have is None or (want is not None and want <= have):
+        return manifest
+    return store.update(manifest.id, tenant=manifest.tenant, expires_at=want)
+
+
+def _measured(manifest: Manifest) -> Tried:
+    """What the manifest of a cache says of the cache itself."""
+    quality = Quality.from_dict(manifest.quality)
+    return Tried(manifest.policy, manifest.compression_ratio, manifest.codec, manifest.bytes_stored, quality)
+
+
+def _tried(manifest: Manifest) -> dict[str, Tried]:
+    """What came of each level when this cache was chosen, by the ids they would have."""
+    return {one["cache_id"]: Tried.from_dict(one) for one in manifest.tried if one["cache_id"] is not None}

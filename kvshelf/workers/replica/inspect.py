@@ -1,0 +1,178 @@
+"""Which tokens of its document a stored cache kept, by layer and head, beside the text of each token.
+
+A cache holds positions and no text. The tokens are made again, from the kept source or from the caller's own text, and
+are shown only where they are the document's, by its id.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tokenizers import Tokenizer
+
+from kvshelf.errors import InvalidRequest, StateConflict
+from kvshelf.store.artifact.cache import CompressedCache
+from kvshelf.store.artifact.identity import Identity
+from kvshelf.store.artifact.records import LayerRecord, Merged, Parts
+from kvshelf.store.base import Store
+from kvshelf.store.manifest import Manifest
+from kvshelf.workers.engine.decode.detokenizer import Detokenizer
+from kvshelf.workers.engine.engine import Engine
+from kvshelf.workers.engine.inputs.encode import Document
+from kvshelf.workers.policies.view import Source
+
+BITMAP_BYTES: Final = 4 << 20
+"""Of bitmaps in one answer: 80 layers of 8 heads have twice as many for 100,000 tokens, which then come in pages."""
+
+_OWN = "A kept token has its own key and value in the cache, of which a codec may have fewer bits."
+_MERGED = (
+    "A kept token is the center of a class: its key direction and value are the mean over the tokens merged into it. A "
+    "merged token has no key and value of its own, only a place in a class and its key's length."
+)
+_MOVED = (
+    " Keys were rotated to their places in the cache: the model reads what was kept side by side, not where it stood."
+)
+
+
+class Marks(NamedTuple):
+    """`kept` and `merged` tokens of one layer: `[kv_heads, num_tokens]` bool. A token is at most one of both."""
+
+    kept: npt.NDArray[np.bool_]
+    merged: npt.NDArray[np.bool_]
+
+
+def kept(
+    engine: Engine, store: Store, cache_id: str, document: Document | None, *, tenant: str, first_layer: int = 0
+) -> dict[str, Any]:
+    """The fields of `KeptTokens`, JSON types only, with the bitmaps of the layers from `first_layer` on.
+
+    `document` None: the kept source. Raises as `Store.get` and `Engine.prepare` do, `SourceNotKept`, `ModelMismatch`,
+    `StateConflict` for what is not the cache's document, and `InvalidRequest` for a layer that is not there.
+    """
+    manifest = store.stat(cache_id, tenant=tenant)
+    identity = Identity.from_dict(manifest.identity)
+    engine.identity.require_match(identity.model)
+    if document is None:
+        document = _kept_source(store, manifest, identity)
+    source = _same_document(engine, store, manifest, identity, document)
+    cache = store.get(cache_id, tenant=tenant)
+    num_layers = len(cache.layers)
+    if first_layer >= num_layers:
+        raise InvalidRequest(
+            f"there is no layer {first_layer}; the cache has the layers 0 to {num_layers - 1}", param="first_layer"
+        )
+    layers = list(_page(cache, first_layer))
+    following = first_layer + len(layers)
+    told = {
+        "id": manifest.id,
+        "document_id": manifest.document_id,
+        "policy": manifest.policy,
+        "num_tokens": cache.num_tokens,
+        "num_layers": num_layers,
+        "num_heads": sum(layer.kv_heads for layer in cache.layers),
+        "meaning": _meaning(cache),
+        "layers": layers,
+        "next_layer": following if following < num_layers else None,
+    }
+    if first_layer == 0:
+        assert engine.text is not None, "without a tokenizer the document was refused"
+        told["tokens"] = pieces(engine.text.decoder(), source.token_ids)
+        told["template_tokens"] = source.protected_prefix
+        told |= _counts(cache)
+    return told
+
+
+def marks_of(record: LayerRecord, num_tokens: int) -> Marks:
+    """Which tokens have an entry in a layer, and which only live on in another one's."""
+    own = np.zeros((record.kv_heads, num_tokens), np.bool_)
+    in_class = np.zeros_like(own)
+    for part in record.parts if isinstance(record, Parts) else (record,):
+        for head, positions in enumerate(part.positions):
+            own[head, positions.numpy()] = True
+        if isinstance(part, Merged):
+            for head, positions in enumerate(torch.split(part.slot_positions, part.slot_lengths)):
+                in_class[head, positions.numpy()] = True
+    return Marks(own, in_class & ~own)
+
+
+def pieces(decoder: Tokenizer, token_ids: Sequence[int]) -> list[str]:
+    """The text of each token, control tokens written out; joined, the document. Of a character that takes several
+    tokens, the last one has it and the others are empty.
+
+    Tokens that are no text (a character cut in two, say) show as U+FFFD, and a document's own run of them may grow.
+    """
+    text = Detokenizer(decoder, skip_special_tokens=False)
+    found = [text.push(token) for token in token_ids]
+    if found:
+        found[-1] += text.rest()
+    return found
+
+
+def _kept_source(store: Store, manifest: Manifest, identity: Identity) -> Document:
+    """What was kept as the document: its text, or the messages of a conversation. Raises `SourceNotKept`."""
+    text = store.source(manifest.id, tenant=manifest.tenant)
+    if identity.boundary in ("text", "document"):
+        return text
+    messages: Document = json.loads(text)
+    return messages
+
+
+def _same_document(engine: Engine, store: Store, manifest: Manifest, identity: Identity, document: Document) -> Source:
+    """The tokens of a document, which must be the one that the cache was made of."""
+    of_ids = not isinstance(document, str) and not (len(document) and isinstance(document[0], dict))
+    job = engine.prepare(document, layout=None if of_ids else identity.layout, policy="full")
+    document_id = store.document_id(job.identity, tenant=manifest.tenant)
+    if document_id != manifest.document_id:
+        raise StateConflict(
+            f"this is another document than that of cache {manifest.id}: {job.num_tokens} tokens with the id "
+            f"{document_id}, and the cache is of {manifest.num_tokens} tokens with the id {manifest.document_id}. Send "
+            "the text as it was when the cache was made",
+            param="document",
+            document_id=manifest.document_id,
+        )
+    return job.source
+
+
+def _page(cache: CompressedCache, first_layer: int) -> Iterator[dict[str, Any]]:
+    """The bitmaps of as many layers as one answer holds, at least one."""
+    left = BITMAP_BYTES
+    for index in range(first_layer, len(cache.layers)):
+        marks = marks_of(cache.layers[index], cache.num_tokens)
+        own = _bitmaps(marks.kept)
+        merged = _bitmaps(marks.merged) if _merges(cache.layers[index]) else None
+        left -= sum(map(len, own + (merged or [])))
+        if left < 0 and index > first_layer:
+            return
+        yield {"layer": index, "kept": own, "merged": merged}
+
+
+def _bitmaps(marks: npt.NDArray[np.bool_]) -> list[str]:
+    """Base64 of one bit per token for each head, least significant bit first, as in blobs."""
+    return [base64.b64encode(row.tobytes()).decode() for row in np.packbits(marks, axis=1, bitorder="little")]
+
+
+def _counts(cache: CompressedCache) -> dict[str, Any]:
+    """In how many of all heads each token is kept, and in how many it is merged into another."""
+    own = np.zeros(cache.num_tokens, np.int64)
+    merged = np.zeros(cache.num_tokens, np.int64)
+    for layer in cache.layers:
+        marks = marks_of(layer, cache.num_tokens)
+        own += marks.kept.sum(axis=0)
+        merged += marks.merged.sum(axis=0)
+    some = any(map(_merges, cache.layers))
+    return {"counts": own.tolist(), "merged_counts": merged.tolist() if some else None}
+
+
+def _merges(record: LayerRecord) -> bool:
+    return any(isinstance(part, Merged) for part in (record.parts if isinstance(record, Parts) else (record,)))
+
+
+def _meaning(cache: CompressedCache) -> str:
+    meaning = _MERGED if any(map(_merges, cache.layers)) else _OWN
+    return meaning + (_MOVED if cache.next_position != cache.num_tokens else "")

@@ -1,0 +1,205 @@
+"""What waits for the thread that owns a model: questions and documents, each in their order, and only so many."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from kvshelf.errors import KvshelfError, NoWorker, QueueFull
+from kvshelf.workers.replica.ticket import Ticket
+
+if TYPE_CHECKING:
+    from kvshelf.store.artifact.cache import CompressedCache
+    from kvshelf.workers.engine.attention.attachment import Attachment
+    from kvshelf.workers.engine.decode.generation import Answer, Checkpoint, Sampling
+    from kvshelf.workers.engine.engine import Engine
+
+ResultT_co = TypeVar("ResultT_co", covariant=True)
+
+UNMEASURED_RETRY_S = 1.0
+"""What a full queue tells its caller before any work has been measured."""
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """`max_open` answers take steps at once, `max_waiting` more may queue; `max_compressions` documents may queue.
+
+    The suffixes of all open answers (questions and what is generated, not documents) may take `max_suffix_bytes`: a
+    question waits until its own has room at full length, and is refused where it never would. While both kinds of work
+    want the model, compression gets at least `batch_share` of the time.
+    """
+
+    max_open: int = 64
+    max_waiting: int = 256
+    max_compressions: int = 64
+    max_suffix_bytes: int = 1 << 30
+    batch_share: float = 0.1
+
+
+class Work(Protocol[ResultT_co]):
+    """The compression of a document of `num_tokens`: one way to keep it, or several (see `levels` and `auto`)."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    def run(self, engine: Engine, *, checkpoint: Checkpoint) -> ResultT_co:
+        """Runs on the thread that owns the model; calls `checkpoint` between its parts."""
+
+
+@dataclass(eq=False)
+class Compressing:
+    """A document before and during its compression."""
+
+    ticket: Ticket[Any]
+    work: Work[Any]
+
+
+@dataclass(eq=False)
+class Waiting:
+    """A question before its first step. `suffix_bytes`: what it and its longest answer will take."""
+
+    ticket: Ticket[Answer]
+    cache: CompressedCache | Attachment
+    query: Sequence[int]
+    sampling: Sampling
+    on_text: Callable[[str], None]
+    suffix_bytes: int
+
+
+@dataclass
+class Pace:
+    """A running mean of seconds per unit, recent work counting more. Tells a refused caller when to come back."""
+
+    seconds: float | None = None
+
+    def record(self, seconds: float, units: int = 1) -> None:
+        value = seconds / max(units, 1)
+        self.seconds = value if self.seconds is None else 0.7 * self.seconds + 0.3 * value
+
+    def estimate(self, units: float) -> float:
+        return UNMEASURED_RETRY_S if self.seconds is None else max(0.1, units * self.seconds)
+
+
+class Queues:
+    """Any thread adds, one takes; that one owns what it has taken. `changed` guards all of it and may be held twice.
+
+    name: the model's, for messages. token_pace, answer_pace: what the thread has measured, per token and per answer.
+    """
+
+    def __init__(self, name: str, limits: SchedulerLimits) -> None:
+        self.changed = threading.Condition()
+        self.accepting = False
+        self.token_pace = Pace()
+        self.answer_pace = Pace()
+        self._name = name
+        self._limits = limits
+        self._questions: deque[Waiting] = deque()
+        self._documents: deque[Compressing] = deque()
+        self._stop_at = math.inf
+
+    # Any thread
+
+    def close(self, drain_s: float) -> None:
+        """Take nothing more; `check` raises once `drain_s` seconds are over."""
+        with self.changed:
+            self.accepting = False
+            self._stop_at = time.monotonic() + drain_s
+            self.changed.notify()
+
+    def add_document(self, work: Compressing) -> None:
+        """Raises `QueueFull`."""
+        with self.changed:
+            self.require_room()
+            self._documents.append(work)
+            self.changed.notify()
+
+    def require_room(self) -> None:
+        """Raise what `add_document` would raise now."""
+        with self.changed:
+            queued = len(self._documents)
+            if queued >= self._limits.max_compressions:
+                tokens = sum(waiting.work.num_tokens for waiting in self._documents)
+                raise _queue_full("documents", queued, self.token_pace.estimate(tokens))
+
+    def add_question(self, work: Waiting) -> None:
+        """Raises `QueueFull`."""
+        with self.changed:
+            queued = len(self._questions)
+            if queued >= self._limits.max_waiting:
+                rounds = queued / self._limits.max_open
+                raise _queue_full("questions", queued, self.answer_pace.estimate(rounds))
+            self._questions.append(work)
+            self.changed.notify()
+
+    # The thread that takes
+
+    @property
+    def has_documents(self) -> bool:
+        return bool(self._documents)
+
+    def wait_for_work(self, *, busy: bool) -> bool:
+        """Block until there is work, which a busy thread has. False once no more is taken and nothing is left, or the
+        time for it is over."""
+        with self.changed:
+            while self.accepting and not (busy or self._questions or self._documents):
+                self.changed.wait()
+            left = busy or bool(self._questions or self._documents)
+        return self.accepting or (left and time.monotonic() < self._stop_at)
+
+    def take_document(self) -> Compressing | None:
+        with self.changed:
+            return self._documents.popleft() if self._documents else None
+
+    def take_questions(self, rows: int, held_bytes: int) -> list[Waiting]:
+        """As many as the limits allow beside `rows` open answers, whose suffixes take `held_bytes`; in their order."""
+        with self.changed:
+            self._drop_ended(self._questions)
+            self._drop_ended(self._documents)
+            taken: list[Waiting] = []
+            while self._questions and rows + len(taken) < self._limits.max_open:
+                held_bytes += self._questions[0].suffix_bytes
+                if held_bytes > self._limits.max_suffix_bytes:
+                    break
+                taken.append(self._questions.popleft())
+        return taken
+
+    def _drop_ended(self, queue: deque[Any]) -> None:
+        """Let queued work leave that was cancelled or ran out of time, so that it holds no place in the queue."""
+        for work in list(queue):
+            try:
+                self.check(work.ticket)
+            except KvshelfError as exc:
+                queue.remove(work)
+                work.ticket.resolve(None, exc)
+
+    def take_all(self) -> list[Waiting | Compressing]:
+        """Everything that is left; nothing is taken up any more."""
+        with self.changed:
+            self.accepting = False
+            rest: list[Waiting | Compressing] = [*self._questions, *self._documents]
+            self._questions.clear()
+            self._documents.clear()
+        return rest
+
+    def check(self, ticket: Ticket[Any]) -> None:
+        """Raise if this work shall not go on: its caller left, its time is over, or that of the thread."""
+        ticket.check()
+        if time.monotonic() >= self._stop_at:
+            raise self.stopped()
+
+    def stopped(self) -> NoWorker:
+        return NoWorker(f"the worker of {self._name!r} stopped before this was done; ask again", retry_after_s=1.0)
+
+
+def _queue_full(what: str, queued: int, retry_after_s: float) -> QueueFull:
+    retry_after_s = round(retry_after_s, 3)
+    return QueueFull(
+        f"{queued} {what} are waiting already, as many as may; try again in {retry_after_s:.1f} s",
+        retry_after_s=retry_after_s,
+        queued=queued,
+    )

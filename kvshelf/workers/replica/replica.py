@@ -1,0 +1,292 @@
+"""One replica: an engine, its scheduler and the store, behind asynchronous methods. Knows no HTTP and no Ray.
+
+The event loop never computes: tokenization and the store run on threads, the model on the scheduler's. Keys and values
+go from here to the store and back; only ids, text and numbers leave this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, NoReturn
+
+import structlog
+
+from kvshelf.errors import DeadlineExceeded, InternalError, KvshelfError, RequestTimeout
+from kvshelf.store.base import Store
+from kvshelf.workers.engine.attention.attachment import Attachment
+from kvshelf.workers.engine.decode.generation import Answer, Sampling
+from kvshelf.workers.engine.engine import Engine
+from kvshelf.workers.engine.inputs.encode import Document
+from kvshelf.workers.engine.quality import QUESTIONS
+from kvshelf.workers.replica.attempts import MAX_ATTEMPTS
+from kvshelf.workers.replica.calls import Threads, log_as, named_errors
+from kvshelf.workers.replica.create.created import Created
+from kvshelf.workers.replica.create.creations import Creations
+from kvshelf.workers.replica.inspect import kept
+from kvshelf.workers.replica.phases import Phase, rounded
+from kvshelf.workers.replica.residents import Resident, ResidentLimits, Residents
+from kvshelf.workers.replica.scheduler import Scheduler
+from kvshelf.workers.replica.ticket import Ticket
+
+log = structlog.get_logger("kvshelf.workers")
+
+MAX_UNREAD_PIECES = 1024
+"""Pieces of a streamed answer that may wait for a slow client before it is cut off. No answer waits for its client."""
+
+STUCK_S = 30.0
+"""After its deadline, how long a document may hold the model before its replica is replaced. Between two layers it ends
+by itself, so a layer that takes so long does not come to its end at all, or takes the replica from everyone else."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a query asks of each of its prompts. A prompt is text, or messages of which the first is the user's."""
+
+    prompts: tuple[str | list[dict[str, str]], ...]
+    sampling: Sampling
+
+
+@dataclass(frozen=True)
+class Replied:
+    """One answer, with what is known about the cache it came from.
+
+    load_ms: finding the cache, and reading and checking its blob where it was not in memory. read_from: "memory", or
+    where the blob was read, as `ArrivingCache.place`. phases: load, queue, prefill (up to the first token), decode;
+    the others may begin before the last layer is loaded.
+    """
+
+    answer: Answer
+    load_ms: float
+    policy: str
+    compression_ratio: float
+    read_from: str
+    phases: tuple[Phase, ...]
+
+    @property
+    def first_token_s(self) -> float:
+        """Seconds from the question's arrival at the replica to the first token of the answer."""
+        return self.phases[-1].start_s
+
+
+class Replica:
+    """See the module. `start` it on the event loop that will call it, `stop` it once.
+
+    `questions` measure the quality of each new cache; with 0 it is not measured. `max_document_tokens` is the longest
+    document it compresses, None the longest that the model takes. `origin` is the id under which the
+    caller logs what it asks for; the lines that are logged here carry it, too.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        store: Store,
+        scheduler: Scheduler,
+        residents: ResidentLimits | None = None,
+        *,
+        questions: int = QUESTIONS,
+        max_document_tokens: int | None = None,
+    ) -> None:
+        self.name = f"{os.uname().nodename}:{os.getpid()}:{secrets.token_hex(4)}"
+        self._engine = engine
+        self._store = store
+        self._scheduler = scheduler
+        self._threads = Threads(max_workers=8, thread_name_prefix="replica")
+        self._creations = Creations(
+            engine,
+            store,
+            scheduler,
+            self._threads,
+            worker=self.name,
+            questions=questions,
+            max_document_tokens=max_document_tokens,
+        )
+        self._residents = Residents(store, engine.attach, residents or ResidentLimits(), self._threads)
+        self._evicting: asyncio.Task[NoReturn] | None = None
+
+    def start(self) -> None:
+        self._scheduler.start()
+
+    def stop(self, *, drain_s: float = 0.0) -> None:
+        """End all work; whoever waits for it gets `NoWorker`."""
+        self._scheduler.stop(drain_s=drain_s)
+        if self._evicting is not None:
+            self._evicting.cancel()
+        self._residents.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def check_health(self) -> None:
+        """Raise if this replica can no longer work and must be replaced."""
+        if not self._scheduler.alive:
+            raise InternalError(f"the scheduler thread of {self._engine.name!r} has ended")
+        if self._scheduler.overdue_s > STUCK_S:
+            raise InternalError(f"{self._engine.name!r} hangs in a document that should have ended {STUCK_S:g} s ago")
+
+    async def describe(self) -> dict[str, Any]:
+        """The model, for /v1/models, and its `ModelIdentity`. JSON types only."""
+        engine = self._engine
+        return {
+            "id": engine.name,
+            "max_tokens": engine.max_tokens,
+            "default_layout": engine.default_layout,
+            "fingerprint": engine.identity.fingerprint(),
+            "tokenizer": engine.identity.tokenizer,
+            "dtype": engine.identity.dtype,
+            "device": str(engine.model.device),
+            "identity": asdict(engine.identity),
+        }
+
+    async def create(
+        self,
+        spec: Mapping[str, Any],
+        *,
+        tenant: str,
+        deadline_s: float | None = None,
+        request_id: str | None = None,
+        max_attempts: int = MAX_ATTEMPTS,
+        origin: str = "",
+    ) -> Created:
+        """As `Creations.create`."""
+        return await self._creations.create(
+            spec,
+            tenant=tenant,
+            deadline_s=deadline_s,
+            request_id=request_id,
+            max_attempts=max_attempts,
+            origin=origin,
+        )
+
+    async def estimate(self, spec: Mapping[str, Any], *, origin: str = "") -> dict[str, Any]:
+        """As `Creations.estimate`."""
+        return await self._creations.estimate(spec, origin=origin)
+
+    async def kept(
+        self, cache_id: str, document: Document | None, *, tenant: str, first_layer: int = 0, origin: str = ""
+    ) -> dict[str, Any]:
+        """Which tokens of its document a cache kept, see `kvshelf.workers.replica.inspect`."""
+        log_as(origin)
+        with named_errors():
+            return await self._threads.run(
+                kept, self._engine, self._store, cache_id, document, tenant=tenant, first_layer=first_layer
+            )
+
+    async def query(
+        self, cache_id: str, asked: Asked, *, tenant: str, deadline_s: float | None = None, origin: str = ""
+    ) -> list[Replied]:
+        """Answer every prompt, in their order. The first error ends all of them."""
+        log_as(origin)
+        with named_errors():
+            async with self._loaded(cache_id, tenant, deadline_s) as loaded:
+                queries = await self._encode(loaded.document, asked)
+                tickets: list[Ticket[Answer]] = []
+                try:
+                    for query in queries:
+                        ticket = self._scheduler.generate(loaded.document, query, asked.sampling, deadline_s=deadline_s)
+                        tickets.append(ticket)
+                    return [loaded.reply(await asyncio.wrap_future(ticket.future), ticket) for ticket in tickets]
+                finally:
+                    for ticket in tickets:
+                        ticket.cancel()
+
+    async def stream(
+        self, cache_id: str, asked: Asked, *, tenant: str, deadline_s: float | None = None, origin: str = ""
+    ) -> AsyncIterator[str | Replied]:
+        """The pieces of the answer to the one prompt as they become final, then the answer. Closing it cancels it."""
+        log_as(origin)
+        with named_errors():
+            async with self._loaded(cache_id, tenant, deadline_s) as loaded:
+                (query,) = await self._encode(loaded.document, asked)
+                pieces: asyncio.Queue[str | None] = asyncio.Queue()
+                loop = asyncio.get_running_loop()
+
+                def put(piece: str | None) -> None:
+                    loop.call_soon_threadsafe(pieces.put_nowait, piece)
+
+                def hand_over(piece: str) -> None:
+                    if pieces.qsize() >= MAX_UNREAD_PIECES:
+                        raise RequestTimeout(
+                            f"{MAX_UNREAD_PIECES} pieces of the answer wait to be read, as many as may; read the "
+                            "stream faster, or ask without streaming"
+                        )
+                    put(piece)
+
+                ticket = self._scheduler.generate(
+                    loaded.document, query, asked.sampling, on_text=hand_over, deadline_s=deadline_s
+                )
+                ticket.future.add_done_callback(lambda _: put(None))
+                try:
+                    while (piece := await pieces.get()) is not None:
+                        yield piece
+                    yield loaded.reply(ticket.future.result(), ticket)
+                finally:
+                    ticket.cancel()
+
+    @asynccontextmanager
+    async def _loaded(self, cache_id: str, tenant: str, deadline_s: float | None) -> AsyncIterator[_Loaded]:
+        if self._evicting is None:  # begun here: the event loop of the first question is the one that will run it
+            self._evicting = asyncio.ensure_future(self._residents.evict_idle_forever())
+        started = time.monotonic()
+        async with AsyncExitStack() as stack:
+            try:
+                async with asyncio.timeout(deadline_s):
+                    using = self._residents.using(cache_id, tenant)
+                    resident, there = await stack.enter_async_context(using)
+            except TimeoutError as exc:
+                raise DeadlineExceeded(
+                    f"the cache could not be had within {deadline_s} s: the store is slow, or the memory for caches is "
+                    "full of others that are being asked; try again"
+                ) from exc
+            self._threads.submit(_touch, self._store, cache_id, tenant)
+            yield _Loaded(cache_id, resident, there, started, time.monotonic() - started)
+
+    async def _encode(self, document: Attachment, asked: Asked) -> list[list[int]]:
+        def encode() -> list[list[int]]:
+            return [self._engine.encode_query(document, prompt) for prompt in asked.prompts]
+
+        return await self._threads.run(encode)
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A cache that questions can be put to. It may still be arriving; an answer has waited for all of it.
+
+    started: when it was asked for, of `time.monotonic`; found_s: how long it took to be there or to begin to arrive.
+    """
+
+    cache_id: str
+    resident: Resident
+    was_there: bool
+    started: float
+    found_s: float
+
+    @property
+    def document(self) -> Attachment:
+        return self.resident.document
+
+    def reply(self, answer: Answer, ticket: Ticket[Answer]) -> Replied:
+        """The answer that has just ended, with what it took."""
+        identity = self.document.identity
+        load_s = self.found_s + (0.0 if self.was_there else self.resident.read_s)
+        asked_s = ticket.submitted - self.started
+        begun_s, first_s = asked_s + ticket.queue_s, asked_s + ticket.first_s
+        phases = (
+            Phase("load", 0.0, load_s),
+            Phase("queue", asked_s, ticket.queue_s),
+            Phase("prefill", begun_s, first_s - begun_s),
+            Phase("decode", first_s, time.monotonic() - self.started - first_s),
+        )
+        read_from = "memory" if self.was_there else self.resident.place
+        log.info("answered", cache_id=self.cache_id, read_from=read_from, **asdict(answer.usage), **rounded(phases))
+        return Replied(answer, load_s * 1000, identity.policy, identity.compression_ratio, read_from, phases)
+
+
+def _touch(store: Store, cache_id: str, tenant: str) -> None:
+    try:
+        store.touch(cache_id, tenant=tenant)
+    except KvshelfError:
+        log.warning("a use could not be recorded", cache_id=cache_id, exc_info=True)

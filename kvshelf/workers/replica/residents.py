@@ -1,0 +1,164 @@
+"""Attached caches that stay in memory between questions, the least recently used leaving first.
+
+What is in memory answers only for what the store says now: every use asks the store for the manifest first, so a cache
+that was deleted, has expired or was replaced is never answered from memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import NoReturn, TypeVar
+
+from kvshelf.store.artifact.arriving import ArrivingCache
+from kvshelf.store.base import Store
+from kvshelf.workers.engine.attention.attachment import Attachment
+from kvshelf.workers.replica.singleflight import Flights
+
+ResultT = TypeVar("ResultT")
+
+Attach = Callable[[ArrivingCache], Attachment]
+
+
+@dataclass(frozen=True)
+class ResidentLimits:
+    """All resident caches take `max_bytes` at most, but for a single one that is larger than that; whoever needs room
+    waits until somebody's question is done. What nobody asked for `idle_s` seconds leaves by itself."""
+
+    max_bytes: int = 2 << 30
+    idle_s: float = 600.0
+
+
+@dataclass(eq=False)
+class Resident:
+    """One cache in memory, or on its way there. `users`: questions that are open on it; `read_s`: how long reading and
+    checking all of it took, 0 until that is done; `place`: where it was read from, as `ArrivingCache.place`."""
+
+    document: Attachment
+    digest: str
+    place: str
+    users: int = 0
+    last_used: float = field(default_factory=time.monotonic)
+    read_s: float = 0.0
+
+
+class Residents:
+    """The caches that one replica holds, by tenant and id. Its methods run on the replica's event loop; reading and
+    everything else that touches the store runs on its threads."""
+
+    def __init__(self, store: Store, attach: Attach, limits: ResidentLimits, threads: ThreadPoolExecutor) -> None:
+        self._store = store
+        self._attach = attach
+        self._limits = limits
+        self._threads = threads
+        # Readers have threads of their own: whoever waits for room must not keep those waiting who make it.
+        self._readers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="reader")
+        self._held: OrderedDict[tuple[str, str], Resident] = OrderedDict()
+        self._opening: Flights[Resident] = Flights()
+        self._freed = asyncio.Condition()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all resident caches."""
+        return sum(resident.document.nbytes for resident in self._held.values())
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @asynccontextmanager
+    async def using(self, cache_id: str, tenant: str) -> AsyncIterator[tuple[Resident, bool]]:
+        """The cache for the length of a block, and whether it was in memory already.
+
+        It may still be arriving; what becomes of a layer that cannot be read, its reader learns. Raises what
+        `Store.open_cache` raises, and `ModelMismatch`.
+        """
+        resident, there = await self._acquire(cache_id, tenant)
+        try:
+            yield resident, there
+        finally:
+            resident.users -= 1
+            resident.last_used = time.monotonic()
+            if resident.document.failed:
+                self._drop((tenant, cache_id), resident)
+            async with self._freed:
+                self._freed.notify_all()
+
+    async def evict_idle_forever(self) -> NoReturn:
+        """Let go of what nobody asks for any more."""
+        while True:
+            await asyncio.sleep(min(self._limits.idle_s / 4, 30.0))
+            self.evict_idle(time.monotonic() - self._limits.idle_s)
+
+    def evict_idle(self, last_used_before: float) -> int:
+        """Drop unused caches that were last used before this time of `time.monotonic`. Returns how many."""
+        idle = [(k, r) for k, r in self._held.items() if not r.users and r.last_used < last_used_before]
+        for key, resident in idle:
+            self._drop(key, resident)
+        return len(idle)
+
+    def close(self) -> None:
+        """Drop everything."""
+        self._held.clear()
+        self._readers.shutdown(wait=False, cancel_futures=True)
+
+    async def _acquire(self, cache_id: str, tenant: str) -> tuple[Resident, bool]:
+        key, there = (tenant, cache_id), True
+        while True:
+            manifest = await self._off_loop(lambda: self._store.stat(cache_id, tenant=tenant))
+            resident = self._held.get(key)
+            if resident is not None and (resident.digest != manifest.blob_digest or resident.document.failed):
+                self._drop(key, resident)
+                resident = None
+            if resident is None:
+                there = False
+                await self._opening.join(f"{tenant}/{cache_id}", lambda: self._open(cache_id, tenant))
+                # Taken from the table, not from the flight: somebody may have needed its room meanwhile.
+                resident = self._held.get(key)
+            if resident is not None:
+                self._held.move_to_end(key)
+                resident.users += 1
+                return resident, there
+
+    async def _open(self, cache_id: str, tenant: str) -> Resident:
+        arriving = await self._off_loop(lambda: self._store.open_cache(cache_id, tenant=tenant))
+        try:
+            document = self._attach(arriving)
+            await self._make_room(arriving.nbytes)
+        except BaseException:
+            arriving.close()
+            raise
+        resident = Resident(document, arriving.root.hex(), arriving.place)
+        self._held[tenant, cache_id] = resident
+        self._readers.submit(_read, arriving, resident)
+        return resident
+
+    async def _make_room(self, nbytes: int) -> None:
+        async with self._freed:
+            while self._held and self.nbytes + nbytes > self._limits.max_bytes:
+                idle = next(((key, held) for key, held in self._held.items() if not held.users), None)
+                if idle is None:
+                    await self._freed.wait()
+                else:
+                    self._drop(*idle)
+
+    def _drop(self, key: tuple[str, str], resident: Resident) -> None:
+        if self._held.get(key) is resident:
+            del self._held[key]
+
+    async def _off_loop(self, call: Callable[[], ResultT]) -> ResultT:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+
+def _read(arriving: ArrivingCache, resident: Resident) -> None:
+    started = time.monotonic()
+
+    def note(_: object) -> None:
+        resident.read_s = time.monotonic() - started
+
+    arriving.layers[-1].add_done_callback(note)  # not after `read`, which then makes copies for faster places
+    arriving.read()

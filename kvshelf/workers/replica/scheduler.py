@@ -1,0 +1,288 @@
+"""One thread owns the model and divides its time: a prefill layer, or one step of all open answers together.
+
+Continuous batching: new questions join between two steps, finished and abandoned ones leave. Where a document is still
+being read, its questions pass each layer as it arrives, and the other answers take their steps while they wait.
+
+Online before batch: between two layers of a compression, waiting questions are prefilled and open answers take their
+steps. So a question is answered while a long document is still being prefilled, and a compression is never starved:
+`batch_share` of the time stays its own.
+
+Callers stay on their own threads. They hand work over, get a `Ticket` with a `concurrent.futures.Future`, and never
+wait for ever: work ends with its result, with its own error, with `Cancelled` or `DeadlineExceeded` at the next unit of
+work, or with `NoWorker` when the scheduler stops.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from kvshelf.errors import InvalidRequest, KvshelfError, NoWorker
+from kvshelf.workers.engine.attention.attachment import block
+from kvshelf.workers.engine.attention.function import kvshelf_attention
+from kvshelf.workers.engine.decode.suffixes import capacity_for
+from kvshelf.workers.replica.queues import Compressing, Queues, SchedulerLimits, Waiting, Work
+from kvshelf.workers.replica.ticket import Ticket
+
+if TYPE_CHECKING:
+    from kvshelf.store.artifact.cache import CompressedCache
+    from kvshelf.workers.engine.attention.attachment import Attachment, Wait
+    from kvshelf.workers.engine.decode.generation import Answer, Generation, Sampling
+    from kvshelf.workers.engine.engine import Engine
+
+__all__ = ["Scheduler", "SchedulerLimits", "Work"]
+
+ResultT = TypeVar("ResultT")
+
+_PATIENCE_S = 0.02  # how long the thread waits for a layer before it looks again for cancelled and for new questions
+
+
+@dataclass(eq=False)
+class _Open:
+    """A question that takes part in the steps."""
+
+    ticket: Ticket[Answer]
+    generation: Generation
+    on_text: Callable[[str], None]
+    suffix_bytes: int
+
+
+class Scheduler:
+    """Runs all work of one engine. Every method may be called from any thread."""
+
+    def __init__(self, engine: Engine, limits: SchedulerLimits | None = None) -> None:
+        self._engine = engine
+        self._limits = limits or SchedulerLimits()
+        self._queues = Queues(engine.name, self._limits)
+        self._thread = threading.Thread(target=self._run, name=f"scheduler-{engine.name}", daemon=True)
+        self._batch = engine.batch()
+        self._open: list[_Open] = []
+        self._compressing: Compressing | None = None
+
+    def start(self) -> None:
+        self._queues.accepting = True
+        self._thread.start()
+
+    def stop(self, *, drain_s: float = 0.0) -> None:
+        """Refuse new work, let what runs go on for up to `drain_s` seconds, and end the rest with `NoWorker`."""
+        self._queues.close(drain_s)
+        if self._thread.is_alive():
+            self._thread.join()
+
+    @property
+    def alive(self) -> bool:
+        """Whether work that is handed over will be done."""
+        return self._queues.accepting and self._thread.is_alive()
+
+    @property
+    def overdue_s(self) -> float:
+        """For how long the document at hand should have ended: the model is still at a unit of its work. 0: it is not
+        late."""
+        compressing = self._compressing
+        return 0.0 if compressing is None else compressing.ticket.overdue_s
+
+    def compress(self, work: Work[ResultT], *, deadline_s: float | None = None) -> Ticket[ResultT]:
+        """Queue a prepared document. Raises `QueueFull`, `NoWorker`."""
+        ticket: Ticket[ResultT] = Ticket(deadline_s)
+        with self._queues.changed:
+            self._require_accepting()
+            self._queues.add_document(Compressing(ticket, work))
+        return ticket
+
+    def require_room(self) -> None:
+        """Raise what `compress` would raise now: `QueueFull` or `NoWorker`."""
+        with self._queues.changed:
+            self._require_accepting()
+            self._queues.require_room()
+
+    def generate(
+        self,
+        cache: CompressedCache | Attachment,
+        query: Sequence[int],
+        sampling: Sampling,
+        *,
+        on_text: Callable[[str], None] = lambda _: None,
+        deadline_s: float | None = None,
+    ) -> Ticket[Answer]:
+        """Queue a question. `on_text` gets each piece of final text, on the scheduler's thread: it must only hand over.
+
+        Raises `QueueFull`, `NoWorker`, and `InvalidRequest` for a question that is longer than the limits; what the
+        engine refuses arrives through the ticket.
+        """
+        suffix_bytes = self._suffix_bytes(len(query) + sampling.max_tokens)
+        work = Waiting(Ticket(deadline_s), cache, query, sampling, on_text, suffix_bytes)
+        with self._queues.changed:
+            self._require_accepting()
+            self._queues.add_question(work)
+        return work.ticket
+
+    def _suffix_bytes(self, tokens: int) -> int:
+        needed = capacity_for(min(tokens, self._engine.max_tokens)) * self._engine.kv_bytes_per_token
+        if needed > self._limits.max_suffix_bytes:
+            raise InvalidRequest(
+                f"question and answer of up to {tokens} tokens take {needed} bytes beside the document, and this "
+                f"worker allows {self._limits.max_suffix_bytes} for all; ask a shorter question, or for fewer tokens",
+                param="prompt",
+            )
+        return needed
+
+    def _require_accepting(self) -> None:
+        if not self.alive:
+            raise NoWorker(f"the worker of {self._engine.name!r} is stopping; try again in a moment", retry_after_s=1.0)
+
+    # Everything below runs on the scheduler's thread.
+
+    def _run(self) -> None:
+        try:
+            with kvshelf_attention(self._engine.model):  # each step would select and restore it
+                while self._queues.wait_for_work(busy=bool(self._open)):
+                    self._generate_for(0.0)
+                    self._compress_next()
+        finally:
+            self._refuse_rest()
+
+    def _compress_next(self) -> None:
+        self._compressing = queued = self._queues.take_document()
+        if queued is None:
+            return
+        ticket = queued.ticket
+        ticket.begin()
+        last_unit = time.monotonic()
+
+        def between_layers() -> None:
+            nonlocal last_unit
+            unit_s = time.monotonic() - last_unit
+            ticket.worked_s += unit_s
+            self._queues.check(ticket)
+            share = self._limits.batch_share
+            self._generate_for(unit_s * (1 - share) / share)
+            self._queues.check(ticket)
+            last_unit = time.monotonic()
+
+        try:
+            self._queues.check(ticket)
+            result = queued.work.run(self._engine, checkpoint=between_layers)
+        except Exception as exc:  # one document's error is that document's answer, whatever it is
+            ticket.resolve(None, exc)
+        else:
+            ticket.worked_s += time.monotonic() - last_unit
+            self._queues.token_pace.record(ticket.worked_s, queued.work.num_tokens)
+            ticket.resolve(result)
+        finally:
+            self._compressing = None
+
+    def _generate_for(self, seconds: float) -> None:
+        """Step the open answers, again and again: until none is left, or, when a compression wants the model, for about
+        `seconds` (one step at least)."""
+        end = time.monotonic() + seconds
+        while self._admit():
+            self._step()
+            if time.monotonic() >= end and (self._compressing or self._queues.has_documents):
+                return
+
+    def _admit(self) -> bool:
+        """Open waiting questions, in their order, as far as rows and bytes allow. Whether any answer is open."""
+        held_bytes = sum(work.suffix_bytes for work in self._open)
+        for waiting in self._queues.take_questions(len(self._open), held_bytes):
+            waiting.ticket.begin()
+            try:
+                generation = self._engine.start(waiting.cache, waiting.query, waiting.sampling, batch=self._batch)
+            except Exception as exc:  # one question's error is that question's answer, whatever it is
+                waiting.ticket.resolve(None, exc)
+            else:
+                self._open.append(_Open(waiting.ticket, generation, waiting.on_text, waiting.suffix_bytes))
+        return bool(self._open)
+
+    def _step(self) -> None:
+        """One step for all answers whose documents are there, and one for those of a document that is arriving."""
+        ready = [work for work in self._open if work.generation.document.arrived]
+        arriving = [work for work in self._open if not work.generation.document.arrived]
+        if ready:
+            self._advance(ready)
+        if arriving:
+            document = arriving[0].generation.document
+            joining = [work for work in arriving if work.generation.document is document]
+            self._advance(joining, waiting=lambda record: self._wait(record, joining))
+
+    def _wait(self, record: Future[Any], joining: Sequence[_Open]) -> None:
+        """Use the time until a layer of a document is there for the other answers."""
+        self._admit()
+        others = [work for work in self._open if work not in joining and work.generation.document.arrived]
+        if others:
+            self._advance(others)
+        else:
+            wait([record], timeout=_PATIENCE_S)
+        self._require_wanted(joining)
+
+    def _advance(self, works: Sequence[_Open], waiting: Wait = block) -> None:
+        """One step for these answers together. If it fails, one for each alone: one question's error is that question's
+        answer, whatever it is."""
+        works = [work for work in works if self._still_wanted(work)]
+        if not works:
+            return
+        try:
+            generations = [work.generation for work in works]
+            told = self._batch.step(generations, lambda: self._require_wanted(works), waiting)
+        except Exception as exc:
+            if len(works) == 1:
+                self._tell(works[0], exc)
+            else:
+                for work in works:
+                    self._advance([work], waiting)
+        else:
+            for work, text in zip(works, told, strict=True):
+                self._tell(work, text)
+
+    def _tell(self, work: _Open, text: str | Exception) -> None:
+        """Hand over what a step brought."""
+        if isinstance(text, Exception):
+            if self._still_wanted(work):  # a step that all have left raises the error of one of them
+                self._end(work, text)
+            return
+        if work.generation.token_ids:
+            work.ticket.has_token()
+        try:
+            if text:
+                work.on_text(text)
+        except Exception as exc:  # the listener's error is its own
+            self._end(work, exc)
+            return
+        if work.generation.finished:
+            self._queues.answer_pace.record(work.ticket.busy_s)
+            self._end(work, None)
+
+    def _end(self, work: _Open, error: Exception | None) -> None:
+        self._open.remove(work)
+        work.generation.leave()
+        work.ticket.resolve(work.generation.answer() if error is None else None, error)
+
+    def _still_wanted(self, work: _Open) -> bool:
+        try:
+            self._queues.check(work.ticket)
+        except KvshelfError as exc:
+            self._end(work, exc)
+            return False
+        return True
+
+    def _require_wanted(self, works: Sequence[_Open]) -> None:
+        """Raise if nobody waits for a step that is under way any more."""
+        error: KvshelfError | None = None
+        for work in works:
+            try:
+                self._queues.check(work.ticket)
+            except KvshelfError as exc:
+                error = exc
+            else:
+                return
+        if error is not None:
+            raise error
+
+    def _refuse_rest(self) -> None:
+        rest = [*self._open, *self._queues.take_all()]
+        self._open.clear()
+        for work in rest:
+            work.ticket.resolve(None, self._queues.stopped())

@@ -1,0 +1,44 @@
+"""`kvshelf bench batch`: bare loops in processes of their own, and what is refused."""
+
+from __future__ import annotations
+
+import multiprocessing
+
+import pytest
+from typer.testing import CliRunner
+
+from kvshelf.bench.batches.batch import bare_loops
+from kvshelf.bench.cli import app
+from kvshelf.errors import InvalidRequest, WorkerCrashed
+
+GOOD, BAD = list(range(20, 220)), [10**9] * 200  # no model has such a token
+
+
+def test_bare_loops_do_every_document(tiny_folder):
+    found = bare_loops([GOOD] * 5, str(tiny_folder), 2)
+    assert found.tokens == 1000
+    assert found.wall_s > 0
+    assert found.process_s > 0
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("corpus", [[GOOD, BAD, GOOD, GOOD], [GOOD, GOOD, GOOD, BAD]], ids=["before", "in its loop"])
+def test_a_loop_that_dies_ends_the_bench(tiny_folder, corpus, capfd):
+    """Before they begin together the other one waits; within the loop it goes on. Neither is left behind."""
+    with pytest.raises(WorkerCrashed, match="exit code 1"):
+        bare_loops(corpus, str(tiny_folder), 2)
+    assert "Traceback" in capfd.readouterr().err, "the process says itself why"
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.timeout(120)
+def test_a_model_that_cannot_be_loaded_ends_the_bench(tmp_path):
+    with pytest.raises(WorkerCrashed, match="exit code 1"):
+        bare_loops([GOOD] * 4, str(tmp_path / "no-model"), 2)
+
+
+@pytest.mark.parametrize("replicas", ["0", "1,5", "-1", "2,0"])
+def test_replicas_that_would_have_no_document_are_refused(replicas):
+    result = CliRunner().invoke(app, ["batch", "--documents", "4", "--replicas", replicas])
+    assert isinstance(result.exception, InvalidRequest), result.output
+    assert "--replicas" in str(result.exception)

@@ -1,0 +1,56 @@
+"""`kvshelf bench memory`: peaks of real processes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from kvshelf.bench.cli import app
+from kvshelf.bench.quality.memory import _with_peak, peaks
+from kvshelf.bench.quality.pool import Source
+from kvshelf.errors import InvalidRequest
+
+
+def test_the_peak_is_what_was_held_at_once_and_not_what_is_left(tiny):
+    """64 MB for a moment, 16 MB in the end; the rest of this process moves by less than 8 MB meanwhile."""
+
+    def run() -> torch.Tensor:
+        torch.ones(16_000_000)
+        return torch.ones(4_000_000)
+
+    for _ in range(2):  # the second time, the first one's peak must be forgotten
+        left, peak = _with_peak(tiny, run)
+        assert left.shape == (4_000_000,)
+        assert 56e6 < peak < 72e6
+
+
+def test_each_policy_has_its_peak_and_refusals_are_rows(tmp_path):
+    report = tmp_path / "memory.json"
+    arguments = ["memory", "--tokens", "2048", "--policies", "streaming_llm,lagkv:lag=4096", "--output", str(report)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    full, streaming, refused = json.loads(report.read_text())["rows"]
+    assert (full["policy"], streaming["policy"], refused["policy"]) == ("full", "streaming_llm", "lagkv:lag=4096")
+    assert full["tokens"] == streaming["tokens"]
+    assert streaming["phase"] == "during"
+    assert 1900 < full["tokens"] <= 2048
+    # Four layers of 2 KV heads, 64 channels, keys and values, float32, and what finds them: 4,096 bytes and some.
+    assert 4096 <= full["cache_bytes"] / full["tokens"] < 4200
+    assert streaming["cache_bytes"] == pytest.approx(full["cache_bytes"] / 4, rel=0.01)
+    assert full["peak_bytes"] > full["cache_bytes"]
+    assert "lag 4096" in refused["refused"]
+    assert "refused" in result.output
+
+
+@pytest.mark.parametrize("removed", [-0.1, 1.0])
+def test_impossible_ratios_are_refused_before_any_work(removed):
+    with pytest.raises(InvalidRequest, match="--removed"):
+        next(peaks(Source(), 1024, ["keydiff"], removed))
+
+
+def test_unknown_policies_are_refused_before_any_work():
+    with pytest.raises(InvalidRequest, match="magic"):
+        next(peaks(Source(), 1024, ["magic"], 0.5))

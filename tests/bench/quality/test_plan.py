@@ -1,0 +1,74 @@
+"""What the quality bench plans to measure, and refuses to plan."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvshelf.bench.quality.plan import SIZES, Block, Plan, Row, Variant, make_plan
+from kvshelf.errors import InvalidRequest
+from kvshelf.workers.policies import POLICIES
+
+FULL = Row(Variant("full"), 0.0)
+
+
+def test_every_policy_ratio_and_cell_is_planned_and_the_baseline_in_every_cell():
+    plan = make_plan("default")
+    rows = plan.rows()
+    assert {row.variant.policy for row in rows} == set(POLICIES)
+    for block in plan.blocks:
+        assert FULL in block.rows(export=False)
+    assert {(unit.cell, row) for unit in plan.units() for row in unit.rows} >= {(cell, FULL) for cell in plan.cells()}
+    assert {row.removed for row in rows if row.variant.policy == "keydiff"} == {0.5, 0.75, 0.875, 0.9375}
+
+
+def test_a_prefill_is_planned_once_for_all_codecs_and_blocks():
+    block = Block(("multikey",), ("prose",), (1024,), 2, ("keydiff",), (0.5,), ("none", "int4"))
+    wider = Block(
+        ("multikey",),
+        ("prose",),
+        (1024,),
+        3,
+        ("keydiff",),
+        (0.5,),
+        ("none", "int2"),
+    )
+    units = Plan((block, wider)).units()
+    assert len(units) == len({(unit.cell, unit.document, unit.variant, unit.removed) for unit in units}) == 3 * 2
+    first = next(unit for unit in units if unit.variant.policy == "keydiff")
+    assert sorted(row.codec for row in first.rows) == ["int2", "int4", "none"]
+    last = [unit for unit in units if unit.document == 2 and unit.variant.policy == "keydiff"]
+    assert [sorted(row.codec for row in unit.rows) for unit in last] == [["int2", "none"]]
+
+
+def test_given_options_replace_those_of_the_size():
+    plan = make_plan("small", tasks=["vt"], lengths=[512], policies=["lagkv:lag=64,sink=8"], ratios=[0.25], documents=3)
+    assert {cell.task for cell in plan.cells()} == {"vt"}
+    assert [(row.variant.label, row.removed) for row in plan.rows()] == [("full", 0.0), ("lagkv:lag=64,sink=8", 0.25)]
+    assert max(unit.document for unit in plan.units()) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"tasks": ["chess"]}, "tasks"),
+        ({"haystacks": ["hay"]}, "haystacks"),
+        ({"lengths": [0]}, "lengths"),
+        ({"ratios": [1.0]}, "ratios"),
+        ({"documents": 0}, "documents"),
+        ({"codecs": ["int3"]}, "codec"),
+        ({"policies": ["magic"]}, "policy"),
+        ({"policies": ["lagkv:leg=3"]}, "policy_params.leg"),
+        ({"policies": ["lagkv:lag"]}, "policies"),
+        ({"tasks": ["cwe"], "haystacks": ["prose"]}, "haystacks"),
+    ],
+)
+def test_bad_choices_are_refused_before_any_work(given, param):
+    with pytest.raises(InvalidRequest) as refusal:
+        make_plan("small", **given)
+    assert refusal.value.param == param
+
+
+def test_unknown_sizes_are_refused():
+    with pytest.raises(InvalidRequest, match="small, default, large"):
+        make_plan("huge")
+    assert set(SIZES) == {"small", "default", "large"}

@@ -1,0 +1,284 @@
+"""`kvshelf bench speed`: its parts on the bundled model, and the worker that speaks for kvpress."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from contextlib import ExitStack, closing, contextmanager
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from kvshelf.bench.cli import app
+from kvshelf.bench.speed import decode, kvpress_worker
+from kvshelf.bench.speed.compression import compress, compression_costs, plain_prefill
+from kvshelf.bench.speed.first_token import _ways, first_tokens
+from kvshelf.bench.speed.peer import Peer, open_peer
+from kvshelf.bench.speed.random_model import load_random_model, random_layers, save_random_model
+from kvshelf.bench.speed.subject import QUESTION_TOKENS, Subject, load_subject
+from kvshelf.errors import InvalidRequest, StoreUnavailable, WorkerCrashed
+from kvshelf.store.url import open_store
+from kvshelf.workers.model.loading import bundled_folder
+from tests.store.redis.servers import PATIENT, ValkeyServer
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads that wait for each other on a busy machine use processor time, which is what is measured."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def subject(tiny):
+    return Subject(tiny, bundled_folder("kvshelf-tiny"))
+
+
+def test_the_hook_is_the_policys_part_of_the_run(subject):
+    """h2o multiplies all queries with all keys once more, streaming_llm looks at nothing."""
+    ids = subject.tokens(1024, seed=0)
+    compress(subject, ids, "h2o", 0.75)
+    costly, cheap = (
+        min(compress(subject, ids, name, 0.75).hook_s for _ in range(3)) for name in ("h2o", "streaming_llm")
+    )
+    run = compress(subject, ids, "h2o", 0.75)
+    assert 0 < cheap < costly < run.total.seconds
+    assert run.prefill_s == pytest.approx(run.total.seconds - run.hook_s)
+    assert not subject.engine.model.base_model._forward_pre_hooks
+
+
+def test_the_plain_prefill_runs_the_models_own_attention(subject):
+    calls = []
+    layer = subject.engine.model.base_model.layers[0].self_attn
+    handle = layer.register_forward_hook(lambda *_: calls.append(layer.config._attn_implementation))
+    plain_prefill(subject, subject.tokens(64, seed=0))
+    handle.remove()
+    assert calls == ["sdpa"]
+
+
+def test_compression_has_a_row_per_policy_and_no_peer_where_there_is_none(subject):
+    found = compression_costs(subject, None, 300, 2, ["lagkv", "ems"], 0.5)
+    assert [(row.policy, row.tokens, row.beside_peer) for row in found.rows] == [
+        ("lagkv", 300, None),
+        ("ems", 300, None),
+    ]
+    assert all(row.whole.median > row.share.median > 0 for row in found.rows)
+    assert found.same.low <= found.same.median <= found.same.high
+
+
+ANSWERING = """
+import json, sys
+print(json.dumps({"methods": ["lagkv"], "versions": {"kvpress": "1"}}), flush=True)
+for line in sys.stdin:
+    asked = json.loads(line)
+    hook = 0.25 * len(asked["token_ids"])
+    print(json.dumps({"total_s": 4 * hook, "hook_s": hook, "wall_s": 1.0, "kept": 1}), flush=True)
+"""
+
+
+@contextmanager
+def speaking(program):
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with process:
+        yield Peer(process)
+
+
+def test_a_peer_is_asked_only_for_what_it_knows(subject):
+    with speaking(ANSWERING) as peer:
+        lagkv, ems = compression_costs(subject, peer, 64, 1, ["lagkv", "ems"], 0.5).rows
+    assert lagkv.peer_s.median == 16.0
+    assert lagkv.peer_share.median == pytest.approx(1 / 3)
+    assert lagkv.beside_peer.median == pytest.approx(lagkv.hook_s.median / 16.0)
+    assert ems.peer_s is None
+
+
+def test_a_peer_that_dies_is_an_error_and_not_a_wait():
+    with (
+        speaking(ANSWERING.replace("hook =", "sys.exit(3) #")) as peer,
+        pytest.raises(WorkerCrashed, match="exit code 3"),
+    ):
+        peer.measure("lagkv", 0.5, [1])
+
+
+def test_an_interpreter_without_kvpress_is_named(subject, tmp_path):
+    missing = str(tmp_path / "python")
+    with pytest.raises(InvalidRequest, match=missing), open_peer(missing, subject, 1):
+        pass
+    program = tmp_path / "broken"
+    program.write_text(f"#!{sys.executable}\nraise SystemExit(7)\n")
+    program.chmod(0o755)
+    with pytest.raises(WorkerCrashed, match="exit code 7"), open_peer(str(program), subject, 1):
+        pass
+
+
+class HalvingPress:
+    """What the worker needs of a press of kvpress: a hook, and a context that registers it on every layer."""
+
+    def forward_hook(self, module, _, kwargs, output):
+        layer = kwargs["past_key_values"].layers[module.layer_idx]
+        layer.keys, layer.values = layer.keys[:, :, ::2], layer.values[:, :, ::2]
+        return output
+
+    @contextmanager
+    def __call__(self, model):
+        handles = [
+            layer.self_attn.register_forward_hook(self.forward_hook, with_kwargs=True)
+            for layer in model.base_model.layers
+        ]
+        yield
+        for handle in handles:
+            handle.remove()
+
+
+def test_the_worker_times_the_hook_of_a_press_within_a_whole_prefill():
+    model = AutoModelForCausalLM.from_pretrained(bundled_folder("kvshelf-tiny")).eval()
+    answer = kvpress_worker.measure(model, HalvingPress(), list(range(100)))
+    assert answer["kept"] == 50
+    assert 0 < answer["hook_s"] < answer["total_s"]
+
+
+def test_first_tokens_come_from_memory_and_from_every_store(subject, tmp_path):
+    home = open_store(f"disk://{tmp_path}/home")
+    found = first_tokens(subject, {"disk": home}, 400, 1, [("full", 0.0), ("keydiff", 0.75)])
+    home.close()
+    full, quarter = found.rows
+    assert list(full.tiers) == ["memory", "disk", "safetensors"]
+    assert full.prefill_tokens == QUESTION_TOKENS
+    assert quarter.entry_bytes < 0.3 * full.entry_bytes
+    disk = full.tiers["disk"]
+    assert disk.speedup.median == pytest.approx(found.again_s.median / disk.first_s.median)
+    assert found.alone.first_s.median < found.again_s.median
+
+
+def test_a_store_keeps_what_was_there_before_the_first_tokens_and_nothing_else(subject, tmp_path):
+    with closing(open_store(f"disk://{tmp_path}/home")) as home:
+        document = subject.tokens(400, seed=2)
+        before = home.put(subject.engine.compress(document, policy="keydiff", compression_ratio=0.75), name="mine")
+        first_tokens(subject, {"disk": home, "again": home}, 400, 1, [("full", 0.0), ("keydiff", 0.75)])
+        assert list(home.manifests()) == [before]
+
+
+def test_nothing_stays_in_a_store_when_the_next_one_fails(subject, tmp_path):
+    with closing(open_store(f"disk://{tmp_path}/home")) as home, closing(open_store(f"disk://{tmp_path}/gone")) as gone:
+        shutil.rmtree(tmp_path / "gone")
+        with pytest.raises(StoreUnavailable, match="gone"):
+            first_tokens(subject, {"disk": home, "gone": gone}, 400, 1, [("full", 0.0)])
+        assert home.usage().caches == 0
+
+
+def test_the_plain_file_answers_as_the_shelf_does(subject, tmp_path):
+    """The entries in another format, not others: the model's own attention chooses the same first token."""
+    cache = subject.engine.compress(subject.tokens(300, seed=0), policy="keydiff", compression_ratio=0.5)
+    question = subject.tokens(QUESTION_TOKENS, seed=1)
+    ways = dict(_ways(subject, cache, {}, tmp_path / "cache.safetensors", question, ExitStack()))
+    chosen = []
+    handle = subject.engine.model.register_forward_hook(lambda *call: chosen.append(call[2].logits[0, -1].argmax()))
+    for ask in ways.values():
+        ask()
+    handle.remove()
+    assert list(ways) == ["memory", "safetensors"]
+    assert chosen[0] == chosen[1]
+
+
+def test_every_answer_has_as_many_tokens_as_it_is_asked_for(subject, monkeypatch):
+    """Whatever the model says: the tokens that it would end with here are made its end tokens."""
+    cache = subject.engine.compress(subject.tokens(200, seed=0))
+    config = subject.engine.model.generation_config
+    said = subject.engine.answer(cache, decode._question(subject, 0), max_new_tokens=4).token_ids
+    monkeypatch.setattr(config, "eos_token_id", said)
+    with decode._endless_answers(subject):
+        assert decode._one_at_a_time(subject, [cache, cache], 16).tokens == 32
+    assert config.eos_token_id == said
+    assert decode._one_at_a_time(subject, [cache], 16).tokens == 1
+
+
+def test_a_step_reads_weights_once_each_document_once_and_every_suffix(subject):
+    cache = subject.engine.compress(subject.tokens(200, seed=0))
+    weights = sum(p.nbytes for p in subject.engine.model.parameters())  # the embedding is the head: read in full
+    per_token = 4 * 2 * 2 * 64 * 4  # layers, keys and values, KV heads, channels, bytes
+    mean_suffix = QUESTION_TOKENS + decode.NEW_TOKENS // 2
+    assert decode._step_bytes(subject, [cache], 3) == weights + cache.nbytes + 3 * mean_suffix * per_token
+    assert decode._step_bytes(subject, [cache] * 3, 3) == weights + 3 * cache.nbytes + 3 * mean_suffix * per_token
+
+
+def test_decoding_is_measured_on_different_documents_and_on_one(subject, monkeypatch):
+    monkeypatch.setattr(decode, "DOCUMENT_TOKENS", 128)
+    monkeypatch.setattr(decode, "NEW_TOKENS", 8)
+    found = decode.decodings(subject, [1, 3], rounds=1)
+    assert [(row.questions, row.documents) for row in found.rows] == [(1, 1), (3, 3), (3, 1)]
+    assert all(row.together.median > 0 and row.gain.median > 0 for row in found.rows)
+    assert found.rows[1].step_bytes > found.rows[2].step_bytes
+    assert found.read_bandwidth > 1e8
+
+
+def test_a_random_model_is_the_same_every_time(tmp_path):
+    for name in ("first", "second"):
+        torch.rand(1)  # whatever was drawn before
+        save_random_model(tmp_path / name, 2)
+    first, second = (load_random_model(tmp_path / name, torch.device("cpu"), "auto") for name in ("first", "second"))
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    assert len(first.base_model.layers) == 2
+    with load_subject("random:2", "cpu", "bfloat16", 0) as loaded:
+        assert loaded.dtype == "bfloat16"
+        assert torch.equal(loaded.engine.model.state_dict()["lm_head.weight"], first.lm_head.weight.bfloat16())
+        assert compress(loaded, loaded.tokens(64, seed=0), "knorm", 0.5).hook_s > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"), [("random:8", 8), ("kvshelf-tiny", None), ("random", None), ("random:", None)]
+)
+def test_the_name_of_a_random_model_says_its_layers(name, layers):
+    assert random_layers(name) == layers
+
+
+@pytest.mark.parametrize("name", ["random:0", "random:1000"])
+def test_a_random_model_of_an_odd_size_is_refused(name):
+    with pytest.raises(InvalidRequest, match="1 to 64"):
+        random_layers(name)
+
+
+def test_speed_command(tmp_path):
+    report = tmp_path / "speed.json"
+    arguments = ["speed", "--parts", "compression,first-token", "--lengths", "256,384", "--policies", "snapkv,lagkv"]
+    result = CliRunner().invoke(app, [*arguments, "--rounds", "1", "--output", str(report)])
+    assert result.exit_code == 0, result.output
+    assert "redis: not measured" in result.output
+    found = json.loads(report.read_text())
+    assert [[row["policy"] for row in length["rows"]] for length in found["compression"]] == [["snapkv", "lagkv"]] * 2
+    assert [length["tokens"] for length in found["first_token"]] == [256, 384]
+    assert "decode" not in found
+
+
+def test_stores_of_one_scheme_are_told_apart_without_their_urls(tmp_path):
+    with ValkeyServer(tmp_path, requirepass="secret") as server:
+        stores = ["--store", server.url + PATIENT, "--store", f"{server.url}{PATIENT}&prefix=b"]
+        arguments = ["speed", "--parts", "first-token", "--lengths", "256", "--rounds", "1", *stores]
+        table = CliRunner().invoke(app, [*arguments, "--output", str(tmp_path / "speed.json")])
+        assert table.exit_code == 0, table.output
+        report = (tmp_path / "speed.json").read_text()
+        for prefix in ("kvshelf", "b"):
+            with closing(open_store(f"{server.url}{PATIENT}&prefix={prefix}")) as store:
+                assert store.usage().caches == 0
+    assert "secret" not in report + table.output
+    ((row, *_),) = (found["rows"] for found in json.loads(report)["first_token"])
+    assert list(row["tiers"]) == ["memory", "disk", "redis", "redis-2", "safetensors"]
+
+
+@pytest.mark.parametrize("arguments", [["--parts", "cooking"], ["--questions", "many"], ["--lengths", "long"]])
+def test_bad_choices_are_refused(arguments):
+    assert CliRunner().invoke(app, ["speed", *arguments]).exit_code == 2
+
+
+@pytest.mark.parametrize(("option", "text"), [("--questions", "0"), ("--lengths", "0,512")])
+def test_a_bench_of_nothing_is_refused(option, text):
+    result = CliRunner().invoke(app, ["speed", option, text])
+    assert isinstance(result.exception, InvalidRequest), result.output
+    assert f"{option} {text}" in str(result.exception)

@@ -1,0 +1,39 @@
+"""`kvshelf bench rates`: what a home and a journal are said to cost is what they were given to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvshelf.bench.stores import rates
+from kvshelf.bench.stores.homes import made_in
+from kvshelf.bench.stores.rates import home_rates, journal_s
+from kvshelf.corpus.output.results import Result
+from kvshelf.corpus.run.journal import FileJournal
+
+
+def test_what_a_folder_keeps_of_a_document_is_the_same_however_many_there_are(tmp_path: Path) -> None:
+    """The WAL is as large for ten documents as for a thousand, and a page of the database is more than one of them."""
+    place = tmp_path / "a folder, with a space"
+    place.mkdir()
+    found = []
+    for documents in (10, 100):
+        with made_in(f"disk://{place}") as home:
+            found.append(home_rates(home, documents).index_bytes)
+    few, many = found
+    assert 1000 < many < 10_000  # a manifest of 32 layers, once; and its entries in index and ledger
+    assert few == pytest.approx(many, rel=0.5)
+
+
+def test_a_journal_is_given_as_many_results_as_it_is_divided_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[int] = []
+
+    class Counting(FileJournal):
+        def append(self, results: list[Result]) -> None:  # type: ignore[override]
+            given.append(len(results))
+            super().append(results)
+
+    monkeypatch.setattr(rates, "FileJournal", Counting)
+    assert journal_s(150) > 0
+    assert given == [64, 64, 22]

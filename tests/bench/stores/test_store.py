@@ -1,0 +1,212 @@
+"""`kvshelf bench store`: what it times is what it says, on a folder and on a real server, and nothing of it stays."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import re
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvshelf.bench.cli import app
+from kvshelf.bench.stores.homes import Bare, BareFile, BareValues, made_in
+from kvshelf.bench.stores.manifests import OF_DOCUMENT, _peak_bytes, manifests
+from kvshelf.bench.stores.store import GET, OURS, PUT, STEPS, _put, _Steps, random_cache, throughput
+from kvshelf.errors import InvalidRequest, KvshelfError, StoreUnavailable
+from kvshelf.kernels.dispatch import cpu_form
+from kvshelf.store.artifact.blob import pack
+from kvshelf.store.shelf import Shelf
+from kvshelf.store.url import open_store
+from tests.store.redis.servers import ValkeyServer, free_port
+
+SMALL = ["--sizes", "0.1,0.3", "--layers", "2", "--rounds", "2", "--manifests", "30"]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
+    with ValkeyServer(tmp_path_factory.mktemp("bench")) as running:
+        yield running
+
+
+@pytest.fixture(params=["disk", "redis"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Where the bench is told to make its shelf."""
+    if request.param == "disk":
+        return f"disk://{tmp_path}"
+    server: ValkeyServer = request.getfixturevalue("server")
+    return f"{server.url}?timeout_s=10"
+
+
+def test_the_command_measures_every_home_and_leaves_nothing(tmp_path: Path, server: ValkeyServer) -> None:
+    with server.client() as client:
+        client.set("{kvshelf}:home", "somebody else's")
+    places = ["--store", f"disk://{tmp_path}", "--store", f"{server.url}?timeout_s=10"]
+    done = CliRunner().invoke(app, ["store", *SMALL, *places, "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert [(row["home"], round(row["nbytes"] / 1e6, 1)) for row in found["throughput"]] == [
+        ("disk", 0.1), ("disk", 0.3), ("redis", 0.1), ("redis", 0.3)
+    ]  # fmt: skip
+    for row in found["throughput"]:
+        assert {*OURS, row["limit"]} <= row["ways"].keys()
+        assert row["peer"] is None or row["peer"] in row["ways"]
+        assert all(way["wall_s"]["low"] > 0 for way in row["ways"].values())
+    assert [(row["home"], row["count"]) for row in found["manifests"]] == [("disk", 30), ("redis", 30)]
+    assert not list(tmp_path.iterdir())
+    with server.client() as client:
+        assert client.keys() == [b"{kvshelf}:home"]
+        client.flushall()
+
+
+def test_the_tables_say_what_was_measured(tmp_path: Path) -> None:
+    options = ["--sizes", "0.1", "--layers", "2", "--rounds", "1", "--manifests", "5"]
+    done = CliRunner().invoke(app, ["store", *options, "--output", str(tmp_path / "report.json")])
+    assert done.exit_code == 0, done.output
+    for said in ("page cache", "2 layers", "of 5 caches", "read back", "cores, load", f"on a CPU: {cpu_form()}"):
+        assert said in done.stdout
+    assert json.loads((tmp_path / "report.json").read_text())["layers"] == 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--sizes", "many"],
+        ["--sizes", "1,0"],
+        ["--sizes", "-1"],
+        ["--sizes", "nan"],
+        ["--parts", "everything"],
+        ["--layers", "0"],
+        ["--rounds", "0"],
+        ["--manifests", "0"],
+    ],
+)
+def test_bad_options_are_refused(options: list[str]) -> None:
+    done = CliRunner().invoke(app, ["store", *options])
+    assert done.exit_code == 2, done.output
+
+
+@pytest.mark.parametrize(
+    ("url", "error"),
+    [
+        ("ram:1GiB", InvalidRequest),
+        ("ftp://host/folder", InvalidRequest),
+        ("disk:///no/such/folder", InvalidRequest),
+        ("redis://:secret@localhost?timeout_s=never", InvalidRequest),
+        ("redis-cluster://:secret@localhost", InvalidRequest),
+        pytest.param(f"redis://:secret@127.0.0.1:{free_port()}", StoreUnavailable, id="nobody-there"),
+    ],
+)
+def test_places_that_cannot_be_measured_are_refused(url: str, error: type[KvshelfError]) -> None:
+    with pytest.raises(error) as refusal, made_in(url):
+        pass
+    assert "secret" not in str(refusal.value)
+
+
+def test_the_default_place_is_a_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with made_in(None) as home:
+        assert home.url.startswith(f"disk://{tmp_path}/kvshelf-bench-")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_random_cache_has_the_size_that_was_asked_for() -> None:
+    cache = random_cache(2, 4)
+    assert pack(cache).nbytes == pytest.approx(2e6, rel=0.02)
+    assert [layer.entries for layer in cache.layers] == [cache.num_tokens] * 4  # an eighth of 8 heads' entries
+    assert random_cache(2, 4, seed=1).identity != cache.identity
+
+
+def test_the_ways_without_kvshelf_move_the_same_bytes(place: str) -> None:
+    packed = pack(random_cache(9, 2))  # more than two chunks
+    whole = b"".join(packed.buffers)
+    with made_in(place) as home:
+        bare = home.bare(packed)
+        assert isinstance(bare, BareFile | BareValues)
+        for name, way in {**bare.writes, **bare.reads}.items():
+            bare._reused[:] = bytes(packed.nbytes)
+            found = way()
+            if isinstance(found, list):
+                found = b"".join(found)
+            if isinstance(found, bytes | memoryview):
+                assert found == whole, name
+            elif name == bare.limit:
+                assert bare._reused == whole
+
+
+def test_what_the_ways_without_kvshelf_write_is_not_there_before(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for `put`, whose cache is deleted outside its time."""
+    there: list[bool] = []
+
+    def is_there(bare: Bare) -> bool:
+        if isinstance(bare, BareFile):
+            return bare._path.exists()
+        assert isinstance(bare, BareValues)
+        return bool(bare._client.exists(bare._key))
+
+    def watched(bare: Bare) -> Bare:
+        ((name, write),) = bare.writes.items()
+
+        def look_and_write() -> None:
+            there.append(is_there(bare))
+            write()
+            there.append(is_there(bare))
+
+        bare.writes = {name: look_and_write}
+        return bare
+
+    with made_in(place) as home:
+        made = home.bare
+        monkeypatch.setattr(home, "bare", lambda packed: watched(made(packed)))
+        throughput(home, 0.1, 2, rounds=2)
+    assert there == [False, True] * 3  # a round is thrown away
+
+
+def test_ratios_and_steps_are_those_of_put_and_get(place: str) -> None:
+    with made_in(place) as home:
+        found = throughput(home, 0.5, 3, rounds=3)
+    assert (found.home, found.layers) == (home.name, 3)
+    for own in (PUT, GET):
+        assert (found.ways[own].ours.low, found.ways[own].ours.high) == (1, 1)
+    limit, ours = found.ways[found.limit], found.ways[GET]
+    assert limit.wall_s.low / ours.wall_s.high <= limit.ours.median <= limit.wall_s.high / ours.wall_s.low
+    assert list(found.steps_s) == list(STEPS.values())
+    assert sum(step.low for step in found.steps_s.values()) <= found.ways[PUT].wall_s.high
+
+
+def test_every_put_writes(tmp_path: Path) -> None:
+    """A cache that is there already would be found, not written."""
+    steps, cache = _Steps(), random_cache(0.1, 2)
+    with made_in(f"disk://{tmp_path}") as home:
+        index, blobs = home.open()
+        with Shelf(index, blobs, on_step=steps) as store:
+            for _ in range(3):
+                _put(store, cache, steps)
+    assert {name: len(taken) for name, taken in steps._taken.items()} == dict.fromkeys(STEPS.values(), 3)
+
+
+def test_the_shelf_that_is_listed_has_the_manifests_it_should(place: str) -> None:
+    with made_in(place) as home:
+        count = 3 * OF_DOCUMENT
+        seen = []
+        found = manifests(home, count, 1, lambda: seen.append(1))
+        with open_store(home.url) as store:
+            page = store.list(limit=1000)
+            assert store.usage().caches == len(page.data) == len(seen) == found.count == count
+            middle = page.data[count // 2]
+            assert len(store.list(document_id=middle.document_id).data) == OF_DOCUMENT
+            assert [each.id for each in store.list(labels={"team": middle.labels["team"]}).data] == [middle.id]
+            assert not store.check()
+        assert found.manifest_bytes == pytest.approx(len(middle.model_dump_json()), rel=0.05)
+        assert re.fullmatch(r"[0-9a-f]{64}", middle.segment_digests[31])
+    assert found.publish_s > 0
+    assert {"open, first stat", "sweep", "check"} <= found.calls_s.keys()
+
+
+def test_the_peak_is_that_of_the_asking_process_alone() -> None:
+    ballast = bytearray(b"x") * (1 << 30)
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as alone:
+        assert 10 << 20 < alone.submit(_peak_bytes).result() < len(ballast)

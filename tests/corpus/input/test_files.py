@@ -1,0 +1,266 @@
+"""Files as a corpus: every kind that is read, and every way in which one cannot be."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from kvshelf.corpus.input import files
+from kvshelf.corpus.input.files import FileSource
+from kvshelf.corpus.input.rows import Row
+from kvshelf.errors import InvalidRequest
+
+
+def read(where: object, **defaults: Any) -> list[Row]:
+    """All rows, each shard read in the state in which it reaches another process."""
+    shards = FileSource(str(where), defaults).shards()
+    return [row for shard in shards for row in pickle.loads(pickle.dumps(shard)).read()]
+
+
+def documents(rows: list[Row]) -> dict[str | None, str]:
+    return {row.custom_id: row.spec["document"] for row in rows if row.spec is not None}
+
+
+def errors(rows: list[Row]) -> list[tuple[str, int, str]]:
+    return [(row.source, row.line, row.error.code) for row in rows if row.error is not None]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """A folder with good files of every kind."""
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    (tmp_path / "a.txt").write_text("first")
+    (tmp_path / "deep" / "b.md").write_text("second")
+    (tmp_path / "deep" / "er" / "c").write_bytes(b"\xef\xbb\xbf" + "drittens: größer".encode())
+    (tmp_path / ".hidden").write_text("not this")
+    (tmp_path / "deep" / ".git").mkdir()
+    (tmp_path / "deep" / ".git" / "d.txt").write_text("nor this")
+    (tmp_path / "lines.jsonl").write_text('{"custom_id": "l1", "document": "one"}\n{"document": "two"}\n')
+    with gzip.open(tmp_path / "packed.jsonl.gz", "wb") as file:
+        file.write(b'{"custom_id": "g1", "document": "zipped"}\n')
+    table = pa.table({"custom_id": ["p1", "p2"], "document": ["one", "two"], "url": ["x", "y"]})
+    pq.write_table(table, tmp_path / "table.parquet")
+    return tmp_path
+
+
+def test_a_folder_is_read_with_all_that_is_below_it(corpus: Path) -> None:
+    rows = read(corpus)
+    assert documents(rows) == {
+        "a.txt": "first",
+        "deep/b.md": "second",
+        "deep/er/c": "drittens: größer",
+        "l1": "one",
+        None: "two",
+        "g1": "zipped",
+        "p1": "one",
+        "p2": "two",
+    }
+    assert errors(rows) == []
+    assert FileSource(str(corpus), {}).several
+
+
+@pytest.mark.parametrize(
+    ("pattern", "found"),
+    [
+        ("*.txt", {"a.txt"}),
+        ("**/*.md", {"deep/b.md"}),
+        ("deep/*", {"b.md"}),
+        ("?.txt", {"a.txt"}),
+        ("[ab].*", {"a.txt"}),
+        ("lines.jsonl", {"l1", None}),
+        ("*.parquet", {"p1", "p2"}),
+    ],
+)
+def test_a_pattern_chooses_files(corpus: Path, pattern: str, found: set[str | None]) -> None:
+    assert documents(read(corpus / pattern)).keys() == found
+
+
+def test_a_file_by_its_url_and_one_whose_name_looks_like_a_pattern(corpus: Path) -> None:
+    assert documents(read(f"file://{corpus}/lines.jsonl")).keys() == {"l1", None}
+    assert documents(read(f"file://{corpus}/**/*.md")).keys() == {"deep/b.md"}
+    (corpus / "what[is]this?.txt").write_text("odd")
+    assert documents(read(corpus / "what[is]this?.txt")) == {"what[is]this?.txt": "odd"}
+
+
+def test_what_a_batch_writes_into_its_own_folder_is_no_part_of_it(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By whatever path it is known there; another file of the same name is a document."""
+    (corpus / "alias").symlink_to(corpus / "deep")
+    (corpus / "c").write_text("another c")
+    monkeypatch.chdir(corpus)
+    for where in (".", str(corpus), f"file://{corpus}", str(corpus / "**"), str(corpus / "deep" / "..")):
+        found = {file.name for file in FileSource(where, {}, without=[Path("a.txt"), corpus / "alias/er/c"]).files}
+        assert found == {"c", "deep/b.md", "lines.jsonl", "packed.jsonl.gz", "table.parquet"}
+    with pytest.raises(InvalidRequest, match="but what this batch writes itself"):
+        FileSource("a.txt", {}, without=[corpus / "a.txt"])
+
+
+@pytest.mark.parametrize("where", ["none", "*.none", "s4://bucket/x", "empty"])
+def test_an_input_without_a_file_is_refused_whole(corpus: Path, where: str) -> None:
+    (corpus / "empty").mkdir()
+    with pytest.raises(InvalidRequest):
+        FileSource(where if "://" in where else str(corpus / where), {})
+
+
+def test_a_text_s_name_is_its_custom_id_and_the_cache_s_name(corpus: Path) -> None:
+    (row,) = read(corpus / "deep/b.md", labels={"kind": "md"})
+    assert row.spec is not None
+    assert (row.source, row.custom_id, row.spec["name"], row.spec["labels"]) == ("b.md", "b.md", "b.md", {"kind": "md"})
+    assert row.nbytes == 6
+
+
+@pytest.mark.parametrize(
+    ("data", "code", "message"),
+    [
+        ("größe".encode("latin-1"), "invalid_request", "byte 2 of x.txt is not valid UTF-8"),
+        ("größe".encode("utf-16"), "invalid_request", "byte 0 of x.txt is not valid UTF-8"),
+        (b"ELF\0\1\2", "invalid_request", "zero bytes"),
+        (b"", "invalid_request", "is empty"),
+        (b" \n\n", "invalid_request", "is empty"),
+        (b"x" * 3000, "body_too_large", "more than 2000 bytes"),
+    ],
+    ids=["latin-1", "utf-16", "binary", "empty", "blank", "long"],
+)
+def test_a_file_that_is_no_text_is_an_error_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes, code: str, message: str
+) -> None:
+    monkeypatch.setattr(files, "MAX_DOCUMENT_BYTES", 2000)
+    (tmp_path / "x.txt").write_bytes(data)
+    (row,) = (row for shard in FileSource(str(tmp_path), {}).shards() for row in shard.read())
+    assert row.error is not None
+    assert (row.custom_id, row.line, row.error.code) == ("x.txt", 1, code)
+    assert message in row.error.message
+
+
+def test_names_and_folders_that_nobody_can_read_are_error_rows(corpus: Path) -> None:
+    odd = os.fsdecode(b"\xff.txt")
+    (corpus / odd).write_text("its name is no UTF-8")
+    (corpus / "gone").symlink_to(corpus / "nowhere")
+    os.mkfifo(corpus / "pipe")  # reading it would wait for ever
+    found = errors(read(corpus))
+    assert found == [("\\xff.txt", 1, "invalid_request"), ("gone", 1, "file_not_found")]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_without_permission_is_an_error_row(corpus: Path) -> None:
+    (corpus / "a.txt").chmod(0)
+    assert errors(read(corpus)) == [("a.txt", 1, "invalid_request")]
+
+
+def vanish(path: Path) -> None:
+    path.unlink()
+
+
+def grow(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"more\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "code"),
+    [
+        ("a.txt", vanish, "file_not_found"),
+        ("a.txt", grow, "state_conflict"),
+        ("lines.jsonl", vanish, "file_not_found"),
+        ("lines.jsonl", grow, "state_conflict"),
+        ("table.parquet", vanish, "file_not_found"),
+    ],
+)
+def test_a_corpus_that_changes_while_it_is_read(
+    corpus: Path, name: str, change: Callable[[Path], None], code: str
+) -> None:
+    """What was found at the start is gone or another file when its turn comes: an error row, and all else is read."""
+    shards = FileSource(str(corpus), {}).shards()
+    change(corpus / name)
+    rows = [row for shard in shards for row in shard.read()]
+    assert (name, code) in [(source, found) for source, _, found in errors(rows)]
+    assert documents(rows).keys() >= {"deep/b.md", "g1"}
+
+
+def test_a_damaged_archive_gives_what_was_read_and_an_error_row(tmp_path: Path) -> None:
+    data = gzip.compress(b'{"document": "x"}\n' * 500_000)
+    (tmp_path / "x.jsonl.gz").write_bytes(data[: len(data) // 2])
+    rows = read(tmp_path)
+    assert rows[0].spec is not None
+    assert rows[-1].error is not None
+    assert "cannot be read" in rows[-1].error.message or "not JSON" in rows[-1].error.message
+
+
+# Parquet
+
+
+def parquet(path: Path, **columns: Any) -> Path:
+    pq.write_table(pa.table(columns), path)
+    return path
+
+
+def test_the_columns_of_a_parquet_file_are_the_fields_of_a_creation(tmp_path: Path) -> None:
+    labels = pa.array([[("kind", "b")], None, []], pa.map_(pa.string(), pa.string()))
+    file = parquet(
+        tmp_path / "x.parquet",
+        custom_id=["a", None, "c"],
+        token_ids=[[1, 2], [3], [4, 5, 6]],
+        compression_ratio=[0.25, None, 0.75],
+        labels=labels,
+        policy=["knorm", None, None],
+    )
+    first, second, third = (row.spec for row in read(file, labels={"job": "n"}, policy="snapkv"))
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    assert (first["token_ids"], first["compression_ratio"], first["policy"]) == ([1, 2], 0.25, "knorm")
+    assert first["labels"] == {"job": "n", "kind": "b"}
+    assert (second["compression_ratio"], second["policy"], second["labels"]) == (None, "snapkv", {"job": "n"})
+    assert third["compression_ratio"] == 0.75
+
+
+def test_bad_rows_of_a_parquet_file_are_error_rows_with_their_numbers(tmp_path: Path) -> None:
+    file = parquet(tmp_path / "x.parquet", custom_id=["a", "b", "a"], document=["one", None, "three"])
+    assert errors(read(file)) == [("x.parquet", 2, "invalid_request"), ("x.parquet", 3, "invalid_request")]
+
+
+def test_a_value_that_python_has_nothing_for_is_its_row_s_error_alone(tmp_path: Path) -> None:
+    no_text = pa.array([b"one", b"two", b"\xff", b"four", b"five"], pa.binary()).view(pa.string())
+    file = parquet(
+        tmp_path / "x.parquet",
+        custom_id=list("abcde"),
+        document=no_text,
+        expires_at=pa.array([None, 2**61, None, None, None], pa.timestamp("us")),
+        labels=pa.array([None, None, None, [("k", "1"), ("k", "2")], []], pa.map_(pa.string(), pa.string())),
+    )
+    rows = read(file)
+    assert documents(rows) == {"a": "one", "e": "five"}
+    told = [(row.line, row.custom_id, row.error.code, row.error.message.split(":")[0]) for row in rows if row.error]
+    assert told == [
+        (2, "b", "invalid_request", "expires_at"),
+        (3, "c", "invalid_request", "document"),
+        (4, "d", "invalid_request", "labels"),
+    ]
+
+
+def test_a_missing_column_and_a_broken_file_are_error_rows(tmp_path: Path) -> None:
+    parquet(tmp_path / "a.parquet", text=["one"])
+    (tmp_path / "b.parquet").write_bytes(b"PAR1 and then nothing")
+    missing, broken = read(tmp_path)
+    assert missing.error is not None
+    assert "has no column document, messages or token_ids; it has text" in missing.error.message
+    assert broken.error is not None
+    assert (broken.source, broken.error.code) == ("b.parquet", "invalid_request")
+
+
+def test_many_texts_are_cut_into_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(600):
+        (tmp_path / f"{number:03}.txt").write_text(f"text {number}")
+    shards = FileSource(str(tmp_path), {}).shards()
+    assert [shard.rows for shard in shards] == [256, 256, 88]
+    monkeypatch.setattr(files, "_SHARD_BYTES", 100)
+    assert all(shard.nbytes <= 100 for shard in FileSource(str(tmp_path), {}).shards())

@@ -1,0 +1,198 @@
+"""Lines of JSON as rows: what is right in them and, above all, what is wrong."""
+
+from __future__ import annotations
+
+import io
+import json
+import tracemalloc
+from typing import Any
+
+import pytest
+
+from kvshelf.api import CreateCache
+from kvshelf.corpus.input.rows import Row, parse_jsonl, read_row, require_defaults
+from kvshelf.errors import InvalidRequest
+
+
+def rows(*lines: bytes | dict[str, Any], defaults: dict[str, Any] | None = None, **limits: int) -> list[Row]:
+    data = b"\n".join(line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines)
+    return list(parse_jsonl(io.BytesIO(data), "in.jsonl", defaults or {}, **limits))
+
+
+def wrong(row: Row) -> tuple[int, str, str]:
+    assert row.spec is None
+    assert row.error is not None
+    return row.line, row.error.code, row.error.message
+
+
+def test_a_line_is_a_creation_with_a_custom_id() -> None:
+    (row,) = rows({"custom_id": "a", "document": "text", "policy": "knorm", "compression_ratio": 0.5})
+    assert (row.source, row.line, row.custom_id, row.error) == ("in.jsonl", 1, "a", None)
+    expected = CreateCache(document="text", policy="knorm", compression_ratio=0.5)
+    assert row.spec == expected.model_dump(mode="json")
+
+
+def test_a_line_in_openai_s_shape_is_the_same_row() -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "codec": "int8"}
+    ours, theirs = rows(
+        {"custom_id": "a", **body}, {"custom_id": "b", "method": "POST", "url": "/v1/caches", "body": body}
+    )
+    assert ours.spec == theirs.spec
+    assert theirs.custom_id == "b"
+
+
+def test_a_custom_id_need_not_be_given() -> None:
+    (row,) = rows({"document": "text"})
+    assert row.custom_id is None
+    assert row.spec is not None
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"", "empty"),
+        (b"  \t", "empty"),
+        (b"{", "not JSON"),
+        (b'{"document": "\xff"}', "byte 14 of this line is not valid UTF-8"),
+        (b'{"document": NaN}', "not JSON"),
+        (rb'{"document": "\ud800"}', "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b"17", "a JSON object"),
+        ({"document": "a", "foo": 1}, "foo: unknown field"),
+        ({"custom_id": "a"}, "exactly one of document, messages and token_ids"),
+        ({"document": ""}, "document|exactly one"),
+        ({"document": "a", "token_ids": [1]}, "exactly one of document, messages and token_ids"),
+        ({"document": "a", "compression_ratio": 1.5}, "compression_ratio: "),
+        ({"custom_id": 7, "document": "a"}, "custom_id: text of 1 to 512"),
+        ({"custom_id": "", "document": "a"}, "custom_id: text of 1 to 512"),
+        ({"custom_id": "x" * 513, "document": "a"}, "custom_id: text of 1 to 512"),
+        ({"method": "POST", "url": "/v1/chat/completions", "body": {"document": "a"}}, "only POST /v1/caches"),
+        ({"method": "GET", "url": "/v1/caches", "body": {"document": "a"}}, "only POST /v1/caches"),
+        ({"method": "POST", "url": "/v1/caches"}, "body: "),
+        (
+            {"method": "POST", "url": "/v1/caches", "body": {"document": "a"}, "policy": "knorm"},
+            "policy: unknown beside",
+        ),
+        ({"method": "POST", "url": "/v1/caches", "body": {"document": "a", "foo": 1}}, "foo: unknown field"),
+    ],
+)
+def test_a_bad_line_is_an_error_row_and_the_next_one_is_read(line: bytes | dict[str, Any], message: str) -> None:
+    bad, good = rows(line, {"document": "fine"})
+    number, code, said = wrong(bad) if bad.error else (0, "", "")
+    if message == "document|exactly one":  # whether an empty document is one, the engine decides
+        assert (number, code) in ((0, ""), (1, "invalid_request"))
+    else:
+        assert (number, code) == (1, "invalid_request")
+        assert message in said
+    assert good.spec is not None
+    assert good.line == 2
+
+
+def test_an_error_row_keeps_the_custom_id_where_there_is_one() -> None:
+    (row,) = rows({"custom_id": "mine", "document": "a", "foo": 1})
+    assert row.custom_id == "mine"
+    assert row.error is not None
+
+
+def test_custom_ids_that_repeat_are_refused_the_second_time() -> None:
+    found = rows(
+        {"custom_id": "a", "document": "1"},
+        {"document": "2"},
+        {"custom_id": "a", "document": "3"},
+        {"document": "4"},
+        {"custom_id": "b", "foo": 1},
+        {"custom_id": "b", "document": "5"},
+    )
+    assert [row.error is None for row in found] == [True, True, False, True, False, True]
+    assert wrong(found[2])[:2] == (3, "invalid_request")
+    assert "'a' stands in an earlier row" in wrong(found[2])[2]
+
+
+def test_a_line_beyond_the_limit_is_skipped_without_being_held() -> None:
+    long = b'{"document": "' + b"x" * (20 << 20) + b'"}'
+    stream = io.BytesIO(long + b'\n{"document": "fine"}\n' + long)
+    tracemalloc.start()
+    found = list(parse_jsonl(stream, "in.jsonl", {}, max_line_bytes=1 << 16))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert [(row.line, None if row.error is None else row.error.code) for row in found] == [
+        (1, "body_too_large"),
+        (2, None),
+        (3, "body_too_large"),
+    ]
+    assert f"{len(long) + 1} bytes" in wrong(found[0])[2]
+    assert peak < 1 << 20
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n", b""])
+def test_a_line_at_the_limit_is_read_whatever_its_end(end: bytes) -> None:
+    line = b'{"document": "' + b"x" * 100 + b'"}'
+    (row,) = parse_jsonl(io.BytesIO(line + end), "in.jsonl", {}, max_line_bytes=len(line) + len(end.strip(b"\n")))
+    assert row.spec is not None
+    assert row.nbytes == len(line + end)
+
+
+def test_a_byte_order_mark_before_the_first_line_is_no_part_of_it() -> None:
+    first, second = rows(b"\xef\xbb\xbf" + b'{"document": "a"}', b"\xef\xbb\xbf" + b'{"document": "b"}')
+    assert first.spec is not None
+    assert second.error is not None
+
+
+def test_defaults_give_way_to_what_a_row_says() -> None:
+    defaults = {
+        "policy": "snapkv",
+        "policy_params": {"window": 8},
+        "compression_ratio": 0.5,
+        "ttl_s": 60.0,
+        "labels": {"job": "n", "kind": "a"},
+        "codec": None,
+    }
+    plain, other, budget, labelled = rows(
+        {"document": "a"},
+        {"document": "a", "policy": "knorm"},
+        {"document": "a", "budget_tokens": 9, "expires_at": 9e9},
+        {"document": "a", "labels": {"kind": "b"}},
+        defaults=defaults,
+    )
+    assert plain.spec is not None
+    assert (plain.spec["policy"], plain.spec["policy_params"], plain.spec["codec"]) == ("snapkv", {"window": 8}, "none")
+    assert other.spec is not None
+    assert (other.spec["policy"], other.spec["policy_params"]) == ("knorm", {})
+    assert budget.spec is not None
+    assert (budget.spec["budget_tokens"], budget.spec["compression_ratio"]) == (9, None)
+    assert (budget.spec["expires_at"], budget.spec["ttl_s"]) == (9e9, None)
+    assert labelled.spec is not None
+    assert labelled.spec["labels"] == {"job": "n", "kind": "b"}
+
+
+@pytest.mark.parametrize(
+    "defaults",
+    [{"document": "a"}, {"foo": 1}, {"compression_ratio": 2}, {"compression_ratio": 0.5, "budget_tokens": 5}],
+    ids=str,
+)
+def test_defaults_that_no_row_could_have_are_refused_at_once(defaults: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest):
+        require_defaults(defaults)
+
+
+def test_defaults_of_any_use_pass() -> None:
+    spec = require_defaults({"policy": "knorm", "labels": {"a": "b"}, "ttl_s": None})
+    assert (spec["policy"], spec["labels"], spec["ttl_s"]) == ("knorm", {"a": "b"}, None)
+
+
+def test_rows_cross_processes_as_they_are() -> None:
+    good, bad = rows({"custom_id": "zwölf 漢", "document": "ü" * 1000}, b"{")
+    for row in (good, bad):
+        assert Row.from_json(row.to_json()) == row
+
+
+@pytest.mark.parametrize(
+    ("fields", "length"),
+    [
+        ({"document": "four"}, 4),
+        ({"token_ids": [1, 2, 3]}, 12),
+        ({"messages": [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}]}, 3),
+    ],
+)
+def test_the_length_of_a_row_is_that_of_its_document(fields: dict[str, Any], length: int) -> None:
+    assert read_row(fields, {}, source="s", line=1, nbytes=1).length == length

@@ -1,0 +1,123 @@
+"""Runs whose shelf is in Redis, while Redis is dead, full, or has no more room for a tenant."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvshelf.corpus.run.progress import RunState, Summary
+from kvshelf.corpus.run.run import Run
+from kvshelf.store.config import StoreConfig
+from tests.corpus.conftest import Crew
+from tests.corpus.hostile import SLOW, Remembered, document, vulnerable
+from tests.corpus.runs import begun, ended, options, require_order, until, until_waiting
+from tests.store.redis.servers import PATIENT, ValkeyServer
+
+pytestmark = pytest.mark.timeout(3600 if os.environ.get("KVSHELF_SOAK") == "1" else 600)
+
+MEMORY = "512mb"
+
+
+@pytest.fixture(scope="module")
+def count(soak: bool) -> int:
+    return 200 if soak else 12
+
+
+@pytest.fixture(scope="module")
+def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
+    """It keeps what it has acknowledged."""
+    kept = {"appendonly": "yes", "appendfsync": "always"}
+    with ValkeyServer(tmp_path_factory.mktemp("valkey"), maxmemory=MEMORY, **kept) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def afar(crew: Crew, valkey: ValkeyServer, tiny_folder: Path, count: int) -> Iterator[Crew]:
+    """Another replica on the Ray of `crew`, whose shelf is in Redis. A tenant has room for twice `count` caches there:
+    what was being written when Redis died is held for its writer for a minute."""
+    from kvshelf.workers.cluster import deployment
+
+    del crew
+    store = StoreConfig(valkey.url + PATIENT, tenant_max_caches=2 * count)
+    config = deployment.ReplicaConfig(str(tiny_folder), store, threads=1, begin=vulnerable)
+    engines = deployment.deploy([config], deployment.DeploymentLimits())
+    deployment.await_running(engines.values(), deadline_s=200)
+    yield Crew(engines, store)
+    deployment.undeploy(engines.values())
+
+
+def rows(first: int, count: int) -> list[dict[str, Any]]:
+    """Some of them are long enough for something to happen meanwhile, in a short run also the last ones."""
+    return [document(first + n, kind=None if n % (2 if count < 100 else 20) else SLOW) for n in range(count)]
+
+
+def require_all(crew: Crew, summary: Summary, journal: Remembered, count: int, tenant: str) -> None:
+    """Every row is accounted for, none twice, and what was no row's fault is not held against it."""
+    assert (summary.state, summary.done, summary.failed) == (RunState.COMPLETED, count, 0)
+    assert len(journal.results) == journal.appended == count
+    assert {result.attempts for result in journal.results.values()} == {1}
+    require_order(crew, tenant)
+    with crew.store.open() as shelf:
+        ids = {result.cache_id for result in journal.results.values()}
+        assert ids == {manifest.id for manifest in shelf.list(tenant=tenant, limit=1000).data}
+        for cache_id in ids:
+            shelf.get(cache_id or "", tenant=tenant)
+
+
+@contextmanager
+def dead(server: ValkeyServer) -> Iterator[str]:
+    """kill -9, and a start with what it had acknowledged."""
+    server.kill()
+    yield "cannot be reached"
+    server.start()
+
+
+@contextmanager
+def full(server: ValkeyServer) -> Iterator[str]:
+    client = server.client()
+    client.config_set("maxmemory", client.info("memory")["used_memory"] // 2)
+    yield "its memory is full"
+    client.config_set("maxmemory", MEMORY)
+
+
+def outlast(run: Run, trouble: AbstractContextManager[str], *, begins_at: int) -> None:
+    """Let something happen when so many rows are done, and end when the run has seen it."""
+    until(lambda: run.progress().done >= begins_at)
+    with trouble as reason:
+        until_waiting(run, reason)
+        time.sleep(1)
+    until(lambda: run.progress().state is not RunState.WAITING)
+
+
+def test_a_run_waits_for_a_redis_that_is_dead_or_full_and_loses_nothing(
+    afar: Crew, valkey: ValkeyServer, count: int, soak: bool
+) -> None:
+    journal = Remembered()
+    run = begun(afar, rows(50_000, count), journal, options(tenant="waits"))
+    for number, trouble in enumerate([dead, full] * (8 if soak else 1), 1):
+        outlast(run, trouble(valkey), begins_at=2 * number)
+    require_all(afar, ended(run), journal, count, "waits")
+
+
+def test_a_tenant_s_room_is_used_up_until_something_is_deleted(afar: Crew, count: int, soak: bool) -> None:
+    if not soak:
+        pytest.skip("test_caller.py has it without Ray; this takes 15 seconds")
+    room = 2 * count
+    journal = Remembered()
+    run = begun(afar, [document(70_000 + n) for n in range(room + 3)], journal, options(tenant="cramped"))
+    until(lambda: run.progress().done == room)
+    until_waiting(run, f"{room} caches")
+    with afar.store.open() as shelf:
+        assert list(shelf.check()) == []
+        for result in list(journal.results.values())[:3]:
+            shelf.delete(result.cache_id or "", tenant="cramped")
+    summary = ended(run)
+    assert (summary.state, summary.done, summary.failed) == (RunState.COMPLETED, room + 3, 0)
+    assert len(journal.results) == journal.appended == room + 3
+    require_order(afar, "cramped")

@@ -1,0 +1,79 @@
+"""A corpus on its way to a service and back. The real service is asked in tests/service/jobs/test_batches.py."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from kvshelf.client import Client
+from kvshelf.corpus.input.rows import Row, parse_jsonl
+from kvshelf.corpus.run import remote
+from kvshelf.corpus.run.progress import RunState
+from kvshelf.corpus.run.remote import _written, run_at
+from tests.corpus.hostile import Given
+from tests.corpus.results import failure, success
+
+FILE = {"id": "file_input", "object": "file", "bytes": 4, "created_at": 1, "filename": "c.jsonl", "purpose": "batch"}
+BATCH = {
+    "id": "batch_1",
+    "endpoint": "/v1/caches",
+    "input_file_id": "file_input",
+    "output_file_id": "file_output",
+    "error_file_id": "file_error",
+    "completion_window": "24h",
+    "status": "completed",
+    "created_at": 1,
+}
+
+
+def sent(lines: list[Any]) -> tuple[list[Row], bytes]:
+    upload = io.BytesIO()
+    return list(_written(Given(lines), upload)), upload.getvalue()
+
+
+def test_a_line_that_the_service_would_not_read_is_an_error_row_and_is_not_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A document may be within the limit that applies to it, and beyond it as a line of JSON."""
+    document = {"document": 'as "JSON"\n' * 50}
+    _, whole = sent([document])
+    limit = len(whole) - 1  # without its end
+    monkeypatch.setattr(remote, "MAX_DOCUMENT_BYTES", limit)
+    rows, upload = sent([document, {"document": document["document"] + "."}, {"document": "short"}])
+    assert [row.error and row.error.code for row in rows] == [None, "body_too_large", None]
+    assert f"{limit + 1} bytes" in (rows[1].error.message if rows[1].error else "")
+    read = list(parse_jsonl(io.BytesIO(upload), "c.jsonl", {}, max_line_bytes=limit))
+    assert [(row.custom_id, row.error) for row in read] == [("0", None), ("2", None)]
+
+
+def test_every_result_that_the_service_has_is_brought_whatever_one_of_them_is() -> None:
+    """The second line that is sent could not be read there, so its custom id is not known; one result is nobody's."""
+    lines = [{"custom_id": "a", "document": "x"}, b"no json", {"custom_id": "c", "document": "y"}]
+    lines += [{"custom_id": "d", "document": "z"}]
+    output = [success(1, custom_id="0"), success(9, custom_id="77"), success(3, custom_id="3")]
+    files = {"file_output": output, "file_error": [failure(2, custom_id=None)], "file_input": []}
+
+    def service(request: httpx.Request) -> httpx.Response:
+        _, _, kind, *rest = request.url.path.split("/")
+        if request.method == "DELETE":
+            del files[rest[0]]
+            return httpx.Response(200, json={"id": rest[0], "object": "file", "deleted": True})
+        if rest:
+            found = [json.dumps(result.output(file=False)).encode() for result in files[rest[0]]]
+            return httpx.Response(200, content=b"\n".join(found))
+        return httpx.Response(200, json=FILE if kind == "files" else BATCH)
+
+    with Client("http://service.test:1", transport=httpx.MockTransport(service)) as client:
+        summary, results = run_at(client, Given(lines), {}, "rows.jsonl", lambda _: None)
+    assert summary.state is RunState.COMPLETED
+    assert {(result.line, result.custom_id): result.error and result.error.code for result in results} == {
+        (1, "a"): None,
+        (2, None): "invalid_request",
+        (3, "c"): "worker_crashed",
+        (4, "d"): None,
+    }
+    assert files == {}, "nothing is left there"

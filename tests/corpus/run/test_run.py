@@ -1,0 +1,285 @@
+"""Whole runs on real Ray: rows in, results out, whatever happens to the processes in between."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import random
+import signal
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvshelf.corpus.run.progress import RunOptions, RunState, Summary, Window
+from kvshelf.corpus.run.run import IN_FLIGHT_PER_REPLICA
+from kvshelf.errors import StorageFull
+from kvshelf.workers.cluster.remote import RemoteEngine
+from tests.corpus.conftest import Crew
+from tests.corpus.hostile import HANGS, KILLS, KINDS, SLOW, SLOW_S, SWELLS, Given, Remembered, corpus, document
+from tests.corpus.runs import (
+    begun,
+    digests,
+    ended,
+    options,
+    processes,
+    require_order,
+    until,
+    until_at_rest,
+    until_waiting,
+    whole,
+)
+
+pytestmark = pytest.mark.timeout(7200 if os.environ.get("KVSHELF_SOAK") == "1" else 900)
+
+
+@pytest.fixture(scope="module")
+def count(soak: bool) -> int:
+    return 2000 if soak else 60
+
+
+@pytest.fixture(scope="module")
+def undisturbed(crew: Crew, count: int) -> tuple[RunOptions, list[Any], Summary, Remembered]:
+    """A run of good rows, with a few that are none."""
+    lines: list[Any] = corpus(count)
+    lines[7:7] = [b"", b"no json", {"custom_id": "odd", "document": "x", "policy": "none-such"}]
+    lines.append(document(3))
+    lines.insert(40, {"custom_id": "vast", "token_ids": [7] * 400_000})  # its shard is larger than Ray's tasks like
+    how = options()
+    return how, lines, *whole(crew, lines, how, each=40)
+
+
+def test_an_ended_run_leaves_no_process_of_its_own(undisturbed: Any) -> None:
+    del undisturbed
+    until(lambda: not processes("ray::Gate"))
+
+
+def test_every_row_has_an_end(undisturbed: Any, count: int, crew: Crew) -> None:
+    _, lines, summary, journal = undisturbed
+    assert summary.state is RunState.COMPLETED
+    assert (summary.total, summary.done, summary.failed) == (len(lines), count + 1, 4)
+    assert summary.reused == 1  # the document that comes twice
+    assert len(journal.results) == len(lines)
+    assert journal.appended == len(lines)
+    assert all(result.attempts == 1 for result in journal.results.values() if result.cache_id)
+    found = journal.by_id()
+    assert found["odd"].error is not None
+    assert found["odd"].error.code == "invalid_request"
+    assert found["vast"].error is not None
+    assert found["vast"].error.code == "document_too_long"
+    assert sum(worker.done for worker in summary.workers.values()) == count
+    assert summary.fraction == 1.0
+    assert summary.tokens_per_s > 0
+    assert len(digests(crew, list(journal.results.values()))) == count
+    require_order(crew)
+
+
+def test_a_finished_batch_is_done_again_without_a_prefill(undisturbed: Any, crew: Crew, soak: bool) -> None:
+    how, lines, first, before = undisturbed
+    started = time.monotonic()
+    summary, journal = whole(crew, lines, how, each=40)
+    seconds = time.monotonic() - started
+    assert (summary.state, summary.done, summary.reused) == (RunState.COMPLETED, first.done, first.done)
+    assert (summary.gpu_hours, summary.tokens_per_s, dict(summary.workers)) == (0.0, 0.0, {})
+    assert {key: result.cache_id for key, result in journal.results.items()} == {
+        key: result.cache_id for key, result in before.results.items()
+    }
+    if soak:
+        assert seconds < 60
+
+
+def test_documents_that_do_harm_are_error_rows_and_the_others_are_done(crew: Crew, soak: bool) -> None:
+    kinds = [KILLS, HANGS, SWELLS] * (4 if soak else 1)
+    lines: list[Any] = corpus(40)
+    for number, kind in enumerate(kinds):
+        lines.insert(number * 7, document(1000 + number, kind=kind))
+    summary, journal = whole(crew, lines, options(document_deadline_s=8, max_attempts=3))
+    found = journal.by_id()
+    assert (summary.state, summary.done, summary.failed) == (RunState.COMPLETED, 40, len(kinds))
+    for number, kind in enumerate(kinds):
+        result = found[f"d{1000 + number}"]
+        assert result.error is not None
+        assert result.error.code == KINDS[kind]
+        if kind != SWELLS:  # which may have died before with one that was beside it; alone it is tested below
+            assert result.attempts == 3
+    require_order(crew)
+
+
+def test_a_document_that_is_too_large_is_tried_once(crew: Crew) -> None:
+    lines = [*corpus(3), document(1900, kind=SWELLS), *corpus(6)[3:]]
+    summary, journal = whole(crew, lines, options(max_attempts=3))
+    assert (summary.state, summary.done, summary.failed) == (RunState.COMPLETED, 6, 1)
+    result = journal.by_id()["d1900"]
+    assert result.error is not None
+    assert (result.error.code, result.attempts) == (KINDS[SWELLS], 1)
+    require_order(crew)
+
+
+@pytest.mark.parametrize(("victim", "first"), [("ServedReplica", 10_000), ("MapWorker", 20_000), ("ray::Gate", 30_000)])
+def test_a_process_that_dies_changes_nothing_of_the_end(crew: Crew, soak: bool, victim: str, first: int) -> None:
+    """The same ids as are on the shelf in the end hold the same segments as without it."""
+    wanted = 400 if soak else 40  # from `first` on: what another test has left on the shelf would cost no time
+    lines = [document(first + number, tokens=(200, 400)) for number in range(wanted)]
+    for number in range(0, wanted, 10):  # long enough to be killed in
+        lines[number] = document(first + number, kind=SLOW)
+    journal = Remembered()
+    run = begun(crew, lines, journal, options())
+    until(lambda: run.progress().done >= 5)
+    (pid, *_) = processes(victim)
+    os.kill(pid, signal.SIGKILL)
+    if victim == "ServedReplica":  # the only one
+        until_waiting(run, "no worker of")
+    summary = ended(run)
+    assert (summary.state, summary.done, summary.failed) == (RunState.COMPLETED, wanted, 0)
+    assert len(journal.results) == wanted
+    disturbed = digests(crew, list(journal.results.values()))
+    with crew.store.open() as shelf:
+        for cache_id in disturbed:
+            shelf.delete(cache_id, tenant="me")
+    _, calm = whole(crew, lines, options())
+    assert digests(crew, list(calm.results.values())) == disturbed
+    require_order(crew)
+
+
+def test_a_run_that_is_cancelled_ends_at_once_and_goes_on_later(crew: Crew) -> None:
+    how = options()
+    lines = [document(number, kind=SLOW) for number in range(2000, 2020)]  # told in order: the first may end last
+    journal = Remembered()
+    hopeful = {name: RemoteEngine(each.model, each.app, each.handle, wanted=3) for name, each in crew.engines.items()}
+    run = begun(replace(crew, engines=hopeful), lines, journal, how)
+    with crew.store.open() as shelf:  # at work as if all replicas ran that are wanted
+        until(lambda: len(shelf.ledger.unfinished()) > IN_FLIGHT_PER_REPLICA)
+    until(lambda: run.progress().done >= 1)
+    asked = time.monotonic()
+    run.cancel("enough")
+    summary = ended(run)
+    assert time.monotonic() - asked < 30
+    assert (summary.state, summary.reason) == (RunState.CANCELLED, "enough")
+    assert 0 < summary.done == len(journal.results) < len(lines)
+    require_order(crew)
+    rest = ended(begun(crew, lines, journal, how))
+    assert (rest.state, rest.done, rest.reused) == (RunState.COMPLETED, len(lines), summary.done)
+    assert len(journal.results) == len(lines)
+
+
+def test_a_run_pauses_and_waits_and_says_so(crew: Crew) -> None:
+    now = datetime.datetime.now()
+    later = Window((now + datetime.timedelta(hours=2)).time(), (now + datetime.timedelta(hours=3)).time())
+    journal = Remembered()
+    run = begun(crew, corpus(30), journal, options(window=later))
+    until_waiting(run, str(later))
+    time.sleep(3)
+    assert run.progress().done == 0
+    run.cancel()
+    assert ended(run).state is RunState.CANCELLED
+
+    lines = [document(number, kind=SLOW) for number in range(2100, 2106)]
+    run = begun(crew, lines, journal, options(tenant="pauses", in_flight=1))
+    until(lambda: run.progress().done >= 1)
+    run.pause()
+    until(lambda: run.progress().state is RunState.PAUSED)
+    with crew.store.open() as shelf:
+        until_at_rest(shelf, "pauses")
+        held = shelf.usage(tenant="pauses").caches
+        time.sleep(5)
+        assert shelf.usage(tenant="pauses").caches == held < 6
+    until(lambda: run.progress().done == held)
+    assert run.progress().state is RunState.PAUSED
+    run.resume()
+    summary = ended(run)
+    assert (summary.state, summary.done) == (RunState.COMPLETED, 6)
+    assert {"running", "paused", "completed"} <= summary.times.keys()
+
+
+def test_a_window_that_closes_holds_the_run_and_one_that_opens_lets_it_go_on(crew: Crew, soak: bool) -> None:
+    """It is closed for some seconds, beginning when the run is in the midst of its rows."""
+    if not soak:
+        pytest.skip("it takes a minute, by the clock of the wall; pausing, which is the same for rows, is tested above")
+    closes = datetime.datetime.now() + datetime.timedelta(seconds=25)
+    opens = closes + datetime.timedelta(seconds=5 * SLOW_S)
+    window = Window(begin=opens.time(), end=closes.time())
+    lines = [document(number, kind=SLOW) for number in range(2300, 2310)]
+    journal = Remembered()
+    run = begun(crew, lines, journal, options(in_flight=1, window=window))
+    until_waiting(run, str(window))
+    assert datetime.datetime.now() >= closes
+    summary = ended(run)
+    assert (summary.state, summary.done) == (RunState.COMPLETED, len(lines))
+    assert summary.times["waiting"] < opens.timestamp() <= summary.times["running"]
+    with crew.store.open() as shelf:
+        made = [shelf.stat(result.cache_id or "", tenant="me").created_at for result in journal.results.values()]
+    last = closes.timestamp() + 3 * SLOW_S  # for the row that was at work
+    assert min(made) < last, "rows were at work before"
+    assert [at for at in made if last < at < opens.timestamp() + SLOW_S] == [], "none was begun meanwhile"
+
+
+def test_a_journal_that_has_no_room_holds_the_run_up_and_loses_nothing(crew: Crew) -> None:
+    journal = Remembered()
+    journal.refuse = StorageFull("no room for results")
+    run = begun(crew, corpus(30), journal, options())
+    until(lambda: run.progress().state is RunState.WAITING)
+    assert run.progress().reason == "no room for results"
+    journal.refuse = None
+    summary = ended(run)
+    assert (summary.state, summary.done, len(journal.results)) == (RunState.COMPLETED, 30, 30)
+
+
+def test_a_run_stops_when_its_gpu_hours_are_used_up(crew: Crew) -> None:
+    lines = [document(number, kind=SLOW) for number in range(2200, 2210)]
+    summary, journal = whole(crew, lines, options(in_flight=1, max_gpu_hours=4 / 3600))
+    assert summary.state is RunState.CANCELLED
+    assert "GPU hours are used up" in summary.reason
+    assert 0 < len(journal.results) < len(lines)
+    assert summary.gpu_hours * 3600 >= 4
+
+
+def test_a_batch_without_a_success_has_failed(crew: Crew) -> None:
+    summary, journal = whole(crew, [b"no json", b""], options())
+    assert (summary.state, summary.failed, len(journal.results)) == (RunState.FAILED, 2, 2)
+    assert "none of the 2 rows" in summary.reason
+
+
+def test_long_documents_come_first_and_pieces_are_small() -> None:
+    from kvshelf.corpus.input.reading import PIECE_CHARS, PIECE_ROWS, packed
+
+    rows = [row for shard in Given(corpus(100, tokens=(1, 5000))).shards() for row in shard.read()]
+    pieces = list(packed(iter(rows)))
+    lengths = [row.length for piece in pieces for row in piece]
+    assert lengths == sorted(lengths, reverse=True)
+    assert all(
+        len(piece) == 1 or (len(piece) <= PIECE_ROWS and sum(row.length for row in piece) <= PIECE_CHARS)
+        for piece in pieces
+    )
+    assert sorted(row.line for piece in pieces for row in piece) == list(range(1, 101))
+
+
+def test_a_run_under_fire_ends_as_an_undisturbed_one(crew: Crew, soak: bool) -> None:
+    """2,000 documents, one in a hundred of them hostile, and every 20 seconds a random process dies."""
+    if not soak:
+        pytest.skip("it takes an hour; the kills one by one are tested above")
+    chance = random.Random(1)
+    lines = corpus(2000, tokens=(200, 6000))
+    for number in range(0, 2000, 100):
+        lines[number] = document(number, kind=chance.choice((KILLS, HANGS, SWELLS)))
+    journal = Remembered()
+    run = begun(crew, lines, journal, options(document_deadline_s=60))
+    kills = 0
+    while (summary := run.wait(20)) is None:
+        victims = [pid for title in ("ServedReplica", "MapWorker", "ray::Gate") for pid in processes(title)]
+        if victims:
+            os.kill(chance.choice(victims), signal.SIGKILL)
+            kills += 1
+    assert kills > 10
+    assert (summary.state, summary.done, summary.failed) == (RunState.COMPLETED, 1980, 20)
+    assert len(journal.results) == 2000
+    disturbed = digests(crew, list(journal.results.values()))
+    with crew.store.open() as shelf:
+        shelf.sweep(now=time.time() + 3600)
+        assert list(shelf.check()) == []
+        for cache_id in disturbed:
+            shelf.delete(cache_id, tenant="me")
+    good = [line for number, line in enumerate(lines) if number % 100]
+    _, calm = whole(crew, good, options())
+    assert digests(crew, list(calm.results.values())) == disturbed
+    require_order(crew)

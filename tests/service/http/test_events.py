@@ -1,0 +1,53 @@
+"""Event streams as the service writes them and both kinds of readers split them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI, Request, Response
+
+from kvshelf import errors
+from kvshelf.client import AsyncClient
+from kvshelf.service.http.events import event_stream
+
+LINE_ENDS = "one\u2028two\u2029three\x85four\vfive\fsix\x1cseven\r\neight"
+"""What Python, and so httpx, takes for the ends of lines."""
+
+
+def answering(text: str, *, fails: bool = False) -> AsyncClient:
+    """A client of a service that streams this text as one piece, and then the answer or an error."""
+    app = FastAPI()
+
+    async def events() -> AsyncGenerator[dict[str, Any], None]:
+        yield {"object": "answer.delta", "text": text}
+        if fails:
+            raise errors.StoreUnavailable(text)
+        usage = {"cache_read_tokens": 9, "prefill_tokens": 3, "completion_tokens": 2}
+        told = {"id": "ans_1", "object": "answer", "cache_id": "kvs_1", "finish_reason": "stop", "load_ms": 1.5}
+        yield {**told, "text": text, "usage": usage, "policy": "full", "compression_ratio": 0.0}
+
+    @app.post("/v1/caches/kvs_1/query")
+    async def query(request: Request) -> Response:
+        return await event_stream(request, events())
+
+    return AsyncClient("http://service.test", transport=httpx.ASGITransport(app))
+
+
+@pytest.mark.anyio
+async def test_no_character_of_an_answer_ends_a_line() -> None:
+    async with answering(LINE_ENDS) as client:
+        stream = await client.caches.stream("kvs_1", "which?")
+        assert [piece async for piece in stream] == [LINE_ENDS]
+        assert (await stream.final()).text == LINE_ENDS
+
+
+@pytest.mark.anyio
+async def test_an_error_behind_the_first_piece_is_raised_with_its_whole_message() -> None:
+    async with answering(LINE_ENDS, fails=True) as client:
+        stream = await client.caches.stream("kvs_1", "which?")
+        with pytest.raises(errors.StoreUnavailable) as caught:
+            [piece async for piece in stream]
+    assert caught.value.message == LINE_ENDS

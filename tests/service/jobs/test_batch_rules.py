@@ -1,0 +1,119 @@
+"""The rules by which a batch rests, is told of, and ends."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import pytest
+
+from kvshelf.corpus.run.progress import Progress, RunState
+from kvshelf.service.jobs.batch_files import outcome
+from kvshelf.service.jobs.batch_work import rest_reason, stuck, waiting, with_progress
+from kvshelf.store.jobs.batches import BatchCounts, BatchProblem, BatchRecord
+
+NOON = datetime.datetime(2030, 5, 5, 12, 0).timestamp()
+PROBLEM = BatchProblem(code="empty_file", message="no line")
+
+
+def batch(state: Any = "in_progress", window: str | None = None, **fields: Any) -> BatchRecord:
+    values: dict[str, Any] = {"id": "batch_1", "tenant": "me", "created_at": 0.0, "expires_at": NOON + 60}
+    return BatchRecord(**values | {"body": {"window": window}, "state": state, "times": {state: 0.0}} | fields)
+
+
+@pytest.mark.parametrize(
+    ("record", "rests"),
+    [
+        (batch(), False),
+        (batch("paused"), True),
+        (batch("validating"), False),
+        (batch("finalizing"), False),
+        (batch("cancelling"), False),
+        (batch("paused", expires_at=NOON), False),
+        (batch(window="11:00-13:00"), False),
+        (batch(window="13:00-11:00"), True),
+        (batch(window="13:00-14:00"), True),
+        (batch("cancelling", window="13:00-14:00"), False),
+        (batch("finalizing", window="13:00-14:00"), False),
+        (batch("validating", window="13:00-14:00"), False),
+        (batch(window="13:00-14:00", expires_at=NOON), False),
+    ],
+)
+def test_when_a_batch_rests(record: BatchRecord, *, rests: bool) -> None:
+    assert bool(rest_reason(record, NOON)) == rests
+
+
+@pytest.mark.parametrize(
+    ("state", "counts", "problems", "ends", "code"),
+    [
+        ("finalizing", (3, 3, 0), (), "completed", None),
+        ("finalizing", (3, 1, 2), (), "completed", None),
+        ("finalizing", (3, 0, 3), (), "failed", "no_success"),
+        ("finalizing", (3, 1, 0), (), "expired", None),
+        ("finalizing", (3, 0, 0), (), "expired", None),
+        ("finalizing", (0, 0, 0), (), "expired", None),
+        ("cancelling", (3, 1, 0), (), "cancelled", None),
+        ("cancelling", (3, 0, 0), (), "cancelled", None),
+        ("finalizing", (0, 0, 0), (PROBLEM,), "failed", "empty_file"),
+        ("finalizing", (3, 1, 0), (PROBLEM,), "failed", "empty_file"),
+    ],
+)
+def test_how_a_batch_ends(state: Any, counts: tuple[int, int, int], problems: Any, ends: str, code: str | None) -> None:
+    total, completed, failed = counts
+    found = outcome(batch(state, problems=problems), BatchCounts(total=total, completed=completed, failed=failed))
+    assert found[0] == ends
+    assert [problem.code for problem in found[1]] == ([] if code is None else [code])
+
+
+def progress(done: int, reused: int, failed: int = 0, **fields: Any) -> Progress:
+    return Progress(RunState.RUNNING, done=done, reused=reused, failed=failed, **fields)
+
+
+def test_callers_are_told_of_no_step_back_when_a_run_begins_again() -> None:
+    """Of 10 rows 5 were made and 1 was reused; the next run comes by these six first, all of them reused."""
+    before = batch(counts=BatchCounts(total=10, completed=6, reused=1), progress={"tokens": 600, "gpu_hours": 2.0})
+    told = [with_progress(before, progress(n, n, tokens=100 * n, gpu_hours=0.5), before) for n in (1, 6)]
+    assert [record.counts for record in told] == [before.counts] * 2
+    assert [record.progress["tokens"] for record in told] == [600] * 2
+    on = with_progress(before, progress(8, 7, failed=1, tokens=800, gpu_hours=1.0), before)
+    assert on.counts == BatchCounts(total=10, completed=8, failed=1, reused=2)
+    assert (on.progress["tokens"], on.progress["gpu_hours"]) == (800, 3.0)
+
+
+def test_nothing_is_told_for_the_passing_of_time() -> None:
+    before = batch(counts=BatchCounts(total=10))
+    once = with_progress(before, progress(1, 0, elapsed_s=1.0), before)
+    assert with_progress(once, progress(1, 0, elapsed_s=9.0), before) is once
+    waiting = Progress(RunState.WAITING, "the store is full", done=1)
+    assert with_progress(once, waiting, before).progress["waits_for"] == "the store is full"
+
+
+@pytest.mark.parametrize("state", ["validating", "in_progress", "finalizing", "cancelling"])
+def test_a_batch_that_waits_rests_for_a_pause_that_grows_until_it_gets_on(state: Any) -> None:
+    record, pauses = batch(state, expires_at=NOON + 3600), []
+    for _ in range(9):
+        record = waiting(record, "no room", NOON)
+        pauses.append(record.progress["pause_s"])
+        assert rest_reason(record, NOON + pauses[-1] - 1) == "no room"
+        assert rest_reason(record, NOON + pauses[-1]) == ""
+    assert pauses == [5, 10, 20, 40, 80, 160, 300, 300, 300]
+    started = with_progress(record, progress(0, 0), record)
+    assert (rest_reason(started, NOON), waiting(started, "no room", NOON).progress["pause_s"]) == ("", 300)
+    got_on = with_progress(started, progress(1, 0), started)
+    assert waiting(got_on, "no room", NOON).progress["pause_s"] == 5
+
+
+def test_a_pause_ends_with_the_state_and_with_the_time_of_the_batch() -> None:
+    record = waiting(batch(expires_at=NOON + 2), "no room", NOON)
+    assert rest_reason(record, NOON + 1) == "no room"
+    assert rest_reason(record, NOON + 2) == ""
+    assert rest_reason(record.entered("cancelling", NOON + 1), NOON + 1) == ""
+    assert rest_reason(record.entered("paused", NOON + 0.5).entered("in_progress", NOON + 1), NOON + 1) == ""
+    late = waiting(batch("finalizing", expires_at=NOON - 1), "no room", NOON)
+    assert rest_reason(late, NOON + 1) == "no room", "its results must be written all the same"
+
+
+def test_a_run_is_stuck_when_it_has_waited_for_a_while() -> None:
+    waits = Progress(RunState.WAITING, "the quota is used up", times={"running": NOON - 60, "waiting": NOON})
+    assert (stuck(waits, NOON + 1), stuck(waits, NOON + 10)) == ("", "the quota is used up")
+    assert stuck(Progress(RunState.RUNNING, times=waits.times), NOON + 60) == ""

@@ -1,0 +1,131 @@
+"""/v1/estimate: what it says is what a creation then does."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from kvshelf import Client, Engine
+from kvshelf.cli import app
+from kvshelf.store.manifest import Timings
+from kvshelf.workers.policies import POLICIES
+from kvshelf.workers.replica.create.estimates import CODECS, Rates, Shape
+from tests.service.conftest import created, refused, stopped
+
+if TYPE_CHECKING:
+    from tests.conftest import LiveService
+
+DOCUMENT = "The harbour master counts the boats of the northern quay every morning. " * 60
+
+
+def estimate(http: httpx.Client, **body: Any) -> dict[str, Any]:
+    response = http.post("/v1/estimate", json={"document": DOCUMENT} | body)
+    assert response.status_code == 200, response.text
+    found: dict[str, Any] = response.json()
+    return found
+
+
+@pytest.mark.parametrize("codec", [*CODECS, "int4:group=64,residual=0", "mixed:high=none,low=int4,share=0.25"])
+@pytest.mark.parametrize("removed", [0.0, 0.5, 0.9, 0.97])
+def test_sizes_are_those_of_real_blobs(tiny: Engine, codec: str, removed: float) -> None:
+    cache = tiny.compress(DOCUMENT, policy="keydiff", compression_ratio=removed)
+    said = Shape.of(tiny.model).stored_bytes(cache.num_tokens, cache.kept_tokens, codec)
+    assert said == pytest.approx(len(cache.to_bytes(codec=codec)), rel=0.05)
+
+
+def test_what_is_said_is_what_a_creation_does(http: httpx.Client) -> None:
+    before = http.get("/v1/caches", params={"limit": 1000}).json()["data"]
+    said = estimate(http, compression_ratio=0.75)
+    assert http.get("/v1/caches", params={"limit": 1000}).json()["data"] == before
+    assert [row["policy"] for row in said["policies"]] == list(POLICIES)
+    rows = {row["policy"]: row for row in said["policies"]}
+    for policy, codec in (("keydiff", "none"), ("snapkv", "int4"), ("lagkv", "mixed")):
+        cache = created(http, document=DOCUMENT, policy=policy, codec=codec, compression_ratio=0.75)
+        assert (said["tokens"], said["bytes_full"]) == (cache["tokens"]["document"], cache["bytes"]["full"])
+        assert rows[policy]["kept"] == cache["tokens"]["kept"]
+        assert rows[policy]["bytes_stored"][codec] == pytest.approx(cache["bytes"]["stored"], rel=0.05)
+    assert rows["full"]["kept"] == said["tokens"]
+
+
+def test_seconds_are_measured_once_a_policy_has_worked(http: httpx.Client) -> None:
+    created(http, document=DOCUMENT + "again", policy="tova", compression_ratio=0.5)
+    (row,) = estimate(http, policy="tova", codec="int8")["policies"]
+    assert (row["basis"], list(row["bytes_stored"])) == ("measured", ["int8"])
+    assert 0 < row["seconds"] < 60
+    (other,) = estimate(http, policy="cake")["policies"]
+    assert other["basis"] == "other_policies"
+
+
+def test_rates_are_by_policy_then_of_all_then_assumed() -> None:
+    shape = Shape(layers=2, kv_heads=2, head_dim=16, itemsize=4, device="cpu", flops=1e6)
+    rates = Rates()
+    assert rates.seconds("keydiff", 100, shape) == (100 * 1e6 / 5e10, "assumed")
+    rates.add("keydiff", 1000, Timings(queue_s=50, prefill_s=1.5, compress_s=0.5, store_s=50))
+    rates.add("snapkv", 1000, Timings(prefill_s=4.0))
+    assert rates.seconds("keydiff", 100, shape) == (pytest.approx(0.2), "measured")
+    assert rates.seconds("tova", 100, shape) == (pytest.approx(0.3), "other_policies")
+    assert rates.measured_tokens == 2000
+
+
+def test_bad_input(http: httpx.Client) -> None:
+    for body, status, code in (
+        ({"document": ""}, 422, "document_too_short"),
+        ({"token_ids": [5] * 16385}, 413, "document_too_long"),
+        ({"document": "a", "policy": "magic"}, 400, "invalid_request"),
+        ({"document": "a", "policy": "full", "compression_ratio": 0.5}, 400, "invalid_request"),
+        ({"document": "a", "codec": "zip"}, 400, "invalid_request"),
+        ({"document": "a", "colour": "red"}, 400, "invalid_request"),
+        ({"document": "a", "model": "gpt-17"}, 400, "invalid_request"),
+    ):
+        refused(http.post("/v1/estimate", json=body), status, code)
+
+
+def test_a_policy_that_refuses_says_so_beside_the_others(http: httpx.Client) -> None:
+    said = http.post("/v1/estimate", json={"token_ids": [5] * 20, "compression_ratio": 0.99}).json()["policies"]
+    rows = {row["policy"]: row for row in said}
+    assert rows["full"]["refused"] is None
+    assert "leaves nothing" in rows["keydiff"]["refused"]
+    assert rows["keydiff"]["seconds"] is None
+
+
+def test_estimates_take_no_room_from_questions(http: httpx.Client, service: LiveService, cache: dict[str, Any]) -> None:
+    """More than Ray takes and lets wait (16 and 24), while the worker does nothing. Two are sent to it, 24 wait."""
+    (replica,) = service.replica_pids()
+    body = {"document": "A short one.", "policy": "full"}
+    with ThreadPoolExecutor(46) as threads:
+        with stopped(replica):
+            estimates = [threads.submit(http.post, "/v1/estimate", json=body) for _ in range(45)]
+            while sum(each.done() for each in estimates) < 19:
+                time.sleep(0.05)
+            question = threads.submit(
+                http.post, f"/v1/caches/{cache['id']}/query", json={"prompt": "?", "max_tokens": 1}
+            )
+            wait([question], timeout=1)
+        answered = question.result()
+        statuses = Counter(each.result().status_code for each in estimates)
+    assert answered.status_code == 200, answered.text
+    assert statuses == {200: 2 + 24, 429: 19}
+
+
+def test_the_client_and_the_command(service_url: str, tmp_path: Path) -> None:
+    file = tmp_path / "report.txt"
+    file.write_text(DOCUMENT)
+    with Client(service_url) as client:
+        said = client.estimate(file=file, policy="keydiff", compression_ratio=0.5)
+        assert said == client.estimate(document=DOCUMENT, policy="keydiff", compression_ratio=0.5)
+    arguments = ["estimate", str(file), "--url", service_url, "--policy", "keydiff", "--compression-ratio", "0.5"]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    assert f"{said.tokens} tokens" in done.stderr
+    assert f" {said.policies[0].kept} " in done.stdout
+    as_json = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+    assert as_json["policies"][0]["kept"] == said.policies[0].kept
+    assert CliRunner().invoke(app, ["estimate", str(tmp_path / "none.txt"), "--url", service_url]).exit_code == 2

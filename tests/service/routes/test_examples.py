@@ -1,0 +1,72 @@
+"""The examples are run as their reader runs them, against a service with the bundled model."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvshelf import Client
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+
+
+@pytest.fixture(autouse=True)
+def _still_ready() -> None:
+    """In place of the shared service's check: another service is used here."""
+
+
+def run(url: str, *command: str) -> str:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("KVSHELF_")}
+    environment = clean | {"KVSHELF_URL": url}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def test_all_examples_are_run_here() -> None:
+    assert {path.name for path in EXAMPLES.iterdir()} >= {"openai_client.py", "retriever.py", "curl.sh"}
+
+
+def test_openai_client(bundled_service: str) -> None:
+    said = run(bundled_service, sys.executable, str(EXAMPLES / "openai_client.py"))
+    assert said.count("482913") == 2
+
+
+def test_retriever(bundled_service: str) -> None:
+    heron, falcon = run(bundled_service, sys.executable, str(EXAMPLES / "retriever.py")).splitlines()
+    assert "175206" in heron
+    assert "(from heron.txt)" in heron
+    assert "482913" in falcon
+    assert "(from falcon.txt)" in falcon
+
+
+def test_the_retriever_takes_documents_of_others(bundled_service: str) -> None:
+    """LangChain's are told by their fields, so that it need not be installed."""
+    spec = importlib.util.spec_from_file_location("retriever", EXAMPLES / "retriever.py")
+    assert spec is not None
+    assert spec.loader is not None
+    retriever: Any = importlib.util.module_from_spec(spec)
+    sys.modules["retriever"] = retriever  # its dataclass looks itself up there
+    spec.loader.exec_module(retriever)
+    document = SimpleNamespace(page_content="The access code of the plain toad is 314159. It rains.", metadata={})
+    with Client(bundled_service) as client:
+        shelf = retriever.Shelf(client, policy="full")
+        shelf.add([document])
+        assert "314159" in shelf.ask("What is the access code of the plain toad?")
+    assert document.metadata["cache_id"].startswith("kvs_")
+
+
+def test_curl(bundled_service: str) -> None:
+    said = run(bundled_service, "bash", str(EXAMPLES / "curl.sh"))
+    asked = said.partition("== ask")[2].partition("== stream")[0]
+    assert "482913" in asked
+    assert "data: [DONE]" in said
+    assert said.partition("in the background\n")[2].startswith("done")
+    assert said.endswith("== delete\nTrue\n")

@@ -1,0 +1,371 @@
+"""What every home promises of files and batches."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pytest
+
+from kvshelf.errors import BatchNotFound, FileNotFound, InvalidRequest, QuotaExceeded, StateConflict, StoreUnavailable
+from kvshelf.store.base import Store
+from kvshelf.store.blobs import new_name
+from kvshelf.store.index import KEEP_ENDED_S, Index, Quota, Writing
+from kvshelf.store.jobs.batches import BatchRecord
+from kvshelf.store.jobs.files import digest_of
+from kvshelf.store.jobs.table import Docket, Item
+from kvshelf.store.rules import Rules
+from kvshelf.store.sealing.keyring import Keyring
+from tests.store.indexes import Home, disk_home, empty_redis_home
+from tests.store.places import Clock, Place
+from tests.store.test_index import race
+
+
+@pytest.fixture(params=["disk", "redis"])
+def home(request: pytest.FixtureRequest, tmp_path: Path) -> Home:
+    if request.param == "disk":
+        return disk_home(tmp_path / "home")
+    return empty_redis_home(request.getfixturevalue("shared_valkey"))
+
+
+@pytest.fixture
+def index(home: Home) -> Iterator[Index]:
+    index = home.open()
+    yield index
+    index.close()
+
+
+@pytest.fixture
+def docket(index: Index) -> Docket:
+    return index.docket
+
+
+def item(number: int = 1, **fields: Any) -> Item:
+    values: dict[str, Any] = {"kind": "batch", "id": f"batch_{number}", "tenant": "me", "text": "{}"}
+    return Item(**values | fields)
+
+
+def test_an_item_is_changed_only_as_it_was_seen(docket: Docket) -> None:
+    docket.add(item(text='{"ü": 1}', open=True, due=5.5))
+    seen = docket.find("batch_1", "me")
+    assert seen == item(text='{"ü": 1}', open=True, due=5.5)
+    assert docket.change(item(text='{"a": 2}'))
+    assert docket.find("batch_1", "me") == item(text='{"a": 2}', version=1)
+    assert not docket.change(item(text="stale"))
+    assert docket.find("batch_1", "me") == item(text='{"a": 2}', version=1)
+    assert not docket.change(item(9))
+
+
+def test_of_two_processes_that_saw_the_same_one_succeeds(docket: Docket, home: Home) -> None:
+    for number in range(20):
+        docket.add(item(number))
+    assert race(home, 20, lambda index, number: index.docket.change(item(number, text="mine"))) == [1] * 20
+
+
+def test_of_two_processes_one_gets_the_lease(docket: Docket, home: Home) -> None:
+    for number in range(20):
+        docket.add(item(number))
+    taken = race(home, 20, lambda index, number: index.docket.take(f"batch_{number}", lease_s=600) is not None)
+    assert taken == [1] * 20
+
+
+def test_listings_go_from_the_newest_to_the_oldest_of_one_tenant(docket: Docket) -> None:
+    for number in range(5):
+        docket.add(item(number))
+    docket.add(item(7, tenant="other"))
+    docket.add(item(8, kind="file"))
+    assert [found.id for found in docket.listing("batch", "me", None, 3)] == ["batch_4", "batch_3", "batch_2"]
+    assert [found.id for found in docket.listing("batch", "me", "batch_2", 3)] == ["batch_1", "batch_0"]
+    for after in ("batch_7", "batch_8", "nothing"):
+        assert docket.listing("batch", "me", after, 3) == []
+    assert docket.find("batch_7", "me") is None
+
+
+def test_open_items_and_those_that_are_due(docket: Docket) -> None:
+    for number in range(3):
+        docket.add(item(number, open=True, due=10.0 + number))
+    assert [found.id for found in docket.open_items()] == ["batch_0", "batch_1", "batch_2"]
+    assert docket.change(item(1, open=False, due=None))
+    assert [found.id for found in docket.open_items()] == ["batch_0", "batch_2"]
+    assert [found.id for found in docket.due("batch", 12.0, 10)] == ["batch_0", "batch_2"]
+    assert docket.due("batch", 9.0, 10) == docket.due("file", 99.0, 10) == []
+    assert docket.remove("batch_0")
+    assert not docket.remove("batch_0")
+    assert [found.id for found in docket.open_items()] == ["batch_2"]
+
+
+def test_the_term_is_the_fence(docket: Docket, home: Home) -> None:
+    docket.add(item())
+    brief, lease_s = 3 * home.tick_s, 1000 * home.tick_s
+    assert docket.take("batch_1", lease_s=lease_s) == 1
+    assert docket.take("batch_1", lease_s=lease_s) is None
+    docket.append("batch_1", 1, [b"one"])
+    assert docket.change(item(text="first"), term=1)
+    docket.renew("batch_1", 1, lease_s=brief)
+    home.wait(2)
+    docket.renew("batch_1", 1, lease_s=lease_s)
+    home.wait(2)
+    assert docket.take("batch_1", lease_s=lease_s) is None, "it was renewed"
+    docket.renew("batch_1", 1, lease_s=brief)
+    home.wait(4)
+    assert docket.take("batch_1", lease_s=lease_s) == 2
+    for late in (
+        lambda: docket.renew("batch_1", 1, lease_s=lease_s),
+        lambda: docket.append("batch_1", 1, [b"late"]),
+    ):
+        with pytest.raises(StateConflict, match="term 1 is over"):
+            late()
+    assert not docket.change(item(text="late", version=1), term=1)
+    docket.release("batch_1", 1)
+    assert docket.take("batch_1", lease_s=lease_s) is None, "the first holder released nothing"
+    docket.release("batch_1", 2)
+    assert docket.take("batch_1", lease_s=lease_s) == 3
+    assert docket.take("nothing", lease_s=lease_s) is None
+
+
+def test_a_journal_is_read_from_any_line(docket: Docket) -> None:
+    docket.add(item())
+    assert docket.take("batch_1", lease_s=60) == 1
+    lines = [b"%d \0\xff" % number + b"x" * 100 for number in range(1203)]
+    docket.append("batch_1", 1, lines[:3])
+    docket.append("batch_1", 1, [])
+    docket.append("batch_1", 1, lines[3:])
+    assert docket.lines("batch_1", 0, 2000) == lines
+    assert docket.lines("batch_1", 1000, 5) == lines[1000:1005]
+    assert docket.lines("batch_1", 1203, 5) == []
+    docket.remove("batch_1")
+    assert docket.lines("batch_1", 0, 5) == []
+
+
+def test_bytes_that_an_item_holds_stay_and_count(index: Index, home: Home) -> None:
+    key = secrets.token_hex(20)
+    name = new_name(f"kvs_{key}")
+    writing = Writing(name, f"kvs_{key}", "me", 0, name, 600)
+    briefly = home.open(10)
+    briefly.begin(writing, Quota(max_bytes=1000))
+    index.docket.add(item(kind="file"), hold=name)
+    home.wait(11)
+    assert index.abandoned() == []
+    assert index.knows(name)
+    with pytest.raises(QuotaExceeded):
+        index.begin(Writing(new_name("kvs_" + "1" * 40), "kvs_" + "1" * 40, "me", 500), Quota(max_bytes=1000))
+    assert index.problems() == []
+    assert index.docket.remove("batch_1", held=name)
+    assert [found.name for found in index.abandoned()] == [name]
+    index.begin(Writing(new_name("kvs_" + "1" * 40), "kvs_" + "1" * 40, "me", 500), Quota(max_bytes=1000))
+    index.abandon(name)
+    assert not index.knows(name)
+    assert index.problems() == []
+    briefly.close()
+
+
+def test_an_item_cannot_hold_what_a_silent_writer_wrote(index: Index, home: Home) -> None:
+    key = secrets.token_hex(20)
+    name = new_name(f"kvs_{key}")
+    briefly = home.open(2)
+    briefly.begin(Writing(name, f"kvs_{key}", "me", 0, name, 600), Quota())
+    home.wait(4)
+    with pytest.raises(StoreUnavailable, match="silent"):
+        index.docket.add(item(kind="file"), hold=name)
+    assert index.docket.find("batch_1", "me") is None
+    briefly.close()
+
+
+# Batches and files, as callers of a store see them
+
+
+@pytest.fixture
+def store(place: Place, clock: Clock) -> Iterator[Store]:
+    with place.open(now=clock) as store:
+        yield store
+        assert store.check() == []
+
+
+def batch(store: Store, tenant: str = "me", now: float = 1000.0) -> BatchRecord:
+    return store.batches.create(tenant, {"input_file_id": "file_1"}, now=now, expires_at=now + 60)
+
+
+def test_a_batch_from_its_beginning_to_its_end(store: Store, clock: Clock) -> None:
+    record = batch(store)
+    assert (record.state, record.version, record.times) == ("validating", 0, {"validating": 1000.0})
+    assert store.batches.get(record.id, tenant="me") == record
+    assert store.batches.unfinished() == [record]
+    assert [store.batches.count_unfinished(tenant=tenant) for tenant in (record.tenant, "another")] == [1, 0]
+    term = store.batches.take(record.id, lease_s=60)
+    assert term is not None
+    store.batches.append(record.id, term, [b"a", b"b"])
+    assert list(store.batches.journal(record.id)) == [b"a", b"b"]
+    assert store.batches.update(record.id, lambda found: found, tenant="me") == record, "nothing was to change"
+    begun = store.batches.update(record.id, lambda found: found.entered("in_progress", 1001.0), tenant="me", term=term)
+    assert (begun.state, begun.version) == ("in_progress", 1)
+    with pytest.raises(StateConflict, match="is over"):
+        store.batches.update(record.id, lambda found: found.entered("failed", 1.0), tenant="me", term=term + 1)
+
+    def end(found: BatchRecord) -> BatchRecord:
+        return found.entered("completed", clock(), output_file_id="file_2")
+
+    ended = store.batches.update(record.id, end, tenant="me")
+    assert store.batches.get(record.id, tenant="me") == ended
+    assert ended.times == {"validating": 1000.0, "in_progress": 1001.0, "completed": clock()}
+    assert store.batches.unfinished() == []
+    assert store.batches.count_unfinished(tenant=record.tenant) == 0
+    assert store.sweep().batches == 0
+    assert store.sweep(clock() + KEEP_ENDED_S + 1).batches == 1
+    with pytest.raises(BatchNotFound):
+        store.batches.get(record.id, tenant="me")
+    assert list(store.batches.journal(record.id)) == []
+
+
+def test_a_change_is_made_again_where_another_one_was_faster(store: Store) -> None:
+    record = batch(store)
+    seen: list[int] = []
+
+    def change(found: BatchRecord) -> BatchRecord:
+        seen.append(found.version)
+        if len(seen) == 1:
+            store.batches.update(record.id, lambda each: each.entered("in_progress", 5.0), tenant="me")
+        return found.model_copy(update={"attempts": 7})
+
+    changed = store.batches.update(record.id, change, tenant="me")
+    assert seen == [0, 1]
+    assert (changed.state, changed.attempts, changed.version) == ("in_progress", 7, 2)
+    assert store.batches.get(record.id, tenant="me") == changed
+
+
+def test_tenants_see_nothing_of_each_other(store: Store, tmp_path: Path) -> None:
+    theirs = batch(store, "other")
+    file = store.files.create(given(tmp_path, b"secret"), tenant="other", filename="x", purpose="batch")
+    for call, known, error in (
+        (store.batches.get, theirs.id, BatchNotFound),
+        (store.files.get, file.id, FileNotFound),
+        (store.files.delete, file.id, FileNotFound),
+        (store.files.get, theirs.id, FileNotFound),
+        (store.batches.get, file.id, BatchNotFound),
+    ):
+        messages = []
+        for asked in (known, known[:-4] + "0000"):
+            with pytest.raises(error) as caught:
+                call(asked, tenant="me")
+            messages.append(caught.value.message.replace(asked, "ID"))
+        assert messages[0] == messages[1]
+    assert store.batches.list(tenant="me", limit=5) == ([], False)
+    assert store.files.list(tenant="me", limit=5) == ([], False)
+    for listing, after in ((store.files.list, file.id), (store.batches.list, theirs.id)):
+        with pytest.raises(InvalidRequest, match="continue from"):
+            listing(tenant="me", limit=5, after=after)
+
+
+def given(folder: Path, data: bytes) -> BinaryIO:
+    path = folder / secrets.token_hex(4)
+    path.write_bytes(data)
+    return path.open("rb")
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 5_000_000])
+@pytest.mark.parametrize("sealed", [False, True])
+def test_a_file_comes_back_as_it_went_in(place: Place, tmp_path: Path, nbytes: int, *, sealed: bool) -> None:
+    data = secrets.token_bytes(nbytes)
+    rules = Rules(keyring=Keyring([secrets.token_bytes(32)]) if sealed else None)
+    with place.open(rules=rules) as store:
+        record = store.files.create(given(tmp_path, data), tenant="me", filename="rows.jsonl", purpose="batch")
+        assert store.files.get(record.id, tenant="me") == record
+        assert (record.nbytes, record.filename, len(place.names())) == (nbytes, "rows.jsonl", min(nbytes, 1))
+        with store.files.open(record.id, tenant="me") as opened:
+            assert (opened.nbytes, opened.digest) == (nbytes, record.digest)
+            assert opened.file.read() == data
+            opened.file.seek(nbytes // 2)
+            assert opened.file.read(100) == data[nbytes // 2 :][:100]
+            opened.file.seek(0)
+            assert digest_of(opened.file) == record.digest
+        assert store.check() == []
+        assert store.files.delete(record.id, tenant="me") == record
+        assert place.names() == set()
+        with pytest.raises(FileNotFound):
+            store.files.delete(record.id, tenant="me")
+        assert store.check() == []
+
+
+def test_a_file_counts_for_the_quota_until_it_is_deleted(place: Place, tmp_path: Path) -> None:
+    with place.open(rules=Rules(quota=Quota(max_bytes=1000))) as store:
+        first = store.files.create(given(tmp_path, b"x" * 600), tenant="me", filename="", purpose="batch")
+        with pytest.raises(QuotaExceeded):
+            store.files.create(given(tmp_path, b"y" * 600), tenant="me", filename="", purpose="batch")
+        store.files.create(given(tmp_path, b"z" * 600), tenant="other", filename="", purpose="batch")
+        store.files.delete(first.id, tenant="me")
+        store.files.create(given(tmp_path, b"y" * 600), tenant="me", filename="", purpose="batch")
+        assert len(place.names()) == 2
+        over = {"tenant": "me", "filename": "", "purpose": "batch_output", "beyond_quota": True}
+        for _ in range(2):
+            store.files.create(given(tmp_path, b"o" * 600), **over)
+        store.files.delete(store.files.list(tenant="me", limit=3)[0][-1].id, tenant="me")
+        with pytest.raises(QuotaExceeded, match="1200 of 1000"):
+            store.files.create(given(tmp_path, b"x"), tenant="me", filename="", purpose="batch")
+
+
+def test_expired_files_are_gone_at_once_and_their_bytes_with_the_next_sweep(
+    store: Store, place: Place, clock: Clock, tmp_path: Path
+) -> None:
+    kept = store.files.create(given(tmp_path, b"kept"), tenant="me", filename="", purpose="batch")
+    file = store.files.create(given(tmp_path, b"brief"), tenant="me", filename="", purpose="batch", ttl_s=60)
+    assert file.expires_at == clock() + 60
+    assert store.files.list(tenant="me", limit=1) == ([file], True)
+    clock.time += 61
+    assert store.files.list(tenant="me", limit=1) == ([kept], False)
+    with pytest.raises(FileNotFound):
+        store.files.get(file.id, tenant="me")
+    assert len(place.names()) == 2
+    assert store.sweep().files == 1
+    assert len(place.names()) == 1
+
+
+def test_listing_files_by_purpose(store: Store, tmp_path: Path) -> None:
+    for number in range(5):
+        purpose = "batch" if number % 2 else "batch_output"
+        store.files.create(given(tmp_path, b"x"), tenant="me", filename=str(number), purpose=purpose)
+    found, more = store.files.list(tenant="me", limit=2, purpose="batch_output")
+    assert ([file.filename for file in found], more) == (["4", "2"], True)
+    rest, more = store.files.list(tenant="me", limit=2, purpose="batch_output", after=found[-1].id)
+    assert ([file.filename for file in rest], more) == (["0"], False)
+
+
+def test_a_reader_finishes_a_file_that_is_deleted_meanwhile(store: Store, tmp_path: Path) -> None:
+    data = secrets.token_bytes(3_000_000)
+    record = store.files.create(given(tmp_path, data), tenant="me", filename="", purpose="batch")
+    with store.files.open(record.id, tenant="me") as opened:
+        begun = opened.file.read(10)
+        store.files.delete(record.id, tenant="me")
+        assert begun + opened.file.read() == data
+
+
+def test_what_is_written_and_not_kept_is_swept(place: Place, clock: Clock, tmp_path: Path) -> None:
+    """The process dies between the bytes and the record."""
+
+    class Died(BaseException):
+        pass
+
+    def die(step: str) -> None:
+        if step == "verified":
+            raise Died
+
+    writer = place.open(now=clock, on_step=die)
+    writer.files._writer._discard = lambda _: None  # type: ignore[method-assign]  # dead processes undo nothing
+    with pytest.raises(Died):
+        writer.files.create(given(tmp_path, b"lost"), tenant="me", filename="", purpose="batch")
+    place.let_leases_run_out(clock)
+    with place.open(now=clock) as store:
+        store.sweep()
+        assert place.names() == set()
+        assert store.files.list(tenant="me", limit=5) == ([], False)
+        assert store.check() == []
+    writer.close()
+
+
+def test_a_file_whose_bytes_are_gone_says_so(store: Store, place: Place, tmp_path: Path) -> None:
+    record = store.files.create(given(tmp_path, b"rows"), tenant="me", filename="", purpose="batch")
+    assert record.name is not None
+    store.files._blobs.remove(record.name, record.stored_bytes)
+    with pytest.raises(FileNotFound, match="upload it again"):
+        store.files.open(record.id, tenant="me")
+    assert place.names() == set()

@@ -1,0 +1,45 @@
+"""What surrounds replicas in Ray. That they run, die and come back is tested over HTTP, in tests/service."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvshelf import errors
+from kvshelf.workers.cluster.deployment import _app_name, _resources, _startup_error, served_name
+
+TRACEBACK = """The deployment failed to start 1 times in a row. Error:
+Traceback (most recent call last):
+  File "model.py", line 42, in load
+OSError: no such file
+
+kvshelf.errors.StoreUnavailable: the first error
+
+During handling of the above exception, another exception occurred:
+
+  File "deployment.py", line 59, in __init__
+kvshelf.errors.InvalidRequest: the model 'x' cannot be loaded: no such file
+Look again.
+
+"""
+
+
+def test_the_cause_of_a_failed_start_is_raised_as_itself() -> None:
+    error = _startup_error("x", TRACEBACK)
+    assert type(error) is errors.InvalidRequest
+    assert error.message == "the model 'x' cannot be loaded: no such file\nLook again."
+    foreign = _startup_error("x", "Traceback\n  File y\nMemoryError: too big\n")
+    assert type(foreign) is errors.NoWorker
+    assert "MemoryError: too big" in foreign.message
+
+
+def test_a_folder_goes_by_its_own_name(tmp_path: Path) -> None:
+    (tmp_path / "my-model").mkdir()
+    assert served_name(str(tmp_path / "my-model")) == served_name(f"{tmp_path}/my-model/") == "my-model"
+    assert served_name("some-org/some-model") == "some-org/some-model"
+    assert _app_name("some-org/some-model", "0300").startswith("kvshelf-some-org-some-model-job0300-")
+    assert _app_name("m", "0300") != _app_name("m", "0300")  # two services on one cluster
+
+
+def test_a_device_that_is_named_decides_what_a_replica_takes_whatever_nodes_are_there_yet() -> None:
+    assert _resources("cuda") == _resources("cuda:0") == {"num_gpus": 1, "num_cpus": 0}
+    assert _resources("cpu") == {"num_cpus": 1}

@@ -1,0 +1,56 @@
+"""Errors on their way from a replica: ours arrive as themselves, Ray's are translated."""
+
+from __future__ import annotations
+
+import pickle
+from concurrent.futures import Future
+
+import pytest
+import ray.exceptions as ray_errors
+from ray.serve import exceptions as serve_errors
+
+from kvshelf.errors import by_code
+from kvshelf.workers.cluster.remote import RemoteEngine
+
+
+@pytest.fixture
+def remote() -> RemoteEngine:
+    return RemoteEngine("m", "app", handle=None, wanted=1)  # type: ignore[arg-type]  # translating needs no handle
+
+
+@pytest.mark.parametrize("code", sorted(by_code()))
+def test_every_error_of_ours_crosses_processes_as_itself(remote: RemoteEngine, code: str) -> None:
+    cls = by_code()[code]
+    original = cls("words", param="field", retry_after_s=1.5)
+    crossed = pickle.loads(pickle.dumps(original))
+    wrapped = ray_errors.RayTaskError("f", "traceback", crossed).as_instanceof_cause()
+    found = remote._translate(wrapped)
+    assert type(found) is cls
+    assert (found.message, found.param, found.details) == (original.message, original.param, original.details)
+
+
+@pytest.mark.parametrize(
+    ("foreign", "code"),
+    [
+        (serve_errors.BackPressureError(5, 5), "queue_full"),
+        (ray_errors.ActorDiedError(), "worker_crashed"),
+        (ray_errors.WorkerCrashedError(), "worker_crashed"),
+        (ray_errors.ActorUnavailableError("gone", None), "no_worker"),
+        (serve_errors.ReplicaUnavailableError("r"), "no_worker"),
+        (ray_errors.TaskCancelledError(), "cancelled"),
+        (serve_errors.RequestCancelledError(), "cancelled"),
+        (TimeoutError(), "deadline_exceeded"),
+        (ray_errors.RaySystemError("?"), "internal"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else value,
+)
+def test_ray_s_errors_become_ours(remote: RemoteEngine, foreign: Exception, code: str) -> None:
+    found = remote._translate(foreign)
+    assert found.code == code
+    if code in ("queue_full", "worker_crashed", "no_worker"):
+        assert found.details["retry_after_s"] > 0
+
+
+def test_an_engine_goes_to_another_process_while_it_asks_ray(remote: RemoteEngine) -> None:
+    remote._counting = Future()
+    assert pickle.loads(pickle.dumps(remote)).model == "m"

@@ -1,0 +1,92 @@
+"""Every policy with every codec: to bytes and back, attached, asked; and the same bytes when it is all done again."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from kvshelf.bench.quality.tasks import make_document
+from kvshelf.store.artifact import blob
+from kvshelf.store.artifact.cache import CompressedCache
+from kvshelf.workers.engine.engine import Engine
+from kvshelf.workers.policies import POLICIES
+
+CODECS = ("none", "int8", "int4", "int2", "mixed")
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return Engine.load("kvshelf-tiny")
+
+
+@pytest.fixture(scope="module")
+def document(tiny):
+    return make_document("multikey", "prose", 700, 20_261_120, tiny.text.count_tokens)
+
+
+@pytest.fixture(scope="module")
+def compressed(tiny, document):
+    @functools.cache
+    def of(policy):
+        options = {} if policy == "full" else {"compression_ratio": 0.5}
+        return tiny.compress(document.text, policy=policy, **options)
+
+    return of
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_bytes_and_back(tiny, document, compressed, policy, codec):
+    cache = compressed(policy)
+    in_memory = cache.encoded(codec)
+    data = cache.to_bytes(codec)
+    read = CompressedCache.from_bytes(data)
+    assert read.to_bytes() == data
+    assert (read.codec, read.next_position) == (in_memory.codec, cache.next_position)
+    for record, decoded, exact in zip(in_memory.layers, read.layers, cache.layers, strict=True):
+        for ours, theirs, original in zip(record.positions, decoded.positions, exact.positions, strict=True):
+            assert ours.tolist() == theirs.tolist() == original.tolist()
+        for ours, theirs in zip(record.dense(), decoded.dense(), strict=True):
+            assert torch.equal(ours, theirs)
+    question = document.questions[0].text
+    answers = [tiny.answer(held, question, max_new_tokens=8) for held in (in_memory, read)]
+    assert answers[0].token_ids == answers[1].token_ids
+    assert answers[0].usage.cache_read_tokens == cache.num_tokens
+    with tiny.attached(read) as past:
+        ids = torch.tensor([tiny.encode_query(read, question)])
+        positions = torch.arange(cache.next_position, cache.next_position + ids.shape[1]).unsqueeze(0)
+        logits = tiny.model(ids, past_key_values=past, position_ids=positions).logits
+    assert bool(logits.isfinite().all())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_done_again_the_segments_are_the_same(tiny, document, compressed, policy):
+    options = {} if policy == "full" else {"compression_ratio": 0.5}
+    again = tiny.compress(document.text, policy=policy, **options)
+    for codec in ("none", "int4"):
+        digests = [
+            [layer.digest for layer in blob.inspect(cache.to_bytes(codec)).header.layers]
+            for cache in (compressed(policy), again)
+        ]
+        assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_quantized_answers_stay_close(tiny, document, compressed, policy):
+    """Next-token distributions under int8 are those of the exact cache but for rounding."""
+    cache = compressed(policy)
+    ids = torch.tensor([tiny.encode_query(cache, document.questions[0].text)])
+    logits = []
+    for codec in ("none", "int8"):
+        with torch.no_grad(), tiny.attached(cache.encoded(codec)) as past:
+            logits.append(tiny.model(ids, past_key_values=past).logits[0, -1].log_softmax(-1))
+    assert torch.nn.functional.kl_div(logits[1], logits[0], log_target=True, reduction="sum") < 0.02
+
+
+def test_fewer_bits_are_fewer_bytes(compressed):
+    none, int8, int4, int2, mixed = (len(compressed("full").to_bytes(codec)) for codec in CODECS)
+    assert none > int8 > int4 > int2
+    assert int8 > mixed > int2
+    assert int2 < none / 6

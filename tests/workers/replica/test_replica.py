@@ -1,0 +1,364 @@
+"""A replica without Ray: a real engine, a real shelf on disk, and its own event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from kvshelf.api import CreateCache
+from kvshelf.errors import (
+    CacheCorrupt,
+    CacheNotFound,
+    DeadlineExceeded,
+    DocumentTooLong,
+    DocumentTooShort,
+    InternalError,
+    InvalidRequest,
+    ModelMismatch,
+    QuotaExceeded,
+    RequestTimeout,
+    StateConflict,
+)
+from kvshelf.store.disk import DiskStore
+from kvshelf.store.index import Quota
+from kvshelf.store.rules import Rules
+from kvshelf.workers.engine.decode.generation import Sampling
+from kvshelf.workers.engine.engine import Engine, Prefill
+from kvshelf.workers.engine.prefill.levels import Level
+from kvshelf.workers.replica import replica as replica_module
+from kvshelf.workers.replica.replica import Asked, Replica, Replied
+from kvshelf.workers.replica.residents import ResidentLimits
+from kvshelf.workers.replica.scheduler import Scheduler
+
+pytestmark = pytest.mark.anyio
+
+DOCUMENT = "The harbour master keeps the tide tables in a green book. " * 20
+
+
+class Watched(Engine):
+    """An engine that counts its prefills and calls `on_layer` after each layer of one."""
+
+    runs = 0
+    on_layer: Callable[[], None] = staticmethod(lambda: None)
+
+    def prefill(
+        self, group: Sequence[Level], *, questions: int = 0, checkpoint: Callable[[], None] | None = None
+    ) -> Prefill:
+        self.runs += 1
+
+        def watched() -> None:
+            self.on_layer()
+            if checkpoint is not None:
+                checkpoint()
+
+        return super().prefill(group, questions=questions, checkpoint=watched)
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
+def engine(tiny_folder: Path) -> Watched:
+    engine = Watched.load(str(tiny_folder), device="cpu")
+    assert isinstance(engine, Watched)
+    return engine
+
+
+@pytest.fixture
+async def replica(engine: Watched, tmp_path: Path) -> AsyncIterator[Replica]:
+    replica = Replica(engine, DiskStore.open(tmp_path / "home"), Scheduler(engine))
+    replica.start()
+    yield replica
+    replica.stop()
+
+
+def spec(**fields: Any) -> dict[str, Any]:
+    return CreateCache(**({"document": DOCUMENT} | fields)).model_dump(mode="json")
+
+
+def asked(*prompts: str, max_tokens: int = 8) -> Asked:
+    return Asked(prompts, Sampling(max_tokens=max_tokens))
+
+
+async def test_what_is_created_is_on_the_shelf_and_is_not_made_again(replica: Replica, engine: Watched) -> None:
+    created = await replica.create(spec(labels={"kind": "log"}, name="tides"), tenant="default")
+    assert not created.existing
+    stored = replica._store.get(created.manifest["id"])
+    assert stored.to_bytes() == engine.compress(DOCUMENT).to_bytes()
+    assert created.manifest["labels"] == {"kind": "log"}
+    assert created.manifest["timings"]["prefill_s"] > 0
+    runs = engine.runs
+    again = await replica.create(spec(), tenant="default")
+    assert (again.existing, again.manifest["id"], engine.runs) == (True, created.manifest["id"], runs)
+
+
+async def test_equal_creations_at_the_same_time_are_one_prefill(replica: Replica, engine: Watched) -> None:
+    many = await asyncio.gather(*(replica.create(spec(), tenant="default") for _ in range(20)))
+    assert engine.runs == 1
+    assert len({created.manifest["id"] for created in many}) == 1
+    assert [created.existing for created in many].count(False) == 1
+
+
+async def test_one_of_two_equal_creations_leaves_and_the_other_is_done(replica: Replica, engine: Watched) -> None:
+    first = asyncio.ensure_future(replica.create(spec(), tenant="default"))
+    second = asyncio.ensure_future(replica.create(spec(), tenant="default"))
+    while not replica._creations._flights._flights:
+        await asyncio.sleep(0)
+    first.cancel()
+    assert (await second).manifest["id"].startswith("kvs_")
+    assert engine.runs == 1
+
+
+async def test_a_creation_that_everybody_left_stops_within_a_layer(replica: Replica, engine: Watched) -> None:
+    loop = asyncio.get_running_loop()
+    reached = asyncio.Event()
+    layers: list[int] = []
+
+    def on_layer() -> None:
+        layers.append(1)
+        loop.call_soon_threadsafe(reached.set)
+        asyncio.run_coroutine_threadsafe(_cancelled(task), loop).result(30)
+
+    engine.on_layer = on_layer
+    task = asyncio.ensure_future(replica.create(spec(), tenant="default"))
+    await reached.wait()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    engine.on_layer = lambda: None
+    assert not (await replica.create(spec(), tenant="default")).existing  # the thread is free, and nothing was stored
+    assert len(layers) == 1
+
+
+async def _cancelled(task: asyncio.Future[Any]) -> None:
+    task.cancel()
+    await asyncio.wait([task])
+    await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"document": ""}, DocumentTooShort),
+        ({"document": None, "token_ids": [5] * 16385}, DocumentTooLong),
+        ({"policy": "magic"}, InvalidRequest),
+        ({"policy_params": {"windows": 3}}, InvalidRequest),
+        ({"policy": "full", "compression_ratio": 0.5}, InvalidRequest),
+    ],
+)
+async def test_what_cannot_be_compressed_is_refused_before_any_work(
+    replica: Replica, engine: Watched, fields: dict[str, Any], error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        await replica.create(spec(**fields), tenant="default")
+    assert engine.runs == 0
+
+
+async def test_answers_come_in_the_order_of_the_prompts(replica: Replica, engine: Watched) -> None:
+    cache_id = (await replica.create(spec(), tenant="default")).manifest["id"]
+    cache = replica._store.get(cache_id)
+    prompts = ("tide", "Who keeps the green book?", "1984", "a b c d")
+    replies = await replica.query(cache_id, asked(*prompts), tenant="default")
+    assert [reply.answer for reply in replies] == [engine.answer(cache, p, max_new_tokens=8) for p in prompts]
+    assert all(reply.load_ms > 0 and reply.compression_ratio == 0.5 for reply in replies)
+
+
+async def test_a_stream_is_the_answer_in_pieces(replica: Replica) -> None:
+    cache_id = (await replica.create(spec(), tenant="default")).manifest["id"]
+    (whole,) = await replica.query(cache_id, asked("tide", max_tokens=30), tenant="default")
+    pieces = [piece async for piece in replica.stream(cache_id, asked("tide", max_tokens=30), tenant="default")]
+    *texts, last = pieces
+    assert isinstance(last, Replied)
+    assert last.answer == whole.answer
+    assert len(texts) > 10
+    assert "".join(texts) == whole.answer.text  # type: ignore[arg-type]  # all but the last are text
+
+
+async def test_work_that_takes_longer_than_its_caller_waits(replica: Replica) -> None:
+    with pytest.raises(DeadlineExceeded):
+        await replica.create(spec(), tenant="default", deadline_s=1e-6)
+    cache_id = (await replica.create(spec(), tenant="default")).manifest["id"]
+    for _ in range(2):
+        with pytest.raises(DeadlineExceeded):
+            await replica.query(cache_id, asked("tide", max_tokens=10_000), tenant="default", deadline_s=0.1)
+    assert await replica.query(cache_id, asked("tide"), tenant="default")
+
+
+async def test_leaving_a_stream_ends_its_work(replica: Replica) -> None:
+    cache_id = (await replica.create(spec(), tenant="default")).manifest["id"]
+    stream = replica.stream(cache_id, asked("tide", max_tokens=10_000), tenant="default")
+    await anext(stream)
+    await stream.aclose()
+    end = time.monotonic() + 30
+    while replica._scheduler._open and time.monotonic() < end:
+        await asyncio.sleep(0.01)
+    assert not replica._scheduler._open
+
+
+async def test_a_client_that_stops_reading_is_let_go(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_module, "MAX_UNREAD_PIECES", 5)
+    cache_id = (await replica.create(spec(), tenant="default")).manifest["id"]
+    stream = replica.stream(cache_id, asked("tide", max_tokens=10_000), tenant="default")
+    await anext(stream)
+    end = time.monotonic() + 30
+    while replica._scheduler._open and time.monotonic() < end:
+        await asyncio.sleep(0.01)
+    assert not replica._scheduler._open
+    with pytest.raises(RequestTimeout, match="read the stream faster"):
+        async for _ in stream:
+            pass
+    assert await replica.query(cache_id, asked("tide"), tenant="default")
+
+
+async def test_no_room_for_a_cache_is_an_error_in_time(engine: Watched, tmp_path: Path) -> None:
+    """Memory for less than one cache: while one is being asked, another waits, and not for ever."""
+    replica = Replica(engine, DiskStore.open(tmp_path / "home"), Scheduler(engine), ResidentLimits(max_bytes=1))
+    replica.start()
+    try:
+        first, second = [
+            (await replica.create(spec(document=DOCUMENT + text), tenant="default")).manifest["id"] for text in "ab"
+        ]
+        stream = replica.stream(first, asked("tide", max_tokens=10_000), tenant="default")
+        await anext(stream)
+        with pytest.raises(DeadlineExceeded, match="memory for caches is full"):
+            await replica.query(second, asked("tide"), tenant="default", deadline_s=0.3)
+        await stream.aclose()
+        assert await replica.query(second, asked("tide"), tenant="default")
+    finally:
+        replica.stop()
+
+
+async def test_a_flipped_bit_never_reaches_the_model(replica: Replica, tmp_path: Path) -> None:
+    cache_id = (await replica.create(spec(), tenant="default")).manifest["id"]
+    (blob,) = (tmp_path / "home" / "blobs").iterdir()
+    data = bytearray(blob.read_bytes())
+    data[len(data) // 2] ^= 1
+    blob.write_bytes(data)
+    with pytest.raises(CacheCorrupt):
+        await replica.query(cache_id, asked("tide"), tenant="default")
+    assert not (await replica.create(spec(), tenant="default")).existing  # it is made anew
+    assert await replica.query(cache_id, asked("tide"), tenant="default")
+
+
+async def test_a_cache_of_another_model_or_tenant_is_refused(replica: Replica, other_engine: Engine) -> None:
+    foreign = replica._store.put(other_engine.compress(DOCUMENT), tenant="default").id
+    with pytest.raises(ModelMismatch) as refused:
+        await replica.query(foreign, asked("tide"), tenant="default")
+    assert refused.value.details["field"] == "weights"
+    with pytest.raises(CacheNotFound):
+        await replica.query(foreign, asked("tide"), tenant="somebody else")
+
+
+async def test_a_cache_lives_as_long_as_its_newest_request_asks(replica: Replica) -> None:
+    expiries = []
+    for fields in ({"ttl_s": 100.0}, {"ttl_s": 1000.0}, {"ttl_s": 10.0}, {}):
+        expiries.append((await replica.create(spec(**fields), tenant="default")).manifest["expires_at"])
+    assert expiries[0] < expiries[1] == expiries[2]
+    assert expiries[3] is None
+
+
+async def test_a_used_up_quota_is_said_before_the_prefill(engine: Watched, tmp_path: Path) -> None:
+    store = DiskStore.open(tmp_path / "home", rules=Rules(quota=Quota(max_caches=1)))
+    replica = Replica(engine, store, Scheduler(engine))
+    replica.start()
+    try:
+        await replica.create(spec(), tenant="default")
+        runs = engine.runs
+        with pytest.raises(QuotaExceeded):
+            await replica.create(spec(policy="knorm"), tenant="default")
+        assert engine.runs == runs
+        assert (await replica.create(spec(), tenant="default")).existing
+        assert not (await replica.create(spec(policy="knorm"), tenant="another")).existing
+        store.ledger.open_request("req_1", tenant="default", body=b"{}")
+        with pytest.raises(QuotaExceeded):
+            await replica.create(spec(policy="knorm"), tenant="default", request_id="req_1")
+        assert store.ledger.get_request("req_1", tenant="default").state == "failed"  # trying again frees nothing
+    finally:
+        replica.stop()
+
+
+async def test_a_default_lifetime_prolongs_and_never_shortens(engine: Watched, tmp_path: Path) -> None:
+    now = [1000.0]
+    rules = Rules(default_ttl_s=100)
+    replica = Replica(engine, DiskStore.open(tmp_path / "home", rules=rules, now=lambda: now[0]), Scheduler(engine))
+    replica.start()
+    try:
+        expiries = []
+        for fields in ({}, {"ttl_s": 500.0}, {}):
+            expiries.append((await replica.create(spec(**fields), tenant="default")).manifest["expires_at"])
+            now[0] += 50
+        assert expiries == [1100, 1550, 1550]
+    finally:
+        replica.stop()
+
+
+async def test_a_source_is_kept_once_for_new_and_for_old_caches(replica: Replica) -> None:
+    store = replica._store
+    bare = (await replica.create(spec(), tenant="default")).manifest
+    kept = await asyncio.gather(*(replica.create(spec(keep_source=True), tenant="default") for _ in range(5)))
+    assert [bare["has_source"], *(created.manifest["has_source"] for created in kept)] == [False] + [True] * 5
+    assert store.source(bare["id"]) == DOCUMENT
+    many = [replica.create(spec(keep_source=True, policy="knorm"), tenant="default") for _ in range(5)]
+    ids = {created.manifest["id"] for created in await asyncio.gather(*many)}
+    assert store.source(ids.pop()) == DOCUMENT
+    assert not ids
+
+
+async def test_an_attempt_is_counted_before_the_work_and_its_end_recorded(replica: Replica, engine: Watched) -> None:
+    ledger = replica._store.ledger
+    states: list[tuple[str, int]] = []
+
+    def on_layer() -> None:
+        record = ledger.get_request("req_1", tenant="default")
+        states.append((record.state, record.attempts))
+
+    engine.on_layer = on_layer
+    ledger.open_request("req_1", tenant="default", body=b"{}")
+    created = await replica.create(spec(), tenant="default", request_id="req_1")
+    assert set(states) == {("running", 1)}
+    record = ledger.get_request("req_1", tenant="default")
+    assert (record.state, record.cache_ids) == ("done", (created.manifest["id"],))
+    with pytest.raises(StateConflict):
+        await replica.create(spec(), tenant="default", request_id="req_1")
+
+
+async def test_a_failure_of_the_caller_is_final_and_one_of_ours_is_tried_again(
+    replica: Replica, engine: Watched
+) -> None:
+    ledger = replica._store.ledger
+    ledger.open_request("req_bad", tenant="default", body=b"{}")
+    with pytest.raises(DocumentTooShort):
+        await replica.create(spec(document=""), tenant="default", request_id="req_bad")
+    record = ledger.get_request("req_bad", tenant="default")
+    assert record.error is not None
+    assert (record.state, record.error.code) == ("failed", "document_too_short")
+
+    def broken() -> None:
+        raise ZeroDivisionError
+
+    engine.on_layer = broken
+    for _ in range(2):  # asked for once more it has all its tries again
+        ledger.open_request("req_bug", tenant="default", body=b"{}")
+        seen = []
+        for _ in range(3):
+            with pytest.raises(InternalError):
+                await replica.create(spec(), tenant="default", request_id="req_bug")
+            seen.append(ledger.get_request("req_bug", tenant="default").state)
+        assert seen == ["queued", "queued", "failed"]
+
+
+@pytest.fixture
+def other_engine(tiny_folder: Path) -> Engine:
+    """The same architecture and tokenizer with one other weight."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[0, 0] += 1
+    return Engine(model, AutoTokenizer.from_pretrained(tiny_folder), name="other")

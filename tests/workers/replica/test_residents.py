@@ -1,0 +1,192 @@
+"""Caches that stay in memory: never answered from when the store says otherwise, never over their bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from kvshelf.errors import CacheCorrupt, CacheExpired, CacheNotFound, ModelMismatch
+from kvshelf.store.artifact.cache import CompressedCache
+from kvshelf.store.base import Store
+from kvshelf.store.disk import DiskStore
+from kvshelf.workers.engine.attention.attachment import Attachment
+from kvshelf.workers.engine.engine import Engine
+from kvshelf.workers.replica.residents import ResidentLimits, Residents
+from tests.conftest import save_random_model
+from tests.store.places import Clock
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+class Counting(DiskStore):
+    """A disk store that counts how often a blob is opened."""
+
+    opened = 0
+
+    def open_cache(self, cache_id: str, *, tenant: str = "default"):  # type: ignore[no-untyped-def]
+        self.opened += 1
+        return super().open_cache(cache_id, tenant=tenant)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_folder: Path) -> Engine:
+    return Engine.load(str(tiny_folder), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def caches(engine: Engine) -> list[CompressedCache]:
+    return [engine.compress(list(range(10 + i, 200 + i)), policy="full") for i in range(4)]
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def store(tmp_path: Path, clock: Clock) -> Iterator[Counting]:
+    with Counting.open(tmp_path / "home", now=clock) as store:
+        yield store
+
+
+@pytest.fixture
+async def threads() -> AsyncIterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as pool:
+        yield pool
+
+
+def make(store: Store, engine: Engine, threads: ThreadPoolExecutor, **limits: float) -> Residents:
+    return Residents(store, engine.attach, ResidentLimits(**limits), threads)  # type: ignore[arg-type]
+
+
+async def ask(residents: Residents, cache_id: str, tenant: str = "default") -> tuple[Attachment, bool]:
+    async with residents.using(cache_id, tenant) as (resident, there):
+        for layer in range(resident.document.num_layers):
+            await asyncio.to_thread(resident.document.prefixes, layer)
+        return resident.document, there
+
+
+async def test_a_second_question_finds_the_cache_in_memory(
+    store: Counting, engine: Engine, caches: list[CompressedCache], threads: ThreadPoolExecutor
+) -> None:
+    residents = make(store, engine, threads)
+    cache_id = store.put(caches[0]).id
+    first, there = await ask(residents, cache_id)
+    again, there_now = await ask(residents, cache_id)
+    assert (there, there_now, store.opened) == (False, True, 1)
+    assert first is again
+    assert first.nbytes == residents.nbytes > 0
+
+
+async def test_questions_at_the_same_time_are_one_read(
+    store: Counting, engine: Engine, caches: list[CompressedCache], threads: ThreadPoolExecutor
+) -> None:
+    residents = make(store, engine, threads)
+    cache_id = store.put(caches[0]).id
+    found = await asyncio.gather(*(ask(residents, cache_id) for _ in range(20)))
+    assert store.opened == 1
+    assert len({id(document) for document, _ in found}) == 1
+
+
+async def test_what_the_store_no_longer_has_is_not_answered_from_memory(
+    store: Counting, clock: Clock, engine: Engine, caches: list[CompressedCache], threads: ThreadPoolExecutor
+) -> None:
+    residents = make(store, engine, threads)
+    deleted, expiring = store.put(caches[0]).id, store.put(caches[1], ttl_s=5).id
+    for cache_id in (deleted, expiring):
+        await ask(residents, cache_id)
+    store.delete(deleted)
+    with pytest.raises(CacheNotFound):
+        await ask(residents, deleted)
+    with pytest.raises(CacheNotFound):
+        await ask(residents, expiring, tenant="somebody else")
+    clock.time += 5
+    with pytest.raises(CacheExpired):
+        await ask(residents, expiring)
+
+
+async def test_the_least_recently_used_leave_when_bytes_run_out(
+    store: Counting, engine: Engine, caches: list[CompressedCache], threads: ThreadPoolExecutor
+) -> None:
+    ids = [store.put(cache).id for cache in caches]
+    one = store.open_cache(ids[0])
+    one.close()
+    residents = make(store, engine, threads, max_bytes=2 * one.nbytes + one.nbytes // 2)
+    for cache_id in (ids[0], ids[1], ids[0], ids[2]):  # 1 leaves: 0 was used after it
+        await ask(residents, cache_id)
+        assert residents.nbytes <= residents._limits.max_bytes
+    there = [(await ask(residents, cache_id))[1] for cache_id in (ids[0], ids[2], ids[1])]
+    assert there == [True, True, False]
+
+
+async def test_what_is_being_asked_is_not_evicted_and_others_wait_for_its_room(
+    store: Counting, engine: Engine, caches: list[CompressedCache], threads: ThreadPoolExecutor
+) -> None:
+    first, second = (store.put(cache).id for cache in caches[:2])
+    residents = make(store, engine, threads, max_bytes=1)  # each is larger than that: one at a time
+    async with residents.using(first, "default") as (resident, _):
+        waiting = asyncio.ensure_future(ask(residents, second))
+        await asyncio.sleep(0.3)
+        assert not waiting.done()
+        assert len(residents) == 1
+        assert resident.document is (await ask(residents, first))[0]
+    document, there = await asyncio.wait_for(waiting, 30)
+    assert not there
+    assert document.nbytes == residents.nbytes
+
+
+async def test_idle_caches_leave(
+    store: Counting, engine: Engine, caches: list[CompressedCache], threads: ThreadPoolExecutor
+) -> None:
+    residents = make(store, engine, threads, idle_s=0.4)
+    used, unused = (store.put(cache).id for cache in caches[:2])
+    await ask(residents, unused)
+    evicting = asyncio.ensure_future(residents.evict_idle_forever())
+    try:
+        async with residents.using(used, "default"):
+            end = time.monotonic() + 10
+            while len(residents) > 1 and time.monotonic() < end:
+                await asyncio.sleep(0.05)
+            assert len(residents) == 1  # what is being asked stays, however long it takes
+            assert (await ask(residents, used))[1]
+        while len(residents) and time.monotonic() < end:
+            await asyncio.sleep(0.05)
+    finally:
+        evicting.cancel()
+    assert residents.nbytes == 0
+
+
+async def test_a_damaged_blob_is_an_error_and_is_not_kept(
+    store: Counting, engine: Engine, caches: list[CompressedCache], threads: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    residents = make(store, engine, threads)
+    cache_id = store.put(caches[0]).id
+    (blob,) = (tmp_path / "home" / "blobs").iterdir()
+    data = bytearray(blob.read_bytes())
+    data[len(data) // 2] ^= 1
+    blob.write_bytes(data)
+    with pytest.raises(CacheCorrupt):
+        await ask(residents, cache_id)
+    assert len(residents) == 0
+    store.put(caches[0])
+    assert not (await ask(residents, cache_id))[1]
+
+
+async def test_a_cache_of_another_model_is_refused_and_takes_no_room(
+    store: Counting, caches: list[CompressedCache], threads: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    other = Engine.load(str(save_random_model(tmp_path / "other", seed=9)), device="cpu")
+    residents = make(store, other, threads)
+    with pytest.raises(ModelMismatch):
+        await ask(residents, store.put(caches[0]).id)
+    assert len(residents) == 0

@@ -1,0 +1,366 @@
+"""The scheduler with a real engine. Where a test needs work to wait, it holds the scheduler's thread itself."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
+from pathlib import Path
+
+import pytest
+
+from kvshelf.errors import Cancelled, DeadlineExceeded, InvalidRequest, NoWorker, QueueFull, StoreUnavailable
+from kvshelf.store.artifact.cache import CompressedCache
+from kvshelf.store.url import open_store
+from kvshelf.workers.engine.decode.generation import Sampling
+from kvshelf.workers.engine.engine import Engine, Prefill
+from kvshelf.workers.engine.inputs.job import Job
+from kvshelf.workers.engine.prefill.levels import Level, Levels
+from kvshelf.workers.replica.scheduler import Scheduler, SchedulerLimits
+
+DOCUMENT = "The harbour master keeps the tide tables in a green book. " * 20
+WAIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_folder: Path) -> Engine:
+    return Engine.load(str(tiny_folder), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def job(engine: Engine) -> Job:
+    return engine.prepare(DOCUMENT)
+
+
+@pytest.fixture(scope="module")
+def cache(engine: Engine, job: Job) -> CompressedCache:
+    return engine.run(job).cache
+
+
+@pytest.fixture
+def scheduler(engine: Engine) -> Iterator[Scheduler]:
+    scheduler = Scheduler(engine, SchedulerLimits(max_open=4, max_waiting=4, max_compressions=2))
+    scheduler.start()
+    yield scheduler
+    scheduler.stop()
+
+
+def alone(job: Job) -> Levels:
+    """The work of one level, not measured."""
+    return Levels((Level(job),), questions=0)
+
+
+class Gate:
+    """Holds the scheduler's thread inside the first piece of text of a generation until it is opened."""
+
+    def __init__(self, scheduler: Scheduler, engine: Engine, cache: CompressedCache) -> None:
+        self.entered = threading.Event()
+        self._opened = threading.Event()
+        query = engine.encode_query(cache, "hold on")
+        self.ticket = scheduler.generate(cache, query, Sampling(max_tokens=8), on_text=self._hold)
+        assert self.entered.wait(WAIT_S)
+
+    def _hold(self, _: str) -> None:
+        self.entered.set()
+        assert self._opened.wait(WAIT_S)
+
+    def open(self) -> None:
+        self._opened.set()
+
+
+def test_a_compression_through_the_scheduler_is_the_engine_s_own(
+    scheduler: Scheduler, engine: Engine, job: Job
+) -> None:
+    ticket = scheduler.compress(alone(job))
+    assert ticket.future.result(WAIT_S)[0].cache.to_bytes() == engine.run(job).cache.to_bytes()
+    assert ticket.queue_s >= 0
+
+
+def test_concurrent_answers_are_those_of_one_after_the_other(
+    scheduler: Scheduler, engine: Engine, cache: CompressedCache
+) -> None:
+    questions = ["tide", "Who keeps the green book?", "1984", "a b c d"]
+    alone = [engine.answer(cache, question, max_new_tokens=12) for question in questions]
+    pieces: dict[str, list[str]] = {question: [] for question in questions}
+    tickets = [
+        scheduler.generate(
+            cache, engine.encode_query(cache, question), Sampling(max_tokens=12), on_text=pieces[question].append
+        )
+        for question in questions
+    ]
+    together = [ticket.future.result(WAIT_S) for ticket in tickets]
+    assert together == alone
+    assert ["".join(pieces[question]) for question in questions] == [answer.text for answer in alone]
+    assert len({answer.text for answer in alone}) == 4  # equal answers could not tell a mix-up
+
+
+def test_a_question_is_answered_inside_a_compression(
+    scheduler: Scheduler, engine: Engine, job: Job, cache: CompressedCache
+) -> None:
+    gate = Gate(scheduler, engine, cache)
+    order: list[str] = []
+    compressing = scheduler.compress(alone(job))
+    asking = scheduler.generate(cache, engine.encode_query(cache, "When?"), Sampling(max_tokens=2))
+    compressing.future.add_done_callback(lambda _: order.append("compression"))
+    asking.future.add_done_callback(lambda _: order.append("answer"))
+    gate.open()
+    wait([compressing.future, asking.future], WAIT_S)
+    assert order == ["answer", "compression"]
+
+
+def test_generations_keep_stepping_while_a_compression_runs(engine: Engine, job: Job, cache: CompressedCache) -> None:
+    """With next to no share for online work there is still one round of steps between two layers."""
+    scheduler = Scheduler(engine, SchedulerLimits(batch_share=0.999))
+    layers: list[int] = []
+    steps = 0
+
+    def on_text(_: str) -> None:
+        nonlocal steps
+        steps += 1
+        if scheduler._compressing is not None:
+            layers.append(steps)
+
+    scheduler.start()
+    try:
+        asking = scheduler.generate(
+            cache, engine.encode_query(cache, "Go on"), Sampling(max_tokens=5000), on_text=on_text
+        )
+        scheduler.compress(alone(job)).future.result(WAIT_S)
+        asking.cancel()
+        with pytest.raises(Cancelled):
+            asking.future.result(WAIT_S)
+    finally:
+        scheduler.stop()
+    assert layers
+
+
+def test_an_error_fails_its_own_work_only(
+    scheduler: Scheduler, engine: Engine, job: Job, cache: CompressedCache
+) -> None:
+    def broken(_: str) -> None:
+        raise ZeroDivisionError
+
+    query = engine.encode_query(cache, "What?")
+    fine = scheduler.generate(cache, query, Sampling(max_tokens=8))
+    failing = scheduler.generate(cache, query, Sampling(max_tokens=8), on_text=broken)
+    refused = scheduler.generate(cache, [], Sampling(max_tokens=8))
+    with pytest.raises(ZeroDivisionError):
+        failing.future.result(WAIT_S)
+    with pytest.raises(InvalidRequest):
+        refused.future.result(WAIT_S)
+    assert fine.future.result(WAIT_S).usage.completion_tokens == 8
+    assert scheduler.compress(alone(job)).future.result(WAIT_S)[0].cache.num_tokens == job.num_tokens
+    assert scheduler.alive
+
+
+def test_a_cancelled_generation_leaves_within_one_step(
+    scheduler: Scheduler, engine: Engine, cache: CompressedCache
+) -> None:
+    pieces: list[str] = []
+    ready = threading.Event()
+
+    def on_text(text: str) -> None:
+        pieces.append(text)
+        if len(pieces) == 3:
+            ticket.cancel()
+            ready.set()
+
+    query = engine.encode_query(cache, "Go on")
+    with scheduler._queues.changed:  # the thread takes the work once `ticket` is bound
+        ticket = scheduler.generate(cache, query, Sampling(max_tokens=5000), on_text=on_text)
+    assert ready.wait(WAIT_S)
+    with pytest.raises(Cancelled):
+        ticket.future.result(WAIT_S)
+    assert len(pieces) == 3
+
+
+class Watched(Engine):
+    """An engine that calls `on_layer` after each layer of a compression, before the scheduler's turn."""
+
+    on_layer: Callable[[], None]
+
+    def prefill(
+        self, group: Sequence[Level], *, questions: int = 0, checkpoint: Callable[[], None] | None = None
+    ) -> Prefill:
+        def watched() -> None:
+            self.on_layer()
+            assert checkpoint is not None
+            checkpoint()
+
+        return super().prefill(group, questions=questions, checkpoint=watched)
+
+
+@pytest.fixture
+def watched(tiny_folder: Path) -> Watched:
+    return Watched.load(str(tiny_folder), device="cpu")  # type: ignore[return-value]  # `load` is a classmethod
+
+
+@pytest.mark.parametrize(
+    ("deadline_s", "error"), [(None, Cancelled), (1.0, DeadlineExceeded)], ids=["cancelled", "out of time"]
+)
+def test_a_compression_that_shall_not_go_on_leaves_after_its_layer(
+    watched: Watched, deadline_s: float | None, error: type[Exception]
+) -> None:
+    layers = 0
+
+    def on_layer() -> None:
+        nonlocal layers
+        layers += 1
+        if deadline_s is None:
+            ticket.cancel()
+        else:
+            while ticket.overdue_s == 0:
+                time.sleep(0.01)
+
+    watched.on_layer = on_layer
+    scheduler = Scheduler(watched)
+    scheduler.start()
+    try:
+        with scheduler._queues.changed:  # the thread takes the work once `ticket` is bound
+            ticket = scheduler.compress(alone(watched.prepare(DOCUMENT)), deadline_s=deadline_s)
+        with pytest.raises(error):
+            ticket.future.result(WAIT_S)
+    finally:
+        scheduler.stop()
+    assert layers == 1
+    assert watched.model.config.num_hidden_layers > 1
+
+
+def test_cancelled_and_late_work_leaves_the_queue(scheduler: Scheduler, engine: Engine, cache: CompressedCache) -> None:
+    gate = Gate(scheduler, engine, cache)
+    query = engine.encode_query(cache, "What?")
+    cancelled = scheduler.generate(cache, query, Sampling(max_tokens=500))
+    late = scheduler.generate(cache, query, Sampling(max_tokens=500), deadline_s=1e-6)
+    cancelled.cancel()
+    gate.open()
+    with pytest.raises(Cancelled):
+        cancelled.future.result(WAIT_S)
+    with pytest.raises(DeadlineExceeded):
+        late.future.result(WAIT_S)
+
+
+def test_a_full_queue_refuses_and_says_when_to_come_back(
+    scheduler: Scheduler, engine: Engine, job: Job, cache: CompressedCache
+) -> None:
+    query = engine.encode_query(cache, "What?")
+    scheduler.generate(cache, query, Sampling(max_tokens=4)).future.result(WAIT_S)
+    gate = Gate(scheduler, engine, cache)
+    waiting = [scheduler.generate(cache, query, Sampling(max_tokens=2)) for _ in range(4)]
+    with pytest.raises(QueueFull) as refused:
+        scheduler.generate(cache, query, Sampling(max_tokens=2))
+    assert refused.value.details["queued"] == 4
+    assert refused.value.details["retry_after_s"] > 0
+    documents = [scheduler.compress(alone(job)) for _ in range(2)]
+    with pytest.raises(QueueFull):
+        scheduler.compress(alone(job))
+    gate.open()
+    for ticket in (*waiting, *documents):
+        ticket.future.result(WAIT_S)
+    assert scheduler.generate(cache, query, Sampling(max_tokens=2)).future.result(WAIT_S)
+
+
+def test_stopping_leaves_nobody_waiting(engine: Engine, job: Job, cache: CompressedCache) -> None:
+    scheduler = Scheduler(engine, SchedulerLimits(max_open=1))
+    scheduler.start()
+    query = engine.encode_query(cache, "Go on")
+    tickets = [scheduler.generate(cache, query, Sampling(max_tokens=5000)) for _ in range(3)]
+    tickets += [scheduler.compress(alone(job)) for _ in range(3)]  # type: ignore[misc]  # their futures are looked at
+    scheduler.stop()
+    assert not wait([ticket.future for ticket in tickets], timeout=0).not_done
+    assert all(isinstance(ticket.future.exception(), NoWorker) for ticket in tickets[:3])
+    with pytest.raises(NoWorker):
+        scheduler.compress(alone(job))
+    assert not scheduler.alive
+
+
+def test_stopping_with_time_to_drain_finishes_what_was_taken(engine: Engine, job: Job, cache: CompressedCache) -> None:
+    scheduler = Scheduler(engine)
+    scheduler.start()
+    answer = scheduler.generate(cache, engine.encode_query(cache, "What?"), Sampling(max_tokens=30))
+    compression = scheduler.compress(alone(job))
+    scheduler.stop(drain_s=WAIT_S)
+    assert answer.future.result(0).usage.completion_tokens == 30
+    assert compression.future.result(0)[0].cache.num_tokens == job.num_tokens
+
+
+def test_questions_wait_for_bytes_and_are_refused_where_there_will_never_be_enough(
+    engine: Engine, cache: CompressedCache
+) -> None:
+    """Room for two suffixes of 64 tokens: of five questions never more than two are open, and all are answered."""
+    room = 2 * 64 * engine.kv_bytes_per_token
+    scheduler = Scheduler(engine, SchedulerLimits(max_suffix_bytes=room))
+    open_at_once: list[int] = []
+    query = engine.encode_query(cache, "Who?")
+    scheduler.start()
+    try:
+        tickets = [
+            scheduler.generate(
+                cache,
+                query,
+                Sampling(max_tokens=8),
+                on_text=lambda _: open_at_once.append(len(scheduler._open)),
+            )
+            for _ in range(5)
+        ]
+        answers = [ticket.future.result(WAIT_S) for ticket in tickets]
+        assert len({answer.text for answer in answers}) == 1
+        assert max(open_at_once) <= 2
+        assert scheduler._batch.nbytes <= room
+        with pytest.raises(InvalidRequest, match=r"take \d+ bytes beside the document") as refused:
+            scheduler.generate(cache, query, Sampling(max_tokens=1000))
+        assert refused.value.param == "prompt"
+    finally:
+        scheduler.stop()
+    assert scheduler._batch.nbytes == 0
+
+
+def test_new_questions_join_while_others_are_answered(
+    scheduler: Scheduler, engine: Engine, cache: CompressedCache
+) -> None:
+    """A short answer asked for in the middle of a long one is done long before it."""
+    steps: list[str] = []
+    joined: list[object] = []
+
+    def on_text(text: str) -> None:
+        steps.append(text)
+        if len(steps) == 5:
+            query = engine.encode_query(cache, "When?")
+            joined.append(scheduler.generate(cache, query, Sampling(max_tokens=3)))
+            joined[0].future.add_done_callback(lambda _: joined.append(len(steps)))  # type: ignore[attr-defined]
+
+    long = scheduler.generate(cache, engine.encode_query(cache, "Go on"), Sampling(max_tokens=100), on_text=on_text)
+    assert long.future.result(WAIT_S).usage.completion_tokens == 100
+    assert 5 < joined[1] < 30  # type: ignore[operator]
+
+
+def test_a_document_that_arrives_slowly_holds_nobody_up(
+    scheduler: Scheduler, engine: Engine, cache: CompressedCache, tmp_path: Path
+) -> None:
+    with open_store(f"disk://{tmp_path}/home") as store:
+        arriving = store.open_cache(store.put(cache).id)
+        slow = scheduler.generate(engine.attach(arriving), engine.encode_query(cache, "tide"), Sampling(max_tokens=5))
+        query = engine.encode_query(cache, "Who?")
+        others = [scheduler.generate(cache, query, Sampling(max_tokens=9)) for _ in range(3)]
+        for ticket in others:
+            assert ticket.future.result(WAIT_S).usage.completion_tokens == 9
+        assert not slow.future.done()
+        arriving.read()
+        assert slow.future.result(WAIT_S) == engine.answer(cache, "tide", max_new_tokens=5)
+
+
+def test_a_document_that_never_arrives_can_be_left(
+    scheduler: Scheduler, engine: Engine, cache: CompressedCache, tmp_path: Path
+) -> None:
+    with open_store(f"disk://{tmp_path}/home") as store:
+        manifest_id = store.put(cache).id
+        query = engine.encode_query(cache, "tide")
+        with store.open_cache(manifest_id) as arriving:
+            hanging = scheduler.generate(engine.attach(arriving), query, Sampling(max_tokens=5), deadline_s=0.3)
+            with pytest.raises(DeadlineExceeded):
+                hanging.future.result(WAIT_S)
+            second = scheduler.generate(engine.attach(arriving), query, Sampling(max_tokens=5))
+            arriving.close()  # whoever reads it gave up
+            with pytest.raises(StoreUnavailable):
+                second.future.result(WAIT_S)
+    assert scheduler.generate(cache, query, Sampling(max_tokens=5)).future.result(WAIT_S)

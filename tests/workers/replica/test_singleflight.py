@@ -1,0 +1,48 @@
+"""Equal work that is asked for at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvshelf.workers.replica.singleflight import Flights
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+async def test_a_flight_is_shared_and_ends_with_its_last_passenger() -> None:
+    flights: Flights[int] = Flights()
+    runs: list[str] = []
+    go = asyncio.Event()
+
+    async def work() -> int:
+        runs.append("began")
+        await go.wait()
+        runs.append("ended")
+        return 7
+
+    callers = [asyncio.ensure_future(flights.join("key", work)) for _ in range(3)]
+    await asyncio.sleep(0)
+    callers[0].cancel()
+    await asyncio.sleep(0)
+    go.set()
+    assert await callers[1] == (7, False)
+    assert await callers[2] == (7, False)
+    assert callers[0].cancelled()
+    assert runs == ["began", "ended"]
+
+    go.clear()
+    alone = asyncio.ensure_future(flights.join("key", work))
+    await asyncio.sleep(0.01)
+    alone.cancel()
+    await asyncio.sleep(0.01)
+    go.set()
+    assert await flights.join("key", work) == (7, True)
+    assert runs == ["began", "ended", "began", "began", "ended"]
+    assert not flights._flights
