@@ -14,7 +14,8 @@ from kvshelf.cli import _common
 from kvshelf.errors import CacheCorrupt, InvalidRequest, StoreUnavailable
 
 if TYPE_CHECKING:
-    from kvshelf.store.base import Scrubbed, Store
+    from kvshelf.store.base import Store
+    from kvshelf.store.types import Scrubbed
 
 
 @contextmanager

@@ -4,88 +4,18 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, BinaryIO, Final, Self
+from typing import Self
 
 from kvshelf.store.artifact.arriving import ArrivingCache
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.identity import Identity
 from kvshelf.store.blobs import Health
 from kvshelf.store.jobs.batches import Batches
+from kvshelf.store.jobs.files import Files
 from kvshelf.store.jobs.ledger import Ledger
-from kvshelf.store.manifest import Judgement, Manifest, Record, Timings, Usage
-
-if TYPE_CHECKING:
-    from kvshelf.store.jobs.files import Files  # which needs the rules, and these need this module
-
-
-class Unset:
-    """Tells "leave it as it is" from None, which means "none": no expiry."""
-
-
-UNSET: Final = Unset()
-
-
-class Page(Record):
-    """Part of a listing, newest first. `has_more`: ask again with `after` = the last id of `data`."""
-
-    data: tuple[Manifest, ...]
-    has_more: bool
-
-
-class Receipt(Record):
-    """Proof of a deletion. Unix seconds and bytes; `homes` names the places the cache was removed from."""
-
-    id: str
-    deleted_at: float
-    bytes_freed: int
-    homes: tuple[str, ...]
-
-
-class Swept(Record):
-    """How many a sweep removed: expired caches and files, what dead writers left, and old tombstones, requests and
-    batches."""
-
-    expired: int = 0
-    orphans: int = 0
-    tombstones: int = 0
-    requests: int = 0
-    files: int = 0
-    batches: int = 0
-
-
-class Scrubbed(Record):
-    """What reading one cache from its first byte to its last has shown; `problem` None: it is sound."""
-
-    id: str
-    tenant: str
-    bytes: int
-    problem: str | None = None
-
-
-@dataclass(frozen=True)
-class BlobFile:
-    """A stored blob, verified and open for reading at byte 0. Close it, or use it in a `with` block.
-
-    It stays readable when the cache is deleted meanwhile. `digest` is the blob's root digest in hex: equal digests mean
-    equal bytes, so it serves as an ETag.
-    """
-
-    file: BinaryIO
-    nbytes: int
-    digest: str
-
-    def close(self) -> None:
-        self.file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+from kvshelf.store.manifest import Judgement, Manifest, Timings, Usage
+from kvshelf.store.types import UNSET, BlobFile, Page, Receipt, Scrubbed, Swept, Unset
 
 
 class Store(abc.ABC):

@@ -8,8 +8,8 @@ from typing import Any, Final, Literal
 
 from kvshelf.errors import CacheCorrupt, CacheNotFound, EtagMismatch, InvalidRequest
 from kvshelf.store.artifact.codecs import Codec
-from kvshelf.store.base import Unset
 from kvshelf.store.manifest import Judgement, Manifest, Placement, Timings
+from kvshelf.store.types import Unset
 
 PAGE_LIMIT: Final = 1000
 LABEL_LIMIT: Final = 64

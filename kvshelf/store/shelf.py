@@ -14,7 +14,7 @@ from kvshelf.store.artifact import blob, codecs
 from kvshelf.store.artifact.arriving import ArrivingCache
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.identity import Identity
-from kvshelf.store.base import UNSET, BlobFile, Page, Receipt, Scrubbed, Store, Swept, Unset
+from kvshelf.store.base import Store
 from kvshelf.store.blobs import Blobs, Health, Step
 from kvshelf.store.index import KEEP_ENDED_S, Entry, Index, Query
 from kvshelf.store.jobs.batches import Batches
@@ -22,6 +22,7 @@ from kvshelf.store.jobs.files import Files
 from kvshelf.store.manifest import Judgement, Manifest, Placement, Timings, Usage, describe, source_digest
 from kvshelf.store.reader import Reader, require_root
 from kvshelf.store.rules import Rules
+from kvshelf.store.types import UNSET, BlobFile, Page, Receipt, Scrubbed, Swept, Unset
 from kvshelf.store.writer import Content, Writer, blob_content, is_whole, source_content
 
 
@@ -100,7 +101,7 @@ class Shelf(Store):
 
     def _store(self, cache: CompressedCache, cache_id: str, placement: Placement) -> Manifest:
         started = time.perf_counter()
-        packed = blob.pack(cache.encoded(placement.codec))
+        packed = cache.encoded(placement.codec).pack()
         packed_s = time.perf_counter() - started
         contents = [blob_content(cache_id, packed)]
         if placement.source is not None:
@@ -127,7 +128,7 @@ class Shelf(Store):
 
         Raises `BlobError` when the manifest is not the cache's, and as `put` does.
         """
-        packed = blob.pack(cache)
+        packed = cache.pack()
         if packed.root.hex() != manifest.blob_digest:
             raise BlobError("the manifest belongs to another blob", reason="wrong_blob")
         self._writer.put(lambda _: manifest, manifest.id, manifest.tenant, [blob_content(manifest.id, packed)])
@@ -140,7 +141,7 @@ class Shelf(Store):
         entry = self._reader.kept(cache_id, tenant)
         if entry.text is None:
             raise checks.corrupt(cache_id, entry.problem or "unknown", "quarantined")
-        manifest, packed = entry.manifest(), blob.pack(cache)
+        manifest, packed = entry.manifest(), cache.pack()
         if packed.root.hex() != manifest.blob_digest:
             raise BlobError("the copy is another blob", reason="wrong_blob")
         if entry.source is not None and not self._blobs.holds(entry.source, entry.source_bytes):
@@ -364,7 +365,7 @@ class Shelf(Store):
 
     def _contents(self, entry: Entry) -> Sequence[Content]:
         """All that is stored of a cache, read and verified."""
-        packed = blob.pack(self.get(entry.id, tenant=entry.tenant))
+        packed = self.get(entry.id, tenant=entry.tenant).pack()
         if entry.source is None:
             return [blob_content(entry.id, packed)]
         text = self.source(entry.id, tenant=entry.tenant)

@@ -14,7 +14,6 @@ import torch
 from blake3 import blake3
 
 from kvshelf.errors import BlobError
-from kvshelf.store.artifact import blob
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.records import Kept, LayerRecord
 from kvshelf.store.artifact.records import Parts as PartsRecord
@@ -205,7 +204,7 @@ def reading_bounded(size: int) -> AbstractContextManager[None]:
 def refusal(data: bytes | bytearray) -> str:
     """The reason for which bytes are no blob, "" when they are one."""
     try:
-        blob.decode(data)
+        CompressedCache.from_bytes(data)
     except BlobError as error:
         if len(error.message) > 1000:
             raise AssertionError("a message repeats at length what a hostile writer wrote") from error
@@ -215,7 +214,7 @@ def refusal(data: bytes | bytearray) -> str:
 
 def require_one_form(data: bytes) -> None:
     """A blob is what a writer writes of what was read from it."""
-    assert blob.decode(data).to_bytes() == data
+    assert CompressedCache.from_bytes(data).to_bytes() == data
 
 
 Make = Callable[[], bytes]

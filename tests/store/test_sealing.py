@@ -25,6 +25,7 @@ from kvshelf.errors import BlobError, InvalidRequest, StoreUnavailable
 from kvshelf.store import sealing
 from kvshelf.store.artifact import blob
 from kvshelf.store.artifact.arriving import ArrivingCache
+from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.sealing import SealedFile, is_sealed, key_id_of, seal, unseal
 from kvshelf.store.sealing.keyring import Keyring
 from tests.store.caches import golden_caches, make_cache, require_equal
@@ -137,7 +138,7 @@ def test_the_bytes_are_what_the_documentation_says() -> None:
 def test_a_blob_sealed_in_the_past_opens() -> None:
     data, expected = GOLDEN.read_bytes(), GOLDEN.with_name("bitmap-bfloat16.kvb").read_bytes()
     assert plain(data) == expected
-    parts = [b"".join(part) for part in blob.pack(blob.decode(expected)).parts]
+    parts = [b"".join(part) for part in CompressedCache.from_bytes(expected).pack().parts]
     assert sealed_by_hand(KEYS[0], bytes(range(32)), TENANT, SUBJECT, parts) == data
 
 
@@ -239,7 +240,7 @@ def test_a_refused_file_stays_open() -> None:
 @pytest.mark.parametrize("name", golden_caches())
 def test_a_sealed_cache_is_read_as_a_plain_one(name: str, tmp_path: Path) -> None:
     cache = golden_caches()[name]
-    packed = blob.pack(cache)
+    packed = cache.pack()
     found = seal(RING, TENANT, SUBJECT, packed.parts)
     path = tmp_path / "blob"
     path.write_bytes(b"".join(found.buffers))
@@ -259,7 +260,7 @@ def test_a_sealed_cache_is_read_as_a_plain_one(name: str, tmp_path: Path) -> Non
 
 def test_each_byte_is_read_once_by_whoever_reads_in_order() -> None:
     cache = make_cache(lengths=((20, 9), (40, 40)))
-    packed = blob.pack(cache)
+    packed = cache.pack()
     data = sealed([b"".join(part) for part in packed.parts])
     trailer = 40 + 16
 
@@ -549,7 +550,7 @@ def test_nothing_that_is_shown_tells_a_key() -> None:
 MEASURED = """
 import sys
 from io import FileIO
-from kvshelf.store.files import fill, fresh_memory
+from kvshelf.store.artifact.memory import fill, fresh_memory
 from kvshelf.store.keyring import Keyring
 from kvshelf.store.sealing import seal, unseal
 
@@ -608,7 +609,7 @@ def test_sealing_takes_no_memory_and_reading_at_most_one_part(tmp_path: Path) ->
 
 def test_random_damage_is_always_refused(soak: bool) -> None:
     cache = make_cache(lengths=((20, 9), (31, 0)))
-    data = b"".join(seal(RING, TENANT, SUBJECT, blob.pack(cache).parts).buffers)
+    data = b"".join(seal(RING, TENANT, SUBJECT, cache.pack().parts).buffers)
     generator = random.Random(5)
     for _ in range(2000 if soak else 200):
         changed = bytearray(data)

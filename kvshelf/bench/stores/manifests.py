@@ -13,7 +13,6 @@ from typing import Any, Final
 from kvshelf.bench.measure import Cost, Spread
 from kvshelf.bench.stores.homes import Home
 from kvshelf.bench.stores.store import random_cache, timed
-from kvshelf.store.artifact.blob import pack
 from kvshelf.store.artifact.identity import digest
 from kvshelf.store.base import Store
 from kvshelf.store.blobs import Blobs, new_name
@@ -72,7 +71,7 @@ def _template(key: bytes) -> Manifest:
     placement = Placement(_TENANT, "none", None, {}, "", pinned=False, timings=Timings(prefill_s=1.0, compress_s=0.1))
     return describe(
         cache,
-        pack(cache),
+        cache.pack(),
         placement,
         cache_id=cache.identity.cache_id(key=key, tenant=_TENANT, codec="none", format_major=1),
         document_id=cache.identity.document_id(key=key, tenant=_TENANT),

@@ -21,7 +21,6 @@ from kvshelf.bench.stores.homes import Home
 from kvshelf.bench.stores.store import random_cache
 from kvshelf.corpus.output.results import Result
 from kvshelf.corpus.run.journal import FileJournal
-from kvshelf.store.artifact.blob import pack
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.identity import digest
 from kvshelf.store.disk.database import FILE_NAME
@@ -100,7 +99,7 @@ class _Rows:
 
     @property
     def blob_bytes(self) -> int:
-        return pack(self.template).nbytes
+        return self.template.pack().nbytes
 
     def cache(self, number: int) -> CompressedCache:
         identity = replace(self.template.identity, document=digest("bench.document", self.name, str(number)))

@@ -15,7 +15,6 @@ import torch
 from kvshelf.bench.measure import Cost, Spread, interleaved, ratios
 from kvshelf.bench.stores.homes import Bare, Home, Ways
 from kvshelf.errors import CacheNotFound
-from kvshelf.store.artifact.blob import pack
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.identity import Identity, ModelIdentity
 from kvshelf.store.artifact.packed import offsets_of
@@ -80,7 +79,7 @@ class Throughput:
 def throughput(home: Home, megabytes: float, layers: int, rounds: int) -> Throughput:
     """Put and get a cache of a size (millions of bytes) `rounds` times, interleaved with the ways without kvshelf."""
     cache = random_cache(megabytes, layers)
-    packed = pack(cache)
+    packed = cache.pack()
     steps = _Steps()
     index, blobs = home.open()
     with Shelf(index, blobs, on_step=steps) as store:

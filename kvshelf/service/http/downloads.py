@@ -12,7 +12,7 @@ from fastapi.responses import StreamingResponse
 from kvshelf.errors import InvalidRequest
 from kvshelf.service.http.errors import error_response
 from kvshelf.service.state import off_loop
-from kvshelf.store.base import BlobFile
+from kvshelf.store.types import BlobFile
 
 _CHUNK_BYTES = 1 << 20
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)")

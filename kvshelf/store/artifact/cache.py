@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kvshelf.store.artifact import codecs
+from kvshelf.store.artifact import blob, codecs
 from kvshelf.store.artifact.identity import Identity
 from kvshelf.store.artifact.records import Kept, LayerRecord, Merged, PackedRecord, Parts, RopeMode
 
@@ -62,15 +62,15 @@ class CompressedCache:
 
         Raises `InvalidRequest` as `encoded` does, and for a cache that the format cannot hold.
         """
-        from kvshelf.store.artifact import (
-            blob,  # the blob reader builds artifacts: imported here to keep the cycle open
-        )
+        cache = self if codec is None else self.encoded(codec)
+        return b"".join(cache.pack().buffers)
 
-        return blob.encode(self if codec is None else self.encoded(codec))
+    def pack(self) -> blob.PackedBlob:
+        """The blob as buffers that share the tensors' memory. Raises `InvalidRequest` as `blob.pack` does."""
+        return blob.pack(self.layers, self.num_tokens, self.next_position, self.identity, self.codec)
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> CompressedCache:
         """Read a blob. Every digest is checked before a tensor is made; raises `BlobError` for any other bytes."""
-        from kvshelf.store.artifact import blob
-
-        return blob.decode(data)
+        header, layers = blob.decode(data)
+        return cls(layers, header.num_tokens, header.next_position, header.to_identity(), header.codec)

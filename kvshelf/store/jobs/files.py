@@ -16,13 +16,13 @@ from typing import BinaryIO, Final
 from blake3 import blake3
 
 from kvshelf.errors import BlobError, FileNotFound
-from kvshelf.store.base import BlobFile
 from kvshelf.store.blobs import Blobs
 from kvshelf.store.index import Index
 from kvshelf.store.jobs.table import Docket, Item, require_after
 from kvshelf.store.manifest import Record
 from kvshelf.store.rules import Rules
 from kvshelf.store.sealing import PARTS_LIMIT
+from kvshelf.store.types import BlobFile
 from kvshelf.store.writer import Content, Writer, plain
 
 FILE_PREFIX: Final = "file:"

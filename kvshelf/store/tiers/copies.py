@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from typing import Final
 
 from kvshelf.errors import KvshelfError
-from kvshelf.store.base import BlobFile, Scrubbed
 from kvshelf.store.manifest import Manifest
 from kvshelf.store.tiers.tier import Tier
+from kvshelf.store.types import BlobFile, Scrubbed
 
 log = logging.getLogger("kvshelf.store")
 

@@ -14,15 +14,14 @@ from typing import Final
 
 from kvshelf.errors import BlobError, KvshelfError
 from kvshelf.store import checks
-from kvshelf.store.artifact import blob
 from kvshelf.store.artifact.arriving import ArrivingCache
 from kvshelf.store.artifact.blob import BlobSummary, PackedBlob
 from kvshelf.store.artifact.blob.header import body_bytes
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.memory import fresh_memory
-from kvshelf.store.base import BlobFile, Scrubbed
 from kvshelf.store.manifest import Manifest
 from kvshelf.store.tiers.tier import Tier
+from kvshelf.store.types import BlobFile, Scrubbed
 
 RECENT_S: Final = 60.0
 """How long a copy may do without the home once that has confirmed it.
@@ -85,7 +84,7 @@ class RamTier(Tier):
     def keep(self, manifest: Manifest, cache: CompressedCache) -> None:
         if manifest.bytes_stored + PER_COPY > self.max_bytes or self._copy_of(manifest) is not None:
             return
-        packed = blob.pack(cache)
+        packed = cache.pack()
         if packed.root.hex() == manifest.blob_digest:
             summary = BlobSummary(packed.header, packed.root, packed.nbytes)
             self._put(_Copy(manifest, summary, _body(packed), time.monotonic()))

@@ -19,7 +19,6 @@ from typing import Final, Self, TypeVar
 from kvshelf.errors import BlobError, CacheError, CacheNotFound, SourceNotKept, StoreUnavailable
 from kvshelf.store.artifact.arriving import ArrivingCache
 from kvshelf.store.artifact.cache import CompressedCache
-from kvshelf.store.base import BlobFile, Scrubbed
 from kvshelf.store.disk import DiskStore, database
 from kvshelf.store.disk.faults import translated
 from kvshelf.store.index import Quota
@@ -27,6 +26,7 @@ from kvshelf.store.manifest import Manifest
 from kvshelf.store.rules import Rules
 from kvshelf.store.sealing.keyring import Keyring
 from kvshelf.store.tiers.tier import Tier
+from kvshelf.store.types import BlobFile, Scrubbed
 
 ReadT = TypeVar("ReadT")
 

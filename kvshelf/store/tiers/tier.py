@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from kvshelf.store.artifact.arriving import ArrivingCache
 from kvshelf.store.artifact.cache import CompressedCache
-from kvshelf.store.base import BlobFile, Scrubbed
 from kvshelf.store.manifest import Manifest
+from kvshelf.store.types import BlobFile, Scrubbed
 
 
 class Tier(abc.ABC):

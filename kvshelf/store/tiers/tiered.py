@@ -32,12 +32,13 @@ from kvshelf.errors import (
 from kvshelf.store.artifact.arriving import ArrivingCache
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.identity import Identity
-from kvshelf.store.base import UNSET, BlobFile, Page, Receipt, Scrubbed, Store, Swept, Unset
+from kvshelf.store.base import Store
 from kvshelf.store.blobs import Health
 from kvshelf.store.manifest import Judgement, Manifest, Timings, Usage
 from kvshelf.store.shelf import Shelf
 from kvshelf.store.tiers.copies import Copies
 from kvshelf.store.tiers.tier import Tier
+from kvshelf.store.types import UNSET, BlobFile, Page, Receipt, Scrubbed, Swept, Unset
 
 ResultT = TypeVar("ResultT")
 

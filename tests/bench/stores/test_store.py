@@ -18,7 +18,6 @@ from kvshelf.bench.stores.manifests import OF_DOCUMENT, _peak_bytes, manifests
 from kvshelf.bench.stores.store import GET, OURS, PUT, STEPS, _put, _Steps, random_cache, throughput
 from kvshelf.errors import InvalidRequest, KvshelfError, StoreUnavailable
 from kvshelf.kernels.dispatch import cpu_form
-from kvshelf.store.artifact.blob import pack
 from kvshelf.store.shelf import Shelf
 from kvshelf.store.url import open_store
 from tests.store.redis.servers import ValkeyServer, free_port
@@ -115,13 +114,13 @@ def test_the_default_place_is_a_temporary_folder(tmp_path: Path, monkeypatch: py
 
 def test_a_random_cache_has_the_size_that_was_asked_for() -> None:
     cache = random_cache(2, 4)
-    assert pack(cache).nbytes == pytest.approx(2e6, rel=0.02)
+    assert cache.pack().nbytes == pytest.approx(2e6, rel=0.02)
     assert [layer.entries for layer in cache.layers] == [cache.num_tokens] * 4  # an eighth of 8 heads' entries
     assert random_cache(2, 4, seed=1).identity != cache.identity
 
 
 def test_the_ways_without_kvshelf_move_the_same_bytes(place: str) -> None:
-    packed = pack(random_cache(9, 2))  # more than two chunks
+    packed = random_cache(9, 2).pack()  # more than two chunks
     whole = b"".join(packed.buffers)
     with made_in(place) as home:
         bare = home.bare(packed)

@@ -59,8 +59,8 @@ def test_every_encoded_cache_comes_back_bit_for_bit(cache: CompressedCache) -> N
 @pytest.mark.parametrize("name", sorted(golden_caches()))
 def test_blobs_of_the_past_are_read_and_written_the_same(name: str) -> None:
     data = (GOLDEN / f"{name}.kvb").read_bytes()
-    assert blob.encode(golden_caches()[name]) == data
-    require_equal(golden_caches()[name], blob.decode(data))
+    assert golden_caches()[name].to_bytes() == data
+    require_equal(golden_caches()[name], CompressedCache.from_bytes(data))
 
 
 def test_golden_blobs_show_everything_that_the_format_has() -> None:
@@ -112,7 +112,7 @@ def test_tensors_are_views_of_the_bytes(kind: Any) -> None:
     data = kind(make_cache().to_bytes())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        cache = blob.decode(data)
+        cache = CompressedCache.from_bytes(data)
     start = torch.frombuffer(bytearray(1), dtype=torch.uint8).data_ptr() if not data else _address(data)
     for layer in cache.layers:
         for tensor in (layer.keys, layer.values):
@@ -131,7 +131,7 @@ def test_tensors_keep_the_bytes_alive_and_no_longer_than_that() -> None:
 
     data = Owner(make_cache().to_bytes())
     watch = weakref.ref(data)
-    keys = blob.decode(data).layers[1].keys
+    keys = CompressedCache.from_bytes(data).layers[1].keys
     expected = keys.clone()
     del data
     gc.collect()
@@ -147,7 +147,7 @@ def test_bytes_at_an_odd_address_are_read_too() -> None:
     data = cache.to_bytes()
     for shift in range(1, 4):
         message = bytearray(shift) + data
-        require_equal(cache, blob.decode(memoryview(message)[shift:]))
+        require_equal(cache, CompressedCache.from_bytes(memoryview(message)[shift:]))
 
 
 def test_every_tensor_begins_at_a_multiple_of_64() -> None:
@@ -155,7 +155,7 @@ def test_every_tensor_begins_at_a_multiple_of_64() -> None:
     data = bytearray(64) + cache.to_bytes()
     skip = -_address(data) % 64
     data[skip : skip + len(data) - 64] = cache.to_bytes()
-    found = blob.decode(memoryview(data)[skip : skip + len(data) - 64])
+    found = CompressedCache.from_bytes(memoryview(data)[skip : skip + len(data) - 64])
     assert [t.data_ptr() % 64 for layer in found.layers for t in (layer.keys, layer.values) if t.numel()] == [0] * 6
 
 
@@ -176,7 +176,7 @@ def test_two_hundred_layers_of_128_ragged_heads_fit() -> None:
     lengths = [[(head * 7 + layer) % 30 for head in range(128)] for layer in range(200)]
     cache = make_cache(num_tokens=30, lengths=lengths, dims=(1, 1))
     for codec in ("none", "int4:residual=5"):
-        require_equal(cache.encoded(codec), blob.decode(cache.to_bytes(codec)))
+        require_equal(cache.encoded(codec), CompressedCache.from_bytes(cache.to_bytes(codec)))
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ def test_more_classes_than_two_bytes_can_count() -> None:
     )
     for layer in (record, record.select(torch.arange(classes) < 1 << 16)):
         cache = CompressedCache((layer,), classes, classes, make_identity(classes))
-        require_equal(cache, blob.decode(cache.to_bytes()))
+        require_equal(cache, CompressedCache.from_bytes(cache.to_bytes()))
 
 
 @pytest.mark.parametrize("data", ["text", None, 3, [1, 2]])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvshelf.errors import BlobError, CacheCorrupt
-from kvshelf.store.artifact import blob
+from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.disk import DiskStore
 from tests.store.caches import make_cache, require_equal
 from tests.store.hostile import (
@@ -35,7 +35,7 @@ def test_a_changed_segment_is_found_by_its_own_digest() -> None:
     data = bytearray(make_cache().to_bytes())
     data[-100] ^= 1
     with pytest.raises(BlobError, match="segment 1 is not what was written") as error:
-        blob.decode(data)
+        CompressedCache.from_bytes(data)
     assert error.value.reason == "digest_mismatch"
 
 
@@ -44,14 +44,14 @@ def test_every_truncation_is_refused_as_such(make: Make) -> None:
     data = make()
     for size in range(len(data)):
         with pytest.raises(BlobError) as error:
-            blob.decode(data[:size])
+            CompressedCache.from_bytes(data[:size])
         assert error.value.reason == "truncated", size
 
 
 @pytest.mark.parametrize("extra", [b"\0", b"\0" * 64, b"x" * 1000])
 def test_nothing_may_follow(extra: bytes) -> None:
     with pytest.raises(BlobError) as error:
-        blob.decode(some_blob() + extra)
+        CompressedCache.from_bytes(some_blob() + extra)
     assert error.value.reason == "trailing_bytes"
 
 
@@ -62,10 +62,10 @@ def test_every_bit_of_a_small_blob_counts(make: Make) -> None:
     for bit in range(len(data) * 8):
         data[bit // 8] ^= 1 << bit % 8
         with pytest.raises(BlobError) as error:
-            blob.decode(data)
+            CompressedCache.from_bytes(data)
         assert bit < 128 or error.value.reason == "digest_mismatch"
         data[bit // 8] ^= 1 << bit % 8
-    blob.decode(data)
+    CompressedCache.from_bytes(data)
 
 
 @pytest.mark.parametrize("make", VARIED + GOLDEN)
@@ -83,7 +83,7 @@ def test_random_flips_and_truncations_are_refused_in_bounded_memory(make: Make, 
                 assert refusal(data[:size]) == "truncated", size
 
     run_in_child(child)
-    blob.decode(data)
+    CompressedCache.from_bytes(data)
 
 
 @pytest.mark.parametrize("make", VARIED + GOLDEN)
@@ -102,7 +102,7 @@ def test_the_edges_of_every_region(make: Make) -> None:
 def test_damaged_files_are_set_aside_and_nothing_else_is(make: Make, home: Path, soak: bool) -> None:
     """Between them the codecs make up the thousand flips and two hundred truncations."""
     rng = random.Random(20261121)
-    data, cache = make(), blob.decode(make())
+    data, cache = make(), CompressedCache.from_bytes(make())
     damaged = [flipped(data, rng.randrange(len(data) * 8)) for _ in range(100 if soak else 10)]
     damaged += [data[: rng.randrange(len(data))] for _ in range(20 if soak else 2)]
     with DiskStore.open(home) as store:

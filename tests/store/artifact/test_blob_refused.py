@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvshelf.errors import BlobError, CacheCorrupt
-from kvshelf.store.artifact import blob
+from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.disk import DiskStore
 from tests.store import faults_1_0, faults_1_1, faults_1_absurd
 from tests.store.caches import parts_of, tensors_of
@@ -41,7 +41,7 @@ def test_a_blob_put_together_again_is_the_same(make: Make) -> None:
 
 def test_the_arrays_are_where_the_format_says() -> None:
     """Otherwise the cases below would change other bytes than they say."""
-    (layer,) = blob.decode(encoded_blob()).layers
+    (layer,) = CompressedCache.from_bytes(encoded_blob()).layers
     parts = Parts(encoded_blob())
     for index, part in enumerate(parts_of(layer)):
         for name, tensor in tensors_of(part).items():
@@ -56,7 +56,7 @@ def test_each_fault_has_one_name(name: str) -> None:
     parts = Parts(make())
     edit(parts)
     with pytest.raises(BlobError) as error:
-        blob.decode(parts.join())
+        CompressedCache.from_bytes(parts.join())
     assert error.value.reason == reason, error.value
     assert error.value.details["reason"] == reason
     assert isinstance(error.value, CacheCorrupt)
@@ -116,7 +116,7 @@ def test_no_file_of_a_hostile_writer_is_read_from_a_shelf(home: Path) -> None:
         for name, (reason, make, edit) in CASES.items():
             parts = Parts(make())
             edit(parts)
-            cache_id = store.put(blob.decode(make())).id
+            cache_id = store.put(CompressedCache.from_bytes(make())).id
             file_of(home, cache_id).write_bytes(parts.join())
             with pytest.raises(CacheCorrupt) as error:
                 store.get(cache_id)

@@ -14,7 +14,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvshelf.store.artifact import blob
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.records import Merged
 from tests.store import faults_1_0, faults_1_1, faults_1_absurd
@@ -149,7 +148,7 @@ def entries_of_one_dimension(tokens: int, codec: str = "none") -> bytes:
 
 def classes_of_one_dimension() -> bytes:
     """A million classes of one slot."""
-    layer = blob.decode(entries_of_one_dimension(64 << 20)).layers[0]
+    layer = CompressedCache.from_bytes(entries_of_one_dimension(64 << 20)).layers[0]
     slots = {
         "slot_scales": torch.ones(layer.entries),
         "slot_classes": torch.arange(layer.entries, dtype=torch.int32),

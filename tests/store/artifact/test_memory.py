@@ -73,7 +73,7 @@ def test_only_the_last_is_kept_and_none_that_is_too_large(monkeypatch: pytest.Mo
 
 MEASURED = """
 import sys
-from kvshelf.store.files import used_memory
+from kvshelf.store.artifact.memory import used_memory
 
 MB = 1 << 20
 

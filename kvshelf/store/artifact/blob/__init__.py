@@ -13,7 +13,7 @@ The digests also let a layer be used before the next one has arrived.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, BinaryIO
@@ -37,7 +37,7 @@ from kvshelf.store.artifact.blob.frame import (
 )
 from kvshelf.store.artifact.blob.header import Header
 from kvshelf.store.artifact.blob.layer import KeptLayer, Layer, Part, RecordsLayer, aligned
-from kvshelf.store.artifact.cache import CompressedCache
+from kvshelf.store.artifact.identity import Identity
 from kvshelf.store.artifact.records import Kept, LayerRecord
 
 __all__ = [
@@ -49,7 +49,6 @@ __all__ = [
     "PackedBlob",
     "check_segment",
     "decode",
-    "encode",
     "inspect",
     "open_file",
     "pack",
@@ -80,18 +79,10 @@ class PackedBlob:
         return chain.from_iterable(self.parts)
 
 
-def encode(cache: CompressedCache) -> bytes:
-    """The blob of a cache. Equal caches give equal bytes: there is no time and no nonce in it.
+def decode(data: Buffer) -> tuple[Header, tuple[LayerRecord, ...]]:
+    """Read a blob: its header and its layers. Checks every digest before it makes a tensor.
 
-    Raises `InvalidRequest` for a cache that the format cannot hold (a dtype that is not float32, bfloat16 or float16,
-    a header over 256 KiB, records that contradict themselves).
-    """
-    return b"".join(pack(cache).buffers)
-
-
-def decode(data: Buffer) -> CompressedCache:
-    """Read a blob. Raises `BlobError` for any bytes but those `encode` writes; checks all digests before a tensor is
-    made.
+    Raises `BlobError` for any bytes that `pack` does not write.
 
     The tensors are views of `data`, which they keep alive and which must not change afterwards; they must not be
     written to either.
@@ -103,8 +94,7 @@ def decode(data: Buffer) -> CompressedCache:
     for index, (layer, segment) in enumerate(zip(header.layers, segments, strict=True)):
         check_segment(index, layer, segment)
     whole = Body(view[body:])
-    layers = tuple(read_segment(index, header, whole) for index in range(len(segments)))
-    return CompressedCache(layers, header.num_tokens, header.next_position, header.to_identity(), header.codec)
+    return header, tuple(read_segment(index, header, whole) for index in range(len(segments)))
 
 
 def check_segment(index: int, layer: Layer, segment: memoryview) -> None:
@@ -162,26 +152,34 @@ def verify_file(file: BinaryIO, size: int) -> BlobSummary:
     return summary
 
 
-def pack(cache: CompressedCache) -> PackedBlob:
-    """Lay a cache out as a blob and compute its digests. Raises as `encode` does."""
+def pack(
+    records: Sequence[LayerRecord], num_tokens: int, next_position: int, identity: Identity, codec: str
+) -> PackedBlob:
+    """Lay the fields of a `CompressedCache` out as a blob and compute its digests. Equal fields give equal bytes.
+
+    Raises `InvalidRequest` for what the format cannot hold: a dtype other than float32, bfloat16 and float16, a header
+    over 256 KiB, records that contradict themselves.
+    """
     layers: list[Layer] = []
     segments: list[tuple[memoryview, ...]] = []
     offset = 0
-    for record in cache.layers:
-        layer, buffers = _segment(record, cache.num_tokens, offset)
+    for record in records:
+        layer, buffers = _segment(record, num_tokens, offset)
         layers.append(layer)
         segments.append(tuple(buffers))
         offset += layer.nbytes
-    header, packed = _header(cache, layers)
+    header, packed = _header(layers, num_tokens, next_position, identity, codec)
     head, trailer = frame.close(packed, header.minor, offset)
     nbytes = len(head) + offset + len(trailer)
     return PackedBlob(((memoryview(head),), *segments, (memoryview(trailer),)), nbytes, root(trailer), header)
 
 
-def _header(cache: CompressedCache, layers: list[Layer]) -> tuple[Header, bytes]:
+def _header(
+    layers: list[Layer], num_tokens: int, next_position: int, identity: Identity, codec: str
+) -> tuple[Header, bytes]:
     """The header and its bytes, read back once: what is written can be read, or is refused before it is stored."""
     try:
-        header = headers.describe(cache.identity, cache.num_tokens, cache.next_position, cache.codec, layers)
+        header = headers.describe(identity, num_tokens, next_position, codec, layers)
         packed = headers.pack(header)
         headers.parse(packed, header.minor)
     except (ValueError, OverflowError, BlobError) as error:
