@@ -1,20 +1,20 @@
-"""The client for asyncio: the same calls as in `_sync`, awaited."""
+"""The client for asyncio: the calls of `_sync`, awaited."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, suppress
-from typing import Any, Generic, Literal, ParamSpec, Self, TypeVar, Unpack, overload
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import httpx
 
-from kvshelf.api import AnswerObject, CacheObject, RequestObject
-from kvshelf.api.batches import BatchObject, FileObject
+from kvshelf.api import AnswerObject
+from kvshelf.api.batches import BatchObject
 from kvshelf.client import _batch_calls, _calls, _failures
 from kvshelf.client._config import Connection, Retries, Timeouts
-from kvshelf.client._exchange import Attempts, Call
+from kvshelf.client._exchange import Attempts, Call, Page, method_of
 from kvshelf.client._stream import AnswerReader, BatchReader
 
 P = ParamSpec("P")
@@ -29,7 +29,8 @@ class _Sender:
         self.connection = connection
 
     async def send(self, call: Call[T]) -> T:
-        return call.parse(await self.exchange(call, stream=False))
+        with call.held:
+            return call.parse(await self.exchange(call, stream=False))
 
     async def exchange(self, call: Call[Any], *, stream: bool) -> httpx.Response:
         attempts = Attempts(call, self.connection)
@@ -52,36 +53,6 @@ class _Group:
 
     def __init__(self, sender: _Sender) -> None:
         self._sender = sender
-
-    def _all(self, build: Callable[[Any], Call[Any]], fields: Mapping[str, Any]) -> AsyncIterator[Any]:
-        """What a listing holds; `build` makes the call for the page that the fields name. Bad fields are refused at
-        once, not when the first page is read."""
-        return self._pages(build, build(fields), fields)
-
-    async def _pages(
-        self, build: Callable[[Any], Call[Any]], call: Call[Any], fields: Mapping[str, Any]
-    ) -> AsyncIterator[Any]:
-        while True:
-            page = await self._sender.send(call)
-            for each in page.data:
-                yield each
-            if not page.has_more:
-                return
-            call = build({**fields, "after": page.last_id})
-
-
-class _Method(Generic[P, T]):
-    """A method made from the function that builds its call: the same arguments, and the call's answer as the result."""
-
-    def __init__(self, build: Callable[P, Call[T]]) -> None:
-        self._build = build
-
-    def __get__(self, group: _Group, owner: type[_Group]) -> Callable[P, Awaitable[T]]:
-        @functools.wraps(self._build)
-        async def method(*args: P.args, **kwargs: P.kwargs) -> T:
-            return await group._sender.send(self._build(*args, **kwargs))
-
-        return method
 
 
 class AsyncAnswerStream:
@@ -126,138 +97,85 @@ class AsyncAnswerStream:
             await self._response.aclose()
 
 
+def _awaited(build: Callable[P, Call[T]]) -> Callable[Concatenate[_Group, P], Awaitable[T]]:
+    """The method that sends what `build` builds. It has the overloads, the arguments and the docstring of `build`."""
+
+    @method_of(build)
+    async def method(self: _Group, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self._sender.send(build(*args, **kwargs))
+
+    return method
+
+
+def _listed(build: Callable[P, Call[Page[T]]]) -> Callable[Concatenate[_Group, P], AsyncIterator[T]]:
+    """The method that reads a listing page by page. Bad arguments are refused at once, not with the first page."""
+
+    @method_of(build)
+    def method(self: _Group, /, *args: P.args, **kwargs: P.kwargs) -> AsyncIterator[T]:
+        return pages(self._sender, build(*args, **kwargs), functools.partial(build, *args, **kwargs))
+
+    async def pages(sender: _Sender, call: Call[Page[T]], following: Callable[..., Call[Page[T]]]) -> AsyncIterator[T]:
+        while True:
+            page = await sender.send(call)
+            for each in page.data:
+                yield each
+            if not page.has_more:
+                return
+            call = following(after=page.last_id)
+
+    return method
+
+
+def _streamed(build: Callable[P, Call[None]]) -> Callable[Concatenate[_Group, P], Awaitable[AsyncAnswerStream]]:
+    """The method that sends what `build` builds and reads the answer piece by piece."""
+
+    @method_of(build)
+    async def method(self: _Group, /, *args: P.args, **kwargs: P.kwargs) -> AsyncAnswerStream:
+        response = await self._sender.exchange(build(*args, **kwargs), stream=True)
+        return AsyncAnswerStream(response, self._sender.connection.base_url)
+
+    return method
+
+
 class AsyncCaches(_Group):
-    """The shelf: `client.caches`. Arguments, results and errors are those of `Client.caches`."""
+    """The shelf: `client.caches`."""
 
-    retrieve = _Method(_calls.retrieve_cache)
-    update = _Method(_calls.update_cache)
-    delete = _Method(_calls.delete_cache)
-    download = _Method(_calls.download_cache)
-    import_blob = _Method(_calls.import_blob)
-    verify = _Method(_calls.verify_cache)
-    kept = _Method(_calls.kept_tokens)
-
-    @overload
-    async def create(
-        self, *, levels: None = None, respond_async: Literal[False] = False, **fields: Unpack[_calls.CreateFields]
-    ) -> CacheObject: ...
-    @overload
-    async def create(
-        self,
-        *,
-        levels: Sequence[float],
-        min_quality: float,
-        respond_async: Literal[False] = False,
-        **fields: Unpack[_calls.KeepFields],
-    ) -> CacheObject: ...
-    @overload
-    async def create(
-        self,
-        *,
-        levels: Sequence[float],
-        min_quality: None = None,
-        respond_async: Literal[False] = False,
-        **fields: Unpack[_calls.KeepFields],
-    ) -> _calls.Levels: ...
-    @overload
-    async def create(
-        self,
-        *,
-        levels: Sequence[float] | None = None,
-        respond_async: Literal[True],
-        **fields: Unpack[_calls.CreateFields],
-    ) -> RequestObject: ...
-    async def create(
-        self,
-        *,
-        levels: Sequence[float] | None = None,
-        respond_async: bool = False,
-        **fields: Unpack[_calls.CreateFields],
-    ) -> CacheObject | _calls.Levels | RequestObject:
-        """Compress a document and put it on the shelf, as `Client.caches.create` does."""
-        if respond_async:
-            return await self._sender.send(_calls.create_in_background({**fields, "levels": levels}))
-        return await self._sender.send(_calls.create_cache({**fields, "levels": levels}))
-
-    def list(self, **fields: Unpack[_calls.ListFields]) -> AsyncIterator[CacheObject]:
-        """All caches that match, for `async for`; the arguments are those of `Client.caches.list`."""
-        return self._all(_calls.list_caches, fields)
-
-    @overload
-    async def query(self, id: str, prompt: str, **fields: Unpack[_calls.QueryFields]) -> AnswerObject: ...
-    @overload
-    async def query(self, id: str, prompt: _calls.Prompts, **fields: Unpack[_calls.QueryFields]) -> _calls.Answers: ...
-    @overload
-    async def query(
-        self, id: str, *, messages: _calls.Messages, **fields: Unpack[_calls.QueryFields]
-    ) -> AnswerObject: ...
-    async def query(
-        self,
-        id: str,
-        prompt: str | _calls.Prompts | None = None,
-        *,
-        messages: _calls.Messages | None = None,
-        **fields: Unpack[_calls.QueryFields],
-    ) -> AnswerObject | _calls.Answers:
-        """Ask one question, several (a list), or continue with chat `messages`, as `Client.caches.query` does."""
-        return await self._sender.send(_calls.query_cache(id, {"prompt": prompt, "messages": messages, **fields}))
-
-    async def stream(
-        self,
-        id: str,
-        prompt: str | None = None,
-        *,
-        messages: _calls.Messages | None = None,
-        **fields: Unpack[_calls.QueryFields],
-    ) -> AsyncAnswerStream:
-        """As `query`, with the text as it is generated. The question is on its way when this has been awaited."""
-        call = _calls.stream_query(id, {"prompt": prompt, "messages": messages, **fields})
-        return AsyncAnswerStream(await self._sender.exchange(call, stream=True), self._sender.connection.base_url)
+    create = _awaited(_calls.create_cache)
+    retrieve = _awaited(_calls.retrieve_cache)
+    list = _listed(_calls.list_caches)
+    update = _awaited(_calls.update_cache)
+    delete = _awaited(_calls.delete_cache)
+    query = _awaited(_calls.query_cache)
+    stream = _streamed(_calls.stream_query)
+    download = _awaited(_calls.download_cache)
+    import_blob = _awaited(_calls.import_blob)
+    verify = _awaited(_calls.verify_cache)
+    kept = _awaited(_calls.kept_tokens)
 
 
 class AsyncFiles(_Group):
     """The inputs and outputs of batches: `client.files`."""
 
-    retrieve = _Method(_batch_calls.retrieve_file)
-    delete = _Method(_batch_calls.delete_file)
-    content = _Method(_batch_calls.file_content)
-
-    async def create(
-        self,
-        *,
-        file: _batch_calls.FileInput,
-        purpose: str = "batch",
-        expires_after: _batch_calls.ExpiresAfter | None = None,
-    ) -> FileObject:
-        """Upload a path, bytes, an open file, or one of these with a name, sent in pieces from where it lies.
-
-        Raises `InvalidRequest`, `BodyTooLarge`, `QuotaExceeded`, `StorageFull`.
-        """
-        with _batch_calls.opened(file) as (name, content):
-            call = _batch_calls.create_file(name, content, purpose=purpose, expires_after=expires_after)
-            return await self._sender.send(call)
-
-    def list(self, **fields: Unpack[_batch_calls.FileFilters]) -> AsyncIterator[FileObject]:
-        """All files, newest first; `purpose` filters. They are fetched `limit` at a time as they are read."""
-        return self._all(_batch_calls.list_files, fields)
+    create = _awaited(_batch_calls.create_file)
+    retrieve = _awaited(_batch_calls.retrieve_file)
+    list = _listed(_batch_calls.list_files)
+    delete = _awaited(_batch_calls.delete_file)
+    content = _awaited(_batch_calls.file_content)
 
 
 class AsyncBatches(_Group):
     """Files compressed row by row in the background: `client.batches`."""
 
-    create = _Method(_batch_calls.create_batch)
-    retrieve = _Method(_batch_calls.retrieve_batch)
-    cancel = _Method(_batch_calls.cancel_batch)
-    pause = _Method(_batch_calls.pause_batch)
-    resume = _Method(_batch_calls.resume_batch)
-    retry = _Method(_batch_calls.retry_batch)
-
-    def list(self, **fields: Unpack[_batch_calls.BatchFilters]) -> AsyncIterator[BatchObject]:
-        """All batches, newest first. They are fetched `limit` at a time as they are read."""
-        return self._all(_batch_calls.list_batches, fields)
+    create = _awaited(_batch_calls.create_batch)
+    retrieve = _awaited(_batch_calls.retrieve_batch)
+    list = _listed(_batch_calls.list_batches)
+    cancel = _awaited(_batch_calls.cancel_batch)
+    pause = _awaited(_batch_calls.pause_batch)
+    resume = _awaited(_batch_calls.resume_batch)
+    retry = _awaited(_batch_calls.retry_batch)
 
     async def events(self, id: str) -> AsyncIterator[BatchObject]:
-        """A batch as it is, then each time that it has changed, at last as it ended. Broken connections are renewed.
+        """A batch now, then after each change, and last at its end. Broken connections are renewed.
 
         Raises `BatchNotFound`, `ConnectionFailed`.
         """
@@ -274,26 +192,26 @@ class AsyncBatches(_Group):
 class AsyncRequests(_Group):
     """Creations in the background: `client.requests`."""
 
-    retrieve = _Method(_calls.retrieve_request)
+    retrieve = _awaited(_calls.retrieve_request)
 
 
 class AsyncModels(_Group):
     """`client.models`."""
 
-    list = _Method(_calls.list_models)
+    list = _awaited(_calls.list_models)
 
 
 class AsyncPolicies(_Group):
     """`client.policies`."""
 
-    list = _Method(_calls.list_policies)
+    list = _awaited(_calls.list_policies)
 
 
 class AsyncClient(_Group):
     """`Client`, awaited: `await AsyncClient().caches.create(document=...)`. Close it, or use it in `async with`."""
 
-    ready = _Method(_calls.readiness)
-    estimate = _Method(_calls.estimate)
+    ready = _awaited(_calls.readiness)
+    estimate = _awaited(_calls.estimate)
 
     def __init__(
         self,

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO, TypedDict, Unpack
-
-import httpx
 
 from kvshelf.api import batches
 from kvshelf.client import _calls
@@ -17,21 +15,21 @@ from kvshelf.client._exchange import Call, parse_as
 from kvshelf.errors import InvalidRequest
 
 FileInput = str | os.PathLike[str] | bytes | BinaryIO | tuple[str, bytes | BinaryIO]
-"""A path, or the content itself, with a name if it is to have one."""
+"""A path, or the content itself, with or without a name."""
 
 
 class ExpiresAfter(TypedDict, total=False):
-    """How long a file is kept, in seconds from when it was created (the one anchor there is)."""
+    """How long a file is kept, in seconds from its creation (the only anchor)."""
 
     anchor: str
     seconds: int
 
 
 class BatchFields(_calls.OptionFields, total=False):
-    """What `batches.create` takes beside the file; None is as good as absent.
+    """The keywords of `batches.create`; None means absent.
 
-    The options of `caches.create` hold for all rows that do not bring their own. `completion_window` is "24h", "7d";
-    `window` the time of day in which it may work: "22:00-06:00".
+    The options of `caches.create` hold for all rows without their own. `completion_window` is "24h" or "7d"; `window`
+    is the time of day in which the batch may run, as "22:00-06:00".
     """
 
     levels: Sequence[float] | None
@@ -54,51 +52,35 @@ class FileFilters(TypedDict, total=False):
 
 
 class BatchFilters(TypedDict, total=False):
-    """Where to begin, and how many batches to fetch with one request (`limit`)."""
+    """The id to start after, and how many batches to fetch with one request (`limit`)."""
 
     limit: int | None
     after: str | None
 
 
-@contextmanager
-def opened(file: FileInput) -> Iterator[tuple[str, BinaryIO]]:
-    """The name and the content of an upload. Raises `InvalidRequest` for a path that cannot be read."""
-    if isinstance(file, tuple):
-        name, content = file
-        yield name, io.BytesIO(content) if isinstance(content, bytes) else content
-    elif isinstance(file, bytes):
-        yield "input.jsonl", io.BytesIO(file)
-    elif isinstance(file, str | os.PathLike):
-        path = Path(file)
-        try:
-            found = path.open("rb")
-        except OSError as error:
-            raise InvalidRequest(f"cannot read {path}: {error.strerror}", param="file") from error
-        with found:
-            yield path.name, found
-    else:
-        yield Path(str(getattr(file, "name", "input.jsonl"))).name, file
-
-
 def create_file(
-    name: str, content: BinaryIO, *, purpose: str, expires_after: ExpiresAfter | None
+    *, file: FileInput, purpose: str = "batch", expires_after: ExpiresAfter | None = None
 ) -> Call[batches.FileObject]:
-    fields: dict[str, Any] = {"purpose": purpose}
-    if expires_after is not None:
-        fields["expires_after"] = expires_after
-    form = _calls.checked(batches.CreateFile, fields)
+    """Upload a path, bytes, an open file, or content with a name. A file is sent in pieces, never read as a whole.
+
+    Raises `InvalidRequest`, `BodyTooLarge`, `QuotaExceeded`, `StorageFull`.
+    """
+    form = _calls.checked(batches.CreateFile, {"purpose": purpose, "expires_after": expires_after})
     data = {"purpose": purpose} | {f"expires_after[{k}]": str(v) for k, v in form.get("expires_after", {}).items()}
-    # Sent in pieces from where it lies. Not repeated when the answer was lost: then there would be two files.
+    name, content = _opened(file)
+    held = content if isinstance(file, str | os.PathLike) else nullcontext()
     body = {"files": {"file": (name, content, "application/jsonl")}, "data": data}
-    return Call("POST", "/v1/files", parse_as(batches.FileObject), body=body, repeatable=False)
+    # Not repeated when the answer is lost: a repeat would make a second file.
+    return Call("POST", "/v1/files", parse_as(batches.FileObject), body=body, repeatable=False, held=held)
 
 
 def retrieve_file(id: str) -> Call[batches.FileObject]:
-    """What is known of one file. Raises `FileNotFound`."""
+    """The record of one file. Raises `FileNotFound`."""
     return Call("GET", _file(id), parse_as(batches.FileObject))
 
 
-def list_files(fields: FileFilters) -> Call[batches.FileList]:
+def list_files(**fields: Unpack[FileFilters]) -> Call[batches.FileList]:
+    """All files, newest first; `purpose` filters. They are fetched `limit` at a time as they are read."""
     return Call("GET", "/v1/files", parse_as(batches.FileList), params=_calls.query_string(batches.ListFiles, fields))
 
 
@@ -109,7 +91,7 @@ def delete_file(id: str) -> Call[batches.FileDeleted]:
 
 def file_content(id: str) -> Call[bytes]:
     """The bytes of one file. Raises `FileNotFound`."""
-    return Call("GET", _file(id) + "/content", _content)
+    return Call("GET", _file(id) + "/content", _calls.content)
 
 
 def create_batch(
@@ -118,8 +100,8 @@ def create_batch(
     """Compress every row of an uploaded file, in the background.
 
     Keywords: `completion_window`, `metadata`, `output_expires_after`, `window`, `max_gpu_hours`, `max_attempts`,
-    `document_timeout_s`, and the options of `caches.create`, which hold for all rows that do not bring their own.
-    Raises `InvalidRequest`, `FileNotFound`; what is wrong with the file ends the batch as `failed`.
+    `document_timeout_s`, and the options of `caches.create`, which hold for all rows without their own. Raises
+    `InvalidRequest`, `FileNotFound`; a file with bad rows ends the batch as `failed`.
     """
     given: dict[str, Any] = {"input_file_id": input_file_id, "endpoint": endpoint, **fields}
     body = {"json": _calls.checked(batches.CreateBatch, given)}
@@ -127,17 +109,18 @@ def create_batch(
 
 
 def retrieve_batch(id: str) -> Call[batches.BatchObject]:
-    """How far a batch is. Raises `BatchNotFound`."""
+    """The record of one batch, with its progress. Raises `BatchNotFound`."""
     return Call("GET", _batch(id), parse_as(batches.BatchObject))
 
 
-def list_batches(fields: BatchFilters) -> Call[batches.BatchList]:
+def list_batches(**fields: Unpack[BatchFilters]) -> Call[batches.BatchList]:
+    """All batches, newest first. They are fetched `limit` at a time as they are read."""
     params = _calls.query_string(batches.ListBatches, fields)
     return Call("GET", "/v1/batches", parse_as(batches.BatchList), params=params)
 
 
 def cancel_batch(id: str) -> Call[batches.BatchObject]:
-    """End a batch; what is done stays done. Raises `BatchNotFound`, and `StateConflict` for one that has ended."""
+    """End a batch; finished rows keep their results. Raises `BatchNotFound`, and `StateConflict` after its end."""
     return _do(id, "cancel")
 
 
@@ -147,19 +130,35 @@ def pause_batch(id: str) -> Call[batches.BatchObject]:
 
 
 def resume_batch(id: str) -> Call[batches.BatchObject]:
-    """Go on with a batch that was paused. Raises `BatchNotFound`, `StateConflict`."""
+    """Go on with a paused batch. Raises `BatchNotFound`, `StateConflict`."""
     return _do(id, "resume")
 
 
 def retry_batch(id: str) -> Call[batches.BatchObject]:
-    """Try the failed rows of a batch that has ended again. Raises `BatchNotFound`, `FileNotFound`, `StateConflict`."""
+    """Try the failed rows of an ended batch again. Raises `BatchNotFound`, `FileNotFound`, `StateConflict`."""
     return _do(id, "retry", repeatable=False)
 
 
 def batch_events(id: str, seen: str) -> Call[None]:
-    """An event stream, which `_stream.BatchReader` reads; `seen` is the id of the last event that was read."""
+    """An event stream for `_stream.BatchReader`; `seen` is the id of the last event that was read."""
     headers = {"last-event-id": seen} if seen else {}
     return Call("GET", _batch(id) + "/events", lambda _: None, headers=headers)
+
+
+def _opened(file: FileInput) -> tuple[str, BinaryIO]:
+    """The name and the content of an upload. Raises `InvalidRequest` for a path that cannot be read."""
+    if isinstance(file, tuple):
+        name, content = file
+        return name, io.BytesIO(content) if isinstance(content, bytes) else content
+    if isinstance(file, bytes):
+        return "input.jsonl", io.BytesIO(file)
+    if not isinstance(file, str | os.PathLike):
+        return Path(str(getattr(file, "name", "input.jsonl"))).name, file
+    path = Path(file)
+    try:
+        return path.name, path.open("rb")
+    except OSError as error:
+        raise InvalidRequest(f"cannot read {path}: {error.strerror}", param="file") from error
 
 
 def _do(id: str, verb: str, *, repeatable: bool = True) -> Call[batches.BatchObject]:
@@ -172,7 +171,3 @@ def _file(id: str) -> str:
 
 def _batch(id: str) -> str:
     return "/v1/batches/" + _calls.quoted(id)
-
-
-def _content(response: httpx.Response) -> bytes:
-    return response.content

@@ -1,7 +1,7 @@
-"""The calls of the API, one function each: its arguments checked, its request built, its answer named.
+"""The calls of the API, one function each: it checks its arguments, builds the request and types the answer.
 
-Nothing here talks to the network. The functions are the clients' methods: `Client.caches.retrieve` and
-`AsyncClient.caches.retrieve` both are `retrieve_cache`, sent.
+Nothing here talks to the network. The functions are the methods of both clients: `Client.caches.retrieve` and
+`AsyncClient.caches.retrieve` send what `retrieve_cache` builds, with its arguments, types and docstring.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack, overload
 from urllib.parse import quote
 
 import httpx
@@ -22,7 +22,7 @@ from kvshelf.api.strict import RequestBody, parse_request, refusal
 from kvshelf.client._exchange import Call, parse_as
 from kvshelf.errors import InvalidRequest
 
-# Guessed from no list of the system's: there .ts is a film.
+# Not guessed from the system's list of media types, in which .ts is a film.
 _MEDIA_TYPES = {".pdf": "application/pdf", ".html": "text/html", ".htm": "text/html", ".xhtml": "application/xhtml+xml"}
 
 Messages = Sequence[Mapping[str, str] | api.Message]
@@ -32,7 +32,7 @@ Levels = list[api.CacheObject]
 
 
 class OptionFields(TypedDict, total=False):
-    """How documents are kept; None is as good as absent."""
+    """How a document is compressed and kept; None means absent."""
 
     model: str | None
     layout: str | None
@@ -51,8 +51,7 @@ class OptionFields(TypedDict, total=False):
 class KeepFields(OptionFields, total=False):
     """Which document to keep, and how.
 
-    Exactly one of `document`, `messages`, `token_ids` and `file` (the path of text, PDF or HTML) is
-    needed.
+    Exactly one of `document`, `messages`, `token_ids` and `file` (the path of text, PDF or HTML) is needed.
     """
 
     document: str | None
@@ -64,19 +63,19 @@ class KeepFields(OptionFields, total=False):
 
 
 class CreateFields(KeepFields, total=False):
-    """What `caches.create` takes."""
+    """The keywords of `caches.create`."""
 
     min_quality: float | None
 
 
 class LevelFields(CreateFields, total=False):
-    """What `estimate` takes, and `caches.create` for several caches at once."""
+    """The keywords of `estimate`, and of `caches.create` for several caches at once."""
 
     levels: Sequence[float] | None
 
 
 class UpdateFields(TypedDict, total=False):
-    """What `caches.update` changes; what is absent stays. None as `ttl_s` or `expires_at`: the cache never expires."""
+    """What `caches.update` changes; absent fields stay. With None as `ttl_s` or `expires_at` a cache never expires."""
 
     ttl_s: float | None
     expires_at: float | None
@@ -86,7 +85,7 @@ class UpdateFields(TypedDict, total=False):
 
 
 class ImportFields(TypedDict, total=False):
-    """What `caches.import_blob` takes beside the blob; None is as good as absent."""
+    """The keywords of `caches.import_blob`; None means absent."""
 
     ttl_s: float | None
     expires_at: float | None
@@ -97,8 +96,8 @@ class ImportFields(TypedDict, total=False):
 class QueryFields(TypedDict, total=False):
     """How an answer is made: at most `max_tokens` tokens, until one of the `stop` texts. Temperature 0 is greedy.
 
-    `compare`: what the full cache answers comes with it. `on_miss="recompute"`: a cache that is corrupt or of another
-    model is made again from its kept source. Both may raise `SourceNotKept`.
+    `compare` adds the answer of the full cache. `on_miss="recompute"` makes a corrupt cache, or a cache of another
+    model, again from its kept source. Both may raise `SourceNotKept`.
     """
 
     max_tokens: int | None
@@ -121,20 +120,54 @@ class ListFields(TypedDict, total=False):
     after: str | None
 
 
-def create_cache(fields: LevelFields) -> Call[api.CacheObject | Levels]:
-    """Levels without a floor have a cache each, in their order; all else has one."""
-    given = dict(fields)
-    several = given.get("levels") is not None and given.get("min_quality") is None
-    parse = _levels if several else parse_as(api.CacheObject)
+@overload
+def create_cache(
+    *, levels: None = None, respond_async: Literal[False] = False, **fields: Unpack[CreateFields]
+) -> Call[api.CacheObject]: ...
+@overload
+def create_cache(
+    *, levels: Sequence[float], min_quality: float, respond_async: Literal[False] = False, **fields: Unpack[KeepFields]
+) -> Call[api.CacheObject]: ...
+@overload
+def create_cache(
+    *,
+    levels: Sequence[float],
+    min_quality: None = None,
+    respond_async: Literal[False] = False,
+    **fields: Unpack[KeepFields],
+) -> Call[Levels]: ...
+@overload
+def create_cache(
+    *, levels: Sequence[float] | None = None, respond_async: Literal[True], **fields: Unpack[CreateFields]
+) -> Call[api.RequestObject]: ...
+def create_cache(
+    *, levels: Sequence[float] | None = None, respond_async: bool = False, **fields: Unpack[CreateFields]
+) -> Call[api.CacheObject] | Call[Levels] | Call[api.RequestObject]:
+    """Compress a document and put it on the shelf; a cache that is there already comes back with `existing` true.
+
+    One of `document` (text), `messages`, `token_ids` and `file` (a path), and as keywords `model`, `layout`,
+    `policy`, `policy_params`, `compression_ratio` (the fraction removed) or `budget_tokens`, `codec`, `ttl_s` or
+    `expires_at`, `name`, `labels`, and `keep_source` to keep the text beside the cache. With `respond_async` the
+    request comes back at once, for `client.requests.retrieve`.
+
+    `levels` are several compression ratios at once, whose caches come back in a list, from one prefill. With
+    `min_quality` only the smallest cache that agrees enough with the full one is kept; the policy "auto" chooses
+    policy, ratio and codec in the same way. The cache's `tried` lists the attempts.
+
+    Raises `InvalidRequest`, `DocumentTooLong`, `DocumentTooShort`, `PolicyUnsupported`, `QualityBelowFloor`,
+    `QueueFull`, ...
+    """
+    given: dict[str, Any] = {**fields, "levels": levels}
     if (path := given.pop("file", None)) is None:
-        return Call("POST", "/v1/caches", parse, body={"json": checked(api.CreateCache, given)})
-    return Call("POST", "/v1/caches", parse, body=_upload(Path(str(path)), given))
-
-
-def create_in_background(fields: LevelFields) -> Call[api.RequestObject]:
-    call = create_cache(fields)
-    headers = {"prefer": "respond-async"}
-    return Call(call.method, call.path, parse_as(api.RequestObject), headers=headers, body=call.body)
+        body = {"json": checked(api.CreateCache, given)}
+    else:
+        body = _upload(Path(str(path)), given)
+    if respond_async:
+        headers = {"prefer": "respond-async"}
+        return Call("POST", "/v1/caches", parse_as(api.RequestObject), headers=headers, body=body)
+    if levels is not None and given.get("min_quality") is None:
+        return Call("POST", "/v1/caches", _levels, body=body)
+    return Call("POST", "/v1/caches", parse_as(api.CacheObject), body=body)
 
 
 def retrieve_cache(id: str) -> Call[api.CacheObject]:
@@ -142,15 +175,18 @@ def retrieve_cache(id: str) -> Call[api.CacheObject]:
     return Call("GET", _cache_path(id), parse_as(api.CacheObject))
 
 
-def list_caches(fields: ListFields) -> Call[api.CacheList]:
+def list_caches(**fields: Unpack[ListFields]) -> Call[api.CacheList]:
+    """All caches that match `document_id`, `model`, `policy` and `labels`, fetched `limit` at a time as they are read.
+
+    `after` is the id of the cache before the first one.
+    """
     return Call("GET", "/v1/caches", parse_as(api.CacheList), params=query_string(api.ListCaches, fields))
 
 
 def update_cache(id: str, **fields: Unpack[UpdateFields]) -> Call[api.CacheObject]:
     """Change `ttl_s` or `expires_at` (None: it never expires), `labels` (as a whole), `name` or `pinned`.
 
-    What is not given stays as it is. A pinned cache is never evicted to make room. Raises `InvalidRequest`,
-    `CacheNotFound`, `CacheExpired`.
+    Absent fields stay. A pinned cache is never evicted. Raises `InvalidRequest`, `CacheNotFound`, `CacheExpired`.
     """
     body = {"json": _as_json(api.UpdateCache, fields)}
     return Call("PATCH", _cache_path(id), parse_as(api.CacheObject), body=body)
@@ -163,14 +199,14 @@ def delete_cache(id: str) -> Call[api.Deleted]:
 
 def download_cache(id: str) -> Call[bytes]:
     """The blob of one cache, for `CompressedCache.from_bytes`, which checks every digest in it."""
-    return Call("GET", _cache_path(id) + "/blob", _content)
+    return Call("GET", _cache_path(id) + "/blob", content)
 
 
 def import_blob(blob: bytes, **fields: Unpack[ImportFields]) -> Call[api.CacheObject]:
     """Put the blob of a cache, as `download` gives it, on the shelf of this service. It keeps its codec.
 
     `ttl_s` or `expires_at`, `name`, `labels` as in `create`; a cache that is there already comes back with `existing`
-    true. Raises `CacheCorrupt` for bytes that are no sound blob, `ModelMismatch` for a cache of a model that the
+    true. Raises `CacheCorrupt` for bytes that are not a sound blob, `ModelMismatch` for a cache of a model that the
     service does not run, `BodyTooLarge`, `QuotaExceeded`, `StorageFull`.
     """
     if not isinstance(blob, bytes):
@@ -182,8 +218,9 @@ def import_blob(blob: bytes, **fields: Unpack[ImportFields]) -> Call[api.CacheOb
 
 
 def verify_cache(id: str) -> Call[api.Verification]:
-    """Have the service read a stored cache to its end and check every digest. Raises `CacheNotFound`, `CacheExpired`;
-    that it is corrupt is no error but an answer, whose `ok` is false.
+    """Have the service read a whole stored cache and check every digest. Raises `CacheNotFound`, `CacheExpired`.
+
+    A corrupt cache raises nothing: `ok` of the answer is false.
     """
     return Call("POST", _cache_path(id) + "/verify", parse_as(api.Verification))
 
@@ -191,8 +228,8 @@ def verify_cache(id: str) -> Call[api.Verification]:
 def kept_tokens(id: str, document: str | None = None, *, first_layer: int = 0) -> Call[KeptTokens]:
     """Which tokens of its document a cache kept, by layer and head; `document` is its text where no source was kept.
 
-    What one answer does not hold is asked for with `first_layer=answer.next_layer`. Raises `SourceNotKept`,
-    `StateConflict` for a text that is not the cache's document, `ModelMismatch`, `CacheNotFound`, ...
+    If one answer does not hold all layers, ask for the rest with `first_layer=answer.next_layer`. Raises
+    `SourceNotKept`, `StateConflict` for a text that is not the cache's document, `ModelMismatch`, `CacheNotFound`, ...
     """
     path, params = _cache_path(id) + "/kept", {"first_layer": first_layer}
     if document is None:
@@ -201,22 +238,42 @@ def kept_tokens(id: str, document: str | None = None, *, first_layer: int = 0) -
     return Call("POST", path, parse_as(KeptTokens), params=params, body=body)
 
 
-def query_cache(id: str, fields: Mapping[str, Any]) -> Call[api.AnswerObject | Answers]:
-    """One prompt, or messages, has one answer; a list of prompts has as many, in the same order."""
-    several = isinstance(fields.get("prompt"), list | tuple)
-    parse = _answers if several else parse_as(api.AnswerObject)
-    return Call("POST", _cache_path(id) + "/query", parse, body={"json": checked(api.Query, fields)})
+@overload
+def query_cache(id: str, prompt: str, **fields: Unpack[QueryFields]) -> Call[api.AnswerObject]: ...
+@overload
+def query_cache(id: str, prompt: Prompts, **fields: Unpack[QueryFields]) -> Call[Answers]: ...
+@overload
+def query_cache(id: str, *, messages: Messages, **fields: Unpack[QueryFields]) -> Call[api.AnswerObject]: ...
+def query_cache(
+    id: str, prompt: str | Prompts | None = None, *, messages: Messages | None = None, **fields: Unpack[QueryFields]
+) -> Call[api.AnswerObject] | Call[Answers]:
+    """Ask one question, several independent ones (a list), or continue with chat `messages`.
+
+    A list of questions has a list of answers in the same order. Keywords: `max_tokens`, `temperature`, `top_p`, `seed`,
+    `stop`, `compare`, `on_miss`. Raises `CacheNotFound`, `CacheExpired`, `CacheCorrupt`, `ModelMismatch`,
+    `SourceNotKept`, ...
+    """
+    path, body = (
+        _cache_path(id) + "/query",
+        {"json": checked(api.Query, {**fields, "prompt": prompt, "messages": messages})},
+    )
+    if isinstance(prompt, list | tuple):
+        return Call("POST", path, _answers, body=body)
+    return Call("POST", path, parse_as(api.AnswerObject), body=body)
 
 
-def stream_query(id: str, fields: Mapping[str, Any]) -> Call[None]:
-    """The answer is an event stream, which `_stream.AnswerReader` reads."""
-    body = {"json": checked(api.Query, {**fields, "stream": True})}
-    return Call("POST", _cache_path(id) + "/query", lambda _: None, body=body)
+def stream_query(
+    id: str, prompt: str | None = None, *, messages: Messages | None = None, **fields: Unpack[QueryFields]
+) -> Call[None]:
+    """As `query`, with the text as it is generated. The question is on its way when the call returns its stream."""
+    given = {**fields, "prompt": prompt, "messages": messages, "stream": True}
+    return Call("POST", _cache_path(id) + "/query", lambda _: None, body={"json": checked(api.Query, given)})
 
 
 def retrieve_request(id: str, *, wait_s: float | None = None) -> Call[api.RequestObject]:
-    """The state of a creation in the background. With `wait_s` the service answers when the state is final, or after
-    that many seconds. Raises `RequestNotFound`.
+    """The state of a creation in the background. Raises `RequestNotFound`.
+
+    With `wait_s` the service answers when the state is final, or after that many seconds.
     """
     path = "/v1/requests/" + quoted(id)
     return Call("GET", path, parse_as(api.RequestObject), params={"wait_s": wait_s}, extra_read_s=wait_s or 0.0)
@@ -225,8 +282,8 @@ def retrieve_request(id: str, *, wait_s: float | None = None) -> Call[api.Reques
 def estimate(**fields: Unpack[LevelFields]) -> Call[api.EstimateObject]:
     """What `caches.create` with these arguments would take in tokens, bytes and seconds; nothing is compressed.
 
-    Without `policy` every policy is told, without `codec` the five codecs; with `levels` each of them, and with the
-    policy "auto" each way that it would try. Raises as `caches.create` does.
+    Without `policy` the answer covers every policy, without `codec` all five codecs; with `levels` each of them, and
+    with the policy "auto" each combination that it would try. Raises as `caches.create` does.
     """
     given = dict(fields)
     if (path := given.pop("file", None)) is not None:
@@ -247,7 +304,7 @@ def list_policies() -> Call[list[api.PolicyObject]]:
 
 
 def readiness() -> Call[api.Readiness]:
-    """Whether the service can work, part by part. A service that is degraded answers too; it does not raise."""
+    """Whether the service can work, part by part. A degraded service answers too; nothing is raised."""
     return Call("GET", "/readyz", parse_as(api.Readiness), accepts=frozenset({503}))
 
 
@@ -256,19 +313,19 @@ def _cache_path(id: str) -> str:
 
 
 def quoted(id: str) -> str:
-    # An empty id would turn "this cache" into "the list of caches".
+    # With an empty id the path of one cache would be the path of the list of caches.
     if not isinstance(id, str) or not id:
         raise InvalidRequest(f"{id!r} is not an id; ids look like kvs_... or req_...", param="id")
     return quote(id, safe="")
 
 
 def checked(model: type[RequestBody], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON of a request, only with what was given. Raises `InvalidRequest` before anything is sent."""
+    """The JSON of a request, without fields that are None. Raises `InvalidRequest` before anything is sent."""
     return _as_json(model, {key: value for key, value in fields.items() if value is not None})
 
 
 def _as_json(model: type[RequestBody], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """As `checked`, where None says something."""
+    """As `checked`, with fields that are None."""
     try:
         text = json.dumps(dict(fields), default=_plain)
     except (TypeError, ValueError) as error:
@@ -277,7 +334,7 @@ def _as_json(model: type[RequestBody], fields: Mapping[str, Any]) -> dict[str, A
 
 
 def query_string(model: type[api.QueryString], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters of a query string, only with what was given. Raises `InvalidRequest` before anything is sent."""
+    """The parameters of a query string without those that are None. Raises `InvalidRequest` before anything is sent."""
     try:
         query = model.model_validate({key: value for key, value in fields.items() if value is not None})
     except ValidationError as error:
@@ -287,7 +344,7 @@ def query_string(model: type[api.QueryString], fields: Mapping[str, Any]) -> dic
 
 
 def _plain(value: Any) -> Any:
-    """JSON's view of what callers have at hand: API types, other mappings, other sequences."""
+    """JSON's view of API types and of mappings and sequences that are no dict or list."""
     if isinstance(value, api.Message):
         return value.model_dump()
     if isinstance(value, Mapping):
@@ -298,7 +355,7 @@ def _plain(value: Any) -> Any:
 
 
 def _upload(path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """A multipart body: the file as it is, text fields as text, all others as JSON."""
+    """A multipart body: the file unchanged, text fields as text, all others as JSON."""
     data = _read(path)
     _require_no_document(fields)
     # The bytes stand in for the document, so that the other fields are checked by the same rules.
@@ -327,7 +384,7 @@ def _read(path: Path) -> bytes:
         raise InvalidRequest(f"cannot read {path}: {error.strerror}", param="file") from error
 
 
-def _content(response: httpx.Response) -> bytes:
+def content(response: httpx.Response) -> bytes:
     return response.content
 
 

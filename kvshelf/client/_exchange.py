@@ -1,14 +1,17 @@
-"""One exchange with the service, without doing any input or output: what to send, what an answer means, when to repeat.
+"""One exchange with the service, without any input or output: what to send, what an answer means, when to repeat.
 
-Both clients are thin loops around this module, so a rule that holds for one of them holds for the other.
+Both clients are thin loops around this module and obey the same rules.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import httpx
 from pydantic import BaseModel, ValidationError
@@ -17,44 +20,46 @@ from kvshelf.client import _failures
 from kvshelf.client._config import Connection, Retries
 from kvshelf.errors import KvshelfError
 
-T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 _RETRIED_STATUSES = frozenset({429, 503})
 
-# A quota is not freed by waiting a few seconds. After a worker's crash a call is repeated on purpose: most of those
-# that it took with it were innocent, and one that is to blame is given up after as many attempts as the service makes.
+# Waiting a few seconds does not free a quota. A call is repeated after a worker's crash: most calls that a worker takes
+# with it are innocent, and the service gives up a document after a few crashes.
 _FINAL_CODES = frozenset({"quota_exceeded"})
 
-# Refused before anything was done. That a store or a worker failed says nothing of what it had done by then.
+# Refused before any work. A store or a worker that failed may have done the work before.
 _NOTHING_DONE = frozenset({"rate_limited", "queue_full", "no_worker"})
 
-# The request never reached the service, so that repeating it repeats nothing.
+# The request never reached the service: the repeat is the first one that arrives.
 _NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout)
 
 
 @dataclass(frozen=True)
-class Call(Generic[T]):
+class Call(Generic[T_co]):
     """One call of the API: the request, and how its answer is read.
 
-    `repeatable` says that the call may be sent again although the first one may have been carried out. That is so for
-    creations, which are idempotent by content, and for what only reads or changes; not for deletion, nor for new files
-    and batches. `extra_read_s` lengthens the read timeout by what the
-    service was asked to wait. `accepts` are statuses that carry an answer besides the successful ones.
+    `repeatable`: the call may be sent again although the first one may have been carried out. Creations are idempotent
+    by content, reads and changes by nature; deletions, new files and new batches are not. `extra_read_s` lengthens the
+    read timeout by the time the service was asked to wait. `accepts` are statuses that carry an answer besides the
+    successful ones. `held` is the file of an upload, closed after the exchange.
     """
 
     method: str
     path: str
-    parse: Callable[[httpx.Response], T]
+    parse: Callable[[httpx.Response], T_co]
     params: Mapping[str, Any] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
     body: Mapping[str, Any] = field(default_factory=dict)
     repeatable: bool = True
     extra_read_s: float = 0.0
     accepts: frozenset[int] = frozenset()
+    held: AbstractContextManager[object] = field(default_factory=nullcontext)
 
     def is_answer(self, response: httpx.Response) -> bool:
-        """Whether `response` is what was asked for; otherwise it carries an error."""
+        """Whether `response` carries the answer; otherwise it carries an error."""
         return response.is_success or response.status_code in self.accepts
 
     def httpx_options(self, connection: Connection) -> dict[str, Any]:
@@ -69,6 +74,17 @@ class Call(Generic[T]):
         }
 
 
+class Page(Protocol[T_co]):
+    """One page of a listing; `last_id` is where the next one begins."""
+
+    @property
+    def data(self) -> Sequence[T_co]: ...
+    @property
+    def has_more(self) -> bool: ...
+    @property
+    def last_id(self) -> str | None: ...
+
+
 @dataclass
 class Attempts:
     """Decides after each failed attempt of one call: the pause before the next one (seconds), or the error."""
@@ -78,7 +94,7 @@ class Attempts:
     made: int = 0
 
     def pause_after_response(self, response: httpx.Response) -> float:
-        """`response` has been read and is no success. Returns the pause, or raises the error that it carries."""
+        """The pause after a response, already read, that is no success; or raises the error that it carries."""
         error = _failures.from_response(response)
         passing = response.status_code in _RETRIED_STATUSES and error.code not in _FINAL_CODES
         if not passing or not (self.call.repeatable or error.code in _NOTHING_DONE):
@@ -86,7 +102,7 @@ class Attempts:
         return self._pause(error, asked_s=error.details.get("retry_after_s"))
 
     def pause_after_error(self, error: httpx.HTTPError | httpx.StreamError) -> float:
-        """httpx raised `error`. Returns the pause, or raises what the error is translated to."""
+        """The pause after an exception of httpx, or raises its translation."""
         translated = _failures.from_httpx(error, self.connection.base_url)
         broken = isinstance(error, httpx.NetworkError | httpx.RemoteProtocolError)
         if not (isinstance(error, _NEVER_SENT) or (broken and self.call.repeatable)):
@@ -116,3 +132,16 @@ def parse_as(cls: type[ModelT]) -> Callable[[httpx.Response], ModelT]:
             raise _failures.not_kvshelf(response) from error
 
     return parse
+
+
+def method_of(build: Callable[..., Any]) -> Callable[[MethodT], MethodT]:
+    """Gives a client's method the name, the docstring and the signature of the function that builds its call."""
+
+    def decorate(method: MethodT) -> MethodT:
+        functools.update_wrapper(method, build)
+        built = inspect.signature(build)
+        this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        method.__signature__ = built.replace(parameters=[this, *built.parameters.values()])  # type: ignore[attr-defined]
+        return method
+
+    return decorate

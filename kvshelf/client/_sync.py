@@ -1,20 +1,20 @@
-"""The client that blocks."""
+"""The client that blocks. Its methods are the calls of `_calls` and `_batch_calls`, sent."""
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
-from typing import Any, Generic, Literal, ParamSpec, Self, TypeVar, Unpack, overload
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import httpx
 
-from kvshelf.api import AnswerObject, CacheObject, RequestObject
-from kvshelf.api.batches import BatchObject, FileObject
+from kvshelf.api import AnswerObject
+from kvshelf.api.batches import BatchObject
 from kvshelf.client import _batch_calls, _calls, _failures
 from kvshelf.client._config import Connection, Retries, Timeouts
-from kvshelf.client._exchange import Attempts, Call
+from kvshelf.client._exchange import Attempts, Call, Page, method_of
 from kvshelf.client._stream import AnswerReader, BatchReader
 
 P = ParamSpec("P")
@@ -29,7 +29,8 @@ class _Sender:
         self.connection = connection
 
     def send(self, call: Call[T]) -> T:
-        return call.parse(self.exchange(call, stream=False))
+        with call.held:
+            return call.parse(self.exchange(call, stream=False))
 
     def exchange(self, call: Call[Any], *, stream: bool) -> httpx.Response:
         attempts = Attempts(call, self.connection)
@@ -52,33 +53,6 @@ class _Group:
 
     def __init__(self, sender: _Sender) -> None:
         self._sender = sender
-
-    def _all(self, build: Callable[[Any], Call[Any]], fields: Mapping[str, Any]) -> Iterator[Any]:
-        """What a listing holds; `build` makes the call for the page that the fields name. Bad fields are refused at
-        once, not when the first page is read."""
-        return self._pages(build, build(fields), fields)
-
-    def _pages(self, build: Callable[[Any], Call[Any]], call: Call[Any], fields: Mapping[str, Any]) -> Iterator[Any]:
-        while True:
-            page = self._sender.send(call)
-            yield from page.data
-            if not page.has_more:
-                return
-            call = build({**fields, "after": page.last_id})
-
-
-class _Method(Generic[P, T]):
-    """A method made from the function that builds its call: the same arguments, and the call's answer as the result."""
-
-    def __init__(self, build: Callable[P, Call[T]]) -> None:
-        self._build = build
-
-    def __get__(self, group: _Group, owner: type[_Group]) -> Callable[P, T]:
-        @functools.wraps(self._build)
-        def method(*args: P.args, **kwargs: P.kwargs) -> T:
-            return group._sender.send(self._build(*args, **kwargs))
-
-        return method
 
 
 class AnswerStream:
@@ -127,156 +101,84 @@ class AnswerStream:
             self._response.close()
 
 
+def _sent(build: Callable[P, Call[T]]) -> Callable[Concatenate[_Group, P], T]:
+    """The method that sends what `build` builds. It has the overloads, the arguments and the docstring of `build`."""
+
+    @method_of(build)
+    def method(self: _Group, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._sender.send(build(*args, **kwargs))
+
+    return method
+
+
+def _listed(build: Callable[P, Call[Page[T]]]) -> Callable[Concatenate[_Group, P], Iterator[T]]:
+    """The method that reads a listing page by page. Bad arguments are refused at once, not with the first page."""
+
+    @method_of(build)
+    def method(self: _Group, /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
+        return pages(self._sender, build(*args, **kwargs), functools.partial(build, *args, **kwargs))
+
+    def pages(sender: _Sender, call: Call[Page[T]], following: Callable[..., Call[Page[T]]]) -> Iterator[T]:
+        while True:
+            page = sender.send(call)
+            yield from page.data
+            if not page.has_more:
+                return
+            call = following(after=page.last_id)
+
+    return method
+
+
+def _streamed(build: Callable[P, Call[None]]) -> Callable[Concatenate[_Group, P], AnswerStream]:
+    """The method that sends what `build` builds and reads the answer piece by piece."""
+
+    @method_of(build)
+    def method(self: _Group, /, *args: P.args, **kwargs: P.kwargs) -> AnswerStream:
+        response = self._sender.exchange(build(*args, **kwargs), stream=True)
+        return AnswerStream(response, self._sender.connection.base_url)
+
+    return method
+
+
 class Caches(_Group):
     """The shelf: `client.caches`."""
 
-    retrieve = _Method(_calls.retrieve_cache)
-    update = _Method(_calls.update_cache)
-    delete = _Method(_calls.delete_cache)
-    download = _Method(_calls.download_cache)
-    import_blob = _Method(_calls.import_blob)
-    verify = _Method(_calls.verify_cache)
-    kept = _Method(_calls.kept_tokens)
-
-    @overload
-    def create(
-        self, *, levels: None = None, respond_async: Literal[False] = False, **fields: Unpack[_calls.CreateFields]
-    ) -> CacheObject: ...
-    @overload
-    def create(
-        self,
-        *,
-        levels: Sequence[float],
-        min_quality: float,
-        respond_async: Literal[False] = False,
-        **fields: Unpack[_calls.KeepFields],
-    ) -> CacheObject: ...
-    @overload
-    def create(
-        self,
-        *,
-        levels: Sequence[float],
-        min_quality: None = None,
-        respond_async: Literal[False] = False,
-        **fields: Unpack[_calls.KeepFields],
-    ) -> _calls.Levels: ...
-    @overload
-    def create(
-        self,
-        *,
-        levels: Sequence[float] | None = None,
-        respond_async: Literal[True],
-        **fields: Unpack[_calls.CreateFields],
-    ) -> RequestObject: ...
-    def create(
-        self,
-        *,
-        levels: Sequence[float] | None = None,
-        respond_async: bool = False,
-        **fields: Unpack[_calls.CreateFields],
-    ) -> CacheObject | _calls.Levels | RequestObject:
-        """Compress a document and put it on the shelf; a cache that is there already comes back with `existing` true.
-
-        One of `document` (text), `messages`, `token_ids` and `file` (a path), and as keywords `model`, `layout`,
-        `policy`, `policy_params`, `compression_ratio` (the fraction removed) or `budget_tokens`, `codec`, `ttl_s` or
-        `expires_at`, `name`, `labels`, and `keep_source` to keep the text beside the cache. With `respond_async` the
-        request comes back at once, for `client.requests.retrieve`.
-
-        `levels` are several compression ratios at once, whose caches come back in a list, from one prefill. With
-        `min_quality` only the smallest that agrees with the full cache so far is kept; the policy "auto" chooses
-        policy, ratio and codec in the same way. What was tried is in the cache's `tried`.
-
-        Raises `InvalidRequest`, `DocumentTooLong`, `DocumentTooShort`, `PolicyUnsupported`, `QualityBelowFloor`,
-        `QueueFull`, ...
-        """
-        if respond_async:
-            return self._sender.send(_calls.create_in_background({**fields, "levels": levels}))
-        return self._sender.send(_calls.create_cache({**fields, "levels": levels}))
-
-    def list(self, **fields: Unpack[_calls.ListFields]) -> Iterator[CacheObject]:
-        """All caches that match `document_id`, `model`, `policy` and `labels`.
-
-        They are fetched `limit` at a time as they are read; `after` is the id to go on from.
-        """
-        return self._all(_calls.list_caches, fields)
-
-    @overload
-    def query(self, id: str, prompt: str, **fields: Unpack[_calls.QueryFields]) -> AnswerObject: ...
-    @overload
-    def query(self, id: str, prompt: _calls.Prompts, **fields: Unpack[_calls.QueryFields]) -> _calls.Answers: ...
-    @overload
-    def query(self, id: str, *, messages: _calls.Messages, **fields: Unpack[_calls.QueryFields]) -> AnswerObject: ...
-    def query(
-        self,
-        id: str,
-        prompt: str | _calls.Prompts | None = None,
-        *,
-        messages: _calls.Messages | None = None,
-        **fields: Unpack[_calls.QueryFields],
-    ) -> AnswerObject | _calls.Answers:
-        """Ask one question, several independent ones (a list), or continue with chat `messages`.
-
-        Keywords: `max_tokens`, `temperature`, `top_p`, `seed`, `stop`, `compare`, `on_miss`. Raises `CacheNotFound`,
-        `CacheExpired`, `CacheCorrupt`, `ModelMismatch`, `SourceNotKept`, ...
-        """
-        return self._sender.send(_calls.query_cache(id, {"prompt": prompt, "messages": messages, **fields}))
-
-    def stream(
-        self,
-        id: str,
-        prompt: str | None = None,
-        *,
-        messages: _calls.Messages | None = None,
-        **fields: Unpack[_calls.QueryFields],
-    ) -> AnswerStream:
-        """As `query`, with the text as it is generated. The question is on its way when this returns."""
-        call = _calls.stream_query(id, {"prompt": prompt, "messages": messages, **fields})
-        return AnswerStream(self._sender.exchange(call, stream=True), self._sender.connection.base_url)
+    create = _sent(_calls.create_cache)
+    retrieve = _sent(_calls.retrieve_cache)
+    list = _listed(_calls.list_caches)
+    update = _sent(_calls.update_cache)
+    delete = _sent(_calls.delete_cache)
+    query = _sent(_calls.query_cache)
+    stream = _streamed(_calls.stream_query)
+    download = _sent(_calls.download_cache)
+    import_blob = _sent(_calls.import_blob)
+    verify = _sent(_calls.verify_cache)
+    kept = _sent(_calls.kept_tokens)
 
 
 class Files(_Group):
     """The inputs and outputs of batches: `client.files`."""
 
-    retrieve = _Method(_batch_calls.retrieve_file)
-    delete = _Method(_batch_calls.delete_file)
-    content = _Method(_batch_calls.file_content)
-
-    def create(
-        self,
-        *,
-        file: _batch_calls.FileInput,
-        purpose: str = "batch",
-        expires_after: _batch_calls.ExpiresAfter | None = None,
-    ) -> FileObject:
-        """Upload a path, bytes, an open file, or one of these with a name, sent in pieces from where it lies.
-
-        Raises `InvalidRequest`, `BodyTooLarge`, `QuotaExceeded`, `StorageFull`.
-        """
-        with _batch_calls.opened(file) as (name, content):
-            call = _batch_calls.create_file(name, content, purpose=purpose, expires_after=expires_after)
-            return self._sender.send(call)
-
-    def list(self, **fields: Unpack[_batch_calls.FileFilters]) -> Iterator[FileObject]:
-        """All files, newest first; `purpose` filters. They are fetched `limit` at a time as they are read."""
-        return self._all(_batch_calls.list_files, fields)
+    create = _sent(_batch_calls.create_file)
+    retrieve = _sent(_batch_calls.retrieve_file)
+    list = _listed(_batch_calls.list_files)
+    delete = _sent(_batch_calls.delete_file)
+    content = _sent(_batch_calls.file_content)
 
 
 class Batches(_Group):
     """Files compressed row by row in the background: `client.batches`."""
 
-    create = _Method(_batch_calls.create_batch)
-    retrieve = _Method(_batch_calls.retrieve_batch)
-    cancel = _Method(_batch_calls.cancel_batch)
-    pause = _Method(_batch_calls.pause_batch)
-    resume = _Method(_batch_calls.resume_batch)
-    retry = _Method(_batch_calls.retry_batch)
-
-    def list(self, **fields: Unpack[_batch_calls.BatchFilters]) -> Iterator[BatchObject]:
-        """All batches, newest first. They are fetched `limit` at a time as they are read."""
-        return self._all(_batch_calls.list_batches, fields)
+    create = _sent(_batch_calls.create_batch)
+    retrieve = _sent(_batch_calls.retrieve_batch)
+    list = _listed(_batch_calls.list_batches)
+    cancel = _sent(_batch_calls.cancel_batch)
+    pause = _sent(_batch_calls.pause_batch)
+    resume = _sent(_batch_calls.resume_batch)
+    retry = _sent(_batch_calls.retry_batch)
 
     def events(self, id: str) -> Iterator[BatchObject]:
-        """A batch as it is, then each time that it has changed, at last as it ended. Broken connections are renewed.
+        """A batch now, then after each change, and last at its end. Broken connections are renewed.
 
         Raises `BatchNotFound`, `ConnectionFailed`.
         """
@@ -292,19 +194,19 @@ class Batches(_Group):
 class Requests(_Group):
     """Creations in the background: `client.requests`."""
 
-    retrieve = _Method(_calls.retrieve_request)
+    retrieve = _sent(_calls.retrieve_request)
 
 
 class Models(_Group):
     """`client.models`."""
 
-    list = _Method(_calls.list_models)
+    list = _sent(_calls.list_models)
 
 
 class Policies(_Group):
     """`client.policies`."""
 
-    list = _Method(_calls.list_policies)
+    list = _sent(_calls.list_policies)
 
 
 class Client(_Group):
@@ -316,8 +218,8 @@ class Client(_Group):
     network.
     """
 
-    ready = _Method(_calls.readiness)
-    estimate = _Method(_calls.estimate)
+    ready = _sent(_calls.readiness)
+    estimate = _sent(_calls.estimate)
 
     def __init__(
         self,

@@ -3,7 +3,9 @@ asked in tests/service/jobs/test_batches.py."""
 
 from __future__ import annotations
 
+import gc
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -163,3 +165,14 @@ def test_what_is_no_event_is_said_to_be_none(call: Call) -> None:  # noqa: F811
     for text in ("data: nonsense\n\n", 'data: {"object": "batch"}\n\n', "data: 3\n\n"):
         with pytest.raises(errors.ConnectionFailed, match="no event of kvshelf"):
             call(Service(stream(text)), lambda c: c.batches.events("batch_1"))
+
+
+def test_an_upload_closes_the_file_that_it_opened_and_no_other(call: Call, tmp_path: Path) -> None:  # noqa: F811
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"ROWS")
+    with warnings.catch_warnings(), path.open("rb") as given:
+        warnings.simplefilter("error", ResourceWarning)
+        for file in (path, given):
+            call(Service(httpx.Response(200, json=FILE)), lambda c, file=file: c.files.create(file=file))
+        gc.collect()
+        assert not given.closed

@@ -14,7 +14,7 @@ from typing import assert_type
 
 from kvshelf import AsyncClient, Client, CompressedCache, Engine, open_store
 from kvshelf.client import AnswerStream, AsyncAnswerStream
-from kvshelf.client.types import (
+from kvshelf.api import (
     AnswerObject, CacheObject, Deleted, EstimateObject, ModelObject, PolicyObject, RequestObject, Verification
 )
 """
@@ -23,6 +23,8 @@ RIGHT = """
 def use(client: Client) -> None:
     assert_type(client.caches.create(document="a", policy="full", ttl_s=60), CacheObject)
     assert_type(client.caches.create(file="a.txt", respond_async=True), RequestObject)
+    assert_type(client.caches.create(document="a", levels=[0.5]), list[CacheObject])
+    assert_type(client.caches.create(document="a", levels=[0.5], min_quality=0.9), CacheObject)
     assert_type(client.caches.retrieve("kvs_1"), CacheObject)
     assert_type(client.caches.list(limit=5), Iterator[CacheObject])
     assert_type(client.caches.query("kvs_1", "a"), AnswerObject)
