@@ -51,7 +51,7 @@ app.add_typer(bench, name="bench")
 
 
 def main() -> None:
-    """The entry point of `kvshelf`. Errors of kvshelf that a command lets through end it as they do everywhere else."""
+    """The entry point of `kvshelf`. An error that a command did not catch gets the usual message and exit code."""
     try:
         app()
     except KvshelfError as error:

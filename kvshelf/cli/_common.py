@@ -1,4 +1,4 @@
-"""What the commands share: options with one meaning everywhere, exit codes, and where output goes.
+"""Options, exit codes and output shared by the commands.
 
 Results go to stdout, everything else to stderr, so that `ID=$(kvshelf put report.txt)` works.
 """
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 EXIT_CODES = """
 Exit codes: 0 done; 1 failed; 2 refused (bad usage or input); 3 not on the shelf (unknown or expired id);
-4 the service cannot be reached; 5 the service is busy, try again. (`kvshelf batch` also has 6: stopped before its end.)
+4 the service cannot be reached; 5 the service is busy, try again; 6 `kvshelf batch` was stopped before its end.
 """
 
 _EXIT_OF: list[tuple[type[KvshelfError], int]] = [
@@ -48,28 +48,39 @@ _EXIT_OF: list[tuple[type[KvshelfError], int]] = [
 
 Url = Annotated[
     str | None,
-    typer.Option("--url", envvar="KVSHELF_URL", help="A running service.  [default: http://127.0.0.1:8765]"),
+    typer.Option("--url", envvar="KVSHELF_URL", help="Address of the service.  [default: http://127.0.0.1:8765]"),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the API's objects, one per line, errors too.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print API objects and errors as JSON, one per line.")]
 Store = Annotated[str | None, typer.Option("--store", help="URL of the store, such as disk:///var/lib/kvshelf.")]
 KeyFile = Annotated[
     Path | None,
     typer.Option(
         "--encryption-key-file",
         envvar="KVSHELF_ENCRYPTION_KEY_FILE",
-        help="Keys that the store's caches are sealed with, one per line; the first one seals.",
+        help="File with the store's encryption keys, one per line. The first key seals new caches.",
     ),
 ]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
 Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
-Labels = Annotated[list[str] | None, typer.Option("--label", metavar="KEY=VALUE", help="May be given several times.")]
+Labels = Annotated[list[str] | None, typer.Option("--label", metavar="KEY=VALUE", help="A label. May be repeated.")]
 
-# Names, labels and messages are shown as they are: square brackets in them are no markup.
+Parameters = Annotated[
+    list[str] | None, typer.Option("--param", metavar="NAME=VALUE", help="A parameter of the policy. May be repeated.")
+]
+
+RATIO_HELP = "Fraction of the entries to REMOVE, such as 0.75."
+BUDGET_HELP = "Entries to keep per layer and head, instead of a ratio."
+MODEL_HELP = "One of the service's models.  [default: its first]"
+LAYOUT_HELP = "chat or plain."
+TTL_HELP = "Lifetime of the cache: 90s, 15m, 2h, 7d."
+NAME_HELP = "Display name.  [default: the file's name]"
+
+# Names, labels and messages may contain square brackets, which must not be read as markup.
 notes = Console(stderr=True, highlight=False, markup=False)
 
 
 def table_console() -> Console:
-    """For tables on stdout: as wide as the terminal, or wide enough for every id in a pipe."""
+    """A console for tables on stdout: as wide as the terminal; in a pipe wide enough for every id."""
     return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200)
 
 
@@ -78,7 +89,7 @@ def exit_code(error: KvshelfError) -> int:
 
 
 def report(error: KvshelfError, *, as_json: bool) -> int:
-    """Say what went wrong and return the exit code for it."""
+    """Print the error and return its exit code."""
     if as_json:
         fields = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
         print(json.dumps({"error": fields}))
@@ -89,7 +100,7 @@ def report(error: KvshelfError, *, as_json: bool) -> int:
 
 @contextmanager
 def named_errors(*, as_json: bool = False) -> Iterator[None]:
-    """Ends the command with the right message and exit code when one of kvshelf's errors is raised inside."""
+    """Turns a kvshelf error raised inside into its message and exit code, and ends the command."""
     try:
         yield
     except KvshelfError as error:
@@ -107,7 +118,7 @@ def connected(url: str | None, *, as_json: bool) -> Iterator[Client]:
 
 @contextmanager
 def written(path: Path) -> Iterator[BinaryIO]:
-    """A file that gets its name when the block ends well: a reader never sees half of it under that name."""
+    """A file that is renamed to `path` when the block succeeds, so readers never see a partial file."""
     partial = path.with_name(path.name + ".partial")
     try:
         with partial.open("wb") as file:
@@ -125,7 +136,7 @@ def print_object(obj: BaseModel) -> None:
 
 
 def pairs(texts: Sequence[str] | None, option: str) -> dict[str, str]:
-    """`["a=b"]` -> `{"a": "b"}`. Raises `InvalidRequest` for a text without a name or an equals sign."""
+    """`["a=b"]` -> `{"a": "b"}`. Raises `InvalidRequest` if the name or the equals sign is missing."""
     found: dict[str, str] = {}
     for text in texts or ():
         name, equals, value = text.partition("=")
@@ -136,7 +147,7 @@ def pairs(texts: Sequence[str] | None, option: str) -> dict[str, str]:
 
 
 def parameters(texts: Sequence[str] | None) -> Mapping[str, Any]:
-    """`--param window=64 --param pooling=max`: values that read as JSON are taken as JSON, all others as text."""
+    """`--param window=64 --param pooling=max`: a value that parses as JSON is JSON, any other is text."""
     return {name: _json_or_text(value) for name, value in pairs(texts, "--param").items()}
 
 
@@ -149,7 +160,7 @@ def _json_or_text(value: str) -> Any:
 
 _UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _LONGEST_S = 36525 * 86400
-"""A hundred years; a date beyond the year 9999 could not be shown."""
+"""A hundred years. A date beyond the year 9999 could not be displayed."""
 
 
 def seconds(text: str | None, option: str = "--ttl") -> float | None:
@@ -162,18 +173,18 @@ def seconds(text: str | None, option: str = "--ttl") -> float | None:
     found = float(match[1]) * _UNITS_S[match[2]]
     if found > _LONGEST_S:
         raise InvalidRequest(
-            f"{option} {text!r} is more than 100 years; leave it out for what has no end", param=option
+            f"{option} {text!r} is more than 100 years; leave the option out for no limit", param=option
         )
     return found
 
 
 def standard_input() -> str:
-    """All of it, as text."""
+    """All of standard input, decoded as UTF-8."""
     try:
         return sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:
         raise InvalidRequest(
-            f"standard input is not UTF-8 (byte {error.start}: {error.reason}); convert it, or give a file instead",
+            f"standard input is not UTF-8 (byte {error.start}: {error.reason}); convert it or name a file instead",
             param="document",
         ) from error
 

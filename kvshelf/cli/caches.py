@@ -1,4 +1,4 @@
-"""put, ask, ls, show, rm: the shelf of a running service."""
+"""put, ask, ls, show, rm: commands that talk to a running service."""
 
 from __future__ import annotations
 
@@ -12,7 +12,19 @@ import typer
 from rich.table import Table
 
 from kvshelf.cli import _common
-from kvshelf.cli._common import AsJson, Labels, Url, connected
+from kvshelf.cli._common import (
+    BUDGET_HELP,
+    LAYOUT_HELP,
+    MODEL_HELP,
+    NAME_HELP,
+    RATIO_HELP,
+    TTL_HELP,
+    AsJson,
+    Labels,
+    Parameters,
+    Url,
+    connected,
+)
 from kvshelf.errors import KvshelfError
 
 if TYPE_CHECKING:
@@ -20,52 +32,56 @@ if TYPE_CHECKING:
     from kvshelf.client import Client
 
 Files = Annotated[
-    list[Path], typer.Argument(metavar="FILE...", help="Text in UTF-8, PDF or HTML; - is text from standard input.")
+    list[Path], typer.Argument(metavar="FILE...", help="UTF-8 text, PDF or HTML; - reads text from standard input.")
 ]
 STDIN = Path("-")
 
-Id = Annotated[str, typer.Argument(metavar="ID", help="kvs_..., as printed by `kvshelf put`.")]
+Id = Annotated[str, typer.Argument(metavar="ID", help="A cache id (kvs_...), as printed by `kvshelf put`.")]
 
 
 def put(
     files: Files,
     policy: Annotated[
-        str | None, typer.Option(help="One of `kvshelf policies`; auto chooses policy, ratio and codec.")
+        str | None, typer.Option(help="A policy of `kvshelf policies`, or auto: it chooses policy, ratio and codec.")
     ] = None,
-    compression_ratio: Annotated[float | None, typer.Option(help="Fraction of the entries REMOVED, 0.75 say.")] = None,
-    budget_tokens: Annotated[int | None, typer.Option(help="Entries kept per layer and head, instead.")] = None,
+    compression_ratio: Annotated[float | None, typer.Option(help=RATIO_HELP)] = None,
+    budget_tokens: Annotated[int | None, typer.Option(help=BUDGET_HELP)] = None,
     level: Annotated[
-        list[float] | None, typer.Option(help="A ratio of several: as many caches, from one prefill. May be repeated.")
+        list[float] | None,
+        typer.Option(help="A compression ratio. Repeat it to make several caches from one prefill."),
     ] = None,
     min_quality: Annotated[
         float | None,
         typer.Option(
-            help="Least agreement with the full cache, 0.98 say: keep the smallest level that has it, or none."
+            help="Least agreement with the full cache, such as 0.98. Keeps the smallest level that reaches it, or none."
         ),
     ] = None,
-    param: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="A parameter of the policy.")] = None,
-    model: Annotated[str | None, typer.Option(help="One of the service's models.")] = None,
-    layout: Annotated[str | None, typer.Option(help="chat or plain.")] = None,
+    param: Parameters = None,
+    model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,
+    layout: Annotated[str | None, typer.Option(help=LAYOUT_HELP)] = None,
     codec: Annotated[
         str | None,
         typer.Option(
-            help="How it is stored: none, int8, int4, int2 or mixed; int4:group=64,residual=128 with parameters."
+            help="Storage format: none, int8, int4, int2 or mixed. Parameters follow: int4:group=64,residual=128."
         ),
     ] = None,
-    ttl: Annotated[str | None, typer.Option(help="How long to keep it: 90s, 15m, 2h, 7d.")] = None,
-    name: Annotated[str | None, typer.Option(help="A name for people.  [default: the file's]")] = None,
+    ttl: Annotated[str | None, typer.Option(help=TTL_HELP)] = None,
+    name: Annotated[str | None, typer.Option(help=NAME_HELP)] = None,
     label: Labels = None,
-    keep_source: Annotated[bool, typer.Option("--keep-source", help="Keep the text beside the cache.")] = False,
+    keep_source: Annotated[
+        bool, typer.Option("--keep-source", help="Store the document's text beside the cache.")
+    ] = False,
     expected_question: Annotated[
-        list[str] | None, typer.Option(help="A question to come, for policies that look at questions. May be repeated.")
+        list[str] | None,
+        typer.Option(help="A question you expect, for policies that use questions. May be repeated."),
     ] = None,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
     """Compress documents and put them on the shelf. Prints one cache id per file, or one per level.
 
-    A document that is there already, compressed in the same way, costs nothing. A file that fails does not stop the
-    others; the exit code is that of the first failure.
+    A document that is already on the shelf, compressed in the same way, costs nothing. If one file fails, the others
+    still run; the exit code is that of the first failure.
     """
     failure = 0
     with connected(url, as_json=as_json) as client:
@@ -118,15 +134,15 @@ def _summary(cache: CacheObject) -> str:
 def ask(
     id: Id,
     questions: Annotated[list[str], typer.Argument(metavar="QUESTION...")],
-    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 64,
-    temperature: Annotated[float, typer.Option(help="0 takes the most likely token each time.")] = 0.0,
-    top_p: Annotated[float, typer.Option()] = 1.0,
-    seed: Annotated[int | None, typer.Option()] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="A text that ends the answer. May be repeated.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Maximum length of the answer, in tokens.")] = 64,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 takes the most likely token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens with this total probability.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer. May be repeated.")] = None,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Ask a stored document one question or several, each on its own. The document is not prefilled again."""
+    """Ask a stored document one or several independent questions. The document is not prefilled again."""
     fields: Any = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop}
     with connected(url, as_json=as_json) as client:
         for question in questions:
@@ -155,11 +171,11 @@ def ls(
     model: Annotated[str | None, typer.Option(help="Only caches of this model.")] = None,
     document_id: Annotated[str | None, typer.Option(help="Only caches of this document (doc_...).")] = None,
     label: Labels = None,
-    limit: Annotated[int, typer.Option(min=1, help="At most so many, the newest first.")] = 100,
+    limit: Annotated[int, typer.Option(min=1, help="How many to list, newest first.")] = 100,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """List what is on the shelf."""
+    """List the caches on the shelf."""
     with connected(url, as_json=as_json) as client:
         labels = _common.pairs(label, "--label")
         found = client.caches.list(
@@ -190,11 +206,11 @@ def _table(caches: list[CacheObject]) -> Table:
 
 def show(
     id: Id,
-    output: Annotated[Path | None, typer.Option(help="Also write the cache's blob to this file.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Also write the blob of the cache to this file.")] = None,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show one cache; with --output also fetch it, for `CompressedCache.from_bytes` in your own program."""
+    """Show one cache. With --output, also fetch it for `CompressedCache.from_bytes` in your own program."""
     with connected(url, as_json=as_json) as client:
         cache = client.caches.retrieve(id)
         if output is not None:
@@ -251,7 +267,7 @@ def rm(
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Take caches off the shelf. Prints each id that was deleted."""
+    """Delete caches from the shelf. Prints each deleted id."""
     failure = 0
     with connected(url, as_json=as_json) as client:
         for id in ids:

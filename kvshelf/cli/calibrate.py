@@ -1,4 +1,4 @@
-"""calibrate: find out which heads of a model retrieve, once, for the policies that need to know."""
+"""calibrate: find the retrieval heads of a model, once, for the policies that need them."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from kvshelf.cli._common import AsJson, Device, Dtype
 def calibrate(
     model: Annotated[str, typer.Option(help="A bundled name, a folder or a hub id.")],
     output: Annotated[
-        Path | None, typer.Option(help="Where to write it.  [default: the user's data folder, where engines look]")
+        Path | None, typer.Option(help="File for the result.  [default: in your data folder, where engines look]")
     ] = None,
-    documents: Annotated[int, typer.Option(min=1, help="Documents with a sentence to find.")] = 60,
-    tokens: Annotated[int, typer.Option(min=128, help="Tokens of each document.")] = 1024,
+    documents: Annotated[int, typer.Option(min=1, help="Number of test documents, each hides one sentence.")] = 60,
+    tokens: Annotated[int, typer.Option(min=128, help="Length of each test document, in tokens.")] = 1024,
     device: Device = "auto",
     dtype: Dtype = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Find out which query heads retrieve and which layers suffer from compression, and write it down for compresskv.
+    """Measure which query heads retrieve and which layers suffer from compression, for the policy compresskv.
 
-    The result is for these weights in this dtype. Engines find it in the data folder ($XDG_DATA_HOME/kvshelf/
-    calibrations), or as compresskv.json in the model's own folder.
+    The result holds for these weights in this dtype. Engines look for it in $XDG_DATA_HOME/kvshelf/calibrations and as
+    compresskv.json in the model's folder.
     """
     with _common.named_errors(as_json=as_json), needs_extra("serve", purpose="kvshelf calibrate"):
         from kvshelf.bench.quality.needles import needles
@@ -50,5 +50,5 @@ def calibrate(
     if as_json:
         print(found.model_dump_json())
     else:
-        _common.notes.print(f"{found.origin.answered:.0%} of the answers' tokens were in the sentence asked for")
+        _common.notes.print(f"{found.origin.answered:.0%} of the answer tokens came from the sentence asked for")
         print(path)

@@ -1,4 +1,4 @@
-"""doctor: is everything there that kvshelf needs, and does it work?"""
+"""doctor: check that everything kvshelf needs is installed and works."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NEEDLE_TOKENS = 1024
 BUNDLED = "kvshelf-tiny"
 
 _WITH_PROGRESS = ("scrub", "reseal")
-"""Checks that show a progress bar of their own."""
+"""Checks that show their own progress bar."""
 
 Check = tuple[str, Callable[[], str]]
 
@@ -31,20 +31,22 @@ Check = tuple[str, Callable[[], str]]
 def doctor(
     store: Store = None,
     encryption_key_file: KeyFile = None,
-    scrub: Annotated[bool, typer.Option("--scrub", help="Read all caches of --store, set corrupt ones aside.")] = False,
-    reseal: Annotated[
-        bool, typer.Option("--reseal", help="Store anew what is not sealed with the key file's first key.")
+    scrub: Annotated[
+        bool, typer.Option("--scrub", help="Read every cache of --store and set corrupt ones aside.")
     ] = False,
-    model: Annotated[str, typer.Option(help="The model to load and try.")] = BUNDLED,
+    reseal: Annotated[
+        bool, typer.Option("--reseal", help="Seal every cache of --store with the first key of the key file.")
+    ] = False,
+    model: Annotated[str, typer.Option(help="Model to load and ask.")] = BUNDLED,
     device: Device = "auto",
     dtype: Dtype = "auto",
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check versions, device and model; with --store a store, with --url a service. Exit code 1 if anything fails."""
+    """Check versions, device and model; with --store a store, with --url a service. Exits with 1 if a check fails."""
     with _common.named_errors(as_json=as_json):
         if store is None and (scrub or reseal):
-            raise InvalidRequest("--scrub and --reseal go through a store; give its URL as --store", param="--store")
+            raise InvalidRequest("--scrub and --reseal need a store; give its URL as --store", param="--store")
     checks = [*_checks(model, device, dtype), *_store_checks(store, encryption_key_file, scrub=scrub, reseal=reseal)]
     if url is not None:
         checks.append(("service", lambda: _service(url)))
@@ -85,7 +87,7 @@ def _run(check: Callable[[], str]) -> tuple[bool, str]:
     except KvshelfError as error:
         return False, error.message
     except Exception as error:
-        # A broken installation fails in ways of its own; the others are still worth checking.
+        # A broken installation can raise anything; the remaining checks are still useful.
         return False, f"{type(error).__name__}: {error}"
 
 
@@ -111,19 +113,19 @@ def _kernels() -> str:
         from kvshelf.kernels.native import architecture
     form = cpu_form()
     if "KVSHELF_KERNELS" in os.environ:
-        return f"on a CPU: {form}, as KVSHELF_KERNELS says"
+        return f"on a CPU: {form}, set by KVSHELF_KERNELS"
     if form != "eager":
         return f"on a CPU: {form}, compiled from C"
     if architecture() is None:
-        return "on a CPU: eager, torch's own operations; there are no compiled ones for this processor"
+        return "on a CPU: eager, torch operations; compiled kernels do not support this processor"
     return (
-        "on a CPU: eager, torch's own operations. Compiled ones are faster: where a C compiler is (GCC 11 or newer, or "
-        "Clang), run: python -m kvshelf.kernels.compiling"
+        "on a CPU: eager, torch operations. Compiled kernels are faster: install a C compiler (GCC 11 or newer, or "
+        "Clang) and run: python -m kvshelf.kernels.compiling"
     )
 
 
 def _model(name: str, device: str, dtype: str) -> str:
-    """Compress a short document with one fact in it and ask for that fact."""
+    """Compresses a short document that contains one fact, and asks for that fact."""
     with needs_extra("serve", purpose="a model"):
         import transformers
 
@@ -137,9 +139,7 @@ def _model(name: str, device: str, dtype: str) -> str:
     cache = engine.compress(document.text, policy="full")
     answer = engine.answer(cache, question.text).text.strip()
     if name == BUNDLED and answer != question.answer:
-        raise NoWorker(
-            f"{name} answered {answer!r} where {question.answer!r} is right: its weights or torch are broken"
-        )
+        raise NoWorker(f"{name} answered {answer!r} instead of {question.answer!r}: its weights or torch are broken")
     return f"{name}: {engine.max_tokens} tokens, {cache.num_tokens} prefilled, answered {answer!r}"
 
 

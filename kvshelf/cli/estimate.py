@@ -1,4 +1,4 @@
-"""estimate: what putting a document on the shelf would take."""
+"""estimate: the cost of a put, without doing it."""
 
 from __future__ import annotations
 
@@ -9,28 +9,30 @@ import typer
 from rich.table import Table
 
 from kvshelf.cli import _common
-from kvshelf.cli._common import AsJson, Url, connected
+from kvshelf.cli._common import BUDGET_HELP, LAYOUT_HELP, MODEL_HELP, RATIO_HELP, AsJson, Parameters, Url, connected
 
 if TYPE_CHECKING:
     from kvshelf.api import EstimateObject, PolicyEstimate
 
 
 def estimate(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A text file in UTF-8; - is standard input.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A UTF-8 text file; - reads standard input.")],
     policy: Annotated[
-        str | None, typer.Option(help="Only this policy, or what auto would try.  [default: all]")
+        str | None, typer.Option(help="Estimate only this policy; auto: the ones it would try.  [default: all]")
     ] = None,
-    compression_ratio: Annotated[float | None, typer.Option(help="Fraction of the entries REMOVED, 0.75 say.")] = None,
-    budget_tokens: Annotated[int | None, typer.Option(help="Entries kept per layer and head, instead.")] = None,
-    level: Annotated[list[float] | None, typer.Option(help="A ratio of several. May be repeated.")] = None,
-    param: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="A parameter of the policy.")] = None,
-    model: Annotated[str | None, typer.Option(help="One of the service's models.")] = None,
-    layout: Annotated[str | None, typer.Option(help="chat or plain.")] = None,
-    codec: Annotated[str | None, typer.Option(help="Only this codec.  [default: the five without parameters]")] = None,
+    compression_ratio: Annotated[float | None, typer.Option(help=RATIO_HELP)] = None,
+    budget_tokens: Annotated[int | None, typer.Option(help=BUDGET_HELP)] = None,
+    level: Annotated[list[float] | None, typer.Option(help="A compression ratio. May be repeated.")] = None,
+    param: Parameters = None,
+    model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,
+    layout: Annotated[str | None, typer.Option(help=LAYOUT_HELP)] = None,
+    codec: Annotated[
+        str | None, typer.Option(help="Estimate only this codec.  [default: the five without parameters]")
+    ] = None,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Tokens, bytes and seconds that `put` would take, by policy and codec. Nothing is compressed or stored."""
+    """Estimate the tokens, bytes and seconds of a `put`, by policy and codec. Nothing is compressed or stored."""
     fields: dict[str, Any] = {
         "policy": policy,
         "policy_params": _common.parameters(param) or None,
@@ -72,6 +74,6 @@ def _cells(row: PolicyEstimate, codecs: list[str]) -> list[str]:
 
 def _about(found: EstimateObject) -> str:
     return (
-        f"{found.tokens} tokens, {_common.megabytes(found.bytes_full)} uncompressed. Seconds are measured on "
-        f"{found.measured_tokens} tokens; ~ on other policies, ? assumed from the size of the model."
+        f"{found.tokens} tokens, {_common.megabytes(found.bytes_full)} uncompressed. Seconds are scaled from "
+        f"{found.measured_tokens} measured tokens; ~ measured on other policies, ? assumed from the size of the model."
     )

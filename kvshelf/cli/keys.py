@@ -1,4 +1,4 @@
-"""keys: who may use a service. Works on the service's key file; a running service follows its changes."""
+"""keys: edit the API key file of a service. A running service picks up every change."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ app = typer.Typer(help="Create, list and revoke the API keys of a service.", no_
 
 File = Annotated[
     Path,
-    typer.Option("--file", envvar="KVSHELF_API_KEY_FILE", help="The key file; `create` makes it if there is none."),
+    typer.Option("--file", envvar="KVSHELF_API_KEY_FILE", help="The key file; `create` makes it if it is missing."),
 ]
 
 
 @app.command()
 def create(
     file: File,
-    tenant: Annotated[str, typer.Option(help="Whose caches the key is for. Tenants see nothing of each other.")],
+    tenant: Annotated[str, typer.Option(help="Tenant of the key. A tenant sees only its own caches.")],
     scope: Annotated[
         str, typer.Option(help="What the key allows, separated by commas: read, write, admin.")
     ] = "read,write",
-    ttl: Annotated[str | None, typer.Option(help="How long it is valid: 15m, 2h, 90d.  [default: for ever]")] = None,
-    name: Annotated[str, typer.Option(help="What it is for, for people.")] = "",
+    ttl: Annotated[
+        str | None, typer.Option(help="How long the key is valid: 15m, 2h, 90d.  [default: forever]")
+    ] = None,
+    name: Annotated[str, typer.Option(help="A note on what the key is for.")] = "",
 ) -> None:
-    """Make a key and print it. This is the only time: the file holds its digest."""
+    """Create a key and print it once. The file stores only its digest."""
     with _common.named_errors():
         with needs_extra("serve", purpose="kvshelf keys"):
             from kvshelf.service.access.keyfile import KeyFile
@@ -38,14 +40,14 @@ def create(
         scopes = [part.strip() for part in scope.split(",") if part.strip()]
         record, key = KeyFile(file).create(tenant, scopes, name=name, ttl_s=_common.seconds(ttl))
     _common.notes.print(
-        f"key {record.id} of tenant {record.tenant}: {', '.join(record.scopes)}. Keep it; it is not shown again"
+        f"key {record.id} of tenant {record.tenant}: {', '.join(record.scopes)}. Save it: it is not shown again"
     )
     print(key)
 
 
 @app.command("list")
 def list_keys(file: File, as_json: _common.AsJson = False) -> None:
-    """Show whose keys there are and what they allow; not the keys."""
+    """List the keys with their tenants and scopes. The keys themselves are not stored."""
     with _common.named_errors(as_json=as_json):
         with needs_extra("serve", purpose="kvshelf keys"):
             from kvshelf.service.access.keyfile import KeyFile
@@ -63,8 +65,8 @@ def list_keys(file: File, as_json: _common.AsJson = False) -> None:
 
 
 @app.command()
-def revoke(id: Annotated[str, typer.Argument(help="As `list` shows it.")], file: File) -> None:
-    """Take a key out of the file. A running service refuses it within a second."""
+def revoke(id: Annotated[str, typer.Argument(help="A key id, as shown by `list`.")], file: File) -> None:
+    """Remove a key from the file. A running service refuses it within a second."""
     with _common.named_errors():
         with needs_extra("serve", purpose="kvshelf keys"):
             from kvshelf.service.access.keyfile import KeyFile

@@ -1,4 +1,4 @@
-"""policies: what can be kept of a document, when to choose which, and what was measured."""
+"""policies: the compression policies, when to choose each, and how they measured."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ _REMOVED = (0.5, 0.75, 0.875, 0.9375)
 
 
 def policies(
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="One policy, with its parameters.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="Show only this policy, with its parameters.")
+    ] = None,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the compression policies, when to choose which, and what they cost on the bundled model.
+    """List the compression policies, when to choose each, and what they cost on the bundled model.
 
-    These are this version's, or with --url those of a service. With a NAME, that policy and its parameters.
+    Lists the policies of this version, or with --url those of a service. With NAME, shows one policy in full.
     """
     with _common.named_errors(as_json=as_json):
         found = _found(url, as_json)
@@ -45,8 +47,8 @@ def policies(
 
 
 _LEGEND = (
-    "Numbers: exact answers in per cent, mean over the tasks that kvshelf-tiny can do with the full cache, when that "
-    "share of the entries is removed and the question is not known yet. `kvshelf policies NAME` shows parameters, "
+    "Numbers: per cent of exact answers after removing that share of the entries, when the question is not known yet; "
+    "the mean over the tasks that kvshelf-tiny solves with the full cache. `kvshelf policies NAME` shows parameters, "
     "`kvshelf bench quality` measures your own model."
 )
 

@@ -1,4 +1,4 @@
-"""serve: the service in the foreground."""
+"""serve: run the service in the foreground."""
 
 from __future__ import annotations
 
@@ -17,35 +17,37 @@ from kvshelf.cli._common import Store
 def serve(
     store: Store = None,
     encryption_key_file: Annotated[
-        Path | None, typer.Option(help="Seal stored caches with the first key of this file, one per line.")
+        Path | None, typer.Option(help="Encrypt stored caches with the first key of this file, one key per line.")
     ] = None,
     api_key_file: Annotated[
         Path | None,
-        typer.Option(help="Who may use the service, as `kvshelf keys create` makes it.  [default: everybody]"),
+        typer.Option(help="API keys of those who may use the service; see `kvshelf keys`.  [default: everybody]"),
     ] = None,
     model: Annotated[
         list[str] | None,
-        typer.Option(help="A bundled name, a folder or a hub id; the first one is the default. May be repeated."),
+        typer.Option(help="A bundled name, a folder or a hub id. May be repeated; the first is the default."),
     ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
-    replicas: Annotated[int | None, typer.Option(help="Replicas of each model.")] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads of each replica.")] = None,
-    address: Annotated[str | None, typer.Option(help="Of a running Ray cluster.  [default: a local one]")] = None,
-    host: Annotated[str | None, typer.Option(help="Where to listen.")] = None,
-    port: Annotated[int | None, typer.Option(help="0 takes a free port.")] = None,
+    replicas: Annotated[int | None, typer.Option(help="Replicas per model.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads per replica.")] = None,
+    address: Annotated[
+        str | None, typer.Option(help="Address of a running Ray cluster.  [default: start a local one]")
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
     env_file: Annotated[
         Path | None,
-        typer.Option(envvar="KVSHELF_ENV_FILE", help="More variables, as lines NAME=value; the environment wins."),
+        typer.Option(envvar="KVSHELF_ENV_FILE", help="File with lines NAME=value; environment variables win over it."),
     ] = None,
-    print_config: Annotated[bool, typer.Option("--print-config", help="Show the settings and stop.")] = False,
+    print_config: Annotated[bool, typer.Option("--print-config", help="Print the settings and exit.")] = False,
     place: Annotated[str | None, typer.Option(hidden=True)] = None,  # for the process that the supervisor starts
 ) -> None:
-    """Run the service until it is stopped. On SIGHUP it is replaced, without a pause, by one that starts anew.
+    """Run the service until it is stopped. SIGHUP restarts it without a pause.
 
-    Every option can also be given as an environment variable: --store is KVSHELF_STORE, --model KVSHELF_MODELS, and so
-    on; an option wins over its variable.
+    Every option is also an environment variable: --store is KVSHELF_STORE, --model KVSHELF_MODELS, and so on. An option
+    wins over its variable.
     """
     with _common.named_errors(), needs_extra("serve", purpose="kvshelf serve"):
         from kvshelf.service.settings import load_settings
@@ -71,7 +73,7 @@ def serve(
         if place is None:
             from kvshelf.service.process.supervisor import supervise
 
-            # As this process was started: with the same interpreter, as a script or a module.
+            # Start the child as this process was started: same interpreter, script or module.
             sys.exit(supervise(settings, [sys.executable, *sys.orig_argv[1:]]))
         from kvshelf.service.process.server import serve as run
         from kvshelf.service.process.supervisor import Place

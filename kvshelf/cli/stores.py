@@ -1,4 +1,4 @@
-"""What the command line does with a store itself, without a service: open it, look it over, read all of it."""
+"""Commands that use a store directly, without a service: check, scrub, reseal."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def shown(url: str) -> str:
 
 
 def look_over(url: str, key_file: Path | None) -> str:
-    """What is on a store. Raises `StoreUnavailable` that names everything amiss; blobs are not read."""
+    """Summarizes the contents of a store without reading blobs. Raises `StoreUnavailable` that lists every problem."""
     with opened(url, key_file) as store:
         health, problems, usage = store.health(), store.check(), store.usage()
     amiss = list(dict.fromkeys([*health.faults, *problems]))
@@ -47,23 +47,23 @@ def look_over(url: str, key_file: Path | None) -> str:
 
 
 def scrub(url: str, key_file: Path | None) -> str:
-    """Read every cache of a store. Raises `CacheCorrupt` that names those in which something is wrong."""
+    """Reads every cache of a store. Raises `CacheCorrupt` that lists the damaged ones."""
     with opened(url, key_file) as store:
         return _walked(store, store.scrub(), "reading", "read")
 
 
 def reseal(url: str, key_file: Path | None) -> str:
-    """Store anew what is not sealed with the first key of the key file. Raises as `scrub` does."""
+    """Rewrites every cache that is not sealed with the first key of the key file. Raises like `scrub`."""
     with opened(url, key_file) as store:
         from kvshelf.store.shelf import Shelf
 
         if not isinstance(store, Shelf):
-            raise InvalidRequest("--reseal is for the home alone: give its URL without the tiers before it")
+            raise InvalidRequest("--reseal rewrites the home store: give its URL without the tiers before it")
         return _walked(store, store.reseal(), "sealing", "sealed anew")
 
 
 def _walked(store: Store, found: Iterator[Scrubbed], doing: str, done: str) -> str:
-    """Go through caches with a progress bar; what is wrong with one does not stop the others."""
+    """Walks all caches with a progress bar. A damaged cache does not stop the walk."""
     count = nbytes = 0
     problems: list[str] = []
     with Progress(

@@ -1,4 +1,4 @@
-"""export, import: a cache as one file, from and to a service or a store."""
+"""export, import: move one cache between a file and a service or store."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvshelf.cli import _common, stores
-from kvshelf.cli._common import AsJson, KeyFile, Labels, Store, Url
+from kvshelf.cli._common import NAME_HELP, TTL_HELP, AsJson, KeyFile, Labels, Store, Url
 from kvshelf.cli.caches import Id
 from kvshelf.errors import InvalidRequest
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 def export_cache(
     id: Id,
-    output: Annotated[Path, typer.Option(help="The file to write.")],
+    output: Annotated[Path, typer.Option(help="File to write.")],
     store: Store = None,
     encryption_key_file: KeyFile = None,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a cache to a file, for `kvshelf import` elsewhere or `CompressedCache.from_bytes`. Prints the file's name.
+    """Write a cache to a file, for `kvshelf import` elsewhere or `CompressedCache.from_bytes`. Prints the file name.
 
-    It comes from a running service, or with --store directly from a store. The file is not sealed.
+    Reads from a running service, or with --store directly from a store. The file is not encrypted.
     """
     if store is None:
         with _common.connected(url, as_json=as_json) as client, _common.notes.status(f"fetching {id} ..."):
@@ -53,18 +53,19 @@ def export_cache(
 
 
 def import_cache(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="As written by `kvshelf export`.")],
-    ttl: Annotated[str | None, typer.Option(help="How long to keep it: 90s, 15m, 2h, 7d.")] = None,
-    name: Annotated[str | None, typer.Option(help="A name for people.  [default: the file's]")] = None,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A file written by `kvshelf export`.")],
+    ttl: Annotated[str | None, typer.Option(help=TTL_HELP)] = None,
+    name: Annotated[str | None, typer.Option(help=NAME_HELP)] = None,
     label: Labels = None,
     store: Store = None,
     encryption_key_file: KeyFile = None,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Put an exported cache on a shelf and print its id there. Every digest is checked first.
+    """Put an exported cache on a shelf and print its id. Every digest is checked first.
 
-    With --store it goes directly into a store; a running service also refuses a cache of a model that it does not run.
+    Writes through a running service, or with --store directly into a store. A service also refuses caches of models
+    that it does not run.
     """
     with _common.named_errors(as_json=as_json):
         fields: ImportFields = {
