@@ -24,7 +24,7 @@ from kvshelf.bench.quality.scoring import score
 from kvshelf.bench.quality.suite import Case, HaystackName, TaskName, make_case
 from kvshelf.workers.engine.decode.generation import Sampling
 from kvshelf.workers.engine.engine import Engine
-from kvshelf.workers.engine.prefill.levels import Level
+from kvshelf.workers.engine.inputs.job import Level
 from kvshelf.workers.engine.quality import QUESTIONS
 
 CELLS: tuple[tuple[TaskName, HaystackName], ...] = (

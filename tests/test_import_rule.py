@@ -200,7 +200,6 @@ def test_every_package_has_its_floor() -> None:
     assert {package(module_name(path)) for path in modules()} <= LEVEL.keys()
 
 
-@pytest.mark.xfail(strict=False, reason="circles of the engine and of the policies are still to go")
 def test_no_imports_form_a_circle() -> None:
     assert circles({module_name(path): path.read_text() for path in modules()}) == []
 

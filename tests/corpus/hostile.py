@@ -21,7 +21,7 @@ from kvshelf.corpus.input.rows import parse_jsonl
 from kvshelf.corpus.input.sources import Shard, Source
 from kvshelf.corpus.output.results import Journal, Result
 from kvshelf.workers.engine.engine import Engine
-from kvshelf.workers.engine.prefill.levels import Level
+from kvshelf.workers.engine.inputs.job import Level
 from kvshelf.workers.replica import replica
 
 MARK = 6

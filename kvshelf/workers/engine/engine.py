@@ -19,14 +19,13 @@ from kvshelf.store.artifact.identity import Layout
 from kvshelf.workers.engine.attention.attached import AttachedCache
 from kvshelf.workers.engine.attention.attachment import Attachment
 from kvshelf.workers.engine.attention.function import kvshelf_attention
-from kvshelf.workers.engine.decode.batch import Batch
+from kvshelf.workers.engine.decode.batch import DecodeBatch
 from kvshelf.workers.engine.decode.generation import Answer, Checkpoint, Generation, Sampling
 from kvshelf.workers.engine.export import Positions, export
 from kvshelf.workers.engine.inputs.encode import Document, Intake, Prompt
-from kvshelf.workers.engine.inputs.job import Job
+from kvshelf.workers.engine.inputs.job import Job, Level, shared
 from kvshelf.workers.engine.inputs.prepare import Fitter
 from kvshelf.workers.engine.inputs.requirements import require_budget_taken, require_questions_taken
-from kvshelf.workers.engine.prefill.levels import Level, shared
 from kvshelf.workers.engine.prefill.prefill import Compression, Prefill, run_prefill
 from kvshelf.workers.engine.quality import QUESTIONS, Probe, Quality, Reference, ask
 from kvshelf.workers.model import loading as models
@@ -153,7 +152,7 @@ class Engine:
     ) -> list[Compression]:
         """Keep one document in several ways, and measure what each costs. In the order of `levels`.
 
-        Levels whose policies look at the same passes behind the document share a prefill (`levels.shared` says why not
+        Levels whose policies look at the same passes behind the document share a prefill (`job.shared` says why not
         all do). Their cost is measured with `questions` made from the document; 0 measures nothing. A level is what
         `run` and its codec would have given, bytes and all, but for last bits where a device sums rows of longer calls
         in another order. All levels of a prefill are in memory at once. Encoding counts as compression.
@@ -169,7 +168,7 @@ class Engine:
         return [done[id(level)] for level in levels]
 
     def prefill(self, group: Sequence[Level], *, questions: int = 0, checkpoint: Checkpoint | None = None) -> Prefill:
-        """Run one group of `levels.shared`.
+        """Run one group of `job.shared`.
 
         The full cache answers `questions` made from the document on the way; with 0, or where `probe` makes none, there
         is no reference to measure by.
@@ -262,19 +261,17 @@ class Engine:
             found = self._attachments[cache] = Attachment(cache, self.model.device, rotate)
         return found
 
-    def batch(self) -> Batch:
+    def batch(self) -> DecodeBatch:
         """A place for answers that are stepped together."""
-        return Batch(self.model, one_by_one=self.rope is None or self.rope.length_dependent)
+        return DecodeBatch(self.model, one_by_one=self.rope is None or self.rope.length_dependent)
 
     def start(
         self,
         cache: CompressedCache | Attachment,
         query: Sequence[int],
         sampling: Sampling | None = None,
-        *,
-        batch: Batch | None = None,
     ) -> Generation:
-        """Begin an answer to the token ids `query`, in a batch or by itself. No forward runs before the first `step()`.
+        """Begin an answer to the token ids `query`. Stepping it in a batch runs it; no forward runs before.
 
         The answer ends early, with finish reason "length", where the model's longest sequence is reached.
         """
@@ -291,9 +288,7 @@ class Engine:
                 param="prompt",
             )
         decoder = self.text.decoder() if self.text is not None else None
-        return Generation(
-            batch or self.batch(), document, query, sampling, room=room, end_ids=self._end_ids(), decoder=decoder
-        )
+        return Generation(document, query, sampling, room=room, end_ids=self._end_ids(), decoder=decoder)
 
     def answer(
         self,
@@ -320,9 +315,7 @@ class Engine:
         their tokens. Raises the first error.
         """
         batch = self.batch()
-        answers = [
-            self.start(cache, self.encode_query(cache, prompt), sampling, batch=batch) for cache, prompt in asked
-        ]
+        answers = [self.start(cache, self.encode_query(cache, prompt), sampling) for cache, prompt in asked]
         with kvshelf_attention(self.model):  # each step would select and restore it
             while open_ones := [answer for answer in answers if not answer.finished]:
                 for told in batch.step(open_ones):

@@ -111,7 +111,7 @@ def build(name: str, params: Mapping[str, Any]) -> Policy:
     """The policy of that name with these parameters. Raises `InvalidRequest` on an unknown name or parameter."""
     if name not in POLICIES:
         raise InvalidRequest(f"unknown policy {name!r}; this version has {', '.join(POLICIES)}", param="policy")
-    return POLICIES[name].build(params)
+    return POLICIES[name].build(params, POLICIES)
 
 
 def catalog() -> list[PolicyInfo]:
@@ -131,7 +131,7 @@ def _info(cls: type[Policy]) -> PolicyInfo:
         for f in parameter_fields(cls)
     }
     summary, *details = (" ".join(part.split()) for part in inspect.cleandoc(cls.__doc__ or "").split("\n\n"))
-    default = cls.build({})
+    default = cls.build({}, POLICIES)
     return PolicyInfo(
         name=cls.name,
         version=cls.version,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvshelf.errors import InvalidRequest
 from kvshelf.kernels.select import importance_of
-from kvshelf.workers.policies.base import Observes, ScoringPolicy, parameter, parameter_fields
+from kvshelf.workers.policies.base import Observes, Policy, ScoringPolicy, parameter, parameter_fields
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
 from kvshelf.workers.policies.plans import GlobalPlan, flat_counts, least
 from kvshelf.workers.policies.snapkv import SnapKV
@@ -46,10 +46,11 @@ class Ada(ScoringPolicy):
     scoring: ScoringPolicy = field(default_factory=SnapKV)
 
     @classmethod
-    def build(cls, given: Mapping[str, Any]) -> Self:
+    def build(cls, given: Mapping[str, Any], known: Mapping[str, type[Policy]]) -> Self:
         own = {f.name for f in parameter_fields(cls)}
-        ada = super().build({name: value for name, value in given.items() if name in own})
-        scoring = _scoring_policy(ada.base).build({name: given[name] for name in given if name not in own})
+        ada = super().build({name: value for name, value in given.items() if name in own}, known)
+        of_base = {name: value for name, value in given.items() if name not in own}
+        scoring = _scoring_policy(ada.base, known).build(of_base, known)
         if ada.across == "cache" and type(scoring).counts is not ScoringPolicy.counts:
             raise InvalidRequest(
                 f"policy {ada.base!r} shares the budget among layers or heads itself, which across 'cache' would undo; "
@@ -110,13 +111,11 @@ class Ada(ScoringPolicy):
         return self.scoring.next_position(num_tokens, budget)
 
 
-def _scoring_policy(name: str) -> type[ScoringPolicy]:
+def _scoring_policy(name: str, known: Mapping[str, type[Policy]]) -> type[ScoringPolicy]:
     """The policy of that name, if budgets per head can be built around it. Raises `InvalidRequest`."""
-    from kvshelf.workers.policies import POLICIES  # which has this module's policy among them
-
     legal = {
         cls.name: cls
-        for cls in POLICIES.values()
+        for cls in known.values()
         if issubclass(cls, ScoringPolicy) and cls.reduce is ScoringPolicy.reduce and cls is not Ada
         if not cls.shared_by_heads and cls.plan is ScoringPolicy.plan
     }

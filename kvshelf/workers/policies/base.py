@@ -176,16 +176,19 @@ class Policy(ABC):
         return {f.name: getattr(self, f.name) for f in parameter_fields(type(self))}
 
     @classmethod
-    def build(cls, given: Mapping[str, Any]) -> Self:
-        """Make the policy from a request's parameters. Raises `InvalidRequest` naming the parameter and its range."""
-        known = {f.name: f for f in parameter_fields(cls)}
+    def build(cls, given: Mapping[str, Any], known: Mapping[str, type[Policy]]) -> Self:  # noqa: ARG003
+        """Make the policy from a request's parameters. Raises `InvalidRequest` naming the parameter and its range.
+
+        known: all policies by name, for one that is made around another.
+        """
+        own = {f.name: f for f in parameter_fields(cls)}
         for name, value in given.items():
-            if name not in known:
+            if name not in own:
                 raise InvalidRequest(
-                    f"policy {cls.name!r} has no parameter {name!r}; it has {', '.join(known) or 'none'}",
+                    f"policy {cls.name!r} has no parameter {name!r}; it has {', '.join(own) or 'none'}",
                     param=f"policy_params.{name}",
                 )
-            check(cls.name, name, value, parameter_types(cls)[name], known[name].metadata)
+            check(cls.name, name, value, parameter_types(cls)[name], own[name].metadata)
         return cls(**given)
 
 

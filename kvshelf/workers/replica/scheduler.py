@@ -190,7 +190,7 @@ class Scheduler:
         for waiting in self._queues.take_questions(len(self._open), held_bytes):
             waiting.ticket.begin()
             try:
-                generation = self._engine.start(waiting.cache, waiting.query, waiting.sampling, batch=self._batch)
+                generation = self._engine.start(waiting.cache, waiting.query, waiting.sampling)
             except Exception as exc:  # one question's error is that question's answer, whatever it is
                 waiting.ticket.resolve(None, exc)
             else:
@@ -257,7 +257,7 @@ class Scheduler:
 
     def _end(self, work: _Open, error: Exception | None) -> None:
         self._open.remove(work)
-        work.generation.leave()
+        self._batch.leave(work.generation)
         work.ticket.resolve(work.generation.answer() if error is None else None, error)
 
     def _still_wanted(self, work: _Open) -> bool:

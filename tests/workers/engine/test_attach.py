@@ -157,9 +157,10 @@ def test_two_questions_attached_at_once_do_not_see_each_other(oracle, full):
     first, second = oracle.ids[DOCUMENT : DOCUMENT + 10], oracle.ids[DOCUMENT + 50 : DOCUMENT + 60]
     alone = [oracle.engine.answer(full, ids, max_new_tokens=12).token_ids for ids in (first, second)]
     together = [oracle.engine.start(full, ids) for ids in (first, second)]
+    batch = oracle.engine.batch()
     for _ in range(12):
         for generation in together:
-            generation.step()
+            batch.step([generation])
     assert [generation.token_ids for generation in together] == alone
 
 

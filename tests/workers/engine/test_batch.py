@@ -43,8 +43,7 @@ def run(batch, generations):
 
 def alone(engine, cache, query, sampling):
     generation = engine.start(cache, query, sampling)
-    while not generation.finished:
-        generation.step()
+    run(engine.batch(), [generation])
     return generation.answer()
 
 
@@ -76,7 +75,7 @@ def test_every_answer_is_the_one_it_is_alone(llama, caches, sampling):
     asked = [(caches[i % len(caches)], question) for i, question in enumerate(questions)]
     expected = [alone(llama.engine, cache, question, sampling) for cache, question in asked]
     batch = llama.engine.batch()
-    together = [llama.engine.start(cache, question, sampling, batch=batch) for cache, question in asked]
+    together = [llama.engine.start(cache, question, sampling) for cache, question in asked]
     run(batch, together)
     for (cache, question), generation, answer in zip(asked, together, expected, strict=True):
         require_equal(llama.engine, cache, question, generation.answer(), answer)
@@ -91,17 +90,17 @@ def test_joining_and_leaving_at_any_step_changes_nothing(llama, caches):
         if rng.random() < 0.6:
             cache, question = rng.choice(caches), llama.ids[i : i + rng.choice([1, 3, 40])]
             sampling = Sampling(rng.choice([1, 5, 30]), rng.choice([0.0, 0.7]), seed=i)
-            open_ones.append((llama.engine.start(cache, question, sampling, batch=batch), cache, question, sampling))
+            open_ones.append((llama.engine.start(cache, question, sampling), cache, question, sampling))
         stepped = [entry for entry in open_ones if rng.random() < 0.8]
         if stepped:
             batch.step([generation for generation, *_ in stepped])
         for entry in list(open_ones):
             if entry[0].finished or rng.random() < 0.05:
-                entry[0].leave()
+                batch.leave(entry[0])
                 open_ones.remove(entry)
                 finished += [entry] * entry[0].finished
     for generation, *_ in open_ones:
-        generation.leave()
+        batch.leave(generation)
     assert len(finished) > 10
     for generation, cache, question, sampling in finished:
         expected = alone(llama.engine, cache, question, sampling)
@@ -114,7 +113,7 @@ def test_only_new_tokens_run_through_the_model(llama, caches):
     counted = []
     handle = llama.model.get_input_embeddings().register_forward_hook(lambda *call: counted.append(call[1][0].numel()))
     batch = llama.engine.batch()
-    together = [llama.engine.start(cache, llama.ids[:9], Sampling(5), batch=batch) for cache in caches]
+    together = [llama.engine.start(cache, llama.ids[:9], Sampling(5)) for cache in caches]
     run(batch, together)
     handle.remove()
     assert counted == [9 * len(caches)] + [len(caches)] * 4
@@ -126,8 +125,8 @@ def test_a_long_question_takes_several_steps_and_its_neighbours_go_on(llama, cac
     long, short = llama.ids[:100], llama.ids[:3]
     expected = [alone(llama.engine, caches[0], long, Sampling(8)), alone(llama.engine, caches[1], short, Sampling(8))]
     batch = llama.engine.batch()
-    asking = llama.engine.start(caches[0], long, Sampling(8), batch=batch)
-    answering = llama.engine.start(caches[1], short, Sampling(8), batch=batch)
+    asking = llama.engine.start(caches[0], long, Sampling(8))
+    answering = llama.engine.start(caches[1], short, Sampling(8))
     told = [batch.step([asking, answering]) for _ in range(4)]
     assert len(answering.token_ids) == 4
     assert len(asking.token_ids) == 1  # 100 tokens beside one or three of the other, 32 a step
@@ -138,7 +137,7 @@ def test_a_long_question_takes_several_steps_and_its_neighbours_go_on(llama, cac
 
 def test_a_step_that_fails_leaves_every_answer_as_it_was(llama, caches):
     batch = llama.engine.batch()
-    together = [llama.engine.start(cache, llama.ids[:9], Sampling(6), batch=batch) for cache in caches[:3]]
+    together = [llama.engine.start(cache, llama.ids[:9], Sampling(6)) for cache in caches[:3]]
     expected = [alone(llama.engine, cache, llama.ids[:9], Sampling(6)) for cache in caches[:3]]
     layers = 0
 
@@ -165,7 +164,7 @@ def test_rows_on_one_document_read_it_once(llama, caches):
             plans.append(self)
 
     batch = llama.engine.batch()
-    together = [llama.engine.start(caches[i % 3], llama.ids[:2], Sampling(4), batch=batch) for i in range(9)]
+    together = [llama.engine.start(caches[i % 3], llama.ids[:2], Sampling(4)) for i in range(9)]
     original = batch_module._Plan
     batch_module._Plan = Spy
     try:
@@ -189,23 +188,23 @@ def test_the_rope_of_a_row_does_not_depend_on_the_longest_row():
     short, long = (engine.compress([i % 128 for i in range(n)], policy="full") for n in (20, 150))
     alone_tokens = alone(engine, short, [5, 6, 7], Sampling(12)).token_ids
     batch = engine.batch()
-    together = [engine.start(cache, [5, 6, 7], Sampling(12), batch=batch) for cache in (short, long)]
+    together = [engine.start(cache, [5, 6, 7], Sampling(12)) for cache in (short, long)]
     run(batch, together)
     assert together[0].token_ids == alone_tokens
     mixed = Engine(model).batch()
     mixed._one_by_one = False  # what would happen: the test can fail
-    together = [engine.start(cache, [5, 6, 7], Sampling(12), batch=mixed) for cache in (short, long)]
+    together = [engine.start(cache, [5, 6, 7], Sampling(12)) for cache in (short, long)]
     hidden = []
     handle = model.model.rotary_emb.register_forward_hook(lambda *call: hidden.append(call[2][0][0, 0].clone()))
     mixed.step(together)
-    engine.start(short, [5, 6, 7]).step()
+    engine.batch().step([engine.start(short, [5, 6, 7])])
     handle.remove()
     assert not torch.allclose(hidden[0], hidden[1])
 
 
 def test_logits_that_are_no_numbers_are_an_error_of_their_row(llama, caches):
     batch = llama.engine.batch()
-    together = [llama.engine.start(cache, llama.ids[:4], Sampling(3), batch=batch) for cache in caches[:3]]
+    together = [llama.engine.start(cache, llama.ids[:4], Sampling(3)) for cache in caches[:3]]
 
     def poison(*call):
         logits = call[2].clone()
@@ -227,8 +226,8 @@ def test_a_document_can_be_asked_while_it_arrives(llama, caches, tmp_path):
     store = open_store(f"disk://{tmp_path}/home")
     arriving = store.open_cache(store.put(caches[1]).id)
     batch = llama.engine.batch()
-    other = llama.engine.start(caches[0], llama.ids[:5], Sampling(40), batch=batch)
-    asking = llama.engine.start(llama.engine.attach(arriving), llama.ids[:9], Sampling(6), batch=batch)
+    other = llama.engine.start(caches[0], llama.ids[:5], Sampling(40))
+    asking = llama.engine.start(llama.engine.attach(arriving), llama.ids[:9], Sampling(6))
     waited = []
 
     def wait(record):

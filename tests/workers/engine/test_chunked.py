@@ -139,12 +139,13 @@ def test_others_get_a_turn_between_all_layers_of_all_chunks(llama):
     job, turns = prepared(llama.engine, llama.ids[:TOKENS]), []
     undisturbed = llama.engine.run(job).cache.to_bytes()
     assert job.absorber.chunks == [SINK + 2 * LAG, *[LAG] * 5]
+    batch = llama.engine.batch()
     question = llama.engine.start(llama.engine.compress(llama.ids[:50], policy="full"), llama.ids[:4])
 
     def turn():
         turns.append(1)
         if len(turns) % 3 == 0:
-            question.step()
+            batch.step([question])
 
     assert llama.engine.run(job, checkpoint=turn).cache.to_bytes() == undisturbed
     assert len(turns) == 6 * llama.model.config.num_hidden_layers

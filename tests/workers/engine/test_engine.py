@@ -215,11 +215,11 @@ def test_a_question_is_answered_inside_a_compression(tiny):
     question = tiny.encode_query(cache, "What is the gate code?")
     alone = tiny.answer(cache, question, max_new_tokens=3).token_ids
     undisturbed = tiny.compress(TEXT * 2, policy="snapkv").to_bytes()
-    generation = tiny.start(cache, question)
+    batch, generation = tiny.batch(), tiny.start(cache, question)
 
     def step():
         if len(generation.token_ids) < len(alone) and not generation.finished:
-            generation.step()
+            batch.step([generation])
 
     compression = tiny.run(tiny.prepare(TEXT * 2, policy="snapkv"), checkpoint=step)
     assert generation.token_ids == alone[: len(generation.token_ids)]

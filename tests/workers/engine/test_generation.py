@@ -34,9 +34,9 @@ def test_only_the_question_runs_through_the_model(tiny, cache):
 
 def test_steps_add_up_to_the_answer(tiny, cache):
     generation = tiny.start(cache, tiny.encode_query(cache, "What is the gate code?"), Sampling(max_tokens=20))
-    pieces = []
+    batch, pieces = tiny.batch(), []
     while not generation.finished:
-        pieces.append(generation.step())
+        pieces += batch.step([generation])
     answer = generation.answer()
     assert "".join(pieces) == answer.text
     assert len(answer.token_ids) == answer.usage.completion_tokens <= 20
@@ -171,7 +171,7 @@ def test_an_answer_can_be_abandoned_between_layers(tiny, cache):
 
     generation = tiny.start(cache, tiny.encode_query(cache, "What is the gate code?"))
     with pytest.raises(Cancelled):
-        generation.step(gone)
+        tiny.batch().step([generation], gone)
     assert len(calls) == 2 <= tiny.model.config.num_hidden_layers
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvshelf.bench.quality.tasks import Fact, make_document
 from kvshelf.errors import Cancelled, InvalidRequest, ModelMismatch
 from kvshelf.workers.engine.decode.generation import Sampling
-from kvshelf.workers.engine.prefill.levels import Level, shared
+from kvshelf.workers.engine.inputs.job import Level, shared
 from kvshelf.workers.engine.quality import ANSWER, CUE, QUESTIONS, VERSION, Probe, Quality, Reference, rare_passages
 from kvshelf.workers.policies import POLICIES
 from kvshelf.workers.policies.base import ScoringPolicy
@@ -323,11 +323,11 @@ def test_others_have_their_turn_while_a_quality_is_measured(tiny, prose):
     alone = tiny.answer(cache, query, max_new_tokens=12)
     levels = [Level(tiny.prepare(prose, compression_ratio=ratio)) for ratio in (0.5, 0.75)]
     undisturbed = tiny.run_levels(levels)
-    generation = tiny.start(cache, query, Sampling(max_tokens=12))
+    batch, generation = tiny.batch(), tiny.start(cache, query, Sampling(max_tokens=12))
 
     def turn():
         if not generation.finished:
-            generation.step()
+            batch.step([generation])
 
     disturbed = tiny.run_levels(levels, checkpoint=turn)
     assert generation.finished

@@ -22,7 +22,8 @@ from kvshelf.store.artifact import blob
 from kvshelf.store.artifact.arriving import ArrivingCache
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.workers.engine.attention.attachment import Attachment
-from kvshelf.workers.engine.decode.generation import Answer, Sampling
+from kvshelf.workers.engine.decode.batch import DecodeBatch
+from kvshelf.workers.engine.decode.generation import Answer, Generation, Sampling
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.replica.calls import named_errors
 from kvshelf.workers.replica.scheduler import Scheduler
@@ -91,11 +92,17 @@ def together(engine: Engine) -> Iterator[Scheduler]:
         scheduler.stop(drain_s=WAIT_S)
 
 
+def advance(batch: DecodeBatch, generation: Generation) -> None:
+    (told,) = batch.step([generation])
+    if isinstance(told, Exception):
+        raise told
+
+
 def alone(engine: Engine, cache: CompressedCache, query: Sequence[int], sampling: Sampling = GREEDY) -> Answer:
     """The answer without neighbours, and without a scheduler."""
-    generation = engine.start(cache, query, sampling)
+    batch, generation = engine.batch(), engine.start(cache, query, sampling)
     while not generation.finished:
-        generation.step()
+        advance(batch, generation)
     return generation.answer()
 
 
@@ -158,10 +165,10 @@ def test_an_answer_that_had_an_error_is_never_whole_and_goes_on_no_further(
     """Also where the token would have been its last one."""
     expected = alone(engine, cache, QUESTIONS[0])
     refuse(expected.token_ids[0])
-    generation = engine.start(cache, QUESTIONS[0], Sampling(1))
+    batch, generation = engine.batch(), engine.start(cache, QUESTIONS[0], Sampling(1))
     for error in ("cannot be shown", "is over"):
         with pytest.raises(Exception, match=error):
-            generation.step()
+            advance(batch, generation)
         assert not generation.finished
         with pytest.raises(AssertionError):
             generation.answer()
@@ -240,7 +247,7 @@ def test_who_leaves_inside_a_step_is_told_why_he_himself_left(engine: Engine, ca
 def test_logits_that_cannot_be_read_leave_every_answer_as_it_was(engine: Engine, cache: CompressedCache) -> None:
     """As a fault of the device does, which shows where its result is first looked at."""
     batch = engine.batch()
-    rows = [engine.start(cache, question, GREEDY, batch=batch) for question in QUESTIONS[:3]]
+    rows = [engine.start(cache, question, GREEDY) for question in QUESTIONS[:3]]
     batch.step(rows)
     handle = engine.model.lm_head.register_forward_hook(lambda *call: call[2].to(torch.complex64))
     try:

@@ -32,7 +32,7 @@ def document() -> str:
 def bases():
     for name, cls in POLICIES.items():
         try:
-            _scoring_policy(name)
+            _scoring_policy(name, POLICIES)
         except InvalidRequest:
             continue
         yield name, cls

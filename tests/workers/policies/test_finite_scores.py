@@ -15,7 +15,7 @@ from kvshelf.kernels.select import importance_of
 from kvshelf.store.disk import DiskStore
 from kvshelf.store.jobs.ledger import RequestRecord
 from kvshelf.workers.engine.engine import Engine
-from kvshelf.workers.engine.prefill.levels import Level
+from kvshelf.workers.engine.inputs.job import Level
 from kvshelf.workers.policies import POLICIES
 from kvshelf.workers.replica.replica import Replica
 from kvshelf.workers.replica.scheduler import Scheduler

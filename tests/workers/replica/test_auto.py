@@ -11,7 +11,7 @@ import pytest
 
 from kvshelf.bench.quality.tasks import make_document
 from kvshelf.errors import Cancelled, DocumentTooShort, InvalidRequest, PolicyUnsupported, QualityBelowFloor
-from kvshelf.workers.engine.prefill.levels import Level
+from kvshelf.workers.engine.inputs.job import Level
 from kvshelf.workers.engine.quality import Quality
 from kvshelf.workers.replica.create.auto import CANDIDATES, MIN_QUALITY, Selection, Tried, auto
 

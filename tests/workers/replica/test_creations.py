@@ -15,7 +15,7 @@ from kvshelf.errors import CacheNotFound, DocumentTooLong, InvalidRequest, Polic
 from kvshelf.store.disk import DiskStore
 from kvshelf.store.shelf import Shelf
 from kvshelf.workers.engine.engine import Engine, Prefill
-from kvshelf.workers.engine.prefill.levels import Level
+from kvshelf.workers.engine.inputs.job import Level
 from kvshelf.workers.engine.quality import VERSION, Quality
 from kvshelf.workers.replica.create.auto import CANDIDATES, Tried, auto
 from kvshelf.workers.replica.create.created import Created

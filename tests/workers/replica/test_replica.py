@@ -31,7 +31,7 @@ from kvshelf.store.index import Quota
 from kvshelf.store.rules import Rules
 from kvshelf.workers.engine.decode.generation import Sampling
 from kvshelf.workers.engine.engine import Engine, Prefill
-from kvshelf.workers.engine.prefill.levels import Level
+from kvshelf.workers.engine.inputs.job import Level
 from kvshelf.workers.replica import replica as replica_module
 from kvshelf.workers.replica.replica import Asked, Replica, Replied
 from kvshelf.workers.replica.residents import ResidentLimits

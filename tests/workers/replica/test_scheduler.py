@@ -15,8 +15,8 @@ from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.url import open_store
 from kvshelf.workers.engine.decode.generation import Sampling
 from kvshelf.workers.engine.engine import Engine, Prefill
-from kvshelf.workers.engine.inputs.job import Job
-from kvshelf.workers.engine.prefill.levels import Level, Levels
+from kvshelf.workers.engine.inputs.job import Job, Level
+from kvshelf.workers.replica.create.spec import Levels
 from kvshelf.workers.replica.scheduler import Scheduler, SchedulerLimits
 
 DOCUMENT = "The harbour master keeps the tide tables in a green book. " * 20

@@ -29,7 +29,7 @@ MAX_NEW_TOKENS = 512
 whole of somebody's question."""
 
 
-class Batch:
+class DecodeBatch:
     """The open answers of one model. Not thread-safe: one thread owns the model.
 
     What a row's answer is does not depend on its neighbours, but for the last bits of sums. Where it would (a RoPE that

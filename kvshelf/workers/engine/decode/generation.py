@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from tokenizers import Tokenizer
@@ -14,9 +14,6 @@ from kvshelf.errors import InvalidRequest
 from kvshelf.workers.engine.attention.attachment import Attachment
 from kvshelf.workers.engine.decode.detokenizer import Detokenizer
 from kvshelf.workers.engine.decode.suffixes import SuffixRow
-
-if TYPE_CHECKING:
-    from kvshelf.workers.engine.decode.batch import Batch
 
 _LEAST_TEMPERATURE = 1e-30  # float32 has smaller numbers, but not many
 
@@ -63,14 +60,13 @@ class Answer:
 
 
 class Generation:
-    """One answer in the making: what a `Batch` has to run for it next, and what came of it so far.
+    """One answer in the making: what a `DecodeBatch` has to run for it next, and what came of it so far.
 
     Private to its caller: several may be open on one engine and on one compressed cache.
     """
 
     def __init__(
         self,
-        batch: Batch,
         document: Attachment,
         query: Sequence[int],
         sampling: Sampling,
@@ -79,7 +75,6 @@ class Generation:
         end_ids: frozenset[int],
         decoder: Tokenizer | None,
     ) -> None:
-        self._batch = batch
         self.document = document
         self.pending = list(query)
         """Tokens that are still to go through the model before the next one can be chosen."""
@@ -106,20 +101,6 @@ class Generation:
     def samples(self) -> bool:
         """Whether tokens are drawn; otherwise the likeliest is taken."""
         return self._sampler.samples
-
-    def step(self, checkpoint: Checkpoint | None = None) -> str:
-        """Run one forward pass for this answer alone, and return the text that became final with it.
-
-        `checkpoint` is called after each layer and may raise to abandon the step.
-        """
-        (told,) = self._batch.step([self], checkpoint)
-        if isinstance(told, Exception):
-            raise told
-        return told
-
-    def leave(self) -> None:
-        """Free the suffix, whether the answer is finished or abandoned. An answer that owns its batch need not."""
-        self._batch.leave(self)
 
     def sample(self, logits: Tensor) -> int:
         """Draw the next token id from logits `[vocabulary]`."""

@@ -1,4 +1,4 @@
-"""A document that is ready to be compressed."""
+"""A document that is ready to be compressed, and the levels at which it is kept."""
 
 from __future__ import annotations
 
@@ -46,3 +46,39 @@ class Job:
             "position_ids": torch.tensor([positions], device=device),
             "attention_mask": torch.ones_like(input_ids),
         }
+
+
+@dataclass(frozen=True)
+class Level:
+    """One way to keep a document: what a job leaves of it, under a codec (see `kvshelf.store.artifact.codecs`)."""
+
+    job: Job
+    codec: str = "none"
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether it is the full cache itself, to the last bit."""
+        return self.codec == "none" and self.job.budget.tokens == self.job.num_tokens
+
+
+def shared(levels: Sequence[Level]) -> list[list[Level]]:
+    """The levels by prefill: those of one document whose policies look at the same passes behind it share one.
+
+    In their order. Policies that read the document chunk by chunk change what later chunks see, so each has its own.
+    Nor are different passes run behind each other: a policy's scores would not change by it but for last bits, and
+    equal requests are to give equal bytes.
+    """
+    groups: list[list[Level]] = []
+    for level in levels:
+        for group in groups:
+            if group[0].job is level.job or _alike(group[0].job, level.job):
+                group.append(level)
+                break
+        else:
+            groups.append([level])
+    return groups
+
+
+def _alike(one: Job, other: Job) -> bool:
+    whole = one.absorber is None and other.absorber is None
+    return whole and one.identity.document == other.identity.document and one.passes == other.passes

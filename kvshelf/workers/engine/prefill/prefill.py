@@ -12,10 +12,9 @@ from transformers import PreTrainedModel
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.workers.engine.attention.function import CONTEXT, kvshelf_attention
 from kvshelf.workers.engine.decode.generation import Checkpoint
-from kvshelf.workers.engine.inputs.job import Job
+from kvshelf.workers.engine.inputs.job import Job, Level
 from kvshelf.workers.engine.prefill.chunked import ChunkedPrefill
-from kvshelf.workers.engine.prefill.levels import Level, SharedReducer, distinct_jobs
-from kvshelf.workers.engine.prefill.reducing import LayerReducer
+from kvshelf.workers.engine.prefill.reducing import LayerReducer, SharedReducer
 from kvshelf.workers.engine.quality import Probe, Quality, Reference, ask_without
 from kvshelf.workers.model.rope import Rope
 from kvshelf.workers.policies.full import Full
@@ -56,11 +55,12 @@ class Prefill:
 def run_prefill(
     model: PreTrainedModel, rope: Rope | None, group: Sequence[Level], probe: Probe | None, checkpoint: Checkpoint
 ) -> Prefill:
-    """Run one group of `levels.shared`. The full cache answers `probe` on the way; None: there is no reference.
+    """Run one group of `job.shared`. The full cache answers `probe` on the way; None: there is no reference.
 
     `checkpoint` is called between layers; the time it takes is in no compression.
     """
-    jobs = distinct_jobs(group)
+    # Levels that differ in nothing but the codec are reduced together.
+    jobs = list({id(level.job): level.job for level in group}.values())
     reduced: Sequence[LayerReducer | ChunkedPrefill]
     started = time.perf_counter()
     with torch.no_grad(), kvshelf_attention(model):

@@ -107,6 +107,33 @@ class LayerReducer:
         return tuple(Probed(*(of[0, :, a:b] for of in states)) for a, b in pairwise(ends))
 
 
+class SharedReducer:
+    """The `ForwardContext` of a prefill that several levels share: each reduces the layer, then it is freed.
+
+    `measured` are lengths of passes behind those of the policies, which no policy looks at.
+    """
+
+    def __init__(
+        self, reducers: Sequence[LayerReducer], *, measured: Sequence[int], checkpoint: Callable[[], None]
+    ) -> None:
+        self.reducers = reducers
+        self.probe_lengths = (*reducers[0].probe_lengths, *measured)
+        self._checkpoint = checkpoint
+        self.paused_s = 0.0
+
+    @property
+    def compress_s(self) -> float:
+        """Seconds that all levels took together."""
+        return sum(reducer.compress_s for reducer in self.reducers)
+
+    def after_attention(self, layer: Attended) -> None:
+        for reducer in self.reducers:
+            reducer.after_attention(layer)
+        started = time.perf_counter()
+        self._checkpoint()
+        self.paused_s += time.perf_counter() - started
+
+
 def require_every_layer(seen: Iterable[int], num_layers: int) -> None:
     """Refuse a model of which some layers did not run through kvshelf's attention."""
     if sorted(seen) != list(range(num_layers)):

@@ -10,7 +10,7 @@ from kvshelf.errors import InvalidRequest, KvshelfError, PolicyUnsupported, Qual
 from kvshelf.store.artifact.identity import Layout
 from kvshelf.workers.engine.decode.generation import Checkpoint
 from kvshelf.workers.engine.inputs.encode import Document
-from kvshelf.workers.engine.prefill.levels import Level, shared
+from kvshelf.workers.engine.inputs.job import Level, shared
 from kvshelf.workers.engine.quality import QUESTIONS, Quality, Reference
 from kvshelf.workers.model.text import EncodedDocument
 

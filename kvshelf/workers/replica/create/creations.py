@@ -13,7 +13,6 @@ from kvshelf.errors import QualityBelowFloor
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.engine.engine import Engine
-from kvshelf.workers.engine.prefill.levels import Levels
 from kvshelf.workers.engine.quality import QUESTIONS
 from kvshelf.workers.replica.attempts import MAX_ATTEMPTS, Attempts
 from kvshelf.workers.replica.calls import Threads, log_as, named_errors
@@ -22,7 +21,7 @@ from kvshelf.workers.replica.create.created import Created, Stored
 from kvshelf.workers.replica.create.estimates import Rates, estimate
 from kvshelf.workers.replica.create.negative_cache import Refusals
 from kvshelf.workers.replica.create.publish import Shelving
-from kvshelf.workers.replica.create.spec import encoded, wanted
+from kvshelf.workers.replica.create.spec import Levels, encoded, wanted
 from kvshelf.workers.replica.phases import Phase, in_sequence, rounded
 from kvshelf.workers.replica.scheduler import Scheduler, Work
 from kvshelf.workers.replica.singleflight import Flights

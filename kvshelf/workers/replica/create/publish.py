@@ -14,7 +14,7 @@ from kvshelf.errors import CacheError, CacheNotFound
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Judgement, Manifest, Timings
 from kvshelf.workers.engine.engine import Compression
-from kvshelf.workers.engine.prefill.levels import Level
+from kvshelf.workers.engine.inputs.job import Level
 from kvshelf.workers.engine.quality import Quality
 from kvshelf.workers.replica.create.auto import Choice, Selection, Tried
 from kvshelf.workers.replica.create.spec import source_of

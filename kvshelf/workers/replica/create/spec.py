@@ -3,19 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 from kvshelf.errors import DocumentTooLong, InvalidRequest
 from kvshelf.store.artifact.identity import canonical_json
-from kvshelf.workers.engine.engine import Engine
+from kvshelf.workers.engine.decode.generation import Checkpoint
+from kvshelf.workers.engine.engine import Compression, Engine
 from kvshelf.workers.engine.inputs.encode import Document
-from kvshelf.workers.engine.prefill.levels import Level, Levels
+from kvshelf.workers.engine.inputs.job import Level
+from kvshelf.workers.engine.quality import QUESTIONS
 from kvshelf.workers.model.text import EncodedDocument
 from kvshelf.workers.policies import build
 from kvshelf.workers.replica.create.auto import MIN_QUALITY, Selection, auto
 
 AUTO: Final = "auto"
 """The policy of a creation that leaves policy, ratio and codec to be chosen."""
+
+
+@dataclass(frozen=True)
+class Levels:
+    """Levels of one document, all of which are wanted: work for the thread that owns the model.
+
+    `questions`: by how many the cost of each is measured, see `Engine.run_levels`.
+    """
+
+    levels: tuple[Level, ...]
+    questions: int = QUESTIONS
+
+    @property
+    def num_tokens(self) -> int:
+        return self.levels[0].job.num_tokens
+
+    def run(self, engine: Engine, *, checkpoint: Checkpoint | None = None) -> list[Compression]:
+        """A compression for each, in their order."""
+        return engine.run_levels(self.levels, questions=self.questions, checkpoint=checkpoint)
 
 
 def wanted(
