@@ -8,7 +8,7 @@ import typer
 from rich.table import Table
 
 from kvshelf.bench.batches.cli import batch
-from kvshelf.bench.kernels.cli import kernels
+from kvshelf.bench.kernels.cli import column_sums, kernels
 from kvshelf.bench.options import (
     Device,
     Dtype,
@@ -23,7 +23,7 @@ from kvshelf.bench.options import (
     publish,
 )
 from kvshelf.bench.quality.cli import memory, quality
-from kvshelf.bench.speed.cli import column_sums, speed
+from kvshelf.bench.speed.cli import speed
 from kvshelf.bench.stores.cli import store
 from kvshelf.bench.stores.cli_rates import rates
 

@@ -1,4 +1,4 @@
-"""`kvshelf bench kernels`."""
+"""`kvshelf bench kernels` and `kvshelf bench column-sums`."""
 
 from __future__ import annotations
 
@@ -76,3 +76,34 @@ def _table(rows: list[KernelTime], dtype: str, limits: Ceilings) -> Table:
             "" if row.extra_bytes is None else f"{row.extra_bytes / 1e6:,.1f} MB",
         )
     return table
+
+
+def column_sums(
+    tokens: Annotated[int, typer.Option("--tokens", min=16, help="Tokens of the sequence.")] = 8192,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Repeats; medians are printed.")] = 5,
+    threads: Threads = 1,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Exact attention column sums beside plain attention and two other ways to the same sums, on the CPU.
+
+    One layer of 8 query and 2 KV heads of 128 channels.
+    """
+    import torch
+
+    from kvshelf.bench.kernels.kernels import column_sum_times
+    from kvshelf.bench.measure import machine
+
+    if threads:
+        torch.set_num_threads(threads)
+    table = Table("dtype", "plain attention", "column sums", "second flash call", "naive")
+    table.title = f"attention column sums of {tokens} tokens, CPU time beside plain causal attention"
+    rows = []
+    for dtype in ("float32", "bfloat16"):
+        times = column_sum_times(tokens, getattr(torch, dtype), rounds)
+        attention, *others = (times[name] for name in ("attention", "column_sums", "second_attention", "naive"))
+        shown = [f"{seconds:.3f} s, {seconds / attention:.2f}x" for seconds in others]
+        table.add_row(dtype, f"{attention:.3f} s", *shown)
+        rows.append({"dtype": dtype, **times})
+    report = {"bench": "column-sums", "tokens": tokens, "rounds": rounds, "machine": machine(), "rows": rows}
+    publish(report, [table], output, as_json)

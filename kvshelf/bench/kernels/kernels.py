@@ -1,19 +1,21 @@
-"""How near the kernels come to what this device can do: bytes against its copy, FLOPs against its matrix product."""
+"""How near the kernels come to the ceilings of this device: its copy for bytes, its matrix product for FLOPs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
 
 from kvshelf.bench.ceilings import copy_bandwidth, matmul_rate
-from kvshelf.bench.kernels.cases import PREFILL, cases
-from kvshelf.bench.kernels.layer import LLAMA_8B, Case, Layer, Shape
+from kvshelf.bench.kernels import baselines
+from kvshelf.bench.kernels.cases import LLAMA_8B, PREFILL, Case, Layer, Shape, cases
 from kvshelf.bench.measure import Spread, cost
+from kvshelf.kernels.column_sums import column_sums
 
 _WARM_UP = 3
 _MOST_COPIES = 32
@@ -133,3 +135,24 @@ def _extra_bytes(case: Case, arguments: tuple[Any, ...], device: torch.device) -
     case.run(*arguments)
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
+
+
+def column_sum_times(tokens: int, dtype: torch.dtype, rounds: int) -> dict[str, float]:
+    """Seconds of CPU time of one layer of 8 query and 2 KV heads of 128 channels, medians, under torch's threads.
+
+    attention: plain causal attention. column_sums: the operation in use. naive: the sums from all N x N weights of one
+    query head at a time, 12 bytes * tokens^2 of memory. second_attention: the sums by a second call of torch's
+    attention, without the first call, whose log-sum-exps it needs.
+    """
+    generator = torch.Generator().manual_seed(0)
+    queries, keys, values = (torch.randn(heads, tokens, 128, generator=generator).to(dtype) for heads in (8, 2, 2))
+    scale = 128**-0.5
+    _, lse = baselines.flash(queries, baselines.repeated(keys, 8), baselines.repeated(values, 8), scale)
+    ways: dict[str, Callable[[], object]] = {
+        "attention": lambda: baselines.causal_attention(queries, keys, values),
+        "column_sums": lambda: column_sums(queries, keys, scale),
+        "naive": lambda: baselines.column_sums_of_whole_weights(queries, keys, scale),
+        "second_attention": lambda: baselines.column_sums_by_attention(queries, keys, scale, lse),
+    }
+    cpu = torch.device("cpu")
+    return {name: median(cost(run, cpu).seconds for _ in range(rounds)) for name, run in ways.items()}

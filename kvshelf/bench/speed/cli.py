@@ -1,4 +1,4 @@
-"""`kvshelf bench speed` and `kvshelf bench column-sums`."""
+"""`kvshelf bench speed`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -110,36 +109,3 @@ def _opened(urls: list[str]) -> Iterator[dict[str, Store]]:
             homes[name] = open_store(url)
             open_stores.callback(homes[name].close)
         yield homes
-
-
-def column_sums(
-    tokens: Annotated[int, typer.Option("--tokens", min=16, help="Tokens of the sequence.")] = 8192,
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Repeats; medians are printed.")] = 5,
-    threads: Threads = 1,
-    output: Output = None,
-    as_json: Json = False,
-) -> None:
-    """Exact attention column sums beside plain attention and two other ways to the same sums, on the CPU.
-
-    One layer of 8 query and 2 KV heads of 128 channels.
-    """
-    import torch
-
-    from kvshelf.bench.kernels.column_sums import time_column_sums
-    from kvshelf.bench.measure import machine
-
-    if threads:
-        torch.set_num_threads(threads)
-    dtypes = (torch.float32, torch.bfloat16)
-    times = {
-        str(dtype).removeprefix("torch."): time_column_sums(tokens, dtype=dtype, repeats=rounds) for dtype in dtypes
-    }
-    table = Table("dtype", "plain attention", "column sums", "second flash call", "naive")
-    table.title = f"attention column sums of {tokens} tokens, CPU time beside plain causal attention"
-    for name, row in times.items():
-        others = (row.column_sums, row.second_attention, row.naive)
-        shown = [f"{seconds:.3f} s, {seconds / row.attention:.2f}x" for seconds in others]
-        table.add_row(name, f"{row.attention:.3f} s", *shown)
-    rows = [{"dtype": name, **asdict(row)} for name, row in times.items()]
-    report = {"bench": "column-sums", "tokens": tokens, "rounds": rounds, "machine": machine(), "rows": rows}
-    publish(report, [table], output, as_json)

@@ -1,8 +1,8 @@
 """Quantization by torch's own operations, some rows at a time: see `kvshelf.kernels.quantize`.
 
 Each of its passes over a block reads what the one before wrote, which is still in the L2 cache. Over all rows at once,
-every pass would go to memory and every temporary would be pages that the system has to clear first; that is most of
-what the plain form of `kvshelf.bench.kernels.rows` takes.
+every pass would go to memory and every temporary would be pages that the system has to clear first, which takes most
+of the time of the plain form.
 """
 
 from __future__ import annotations

@@ -9,13 +9,8 @@ import torch
 from typer.testing import CliRunner
 
 from kvshelf.bench.cli import app
-from kvshelf.bench.kernels.column_sums import (
-    _flash,
-    _repeated,
-    column_sums_by_attention,
-    column_sums_of_whole_weights,
-    time_column_sums,
-)
+from kvshelf.bench.kernels.baselines import column_sums_by_attention, column_sums_of_whole_weights, flash, repeated
+from kvshelf.bench.kernels.kernels import column_sum_times
 from kvshelf.kernels.column_sums import reference
 
 
@@ -31,15 +26,16 @@ def error(ours, theirs):
 def test_the_forms_that_are_timed_give_the_same_sums(dtype):
     q, k = random(4, 130, 16, dtype=dtype), random(2, 130, 16, dtype=dtype, seed=1)
     expected, _ = reference.column_sums(q, k, 0.25)
-    _, lse = _flash(q, _repeated(k, 4), _repeated(k, 4), 0.25)
+    _, lse = flash(q, repeated(k, 4), repeated(k, 4), 0.25)
     tolerance = {torch.float32: 2e-6, torch.bfloat16: 2e-2}[dtype]  # bf16 logits in the naive form
     assert error(column_sums_of_whole_weights(q, k, 0.25), expected) < tolerance
     assert error(column_sums_by_attention(q, k, 0.25, lse), expected) < tolerance
 
 
 def test_times_are_of_all_four():
-    times = time_column_sums(num_tokens=64, repeats=1, head_dim=16)
-    assert min(times.attention, times.column_sums, times.naive, times.second_attention) > 0
+    times = column_sum_times(64, torch.float32, rounds=1)
+    assert set(times) == {"attention", "column_sums", "naive", "second_attention"}
+    assert min(times.values()) > 0
 
 
 def test_the_command_prints_ratios_for_both_dtypes():

@@ -13,10 +13,14 @@ from typer.testing import CliRunner
 
 from kvshelf.bench import ceilings
 from kvshelf.bench.cli import app
-from kvshelf.bench.kernels import column_sums, kernels
-from kvshelf.bench.kernels.baselines import gather_expanded, layer_prefill, snapkv_by_expansion
-from kvshelf.bench.kernels.cases import PREFILL, cases
-from kvshelf.bench.kernels.layer import Layer, Shape
+from kvshelf.bench.kernels import baselines, kernels
+from kvshelf.bench.kernels.baselines import (
+    column_sums_of_whole_weights,
+    gather_expanded,
+    layer_prefill,
+    snapkv_by_expansion,
+)
+from kvshelf.bench.kernels.cases import PREFILL, Layer, Shape, cases
 from kvshelf.errors import InvalidRequest
 from kvshelf.kernels.select import pack
 
@@ -124,9 +128,9 @@ def test_the_bytes_of_int4_are_those_of_its_tensors(layer):
 
 def test_three_steps_over_some_heads_at_a_time_give_the_same_sums(layer, monkeypatch):
     queries, keys = named(layer, "column_sums").make()
-    together = column_sums.column_sums_of_whole_weights(queries, keys, 0.25)
-    monkeypatch.setitem(column_sums._WHOLE_WEIGHTS_BYTES, "cpu", 1)
-    assert torch.allclose(together, column_sums.column_sums_of_whole_weights(queries, keys, 0.25))
+    together = column_sums_of_whole_weights(queries, keys, 0.25)
+    monkeypatch.setitem(baselines._WHOLE_WEIGHTS_BYTES, "cpu", 1)
+    assert torch.allclose(together, column_sums_of_whole_weights(queries, keys, 0.25))
 
 
 @pytest.mark.parametrize("tokens", [0, 256, 513])
