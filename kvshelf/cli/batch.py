@@ -50,7 +50,7 @@ _MaxGpuHours = Annotated[float | None, typer.Option(min=0, help="Stop when the r
 _DocumentTimeout = Annotated[str, typer.Option(help="For each attempt at one document: 90s, 15m, 2h.")]
 _MaxAttempts = Annotated[int, typer.Option(min=1, max=100, help="Before a document is given up.")]
 _RetryFailed = Annotated[bool, typer.Option("--retry-failed", help="Try again what failed in an earlier run.")]
-_Report = Annotated[Path | None, typer.Option(help="Write a report as well, .md or .html.")]
+_Report = Annotated[Path | None, typer.Option(help="Also write a report with pictures, as .html.")]
 _Model = Annotated[list[str] | None, typer.Option(help="As for `kvshelf serve`; the first is the default.")]
 _Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda.")]
 _Dtype = Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")]

@@ -116,7 +116,7 @@ def test_a_batch_that_is_killed_and_one_that_is_interrupted_go_on(
     with (tmp_path / "out.jsonl.journal").open("ab") as journal:  # a row of a file that has been removed since
         journal.write(json.dumps(failure(1, source="gone.jsonl").to_dict()).encode() + b"\n")
 
-    said, noted = end(begin("--report", "morning.md"), 1)
+    said, noted = end(begin("--report", "morning.html"), 1)
     assert said.strip() == "out.jsonl"
     found = re.search(r"(\d+) documents on the shelf, (\d+) of them before; (\d+) failed", noted)
     assert found is not None
@@ -128,7 +128,7 @@ def test_a_batch_that_is_killed_and_one_that_is_interrupted_go_on(
     assert len(lines) == len(rows) + 1
     assert [line["line"] for line in lines if "error" in line] == [len(rows) + 1]
     assert not (tmp_path / "out.jsonl.journal").exists()
-    assert "not JSON" in (tmp_path / "morning.md").read_text()
+    assert "not JSON" in (tmp_path / "morning.html").read_text()
     with StoreConfig(f"disk://{tmp_path}/shelf").open() as shelf:
         assert list(shelf.check()) == []
         assert shelf.usage().caches == len(rows)
@@ -164,7 +164,7 @@ def test_what_the_command_writes_beside_its_input_is_no_input_of_the_next_run(
         (["--policy", "knorm", "--param", "nothing=1"], "nothing"),
         (["--window", "late"], "22:00-06:00"),
         (["--document-timeout", "0"], "--document-timeout"),
-        (["--report", "morning.pdf"], ".md or .html"),
+        (["--report", "morning.md"], "end its name in .html"),
         (["--output", "out.csv"], ".jsonl"),
         (["--output", "nowhere/out.jsonl"], "nowhere"),
         (["none.jsonl"], "none.jsonl"),

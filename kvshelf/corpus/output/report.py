@@ -1,65 +1,179 @@
-"""The morning after: what a batch did, what it cost, what it saves, what failed and why."""
+"""The report of a batch, one HTML page with pictures: what was done, its cost, what it saves, which rows failed and why."""
 
 from __future__ import annotations
 
+import html
+import math
 import time
+import unicodedata
+from bisect import insort
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvshelf.corpus.output.files import written
-from kvshelf.corpus.output.findings import EXTREMES, Findings, find
-from kvshelf.corpus.output.forms import Picture, Section, Table, markdown, page
-from kvshelf.corpus.output.histogram import Histogram
 from kvshelf.corpus.output.results import Result
 from kvshelf.corpus.run.progress import Summary
 from kvshelf.errors import InvalidRequest
 
-_FORMS: Final[dict[str, Callable[[str, Sequence[Section]], str]]] = {".md": markdown, ".html": page, ".htm": page}
 _WORKERS: Final = 20
-_UNITS: Final = ("bytes", "kB", "MB", "GB", "TB", "PB")
+_EXAMPLES: Final = 3
+"""Failed rows shown for each error code."""
+_EXTREMES: Final = 10
+"""Documents shown as the slowest, and as the lowest in quality."""
+_LONGEST: Final = 200
+"""Characters shown of a text that came with the corpus."""
+_FINE: Final = 16
+"""Bins per bar of a picture. Quantiles are read from the bins."""
 
 
 def require_report(path: Path) -> None:
-    """Raises `InvalidRequest` for a name that does not tell how to write the report, or a folder that is not there."""
-    if path.suffix.lower() not in _FORMS:
-        raise InvalidRequest(f"{path}: the name of the report ends in .md or .html", param="--report")
+    """Raises `InvalidRequest` unless the name ends in .html or .htm and its folder exists."""
+    if path.suffix.lower() not in (".html", ".htm"):
+        raise InvalidRequest(f"{path}: a report is an HTML page; end its name in .html", param="--report")
     if not path.absolute().parent.is_dir():
         raise InvalidRequest(f"{path}: there is no folder {path.absolute().parent}", param="--report")
 
 
 def write_report(path: Path, summary: Summary, results: Iterable[Result]) -> None:
-    """Write the report of a batch as Markdown or HTML, by the name's ending; results are read once, in any order.
+    """Write the report. `results` are read once, in any order; memory does not grow with their number.
 
-    It needs no other file, and memory does not grow with the results. Raises as `require_report` does, and
-    `StorageFull` where it cannot be written.
+    The page runs no script, loads nothing, and tells the browser to allow neither. Raises as `require_report` does,
+    and `StorageFull` if the file cannot be written.
     """
     require_report(path)
-    sections = describe(summary, find(results))
-    text = _FORMS[path.suffix.lower()](f"Batch {summary.state}", sections)
-    with written(path) as target:
-        target.write(text.encode())
-
-
-def describe(summary: Summary, found: Findings) -> list[Section]:
-    """What the report says. Sections about nothing are left out."""
-    sections = [
-        _totals(summary),
-        _failures(found),
-        _throughput(summary),
-        _distribution("Lengths", found.tokens, _whole, "tokens of a document"),
-        _distribution("Compression", found.stored, _share, "stored bytes of full bytes"),
-        _quality(found),
-        _saved(summary, found),
-        _slowest(found),
+    found = _Findings()
+    for result in results:
+        found.add(result)
+    title = f"Batch {summary.state}"
+    parts = [
+        f"<h1>{_text(title)}</h1>",
+        *_totals(summary),
+        *_failures(found),
+        *_throughput(summary),
+        *_distribution("Lengths", found.tokens, _whole, "tokens of a document"),
+        *_distribution("Compression", found.stored, _share, "stored bytes of full bytes"),
+        *_quality(found),
+        *_saved(summary, found),
+        *_slowest(found),
     ]
-    return [section for section in sections if section is not None]
+    with written(path) as target:
+        target.write(_PAGE.replace("{title}", _text(title)).replace("{body}", "\n".join(parts)).encode())
 
 
-def _totals(summary: Summary) -> Section:
-    times = {name: time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at)) for name, at in summary.times.items()}
+class Bar(NamedTuple):
+    """`count` numbers from `low` up to `high`."""
+
+    low: float
+    high: float
+    count: int
+
+
+class Histogram:
+    """Counts numbers in bins, so that memory does not grow with them. Made by `doublings` or `shares`."""
+
+    def __init__(self, bin_of: Callable[[float], int], edge: Callable[[int], float]) -> None:
+        """bin_of: the bin of a number, ascending. edge: the least number of a bin; the inverse of `bin_of`."""
+        self._bin_of = bin_of
+        self._edge = edge
+        self._counts: Counter[int] = Counter()
+        self.count = 0
+        self.total = 0.0
+        self.low = math.inf
+        self.high = -math.inf
+
+    @classmethod
+    def doublings(cls) -> Histogram:
+        """For positive numbers of any size: each bar ends at twice its start; quantiles are within 4.5 %."""
+        return cls(lambda x: math.floor(_FINE * math.log2(max(x, 1e-9))), lambda b: 2 ** (b / _FINE))
+
+    @classmethod
+    def shares(cls, bars: int = 20) -> Histogram:
+        """For numbers from 0 to 1; the last bar includes 1."""
+        fine = bars * _FINE
+        return cls(lambda x: min(fine - 1, max(0, math.floor(x * fine))), lambda b: b / fine)
+
+    def add(self, number: float) -> None:
+        self._counts[self._bin_of(number)] += 1
+        self.count += 1
+        self.total += number
+        self.low = min(self.low, number)
+        self.high = max(self.high, number)
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count if self.count else 0.0
+
+    def quantile(self, share: float) -> float:
+        """The number at or below which this share lies: the middle of its bin, clamped to the extremes."""
+        seen = 0
+        for number in sorted(self._counts):
+            seen += self._counts[number]
+            if seen >= share * self.count:
+                middle = (self._edge(number) + self._edge(number + 1)) / 2
+                return min(max(middle, self.low), self.high)
+        return 0.0
+
+    def bars(self) -> list[Bar]:
+        """From the lowest to the highest number, including empty bars between them."""
+        coarse: Counter[int] = Counter()
+        for number, count in self._counts.items():
+            coarse[number // _FINE] += count
+        numbers = range(min(coarse), max(coarse) + 1) if coarse else ()
+        return [Bar(self._edge(n * _FINE), self._edge((n + 1) * _FINE), coarse[n]) for n in numbers]
+
+
+@dataclass
+class _Findings:
+    """Sums over the results. `seconds`, `slowest` and `repeated` cover documents compressed in this batch only.
+
+    stored: share of the full bytes that was stored. repeated: documents that took more than one attempt. slowest and
+    worst: (rank, result), lowest rank first.
+    """
+
+    tokens: Histogram = field(default_factory=Histogram.doublings)
+    seconds: Histogram = field(default_factory=Histogram.doublings)
+    stored: Histogram = field(default_factory=Histogram.shares)
+    agreement: Histogram = field(default_factory=Histogram.shares)
+    failures: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, list[Result]] = field(default_factory=lambda: defaultdict(list))
+    slowest: list[tuple[float, Result]] = field(default_factory=list)
+    worst: list[tuple[float, Result]] = field(default_factory=list)
+    reused_tokens: int = 0
+    repeated: int = 0
+
+    def add(self, result: Result) -> None:
+        if result.error is not None:
+            self.failures[result.error.code] += 1
+            if len(examples := self.examples[result.error.code]) < _EXAMPLES:
+                examples.append(result)
+            return
+        self.tokens.add(result.tokens)
+        if result.bytes_full:
+            self.stored.add(result.bytes_stored / result.bytes_full)
+        if result.quality is not None:
+            self.agreement.add(result.quality["agreement"])
+            _keep(self.worst, result.quality["agreement"], result)
+        if result.reused:
+            self.reused_tokens += result.tokens
+            return
+        self.seconds.add(result.seconds)
+        _keep(self.slowest, -result.seconds, result)
+        self.repeated += result.attempts > 1
+
+
+def _keep(extremes: list[tuple[float, Result]], rank: float, result: Result) -> None:
+    """Keep the results of the lowest ranks; among equals the earlier ones."""
+    insort(extremes, (rank, result), key=lambda item: item[0])
+    del extremes[_EXTREMES:]
+
+
+def _totals(summary: Summary) -> list[str]:
     rows = [
-        ("documents in the input", _whole(summary.total) if summary.total is not None else "unknown"),
+        ("documents in the input", "unknown" if summary.total is None else _whole(summary.total)),
         ("on the shelf", _whole(summary.done)),
         ("of those, there before", _whole(summary.reused)),
         ("failed", _whole(summary.failed)),
@@ -68,121 +182,145 @@ def _totals(summary: Summary) -> Section:
         ("bytes stored", _bytes(summary.bytes_stored)),
         ("time at work", _duration(summary.elapsed_s)),
         ("replicas' time", f"{summary.gpu_hours:,.2f} hours"),
-        *((f"{name} since", at) for name, at in sorted(times.items(), key=lambda item: item[1])),
     ]
+    for name, at in sorted(summary.times.items(), key=lambda item: item[1]):
+        rows.append((f"{name} since", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at))))
     missing = 0 if summary.total is None else summary.total - summary.done - summary.failed
     sentences = [f"It ended because: {summary.reason}."] if summary.reason else []
     if missing:
-        sentences.append(f"{missing:,} documents were not reached; the same command goes on with them.")
-    return Section("In short", sentences, tables=[Table(("", ""), rows)])
+        sentences.append(f"{missing:,} documents were not reached; run the same command again to continue.")
+    return [*_section("In short", sentences), _table(("", ""), rows)]
 
 
-def _failures(found: Findings) -> Section | None:
-    if not found.failures:
-        return None
-    by_count = sorted(found.failures.items(), key=lambda item: (-item[1].count, item[0]))
+def _failures(found: _Findings) -> list[str]:
     rows = []
-    for code, failures in by_count:
-        for number, result in enumerate(failures.examples):
-            first = (code, _whole(failures.count)) if number == 0 else ("", "")
+    for code, count in sorted(found.failures.items(), key=lambda item: (-item[1], item[0])):
+        for number, result in enumerate(found.examples[code]):
+            shown = ("", "") if number else (code, _whole(count))
             message = result.error.message if result.error is not None else ""
-            rows.append((first[0], _place(result), result.custom_id or "", message, str(result.attempts), first[1]))
+            rows.append((shown[0], *_which(result), message, str(result.attempts), shown[1]))
+    if not rows:
+        return []
     headings = ("code", "for example at", "custom id", "message", "attempts", "documents")
-    return Section("Failures", ["Each is a line of the output, too."], tables=[Table(headings, rows, texts=4)])
+    return [*_section("Failures", ["The output has a line for each of them."]), _table(headings, rows, texts=4)]
 
 
-def _throughput(summary: Summary) -> Section | None:
+def _throughput(summary: Summary) -> list[str]:
     new = summary.done - summary.reused
     if not new or not summary.elapsed_s:
-        return None
-    busiest = sorted(summary.workers.items(), key=lambda item: (-item[1].tokens, item[0]))
-    rows = [
-        (
-            name,
-            _whole(work.done),
-            _whole(work.tokens),
-            _duration(work.seconds),
-            _whole(_rate(work.tokens, work.seconds)),
-        )
-        for name, work in busiest[:_WORKERS]
-    ]
+        return []
     sentences = [
         f"{summary.tokens_per_s:,.0f} tokens a second and {3600 * new / summary.elapsed_s:,.0f} documents an hour were "
         "compressed, by the clock, while the batch was at work."
     ]
+    busiest = sorted(summary.workers.items(), key=lambda item: (-item[1].tokens, item[0]))
     if len(busiest) > _WORKERS:
         sentences.append(f"{len(busiest) - _WORKERS:,} more workers did less than these.")
+    rows = []
+    for name, work in busiest[:_WORKERS]:
+        rate = work.tokens / work.seconds if work.seconds else 0.0
+        rows.append((name, _whole(work.done), _whole(work.tokens), _duration(work.seconds), _whole(rate)))
     headings = ("worker", "documents", "tokens", "time", "tokens a second")
-    return Section("Throughput", sentences, tables=[Table(headings, rows)] if rows else [])
+    return [*_section("Throughput", sentences), *([_table(headings, rows)] if rows else [])]
 
 
-def _quality(found: Findings) -> Section | None:
-    section = _distribution("Quality", found.agreement, _share, "agreement with the full cache")
-    if section is None:
-        return None
-    rows = [(_place(result), result.custom_id or "", _share(_agreement(result))) for result in found.worst.results()]
+def _quality(found: _Findings) -> list[str]:
+    if not found.agreement.count:
+        return []
     about = f"Measured on {found.agreement.count:,} documents, by the probe that runs when a cache is made."
-    lowest = Table(("lowest at", "custom id", "agreement"), rows, texts=2)
-    return Section(section.title, [about, *section.sentences], section.picture, [lowest])
+    rows = [(*_which(result), _share(agreement)) for agreement, result in found.worst]
+    section = _distribution("Quality", found.agreement, _share, "agreement with the full cache", about)
+    return [*section, _table(("lowest at", "custom id", "agreement"), rows, texts=2)]
 
 
-def _saved(summary: Summary, found: Findings) -> Section | None:
+def _saved(summary: Summary, found: _Findings) -> list[str]:
     if not summary.done:
-        return None
+        return []
     sentences = [
         f"The shelf takes {_bytes(summary.bytes_full - summary.bytes_stored)} less than the uncompressed caches would.",
         f"A question on one of these documents reads {found.tokens.mean:,.0f} tokens from the shelf, on average, "
         "instead of prefilling them.",
     ]
-    if found.new_tokens:
-        each = found.new_s / found.seconds.count
+    if found.seconds.count:
         sentences.append(
-            f"One took {each:,.2f} s of a replica, on average. That is prefill, compression, probe and storing "
-            "together; what a question saves is the prefill in it."
+            f"One took {found.seconds.mean:,.2f} s of a replica, on average. That is prefill, compression, probe and "
+            "storing together; what a question saves is the prefill in it."
         )
     if found.reused_tokens:
         sentences.append(f"{found.reused_tokens:,} tokens were not prefilled because their caches were there before.")
-    return Section("Saved", sentences)
+    return _section("Saved", sentences)
 
 
-def _slowest(found: Findings) -> Section | None:
+def _slowest(found: _Findings) -> list[str]:
     if not found.seconds.count:
-        return None
+        return []
+    repeated = f"Documents that took more than one attempt: {found.repeated:,}." if found.repeated else ""
     rows = [
-        (_place(result), result.custom_id or "", _whole(result.tokens), str(result.attempts), f"{result.seconds:,.2f}")
-        for result in found.slowest.results()
+        (*_which(result), _whole(result.tokens), str(result.attempts), f"{result.seconds:,.2f}")
+        for _, result in found.slowest
     ]
-    section = _distribution("Seconds", found.seconds, _short, "seconds of a replica")
-    sentences = list(section.sentences) if section else []
-    if found.repeated:
-        sentences.append(f"Documents that took more than one attempt: {found.repeated:,}.")
+    title, what = f"Seconds, and the {_EXTREMES} slowest", "seconds of a replica"
     headings = ("slowest at", "custom id", "tokens", "attempts", "seconds")
-    picture = section.picture if section else None
-    return Section(f"Seconds, and the {EXTREMES} slowest", sentences, picture, [Table(headings, rows, texts=2)])
+    return [*_distribution(title, found.seconds, _short, what, repeated), _table(headings, rows, texts=2)]
 
 
-def _distribution(title: str, numbers: Histogram, show: Callable[[float], str], what: str) -> Section | None:
+def _distribution(
+    title: str, numbers: Histogram, show: Callable[[float], str], what: str, about: str = ""
+) -> list[str]:
     if not numbers.count:
-        return None
+        return []
     half, most = numbers.quantile(0.5), numbers.quantile(0.95)
     sentence = (
         f"{what.capitalize()}: from {show(numbers.low)} to {show(numbers.high)}, mean {show(numbers.mean)}, half at or "
         f"below about {show(half)}, 95 % at or below about {show(most)}."
     )
-    bars = [(f"{show(bar.low)}", bar.count) for bar in numbers.bars()]
-    return Section(title, [sentence], Picture(f"{what}, from", bars))
+    bars = [(show(bar.low), bar.count) for bar in numbers.bars()]
+    return [*_section(title, filter(None, (about, sentence))), _svg(f"{what}, from", bars)]
 
 
-def _agreement(result: Result) -> float:
-    return float(result.quality["agreement"]) if result.quality is not None else 0.0
+def _section(title: str, sentences: Iterable[str]) -> list[str]:
+    return [f"<h2>{_text(title)}</h2>", *(f"<p>{_text(sentence)}</p>" for sentence in sentences)]
 
 
-def _place(result: Result) -> str:
-    return f"{result.source}, line {result.line}"
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], texts: int = 1) -> str:
+    """All columns but the first `texts` are numbers, aligned right."""
+
+    def row(cells: Sequence[str], tag: str) -> str:
+        kinds = zip_longest(cells, [""] * texts, fillvalue=' class="number"')
+        return f"<tr>{''.join(f'<{tag}{kind}>{_text(cell)}</{tag}>' for cell, kind in kinds)}</tr>"
+
+    body = "\n".join(row(cells, "td") for cells in rows)
+    return f"<table><thead>{row(headings, 'th')}</thead>\n<tbody>\n{body}\n</tbody></table>"
 
 
-def _rate(amount: float, seconds: float) -> float:
-    return amount / seconds if seconds else 0.0
+def _svg(title: str, bars: Sequence[tuple[str, int]]) -> str:
+    """Bars side by side, labels below and counts above. There is at least one bar, and one count above 0."""
+    most = max(count for _, count in bars)
+    step, high = 56, 140
+    width = step * len(bars)
+    marks = []
+    for number, (label, count) in enumerate(bars):
+        x, tall = number * step, round(high * count / most, 1)
+        marks.append(f'<rect x="{x + 4}" y="{20 + high - tall}" width="{step - 8}" height="{tall}"/>')
+        marks.append(f'<text x="{x + step / 2}" y="{14 + high - tall}">{count:,}</text>')
+        marks.append(f'<text x="{x + step / 2}" y="{high + 36}">{_text(label)}</text>')
+    what = _text(title)
+    return (
+        f'<figure><svg role="img" aria-label="{what}" viewBox="0 0 {width} {high + 44}" width="{width}">'
+        f"{''.join(marks)}</svg><figcaption>{what}</figcaption></figure>"
+    )
+
+
+def _text(text: str) -> str:
+    """One escaped line of bounded length. Control characters and direction marks are written as \\uXXXX."""
+    cut = text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
+    return html.escape(
+        "".join(c if c == " " or unicodedata.category(c)[0] not in "CZ" else f"\\u{ord(c):04x}" for c in cut)
+    )
+
+
+def _which(result: Result) -> tuple[str, str]:
+    return f"{result.source}, line {result.line}", result.custom_id or ""
 
 
 def _whole(number: float) -> str:
@@ -199,9 +337,10 @@ def _share(number: float) -> str:
 
 def _bytes(count: float) -> str:
     size, unit = float(count), 0
-    while size >= 1000 and unit < len(_UNITS) - 1:
+    units = ("bytes", "kB", "MB", "GB", "TB", "PB")
+    while size >= 1000 and unit < len(units) - 1:
         size, unit = size / 1000, unit + 1
-    return f"{size:,.0f} bytes" if unit == 0 else f"{size:,.2f} {_UNITS[unit]}"
+    return f"{size:,.2f} {units[unit]}" if unit else f"{size:,.0f} bytes"
 
 
 def _duration(seconds: float) -> str:
@@ -209,3 +348,32 @@ def _duration(seconds: float) -> str:
         return f"{seconds:,.1f} s"
     hours, rest = divmod(round(seconds), 3600)
     return f"{hours:,} h {rest // 60:02} min {rest % 60:02} s"
+
+
+_PAGE: Final = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<meta name="viewport" content="width=device-width">
+<title>{title}</title>
+<style>
+:root { color-scheme: light dark; --ink: #1a1a1a; --ground: #fff; --line: #d0d0d0; --bar: #0072b2; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e8e8e8; --ground: #161616; --line: #444; --bar: #56b4e9; } }
+body { max-width: 60rem; margin: 2rem auto; padding: 0 1rem; font: 15px/1.5 system-ui, sans-serif; }
+body { color: var(--ink); background: var(--ground); }
+table { border-collapse: collapse; margin: 1rem 0; }
+th, td { text-align: left; vertical-align: top; padding: .2rem 1rem .2rem 0; border-bottom: 1px solid var(--line); }
+td { overflow-wrap: anywhere; }
+.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+figure { margin: 1rem 0; overflow-x: auto; }
+svg { max-width: none; } rect { fill: var(--bar); }
+svg text { font: 11px system-ui, sans-serif; text-anchor: middle; fill: var(--ink); }
+figcaption { font-size: 13px; }
+</style>
+</head>
+<body>
+{body}
+</body>
+</html>
+"""
