@@ -1,15 +1,17 @@
-"""What a corpus would take: documents an hour, GPUs, bytes, memory of Redis, network. Nothing is run."""
+"""Plans a corpus on paper: GPUs, hours, bytes, Redis memory and network; and simulates a fleet with failures."""
 
 from __future__ import annotations
 
+import heapq
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
-from kvshelf.corpus.rates import SharedRates
 from kvshelf.errors import InvalidRequest
 from kvshelf.store.artifact.codecs import Codec
 from kvshelf.workers.model.loading import described, skeleton
@@ -17,24 +19,71 @@ from kvshelf.workers.policies import build
 from kvshelf.workers.policies.budgets import Budget
 from kvshelf.workers.replica.create.estimates import ASSUMED_FLOPS, Shape
 
-Home = Literal["redis", "disk"]
+BUILT_IN: Final = {
+    "llama-3.1-8b": (4096, 14336, 32, 32, 8, 128256),
+    "mistral-7b": (4096, 14336, 32, 32, 8, 32768),
+    "qwen2.5-7b": (3584, 18944, 28, 28, 4, 152064),
+    "qwen3-8b": (4096, 12288, 36, 32, 8, 151936),
+}
+"""Published configurations, by the fields in `_CONFIG`; bfloat16, without biases and head norms."""
+_CONFIG = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size"
+)  # fmt: skip
 
-BUILT_IN: Final[Mapping[str, Mapping[str, Any]]] = {
-    "llama-3.1-8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-                     "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256},
-    "mistral-7b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-                   "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32768},
-    "qwen2.5-7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
-                   "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064},
-    "qwen3-8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
-                 "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 151936},
-}  # fmt: skip
-"""Shapes of models in bfloat16, from their published configurations; biases and norms of heads are left out."""
+ATTEMPTS: Final = 3
+"""Attempts at a document that kills its worker each time."""
+_IN_FLIGHT: Final = 2
+"""Documents a replica has begun: one in prefill, one being written."""
+_GBIT: Final = 1e9 / 8
+FOLDERS: Final = "file system, were it a folder on each node"
+
+
+@dataclass(frozen=True)
+class SharedRates:
+    """What a document costs the resources that all replicas share, as `kvshelf bench rates` measures it.
+
+    Processor seconds and bytes. Each resource is one thread, so the seconds bound the documents per second.
+    redis_document_s, redis_mb_s: of the Redis server, per document and per megabyte of blob. disk_document_s: of a
+    writer to a folder, per document. *_document_bytes: kept besides the blob. controller_replica_s, gcs_replica_s: of
+    Serve's controller and Ray's GCS, per replica and second. driver_result_s: of the process that runs a batch, to
+    record one result; Ray Data's own work excluded. docs/scale.md describes the measurement behind the defaults.
+    """
+
+    redis_document_s: float = 1.40e-3
+    redis_mb_s: float = 0.852e-3
+    redis_document_bytes: float = 5376
+    disk_document_s: float = 13.7e-3
+    disk_document_bytes: float = 4444
+    controller_replica_s: float = 2.06e-3
+    gcs_replica_s: float = 0.50e-3
+    driver_result_s: float = 0.0354e-3
+    basis: str = "measured by `kvshelf bench rates` on 2 busy cores of an Intel Xeon with Valkey 9.1."
+
+    @classmethod
+    def read(cls, path: Path) -> SharedRates:
+        """Read the output of `kvshelf bench rates`. Raises `InvalidRequest` for another file."""
+        with _output_of("kvshelf bench rates", path, "--shared-rates") as report:
+            numbers = {name: float(report["rates"][name]) for name in asdict(MEASURED) if name != "basis"}
+            return cls(**numbers, basis=f"measured on {report['machine']['processor']}, {path.name}.")
+
+
+MEASURED: Final = SharedRates()
+
+
+@contextmanager
+def _output_of(command: str, path: Path, option: str) -> Iterator[Any]:
+    """The JSON of a file. Raises `InvalidRequest` if it cannot be read or lacks what the block takes from it."""
+    try:
+        yield json.loads(path.read_text())
+    except OSError as error:
+        raise InvalidRequest(f"{path} cannot be read: {error.strerror}", param=option) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise InvalidRequest(f"{path} is no output of `{command} --output FILE`: {error!r}", param=option) from error
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents by their length: (tokens, how many). The counts are whole numbers from 1."""
+    """Documents by length: (tokens, count), whole numbers from 1."""
 
     lengths: tuple[tuple[int, int], ...]
 
@@ -48,22 +97,19 @@ class Corpus:
 
     @classmethod
     def read(cls, path: Path, documents: int | None) -> Corpus:
-        """A file with a length in tokens on each line, and how many documents have it behind that; without a number it
-        is one. `documents`: scale the counts to so many. Raises `InvalidRequest` with the line."""
+        """A file with a length in tokens per line, optionally followed by a count.
+
+        documents: scale the counts to this total; every length keeps at least one. Raises `InvalidRequest`.
+        """
         try:
             lines = path.read_text().splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidRequest(f"{path} cannot be read: {error}", param="--lengths") from error
-        found = [_length(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
-        if not found:
+        corpus = cls(tuple(_length(path, number, line) for number, line in enumerate(lines, 1) if line.strip()))
+        if not corpus.lengths:
             raise InvalidRequest(f"{path} has no lengths", param="--lengths")
-        corpus = cls(tuple(found))
-        return corpus if documents is None else corpus.scaled(documents)
-
-    def scaled(self, documents: int) -> Corpus:
-        """As many documents, of the same lengths in proportion; each length stays with one at least."""
-        factor = documents / self.documents
-        return Corpus(tuple((tokens, max(1, round(count * factor))) for tokens, count in self.lengths))
+        factor = 1 if documents is None else documents / corpus.documents
+        return cls(tuple((tokens, max(1, round(count * factor))) for tokens, count in corpus.lengths))
 
 
 def _length(path: Path, number: int, line: str) -> tuple[int, int]:
@@ -72,10 +118,8 @@ def _length(path: Path, number: int, line: str) -> tuple[int, int]:
     except ValueError:
         tokens, count, more = 0, 0, []
     if tokens < 1 or count < 1 or more not in ([], [1]):
-        raise InvalidRequest(
-            f"{path}, line {number}: {line!r:.80} is no length in tokens, nor one with a count behind it",
-            param="--lengths",
-        )
+        wrong = f"{path}, line {number}: {line!r:.80} is neither a length in tokens nor a length and a count"
+        raise InvalidRequest(wrong, param="--lengths")
     return tokens, count
 
 
@@ -92,23 +136,52 @@ class Work:
         """Entries that each head keeps of a document. Raises as a creation does."""
         if not build(self.policy, {}).takes_budget:
             return num_tokens
-        budget = Budget.resolve(num_tokens, compression_ratio=self.compression_ratio, budget_tokens=self.budget_tokens)
-        return budget.tokens
+        ratio, tokens = self.compression_ratio, self.budget_tokens
+        return Budget.resolve(num_tokens, compression_ratio=ratio, budget_tokens=tokens).tokens
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Document tokens that one GPU takes in a second, compression included, and where that number is from."""
+    """Document tokens per second of one GPU, compression included, and where the number comes from."""
 
     tokens_per_s: float
     basis: str
 
+    @classmethod
+    def of(cls, shape: Shape, policy: str, tokens_per_s: float | None, measured: Path | None) -> Speed:
+        """As given, else as `kvshelf bench speed` wrote it to a file, else assumed.
+
+        Raises `InvalidRequest` if both are given, or if the file is another one or lacks the policy.
+        """
+        if measured is not None and tokens_per_s is not None:
+            raise InvalidRequest("--rates and --tokens-per-s answer each other; give one", param="--rates")
+        if tokens_per_s is not None:
+            return cls(tokens_per_s, f"{tokens_per_s:,g} tokens a second for each GPU, as given.")
+        if measured is None:
+            flops = ASSUMED_FLOPS["cuda"]
+            basis = (
+                f"ASSUMED: a GPU does {flops:.0e} operations a second, low on purpose, two for each weight and token. "
+                "Measure with `kvshelf bench speed --parts compression --output FILE` and give --rates FILE, or give "
+                "--tokens-per-s."
+            )
+            return cls(flops / shape.flops, basis)
+        with _output_of("kvshelf bench speed --parts compression", measured, "--rates") as report:
+            rows = [row for length in report["compression"] for row in length["rows"]]
+            taken = [row for row in rows if row["policy"] == policy]
+            seconds = sum(row["plain_s"]["median"] * row["whole"]["median"] for row in taken)
+            gpu = report["machine"]["gpu"] or report["machine"]["processor"]
+            basis = f"Measured: {policy} on {report['model']} in {report['dtype']} on {gpu}, {measured.name}."
+        if not taken:
+            others = ", ".join(sorted({row["policy"] for row in rows})) or "none"
+            raise InvalidRequest(f"{measured} has no measurement of {policy!r}; it has {others}", param="--rates")
+        return cls(sum(row["tokens"] for row in taken) / seconds, basis)
+
 
 @dataclass(frozen=True)
 class Plan:
-    """What a corpus takes. home_bytes: of manifests, index and ledger. What is per second is so while all GPUs work.
+    """What a corpus takes: `gpus` GPUs for `hours` hours. Figures per second hold while all GPUs work.
 
-    gpus and hours belong together: with so many GPUs it takes so many hours.
+    home_bytes: of manifests, index and ledger.
     """
 
     documents: int
@@ -125,9 +198,12 @@ class Plan:
     network_bytes_per_s: float
     assumptions: tuple[str, ...]
 
-    @property
-    def documents_per_s(self) -> float:
-        return self.documents_per_hour / 3600
+
+def shape_of(model: str) -> Shape:
+    """The shape of a built-in name, a bundled model, a folder or a hub id. Raises `InvalidRequest`."""
+    if (known := BUILT_IN.get(model.lower())) is not None:
+        return Shape.of(described("llama", **dict(zip(_CONFIG, known, strict=True)), dtype="bfloat16"))
+    return Shape.of(skeleton(model))
 
 
 def make_plan(
@@ -137,18 +213,25 @@ def make_plan(
     speed: Speed,
     rates: SharedRates,
     *,
-    home: Home,
+    home: str,
     gpus: int | None,
     hours: float | None,
 ) -> Plan:
-    """Reckon. Of `gpus` and `hours` one is given. Raises `InvalidRequest` for a policy, ratio or codec that is none."""
+    """Compute a plan. home: redis or disk. Raises `InvalidRequest` for a bad policy, ratio or codec, or for both
+    `gpus` and `hours`."""
+    if home not in ("redis", "disk"):
+        raise InvalidRequest(f"--home {home!r} is no home to plan with; redis or disk", param="--home")
+    if gpus is not None and hours is not None:
+        raise InvalidRequest("--gpus and --hours answer each other; give one", param="--hours")
     Codec.parse(work.codec)
     full = sum(count * shape.full_bytes(tokens) for tokens, count in corpus.lengths)
     stored = sum(count * shape.stored_bytes(tokens, work.kept(tokens), work.codec) for tokens, count in corpus.lengths)
     gpu_hours = corpus.tokens / speed.tokens_per_s / 3600
-    gpus = gpus if gpus is not None else max(1, math.ceil(gpu_hours / hours)) if hours is not None else 1
+    gpus = gpus or (1 if hours is None else max(1, math.ceil(gpu_hours / hours)))
     took = gpu_hours / gpus
-    index = corpus.documents * (rates.redis_document_bytes if home == "redis" else rates.disk_document_bytes)
+    in_redis = home == "redis"
+    document_bytes = rates.redis_document_bytes if in_redis else rates.disk_document_bytes
+    index = corpus.documents * document_bytes
     return Plan(
         documents=corpus.documents,
         tokens=corpus.tokens,
@@ -160,62 +243,150 @@ def make_plan(
         bytes_full=full,
         bytes_stored=stored,
         home_bytes=index,
-        redis_memory_bytes=stored + index if home == "redis" else None,
-        network_bytes_per_s=stored / took / 3600 if home == "redis" else 0.0,
-        assumptions=_assumptions(corpus, speed, rates, home),
+        redis_memory_bytes=stored + index if in_redis else None,
+        network_bytes_per_s=stored / took / 3600 if in_redis else 0.0,
+        assumptions=_assumptions(corpus, speed.basis, f"{document_bytes:,.0f} bytes", rates.basis),
     )
 
 
-def _assumptions(corpus: Corpus, speed: Speed, rates: SharedRates, home: Home) -> tuple[str, ...]:
-    found = [
-        speed.basis,
+def _assumptions(corpus: Corpus, speed: str, document_bytes: str, rates: str) -> tuple[str, ...]:
+    found = (
+        speed,
         "A GPU's tokens per second do not depend on the length: longer documents than those measured take longer.",
-        f"{rates.redis_document_bytes if home == 'redis' else rates.disk_document_bytes:,.0f} bytes of index, manifest "
-        f"and ledger for each document: {rates.basis}",
+        f"{document_bytes} of index, manifest and ledger for each document: {rates}",
         "Sizes are those of docs/format.md; every head keeps as many entries.",
         "No document fails, none is a copy of another, and GPUs never wait: `--simulate` tells what stands in the way.",
-    ]
-    if len(corpus.lengths) == 1:
-        found.append("All documents are of one length; `--lengths FILE` takes a histogram.")
-    return tuple(found)
-
-
-def shape_of(model: str) -> Shape:
-    """Of a built-in name, a bundled model, a folder or a hub id. Raises `InvalidRequest`."""
-    if (known := BUILT_IN.get(model.lower())) is not None:
-        return Shape.of(described("llama", **known, dtype="bfloat16"))
-    return Shape.of(skeleton(model))
-
-
-def assumed_speed(shape: Shape) -> Speed:
-    """For a GPU that nobody has measured."""
-    flops = ASSUMED_FLOPS["cuda"]
-    return Speed(
-        flops / shape.flops,
-        f"ASSUMED: a GPU does {flops:.0e} operations a second, low on purpose, two for each weight and token. Measure "
-        "with `kvshelf bench speed --parts compression --output FILE` and give --rates FILE, or give --tokens-per-s.",
     )
+    one = "All documents are of one length; `--lengths FILE` takes a histogram."
+    return (*found, one) if len(corpus.lengths) == 1 else found
 
 
-def measured_speed(path: Path, policy: str) -> Speed:
-    """From the output of `kvshelf bench speed`. Raises `InvalidRequest` for another file, or without the policy."""
-    try:
-        report = json.loads(path.read_text())
-        rows = [row for length in report["compression"] for row in length["rows"]]
-        taken = [row for row in rows if row["policy"] == policy]
-        tokens = sum(row["tokens"] for row in taken)
-        seconds = sum(row["plain_s"]["median"] * row["whole"]["median"] for row in taken)
-        where = (
-            f"{report['model']} in {report['dtype']} on {report['machine']['gpu'] or report['machine']['processor']}"
-        )
-    except OSError as error:
-        raise InvalidRequest(f"{path} cannot be read: {error.strerror}", param="--rates") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise InvalidRequest(
-            f"{path} is no output of `kvshelf bench speed --parts compression --output FILE`: {error!r}",
-            param="--rates",
-        ) from error
-    if not taken:
-        measured = ", ".join(sorted({row["policy"] for row in rows})) or "none"
-        raise InvalidRequest(f"{path} has no measurement of {policy!r}; it has {measured}", param="--rates")
-    return Speed(tokens / seconds, f"Measured: {policy} on {where}, {path.name}.")
+@dataclass(frozen=True)
+class Fleet:
+    """The machines. A shelf is a Redis prefix with its own index; all shelves share the servers' space for blobs.
+
+    node_mtbf_h: hours between two failures of a node; 6,300 is what 16,384 GPUs in nodes of 8 had in 54 days (419
+    interruptions, by the report on Llama 3). poison: share of documents that kill their worker. restart_s: until a
+    replica is back; repair_s: until a node is. services: Ray clusters that share the corpus.
+    """
+
+    gpus: int = 1000
+    gpus_per_node: int = 8
+    node_gbit: float = 100.0
+    servers: int = 1
+    server_gbit: float = 25.0
+    server_memory_bytes: float = 512e9
+    shelves: int = 1
+    services: int = 1
+    node_mtbf_h: float = 6300.0
+    repair_s: float = 900.0
+    poison: float = 1e-5
+    restart_s: float = 60.0
+
+
+@dataclass(frozen=True)
+class SharedResource:
+    """Something GPUs share. used: of its capacity while all GPUs work; 1 is full. move: what raises the limit.
+
+    by_rate: a rate fills it, not an amount. per_node: each node has one, which only that node's GPUs share.
+    """
+
+    name: str
+    used: float
+    move: str
+    by_rate: bool = True
+    per_node: bool = False
+
+    def full_at(self, gpus: int) -> float:
+        """The GPUs that fill it; infinity if an amount fills it, or if each node brings its own."""
+        return gpus / self.used if self.used and self.by_rate and not self.per_node else math.inf
+
+
+def shared_resources(plan: Plan, fleet: Fleet, rates: SharedRates) -> list[SharedResource]:
+    """The fullest first. The plan must have a home in Redis and as many GPUs as the fleet."""
+    rate = plan.documents_per_hour / 3600
+    mb_per_s = plan.bytes_stored / plan.documents * rate / 1e6
+    nodes = math.ceil(fleet.gpus / fleet.gpus_per_node)
+    memory = (plan.bytes_stored + plan.home_bytes) / (fleet.servers * fleet.server_memory_bytes)
+    wire = mb_per_s * 1e6 / _GBIT
+    heads = fleet.gpus / fleet.services
+    clusters = "several Ray clusters, each with a part of the corpus"
+    found = [
+        ("memory of the Redis servers", memory, "more of it removed, --codec int4, more servers", False),
+        ("network of the Redis servers", wire / (fleet.servers * fleet.server_gbit), "more servers: redis-cluster://"),
+        ("threads of the Redis servers, for bytes", mb_per_s * rates.redis_mb_s / fleet.servers, "more servers"),
+        (
+            "thread of the Redis server with the index",
+            rate * rates.redis_document_s / fleet.shelves,
+            "several shelves: ?prefix=a, ?prefix=b",
+        ),
+        ("network of a node", wire / (nodes * fleet.node_gbit), "fewer GPUs in a node", True, True),
+        ("Serve's controller", heads * rates.controller_replica_s, clusters),
+        ("GCS of the Ray head", heads * rates.gcs_replica_s, clusters),
+        ("process that runs the batch", rate * rates.driver_result_s / fleet.services, "several batches"),
+        (FOLDERS, rate / nodes * rates.disk_document_s, "fewer GPUs in a node", True, True),
+    ]
+    return sorted((SharedResource(*fields) for fields in found), key=lambda resource: -resource.used)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a simulated run ends. lost_gpu_hours: work done twice, and GPUs waiting for a replica. innocent: expected
+    documents given up though they kill nothing. slowed_h: hours in which a shared resource set the pace, not the GPUs.
+    stopped_by: the resource that was full, so that nothing went on."""
+
+    hours: float
+    documents: int
+    error_rows: int
+    node_failures: int
+    worker_deaths: int
+    lost_gpu_hours: float
+    innocent: float
+    slowed_h: dict[str, float]
+    stopped_by: str | None
+
+
+def simulate(plan: Plan, fleet: Fleet, rates: SharedRates, *, seed: int = 0) -> Outcome:
+    """Let the fleet work through the plan's documents, from event to event; the same seed gives the same run.
+
+    Between two events (a node dies, a document kills its worker, GPUs come back) the rate is constant: that of the
+    GPUs that are up, or of the fullest resource. Times are hours. The attempts at a poison document are one event.
+    """
+    chance = random.Random(seed)
+    shared = [resource for resource in shared_resources(plan, fleet, rates) if resource.name != FOLDERS]
+    slowest, memory = (next(each for each in shared if each.by_rate is by_rate) for by_rate in (True, False))
+    each_h = plan.gpu_hours / plan.documents  # of a GPU
+    end = plan.documents / max(1.0, memory.used)
+    now = done = lost = slowed = 0.0
+    nodes = poison = 0
+    down: list[tuple[float, int]] = []  # (when they are back, GPUs)
+
+    def until(per_hour: float) -> float:
+        return chance.expovariate(per_hour) if per_hour > 0 else math.inf
+
+    def fail(gpus: int, away_h: float, times: int = 1) -> float:
+        heapq.heappush(down, (now + times * away_h, gpus))
+        return times * gpus * (away_h + _IN_FLIGHT * each_h / 2)
+
+    while done < end:
+        up = max(0, fleet.gpus - sum(gpus for _, gpus in down))
+        alone = up / each_h  # documents an hour if no resource limited them
+        rate = min(alone, plan.documents_per_hour / max(slowest.used, 1e-12))
+        to_node, to_poison = until(up / fleet.gpus_per_node / fleet.node_mtbf_h), until(rate * fleet.poison)
+        to_back = down[0][0] - now if down else math.inf
+        to_end = (end - done) / rate if rate else math.inf
+        passed = min(to_node, to_poison, to_back, to_end)
+        now += passed
+        done = end if passed == to_end else done + rate * passed
+        slowed += passed if rate < alone else 0.0
+        if passed == to_node:
+            nodes += 1
+            lost += fail(fleet.gpus_per_node, fleet.repair_s / 3600)
+        elif passed == to_poison:
+            poison += 1
+            lost += fail(1, fleet.restart_s / 3600, ATTEMPTS)
+        elif passed == to_back:
+            heapq.heappop(down)
+    innocent = plan.documents * (_IN_FLIGHT * each_h / fleet.node_mtbf_h) ** ATTEMPTS  # its node dies each time
+    slowed_h, stopped_by = {slowest.name: slowed} if slowed else {}, memory.name if memory.used > 1 else None
+    return Outcome(now, round(done), poison, nodes, poison * ATTEMPTS, lost, innocent, slowed_h, stopped_by)

@@ -15,9 +15,23 @@ from transformers import AutoConfig
 from typer.testing import CliRunner
 
 from kvshelf.cli import app
-from kvshelf.corpus.plan import BUILT_IN, Corpus, Plan, Speed, Work, make_plan, shape_of
-from kvshelf.corpus.rates import MEASURED, SharedRates
-from kvshelf.corpus.simulate import ATTEMPTS, FOLDERS, Fleet, Part, parts_of, simulate
+from kvshelf.corpus.plan import (
+    ATTEMPTS,
+    BUILT_IN,
+    FOLDERS,
+    MEASURED,
+    Corpus,
+    Fleet,
+    Plan,
+    SharedRates,
+    SharedResource,
+    Speed,
+    Work,
+    make_plan,
+    shape_of,
+    shared_resources,
+    simulate,
+)
 from kvshelf.errors import InvalidRequest
 from kvshelf.workers.model.loading import bundled_folder
 from kvshelf.workers.replica.create.estimates import Shape
@@ -168,12 +182,12 @@ def test_failures_cost_what_they_must() -> None:
     assert simulate(plan, replace(ROOMY, node_mtbf_h=1.0, poison=1e-3), MEASURED, seed=1) != found
 
 
-def test_a_full_part_sets_the_pace_and_full_memory_ends_the_run() -> None:
+def test_a_full_resource_sets_the_pace_and_full_memory_ends_the_run() -> None:
     plan = planned()
     calm = replace(ROOMY, node_mtbf_h=1e12, poison=0.0)
     narrow = simulate(plan, replace(calm, servers=2, server_gbit=10.0), MEASURED)
     (slowest, *_) = (
-        part for part in parts_of(plan, replace(calm, servers=2, server_gbit=10.0), MEASURED) if part.by_rate
+        part for part in shared_resources(plan, replace(calm, servers=2, server_gbit=10.0), MEASURED) if part.by_rate
     )
     assert slowest.used > 1
     assert narrow.hours == pytest.approx(plan.hours * slowest.used)
@@ -183,12 +197,14 @@ def test_a_full_part_sets_the_pace_and_full_memory_ends_the_run() -> None:
     assert small.stopped_by == "memory of the Redis servers"
 
 
-def test_each_setting_moves_the_part_that_names_it() -> None:
+def test_each_setting_moves_the_resource_that_names_it() -> None:
     plan = planned(gpus=1000)
-    before = {part.name: part for part in parts_of(plan, Fleet(), MEASURED)}
+    before = {part.name: part for part in shared_resources(plan, Fleet(), MEASURED)}
 
     def used(name: str, **changes: Any) -> float:
-        return next(part.used for part in parts_of(plan, replace(Fleet(), **changes), MEASURED) if part.name == name)
+        return next(
+            part.used for part in shared_resources(plan, replace(Fleet(), **changes), MEASURED) if part.name == name
+        )
 
     for change, names in {
         "servers": [
@@ -202,15 +218,15 @@ def test_each_setting_moves_the_part_that_names_it() -> None:
         for name in names:
             assert used(name, **{change: 4}) == pytest.approx(before[name].used / 4), name
     first = max(before.values(), key=lambda part: part.used)
-    assert parts_of(plan, Fleet(), MEASURED)[0] == first
+    assert shared_resources(plan, Fleet(), MEASURED)[0] == first
 
 
-def test_a_part_is_full_at_the_gpus_that_are_said_and_no_number_of_them_fills_the_others() -> None:
-    def parts(gpus: int) -> dict[str, Part]:
-        found = parts_of(planned(gpus=gpus), Fleet(gpus=gpus), MEASURED)
+def test_a_resource_is_full_at_the_gpus_that_are_said_and_no_number_of_them_fills_the_others() -> None:
+    def parts(gpus: int) -> dict[str, SharedResource]:
+        found = shared_resources(planned(gpus=gpus), Fleet(gpus=gpus), MEASURED)
         return {part.name: part for part in found}
 
-    at = {name: part.breaks_at(8000) for name, part in parts(8000).items()}
+    at = {name: part.full_at(8000) for name, part in parts(8000).items()}
     never = {name for name, gpus in at.items() if gpus == math.inf}
     assert never == {"memory of the Redis servers", "network of a node", FOLDERS}
     for name, gpus in at.items():

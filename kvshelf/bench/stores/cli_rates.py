@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from dataclasses import asdict
+from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -17,12 +18,14 @@ def rates(
         str | None, typer.Option("--folder", help="disk:///folder to make another in.  [default: a temporary one]")
     ] = None,
     documents: Annotated[int, typer.Option("--documents", min=10, help="On each shelf.")] = 1000,
-    replicas: Annotated[int, typer.Option("--replicas", min=3, help="Idle replicas beside which to watch Ray.")] = 10,
-    seconds: Annotated[float, typer.Option("--seconds", min=1, help="To watch them for.")] = 30.0,
+    replicas: Annotated[
+        int, typer.Option("--replicas", min=3, help="Idle replicas during the measurement of Ray.")
+    ] = 10,
+    seconds: Annotated[float, typer.Option("--seconds", min=1, help="How long to measure Ray.")] = 30.0,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
-    """What a document costs the parts that all replicas share, for `kvshelf plan --shared-rates`.
+    """Measure what a document costs the resources that all replicas share, for `kvshelf plan --shared-rates`.
 
     Processor time of the Redis server, of a writer to a folder, of Serve's controller, Ray's GCS and a batch's journal.
     """
@@ -47,11 +50,9 @@ def rates(
         "gcs_replica_s": gcs,
         "driver_result_s": journal_s(20 * documents),
     }
-    report: dict[str, Any] = {"bench": "rates", "machine": where, "homes": [server.to_dict(), disk.to_dict()]}
     table = Table("rate", "measured")
     for name, value in found.items():
-        shown = (
-            f"{value:,.0f} bytes" if name.endswith("bytes") else f"{1e3 * value:.4g} ms" if value is not None else ""
-        )
-        table.add_row(name, shown)
-    publish(report | {"rates": found}, [table], output, as_json, notes=load_warning(where))
+        if value is not None:
+            table.add_row(name, f"{value:,.0f} bytes" if name.endswith("bytes") else f"{1e3 * value:.4g} ms")
+    report = {"bench": "rates", "machine": where, "homes": [asdict(server), asdict(disk)], "rates": found}
+    publish(report, [table], output, as_json, notes=load_warning(where))

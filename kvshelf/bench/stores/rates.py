@@ -1,7 +1,6 @@
-"""What a document of a batch costs the parts that all replicas share: a home and its server, Ray and Serve themselves,
-and the process that runs the batch. `kvshelf plan` reckons with it.
+"""What a document of a batch costs the resources that all replicas share; `kvshelf plan` computes with it.
 
-Processor time, because these parts are one thread each: what one document takes of a second is how many fit into one.
+Processor time: each of these resources is one thread, so a document's seconds bound the documents per second.
 """
 
 from __future__ import annotations
@@ -10,11 +9,10 @@ import os
 import sqlite3
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 from urllib.parse import unquote
 
 from kvshelf.bench.stores.homes import Home
@@ -32,7 +30,6 @@ from kvshelf.workers.cluster.connect import prepare_environment, ray_cluster
 
 SMALL_MB: Final = 0.01
 LARGE_MB: Final = 8.0
-
 _LAYERS: Final = 32
 _LEASE_S: Final = 30.0
 _ROWS_AT_ONCE: Final = 64
@@ -41,11 +38,11 @@ _TICK_S: Final = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True)
 class HomeRates:
-    """Of one home. Seconds for each document with a small cache, its ledger entries and its manifest included.
+    """Of one home. Seconds per document with a small cache, its ledger entries and manifest included.
 
     clock_s: by the clock, one writer. process_s: processor time of the writer. server_s: of the Redis server, None for
-    a folder. server_s_per_mb: what a megabyte of blob adds to that. index_bytes: what the home keeps of a document
-    besides its blob, in the server's memory or in the database.
+    a folder. server_s_per_mb: what a megabyte of blob adds to that. index_bytes: kept per document besides its blob,
+    in the server's memory or in the database.
     """
 
     home: str
@@ -56,27 +53,22 @@ class HomeRates:
     server_s_per_mb: float | None
     index_bytes: float
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def home_rates(home: Home, documents: int) -> HomeRates:
     """Take so many rows through the ledger and put their caches."""
-    meter = _meter(home)
-    small = _Rows("small", documents, random_cache(SMALL_MB, _LAYERS))
-    large = _Rows("large", max(8, documents // 50), random_cache(LARGE_MB, _LAYERS))
+    small, large = random_cache(SMALL_MB, _LAYERS), random_cache(LARGE_MB, _LAYERS)
+    small_bytes, fewer = small.pack().nbytes, max(8, documents // 50)
     index, blobs = home.open()
     with Shelf(index, blobs) as store:
-        _put(store, index, replace(small, name="warm", count=documents // 10 + 1))
-        first, started, busy = meter(), time.perf_counter(), time.process_time()
-        _put(store, index, small)
+        _put(store, index, "warm", documents // 10 + 1, small)
+        (server, kept), started, busy = _usage(home), time.perf_counter(), time.process_time()
+        _put(store, index, "small", documents, small)
         clock_s, process_s = time.perf_counter() - started, time.process_time() - busy
-        second = meter()
-        _put(store, index, large)
-        third = meter()
-    each_small = (second.server_s - first.server_s) / small.count
-    each_large = (third.server_s - second.server_s) / large.count
-    more_mb = (large.blob_bytes - small.blob_bytes) / 1e6
+        server_small, kept_small = _usage(home)
+        _put(store, index, "large", fewer, large)
+        server_large, _ = _usage(home)
+    each_small, each_large = (server_small - server) / documents, (server_large - server_small) / fewer
+    per_mb = (each_large - each_small) / (large.pack().nbytes - small_bytes) * 1e6
     redis = home.name == "redis"
     return HomeRates(
         home.name,
@@ -84,91 +76,57 @@ def home_rates(home: Home, documents: int) -> HomeRates:
         clock_s / documents,
         process_s / documents,
         each_small if redis else None,
-        (each_large - each_small) / more_mb if redis else None,
-        (second.kept_bytes - first.kept_bytes) / documents - (small.blob_bytes if redis else 0),
+        per_mb if redis else None,
+        (kept_small - kept) / documents - (small_bytes if redis else 0),
     )
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """The caches of `count` different documents, all with the same bytes."""
-
-    name: str
-    count: int
-    template: CompressedCache
-
-    @property
-    def blob_bytes(self) -> int:
-        return self.template.pack().nbytes
-
-    def cache(self, number: int) -> CompressedCache:
-        identity = replace(self.template.identity, document=digest("bench.document", self.name, str(number)))
-        return replace(self.template, identity=identity)
-
-
-@dataclass(frozen=True)
-class _Reading:
-    """Processor seconds of the home's server so far, and the bytes it keeps; of a folder, those of its database."""
-
-    server_s: float
-    kept_bytes: float
-
-
-def _meter(home: Home) -> Callable[[], _Reading]:
-    if home.name == "redis":
-        return lambda: _redis_reading(home.url)
-    database = Path(unquote(home.url.removeprefix("disk://"))) / FILE_NAME
-    return lambda: _Reading(0.0, _database_bytes(database))
-
-
-def _database_bytes(path: Path) -> int:
-    """By its pages, those that are still in its WAL included. The WAL itself does not grow with the documents."""
-    with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as connection:
-        pages, page_bytes = (connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "page_size"))
-    return int(pages * page_bytes)
-
-
-def _redis_reading(url: str) -> _Reading:
-    link = RedisLink(parse(url))
-    text = b"".join(bytes(link.call(b"INFO", section)) for section in (b"cpu", b"memory")).decode()
-    link.close()
-    facts = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
-    return _Reading(float(facts["used_cpu_user"]) + float(facts["used_cpu_sys"]), float(facts["used_memory"]))
-
-
-def _put(store: Shelf, index: Index, rows: _Rows) -> None:
-    """As a replica does it for a row: count the attempt, put, finish."""
-    for number in range(rows.count):
-        request = f"row_{rows.name}_{number}"
+def _put(store: Shelf, index: Index, name: str, count: int, template: CompressedCache) -> None:
+    """Put caches of `count` different documents as a replica does for rows: count the attempt, put, finish."""
+    for number in range(count):
+        request = f"row_{name}_{number}"
         index.ledger.open_request(request, tenant="default", body=b"")
         attempt = index.ledger.start_attempt(request, worker="bench", lease_s=_LEASE_S)
-        manifest = store.put(rows.cache(number))
+        identity = replace(template.identity, document=digest("bench.document", name, str(number)))
+        manifest = store.put(replace(template, identity=identity))
         index.ledger.finish(request, attempt, cache_ids=[manifest.id])
 
 
+def _usage(home: Home) -> tuple[float, float]:
+    """Processor seconds of the home's server so far, and bytes kept in its memory; 0 and the database's for a folder.
+
+    The database is counted by its pages, those in its WAL included. The WAL itself does not grow with the documents.
+    """
+    if home.name == "redis":
+        link = RedisLink(parse(home.url))
+        text = b"".join(bytes(link.call(b"INFO", section)) for section in (b"cpu", b"memory")).decode()
+        link.close()
+        facts = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+        return float(facts["used_cpu_user"]) + float(facts["used_cpu_sys"]), float(facts["used_memory"])
+    path = Path(unquote(home.url.removeprefix("disk://"))) / FILE_NAME
+    with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as connection:
+        pages, page_bytes = (connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "page_size"))
+    return 0.0, float(pages * page_bytes)
+
+
 def journal_s(results: int) -> float:
-    """Processor seconds that the process which runs a batch spends on one result: to write it down durably."""
-    with tempfile.TemporaryDirectory(prefix="kvshelf-bench-") as folder:
-        path = Path(folder) / "journal"
-        with FileJournal(path, {"bench": "rates"}) as journal:
-            started = time.process_time()
-            for first in range(0, results, _ROWS_AT_ONCE):
-                batch = range(first, min(first + _ROWS_AT_ONCE, results))
-                journal.append([_result(number) for number in batch])
-            return (time.process_time() - started) / results
-
-
-def _result(number: int) -> Result:
-    quality = {"agreement": 0.97, "kl": 0.02, "tokens": 64}
-    return Result(
-        "corpus.jsonl", number, f"row-{number}", "kvs_" + "0" * 40, "doc_" + "0" * 40, 4096, 1024, 10**9, 10**8,
-        quality, 1, 2.0, worker="replica-1", policy="keydiff",
+    """Processor seconds that the process which runs a batch spends to record one result durably."""
+    like = Result(
+        "corpus.jsonl", 0, "row-0", "kvs_" + "0" * 40, "doc_" + "0" * 40, 4096, 1024, 10**9, 10**8,
+        {"agreement": 0.97, "kl": 0.02, "tokens": 64}, 1, 2.0, worker="replica-1", policy="keydiff",
     )  # fmt: skip
+    every = [replace(like, line=number, custom_id=f"row-{number}") for number in range(results)]
+    folder = tempfile.TemporaryDirectory(prefix="kvshelf-bench-")
+    with folder as name, FileJournal(Path(name) / "journal", {"bench": "rates"}) as journal:
+        started = time.process_time()
+        for first in range(0, results, _ROWS_AT_ONCE):
+            journal.append(every[first : first + _ROWS_AT_ONCE])
+        return (time.process_time() - started) / results
 
 
 def controller_s(few: int, many: int, seconds: float, period_s: float = 1.0) -> tuple[float, float]:
-    """Processor seconds per second that each further replica costs Serve's controller and Ray's GCS: health checks of
-    replicas that do nothing, on a Ray of one's own."""
+    """Processor seconds per second that each further idle replica costs Serve's controller and Ray's GCS, by its
+    health checks, on a Ray of one's own."""
     prepare_environment(None)
     import ray
     from ray import serve
@@ -194,13 +152,13 @@ def controller_s(few: int, many: int, seconds: float, period_s: float = 1.0) -> 
     return controller, gcs
 
 
-def _pid(*words: str) -> int:
-    """The newest process whose command line begins with the first word and has the others in its name."""
+def _pid(start: str, name: str = "") -> int:
+    """The newest process whose command begins with `start` and contains `name`."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            line = (folder / "cmdline").read_bytes().decode(errors="replace").partition("\0")[0]
-            if line.startswith(words[0]) and all(word in line for word in words):
+            command = (folder / "cmdline").read_bytes().decode(errors="replace").partition("\0")[0]
+            if command.startswith(start) and name in command:
                 found.append(int(folder.name))
     return max(found)
 

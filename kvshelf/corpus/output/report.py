@@ -1,4 +1,4 @@
-"""The report of a batch, one HTML page with pictures: what was done, its cost, what it saves, which rows failed and why."""
+"""The report of a batch, one HTML page with pictures: work done, cost, savings, and failed rows with their errors."""
 
 from __future__ import annotations
 
