@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -76,7 +76,8 @@ def plan(
         work = paper.Work(policy, compression_ratio, budget_tokens, codec)
         speed = paper.Speed.of(shape, policy, tokens_per_s, rates)
         found = paper.make_plan(corpus, shape, work, speed, shared, home=home, gpus=gpus, hours=hours)
-        report, tables = {"plan": asdict(found)}, [_plan_table(found)]
+        report: dict[str, Any] = {"plan": asdict(found)}
+        tables = [_plan_table(found)]
         if simulate:
             fleet = paper.Fleet(
                 found.gpus, node_gpus, node_gbit, servers, server_gbit, server_memory_gb * 1e9, shelves, services,

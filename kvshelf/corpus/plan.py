@@ -311,7 +311,7 @@ def shared_resources(plan: Plan, fleet: Fleet, rates: SharedRates) -> list[Share
     wire = mb_per_s * 1e6 / _GBIT
     heads = fleet.gpus / fleet.services
     clusters = "several Ray clusters, each with a part of the corpus"
-    found = [
+    found: list[tuple[Any, ...]] = [
         ("memory of the Redis servers", memory, "more of it removed, --codec int4, more servers", False),
         ("network of the Redis servers", wire / (fleet.servers * fleet.server_gbit), "more servers: redis-cluster://"),
         ("threads of the Redis servers, for bytes", mb_per_s * rates.redis_mb_s / fleet.servers, "more servers"),

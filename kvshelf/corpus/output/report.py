@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from kvshelf.corpus.output.files import written
 from kvshelf.corpus.output.results import Result
@@ -64,7 +64,8 @@ def write_report(path: Path, summary: Summary, results: Iterable[Result]) -> Non
         target.write(_PAGE.replace("{title}", _text(title)).replace("{body}", "\n".join(parts)).encode())
 
 
-class Bar(NamedTuple):
+@dataclass(frozen=True)
+class Bar:
     """`count` numbers from `low` up to `high`."""
 
     low: float
