@@ -1,6 +1,6 @@
 """Compress a long document's KV cache once, put it on a shelf, query it a thousand times.
 
-The public names are loaded on first use, so that `from kvshelf import Client` needs neither torch nor ray.
+Public names are imported on first use, so `from kvshelf import Client` needs neither torch nor ray.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Optional parts of kvshelf: a missing one is named together with the command that installs it."""
+"""Optional parts of kvshelf: the error for a missing one names the command that installs it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from kvshelf.errors import MissingExtra
 
 @contextmanager
 def needs_extra(extra: str, purpose: str) -> Iterator[None]:
-    """Import inside this block what comes with `kvshelf[extra]`.
+    """Wrap the imports of packages that come with `kvshelf[extra]`.
 
-    Raises `MissingExtra` when a module from outside kvshelf is not installed. A module of kvshelf that is missing is a
-    broken installation, which no extra would cure, and passes through.
+    Raises `MissingExtra` if a foreign module is not installed. A missing module of kvshelf itself is a broken
+    installation that no extra would fix, so its error passes through.
     """
     try:
         yield

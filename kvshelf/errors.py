@@ -1,7 +1,7 @@
-"""Every error kvshelf raises, and the HTTP status and code each one has on the wire.
+"""Every error that kvshelf raises, with its HTTP status and its code on the wire.
 
     KvshelfError
-    ├── CallerError                     the request is at fault; repeating it unchanged fails again
+    ├── CallerError                     the request is wrong; repeating it unchanged fails again
     │   ├── InvalidRequest              400  invalid_request
     │   ├── Unauthorized                401  unauthorized
     │   ├── Forbidden                   403  forbidden
@@ -22,29 +22,29 @@
     │   ├── PolicyUnsupported           422  policy_unsupported
     │   ├── QualityBelowFloor           422  quality_below_floor
     │   └── DocumentTooShort            422  document_too_short
-    ├── CacheError                      the stored cache is at fault
+    ├── CacheError                      the stored cache cannot be used
     │   ├── CacheExpired                410  cache_expired
     │   └── CacheCorrupt                424  cache_corrupt
-    │       └── BlobError                    cache_corrupt, with the reason the bytes were refused
-    ├── LoadError                       too much is asked at once; try again after `retry_after_s`
+    │       └── BlobError                    cache_corrupt, with the reason why the bytes were refused
+    ├── LoadError                       too much load; try again after `retry_after_s`
     │   ├── RateLimited                 429  rate_limited
     │   ├── QueueFull                   429  queue_full
     │   └── QuotaExceeded               429  quota_exceeded
-    ├── StoreError                      the store is at fault
+    ├── StoreError                      the store failed
     │   ├── StoreUnavailable            503  store_unavailable
     │   └── StorageFull                 507  storage_full
-    ├── WorkerError                     an engine replica is at fault
+    ├── WorkerError                     a replica failed
     │   ├── NoWorker                    503  no_worker
     │   ├── WorkerCrashed               503  worker_crashed
     │   └── DeadlineExceeded            504  deadline_exceeded
-    ├── Cancelled                       the caller went away; never put on the wire
+    ├── Cancelled                       the caller hung up; never on the wire
     ├── ConnectionFailed                the client could not reach the service
     ├── MissingExtra                    an optional part is not installed; the message has the pip command
-    └── InternalError                   500  internal              (a bug of ours)
-        └── InvalidTensor                internal, with the shapes a kernel was given
+    └── InternalError                   500  internal              (a bug in kvshelf)
+        └── InvalidTensor                internal, with the shapes that a kernel received
 
-A message says what was wrong, with which value, and what to do. This module imports nothing of kvshelf: every room
-may import it, and the client raises the same classes that the service raised.
+A message says what was wrong, with which value, and what to do. This module imports nothing from kvshelf, so every
+package may import it. The client raises the same classes as the service.
 """
 
 from __future__ import annotations
@@ -52,15 +52,11 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 
-class KvshelfWarning(UserWarning):
-    """A condition that works but that the caller should change. The tests turn it into an error."""
-
-
 class KvshelfError(Exception):
-    """Base of all errors of kvshelf. Its text is meant to be shown to the person who made the call.
+    """Base of all kvshelf errors. The message is written for the person who made the call.
 
-    `param` names the field that is at fault, if one is. `details` holds machine-readable facts (JSON types only), for
-    example both fingerprints of a `model_mismatch`.
+    `param` names the wrong field, if there is one. `details` holds machine-readable facts (JSON types only), such as
+    both fingerprints of a `model_mismatch`.
     """
 
     code: ClassVar[str] = "internal"
@@ -74,8 +70,8 @@ class KvshelfError(Exception):
         self.details = details
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Errors cross process borders (an engine replica to the front end). The default would call the constructor
-        # with `args` alone and lose the keywords.
+        # Errors travel between processes (from a replica to the front end). The default would call the constructor with
+        # `args` alone and lose the keywords.
         return _rebuild, (type(self), self.message, self.param, self.details)
 
 
@@ -128,7 +124,7 @@ class RequestTimeout(CallerError):
 
 
 class ModelMismatch(CallerError):
-    """The cache was made under another model, dtype, tokenizer or template than the one it is attached to."""
+    """The cache was made with a different model, dtype, tokenizer or template than the one it is attached to."""
 
     code, status, type = "model_mismatch", 409, "conflict_error"
 
@@ -178,13 +174,13 @@ class CacheExpired(CacheError):
 
 
 class CacheCorrupt(CacheError):
-    """The stored bytes are not what was written. They never reached the model."""
+    """The stored bytes differ from the written ones. They never reached the model."""
 
     code, status = "cache_corrupt", 424
 
 
 class BlobError(CacheCorrupt):
-    """A blob was refused while it was read. `reason` is one word from the list in docs/format.md."""
+    """A blob was refused while being read. `reason` is one word from the list in docs/format.md."""
 
     def __init__(self, message: str, *, reason: str = "malformed", param: str | None = None, **details: Any) -> None:
         super().__init__(message, param=param, reason=reason, **details)
@@ -192,7 +188,7 @@ class BlobError(CacheCorrupt):
 
 
 class LoadError(KvshelfError):
-    """Too much at once. `details["retry_after_s"]` says when to try again; it becomes the Retry-After header."""
+    """Too much load. `details["retry_after_s"]` says when to try again and becomes the Retry-After header."""
 
     type = "rate_limit_error"
 
@@ -242,27 +238,27 @@ class Cancelled(KvshelfError):
 
 
 class ConnectionFailed(KvshelfError):
-    """The service could not be reached, or the connection broke. Raised by the client only."""
+    """The service could not be reached, or the connection broke. Only the client raises it."""
 
     code, status, type = "connection_failed", 0, "connection_error"
 
 
 class MissingExtra(KvshelfError):
-    """An optional part of kvshelf is needed and not installed."""
+    """An optional part of kvshelf is needed but not installed."""
 
     code, status, type = "missing_extra", 0, "installation_error"
 
 
 class InternalError(KvshelfError):
-    """A bug of ours. The message names the request id to report, never the inner state."""
+    """A bug in kvshelf. The message names the request id to report, never internal state."""
 
 
 class InvalidTensor(InternalError):
-    """An operation of `kvshelf.kernels` was given tensors it does not take. The message has their shapes."""
+    """An operation of `kvshelf.kernels` received tensors that it does not accept. The message has their shapes."""
 
 
 def by_code() -> dict[str, type[KvshelfError]]:
-    """Wire code -> class, for clients that turn an error envelope back into an exception."""
+    """Maps each wire code to its class, so that clients can turn an error envelope back into an exception."""
     found: dict[str, type[KvshelfError]] = {}
     pending: list[type[KvshelfError]] = [KvshelfError]
     while pending:

@@ -1,8 +1,8 @@
 """The documentation is run: its Python and shell blocks, page by page, against a real service with the bundled model.
 
 The blocks of one page are one program per language, in the page's order, so a page that needs a name defines it first.
-Little is changed: the service's address, and `kvshelf serve ...`, which gets --print-config, so that its options are
-checked and nothing is started; `pip install` and `make` are checked without being carried out.
+The tests change little: they replace the service's address and add --print-config to `kvshelf serve ...`, so its options
+are checked and nothing starts; `pip install` and `make` are checked but not run.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from kvshelf.bench.quality.tasks import Fact, write_document
 from kvshelf.cli import app
 from kvshelf.client import DEFAULT_URL
 from kvshelf.workers.policies import catalog
+from tests.test_import_rule import FLOORS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -131,11 +132,34 @@ def test_the_readme_names_every_command_that_pages_use() -> None:
     assert used <= commands | groups
 
 
-def test_the_map_fits_on_a_page_and_names_files_that_exist() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text()
-    assert len(text.splitlines()) <= 50
-    for path in re.findall(r"`([a-z_/]+(?:\.py|/))`", text):
-        assert (ROOT / "kvshelf" / path).exists(), path
+def architecture() -> str:
+    return (ROOT / "docs" / "architecture.md").read_text()
+
+
+def test_the_architecture_fits_on_a_page_and_names_files_that_exist() -> None:
+    assert len(architecture().splitlines()) <= 60
+    paths = re.findall(r"`([a-z_]+(?:/[a-z_]+)*(?:\.py|/))`", architecture())
+    assert len(paths) >= 10
+    assert [path for path in paths if not any((root / path).exists() for root in (ROOT, ROOT / "kvshelf"))] == []
+
+
+def test_the_architecture_names_modules_that_exist() -> None:
+    modules = re.findall(r"`(?:kvshelf\.)?((?:client|store|workers|service|corpus|bench)(?:\.\w+)+)`", architecture())
+    places = [ROOT / "kvshelf" / module.replace(".", "/") for module in modules]
+    assert len(places) >= 4
+    assert [place for place in places if not place.is_dir() and not place.with_suffix(".py").exists()] == []
+
+
+def test_the_architecture_shows_the_layers_of_the_import_rule_in_their_order() -> None:
+    lines = architecture().split("```")[1].strip().splitlines()
+    shown = [set(line.split("  ")[0].split(", ")) for line in lines]
+    existing = [{package for package in floor if package and exists(package)} for floor in reversed(FLOORS)]
+    assert shown == [packages for packages in existing if packages]
+
+
+def exists(package: str) -> bool:
+    place = ROOT / "kvshelf" / package.replace(".", "/")
+    return place.is_dir() or place.with_suffix(".py").exists()
 
 
 def test_the_page_of_policies_is_made_of_their_docstrings_and_the_packaged_numbers() -> None:
