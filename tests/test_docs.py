@@ -1,8 +1,8 @@
 """The documentation is run: its Python and shell blocks, page by page, against a real service with the bundled model.
 
 The blocks of one page are one program per language, in the page's order, so a page that needs a name defines it first.
-The tests change little: they replace the service's address and add --print-config to `kvshelf serve ...`, so its options
-are checked and nothing starts; `pip install` and `make` are checked but not run.
+The tests change little: they replace the service's address and add --print-config to `kvshelf serve ...`, so its
+options are checked and nothing starts; `pip install` and `make` are checked but not run.
 """
 
 from __future__ import annotations
