@@ -39,7 +39,7 @@ check: setup  ## format, lint, types and the import rule
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_import_rule.py tests/test_public_names.py
 
-# Most tests of these rooms compute on one core and start no service, so they run two at a time. All others start services,
+# Most tests of these packages compute on one core and start no service, so they run two at a time. All others start services,
 # wait for them, and measure how long they take: one after the other.
 IN_PAIRS := tests/kernels tests/store tests/workers tests/client
 
