@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
@@ -13,25 +13,29 @@ from kvshelf.store.config import StoreConfig
 from kvshelf.workers.cluster import deployment
 from kvshelf.workers.cluster.remote import RemoteEngine
 from kvshelf.workers.engine.quality import QUESTIONS
+from kvshelf.workers.replica.queues import SchedulerLimits
 from kvshelf.workers.replica.residents import ResidentLimits
-from kvshelf.workers.replica.scheduler import SchedulerLimits
 
 
 @contextmanager
-def running_replicas(settings: Settings, shelf: StoreConfig, *, local: bool) -> Iterator[dict[str, RemoteEngine]]:
-    """Inside the block each model has a replica that takes requests. `local`: the cluster is this process's own.
+def deployed_replicas(settings: Settings, shelf: StoreConfig, *, local: bool) -> Iterator[dict[str, RemoteEngine]]:
+    """Inside the block each model has a deployment, whose replicas may still be starting: see `await_replicas`.
 
-    Raises what kept one from starting, or `NoWorker`.
+    `local`: the cluster is this process's own.
     """
     configs = [_config(settings, shelf, model, local=local) for model in settings.models]
     limits = deployment.DeploymentLimits(settings.replicas, settings.max_ongoing_requests, settings.max_queued_requests)
     engines = deployment.deploy(configs, limits)
     try:
-        deployment.await_running(engines.values(), deadline_s=settings.startup_deadline_s)
         yield engines
     finally:
         if not local:  # a cluster of one's own goes down as a whole
             deployment.undeploy(engines.values())
+
+
+def await_replicas(settings: Settings, engines: Mapping[str, RemoteEngine]) -> None:
+    """Wait until each model has a replica that takes requests. Raises what kept one from starting, or `NoWorker`."""
+    deployment.await_running(engines.values(), deadline_s=settings.startup_deadline_s)
 
 
 def _config(settings: Settings, shelf: StoreConfig, model: str, *, local: bool) -> deployment.ReplicaConfig:

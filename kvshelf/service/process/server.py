@@ -1,16 +1,23 @@
-"""The service proper: bring up the store, Ray, the workers and the HTTP server, in this order; down in reverse."""
+"""The service proper: bring up the store, Ray, the workers and the HTTP server; down in reverse.
+
+The store is opened, and what it needs is imported, while Ray's processes start; the routes while the workers load their
+models.
+"""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from importlib import import_module
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import structlog
 from opentelemetry.trace import Tracer
 
+from kvshelf.errors import KvshelfError
 from kvshelf.service.access.keyfile import KeyFile
 from kvshelf.service.access.keys import LiveKeys
 from kvshelf.service.http.server import HttpServer, cut_off_unread
@@ -18,10 +25,10 @@ from kvshelf.service.observe import logs
 from kvshelf.service.observe.tracing import tracer_to
 from kvshelf.service.process.supervisor import Place
 from kvshelf.service.settings import Settings
-from kvshelf.service.storage import store_config
-from kvshelf.store.base import Store
-from kvshelf.store.config import StoreConfig
 from kvshelf.workers.cluster.connect import prepare_environment, ray_cluster
+
+if TYPE_CHECKING:
+    from kvshelf.store.base import Store
 
 log = structlog.get_logger("kvshelf.service")
 
@@ -35,34 +42,50 @@ def serve(settings: Settings, place: Place) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it is meant for the supervisor, whoever else gets it
     place.require(settings.host, settings.port)
     prepare_environment(settings.address)
-    shelf = store_config(settings)
     keys = None if settings.api_key_file is None else LiveKeys(KeyFile(settings.api_key_file))
     with (
         _stopped_by_signals(),
-        shelf.open() as store,  # before Ray, which takes seconds: what can be refused at once is
         tracer_to(settings.otel_endpoint) as tracer,
+        _opening_store(settings) as opened_store,
     ):
         log.info("starting", models=settings.models, store=settings.redacted()["store"])
         replicas = settings.replicas * len(settings.models)
         with ray_cluster(settings.address, min_cpus=replicas) as local, _stopped_by_signals():
-            _serve_on(place, settings, shelf, store, tracer, keys, local=local)
+            _serve_on(place, settings, opened_store(), tracer, keys, local=local)
+
+
+@contextmanager
+def _opening_store(settings: Settings) -> Iterator[Callable[[], Store]]:
+    """Opens the store on a thread; gives what waits for it. Closed at the end of the block."""
+    import ray  # noqa: F401 - whole, before two threads import parts of it
+
+    def open_store() -> Store:
+        from kvshelf.service.storage import store_config
+
+        store = store_config(settings).open()
+        import_module("kvshelf.service.process.replicas")  # needed next, and Ray may still be starting
+        return store
+
+    with ThreadPoolExecutor(1, thread_name_prefix="store") as thread:
+        opening = thread.submit(open_store)
+        try:
+            yield opening.result
+        finally:
+            with suppress(KvshelfError):
+                opening.result().close()
 
 
 def _serve_on(
-    place: Place,
-    settings: Settings,
-    shelf: StoreConfig,
-    store: Store,
-    tracer: Tracer,
-    keys: LiveKeys | None,
-    *,
-    local: bool,
+    place: Place, settings: Settings, store: Store, tracer: Tracer, keys: LiveKeys | None, *, local: bool
 ) -> None:
     # Imported here because they import ray, which reads the environment prepared above.
-    from kvshelf.service.app import create_app
-    from kvshelf.service.process.replicas import running_replicas
+    from kvshelf.service.process.replicas import await_replicas, deployed_replicas
+    from kvshelf.service.storage import store_config
 
-    with running_replicas(settings, shelf, local=local) as engines:
+    with deployed_replicas(settings, store_config(settings), local=local) as engines:
+        from kvshelf.service.app import create_app  # while the replicas load their models
+
+        await_replicas(settings, engines)
         cut_off_unread(place.listener, settings.unread_deadline_s)
         app = create_app(settings, engines, store, tracer, keys)
         HttpServer(app, place, grace_s=settings.shutdown_grace_s).run(sockets=[place.listener])

@@ -54,10 +54,12 @@ def run_standalone(
     replicas = settings.replicas * len(settings.models)
     with ray_cluster(settings.address, min_cpus=replicas) as local:
         # Imported here because they import ray, which reads the environment prepared above.
-        from kvshelf.corpus.run.run import Run
-        from kvshelf.service.process.replicas import running_replicas
+        from kvshelf.service.process.replicas import await_replicas, deployed_replicas
 
-        with running_replicas(settings, shelf, local=local) as engines:
+        with deployed_replicas(settings, shelf, local=local) as engines:
+            from kvshelf.corpus.run.run import Run  # while the replicas load their models
+
+            await_replicas(settings, engines)
             batch_id = "batch_" + digest("kvshelf.batch", canonical_json(_made_under(engines, about)))
             run = Run(source, engines, shelf, journal, options(batch_id))
             run.start()

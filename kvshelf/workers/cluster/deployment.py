@@ -71,9 +71,7 @@ class ServedReplica(Replica):
             torch.set_num_threads(config.threads)
         model, tokenizer = models.load(config.model, device=config.device, dtype=config.dtype)
         engine = Engine(model, tokenizer, name=served_name(config.model))
-        prepack(
-            model
-        )  # after the engine has made its identity of the weights: read anew, they would be laid out as before
+        prepack(model)  # after the engine has digested the weights: read anew, they would be laid out as before
         super().__init__(
             engine,
             config.store.open(),

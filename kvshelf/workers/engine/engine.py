@@ -6,11 +6,10 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
 
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.store.artifact.arriving import ArrivingCache
@@ -33,6 +32,9 @@ from kvshelf.workers.model.rope import Rope, reach
 from kvshelf.workers.model.text import EncodedDocument, TextFormat
 from kvshelf.workers.policies import DEFAULT_POLICY, build
 from kvshelf.workers.policies.budgets import Budget
+
+if TYPE_CHECKING:
+    from transformers import DynamicCache, PreTrainedModel
 
 __all__ = ["Compression", "Engine", "Prefill"]
 

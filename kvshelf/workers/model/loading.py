@@ -6,16 +6,18 @@ import json
 import re
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from blake3 import blake3
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.store.artifact.identity import DIGEST_BYTES, ModelIdentity, canonical_json
 from kvshelf.workers.model.devices import chosen_device
 from kvshelf.workers.model.text import TextFormat
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 BUNDLED = ("kvshelf-tiny",)
 
@@ -41,6 +43,8 @@ def load(name: str, *, device: str, dtype: str) -> tuple[PreTrainedModel, Any]:
 
     device: "auto" (a GPU where there is one), or what torch accepts. dtype: "auto" (the checkpoint's), or its name.
     """
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # takes seconds: only where a model is loaded
+
     if dtype != "auto" and dtype not in _DTYPES:
         raise InvalidRequest(f"unknown dtype {dtype!r}; one of auto, {', '.join(_DTYPES)}", param="dtype")
     source = _source(name)
@@ -63,6 +67,8 @@ def load(name: str, *, device: str, dtype: str) -> tuple[PreTrainedModel, Any]:
 
 def skeleton(name: str) -> PreTrainedModel:
     """A model without its weights, for what can be reckoned from its configuration alone. Names as in `load`."""
+    from transformers import AutoConfig
+
     try:
         config = AutoConfig.from_pretrained(_source(name), trust_remote_code=False)
         return _without_weights(config)
@@ -72,11 +78,15 @@ def skeleton(name: str) -> PreTrainedModel:
 
 def described(model_type: str, **fields: Any) -> PreTrainedModel:
     """As `skeleton`, of a configuration of transformers given field by field."""
+    from transformers import AutoConfig
+
     return _without_weights(AutoConfig.for_model(model_type, **fields))
 
 
 def _without_weights(config: PretrainedConfig) -> PreTrainedModel:
     """On torch's meta device, where numbers take no memory."""
+    from transformers import AutoModelForCausalLM
+
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     return model

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import platform
 from collections import Counter
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _ROWS = 32
 """Rows that the order is chosen for: those of a question, or of many answers. It is good for one and for thousands."""

@@ -8,14 +8,16 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from kvshelf.kernels.rotate import rotate
 from kvshelf.workers.model.loading import head_size
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _Turn = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A model's function: states `[n, D]` and tables `[n, T]` to states."""

@@ -11,17 +11,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.kernels.prefix_attention import BatchLayout, StackedPrefix, SuffixRows, prefix_attention
 from kvshelf.kernels.prefix_attention.attend import CPU_ATTENTION
 from kvshelf.workers.engine.attention.attached import AttachedStates
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 IMPLEMENTATION = "kvshelf"
 
@@ -67,6 +69,7 @@ def kvshelf_attention(model: PreTrainedModel) -> Iterator[None]:
     previous = model.config._attn_implementation
     training = [module for module in model.modules() if module.training] if model.training else []
     if previous != IMPLEMENTATION:
+        _register()
         model.set_attn_implementation(IMPLEMENTATION)
     if training:
         model.eval()
@@ -198,5 +201,9 @@ def _refuse_beyond_window(sliding_window: int | None, length: int) -> None:
         )
 
 
-AttentionInterface.register(IMPLEMENTATION, attention)
-AttentionMaskInterface.register(IMPLEMENTATION, causal_mask)
+def _register() -> None:
+    # Imported where a model is about to run: it takes seconds, and processes that run none import this module too.
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(IMPLEMENTATION, attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, causal_mask)

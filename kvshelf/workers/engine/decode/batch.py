@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvshelf.errors import InternalError
@@ -23,6 +22,9 @@ from kvshelf.workers.engine.attention.attachment import Attachment, Wait, block
 from kvshelf.workers.engine.attention.function import CONTEXT, Attended, kvshelf_attention
 from kvshelf.workers.engine.decode.generation import Checkpoint, Generation
 from kvshelf.workers.engine.decode.suffixes import Slab, SuffixPool
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 MAX_NEW_TOKENS = 512
 """Tokens of one step. Longer questions take several, so that those who wait for their next token do not wait for the

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import PreTrainedModel
 
 from kvshelf.store.artifact.identity import Identity, ModelIdentity, digest
 from kvshelf.workers.engine.inputs.job import Job
@@ -23,6 +23,9 @@ from kvshelf.workers.policies import Policy
 from kvshelf.workers.policies.base import Absorber, Observes
 from kvshelf.workers.policies.budgets import Budget
 from kvshelf.workers.policies.view import ProbePass, Source
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, eq=False)

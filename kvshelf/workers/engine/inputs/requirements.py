@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING, Any
 
 from kvshelf.errors import DocumentTooLong, InvalidRequest, PolicyUnsupported
 from kvshelf.workers.model import loading as models
 from kvshelf.workers.model.rope import Rope, reach
 from kvshelf.workers.policies.base import Absorber, Observes, Policy
 from kvshelf.workers.policies.view import ProbePass, output_weight
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def require_budget_taken(policy: Policy, compression_ratio: float | None, budget_tokens: int | None) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvshelf.kernels.prefix_attention import StackedPrefix
@@ -18,6 +18,9 @@ from kvshelf.workers.engine.attention.attached import AttachedLayer
 from kvshelf.workers.engine.attention.function import CONTEXT, Attended
 from kvshelf.workers.engine.prefill.reducing import require_every_layer, require_finite_scores
 from kvshelf.workers.policies.base import Absorber
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class ChunkedPrefill:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import PreTrainedModel
 
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.workers.engine.attention.function import CONTEXT, kvshelf_attention
@@ -18,6 +18,9 @@ from kvshelf.workers.engine.prefill.reducing import LayerReducer, SharedReducer
 from kvshelf.workers.engine.quality import Probe, Quality, Reference, ask_without
 from kvshelf.workers.model.rope import Rope
 from kvshelf.workers.policies.full import Full
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)

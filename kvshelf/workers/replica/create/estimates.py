@@ -6,9 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final, Literal
-
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from kvshelf.errors import CallerError
 from kvshelf.store.artifact.codecs import BITS, Codec, Precision
@@ -19,6 +17,9 @@ from kvshelf.workers.model.text import EncodedDocument
 from kvshelf.workers.policies import POLICIES, build
 from kvshelf.workers.replica.create.auto import CANDIDATES
 from kvshelf.workers.replica.create.spec import AUTO
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Basis = Literal["measured", "other_policies", "assumed"]
 """Where seconds come from: this policy's own compressions, those of others, or the assumption below."""
