@@ -83,9 +83,8 @@ def reclaim(index: Index, blobs: Blobs) -> int:
     for writing in abandoned:
         # The registration goes last: until then the writer's name is known, and a crash here is made good by the next
         # sweep. The writer itself can publish nothing any more, its lease has run out.
-        blobs.remove(writing.name, writing.nbytes)
-        if writing.source is not None:
-            blobs.remove(writing.source, writing.source_bytes)
+        for name, nbytes in writing.names():
+            blobs.remove(name, nbytes)
         index.abandon(writing.name)
     return len(abandoned)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from kvshelf.errors import QuotaExceeded, StorageFull, StoreUnavailable
@@ -72,19 +72,46 @@ class Entry:
         manifest = Manifest.model_validate_json(self.text)
         return manifest.model_copy(update={"last_used_at": self.last_used_at, "uses": self.uses})
 
-    def is_still(self, seen: Entry) -> bool:
-        """Whether neither the blob nor the manifest is another than when it was seen."""
-        return (self.name, self.version) == (seen.name, seen.version)
-
     def names(self) -> list[tuple[str, int]]:
         """Every name in `Blobs` that belongs to the entry, with its size."""
         both = ((self.name, self.nbytes), (self.source, self.source_bytes))
         return [(name, nbytes) for name, nbytes in both if name is not None]
 
+    def swapped(self, manifest: Manifest, writing: Writing | None) -> tuple[Entry, Writing | None]:
+        """The entry with another manifest and the names of a write, and the names that give way to these.
+
+        A write without a blob (`nbytes` 0) replaces the source alone. A write without a source leaves the source that
+        the entry has, if the manifest says that there is one.
+        """
+        entry = replace(
+            self,
+            version=self.version + 1,
+            expires_at=manifest.expires_at,
+            pinned=manifest.pinned,
+            problem=None,
+            state="ready",
+            text=manifest.model_dump_json(),
+        )
+        if writing is None:
+            return entry, None
+        gone = Writing(self.name or "", self.id, self.tenant, self.nbytes, self.source, self.source_bytes)
+        if writing.nbytes:
+            entry = replace(entry, name=writing.name, nbytes=writing.nbytes)
+        else:
+            gone = replace(gone, name=self.source or "", nbytes=0)
+        if writing.source is None and manifest.has_source:
+            gone = replace(gone, source=None, source_bytes=0)
+        else:
+            entry = replace(entry, source=writing.source, source_bytes=writing.source_bytes)
+        return entry, gone if gone.name else None
+
 
 @dataclass(frozen=True)
 class Writing:
-    """A write in progress: names in `Blobs` with their sizes. `nbytes` of the whole is reserved for the tenant."""
+    """A write in progress: names in `Blobs` with their sizes, which are reserved for the tenant.
+
+    `nbytes` is 0 where only a source is written; `name` is then that of the source.
+    """
 
     name: str
     cache_id: str
@@ -93,9 +120,10 @@ class Writing:
     source: str | None = None
     source_bytes: int = 0
 
-    def leaves_source(self, manifest: Manifest) -> bool:
-        """Whether a source that is there stays when this write replaces the blob beside it."""
-        return self.source is None and manifest.has_source
+    def names(self) -> list[tuple[str, int]]:
+        """The names under which the write puts bytes, with their sizes."""
+        both = ((self.name if self.nbytes else None, self.nbytes), (self.source, self.source_bytes))
+        return [(name, nbytes) for name, nbytes in both if name is not None]
 
 
 @dataclass(frozen=True)
@@ -183,9 +211,9 @@ class Index(abc.ABC):
     ) -> tuple[bool, Entry | None]:
         """Make a cache visible, which ends its write.
 
-        If a live entry has the id and it is not `over`, or not any more (name, version), nothing is changed: (False,
-        that entry). Otherwise the cache takes the place of whatever had its id: (True, the entry that gave way, if it
-        had names; these are now among the `abandoned`). cost_s: what it took to make, for eviction.
+        If a live entry has the id and its blob is not that of `over`, nothing is changed: (False, that entry).
+        Otherwise the cache takes the place of whatever had its id: (True, the entry that gave way, if it had names;
+        these are now among the `abandoned`). cost_s: what it took to make, for eviction.
 
         Raises `StoreUnavailable` if the lease of the write has run out.
         """
@@ -215,23 +243,13 @@ class Index(abc.ABC):
     # Changing
 
     @abc.abstractmethod
-    def rewrite(self, entry: Entry, manifest: Manifest) -> bool:
+    def swap(self, entry: Entry, manifest: Manifest, writing: Writing | None = None) -> bool:
         """Put another manifest into a ready entry; expiry, labels and pin are taken from it.
 
-        False: it has changed since (name, state or version), and nothing is done.
-        """
-
-    @abc.abstractmethod
-    def set_source(self, writing: Writing, entry: Entry, manifest: Manifest) -> bool:
-        """As `rewrite`, and make `writing.source` the kept source of the entry, which ends the write."""
-
-    @abc.abstractmethod
-    def replace(self, writing: Writing, entry: Entry, manifest: Manifest) -> bool:
-        """As `rewrite`, and give the entry the names and sizes of a write, which ends it; a corrupt one is ready again.
-
-        Its source stays where the write has none and the manifest says that there is one. What it had otherwise is now
-        among the `abandoned`. False: the entry has changed since (name, version) or ended. Raises `StoreUnavailable` if
-        the lease of the write has run out.
+        writing: give the entry the names of this write as well, which ends the write; see `Entry.swapped`. The names
+        that give way are now among the `abandoned`. A new blob makes a corrupt entry ready again. False: the entry has
+        ended or changed since (name, version), and nothing is done. Raises `StoreUnavailable` if the lease of the write
+        has run out.
         """
 
     @abc.abstractmethod

@@ -146,7 +146,7 @@ class Shelf(Store):
             raise BlobError("the copy is another blob", reason="wrong_blob")
         if entry.source is not None and not self._blobs.holds(entry.source, entry.source_bytes):
             manifest = manifest.model_copy(update={"has_source": False, "source_digest": None})  # that was the damage
-        self._writer.replace(entry, manifest, [blob_content(cache_id, packed)])
+        self._writer.swap(entry, manifest, [blob_content(cache_id, packed)])
 
     def admit(self, tenant: str) -> None:
         quota = self._rules.quota
@@ -170,14 +170,14 @@ class Shelf(Store):
             if entry.source is not None:
                 return entry.manifest()
             manifest = entry.manifest().model_copy(update=changes)
-            if self._writer.add_source(entry, manifest, source_content(cache_id, data)):
+            if self._writer.swap(entry, manifest, [source_content(cache_id, data)], source_only=True):
                 return manifest
 
     def keep_judgement(self, cache_id: str, judged: Judgement, *, tenant: str = "default") -> Manifest:
         while True:
             entry = self._reader.ready(cache_id, tenant)
             manifest = entry.manifest().model_copy(update=judged.model_dump())
-            if self._index.rewrite(entry, manifest):  # not if it was changed since it was looked up
+            if self._index.swap(entry, manifest):  # not if it was changed since it was looked up
                 return manifest
 
     # Reading
@@ -277,7 +277,7 @@ class Shelf(Store):
             with self._reader.quarantining(entry):
                 for name, nbytes in entry.names():
                     self._blobs.keep_until(name, nbytes, manifest.expires_at)
-        return self._index.rewrite(entry, manifest)
+        return self._index.swap(entry, manifest)
 
     def touch(self, cache_id: str, *, tenant: str = "default") -> None:
         self._index.touch(cache_id, tenant, self._now())
@@ -356,7 +356,7 @@ class Shelf(Store):
         """Returns what stood in the way, None if nothing did or the cache ended meanwhile."""
         try:
             for _ in range(_SEAL_ROUNDS):
-                if self._writer.replace(entry, entry.manifest(), self._contents(entry)):
+                if self._writer.swap(entry, entry.manifest(), self._contents(entry)):
                     return None
                 entry = self._reader.ready(entry.id, entry.tenant)  # it was changed meanwhile
         except KvshelfError as error:

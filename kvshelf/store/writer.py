@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from io import RawIOBase
 from typing import Final
 
@@ -89,24 +89,19 @@ class Writer:
         # Any other error leaves the bytes alone: a step whose answer was lost may have been taken all the same. If it
         # was not, the lease runs out and they are swept.
 
-    def add_source(self, entry: Entry, manifest: Manifest, content: Content) -> bool:
-        """Keep a source beside a cache that is there. False: the entry has changed since."""
-        with self._writing(entry.id, entry.tenant, [content], source_only=True) as writing:
-            self._keep_until(writing, entry.expires_at)
-        if self._index.set_source(writing, entry, manifest):
-            return True
-        self._discard(writing)
-        return False
+    def swap(self, entry: Entry, manifest: Manifest, contents: Sequence[Content], *, source_only: bool = False) -> bool:
+        """Store contents of an entry anew: its blob, its blob and source, or its source alone.
 
-    def replace(self, entry: Entry, manifest: Manifest, contents: Sequence[Content]) -> bool:
-        """Store the contents of an entry anew, or its blob alone; see `Index.replace`. False: it has changed since."""
-        with self._writing(entry.id, entry.tenant, contents) as writing:
+        Puts `manifest` in place of the entry's. False: the entry has changed since.
+        """
+        with self._writing(entry.id, entry.tenant, contents, source_only=source_only) as writing:
             self._keep_until(writing, entry.expires_at)
-        if not self._index.replace(writing, entry, manifest):
+        if not self._index.swap(entry, manifest, writing):
             self._discard(writing)
             return False
-        gone = replace(entry, source=None) if writing.leaves_source(manifest) else entry
-        housekeeping.discard(self._index, self._blobs, gone)
+        _, gone = entry.swapped(manifest, writing)
+        if gone is not None:
+            self._discard(gone)
         return True
 
     def put_file(
@@ -186,7 +181,7 @@ class Writer:
     def _renew(self, writing: Writing) -> None:
         try:
             self._index.renew(writing.name)
-            for name, nbytes in _names(writing):
+            for name, nbytes in writing.names():
                 self._blobs.renew(name, nbytes)
         except StoreError as error:
             # Neither an outage shorter than the lease nor a lease that is lost ends the work here: publishing decides.
@@ -216,7 +211,7 @@ class Writer:
 
     def _keep_until(self, writing: Writing, expires_at: float | None) -> None:
         try:
-            for name, nbytes in _names(writing):
+            for name, nbytes in writing.names():
                 self._blobs.keep_until(name, nbytes, expires_at)
         except BlobError as error:
             raise lapsed() from error
@@ -240,7 +235,7 @@ class Writer:
             over = other
 
     def _discard(self, writing: Writing) -> None:
-        for name, nbytes in _names(writing):
+        for name, nbytes in writing.names():
             self._blobs.remove(name, nbytes)
         self._index.abandon(writing.name)
 
@@ -278,11 +273,6 @@ def plain(file: RawIOBase, rules: Rules, nbytes: int, tenant: str, subject: str)
         )
     sealed = sealing.unseal(rules.keyring, tenant, subject, file, nbytes)
     return sealed, sealed.nbytes
-
-
-def _names(writing: Writing) -> list[tuple[str, int]]:
-    blob_bytes = [(writing.name, writing.nbytes)] if writing.nbytes else []
-    return blob_bytes + ([(writing.source, writing.source_bytes)] if writing.source is not None else [])
 
 
 @contextmanager

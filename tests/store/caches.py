@@ -196,11 +196,11 @@ def golden_caches() -> dict[str, CompressedCache]:
         )
         for name, (layers, dims, dtype, rope) in shapes.items()
     }
-    return plain | golden_caches_of_1_1(plain)
+    return plain | encoded_golden_caches(plain)
 
 
-def golden_caches_of_1_1(plain: Mapping[str, CompressedCache]) -> dict[str, CompressedCache]:
-    """What the second minor version added: codecs, merged records, several records per layer, relative positions."""
+def encoded_golden_caches(plain: Mapping[str, CompressedCache]) -> dict[str, CompressedCache]:
+    """Codecs, merged records, several records per layer, relative positions."""
     ragged, whole, sparse = plain["bitmap-bfloat16"], plain["range-float32"], plain["delta-float16"]
     ranked = tuple(
         replace(record, importance=torch.arange(record.entries).remainder(7).float()) for record in ragged.layers
@@ -247,7 +247,7 @@ def ragged_float16() -> Kept:
     )
 
 
-if __name__ == "__main__":  # python -m tests.store.caches: only ever for a new minor version of the format
+if __name__ == "__main__":  # python -m tests.store.caches: only when the format changes
     from pathlib import Path
 
     for name, cache in golden_caches().items():

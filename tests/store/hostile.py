@@ -47,11 +47,17 @@ class Parts:
         layer: Fields = self.fields["layers"][0]
         return layer
 
+    @property
+    def record(self) -> Fields:
+        """The first record of the first layer."""
+        record: Fields = self.first["records"][0]
+        return record
+
     def put_positions(self, data: bytes) -> None:
-        """Replace the positions of the first and only layer."""
-        part = self.first["positions"]
-        part["nbytes"] = len(data)
-        self.body[part["offset"] :] = data.ljust(aligned(len(data)), b"\0")
+        """Replace the positions of the first and only layer, which has one plain record."""
+        *rows, _ = sizes = self.record["sizes"]
+        sizes[-1] = len(data)
+        self.body[sum(map(aligned, rows)) :] = data.ljust(aligned(len(data)), b"\0")
         self.first["nbytes"] = len(self.body)
 
     def put_raw(self, value: bytes) -> None:
@@ -60,8 +66,7 @@ class Parts:
         self.header = self.packed().replace(msgpack.packb("here"), value)
 
     def array(self, record: int, name: str) -> memoryview:
-        """One array of the first layer of 1.1, found by walking all before it as docs/format.md says; it may be written
-        to."""
+        """One array of the first layer, found by walking all before it as docs/format.md says; it may be written to."""
         start = self.first["offset"]
         for index, fields in enumerate(self.first["records"]):
             for found, size in zip(_names(fields), fields["sizes"], strict=True):
@@ -104,7 +109,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def _names(record: Fields) -> list[str]:
-    """The arrays of a record of 1.1, in the order of docs/format.md."""
+    """The arrays of a record, in the order of docs/format.md."""
     names = ["keys", "values"]
     if record["codec"] != "none":
         names = [f"{rows} {what}" for rows in names for what in ("codes", "scales", "zeros")]
@@ -118,7 +123,7 @@ def some_blob() -> bytes:
 
 
 def encoded_blob() -> bytes:
-    # One layer of 1.1 with two merged records: [8, 5] classes under int4 and the residual's [4, 4]. Rows of 3 and 5
+    # One layer with two merged records: [8, 5] classes under int4 and the residual's [4, 4]. Rows of 3 and 5
     # codes leave four bits of their last byte unused.
     generator = torch.Generator().manual_seed(4)
     layer = make_merged((12, 9), 40, dims=(3, 5), generator=generator)
@@ -127,7 +132,7 @@ def encoded_blob() -> bytes:
 
 
 def kept_blob() -> bytes:
-    # One layer of 1.1 with two plain `Kept` records that share no position: [0, 2, 4, ...] and [1, 3, 5, ...].
+    # One layer with two plain `Kept` records that share no position: [0, 2, 4, ...] and [1, 3, 5, ...].
     def record(first: int) -> Kept:
         positions = [torch.arange(first, 30, 2)] * 2
         rows = [torch.ones(15, 2)] * 2
@@ -177,16 +182,10 @@ def boundaries(data: bytes) -> list[int]:
     found = {0, 8, 10, 12, 16, 16 + header, body, trailer, trailer + 8}
     for layer in parts.fields["layers"]:
         start = body + layer["offset"]
-        for size in _sizes(layer):
+        for size in (size for record in layer["records"] for size in record["sizes"]):
             found |= {start, start + size, start + aligned(size)}
             start += aligned(size)
     return sorted(found)
-
-
-def _sizes(layer: Fields) -> list[int]:
-    if layer["kind"] == "records":
-        return [size for record in layer["records"] for size in record["sizes"]]
-    return [layer[name]["nbytes"] for name in ("keys", "values", "positions")]
 
 
 def file_of(home: Path, cache_id: str) -> Path:
@@ -228,6 +227,7 @@ def recorder(cases: Cases) -> Callable[..., Callable[[Edit], None]]:
 
     def case(reason: str, make: Make = some_blob) -> Callable[[Edit], None]:
         def add(edit: Edit) -> None:
+            assert edit.__name__ not in cases
             cases[edit.__name__] = (reason, make, edit)
 
         return add
@@ -249,7 +249,7 @@ def record_field(name: str, value: Any) -> Callable[[Parts], None]:
     """An edit of one field of the first record of the first layer."""
 
     def edit(parts: Parts) -> None:
-        assert name in parts.first["records"][0]
-        parts.first["records"][0][name] = value
+        assert name in parts.record
+        parts.record[name] = value
 
     return edit

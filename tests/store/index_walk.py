@@ -105,18 +105,18 @@ class Walk:
     def _rewrite(self) -> None:
         number, known, entry = self._pick()
         made = self._manifest(number)
-        if entry is None or not self._index.rewrite(entry, made):
+        if entry is None or not self._index.swap(entry, made):
             assert known is None or known.state != "ready"
         elif known is not None:
             known.manifest = made
-            assert not self._index.rewrite(entry, made)
+            assert not self._index.swap(entry, made)
 
     def _set_source(self) -> None:
         number, known, entry = self._pick()
         write = writing(number, 0, self._chance.randint(1, 9), _tenant(number))
         write = replace(write, name=write.source)
         self._index.begin(write, Quota())
-        if entry is not None and self._index.set_source(write, entry, entry_manifest(entry)):
+        if entry is not None and self._index.swap(entry, entry_manifest(entry), write):
             assert known is not None
             assert known.state == "ready"
             known.writing = replace(known.writing, source=write.source, source_bytes=write.source_bytes)
@@ -129,10 +129,10 @@ class Walk:
         write = writing(number, self._chance.randint(1, 99), self._chance.choice([0, 7]), _tenant(number))
         self._index.begin(write, Quota())
         if entry is not None and entry.stored:
-            assert self._index.replace(write, entry, entry.manifest())
+            assert self._index.swap(entry, entry.manifest(), write)
             assert known is not None
             known.state, known.writing = "ready", write
-            assert not self._index.rewrite(entry, known.manifest), "it has changed"
+            assert not self._index.swap(entry, known.manifest), "it has changed"
         else:
             assert known is None or known.state != "ready"
             self._index.abandon(write.name)

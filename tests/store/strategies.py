@@ -57,7 +57,7 @@ def identities(draw: st.DrawFn, num_tokens: int) -> Identity:
 
 @st.composite
 def encoded_caches(draw: st.DrawFn) -> CompressedCache:
-    """Any cache of 1.1: kept and merged records and parts of them, ragged, under every codec, at any next position."""
+    """Any cache: kept and merged records and parts of them, ragged, under every codec, at any next position."""
     num_tokens = draw(st.integers(1, 80))
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))

@@ -41,35 +41,38 @@ def test_a_manifest_says_what_was_stored(store: DiskStore, clock: Clock) -> None
     manifest = store.put(cache, ttl_s=60, labels={"team": "search"}, name="report", pinned=True, timings=timings)
     data = cache.to_bytes()
     header = blob.inspect(data).header
-    assert manifest.model_dump(exclude={"timings"}) == {
-        "id": store.cache_id(cache.identity),
-        "document_id": store.document_id(cache.identity),
-        "tenant": "default",
-        "identity": cache.identity.to_dict(),
-        "model": "tiny",
-        "layout": "plain",
-        "policy": "keydiff",
-        "policy_params": {"sink": 4, "window": 8, "beta": 0.5, "pooling": "mean"},
-        "compression_ratio": 0.5,
-        "codec": "none",
-        "num_tokens": 40,
-        "kept_tokens": 20,
-        "bytes_full": 2 * 2 * 40 * (8 + 8) * 4,  # layers, heads, tokens, key and value width, float32
-        "bytes_stored": len(data),
-        "blob_digest": blob.root(data).hex(),
-        "segment_digests": tuple(layer.digest.hex() for layer in header.layers),
-        "quality": None,
-        "tried": (),
-        "created_at": clock.time,
-        "expires_at": clock.time + 60,
-        "last_used_at": None,
-        "pinned": True,
-        "name": "report",
-        "labels": {"team": "search"},
-        "has_source": False,
-        "source_digest": None,
-        "uses": 0,
-    }
+    assert (
+        manifest.model_dump(exclude={"timings"})
+        == {
+            "id": store.cache_id(cache.identity),
+            "document_id": store.document_id(cache.identity),
+            "tenant": "default",
+            "identity": cache.identity.to_dict(),
+            "model": "tiny",
+            "layout": "plain",
+            "policy": "keydiff",
+            "policy_params": {"sink": 4, "window": 8, "beta": 0.5, "pooling": "mean"},
+            "compression_ratio": 0.5,
+            "codec": "none",
+            "num_tokens": 40,
+            "kept_tokens": 20,
+            "bytes_full": 2 * 2 * 40 * (8 + 8) * 4,  # layers, heads, tokens, key and value width, float32
+            "bytes_stored": len(data),
+            "blob_digest": data[-32:].hex(),
+            "segment_digests": tuple(layer.digest.hex() for layer in header.layers),
+            "quality": None,
+            "tried": (),
+            "created_at": clock.time,
+            "expires_at": clock.time + 60,
+            "last_used_at": None,
+            "pinned": True,
+            "name": "report",
+            "labels": {"team": "search"},
+            "has_source": False,
+            "source_digest": None,
+            "uses": 0,
+        }
+    )
     assert (manifest.timings.queue_s, manifest.timings.prefill_s, manifest.timings.compress_s) == (1, 2, 3)
     assert 0 < manifest.timings.store_s < 60
     assert store.stat(manifest.id) == manifest

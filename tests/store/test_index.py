@@ -122,11 +122,12 @@ def test_the_first_of_two_writers_wins(index: Index) -> None:
     assert not index.knows(late.name)
 
 
-def test_a_cache_whose_manifest_has_changed_since_does_not_give_way(index: Index) -> None:
+def test_a_cache_whose_blob_was_replaced_since_does_not_give_way(index: Index) -> None:
     seen = put(index)
-    second = writing()
+    repair, second = writing(), writing()
+    index.begin(repair, Quota())
     index.begin(second, Quota())
-    assert index.rewrite(seen, manifest(name="changed"))
+    assert index.swap(seen, manifest(), repair)
     changed = found(index)
     assert index.publish(second, manifest(), over=seen, cost_s=1, now=NOW) == (False, changed)
     assert found(index) == changed
@@ -140,7 +141,7 @@ def test_bytes_are_replaced_and_all_else_stays(index: Index) -> None:
     first = found(index)
     write = writing(nbytes=1020)
     index.begin(write, Quota())
-    assert index.replace(write, first, first.manifest())
+    assert index.swap(first, first.manifest(), write)
     entry = found(index)
     names = {"name": write.name, "nbytes": 1020, "source": None, "source_bytes": 0, "version": first.version + 1}
     assert entry == replace(first, **names, text=entry.text)
@@ -150,7 +151,7 @@ def test_bytes_are_replaced_and_all_else_stays(index: Index) -> None:
     assert abandoned_names(index) == {first.name, first.source}
     late = writing()
     index.begin(late, Quota())
-    assert not index.replace(late, first, first.manifest()), "it has changed since"
+    assert not index.swap(first, first.manifest(), late), "it has changed since"
     assert found(index) == entry
 
 
@@ -161,7 +162,7 @@ def test_a_corrupt_cache_is_ready_again_with_other_bytes(index: Index) -> None:
     corrupt = found(index)
     write = writing(nbytes=900)
     index.begin(write, Quota())
-    assert index.replace(write, corrupt, made)
+    assert index.swap(corrupt, made, write)
     entry = found(index)
     assert (entry.state, entry.problem, entry.name, entry.source) == ("ready", None, write.name, first.source)
     assert numbers(index, labels={"a": "1"}) == [1]
@@ -176,7 +177,7 @@ def test_what_has_ended_is_not_replaced(index: Index, state: Literal["deleted", 
     write = writing()
     index.begin(write, Quota())
     assert index.bury(entry, state, NOW + 2)
-    assert not index.replace(write, entry, entry.manifest())
+    assert not index.swap(entry, entry.manifest(), write)
     assert found(index).state == state
     assert index.usage("me") == Usage(caches=0, bytes=0)
 
@@ -236,7 +237,7 @@ def test_a_writer_that_was_silent_can_do_nothing(home: Home) -> None:
     for act in (
         lambda: index.renew(late.name),
         lambda: index.publish(late, manifest(1), over=None, cost_s=1, now=NOW),
-        lambda: index.set_source(source, entry, manifest(3, has_source=True)),
+        lambda: index.swap(entry, manifest(3, has_source=True), source),
     ):
         with pytest.raises(StoreUnavailable, match="longer to write than a writer may be silent"):
             act()
@@ -298,7 +299,7 @@ def test_a_source_that_is_replaced_is_to_be_removed(index: Index) -> None:
     write = writing(1, 0, 9)
     write = replace(write, name=write.source or "")
     index.begin(write, Quota())
-    assert index.set_source(write, entry, manifest(1, has_source=True))
+    assert index.swap(entry, manifest(1, has_source=True), write)
     assert (found(index).source, found(index).source_bytes) == (write.source, 9)
     assert abandoned_names(index) == {entry.source}
     assert index.usage("me").bytes == entry.nbytes + 9
@@ -401,15 +402,15 @@ def test_a_long_listing_comes_whole(index: Index) -> None:
 def test_a_manifest_is_rewritten(index: Index) -> None:
     entry = put(index, labels={"a": "1", "b": "2"}, expires_at=NOW + 10)
     made = manifest(labels={"b": "3"}, pinned=True, name="renamed")
-    assert index.rewrite(entry, made)
+    assert index.swap(entry, made)
     again = found(index)
     assert again == replace(entry, version=1, expires_at=None, pinned=True, text=made.model_dump_json())
     assert numbers(index, labels={"b": "3"}) == [1]
     assert numbers(index, labels={"a": "1"}) == numbers(index, labels={"b": "2"}) == []
     assert (index.expired(NOW + 100, 10), index.victims(10)) == ([], [])
-    assert not index.rewrite(entry, manifest(name="an older reader's"))
+    assert not index.swap(entry, manifest(name="an older reader's"))
     assert found(index) == again
-    assert index.rewrite(again, manifest(expires_at=NOW + 20))
+    assert index.swap(again, manifest(expires_at=NOW + 20))
     assert [e.id for e in index.expired(NOW + 20, 10)] == [e.id for e in index.victims(10)] == [entry.id]
     assert index.usage("me") == Usage(caches=1, bytes=1000)
 
@@ -421,7 +422,7 @@ def test_only_what_is_ready_is_rewritten(index: Index) -> None:
     put(index, 3, over=replaced)
     for number, entry in ((1, corrupt), (2, ended), (3, replaced)):
         before = found(index, number)
-        assert not index.rewrite(entry, manifest(number, name="new"))
+        assert not index.swap(entry, manifest(number, name="new"))
         assert found(index, number) == before
 
 
@@ -432,7 +433,7 @@ def test_a_source_is_kept_later(index: Index) -> None:
     index.begin(late, Quota())
     assert late.source is not None
     made = manifest(has_source=True)
-    assert index.set_source(late, entry, made)
+    assert index.swap(entry, made, late)
     after = found(index)
     assert after == replace(entry, version=1, source=late.source, source_bytes=77, text=made.model_dump_json())
     assert index.usage("me") == Usage(caches=1, bytes=1077)
@@ -443,7 +444,7 @@ def test_a_source_is_kept_later(index: Index) -> None:
 
     other = writing(1, 0, 5)
     index.begin(other, Quota())
-    assert not index.set_source(other, entry, made)
+    assert not index.swap(entry, made, other)
     assert found(index) == after
     assert index.knows(other.name)
 
@@ -483,7 +484,7 @@ def test_a_corrupt_cache_keeps_its_bytes_and_counts_no_more(index: Index) -> Non
     assert [e.id for e in index.stored()] == [e.id for e in index.expired(NOW + 10, 10)] == [entry.id]
     assert entry.name is not None
     assert index.knows(entry.name)
-    assert not index.rewrite(after, manifest())
+    assert not index.swap(after, manifest())
     second = put(index, expires_at=NOW + 10)
     assert not index.mark_corrupt(entry, "of the blob before"), "another blob has taken its place"
     assert found(index) == second

@@ -551,7 +551,7 @@ MEASURED = """
 import sys
 from io import FileIO
 from kvshelf.store.artifact.memory import fill, fresh_memory
-from kvshelf.store.keyring import Keyring
+from kvshelf.store.sealing.keyring import Keyring
 from kvshelf.store.sealing import seal, unseal
 
 def peak():  # since the last reset

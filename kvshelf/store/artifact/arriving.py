@@ -19,7 +19,6 @@ from typing import Final, Self
 from kvshelf.errors import StoreUnavailable
 from kvshelf.store.artifact import blob
 from kvshelf.store.artifact.blob import BlobSummary, Body
-from kvshelf.store.artifact.blob.header import body_bytes
 from kvshelf.store.artifact.blob.layer import Layer
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.memory import fill, used_memory
@@ -74,7 +73,7 @@ class ArrivingCache:
         self.next_position = summary.header.next_position
         self.codec = summary.header.codec
         self.num_layers = len(summary.header.layers)
-        self.nbytes = body_bytes(summary.header)
+        self.nbytes = summary.header.body_bytes
         """Bytes of all layers together, which is what `read` allocates."""
         self._read_ahead = read_ahead and self.nbytes >= _READ_AHEAD_BYTES
         self.root = summary.root
@@ -151,7 +150,7 @@ class ArrivingCache:
         body = Body(memory)
         with suppress(InvalidStateError):  # closed meanwhile, with all that are still to come
             for index in checked:
-                self.layers[index].set_result(blob.read_segment(index, header, body))
+                self.layers[index].set_result(blob.read_layer(index, header, body))
                 self._resolved = index + 1
 
     def _runs(self, memory: memoryview, runs: Sequence[range]) -> Generator[range]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import astuple
 from typing import Any, Final, Literal
 
 from kvshelf.errors import QuotaExceeded
@@ -50,18 +51,7 @@ class SqliteIndex(Index):
                 raise over_quota(size, nbytes, quota.max_bytes)
             if quota.budget_bytes is not None and _taken(tx, replaced, None)[1] + size > quota.budget_bytes:
                 raise over_budget(size, quota.budget_bytes)
-            tx.execute(
-                "INSERT INTO writes VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (
-                    writing.name,
-                    writing.cache_id,
-                    writing.tenant,
-                    writing.nbytes,
-                    writing.source,
-                    writing.source_bytes,
-                    self._now() + self.write_lease_s,
-                ),
-            )
+            _register(tx, writing, self._now() + self.write_lease_s)
 
     def renew(self, name: str) -> None:
         now = self._now()
@@ -87,7 +77,7 @@ class SqliteIndex(Index):
         with self._database.write() as tx:
             _require_lease(tx, writing.name, self._now())
             old = _find(tx, manifest.id, manifest.tenant)
-            if old is not None and old.live(now) and not (over is not None and old.is_still(over)):
+            if old is not None and old.live(now) and (over is None or old.name != over.name):
                 return False, old
             _doom(tx, "id = ?", (manifest.id,))
             tx.execute("DELETE FROM caches WHERE id = ?", (manifest.id,))
@@ -144,43 +134,29 @@ class SqliteIndex(Index):
 
     # Changing
 
-    def rewrite(self, entry: Entry, manifest: Manifest) -> bool:
+    def swap(self, entry: Entry, manifest: Manifest, writing: Writing | None = None) -> bool:
+        new, gone = entry.swapped(manifest, writing)
+        states = "'ready', 'corrupt'" if writing is not None and writing.nbytes else "'ready'"
         with self._database.write() as tx:
-            return _rewrite(tx, entry, manifest)
-
-    def set_source(self, writing: Writing, entry: Entry, manifest: Manifest) -> bool:
-        with self._database.write() as tx:
-            _require_lease(tx, writing.name, self._now())
-            if not _rewrite(tx, entry, manifest):
+            if writing is not None:
+                _require_lease(tx, writing.name, self._now())
+            swapped = tx.execute(
+                "UPDATE caches SET manifest = ?, expires_at = ?, pinned = ?, version = ?, state = ?, problem = NULL, "
+                "name = ?, nbytes = ?, source = ?, source_bytes = ? "
+                f"WHERE seq = ? AND name = ? AND version = ? AND state IN ({states})",
+                (
+                    *(new.text, new.expires_at, new.pinned, new.version, new.state),
+                    *(new.name, new.nbytes, new.source, new.source_bytes),
+                    *(entry.seq, entry.name, entry.version),
+                ),
+            )
+            if swapped.rowcount != 1:
                 return False
-            tx.execute(
-                "INSERT INTO writes SELECT source, id, tenant, source_bytes, NULL, 0, 0 FROM caches "
-                "WHERE seq = ? AND source IS NOT NULL",
-                (entry.seq,),
-            )
-            source = (writing.source, writing.source_bytes, entry.seq)
-            tx.execute("UPDATE caches SET source = ?, source_bytes = ? WHERE seq = ?", source)
-            tx.execute("DELETE FROM writes WHERE name = ?", (writing.name,))
-        return True
-
-    def replace(self, writing: Writing, entry: Entry, manifest: Manifest) -> bool:
-        stays = writing.leaves_source(manifest)
-        gone = "NULL, 0" if stays else "source, source_bytes"
-        with self._database.write() as tx:
-            _require_lease(tx, writing.name, self._now())
-            if not _rewrite(tx, entry, manifest, "ready", "corrupt"):
-                return False
-            tx.execute(
-                f"INSERT INTO writes SELECT name, id, tenant, nbytes, {gone}, 0 FROM caches WHERE seq = ?", (entry.seq,)
-            )
-            tx.execute(
-                "UPDATE caches SET state = 'ready', problem = NULL, name = ?, nbytes = ? WHERE seq = ?",
-                (writing.name, writing.nbytes, entry.seq),
-            )
-            if not stays:
-                source = (writing.source, writing.source_bytes, entry.seq)
-                tx.execute("UPDATE caches SET source = ?, source_bytes = ? WHERE seq = ?", source)
-            tx.execute("DELETE FROM writes WHERE name = ?", (writing.name,))
+            _set_labels(tx, entry.seq, manifest.labels)
+            if gone is not None:
+                _register(tx, gone, 0)
+            if writing is not None:
+                tx.execute("DELETE FROM writes WHERE name = ?", (writing.name,))
         return True
 
     def touch(self, cache_id: str, tenant: str, now: float) -> None:
@@ -301,6 +277,11 @@ def _insert(connection: sqlite3.Connection, writing: Writing, manifest: Manifest
     _set_labels(connection, cursor.lastrowid, manifest.labels)
 
 
+def _register(connection: sqlite3.Connection, writing: Writing, lease_until: float) -> None:
+    """lease_until: Unix seconds; 0 for names that are only to be removed."""
+    connection.execute("INSERT INTO writes VALUES (?, ?, ?, ?, ?, ?, ?)", (*astuple(writing), lease_until))
+
+
 def _doom(connection: sqlite3.Connection, where: str, values: tuple[Any, ...]) -> None:
     """Note the names of entries that are about to give way, as those of writes that were abandoned."""
     connection.execute(
@@ -308,27 +289,6 @@ def _doom(connection: sqlite3.Connection, where: str, values: tuple[Any, ...]) -
         f"WHERE name IS NOT NULL AND {where}",
         values,
     )
-
-
-def _rewrite(connection: sqlite3.Connection, entry: Entry, manifest: Manifest, *states: str) -> bool:
-    """states: those in which that may be done; "ready" if none are given."""
-    allowed = states or ("ready",)
-    changed = connection.execute(
-        "UPDATE caches SET manifest = ?, expires_at = ?, pinned = ?, version = version + 1 "
-        f"WHERE seq = ? AND name = ? AND version = ? AND state IN ({', '.join('?' * len(allowed))})",
-        (
-            manifest.model_dump_json(),
-            manifest.expires_at,
-            manifest.pinned,
-            entry.seq,
-            entry.name,
-            entry.version,
-            *allowed,
-        ),
-    )
-    if changed.rowcount == 1:
-        _set_labels(connection, entry.seq, manifest.labels)
-    return changed.rowcount == 1
 
 
 def _set_labels(connection: sqlite3.Connection, seq: int, labels: Mapping[str, str]) -> None:

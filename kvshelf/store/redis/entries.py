@@ -38,11 +38,6 @@ def manifest_fields(manifest: Manifest) -> dict[str, Value]:
     }
 
 
-def unchanged(entry: Entry) -> dict[str, Value]:
-    """What of an entry must not have changed since it was looked up."""
-    return {"entry_name": entry.name, "version": entry.version}
-
-
 def _listings(manifest: Manifest) -> list[str]:
     """Every listing that a cache is in."""
     own = Query(manifest.tenant, manifest.document_id, manifest.model, manifest.policy, manifest.labels)

@@ -283,8 +283,7 @@ function operations.publish()
   if old and old.name == a.name then return {'published', false} end -- by this call, whose answer was lost
   if not leased(a.name) then return {'lapsed'} end
   local shown = old and is_stored(old) and show(a.id) or false
-  local given_way = old and old.name == a.over and old.version == a.over_version
-  if old and not given_way and is_live(old, a.now) then return {'kept', shown} end
+  if old and old.name ~= a.over and is_live(old, a.now) then return {'kept', shown} end
   call('SET', manifest_key(a.id), a.text)
   drop(a.id)
   if old and is_stored(old) then retire(old) end
@@ -354,64 +353,31 @@ end
 
 -- Changing
 
--- As it was when it was looked up, and its manifest is there.
-local function is_unchanged(entry)
-  return entry and entry.name == a.entry_name and entry.version == a.version
-    and call('EXISTS', manifest_key(a.id)) == 1
-end
-
-local function rewrite()
+-- Gives an entry another manifest, and the names of `write` if there is one. a.name, a.source and their sizes are those
+-- that the entry has afterwards, a.gone_* those that it has no more. a.repairs: the write has a new blob.
+function operations.swap()
   local entry = read(entry_key(a.id))
-  if not is_unchanged(entry) or entry.state ~= 'ready' then return false end
+  if a.write then
+    -- Done by this call, whose answer was lost.
+    if entry and (entry.name == a.write or entry.source == a.write) then return {'done'} end
+    if not leased(a.write) then return {'lapsed'} end
+  end
+  local unchanged = entry and entry.name == a.entry_name and entry.version == a.version
+    and (entry.state == 'ready' or a.repairs and entry.state == 'corrupt')
+  if not unchanged or call('EXISTS', manifest_key(a.id)) == 0 then return {'changed'} end
   call('SET', manifest_key(a.id), a.text)
   drop(a.id)
-  call('HSET', entry_key(a.id), 'version', whole(entry.version + 1), 'pinned', a.pinned)
-  if a.expires_at then
-    call('HSET', entry_key(a.id), 'expires_at', a.expires_at)
-  else
-    call('HDEL', entry_key(a.id), 'expires_at')
-  end
-  if a.source then
-    if entry.source then
-      retire({name = entry.source, nbytes = '0', source = entry.source, source_bytes = entry.source_bytes,
-        tenant = entry.tenant})
-    end
-    call('HSET', entry_key(a.id), 'source', a.source, 'source_bytes', a.source_bytes)
+  call('HDEL', entry_key(a.id), 'problem', 'source', 'expires_at')
+  call('HSET', entry_key(a.id), 'state', 'ready', 'version', whole(entry.version + 1), 'pinned', a.pinned,
+    'name', a.name, 'nbytes', a.nbytes, 'source_bytes', a.source_bytes)
+  if a.source then call('HSET', entry_key(a.id), 'source', a.source) end
+  if a.expires_at then call('HSET', entry_key(a.id), 'expires_at', a.expires_at) end
+  if a.gone_name then
+    retire({name = a.gone_name, nbytes = a.gone_nbytes, source = a.gone_source, source_bytes = a.gone_source_bytes,
+      tenant = entry.tenant})
   end
   enlist(a.id, a.listings)
-  return true
-end
-
-function operations.rewrite() return {rewrite() and 'done' or 'changed'} end
-
-function operations.set_source()
-  if call('HGET', entry_key(a.id), 'source') == a.source then return {'done'} end -- by this call, whose answer was lost
-  if not leased(a.name) then return {'lapsed'} end
-  if not rewrite() then return {'changed'} end
-  end_write(a.name)
-  return {'done'}
-end
-
-function operations.replace()
-  if call('HGET', entry_key(a.id), 'name') == a.name then return {'done'} end -- by this call, whose answer was lost
-  if not leased(a.name) then return {'lapsed'} end
-  local entry = read(entry_key(a.id))
-  if not is_unchanged(entry) or not is_stored(entry) then return {'changed'} end
-  call('SET', manifest_key(a.id), a.text)
-  drop(a.id)
-  call('HSET', entry_key(a.id), 'state', 'ready', 'version', whole(entry.version + 1), 'name', a.name,
-    'nbytes', a.nbytes, 'pinned', a.pinned)
-  call('HDEL', entry_key(a.id), 'problem')
-  if a.source_stays then
-    retire({name = entry.name, nbytes = entry.nbytes, source_bytes = '0', tenant = entry.tenant})
-  else
-    retire(entry)
-    call('HDEL', entry_key(a.id), 'source')
-    call('HSET', entry_key(a.id), 'source_bytes', a.source_bytes)
-    if a.source then call('HSET', entry_key(a.id), 'source', a.source) end
-  end
-  enlist(a.id, a.listings)
-  end_write(a.name)
+  if a.write then end_write(a.write) end
   return {'done'}
 end
 

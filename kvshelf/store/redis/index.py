@@ -2,7 +2,7 @@
 
 The head of `index.lua` tells what is stored under which key. Leases are on the server's clock. Expiry is set on the
 server too, so that a manifest ends by itself. `RedisLink` sends nothing twice; still, what a caller might undo if
-it took it for failed (`begin`, `publish`, `set_source`) can be repeated without harm.
+it took it for failed (`begin`, `publish`, `swap`) can be repeated without harm.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from kvshelf.store.redis.entries import (
     manifest_fields,
     read_entry,
     read_writing,
-    unchanged,
     writing_fields,
 )
 from kvshelf.store.redis.ledger import RedisLedger
@@ -119,7 +118,6 @@ class RedisIndex(Index):
             **writing_fields(writing),
             **manifest_fields(manifest),
             over=None if over is None else over.name,
-            over_version=None if over is None else over.version,
             cost_s=cost_s,
             now=now,
         )
@@ -160,19 +158,20 @@ class RedisIndex(Index):
 
     # Changing
 
-    def rewrite(self, entry: Entry, manifest: Manifest) -> bool:
-        return _is_done(self._run("rewrite", **manifest_fields(manifest), **unchanged(entry)))
-
-    def set_source(self, writing: Writing, entry: Entry, manifest: Manifest) -> bool:
-        fields = writing_fields(writing) | manifest_fields(manifest)
-        reply = self._run("set_source", **fields, **unchanged(entry))
-        _require_lease(reply)
-        return _is_done(reply)
-
-    def replace(self, writing: Writing, entry: Entry, manifest: Manifest) -> bool:
-        fields = writing_fields(writing) | manifest_fields(manifest)
-        stays = writing.leaves_source(manifest) or None
-        reply = self._run("replace", source_stays=stays, **fields, **unchanged(entry))
+    def swap(self, entry: Entry, manifest: Manifest, writing: Writing | None = None) -> bool:
+        new, gone = entry.swapped(manifest, writing)
+        names = Writing(new.name or "", entry.id, entry.tenant, new.nbytes, new.source, new.source_bytes)
+        given_way = {} if gone is None else {f"gone_{field}": value for field, value in writing_fields(gone).items()}
+        reply = self._run(
+            "swap",
+            **writing_fields(names),
+            **manifest_fields(manifest),
+            **given_way,
+            write=None if writing is None else writing.name,
+            repairs=None if writing is None or not writing.nbytes else True,
+            entry_name=entry.name,
+            version=entry.version,
+        )
         _require_lease(reply)
         return _is_done(reply)
 

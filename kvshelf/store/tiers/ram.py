@@ -16,7 +16,6 @@ from kvshelf.errors import BlobError, KvshelfError
 from kvshelf.store import checks
 from kvshelf.store.artifact.arriving import ArrivingCache
 from kvshelf.store.artifact.blob import BlobSummary, PackedBlob
-from kvshelf.store.artifact.blob.header import body_bytes
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.memory import fresh_memory
 from kvshelf.store.manifest import Manifest
@@ -221,7 +220,7 @@ def _body(packed: PackedBlob) -> memoryview:
 
     The buffers of `packed` are not kept instead: they may be small parts of large tensors, which would stay, too.
     """
-    size = body_bytes(packed.header)
+    size = packed.header.body_bytes
     memory = fresh_memory(size) if size >= _LEAST_MAPPED else memoryview(bytearray(size))
     end = 0
     for segment in packed.parts[1:-1]:

@@ -25,8 +25,8 @@ from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.memory import fresh_memory
 from kvshelf.store.artifact.records import LayerRecord
 from kvshelf.store.disk import DiskStore
-from tests.store import faults_1_0, faults_1_1, faults_1_absurd
 from tests.store.caches import golden_caches, make_cache, parts_of, require_equal, require_equal_records
+from tests.store.faults import CASES
 from tests.store.hostile import Parts
 from tests.store.places import Clock
 from tests.store.test_faults import DAMAGE, file_of
@@ -34,7 +34,6 @@ from tests.store.test_faults import DAMAGE, file_of
 SOON = 20.0
 """Seconds that a thread may take before a test fails."""
 
-CASES = faults_1_0.CASES | faults_1_1.CASES | faults_1_absurd.CASES
 LAYERS = ((20, 20), (31, 9), (0, 3), (40, 40))
 
 

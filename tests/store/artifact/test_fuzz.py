@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.records import Merged
-from tests.store import faults_1_0, faults_1_1, faults_1_absurd
 from tests.store.bounds import memory_bounded
 from tests.store.caches import make_identity, make_layer
+from tests.store.faults import CASES
 from tests.store.hostile import (
     Make,
     Parts,
@@ -32,7 +32,6 @@ from tests.store.hostile import (
 )
 from tests.store.processes import run_in_child
 
-CASES = faults_1_0.CASES | faults_1_1.CASES | faults_1_absurd.CASES
 SECONDS = 5  # of processor time, for anything at all; the slowest below takes 1
 
 scalars = (

@@ -142,12 +142,12 @@ def test_the_server_ends_what_has_an_end(index: RedisIndex, client: redis.Redis)
     assert ends(f"c:{cache_id(3)}") == pytest.approx(KEEP_ENDED_S, abs=0.3)
     assert ends(f"m:{forever.id}") == ends(f"c:{forever.id}") == -1
 
-    assert index.rewrite(entry, manifest(1, expires_at=NOW + 500))
-    assert index.rewrite(forever, manifest(2, expires_at=NOW + 500))
+    assert index.swap(entry, manifest(1, expires_at=NOW + 500))
+    assert index.swap(forever, manifest(2, expires_at=NOW + 500))
     for number in (1, 2):
         assert ends(f"m:{cache_id(number)}") == pytest.approx(501, abs=0.3)
         assert ends(f"c:{cache_id(number)}") == pytest.approx(500 + KEEP_ENDED_S, abs=0.3)
-    assert index.rewrite(found(index, 1), manifest(1))
+    assert index.swap(found(index, 1), manifest(1))
     assert ends(f"m:{entry.id}") == ends(f"c:{entry.id}") == -1
     put(index, 3)
     assert ends(f"c:{cache_id(3)}") == -1, "what is put again does not end as the tombstone would have"
@@ -197,7 +197,7 @@ def test_a_manifest_that_the_server_lost_is_a_corrupt_cache(index: RedisIndex, c
     lost = found(index)
     assert (lost.state, lost.problem, lost.name) == ("corrupt", "its manifest is gone from the server", entry.name)
     assert index.listing(Query("me"), NOW, None, 10) == []
-    assert not index.rewrite(entry, manifest())
+    assert not index.swap(entry, manifest())
     assert index.problems() == [f"index: {entry.id} has lost its manifest"]
     assert [e.state for e in index.stored()] == ["corrupt"]
     again = writing()
@@ -346,7 +346,7 @@ def test_values_of_the_wrong_type_are_a_named_error(index: RedisIndex, client: r
         lambda: index.listing(Query("me"), NOW, None, 10),
         lambda: list(index.stored()),
         lambda: index.touch(entry.id, "me", NOW),
-        lambda: index.rewrite(entry, manifest()),
+        lambda: index.swap(entry, manifest()),
         lambda: index.mark_corrupt(entry, "broken"),
         lambda: index.bury(entry, "deleted", NOW),
         lambda: index.expired(NOW + 100, 10),
@@ -474,7 +474,7 @@ def test_a_full_server_refuses_new_caches_and_gives_room_back(start_valkey: Call
     for act in (
         lambda: index.begin(writing(5), Quota()),
         lambda: index.publish(begun, manifest(3), over=None, cost_s=1, now=NOW),
-        lambda: index.rewrite(entry, manifest(1)),
+        lambda: index.swap(entry, manifest(1)),
     ):
         with pytest.raises(StorageFull):
             act()
@@ -562,8 +562,8 @@ def test_what_was_done_without_an_answer_is_done_once(
     source = writing(1, 0, 9)
     source = replace(source, name=source.source)
     shaky.begin(source, Quota())
-    cut_off(lambda: shaky.set_source(source, entry, made))
-    assert shaky.set_source(source, entry, made)
+    cut_off(lambda: shaky.swap(entry, made, source))
+    assert shaky.swap(entry, made, source)
     assert found(index).version == 1
     entry = found(index)
     cut_off(lambda: shaky.bury(entry, "deleted", NOW))
@@ -582,7 +582,7 @@ def test_a_source_that_is_replaced_is_to_be_removed(index: RedisIndex) -> None:
     late = writing(1, 0, 9)
     late = replace(late, name=late.source)
     index.begin(late, Quota())
-    assert index.set_source(late, first, manifest(has_source=True))
+    assert index.swap(first, manifest(has_source=True), late)
     (gone,) = index.abandoned()
     assert (gone.source, gone.source_bytes, gone.nbytes) == (first.source, 5, 0)
     assert first.source is not None

@@ -7,7 +7,7 @@
 
 Each segment's digest lies in the header, and the root digest covers the fixed part, the header, its padding and the
 total length. So every byte is covered, and hashed once; hashing the whole blob again would double the time of a read.
-The digests also let a layer be used before the next one has arrived.
+The digests also let a reader use a layer before the next one has arrived.
 """
 
 from __future__ import annotations
@@ -16,33 +16,30 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from blake3 import blake3
 
 from kvshelf.errors import BlobError, InvalidRequest
-from kvshelf.store.artifact.blob import frame
-from kvshelf.store.artifact.blob import header as headers
-from kvshelf.store.artifact.blob import segment as segments_of
 from kvshelf.store.artifact.blob.body import Body
 from kvshelf.store.artifact.blob.frame import (
     FIXED,
     FORMAT_MAJOR,
-    FORMAT_MINOR,
     TRAILER,
     BlobSummary,
     Buffer,
     body_offset,
+    close_frame,
     open_frame,
 )
-from kvshelf.store.artifact.blob.header import Header
-from kvshelf.store.artifact.blob.layer import KeptLayer, Layer, Part, RecordsLayer, aligned
+from kvshelf.store.artifact.blob.header import HEADER_LIMIT, Header, IdentityHeader, parse_header
+from kvshelf.store.artifact.blob.layer import Layer, aligned
+from kvshelf.store.artifact.blob.segment import read_layer, write_layer
 from kvshelf.store.artifact.identity import Identity
-from kvshelf.store.artifact.records import Kept, LayerRecord
+from kvshelf.store.artifact.records import LayerRecord
 
 __all__ = [
     "FORMAT_MAJOR",
-    "FORMAT_MINOR",
     "BlobSummary",
     "Body",
     "Buffer",
@@ -52,8 +49,7 @@ __all__ = [
     "inspect",
     "open_file",
     "pack",
-    "read_segment",
-    "root",
+    "read_layer",
     "verify_file",
 ]
 
@@ -87,36 +83,21 @@ def decode(data: Buffer) -> tuple[Header, tuple[LayerRecord, ...]]:
     The tensors are views of `data`, which they keep alive and which must not change afterwards; they must not be
     written to either.
     """
-    view = _view(data)
-    body = body_offset(view[: FIXED.size], len(view))
-    header = open_frame(view[:body], view[-TRAILER.size :], len(view)).header
-    segments = [view[body + layer.offset : body + layer.offset + layer.nbytes] for layer in header.layers]
-    for index, (layer, segment) in enumerate(zip(header.layers, segments, strict=True)):
-        check_segment(index, layer, segment)
-    whole = Body(view[body:])
-    return header, tuple(read_segment(index, header, whole) for index in range(len(segments)))
+    header = inspect(data).header
+    view = _view(data)[-header.body_bytes - TRAILER.size :]
+    for index, layer in enumerate(header.layers):
+        check_segment(index, layer, view[layer.offset : layer.offset + layer.nbytes])
+    body = Body(view)
+    return header, tuple(read_layer(index, header, body) for index in range(len(header.layers)))
 
 
 def check_segment(index: int, layer: Layer, segment: memoryview) -> None:
     """Raise `BlobError` unless the segment of a layer has its digest and zeros for padding."""
     _require_digest(f"segment {index}", blake3(segment).digest(), layer.digest)
-    for span in (span for _, spans in layer.contents() for span in spans.values()):
+    for span in (span for spans in layer.arrays for span in spans.values()):
         end = span.offset + span.nbytes
         if any(segment[end : aligned(end)]):
             raise BlobError(f"padding in segment {index} is not zero", reason="nonzero_padding")
-
-
-def read_segment(index: int, header: Header, body: Body) -> LayerRecord:
-    """A layer whose segment `check_segment` has taken. Its tensors are views of the body, as `decode` says.
-
-    Raises `BlobError` for what a digest cannot know: a writer's fault.
-    """
-    return segments_of.read(f"layer {index}", header.layers[index], body, header.num_tokens)
-
-
-def root(data: Buffer) -> bytes:
-    """The root digest that a blob claims; true once `decode` or `inspect` has taken the blob."""
-    return bytes(_view(data)[-TRAILER.size :][8:])
 
 
 def inspect(data: Buffer) -> BlobSummary:
@@ -168,28 +149,23 @@ def pack(
         layers.append(layer)
         segments.append(tuple(buffers))
         offset += layer.nbytes
-    header, packed = _header(layers, num_tokens, next_position, identity, codec)
-    head, trailer = frame.close(packed, header.minor, offset)
-    nbytes = len(head) + offset + len(trailer)
-    return PackedBlob(((memoryview(head),), *segments, (memoryview(trailer),)), nbytes, root(trailer), header)
-
-
-def _header(
-    layers: list[Layer], num_tokens: int, next_position: int, identity: Identity, codec: str
-) -> tuple[Header, bytes]:
-    """The header and its bytes, read back once: what is written can be read, or is refused before it is stored."""
     try:
-        header = headers.describe(identity, num_tokens, next_position, codec, layers)
-        packed = headers.pack(header)
-        headers.parse(packed, header.minor)
+        described = IdentityHeader.model_validate(identity.to_dict())
+        header = Header(
+            identity=described, num_tokens=num_tokens, next_position=next_position, codec=codec, layers=layers
+        )
+        packed = header.pack()
+        parse_header(packed)  # what cannot be read back is refused before it is stored
     except (ValueError, OverflowError, BlobError) as error:
         raise InvalidRequest(f"the cache cannot be written as a blob: {error}") from error
-    if len(packed) > headers.HEADER_LIMIT:
+    if len(packed) > HEADER_LIMIT:
         raise InvalidRequest(
-            f"the cache's description takes {len(packed)} bytes, the format allows {headers.HEADER_LIMIT}; shorten "
-            "the policy parameters, the probe text or the expected questions"
+            f"the cache's description takes {len(packed)} bytes, the format allows {HEADER_LIMIT}; shorten the policy "
+            "parameters, the probe text or the expected questions"
         )
-    return header, packed
+    head, trailer = close_frame(packed, offset)
+    nbytes = len(head) + offset + len(trailer)
+    return PackedBlob(((memoryview(head),), *segments, (memoryview(trailer),)), nbytes, trailer[8:], header)
 
 
 def _view(data: Buffer) -> memoryview:
@@ -201,23 +177,16 @@ def _view(data: Buffer) -> memoryview:
 
 def _segment(record: LayerRecord, num_tokens: int, offset: int) -> tuple[Layer, list[memoryview]]:
     """One layer's header and the buffers of its segment, padding included."""
-    dims, records = segments_of.write(record, num_tokens)
+    dims, records = write_layer(record, num_tokens)
     buffers: list[memoryview] = []
-    parts: dict[str, Any] = {}
-    end = 0
     digest = blake3()
-    for name, data in ((name, data) for _, arrays in records for name, data in arrays.items()):
-        parts[name] = Part(offset=end, nbytes=len(data))  # 1.0 writes them down; its one record has no name twice
+    for data in (data for _, arrays in records for data in arrays.values()):
         padding = memoryview(bytes(aligned(len(data)) - len(data)))
         buffers.extend((data, padding))
         digest.update(data).update(padding)
-        end += len(data) + len(padding)
-    place: dict[str, Any] = {**dims._asdict(), "offset": offset, "nbytes": end, "digest": digest.digest()}
-    header = records[0][0]
-    if isinstance(record, Kept) and header.codec == "none":
-        plain = header.model_dump(include={"kind", "rope_mode", "codec", "lengths", "position_encoding"})
-        return KeptLayer(**plain, **place, **parts), buffers
-    return RecordsLayer(kind="records", **place, records=[header for header, _ in records]), buffers
+    headers, nbytes = [header for header, _ in records], sum(map(len, buffers))
+    layer = Layer(**dims._asdict(), records=headers, offset=offset, nbytes=nbytes, digest=digest.digest())
+    return layer, buffers
 
 
 def _require_digest(what: str, actual: bytes, expected: bytes) -> None:

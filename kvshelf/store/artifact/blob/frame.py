@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from blake3 import blake3
 
 from kvshelf.errors import BlobError
-from kvshelf.store.artifact.blob import header as headers
-from kvshelf.store.artifact.blob.header import Header, body_bytes
+from kvshelf.store.artifact.blob.header import HEADER_LIMIT, Header, parse_header
 from kvshelf.store.artifact.blob.layer import aligned
 
 FORMAT_MAJOR = 1
-FORMAT_MINOR = 1
+FORMAT_MINOR = 0
 
 MAGIC = b"KVSHELF\n"
 """Eight bytes; the line feed shows damage by a text-mode transfer at once."""
@@ -36,9 +35,9 @@ class BlobSummary:
     nbytes: int
 
 
-def close(packed_header: bytes, minor: int, body: int) -> tuple[bytes, bytes]:
+def close_frame(packed_header: bytes, body: int) -> tuple[bytes, bytes]:
     """All that stands before a body of `body` bytes, and all that stands after it."""
-    fixed = FIXED.pack(MAGIC, FORMAT_MAJOR, minor, len(packed_header)) + packed_header
+    fixed = FIXED.pack(MAGIC, FORMAT_MAJOR, FORMAT_MINOR, len(packed_header)) + packed_header
     head = fixed.ljust(aligned(len(fixed)), b"\0")
     total = len(head) + body + TRAILER.size
     return head, TRAILER.pack(total, _root(head, total))
@@ -54,13 +53,13 @@ def body_offset(fixed: Buffer, size: int) -> int:
     if major != FORMAT_MAJOR or minor > FORMAT_MINOR:
         newer = "newer_major" if major > FORMAT_MAJOR else "newer_minor" if major == FORMAT_MAJOR else "unknown_major"
         raise BlobError(
-            f"the blob has format {major}.{minor}; this version of kvshelf reads 1.0 to {FORMAT_MAJOR}.{FORMAT_MINOR}. "
+            f"the blob has format {major}.{minor}; this version of kvshelf reads {FORMAT_MAJOR}.{FORMAT_MINOR}. "
             "Upgrade kvshelf, or compress the document again.",
             reason=newer,
         )
-    if length > headers.HEADER_LIMIT:
+    if length > HEADER_LIMIT:
         raise BlobError(
-            f"the header claims {length} bytes, the format allows {headers.HEADER_LIMIT}", reason="header_too_large"
+            f"the header claims {length} bytes, the format allows {HEADER_LIMIT}", reason="header_too_large"
         )
     body = aligned(FIXED.size + length)
     if size < body + TRAILER.size:
@@ -73,12 +72,12 @@ def open_frame(head: Buffer, trailer: Buffer, size: int) -> BlobSummary:
     total, root = TRAILER.unpack(trailer)
     if _root(head, total) != root:
         raise _damaged(head, size)
-    _, _, minor, length = FIXED.unpack(head[: FIXED.size])
+    *_, length = FIXED.unpack(head[: FIXED.size])
     end = FIXED.size + length
-    header = headers.parse(bytes(head[FIXED.size : end]), minor)
+    header = parse_header(bytes(head[FIXED.size : end]))
     if any(head[end:]):
         raise BlobError("the padding after the header is not zero", reason="nonzero_padding")
-    _require_size(len(head) + body_bytes(header) + TRAILER.size, size)
+    _require_size(len(head) + header.body_bytes + TRAILER.size, size)
     if total != size:
         raise BlobError(f"the trailer says {total} bytes, the blob has {size}", reason="length_mismatch")
     return BlobSummary(header, root, size)
@@ -86,10 +85,10 @@ def open_frame(head: Buffer, trailer: Buffer, size: int) -> BlobSummary:
 
 def _damaged(head: Buffer, size: int) -> BlobError:
     """Why the root digest differs. A readable header tells a cut or extended blob from a changed one."""
-    _, _, minor, length = FIXED.unpack(head[: FIXED.size])
+    *_, length = FIXED.unpack(head[: FIXED.size])
     try:
-        header = headers.parse(bytes(head[FIXED.size : FIXED.size + length]), minor)
-        _require_size(len(head) + body_bytes(header) + TRAILER.size, size)
+        header = parse_header(bytes(head[FIXED.size : FIXED.size + length]))
+        _require_size(len(head) + header.body_bytes + TRAILER.size, size)
     except BlobError as error:
         if error.reason in ("truncated", "trailing_bytes"):
             return error

@@ -7,23 +7,13 @@ they are parsed, every field has one type, and each refusal has one name (docs/f
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Final
+from typing import Annotated, Any, Final
 
 import msgpack
 from pydantic import FailFast, Field, JsonValue, ValidationError
 
 from kvshelf.errors import BlobError, InvalidRequest
-from kvshelf.store.artifact.blob.layer import (
-    MAX_ARRAY,
-    Count,
-    KeptLayer,
-    Layer,
-    RecordsLayer,
-    Size,
-    Strict,
-    check_place,
-)
+from kvshelf.store.artifact.blob.layer import ALIGNMENT, MAX_ARRAY, Count, Layer, Size, Strict
 from kvshelf.store.artifact.codecs import Codec
 from kvshelf.store.artifact.identity import Boundary, Identity, Layout
 
@@ -69,80 +59,49 @@ class IdentityHeader(Strict):
     expected_questions: list[str]
 
 
-class _Header(Strict):
-    """What the header of every minor version has."""
+class Header(Strict):
+    """The whole header. codec: the canonical text of the codec that the cache is under.
+
+    Reading stops at the first layer and the first record at fault: a list of all errors would take hundreds of times
+    the header's bytes.
+    """
 
     identity: IdentityHeader
     num_tokens: Size
     next_position: Size
+    codec: Text
+    layers: Annotated[list[Layer], Field(min_length=1, max_length=MAX_ARRAY), FailFast()]
+
+    @property
+    def body_bytes(self) -> int:
+        """Bytes of all segments, which follow each other without holes."""
+        return sum(layer.nbytes for layer in self.layers)
 
     def to_identity(self) -> Identity:
         return Identity.from_dict(self.identity.model_dump())
 
-
-class Header0(_Header):
-    """The whole header of format 1.0."""
-
-    minor: ClassVar[int] = 0
-    codec: ClassVar[str] = "none"
-
-    layers: Annotated[list[KeptLayer], Field(min_length=1, max_length=MAX_ARRAY), FailFast()]
+    def pack(self) -> bytes:
+        """The one msgpack text of the header: keys of every map sorted, shortest integers, 64-bit floats."""
+        data: bytes = msgpack.packb(_sorted(self.model_dump()), use_bin_type=True)
+        return data
 
 
-class Header1(_Header):
-    """The whole header of format 1.1. codec: the canonical text of the codec that the cache is under.
-
-    The first layer and the first record at fault end the reading: a list of all errors would take hundreds of times the
-    header's bytes.
-    """
-
-    minor: ClassVar[int] = 1
-
-    codec: Text
-    layers: Annotated[
-        list[Annotated[Layer, Field(discriminator="kind")]], Field(min_length=1, max_length=MAX_ARRAY), FailFast()
-    ]
-
-
-Header = Header0 | Header1
-
-
-def describe(identity: Identity, num_tokens: int, next_position: int, codec: str, layers: Sequence[Layer]) -> Header:
-    """The header of a cache, of the lowest minor version that can express it. Raises `ValueError`."""
-    fields: dict[str, Any] = {
-        "identity": IdentityHeader.model_validate(identity.to_dict()),
-        "num_tokens": num_tokens,
-        "next_position": next_position,
-        "layers": list(layers),
-    }
-    if _needs_1_1(num_tokens, next_position, codec, layers):
-        return Header1(codec=codec, **fields)
-    return Header0(**fields)
-
-
-def body_bytes(header: Header) -> int:
-    """Bytes of all segments, when they follow each other without holes."""
-    return sum(layer.nbytes for layer in header.layers)
-
-
-def pack(header: Header) -> bytes:
-    """The one msgpack text of a header: keys of every map sorted, shortest integers, 64-bit floats."""
-    data: bytes = msgpack.packb(_sorted(header.model_dump()), use_bin_type=True)
-    return data
-
-
-def parse(data: bytes, minor: int) -> Header:
-    """Read a header of format 1.`minor` and check all of it that needs no segment. Raises `BlobError`."""
+def parse_header(data: bytes) -> Header:
+    """Read a header and check everything in it that needs no segment. Raises `BlobError`."""
     _refuse_foreign(fields := _unpack(data))
     try:
-        header: Header = (Header1 if minor else Header0).model_validate(fields)
+        header = Header.model_validate(fields)
     except ValidationError as error:
         raise _named(error) from error
-    _check_identity(header)
+    if header.identity.num_tokens != header.num_tokens:
+        raise BlobError(
+            f"the header contradicts itself: {header.num_tokens} tokens, {header.identity.num_tokens} in the identity",
+            reason="inconsistent",
+        )
     _check_codec(header)  # before the layout, which divides by the groups
     _check_layout(header)
-    # What was read and not the model, whose fields would have to be sorted first: `_unique` has seen that they are. But
-    # the model takes a whole number for a float.
+    # Packs the fields as they were read: `_unique` has seen that they are sorted, those of the model are not. The model
+    # also takes a whole number for a float.
     is_float = isinstance(fields["identity"]["compression_ratio"], float)
     if not is_float or msgpack.packb(fields, use_bin_type=True) != data:
         raise _not_canonical()
@@ -154,11 +113,6 @@ def _not_canonical() -> BlobError:
         "the header is not written in the one canonical way (sorted keys, shortest integers, 64-bit floats)",
         reason="not_canonical",
     )
-
-
-def _needs_1_1(num_tokens: int, next_position: int, codec: str, layers: Sequence[Layer]) -> bool:
-    plain = all(isinstance(layer, KeptLayer) for layer in layers)
-    return codec != "none" or next_position < num_tokens or not plain
 
 
 def _sorted(value: Any) -> Any:
@@ -189,7 +143,7 @@ def _unique(pairs: list[tuple[str | bytes, Any]]) -> dict[str | bytes, Any]:
     if not _STRINGS.issuperset(map(type, fields)):  # msgpack itself takes bytes for a key too
         raise BlobError("the header has a key that is no string", reason="header_malformed")
     if len(fields) != len(pairs):
-        # msgpack itself keeps the last one in silence: two readers could then see two different caches.
+        # msgpack itself keeps the last one silently: two readers could then see two different caches.
         raise BlobError("the header has the same key twice in one map", reason="duplicate_key")
     if list(fields) != sorted(fields):
         raise _not_canonical()
@@ -197,10 +151,10 @@ def _unique(pairs: list[tuple[str | bytes, Any]]) -> dict[str | bytes, Any]:
 
 
 def _refuse_foreign(value: Any) -> None:
-    """Refuse values that msgpack can say and the header cannot, and nesting that no header needs.
+    """Refuse values that msgpack can express and a header cannot, and nesting that no header needs.
 
-    Level by level, because hostile nesting would exhaust the stack of a recursive walk. What could be wrong many times
-    over is refused here at its first place: the models would list every one, at hundreds of times its bytes.
+    Walks level by level, because hostile nesting would exhaust the stack of a recursive walk. Stops at the first fault:
+    the models would list every one, at hundreds of times its bytes.
     """
     level = [value]
     for _ in range(_MAX_DEPTH):
@@ -259,19 +213,7 @@ def _named(error: ValidationError) -> BlobError:
     return BlobError(f"header field {where}: {first['msg']}", reason="field_malformed")
 
 
-def _check_identity(header: Header) -> None:
-    inside = header.next_position < header.num_tokens and not header.minor
-    if header.identity.num_tokens != header.num_tokens or inside:
-        raise BlobError(
-            f"the header contradicts itself: {header.num_tokens} tokens, {header.identity.num_tokens} in the identity, "
-            f"next position {header.next_position}",
-            reason="inconsistent",
-        )
-
-
 def _check_codec(header: Header) -> None:
-    if not isinstance(header, Header1):
-        return
     try:
         codec = Codec.parse(header.codec)
     except InvalidRequest as error:
@@ -279,21 +221,25 @@ def _check_codec(header: Header) -> None:
     if str(codec) != header.codec:
         raise BlobError(f"the header says codec {header.codec!r} for {str(codec)!r}", reason="not_canonical")
     for index, layer in enumerate(header.layers):
-        records = layer.records if isinstance(layer, RecordsLayer) else ()
-        for record in records:
+        for record in layer.records:
             if (record.codec, record.group) not in codec.precisions:
                 raise BlobError(
                     f"layer {index} is under {record.codec} in groups of {record.group}; codec {codec} makes no such "
                     "layer",
                     reason="inconsistent",
                 )
-    if not _needs_1_1(header.num_tokens, header.next_position, header.codec, header.layers):
-        raise BlobError("the blob says format 1.1 though 1.0 can hold it", reason="not_canonical")
 
 
 def _check_layout(header: Header) -> None:
+    """Segments follow each other with no byte between them, and each has the size that its records make."""
     end = 0
     for index, layer in enumerate(header.layers):
-        check_place(f"segment {index}", layer.offset, end)
+        begins = f"segment {index} begins at byte {layer.offset}"
+        if layer.offset % ALIGNMENT:
+            raise BlobError(f"{begins}, not a multiple of {ALIGNMENT}", reason="misaligned")
+        if layer.offset < end:
+            raise BlobError(f"{begins}, inside what ends at {end}", reason="overlap")
+        if layer.offset > end:
+            raise BlobError(f"{begins}, leaving a hole after {end}", reason="hole")
         layer.check(index, header.num_tokens)
         end = layer.offset + layer.nbytes

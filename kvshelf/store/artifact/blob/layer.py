@@ -1,14 +1,10 @@
-"""What a blob's header says of one layer, and the sizes of all its arrays, which follow from that.
-
-Two forms: `KeptLayer` is that of format 1.0, one plain `Kept`. `RecordsLayer`, from 1.1 on, is one record or several of
-any kind and precision.
-"""
+"""What a blob's header says of one layer, and the sizes of all its arrays, which follow from that."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cached_property
-from typing import Annotated, ClassVar, Final, Literal, NamedTuple
+from typing import Annotated, Final, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field
 
@@ -19,7 +15,7 @@ from kvshelf.store.artifact.codecs import BITS, Precision
 from kvshelf.store.artifact.packed import RopeMode
 
 ALIGNMENT: Final = 64
-"""Bytes. A cache line, and the widest vector register: every tensor and every segment begins at a multiple of it."""
+"""Bytes: a cache line, and the widest vector register. Every array and every segment begins at a multiple of it."""
 
 MAX_ARRAY: Final = 4096
 INT32_MAX: Final = 2**31 - 1
@@ -31,7 +27,7 @@ Digest = Annotated[bytes, Field(min_length=32, max_length=32)]
 Sizes = Annotated[list[Count], Field(max_length=MAX_ARRAY)]
 Lengths = Annotated[list[Annotated[int, Field(ge=0, le=INT32_MAX)]], Field(min_length=1, max_length=MAX_ARRAY)]
 DtypeName = Literal["float32", "bfloat16", "float16"]
-ITEM_BYTES: Final[Mapping[DtypeName, int]] = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEM_BYTES: Final[dict[DtypeName, int]] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def aligned(size: int) -> int:
@@ -92,72 +88,20 @@ class MergedHeader(Strict):
 RecordHeader = KeptHeader | MergedHeader
 
 
-class Part(Strict):
-    """`Span` as 1.0 writes it."""
-
-    offset: Count
-    nbytes: Count
-
-
-class KeptLayer(Strict):
-    """One layer of format 1.0 and its segment. It describes its one record itself, in the words of `KeptHeader`.
+class Layer(Strict):
+    """One layer and its segment.
 
     offset: bytes from the start of the body (the first aligned byte after the header), so that it does not depend on
-    the header's own length. nbytes: the segment with its padding. digest: BLAKE3 of those bytes. lengths: entries of
-    each KV head.
+    the header's own length. nbytes: the segment with its padding. digest: BLAKE3 of those bytes.
     """
 
-    kind: Literal["kept"]
-    rope_mode: RopeMode
-    codec: Literal["none"]
-    dtype: DtypeName
-    key_dim: Size
-    value_dim: Size
-    lengths: Lengths
-    position_encoding: positions.Encoding
-    offset: Count
-    nbytes: Count
-    keys: Part
-    values: Part
-    positions: Part
-    digest: Digest
-
-    group: ClassVar[int] = 0
-
-    @property
-    def dims(self) -> Dims:
-        return Dims(self.dtype, self.key_dim, self.value_dim)
-
-    @property
-    def sizes(self) -> list[int]:
-        return [self.keys.nbytes, self.values.nbytes, self.positions.nbytes]
-
-    def contents(self) -> Contents:
-        """The records in the segment and where their arrays lie, in the order in which they lie there."""
-        return [(self, {"keys": self.keys, "values": self.values, "positions": self.positions})]
-
-    def check(self, index: int, num_tokens: int) -> None:
-        """Raise `BlobError` unless the parts have the sizes of their shapes and lie where they must."""
-        ((_, parts),) = self.contents()
-        _check_record(index, self, self.dims, num_tokens)
-        end = 0
-        for name, part in parts.items():
-            check_place(f"{name} of layer {index}", part.offset, end)
-            end = aligned(part.offset + part.nbytes)
-        _check_segment(index, self.nbytes, end)
-
-
-class RecordsLayer(Strict):
-    """One layer of format 1.1 and its segment; `offset`, `nbytes` and `digest` as of `KeptLayer`."""
-
-    kind: Literal["records"]
     dtype: DtypeName
     key_dim: Size
     value_dim: Size
     records: Annotated[
         list[Annotated[RecordHeader, Field(discriminator="kind")]],
         Field(min_length=1, max_length=_MAX_RECORDS),
-        FailFast(),  # see `Header1`
+        FailFast(),  # see `Header`
     ]
     offset: Count
     nbytes: Count
@@ -167,20 +111,17 @@ class RecordsLayer(Strict):
     def dims(self) -> Dims:
         return Dims(self.dtype, self.key_dim, self.value_dim)
 
-    def contents(self) -> Contents:
-        """The records in the segment and where their arrays lie, in the order in which they lie there."""
-        return self._contents
-
     @cached_property
-    def _contents(self) -> Contents:
+    def arrays(self) -> list[dict[str, Span]]:
+        """For each record, the places of its arrays by name, in the order in which they lie in the segment."""
         end = 0
-        found: Contents = []
+        found: list[dict[str, Span]] = []
         for record in self.records:
-            spans: dict[str, Span | Part] = {}
+            spans: dict[str, Span] = {}
             for name, nbytes in zip(array_sizes(record, self.dims), record.sizes, strict=True):
                 spans[name] = Span(end, nbytes)
                 end = aligned(end + nbytes)
-            found.append((record, spans))
+            found.append(spans)
         return found
 
     def check(self, index: int, num_tokens: int) -> None:
@@ -188,21 +129,13 @@ class RecordsLayer(Strict):
         if len({len(record.lengths) for record in self.records}) > 1:
             raise BlobError(f"the records of layer {index} have different numbers of heads", reason="inconsistent")
         for record in self.records:
-            _check_record(index, record, self.dims, num_tokens)
-        end = sum(aligned(span.nbytes) for _, spans in self.contents() for span in spans.values())
-        _check_segment(index, self.nbytes, end)
-        if [(record.kind, record.codec) for record in self.records] == [("kept", "none")]:
-            raise BlobError(f"layer {index} has the form of 1.1 though that of 1.0 can hold it", reason="not_canonical")
+            _check_record(f"layer {index}", record, self.dims, num_tokens)
+        end = sum(aligned(span.nbytes) for spans in self.arrays for span in spans.values())
+        if self.nbytes != end:
+            raise BlobError(f"segment {index} says {self.nbytes} bytes, its arrays make {end}", reason="size_mismatch")
 
 
-Layer = KeptLayer | RecordsLayer
-Described = RecordHeader | KeptLayer
-
-Contents = list[tuple[Described, Mapping[str, Span | Part]]]
-"""What describes each record of a segment, and the places of its arrays by name."""
-
-
-def array_sizes(record: Described, dims: Dims) -> dict[str, int | None]:
+def array_sizes(record: RecordHeader, dims: Dims) -> dict[str, int | None]:
     """Bytes that each array of a record must have, in the order in which they lie in the segment. None for positions,
     whose size depends on the data.
 
@@ -224,17 +157,7 @@ def class_bytes(lengths: list[int]) -> int:
     return 2 if max(lengths) <= 1 << 16 else 4
 
 
-def check_place(what: str, offset: int, expected: int) -> None:
-    """Parts follow each other with no byte between them but the padding to the next multiple of 64."""
-    if offset % ALIGNMENT:
-        raise BlobError(f"{what} begins at byte {offset}, not a multiple of {ALIGNMENT}", reason="misaligned")
-    if offset < expected:
-        raise BlobError(f"{what} begins at byte {offset}, inside what ends at {expected}", reason="overlap")
-    if offset > expected:
-        raise BlobError(f"{what} begins at byte {offset}, leaving a hole after {expected}", reason="hole")
-
-
-def _row_sizes(name: str, record: Described, dtype: DtypeName, dim: int) -> Iterator[tuple[str, int]]:
+def _row_sizes(name: str, record: RecordHeader, dtype: DtypeName, dim: int) -> Iterator[tuple[str, int]]:
     entries = sum(record.lengths)
     if record.codec == "none":
         yield name, entries * dim * ITEM_BYTES[dtype]
@@ -246,13 +169,7 @@ def _row_sizes(name: str, record: Described, dtype: DtypeName, dim: int) -> Iter
     yield f"{name}_zeros", groups * width * ITEM_BYTES["bfloat16"]
 
 
-def _check_segment(index: int, nbytes: int, expected: int) -> None:
-    if nbytes != expected:
-        raise BlobError(f"segment {index} says {nbytes} bytes, its parts make {expected}", reason="size_mismatch")
-
-
-def _check_record(index: int, record: Described, dims: Dims, num_tokens: int) -> None:
-    where = f"layer {index}"
+def _check_record(where: str, record: RecordHeader, dims: Dims, num_tokens: int) -> None:
     expected = array_sizes(record, dims)
     if len(record.sizes) != len(expected):
         raise BlobError(

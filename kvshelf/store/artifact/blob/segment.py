@@ -6,7 +6,8 @@ cannot vouch for is checked here, on the way in and on the way out: what is writ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,14 +19,13 @@ from kvshelf.errors import BlobError, InvalidRequest
 from kvshelf.kernels.quantize.rows import Axis, QuantizedRows, Rows, scales_shape
 from kvshelf.store.artifact import positions
 from kvshelf.store.artifact.blob.body import Body
+from kvshelf.store.artifact.blob.header import Header
 from kvshelf.store.artifact.blob.layer import (
-    Described,
     Dims,
     DtypeName,
     KeptHeader,
     Layer,
     MergedHeader,
-    Part,
     RecordHeader,
     Span,
     class_bytes,
@@ -44,7 +44,7 @@ Arrays = dict[str, memoryview]
 """The bytes of a record's arrays, in the order of `array_sizes`."""
 
 
-def write(record: LayerRecord, num_tokens: int) -> tuple[Dims, list[tuple[RecordHeader, Arrays]]]:
+def write_layer(record: LayerRecord, num_tokens: int) -> tuple[Dims, list[tuple[RecordHeader, Arrays]]]:
     """Describe a layer and give the bytes of its arrays, shared with its tensors where these are contiguous.
 
     Raises `InvalidRequest` for a record that the format cannot hold.
@@ -59,16 +59,16 @@ def write(record: LayerRecord, num_tokens: int) -> tuple[Dims, list[tuple[Record
     return dims, written
 
 
-def read(where: str, layer: Layer, body: Body, num_tokens: int) -> LayerRecord:
-    """The layer whose segment is in a body.
+def read_layer(index: int, header: Header, body: Body) -> LayerRecord:
+    """A layer whose segment `check_segment` has accepted. Its tensors are views of the body.
 
-    Raises `BlobError` for bytes that `write` cannot have written.
+    Raises `BlobError` for what no digest can reveal: bytes that `write_layer` does not write.
     """
-    parts = []
-    for header, spans in layer.contents():
-        parts.append(_Reader(header, spans, layer, body, num_tokens).record())
-    record = parts[0] if len(parts) == 1 else Parts(tuple(parts))
-    _require_sound(where, record)
+    layer = header.layers[index]
+    described = zip(layer.records, layer.arrays, strict=True)
+    parts = tuple(_Reader(record, spans, layer, body, header.num_tokens).record() for record, spans in described)
+    record = parts[0] if len(parts) == 1 else Parts(parts)
+    _require_sound(f"layer {index}", record)
     return record
 
 
@@ -144,28 +144,26 @@ def _ints(tensor: Tensor) -> Ints:
     return tensor.cpu().numpy().astype(np.int64)
 
 
+@dataclass(frozen=True)
 class _Reader:
     """One record of a segment. The header has been checked against the size of the segment."""
 
-    def __init__(
-        self, header: Described, spans: Mapping[str, Span | Part], layer: Layer, body: Body, num_tokens: int
-    ) -> None:
-        self._header = header
-        self._spans = spans
-        self._layer = layer
-        self._body = body
-        self._num_tokens = num_tokens
+    header: RecordHeader
+    spans: dict[str, Span]
+    layer: Layer
+    body: Body
+    num_tokens: int
 
     def record(self) -> PackedRecord:
-        header = self._header
+        header = self.header
         fields: dict[str, Any] = {
-            "keys": self._rows("keys", self._layer.key_dim),
-            "values": self._rows("values", self._layer.value_dim),
+            "keys": self._rows("keys", self.layer.key_dim),
+            "values": self._rows("values", self.layer.value_dim),
             "entries_at": self._positions("positions", header.position_encoding, header.lengths),
             "offsets": offsets_of(header.lengths),
             "rope_mode": header.rope_mode,
         }
-        if not isinstance(header, MergedHeader):
+        if isinstance(header, KeptHeader):
             return Kept(**fields)
         classes = np.frombuffer(self._bytes("slot_classes"), f"<u{class_bytes(header.lengths)}")
         return Merged(
@@ -177,7 +175,7 @@ class _Reader:
         )
 
     def _rows(self, name: str, dim: int) -> Rows:
-        header, dtype = self._header, DTYPES[self._layer.dtype]
+        header, dtype = self.header, DTYPES[self.layer.dtype]
         entries = sum(header.lengths)
         if header.codec == "none":
             return self._tensor(name, dtype, entries, dim)
@@ -196,16 +194,16 @@ class _Reader:
         )
 
     def _tensor(self, name: str, dtype: torch.dtype, *shape: int) -> Tensor:
-        return self._body.tensor(self._layer.offset + self._spans[name].offset, dtype, *shape)
+        return self.body.tensor(self.layer.offset + self.spans[name].offset, dtype, *shape)
 
     def _bytes(self, name: str) -> memoryview:
-        span = self._spans[name]
-        start = self._layer.offset + span.offset
-        return self._body.memory[start : start + span.nbytes]
+        span = self.spans[name]
+        start = self.layer.offset + span.offset
+        return self.body.memory[start : start + span.nbytes]
 
     def _positions(self, name: str, encoding: positions.Encoding, lengths: list[int]) -> Callable[[], Tensor]:
-        """Checked, and expanded by whoever asks."""
-        expand = positions.decode(encoding, self._bytes(name), lengths, self._num_tokens)
+        """Checks the positions; the result expands them when called."""
+        expand = positions.decode(encoding, self._bytes(name), lengths, self.num_tokens)
         return lambda: torch.from_numpy(expand().astype(np.int32))
 
 
