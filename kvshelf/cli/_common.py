@@ -6,17 +6,17 @@ Results go to stdout, everything else to stderr, so that `ID=$(kvshelf put repor
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 from rich.console import Console
 
+from kvshelf import atomic
 from kvshelf.errors import (
     CacheExpired,
     CallerError,
@@ -118,17 +118,12 @@ def connected(url: str | None, *, as_json: bool) -> Iterator[Client]:
 
 @contextmanager
 def written(path: Path) -> Iterator[BinaryIO]:
-    """A file that is renamed to `path` when the block succeeds, so readers never see a partial file."""
-    partial = path.with_name(path.name + ".partial")
+    """As `atomic.written`, and `InvalidRequest` where the file cannot be written."""
     try:
-        with partial.open("wb") as file:
+        with atomic.written(path) as file:
             yield file
-        os.replace(partial, path)
     except OSError as error:
         raise InvalidRequest(f"cannot write {path}: {error.strerror}", param="--output") from error
-    finally:
-        with suppress(OSError):
-            partial.unlink()
 
 
 def print_object(obj: BaseModel) -> None:

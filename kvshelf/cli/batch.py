@@ -161,8 +161,8 @@ class _Job:
 
     def source(self) -> FileSource:
         """The corpus. What the batch writes may lie in the same folder and is no part of it."""
+        from kvshelf.atomic import partial_of
         from kvshelf.corpus.input.files import FileSource
-        from kvshelf.corpus.output.files import partial_of
 
         written = [self.output] if self.report is None else [self.output, self.report]
         return FileSource(self.input, self.fields, without=[self._journal, *written, *map(partial_of, written)])
@@ -175,7 +175,8 @@ class _Job:
         from kvshelf.corpus.run.journal import FileJournal
         from kvshelf.corpus.run.progress import RunOptions, RunState, Window
         from kvshelf.service.process.standalone import TENANT, run_standalone
-        from kvshelf.service.settings import load_settings, without_secret
+        from kvshelf.service.settings import load_settings
+        from kvshelf.store.redaction import without_secret
         from kvshelf.workers.replica.create.spec import require_policy
 
         loaded = load_settings(**settings)

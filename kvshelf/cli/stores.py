@@ -30,7 +30,7 @@ def opened(url: str, key_file: Path | None) -> Iterator[Store]:
 def shown(url: str) -> str:
     """The URL without its password."""
     with needs_extra("serve", purpose="a store"):
-        from kvshelf.service.settings import without_secret
+        from kvshelf.store.redaction import without_secret
 
     return without_secret(url)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
@@ -14,14 +13,12 @@ from pydantic_settings import BaseSettings, DotEnvSettingsSource, NoDecode, Sett
 
 from kvshelf.api.strict import Ttl
 from kvshelf.errors import InvalidRequest
+from kvshelf.store.redaction import without_secret
 
 PREFIX = "KVSHELF_"
 
 OTHER_VARIABLES = frozenset({"KVSHELF_URL", "KVSHELF_API_KEY", "KVSHELF_ENV_FILE", "KVSHELF_KERNELS"})
 """Read by the clients, the command line and the kernels. They may stand in the environment of a service."""
-
-_TIER = re.compile(r"\+(?=[a-z-]+:)")
-_URL_SECRET = re.compile(r"(?<=://).*@", re.DOTALL)
 
 Seconds = Annotated[float, Field(gt=0, le=30 * 86400)]
 
@@ -173,14 +170,6 @@ def _names_in(env_file: Path) -> set[str]:
     if not env_file.is_file():  # pydantic would pass it over
         raise InvalidRequest(f"there is no file {env_file}", param="env_file")
     return {name.upper() for name in DotEnvSettingsSource(Settings, env_file=env_file).env_vars}
-
-
-def without_secret(url: str) -> str:
-    """A URL for people: user and password of each of its tiers are replaced by stars.
-
-    Everything before the last @ goes, so that a password that should have been quoted does not show either.
-    """
-    return "+".join(_URL_SECRET.sub("***@", tier) for tier in _TIER.split(url))
 
 
 def _data_folder() -> Path:

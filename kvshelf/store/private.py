@@ -1,14 +1,13 @@
-"""Files of secrets: nobody but their owner may have access to them."""
+"""Files of secrets, which only their owner may access."""
 
 from __future__ import annotations
 
 import os
 import stat
-import tempfile
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from kvshelf.atomic import written
 from kvshelf.errors import InvalidRequest
 
 _LIMIT: Final = 1 << 20
@@ -46,26 +45,10 @@ def _is_ours_alone(found: os.stat_result) -> bool:
 
 
 def write_private(path: Path, data: bytes, *, param: str) -> None:
-    """Put `data` in the place of a file, at once and for good: a reader finds the old content or the new.
-
-    Raises `InvalidRequest` where that cannot be done; then the old content is still there.
-    """
+    """Put `data` in the place of a file, see `atomic.written`. Raises `InvalidRequest` where that fails."""
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")  # for its owner only
-        try:
-            with open(handle, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(handle)
-            os.replace(temporary, path)
-        finally:
-            with suppress(FileNotFoundError):
-                os.unlink(temporary)
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        with written(path, private=True) as file:
+            file.write(data)
     except OSError as error:
         raise refused(path, f"it cannot be written: {error.strerror}", param=param) from error
 

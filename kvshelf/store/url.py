@@ -22,6 +22,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from kvshelf.errors import InvalidRequest
 from kvshelf.store.base import Store
 from kvshelf.store.disk import DiskStore
+from kvshelf.store.redaction import without_secret
 from kvshelf.store.rules import Rules
 from kvshelf.store.shelf import Shelf
 from kvshelf.store.tiers.ram import RamTier
@@ -123,10 +124,8 @@ def _size(url: str, text: str) -> int:
 
 
 def _refused(url: str, why: str) -> InvalidRequest:
-    # Up to the last @: a password that should have been quoted must not show either. A folder has three slashes.
-    shown = re.sub(r"(?<=://)(?!/).*@", "***@", url, flags=re.DOTALL)
     return InvalidRequest(
-        f"cannot open the store {shown!r}: {why}. A store is disk:///absolute/path or redis://host:6379/0, with copies "
-        "before it as in ram:2GiB+disk:///scratch?max=200GiB+redis://host",
+        f"cannot open the store {without_secret(url)!r}: {why}. A store is disk:///absolute/path or "
+        "redis://host:6379/0, with copies before it as in ram:2GiB+disk:///scratch?max=200GiB+redis://host",
         param="store",
     )

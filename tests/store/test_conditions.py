@@ -116,14 +116,14 @@ def test_bytes_outlive_the_manifest_of_whoever_extends_it_while_another_shortens
     place = RedisPlace(shared_valkey)
     with place.open() as ours, place.open() as theirs:
         seen = ours.put(make_cache(), ttl_s=100, source="its text")
-        rewrite = theirs._index.rewrite
+        rewrite = theirs._index.swap
 
         def overtaken(*args: Any) -> bool:
             changed = rewrite(*args)
             ours.update(seen.id, ttl_s=5000)
             return changed
 
-        monkeypatch.setattr(theirs._index, "rewrite", overtaken)
+        monkeypatch.setattr(theirs._index, "swap", overtaken)
         theirs.update(seen.id, ttl_s=30)
         assert ours.stat(seen.id).expires_at == pytest.approx(time.time() + 5000, abs=60)
         client = shared_valkey.client()

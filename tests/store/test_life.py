@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sqlite3
 import threading
 import time
@@ -529,38 +528,3 @@ def test_a_sealed_blob_under_another_id_does_not_open(place: Place) -> None:
         with pytest.raises(CacheCorrupt) as refusal:
             shelf.get(mine.id)
         assert refusal.value.details["reason"] == "sealed_damaged"
-
-
-def test_a_home_of_format_1_is_taken_over(tmp_path: Path) -> None:
-    """Golden: written by the version before writes had leases. Nothing of it is lost."""
-    golden = Path(__file__).parent / "golden" / "home_1"
-    shutil.copytree(golden, tmp_path / "home")
-    clock = Clock()
-    caches = [make_cache(seed, num_tokens=9, lengths=((4, 5),), dims=(2, 3)) for seed in range(4)]
-    place = DiskPlace(tmp_path / "home")
-    for _ in range(2):  # the second time it is of the new format
-        with place.open(now=clock) as shelf:
-            ids = [
-                shelf.cache_id(cache.identity, tenant="you" if n == 1 else "default") for n, cache in enumerate(caches)
-            ]
-            require_equal(caches[0], shelf.get(ids[0]))
-            require_equal(caches[1], shelf.get(ids[1], tenant="you"))
-            assert shelf.stat(ids[0]).model_dump(include={"name", "labels", "pinned", "uses"}) == {
-                "name": "one",
-                "labels": {"team": "x"},
-                "pinned": True,
-                "uses": 0,
-            }
-            with pytest.raises(CacheNotFound):
-                shelf.get(ids[2])
-            with pytest.raises(CacheCorrupt):
-                shelf.get(ids[3])
-            assert (shelf.usage().caches, shelf.usage(tenant="you").bytes) == (2, 1192)
-            assert shelf._index.find(ids[0], "default").cost_s == 3.0  # type: ignore[union-attr]
-            assert [entry.id for entry in shelf._index.victims(9)] == [ids[1]]
-            assert shelf.ledger.body("req_1") == b"x"
-            assert len(shelf.check()) == 1, "the one that is in quarantine"
-    clock.time += 101
-    with place.open(now=clock) as shelf:
-        assert shelf.sweep().expired == 1
-        assert len(place.names()) == 1

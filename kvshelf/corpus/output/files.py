@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Final
 
+from kvshelf import atomic
 from kvshelf.corpus.output.results import Result
 from kvshelf.errors import InvalidRequest, StorageFull
 
@@ -72,23 +72,11 @@ def _write_parquet(target: IO[bytes], lines: Iterator[dict[str, Any]]) -> int:
     return count
 
 
-def partial_of(path: Path) -> Path:
-    """What a file is called until it is complete."""
-    return path.with_name(path.name + ".partial")
-
-
 @contextmanager
 def written(path: Path) -> Iterator[IO[bytes]]:
-    """A file that gets its name when the block ends well. Raises `StorageFull` where it cannot be written."""
-    partial = partial_of(path)
+    """As `atomic.written`. Raises `StorageFull` where the file cannot be written."""
     try:
-        with partial.open("wb") as target:
+        with atomic.written(path) as target:
             yield target
-            target.flush()
-            os.fsync(target.fileno())
-        os.replace(partial, path)
     except OSError as error:
         raise StorageFull(f"{path} cannot be written: {error.strerror or error}") from error
-    finally:
-        with suppress(OSError):
-            partial.unlink()

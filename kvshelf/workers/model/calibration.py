@@ -13,6 +13,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from kvshelf.atomic import written
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.store.artifact.identity import ModelIdentity, canonical_json, digest
 
@@ -130,10 +131,9 @@ def require_writable(path: Path) -> None:
 
 
 def save(calibration: Calibration, path: Path) -> None:
-    """Write a calibration, the whole file or nothing of it."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    partial.write_text(calibration.model_dump_json(indent=1) + "\n")
-    partial.replace(path)
+    """Write a calibration, see `atomic.written`."""
+    with written(path) as file:
+        file.write(calibration.model_dump_json(indent=1).encode() + b"\n")
 
 
 def _of(model: ModelIdentity, found: Calibration, path: Path) -> Calibration:

@@ -18,9 +18,10 @@ from typer.testing import CliRunner
 from kvshelf import open_store
 from kvshelf.cli import app
 from kvshelf.errors import InvalidRequest
-from kvshelf.service.settings import Settings, load_settings, without_secret
+from kvshelf.service.settings import Settings, load_settings
 from kvshelf.service.storage import store_config
 from kvshelf.store.config import StoreConfig
+from kvshelf.store.redaction import without_secret
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,45 @@
+"""Files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+
+def partial_of(path: Path) -> Path:
+    """The name of a file that `written` has not completed yet."""
+    return path.with_name(path.name + ".partial")
+
+
+@contextmanager
+def written(path: Path, *, private: bool = False) -> Iterator[BinaryIO]:
+    """A file that takes the place of `path` when the block ends well: a reader finds the old content or the new.
+
+    The new content is durable then. private: only its owner may read it, and several may write it at once. Raises
+    `OSError`; then the old content is still there.
+    """
+    if private:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+        partial, file = Path(name), os.fdopen(handle, "wb")
+    else:
+        partial = partial_of(path)
+        file = partial.open("wb")
+    try:
+        with file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink()
+        raise
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
