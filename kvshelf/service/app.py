@@ -17,14 +17,14 @@ from kvshelf.api import ModelObject
 from kvshelf.errors import KvshelfError
 from kvshelf.service.access.keys import Access, LiveKeys
 from kvshelf.service.access.limits import TenantLimits
-from kvshelf.service.engines import FairEngine
+from kvshelf.service.engines import EngineClient
 from kvshelf.service.fair_queue import FairQueue
 from kvshelf.service.http import errors, openapi
 from kvshelf.service.http.extract import Extractor
 from kvshelf.service.jobs.background import Background
 from kvshelf.service.jobs.batches import BatchRunner
 from kvshelf.service.observe.metrics import Metrics
-from kvshelf.service.observe.telemetry import ObservedEngine, ObservedRequests
+from kvshelf.service.observe.telemetry import ObservedRequests
 from kvshelf.service.routes import (
     batches,
     blobs,
@@ -56,14 +56,16 @@ def create_app(
     limits = TenantLimits(
         settings.tenant_max_concurrent, settings.tenant_requests_per_minute, settings.tenant_tokens_per_minute
     )
-    engines = {name: ObservedEngine(engine, numbers, tracer) for name, engine in workers.items()}
+    engines = {
+        name: EngineClient(engine, settings, numbers, tracer, limits.spend_tokens) for name, engine in workers.items()
+    }
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         threads = ThreadPoolExecutor(THREADS, thread_name_prefix="service")
         asyncio.get_running_loop().set_default_executor(threads)
         service = app.state.service = await _service(settings, workers, engines, store, numbers, limits)
-        jobs = [watch(list(engines.values())), _take_stock(store), _sweep(store, settings.sweep_interval_s)]
+        jobs = [watch(list(workers.values())), _take_stock(store), _sweep(store, settings.sweep_interval_s)]
         if keys is not None:
             jobs.append(keys.follow())
         beside = [asyncio.create_task(job) for job in jobs]
@@ -93,20 +95,17 @@ def create_app(
 async def _service(
     settings: Settings,
     workers: Mapping[str, RemoteEngine],
-    engines: Mapping[str, ObservedEngine],
+    engines: Mapping[str, EngineClient],
     store: Store,
     numbers: Metrics,
     limits: TenantLimits,
 ) -> Service:
     """What the routes work with. The workers are asked what they are."""
-    described = await asyncio.gather(*(engine.describe(deadline_s=60.0) for engine in engines.values()))
+    described = await asyncio.gather(*(engine.describe(deadline_s=60.0) for engine in workers.values()))
     return Service(
         settings=settings,
         store=store,
         engines=engines,
-        fair={
-            name: FairEngine(engine, settings, numbers.asking, limits.spend_tokens) for name, engine in engines.items()
-        },
         models=tuple(ModelObject.model_validate(about | {"created": int(time.time())}) for about in described),
         identities={about["id"]: ModelIdentity(**about["identity"]) for about in described},
         background=Background(
@@ -114,7 +113,6 @@ async def _service(
             engines,
             deadline_s=settings.request_deadline_s,
             max_unfinished=settings.max_queued_requests,
-            spend=limits.spend_tokens,
         ),
         batches=BatchRunner(store, workers, settings, numbers),
         metrics=numbers,

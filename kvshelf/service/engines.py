@@ -1,19 +1,23 @@
-"""A model's workers as the routes see them: tenants take turns, and nobody's reading holds a worker up."""
+"""A model's replicas as routes call them: tenants take turns, calls are measured, and no reader holds a replica up."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from contextlib import AbstractContextManager, AsyncExitStack, aclosing, asynccontextmanager, nullcontext
-from typing import Any
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager, nullcontext
 
+from opentelemetry.trace import Span, Status, StatusCode, Tracer
+
+from kvshelf.api import CreateCache, Estimate, EstimateObject, Query
 from kvshelf.errors import RequestTimeout
 from kvshelf.service.fair_queue import FairQueue
+from kvshelf.service.observe.logs import note
+from kvshelf.service.observe.metrics import Metrics, result_of
+from kvshelf.service.observe.tracing import add_phases
 from kvshelf.service.settings import Settings
 from kvshelf.workers.cluster.remote import RemoteEngine
-from kvshelf.workers.engine.inputs.encode import Document
-from kvshelf.workers.replica.create.created import Created
-from kvshelf.workers.replica.replica import MAX_UNREAD_PIECES, Asked, Replied
+from kvshelf.workers.replica.results import Created, Reply
 
 CREATIONS_PER_REPLICA = 2
 """One document is being prefilled while the next is tokenized and the last one stored."""
@@ -21,27 +25,31 @@ CREATIONS_PER_REPLICA = 2
 ESTIMATES_PER_REPLICA = 2
 """One document is being tokenized while the next is on its way."""
 
+MAX_UNREAD_PIECES = 1024
+"""Pieces of a streamed answer that may wait for a slow client before its question is given up."""
 
-class FairEngine:
-    """A `RemoteEngine` behind queues for questions, creations and estimates; `deadline_s` includes the waiting.
 
-    There are as many slots as the replicas can work on at once. What waits, waits here: a replica knows no tenants and
-    takes everything in its order.
+class EngineClient:
+    """Calls the replicas of one model in fair turns of tenants; `deadline_s` includes the waiting.
+
+    There are as many slots as the replicas can work on at once. Requests queue here, because replicas know no tenants
+    and work in the order of arrival. Each call is counted, timed, traced, and noted for the log; `spend` is told how
+    many tokens were prefilled and generated for a tenant.
     """
 
     def __init__(
         self,
-        engine: RemoteEngine,
+        remote: RemoteEngine,
         settings: Settings,
-        counting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        metrics: Metrics,
+        tracer: Tracer,
         spend: Callable[[str, int], None] = lambda *_: None,
     ) -> None:
-        """counting: a block for what can refuse a question before the engine counts it. spend: is told a tenant and how
-        many tokens were prefilled and generated for it."""
-        self._counting = counting
+        self.remote = remote
+        self.model = remote.model
+        self._metrics = metrics
+        self._tracer = tracer
         self._spend = spend
-        self._engine = engine
-        self.model = engine.model
         questions = settings.replicas * min(settings.max_open_generations, settings.max_ongoing_requests)
         waiting = settings.max_queued_requests
         self._questions = FairQueue(f"questions to {self.model!r}", questions, waiting)
@@ -50,62 +58,63 @@ class FairEngine:
 
     @property
     def waiting(self) -> dict[str, int]:
-        """How many wait, by kind of work."""
+        """How many requests wait, by kind of work."""
         return {
             "question": self._questions.waiting,
             "creation": self._creations.waiting,
             "estimate": self._estimates.waiting,
         }
 
-    async def estimate(self, spec: Mapping[str, Any], *, tenant: str, deadline_s: float) -> dict[str, Any]:
+    async def estimate(self, spec: Estimate, *, tenant: str, deadline_s: float) -> EstimateObject:
         async with self._estimates.turn(tenant, deadline_s) as left_s:
-            return await self._engine.estimate(spec, deadline_s=left_s)
+            return await self.remote.estimate(spec, deadline_s=left_s)
 
-    async def kept(
-        self, cache_id: str, document: Document | None, *, tenant: str, first_layer: int, deadline_s: float
-    ) -> dict[str, Any]:
-        return await self._engine.kept(
-            cache_id, document, tenant=tenant, first_layer=first_layer, deadline_s=deadline_s
-        )
-
-    async def create(self, spec: Mapping[str, Any], *, tenant: str, deadline_s: float) -> Created:
-        async with self._creations.turn(tenant, deadline_s) as left_s:
-            created = await self._engine.create(spec, tenant=tenant, deadline_s=left_s)
+    async def create(
+        self, spec: CreateCache, *, tenant: str, deadline_s: float, request_id: str | None = None
+    ) -> Created:
+        """With `request_id`, an accepted request of the ledger, which has waited its turn in the background."""
+        turn = self._creations.turn(tenant, deadline_s) if request_id is None else nullcontext(deadline_s)
+        async with turn as left_s:
+            with self._metrics.creating(self.model, spec.policy), self._observed("create") as span:
+                began_ns = time.time_ns()
+                created = await self.remote.create(spec, tenant=tenant, deadline_s=left_s, request_id=request_id)
+                add_phases(self._tracer, span, began_ns, created.phases)
+        self._metrics.created(self.model, spec.policy, created)
+        note(cache_id=created.manifest.id, tokens=created.manifest.num_tokens, existing=created.existing)
+        if len(created.caches) > 1:
+            note(caches=len(created.caches))
         self._spend(tenant, created.prefilled_tokens)
         return created
 
-    @asynccontextmanager
-    async def _turn(self, tenant: str, deadline_s: float) -> AsyncIterator[float]:
-        """A slot for a question. One that gets none is counted here; what happens in the block is not."""
-        async with AsyncExitStack() as stack:
-            with self._counting():
-                left_s = await stack.enter_async_context(self._questions.turn(tenant, deadline_s))
-            yield left_s
-
-    async def query(self, cache_id: str, asked: Asked, *, tenant: str, deadline_s: float) -> list[Replied]:
-        async with self._turn(tenant, deadline_s) as left_s:
-            replies = await self._engine.query(cache_id, asked, tenant=tenant, deadline_s=left_s)
+    async def query(self, cache_id: str, query: Query, *, tenant: str, deadline_s: float) -> list[Reply]:
+        async with self._answering("query", tenant, deadline_s) as (left_s, span):
+            began_ns = time.time_ns()
+            replies = await self.remote.query(cache_id, query, tenant=tenant, deadline_s=left_s)
+            self._answered(replies, span, began_ns)
         self._spend(tenant, sum(map(_used, replies)))
         return replies
 
     async def stream(
-        self, cache_id: str, asked: Asked, *, tenant: str, deadline_s: float
-    ) -> AsyncGenerator[str | Replied, None]:
+        self, cache_id: str, query: Query, *, tenant: str, deadline_s: float
+    ) -> AsyncGenerator[str | Reply, None]:
         """The pieces as they come. A reader that leaves too many of them gets `RequestTimeout`, and holds no slot."""
-        pieces: asyncio.Queue[str | Replied | None] = asyncio.Queue()
+        pieces: asyncio.Queue[str | Reply | None] = asyncio.Queue()
 
         async def fetch() -> None:
             async with (
-                self._turn(tenant, deadline_s) as left_s,
-                aclosing(self._engine.stream(cache_id, asked, tenant=tenant, deadline_s=left_s)) as answer,
+                self._answering("stream", tenant, deadline_s) as (left_s, span),
+                aclosing(self.remote.stream(cache_id, query, tenant=tenant, deadline_s=left_s)) as answer,
                 aclosing(self._counted(tenant, answer)) as arriving,
             ):
+                began_ns = time.time_ns()
                 async for piece in arriving:
                     if pieces.qsize() >= MAX_UNREAD_PIECES:
                         raise RequestTimeout(
                             f"{MAX_UNREAD_PIECES} pieces of the answer wait to be read, as many as may; read the "
                             "stream faster, or ask without streaming"
                         )
+                    if isinstance(piece, Reply):
+                        self._answered([piece], span, began_ns)
                     pieces.put_nowait(piece)
 
         fetching = asyncio.create_task(fetch())
@@ -119,9 +128,9 @@ class FairEngine:
             await asyncio.gather(fetching, return_exceptions=True)
 
     async def _counted(
-        self, tenant: str, answer: AsyncGenerator[str | Replied, None]
-    ) -> AsyncGenerator[str | Replied, None]:
-        """The pieces of an answer. Who leaves before its end has used a token for each piece, as far as is known."""
+        self, tenant: str, answer: AsyncGenerator[str | Reply, None]
+    ) -> AsyncGenerator[str | Reply, None]:
+        """The pieces of an answer. A reader that leaves early has used one token for each piece, as far as is known."""
         used = 0
         try:
             async for piece in answer:
@@ -130,7 +139,44 @@ class FairEngine:
         finally:
             self._spend(tenant, used)
 
+    @asynccontextmanager
+    async def _answering(self, name: str, tenant: str, deadline_s: float) -> AsyncIterator[tuple[float, Span]]:
+        """A slot for a question: the seconds left once it is there, and the span of the call."""
+        with self._metrics.asking():
+            async with self._questions.turn(tenant, deadline_s) as left_s:
+                with self._observed(name) as span:
+                    yield left_s, span
 
-def _used(reply: Replied) -> int:
+    def _answered(self, replies: Sequence[Reply], span: Span, began_ns: int) -> None:
+        self._metrics.answered(self.model, replies)
+        for reply in replies:
+            add_phases(self._tracer, span, began_ns, reply.phases)
+        note(
+            cache_id=replies[0].cache_id,
+            read_from=replies[0].read_from,
+            cache_read_tokens=sum(reply.usage.cache_read_tokens for reply in replies),
+            prefill_tokens=sum(reply.usage.prefill_tokens for reply in replies),
+            completion_tokens=sum(reply.usage.completion_tokens for reply in replies),
+        )
+
+    @contextmanager
+    def _observed(self, name: str) -> Iterator[Span]:
+        """One call, in flight for the length of the block.
+
+        Its span is not made the current one: a stream may end in another context than it began in.
+        """
+        span = self._tracer.start_span(name, attributes={"kvshelf.model": self.model})
+        with self._metrics.in_flight.labels(self.model, name).track_inprogress():
+            try:
+                yield span
+            except BaseException as exc:
+                span.set_status(Status(StatusCode.ERROR))
+                span.set_attribute("error.type", result_of(exc))
+                raise
+            finally:
+                span.end()
+
+
+def _used(reply: Reply) -> int:
     """Tokens that went through the model for an answer, and those that came out."""
-    return reply.answer.usage.prefill_tokens + reply.answer.usage.completion_tokens
+    return reply.usage.prefill_tokens + reply.usage.completion_tokens

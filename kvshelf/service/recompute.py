@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
-from kvshelf.api import CreateCache
+from kvshelf.api import CreateCache, Message
 from kvshelf.errors import (
     CacheCorrupt,
     CacheError,
@@ -80,9 +80,11 @@ class Original:
                 "codec none on the shelf, or its own source; create it with keep_source",
                 param="compare",
             )
-        as_full: dict[str, Any] = {"policy": "full", "policy_params": {}, "compression_ratio": None, "codec": "none"}
-        plain = {"expected_questions": [], "ttl_s": FULL_TTL_S, "name": "", "labels": {}, "keep_source": False}
-        return await self._create(self._spec(self.source) | as_full | plain)
+        again = self._spec(self.source)
+        full = CreateCache.model_construct(
+            document=again.document, messages=again.messages, layout=again.layout, policy="full", ttl_s=FULL_TTL_S
+        )
+        return await self._create(full)
 
     async def _stored_full(self) -> Manifest | None:
         document_id = self.manifest.document_id
@@ -95,20 +97,20 @@ class Original:
                 return found
         return None
 
-    async def _create(self, spec: dict[str, Any]) -> Manifest:
+    async def _create(self, spec: CreateCache) -> Manifest:
         engine = self.service.engine_for(self.manifest)
         deadline_s = self.service.settings.request_deadline_s
-        created = await engine.create(spec | {"model": engine.model}, tenant=self.caller.tenant, deadline_s=deadline_s)
-        return Manifest.model_validate(created.manifest)
+        spec = spec.model_copy(update={"model": engine.model})
+        return (await engine.create(spec, tenant=self.caller.tenant, deadline_s=deadline_s)).manifest
 
-    def _spec(self, source: str) -> dict[str, Any]:
+    def _spec(self, source: str) -> CreateCache:
         """The creation that made the cache. Its parameters are given as they were used, none is left to a default."""
         manifest, identity = self.manifest, self.manifest.identity
         takes_budget = POLICIES[manifest.policy].takes_budget if manifest.policy in POLICIES else True
         is_text = identity["boundary"] in ("text", "document")
-        spec = CreateCache.model_construct(  # not validated: it has been, when it was a request
+        return CreateCache.model_construct(  # not validated: it has been, when it was a request
             document=source if is_text else None,
-            messages=None if is_text else json.loads(source),
+            messages=None if is_text else [Message(**message) for message in json.loads(source)],
             layout=identity["layout"],
             policy=manifest.policy,
             policy_params=manifest.policy_params,
@@ -120,7 +122,6 @@ class Original:
             labels=manifest.labels,
             keep_source=True,
         )
-        return spec.model_dump(mode="json", warnings=False)
 
 
 def _found(store: Store, cache_id: str, tenant: str, *, recompute: bool) -> tuple[Manifest, str | None]:

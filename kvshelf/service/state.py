@@ -14,7 +14,7 @@ from kvshelf.api import CacheObject, ModelObject
 from kvshelf.errors import Cancelled, InvalidRequest, ModelMismatch
 from kvshelf.service.access.keys import Caller
 from kvshelf.service.access.limits import TenantLimits
-from kvshelf.service.engines import FairEngine
+from kvshelf.service.engines import EngineClient
 from kvshelf.service.fair_queue import FairQueue
 from kvshelf.service.http.extract import Extractor
 from kvshelf.service.jobs.background import Background
@@ -24,7 +24,6 @@ from kvshelf.service.settings import Settings
 from kvshelf.store.artifact.identity import ModelIdentity
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
-from kvshelf.workers.cluster.remote import RemoteEngine
 
 ResultT = TypeVar("ResultT")
 
@@ -39,14 +38,13 @@ WHOLE_CACHES = 4
 class Service:
     """The parts of a running front end. `engines`, `models` and `identities` are in the order of the settings.
 
-    fair: the engines as tenants get at them, in turn. whole: the turns of what reads or writes whole caches. extractor:
-    reads uploaded files that are no plain text. limits: what each tenant may ask, and how much of it is left.
+    whole: the queue of calls that read or write whole caches. extractor: reads uploaded files that are not plain text.
+    limits: what each tenant may ask, and how much of it is left.
     """
 
     settings: Settings
     store: Store
-    engines: Mapping[str, RemoteEngine]
-    fair: Mapping[str, FairEngine]
+    engines: Mapping[str, EngineClient]
     models: tuple[ModelObject, ...]
     identities: Mapping[str, ModelIdentity]
     background: Background
@@ -56,25 +54,25 @@ class Service:
     extractor: Extractor
     limits: TenantLimits
 
-    def engine(self, model: str | None) -> FairEngine:
+    def engine(self, model: str | None) -> EngineClient:
         """The engine of a model by name, the first one served without a name."""
         if model is None:
-            return next(iter(self.fair.values()))
-        if model not in self.fair:
+            return next(iter(self.engines.values()))
+        if model not in self.engines:
             raise InvalidRequest(
                 f"model {model!r} is not served here; there is {', '.join(self.engines)}", param="model"
             )
-        return self.fair[model]
+        return self.engines[model]
 
-    def engine_for(self, manifest: Manifest) -> FairEngine:
+    def engine_for(self, manifest: Manifest) -> EngineClient:
         """The engine to ask about a stored cache: one that runs the model it was made under.
 
         Where none does, the one of the same name, or the first, which then says in what the models differ.
         """
         try:
-            return self.fair[self.serving(ModelIdentity(**manifest.identity["model"]))]
+            return self.engines[self.serving(ModelIdentity(**manifest.identity["model"]))]
         except ModelMismatch:
-            return self.fair.get(manifest.model) or self.engine(None)
+            return self.engines.get(manifest.model) or self.engine(None)
 
     def serving(self, made_under: ModelIdentity) -> str:
         """The name of a model that can answer from caches made under this one. Raises `ModelMismatch` if none can."""

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
+from kvshelf.api import Timings
 from kvshelf.store.artifact.arriving import ArrivingCache
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.identity import Identity
@@ -14,7 +15,7 @@ from kvshelf.store.blobs import Health
 from kvshelf.store.jobs.batches import Batches
 from kvshelf.store.jobs.files import Files
 from kvshelf.store.jobs.ledger import Ledger
-from kvshelf.store.manifest import Judgement, Manifest, Timings, Usage
+from kvshelf.store.manifest import Judgement, Manifest, Usage
 from kvshelf.store.types import UNSET, BlobFile, Page, Receipt, Scrubbed, Swept, Unset
 
 

@@ -6,9 +6,10 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any, Final, Literal
 
+from kvshelf.api import Timings
 from kvshelf.errors import CacheCorrupt, CacheNotFound, EtagMismatch, InvalidRequest
 from kvshelf.store.artifact.codecs import Codec
-from kvshelf.store.manifest import Judgement, Manifest, Placement, Timings
+from kvshelf.store.manifest import Judgement, Manifest, Placement
 from kvshelf.store.types import Unset
 
 PAGE_LIMIT: Final = 1000

@@ -9,6 +9,7 @@ from typing import Any
 from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field
 
+from kvshelf.api import Quality, Timings, Tried
 from kvshelf.store.artifact.blob import PackedBlob
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.identity import canonical_json, digest
@@ -27,24 +28,14 @@ class Usage(Record):
     bytes: int
 
 
-class Timings(Record):
-    """Where the time of one compression went, in seconds."""
-
-    queue_s: float = 0.0
-    prefill_s: float = 0.0
-    compress_s: float = 0.0
-    store_s: float = 0.0
-
-
 class Judgement(Record):
-    """What a cache costs against the full one, in JSON types; what is in both, the workers say.
+    """How a cache compares with the full one, as the API reports it.
 
-    quality: how close it is, None where nobody measured it. tried: where it was chosen among several ways to keep its
-    document, all of them and what came of each.
+    quality: None if it was not measured. tried: all levels that were considered, if this cache was chosen among them.
     """
 
-    quality: dict[str, Any] | None = None
-    tried: tuple[dict[str, Any], ...] = ()
+    quality: Quality | None = None
+    tried: tuple[Tried, ...] = ()
 
 
 class Manifest(Record):
@@ -72,8 +63,8 @@ class Manifest(Record):
     bytes_stored: int
     blob_digest: str
     segment_digests: tuple[str, ...]
-    quality: dict[str, Any] | None = None
-    tried: tuple[dict[str, Any], ...] = ()
+    quality: Quality | None = None
+    tried: tuple[Tried, ...] = ()
     timings: Timings = Field(default_factory=Timings)
     created_at: float
     expires_at: float | None = None

@@ -8,6 +8,7 @@ from functools import partial
 from io import BufferedReader
 from typing import Any
 
+from kvshelf.api import Timings
 from kvshelf.errors import BlobError, InvalidRequest, KvshelfError, QuotaExceeded
 from kvshelf.store import checks, housekeeping
 from kvshelf.store.artifact import blob, codecs
@@ -19,7 +20,7 @@ from kvshelf.store.blobs import Blobs, Health, Step
 from kvshelf.store.index import KEEP_ENDED_S, Entry, Index, Query
 from kvshelf.store.jobs.batches import Batches
 from kvshelf.store.jobs.files import Files
-from kvshelf.store.manifest import Judgement, Manifest, Placement, Timings, Usage, describe, source_digest
+from kvshelf.store.manifest import Judgement, Manifest, Placement, Usage, describe, source_digest
 from kvshelf.store.reader import Reader, require_root
 from kvshelf.store.rules import Rules
 from kvshelf.store.types import UNSET, BlobFile, Page, Receipt, Scrubbed, Swept, Unset
@@ -176,7 +177,7 @@ class Shelf(Store):
     def keep_judgement(self, cache_id: str, judged: Judgement, *, tenant: str = "default") -> Manifest:
         while True:
             entry = self._reader.ready(cache_id, tenant)
-            manifest = entry.manifest().model_copy(update=judged.model_dump())
+            manifest = entry.manifest().model_copy(update=dict(judged))
             if self._index.swap(entry, manifest):  # not if it was changed since it was looked up
                 return manifest
 

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from kvshelf.api import Timings
 from kvshelf.errors import CacheExpired, CacheNotFound, InvalidRequest, StoreUnavailable
 from kvshelf.store import housekeeping
 from kvshelf.store.artifact import blob
 from kvshelf.store.disk import DiskStore
-from kvshelf.store.manifest import Manifest, Timings
+from kvshelf.store.manifest import Manifest
 from tests.store.caches import make_cache, require_equal
 from tests.store.places import Clock
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from kvshelf.api import Quality, Tried
 from kvshelf.errors import CacheNotFound
 from kvshelf.store.manifest import Judgement
 from tests.store.caches import make_cache
 from tests.store.places import Place
 
-GOOD = Judgement(quality={"agreement": 0.98, "version": 1}, tried=({"policy": "full", "bytes": 17},))
+GOOD = Judgement(
+    quality=Quality(agreement=0.98, kl=0.01, tokens=32, probe_s=0.5, version=1),
+    tried=(Tried(policy="full", compression_ratio=0.0, codec="none", bytes=17),),
+)
 
 
 def test_it_is_stored_with_the_cache_and_replaced_later(place: Place) -> None:
@@ -20,7 +24,7 @@ def test_it_is_stored_with_the_cache_and_replaced_later(place: Place) -> None:
         assert theirs.stat(judged.id) == judged
         assert ours.put(make_cache(0), judged=GOOD) == bare, "what is there is left as it is"
         seen = theirs.keep_judgement(bare.id, GOOD)
-        assert ours.stat(bare.id) == seen == bare.model_copy(update=GOOD.model_dump())
+        assert ours.stat(bare.id) == seen == bare.model_copy(update=dict(GOOD))
         assert seen.revision != bare.revision
         assert ours.get(bare.id).to_bytes() == make_cache(0).to_bytes()
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from kvshelf.api import Timings
 from kvshelf.errors import (
     CacheCorrupt,
     CacheExpired,
@@ -24,7 +25,7 @@ from kvshelf.errors import (
 )
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.index import Quota
-from kvshelf.store.manifest import Timings, Usage
+from kvshelf.store.manifest import Usage
 from kvshelf.store.rules import Rules
 from kvshelf.store.sealing.keyring import Keyring
 from kvshelf.store.shelf import Shelf

@@ -15,9 +15,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
+from kvshelf.api import Timings
 from kvshelf.errors import CacheCorrupt, CacheExpired, CacheNotFound, KvshelfError, StorageFull
 from kvshelf.store.index import Quota
-from kvshelf.store.manifest import Timings
 from kvshelf.store.rules import Rules
 from tests.store.caches import make_cache, require_equal
 from tests.store.places import Clock, DiskPlace, Place, RedisPlace, cut, flip, gone

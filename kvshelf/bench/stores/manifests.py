@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from kvshelf.api import Timings
 from kvshelf.bench.measure import Cost, Spread
 from kvshelf.bench.stores.homes import Home
 from kvshelf.bench.stores.store import random_cache, timed
@@ -17,7 +18,7 @@ from kvshelf.store.artifact.identity import digest
 from kvshelf.store.base import Store
 from kvshelf.store.blobs import Blobs, new_name
 from kvshelf.store.index import Index, Quota, Writing
-from kvshelf.store.manifest import Manifest, Placement, Timings, describe
+from kvshelf.store.manifest import Manifest, Placement, describe
 from kvshelf.store.url import open_store
 
 OF_DOCUMENT: Final = 10

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, BinaryIO, Final
 
@@ -47,14 +47,14 @@ class Row:
     """One document of a corpus, or what is wrong with it: either `spec` or `error` is there.
 
     source: the input it stands in, as people know it; a file's path. line: 1-based; 1 for a file that is one document.
-    spec: a validated `CreateCache` as plain JSON values, as the service passes it to an engine; its `model` may be
-    None, which means the first one served. nbytes: of the input that this row takes.
+    spec: the creation; its `model` may be None, which means the first one served. nbytes: of the input that this row
+    takes.
     """
 
     source: str
     line: int
     custom_id: str | None = None
-    spec: Mapping[str, Any] | None = None
+    spec: CreateCache | None = None
     nbytes: int = 0
     error: RowError | None = None
 
@@ -63,31 +63,32 @@ class Row:
         """About the characters of its document, to know long ones from short ones."""
         if self.spec is None:
             return 0
-        if self.spec["token_ids"] is not None:
-            return _CHARS_PER_TOKEN * len(self.spec["token_ids"])
-        text = self.spec["document"]
-        return len(text) if text is not None else sum(len(message["content"]) for message in self.spec["messages"])
+        if self.spec.messages is not None:
+            return sum(len(message.content) for message in self.spec.messages)
+        return len(self.spec.document or "") + _CHARS_PER_TOKEN * len(self.spec.token_ids or ())
 
     def to_json(self) -> bytes:
-        return pydantic_core.to_json(asdict(self))
+        spec = None if self.spec is None else self.spec.model_dump(mode="json", exclude_unset=True)
+        return pydantic_core.to_json({**vars(self), "spec": spec})
 
     @classmethod
     def from_json(cls, data: bytes) -> Row:
         """The inverse of `to_json`."""
         values = pydantic_core.from_json(data)
+        values["spec"] = None if values["spec"] is None else parse_request(CreateCache, values["spec"])
         values["error"] = None if values["error"] is None else RowError(**values["error"])
         return cls(**values)
 
 
-def require_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The spec of a row that brings a document and nothing else. None means: not given.
+def require_defaults(defaults: Mapping[str, Any]) -> CreateCache:
+    """The creation of a row that brings a document and nothing else. None means: not given.
 
     Raises `InvalidRequest` for fields that no row could be made with.
     """
     for name in DOCUMENTS:
         if defaults.get(name) is not None:
             raise InvalidRequest(f"{name} is a row's own, and no default for all rows", param=name)
-    return parse_request(CreateCache, _given(defaults) | {"document": "any"}).model_dump(mode="json")
+    return parse_request(CreateCache, _given(defaults) | {"document": "any"})
 
 
 def read_row(
@@ -105,8 +106,7 @@ def read_row(
         row = replace(row, custom_id=_custom_id(fields.pop("custom_id", custom_id)))
         if fields.keys() & (_OPENAI_FIELDS - {"custom_id"}):
             fields = _openai_body(fields)
-        created = parse_request(CreateCache, _merged(defaults, fields))
-        return replace(row, spec=created.model_dump(mode="json"))
+        return replace(row, spec=parse_request(CreateCache, _merged(defaults, fields)))
     except KvshelfError as error:
         return replace(row, error=RowError.of(error))
 

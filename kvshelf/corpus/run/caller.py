@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import structlog
 
+from kvshelf.api import CreateCache
 from kvshelf.corpus.input.rows import Row, RowError
 from kvshelf.corpus.output.results import Result, failed
 from kvshelf.corpus.run.breaker import TROUBLE, Calm
@@ -60,7 +61,7 @@ class _Call:
     row: Row
     id: str
     engine: RemoteEngine
-    spec: dict[str, Any]
+    spec: CreateCache
     found: bool = False
     uncounted: int = 0
     lost: int | None = None
@@ -115,7 +116,8 @@ class Caller:
             return failed(row, RowError.of(error))
         async with self._slots:
             await self.going.wait()
-            self._begun[call.spec["model"]] += 1
+            model = call.spec.model or ""
+            self._begun[model] += 1
             try:
                 return await self._end(call)
             except asyncio.CancelledError:
@@ -128,16 +130,17 @@ class Caller:
                 bug = InternalError(f"this is a bug of kvshelf ({type(exc).__name__}); the log has the details")
                 return failed(row, RowError.of(bug))
             finally:
-                self._begun[call.spec["model"]] -= 1
+                self._begun[model] -= 1
 
-    def _call(self, row: Row, spec: Mapping[str, Any]) -> _Call:
-        model = spec["model"] or next(iter(self._engines))
+    def _call(self, row: Row, spec: CreateCache) -> _Call:
+        model = spec.model or next(iter(self._engines))
         if model not in self._engines:
             raise InvalidRequest(f"model: {model!r:.80} is not served here; there is {', '.join(self._engines)}")
         options = self._options
         # The document is part of the id: a line that was mended is a row that nobody has tried.
-        parts = (options.tenant, options.batch_id, row.source, str(row.line), canonical_json(spec))
-        return _Call(row, PREFIX + digest("kvshelf.row", *parts), self._engines[model], {**spec, "model": model})
+        body = canonical_json(spec.model_dump(mode="json"))
+        id_ = PREFIX + digest("kvshelf.row", options.tenant, options.batch_id, row.source, str(row.line), body)
+        return _Call(row, id_, self._engines[model], spec.model_copy(update={"model": model}))
 
     async def _end(self, call: _Call) -> Result:
         while True:
@@ -239,7 +242,7 @@ class Caller:
             lost = isinstance(error, DeadlineExceeded) and "begun" not in error.details  # the replica said nothing
             now = await asyncio.to_thread(self._record, call)
             return await self._uncounted(call, error) if lost or now.tries == record.tries else 0.0
-        manifests = [Manifest.model_validate(cache.manifest) for cache in created.caches]
+        manifests = [cache.manifest for cache in created.caches]
         worked_s = sum(phase.seconds for phase in created.phases if phase.name != "queue")
         done = _success(call.row, manifests, attempts=record.tries + 1, reused=created.existing)
         return replace(done, seconds=worked_s, worker=created.worker)
@@ -300,7 +303,7 @@ def _success(row: Row, manifests: Sequence[Manifest], *, attempts: int, reused: 
         kept=first.kept_tokens,
         bytes_full=first.bytes_full,
         bytes_stored=sum(each.bytes_stored for each in manifests),
-        quality=first.quality,
+        quality=None if first.quality is None else first.quality.model_dump(),
         attempts=attempts,
         seconds=0.0 if reused else took,
         reused=reused,
@@ -316,5 +319,5 @@ def _level(manifest: Manifest) -> dict[str, Any]:
         "compression_ratio": manifest.compression_ratio,
         "tokens": {"document": manifest.num_tokens, "kept": manifest.kept_tokens},
         "bytes": {"full": manifest.bytes_full, "stored": manifest.bytes_stored},
-        "quality": manifest.quality,
+        "quality": None if manifest.quality is None else manifest.quality.model_dump(),
     }

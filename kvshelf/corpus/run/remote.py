@@ -69,7 +69,7 @@ def _written(source: Source, upload: BinaryIO) -> Iterator[Row]:
     for shard in source.shards():
         for row in shard.read():
             if row.spec is not None:
-                spec = {name: value for name, value in row.spec.items() if value is not None}
+                spec = row.spec.model_dump(mode="json", exclude_unset=True, exclude_none=True)
                 line = json.dumps({"custom_id": str(number), **spec}, ensure_ascii=False).encode()
                 if len(line) > MAX_DOCUMENT_BYTES:  # which the service would not read, so not know whose it is
                     row = replace(row, error=RowError.of(_too_large(len(line))))

@@ -7,14 +7,15 @@ the worker before it begins, so that a document that kills its worker is known a
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import structlog
 
+from kvshelf.api import CreateCache
+from kvshelf.api.strict import parse_request
 from kvshelf.errors import (
     CacheError,
     CacheNotFound,
@@ -25,12 +26,12 @@ from kvshelf.errors import (
     StateConflict,
     StoreError,
 )
+from kvshelf.service.engines import EngineClient
 from kvshelf.service.fair_queue import Rounds
 from kvshelf.service.observe.logs import note
 from kvshelf.store.artifact.identity import canonical_json, digest
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.ledger import RequestRecord
-from kvshelf.workers.cluster.remote import RemoteEngine
 from kvshelf.workers.replica.attempts import LEASE_S, Standing, give_up
 
 log = structlog.get_logger("kvshelf.service")
@@ -51,23 +52,20 @@ class Background:
     def __init__(
         self,
         store: Store,
-        engines: Mapping[str, RemoteEngine],
+        engines: Mapping[str, EngineClient],
         *,
         deadline_s: float,
         max_unfinished: int,
         unclaimed_s: float = 86_400.0,
-        spend: Callable[[str, int], None] = lambda *_: None,
     ) -> None:
         """max_unfinished: how many requests of one tenant and model are accepted before one of them has ended.
         unclaimed_s: after so long a request of a model that is not served here is refused, if nobody else takes it.
-        spend: is told a tenant and how many tokens were prefilled for it.
         """
         self._store = store
         self._engines = engines
         self._deadline_s = deadline_s
         self._max_unfinished = max_unfinished
         self._unclaimed_s = unclaimed_s
-        self._spend = spend
         # Runners of their own for each model: one without workers would hold all that are shared, until it has some.
         self._waiting = {model: _Backlog() for model in engines}
         self._known: dict[str, _Key] = {}
@@ -93,13 +91,13 @@ class Background:
         queued = sum(waiting.qsize() for waiting in self._waiting.values())
         return {"queued": queued, "running": len(self._known) - queued}
 
-    async def submit(self, spec: Mapping[str, Any], tenant: str) -> RequestRecord:
+    async def submit(self, spec: CreateCache, tenant: str) -> RequestRecord:
         """Write a creation down, durably, and queue it. The same creation has the same id and is done once.
 
         Raises `QueueFull` and `QuotaExceeded` for a new one: bodies that nobody may work on yet would fill the ledger.
         """
-        body = canonical_json(dict(spec))
-        key = _Key(_PREFIX + digest("kvshelf.request", tenant, body), tenant, spec["model"])
+        body = canonical_json(spec.model_dump(mode="json", exclude_defaults=True))
+        key = _Key(_PREFIX + digest("kvshelf.request", tenant, body), tenant, spec.model or "")
         note(request=key.id)
         record = await asyncio.to_thread(self._there, key)
         if record is None:
@@ -205,12 +203,10 @@ class Background:
             await asyncio.to_thread(self._refuse, record, seen.model)
 
     def _model_of(self, request_id: str) -> str:
-        model: str = self._spec(request_id)["model"]
-        return model
+        return self._spec(request_id).model or ""
 
-    def _spec(self, request_id: str) -> dict[str, Any]:
-        spec: dict[str, Any] = json.loads(self._store.ledger.body(request_id))
-        return spec
+    def _spec(self, request_id: str) -> CreateCache:
+        return parse_request(CreateCache, self._store.ledger.body(request_id))
 
     def _refuse(self, record: RequestRecord, model: str) -> None:
         message = f"model {model!r} is not served here, and no other service on this shelf took the request"
@@ -275,11 +271,10 @@ class Background:
             return float(error.details.get("retry_after_s", _POLL_S))
         return None
 
-    async def _try(self, record: RequestRecord, engine: RemoteEngine) -> None:
+    async def _try(self, record: RequestRecord, engine: EngineClient) -> None:
         spec = await asyncio.to_thread(self._spec, record.id)
         created = await engine.create(spec, tenant=record.tenant, deadline_s=self._deadline_s, request_id=record.id)
-        self._spend(record.tenant, created.prefilled_tokens)
-        log.info("created", cache_ids=[cache.manifest["id"] for cache in created.caches], existing=created.existing)
+        log.info("created", cache_ids=[cache.manifest.id for cache in created.caches], existing=created.existing)
 
 
 def _growing(first_s: float, limit_s: float) -> Iterator[float]:

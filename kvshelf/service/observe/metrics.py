@@ -17,13 +17,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 
 from kvshelf.corpus.run.progress import Progress
 from kvshelf.errors import CacheNotFound, KvshelfError, StoreUnavailable
-from kvshelf.service.engines import FairEngine
 from kvshelf.service.http.errors import miss_reason
 from kvshelf.store.base import Store
-from kvshelf.workers.cluster.remote import RemoteEngine
-from kvshelf.workers.replica.create.created import Created
-from kvshelf.workers.replica.phases import Phase
-from kvshelf.workers.replica.replica import Replied
+from kvshelf.workers.replica.results import Created, Phase, Reply
 
 USAGE_AGE_S: Final = 5.0
 """How old the numbers of the shelf may be: scrapers that come often do not make the store work."""
@@ -121,13 +117,13 @@ class Metrics:
         """A creation has ended well. It counts once, and its document, if anything is new; its caches one by one."""
         self._creations.labels(model, policy, "existing" if created.existing else "new").inc()
         if not created.existing:
-            self._document_tokens.labels(model).inc(created.manifest["num_tokens"])
+            self._document_tokens.labels(model).inc(created.manifest.num_tokens)
         for manifest in (cache.manifest for cache in created.caches if not cache.existing):
-            self._kept_tokens.labels(model).inc(manifest["kept_tokens"])
-            self._full_bytes.labels(model).inc(manifest["bytes_full"])
-            self._stored_bytes.labels(model).inc(manifest["bytes_stored"])
-            if manifest["quality"] is not None:
-                self._agreement.labels(model, manifest["policy"]).observe(manifest["quality"]["agreement"])
+            self._kept_tokens.labels(model).inc(manifest.kept_tokens)
+            self._full_bytes.labels(model).inc(manifest.bytes_full)
+            self._stored_bytes.labels(model).inc(manifest.bytes_stored)
+            if manifest.quality is not None:
+                self._agreement.labels(model, manifest.policy).observe(manifest.quality.agreement)
         _observe(self._creation_s, model, created.phases)
 
     @contextmanager
@@ -146,22 +142,22 @@ class Metrics:
         """A question was refused before it came to a route: its caller has no key, or asks too much."""
         self._queries.labels(code).inc()
 
-    def answered(self, model: str, replies: Sequence[Replied]) -> None:
+    def answered(self, model: str, replies: Sequence[Reply]) -> None:
         """A query has been answered: one or several prompts, from one cache."""
         self._queries.labels("answered").inc()
         self._hits.labels(replies[0].read_from).inc()
         for reply in replies:
-            usage = reply.answer.usage
+            usage = reply.usage
             self._tokens_saved.labels(model).inc(usage.cache_read_tokens)
             self._prefill_tokens.labels(model).inc(usage.prefill_tokens)
             self._completion_tokens.labels(model).inc(usage.completion_tokens)
             self._first_token_s.labels(model).observe(reply.first_token_s)
             _observe(self._answer_s, model, reply.phases)
 
-    def read_queues(self, queues: Mapping[str, FairEngine], background: Mapping[str, int]) -> None:
-        """Set how much waits. `background`: requests by state."""
-        for model, queue in queues.items():
-            for kind, count in queue.waiting.items():
+    def read_queues(self, queues: Mapping[str, Mapping[str, int]], background: Mapping[str, int]) -> None:
+        """Set how much waits: `queues` by model and kind of work, `background` requests by state."""
+        for model, waiting in queues.items():
+            for kind, count in waiting.items():
                 self._waiting.labels(model, kind).set(count)
         for state, count in background.items():
             self._background.labels(state).set(count)
@@ -179,10 +175,10 @@ class Metrics:
             self._batch_rows.labels(result).inc(max(0, count))
         self._batch_tokens.inc(max(0, now.tokens - before.tokens))
 
-    def read_workers(self, engines: Mapping[str, RemoteEngine], wanted: int) -> None:
+    def read_workers(self, running: Mapping[str, int], wanted: int) -> None:
         """Set how many replicas run, as far as is known."""
-        for model, engine in engines.items():
-            self._replicas.labels(model, "running").set(engine.running)
+        for model, count in running.items():
+            self._replicas.labels(model, "running").set(count)
             self._replicas.labels(model, "wanted").set(wanted)
 
     async def read_shelf(self, store: Store) -> None:

@@ -1,11 +1,11 @@
-"""The two places where everything is measured: each HTTP request on its way in, each call on its way to a worker."""
+"""Each HTTP request is counted, timed, traced and logged here; calls of replicas are in `service.engines`."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import structlog
@@ -15,12 +15,8 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvshelf.errors import Forbidden, RateLimited, Unauthorized
-from kvshelf.service.observe.logs import collecting, note
-from kvshelf.service.observe.metrics import Metrics, result_of
-from kvshelf.service.observe.tracing import add_phases
-from kvshelf.workers.cluster.remote import RemoteEngine
-from kvshelf.workers.replica.create.created import Created
-from kvshelf.workers.replica.replica import Asked, Replied
+from kvshelf.service.observe.logs import collecting
+from kvshelf.service.observe.metrics import Metrics
 
 log = structlog.get_logger("kvshelf.service")
 
@@ -100,73 +96,3 @@ def _describe(span: Span, method: str, route: str, status: int, facts: Mapping[s
     span.set_attributes({f"kvshelf.{name}": value for name, value in about.items()})
     if status >= 500:
         span.set_status(Status(StatusCode.ERROR))
-
-
-class ObservedEngine(RemoteEngine):
-    """A `RemoteEngine` whose calls are counted, timed and traced, and noted for the log."""
-
-    def __init__(self, engine: RemoteEngine, metrics: Metrics, tracer: Tracer) -> None:
-        super().__init__(engine.model, engine.app, engine.handle, engine.wanted)
-        self._metrics = metrics
-        self._tracer = tracer
-
-    async def create(self, spec: Mapping[str, Any], **call: Any) -> Created:
-        policy = spec["policy"]
-        with self._metrics.creating(self.model, policy), self._observed("create") as span:
-            began_ns = time.time_ns()
-            created = await super().create(spec, **call)
-            add_phases(self._tracer, span, began_ns, created.phases)
-        self._metrics.created(self.model, policy, created)
-        manifest = created.manifest
-        note(cache_id=manifest["id"], tokens=manifest["num_tokens"], existing=created.existing)
-        if len(created.caches) > 1:
-            note(caches=len(created.caches))
-        return created
-
-    async def query(self, cache_id: str, asked: Asked, **call: Any) -> list[Replied]:
-        with self._metrics.asking(), self._observed("query") as span:
-            began_ns = time.time_ns()
-            replies = await super().query(cache_id, asked, **call)
-            self._answered(cache_id, replies, span, began_ns)
-        return replies
-
-    async def stream(self, cache_id: str, asked: Asked, **call: Any) -> AsyncGenerator[str | Replied, None]:
-        with self._metrics.asking(), self._observed("stream") as span:
-            began_ns = time.time_ns()
-            replies: list[Replied] = []
-            async with aclosing(super().stream(cache_id, asked, **call)) as pieces:
-                async for piece in pieces:
-                    if isinstance(piece, Replied):
-                        replies.append(piece)
-                    yield piece
-            self._answered(cache_id, replies, span, began_ns)
-
-    def _answered(self, cache_id: str, replies: Sequence[Replied], span: Span, began_ns: int) -> None:
-        self._metrics.answered(self.model, replies)
-        for reply in replies:
-            add_phases(self._tracer, span, began_ns, reply.phases)
-        usages = [reply.answer.usage for reply in replies]
-        note(
-            cache_id=cache_id,
-            read_from=replies[0].read_from,
-            cache_read_tokens=sum(usage.cache_read_tokens for usage in usages),
-            prefill_tokens=sum(usage.prefill_tokens for usage in usages),
-            completion_tokens=sum(usage.completion_tokens for usage in usages),
-        )
-
-    @contextmanager
-    def _observed(self, name: str) -> Iterator[Span]:
-        """One call, in flight for the length of the block.
-
-        Its span is not made the current one: a stream may end in another context than it began in.
-        """
-        span = self._tracer.start_span(name, attributes={"kvshelf.model": self.model})
-        with self._metrics.in_flight.labels(self.model, name).track_inprogress():
-            try:
-                yield span
-            except BaseException as exc:
-                span.set_status(Status(StatusCode.ERROR))
-                span.set_attribute("error.type", result_of(exc))
-                raise
-            finally:
-                span.end()

@@ -11,7 +11,7 @@ from opentelemetry.trace import NoOpTracer, Span, Tracer, set_span_in_context
 
 from kvshelf._extras import needs_extra
 from kvshelf.errors import MissingExtra
-from kvshelf.workers.replica.phases import Phase
+from kvshelf.workers.replica.results import Phase
 
 log = structlog.get_logger("kvshelf.service")
 

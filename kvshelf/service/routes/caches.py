@@ -33,8 +33,8 @@ from kvshelf.service.state import (
     until_hangup,
 )
 from kvshelf.store.manifest import Manifest
-from kvshelf.workers.replica.create.created import Created
 from kvshelf.workers.replica.create.spec import require_policy
+from kvshelf.workers.replica.results import Created
 
 router = APIRouter(prefix="/v1/caches", tags=["caches"], responses=openapi.ERRORS)
 
@@ -65,8 +65,8 @@ async def create(
     body = await read_create(request, service, caller)
     engine = service.engine(body.model)
     require_tokenizer(service, engine.model, body)
-    spec = body.model_dump(mode="json") | {"model": engine.model}
-    require_policy(spec)
+    require_policy(body)
+    spec = body.model_copy(update={"model": engine.model})
     await off_loop(service.store.expiry, body.ttl_s, body.expires_at)
     if "respond-async" in [wish.strip().lower() for wish in prefer.split(",")]:
         record = await service.background.submit(spec, caller.tenant)
@@ -76,12 +76,11 @@ async def create(
     created = await until_hangup(request, engine.create(spec, tenant=caller.tenant, deadline_s=deadline_s))
     if body.levels is not None and body.min_quality is None:
         return JSONResponse(_level_list(created), status_code=200 if created.existing else 201)
-    return cache_response(Manifest.model_validate(created.manifest), existing=created.existing)
+    return cache_response(created.manifest, existing=created.existing)
 
 
 def _level_list(created: Created) -> dict[str, Any]:
-    caches = [(Manifest.model_validate(cache.manifest), cache.existing) for cache in created.caches]
-    data = [cache_object(manifest, existing=existing) for manifest, existing in caches]
+    data = [cache_object(cache.manifest, existing=cache.existing) for cache in created.caches]
     return LevelList(data=data).model_dump(mode="json")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
+from kvshelf.api import Query, Usage
 from kvshelf.api.openai import (
     AssistantMessage,
     ChatChoice,
@@ -28,10 +29,8 @@ from kvshelf.service.access.keys import Reader
 from kvshelf.service.http import openapi
 from kvshelf.service.http.body import read_json
 from kvshelf.service.http.events import event_stream
-from kvshelf.service.routes.queries import stop_texts
 from kvshelf.service.state import TAKES_TOKENS, InService, off_loop, until_hangup
-from kvshelf.workers.engine.decode.generation import Sampling, Usage
-from kvshelf.workers.replica.replica import Asked, Replied
+from kvshelf.workers.replica.results import Reply
 
 router = APIRouter(prefix="/v1/chat", tags=["chat"], responses=openapi.ERRORS)
 
@@ -53,16 +52,16 @@ async def complete(request: Request, service: InService, caller: Reader) -> Resp
     if body.model not in (None, manifest.model, engine.model):
         raise InvalidRequest(f"cache {body.cache_id} is of model {manifest.model!r}, not {body.model!r}", param="model")
     head = _Head("chatcmpl-" + secrets.token_hex(12), int(time.time()), manifest.model)
-    asked, deadline_s = _asked(body), service.settings.request_deadline_s
+    query, deadline_s = _query(body), service.settings.request_deadline_s
     if body.stream:
         with_usage = body.stream_options is not None and body.stream_options.include_usage
-        replies = engine.stream(body.cache_id, asked, tenant=caller.tenant, deadline_s=deadline_s)
+        replies = engine.stream(body.cache_id, query, tenant=caller.tenant, deadline_s=deadline_s)
         return await event_stream(request, _events(replies, head, with_usage=with_usage))
-    work = engine.query(body.cache_id, asked, tenant=caller.tenant, deadline_s=deadline_s)
+    work = engine.query(body.cache_id, query, tenant=caller.tenant, deadline_s=deadline_s)
     (reply,) = await until_hangup(request, work)
-    choice = ChatChoice(message=AssistantMessage(content=reply.answer.text), finish_reason=reply.answer.finish_reason)
+    choice = ChatChoice(message=AssistantMessage(content=reply.text), finish_reason=reply.finish_reason)
     completion = ChatCompletion(
-        id=head.id, created=head.created, model=head.model, choices=[choice], usage=_usage(reply.answer.usage)
+        id=head.id, created=head.created, model=head.model, choices=[choice], usage=_usage(reply.usage)
     )
     return JSONResponse(completion.model_dump(mode="json"))
 
@@ -89,7 +88,7 @@ class _Head:
 
 
 async def _events(
-    replies: AsyncGenerator[str | Replied, None], head: _Head, *, with_usage: bool
+    replies: AsyncGenerator[str | Reply, None], head: _Head, *, with_usage: bool
 ) -> AsyncGenerator[dict[str, Any], None]:
     # With usage asked for, every chunk but the last says that it has none: so OpenAI's streams do.
     extra: dict[str, Any] = {"usage": None} if with_usage else {}
@@ -102,20 +101,20 @@ async def _events(
             if isinstance(piece, str):
                 yield head.chunk(Delta(content=piece)) | extra
                 continue
-            yield head.chunk(Delta(), piece.answer.finish_reason) | extra
+            yield head.chunk(Delta(), piece.finish_reason) | extra
             if with_usage:
-                yield head.last(_usage(piece.answer.usage))
+                yield head.last(_usage(piece.usage))
 
 
-def _asked(body: ChatCompletionRequest) -> Asked:
-    sampling = Sampling(
+def _query(body: ChatCompletionRequest) -> Query:
+    return Query(
+        messages=[message.plain() for message in body.messages],
         max_tokens=body.token_limit,
         temperature=body.temperature or 0.0,
         top_p=1.0 if body.top_p is None else body.top_p,
         seed=body.seed,
-        stop=stop_texts(body.stop),
+        stop=body.stop,
     )
-    return Asked(([message.plain().model_dump() for message in body.messages],), sampling)
 
 
 def _usage(usage: Usage) -> ChatUsage:

@@ -19,10 +19,9 @@ router = APIRouter(prefix="/v1/estimate", tags=["caches"], responses=openapi.ERR
 async def estimate(request: Request, service: InService, caller: Reader) -> EstimateObject:
     """Tokens, and by policy the entries kept, the bytes stored and the seconds it would take. Nothing is compressed."""
     body = await read_json(request, Estimate, service.settings)
-    spec = body.model_dump(mode="json")
-    if spec["policy"] is not None:
-        require_policy(spec)
+    if body.policy is not None:
+        require_policy(body)
     engine = service.engine(body.model)
     require_tokenizer(service, engine.model, body)
-    work = engine.estimate(spec, tenant=caller.tenant, deadline_s=service.settings.request_deadline_s)
-    return EstimateObject.model_validate(await until_hangup(request, work))
+    work = engine.estimate(body, tenant=caller.tenant, deadline_s=service.settings.request_deadline_s)
+    return await until_hangup(request, work)

@@ -12,6 +12,7 @@ from kvshelf.service.http import openapi
 from kvshelf.service.http.body import read_json
 from kvshelf.service.state import InService, Service, off_loop, until_hangup
 from kvshelf.workers.engine.inputs.encode import Document
+from kvshelf.workers.replica.create.spec import document_of
 
 router = APIRouter(prefix="/v1/caches/{cache_id}/kept", tags=["caches"], responses=openapi.ERRORS)
 
@@ -32,8 +33,7 @@ async def kept_of(
 ) -> KeptTokens:
     """As GET, for the caller's own copy of the document; `state_conflict` where it is another one."""
     body = await read_json(request, KeptOf, service.settings)
-    document = next(value for value in body.model_dump(mode="json").values() if value is not None)
-    return await _kept(request, service, caller, cache_id, document, first_layer)
+    return await _kept(request, service, caller, cache_id, document_of(body), first_layer)
 
 
 async def _kept(
@@ -43,5 +43,7 @@ async def _kept(
     engine = service.engine_for(manifest)
     # A replica reads the whole cache for this, and holds it until it has answered.
     async with service.whole.turn(caller.tenant, service.settings.request_deadline_s) as left_s:
-        work = engine.kept(cache_id, document, tenant=caller.tenant, first_layer=first_layer, deadline_s=left_s)
-        return KeptTokens.model_validate(await until_hangup(request, work))
+        work = engine.remote.inspect(
+            cache_id, document, tenant=caller.tenant, first_layer=first_layer, deadline_s=left_s
+        )
+        return await until_hangup(request, work)

@@ -81,7 +81,10 @@ async def livez() -> Response:
 @router.get("/readyz", response_model=Readiness, responses={503: {"model": Readiness, "description": "not ready"}})
 async def readyz(service: InService) -> Response:
     """Whether work that is sent now would be done; names each part that stands in its way."""
-    probes = [_store(service), *(_workers(engine, service.settings.replicas) for engine in service.engines.values())]
+    probes = [
+        _store(service),
+        *(_workers(engine.remote, service.settings.replicas) for engine in service.engines.values()),
+    ]
     parts = await asyncio.gather(*probes)
     ready = all(part.ready for part in parts)
     content = Readiness(status="ready" if ready else "degraded", parts=parts).model_dump(mode="json")

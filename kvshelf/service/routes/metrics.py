@@ -21,8 +21,10 @@ router = APIRouter(tags=["service"], responses=openapi.ERRORS)
 )
 async def metrics(_: Admin, service: InService, accept: Annotated[str, Header()] = "") -> Response:
     """All numbers of this service, in the text format of Prometheus, or in OpenMetrics where that is asked for."""
-    service.metrics.read_workers(service.engines, service.settings.replicas)
-    service.metrics.read_queues(service.fair, service.background.counts)
+    service.metrics.read_workers(
+        {m: engine.remote.running for m, engine in service.engines.items()}, service.settings.replicas
+    )
+    service.metrics.read_queues({m: engine.waiting for m, engine in service.engines.items()}, service.background.counts)
     service.metrics.read_batches(service.batches.counts)
     await service.metrics.read_shelf(service.store)
     encode, media_type = choose_encoder(accept)

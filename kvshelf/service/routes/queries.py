@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from kvshelf.api import AnswerDelta, AnswerList, AnswerObject, Comparison, Query, Usage
+from kvshelf.api import AnswerDelta, AnswerList, AnswerObject, Comparison, Query
 from kvshelf.service.access.keys import Caller, Reader
 from kvshelf.service.http import openapi
 from kvshelf.service.http.body import read_json
@@ -19,8 +19,7 @@ from kvshelf.service.http.events import event_stream
 from kvshelf.service.recompute import MISSES, Original
 from kvshelf.service.state import TAKES_TOKENS, InService, Service, off_loop, until_hangup
 from kvshelf.store.manifest import Manifest
-from kvshelf.workers.engine.decode.generation import Sampling
-from kvshelf.workers.replica.replica import Asked, Replied
+from kvshelf.workers.replica.results import Reply
 
 router = APIRouter(prefix="/v1/caches", tags=["queries"], responses=openapi.ERRORS)
 
@@ -53,8 +52,9 @@ class _Asking:
         self._service = service
         self._tenant = caller.tenant
         self._deadline_s = service.settings.request_deadline_s
-        self._asked = _asked(body)
-        self._body = body
+        # Answers that are compared are drawn by the same numbers: what differs is then the cache and not chance.
+        seeded = body.compare and body.seed is None
+        self._query = body.model_copy(update={"seed": secrets.randbits(63)}) if seeded else body
         self._manifest = manifest
         self._original = original
 
@@ -76,8 +76,8 @@ class _Asking:
         except MISSES as miss:
             manifest, reason = await self._again(miss), miss_reason(miss)
             replies = await self._replies(manifest)
-        answers = [answer_object(manifest.id, reply, recomputed=reason) for reply in replies]
-        if not self._body.compare:
+        answers: list[AnswerObject] = [reply.model_copy(update={"recomputed": reason}) for reply in replies]
+        if not self._query.compare:
             return answers
         assert self._original is not None
         full = await self._replies(await self._original.full())
@@ -101,61 +101,28 @@ class _Asking:
             async for event in events:
                 yield event
 
-    async def _replies(self, manifest: Manifest) -> list[Replied]:
+    async def _replies(self, manifest: Manifest) -> list[Reply]:
         engine = self._service.engine_for(manifest)
-        return await engine.query(manifest.id, self._asked, tenant=self._tenant, deadline_s=self._deadline_s)
+        return await engine.query(manifest.id, self._query, tenant=self._tenant, deadline_s=self._deadline_s)
 
     async def _pieces(self, manifest: Manifest, recomputed: Any = None) -> AsyncGenerator[dict[str, Any], None]:
         engine = self._service.engine_for(manifest)
-        replies = engine.stream(manifest.id, self._asked, tenant=self._tenant, deadline_s=self._deadline_s)
+        replies = engine.stream(manifest.id, self._query, tenant=self._tenant, deadline_s=self._deadline_s)
         async with aclosing(replies):
             async for piece in replies:
                 if isinstance(piece, str):
                     yield AnswerDelta(text=piece).model_dump(mode="json")
                 else:
-                    yield _wire(answer_object(manifest.id, piece, recomputed=recomputed))
+                    yield _wire(piece.model_copy(update={"recomputed": recomputed}))
 
     async def _again(self, miss: Any) -> Manifest:
-        if self._body.on_miss == "error" or self._original is None:
+        if self._query.on_miss == "error" or self._original is None:
             raise miss
         return await self._original.again(miss)
 
 
-def _asked(body: Query) -> Asked:
-    # Answers that are compared are drawn by the same numbers: what differs is then the cache and not chance.
-    seed = secrets.randbits(63) if body.compare and body.seed is None else body.seed
-    sampling = Sampling(body.max_tokens, body.temperature, body.top_p, seed, stop_texts(body.stop))
-    if body.messages is not None:
-        return Asked(([message.model_dump() for message in body.messages],), sampling)
-    assert body.prompt is not None  # the type asks for exactly one of the two
-    return Asked(tuple(body.prompt) if isinstance(body.prompt, list) else (body.prompt,), sampling)
-
-
-def stop_texts(stop: str | list[str] | None) -> tuple[str, ...]:
-    return (stop,) if isinstance(stop, str) else tuple(stop or ())
-
-
-def answer_object(cache_id: str, reply: Replied, *, recomputed: Any = None) -> AnswerObject:
-    usage = reply.answer.usage
-    return AnswerObject(
-        id="ans_" + secrets.token_hex(12),
-        cache_id=cache_id,
-        text=reply.answer.text,
-        finish_reason=reply.answer.finish_reason,
-        usage=Usage(
-            cache_read_tokens=usage.cache_read_tokens,
-            prefill_tokens=usage.prefill_tokens,
-            completion_tokens=usage.completion_tokens,
-        ),
-        load_ms=round(reply.load_ms, 3),
-        policy=reply.policy,
-        compression_ratio=reply.compression_ratio,
-        recomputed=recomputed,
-    )
-
-
-def _comparison(ours: Replied, full: Replied) -> Comparison:
-    return Comparison(text=full.answer.text, agreement=agreement(ours.answer.token_ids, full.answer.token_ids))
+def _comparison(ours: Reply, full: Reply) -> Comparison:
+    return Comparison(text=full.text, agreement=agreement(ours.token_ids, full.token_ids))
 
 
 def agreement(ours: Sequence[int], theirs: Sequence[int]) -> float:

@@ -20,6 +20,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
+from kvshelf.api import Timings
 from kvshelf.errors import (
     CacheCorrupt,
     CacheError,
@@ -34,7 +35,7 @@ from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.identity import Identity
 from kvshelf.store.base import Store
 from kvshelf.store.blobs import Health
-from kvshelf.store.manifest import Judgement, Manifest, Timings, Usage
+from kvshelf.store.manifest import Judgement, Manifest, Usage
 from kvshelf.store.shelf import Shelf
 from kvshelf.store.tiers.copies import Copies
 from kvshelf.store.tiers.tier import Tier

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
@@ -19,6 +19,8 @@ from ray import serve
 from ray.serve import exceptions as serve_errors
 from ray.serve.handle import DeploymentHandle
 
+from kvshelf.api import CreateCache, Estimate, EstimateObject, Query
+from kvshelf.api.inspect import KeptTokens
 from kvshelf.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -29,11 +31,10 @@ from kvshelf.errors import (
     WorkerCrashed,
 )
 from kvshelf.workers.replica.attempts import MAX_ATTEMPTS
+from kvshelf.workers.replica.results import Created, Reply
 
 if TYPE_CHECKING:  # who asks for a creation needs no transformers: it would take a caller 5 s and 200 MB
     from kvshelf.workers.engine.inputs.encode import Document
-    from kvshelf.workers.replica.create.created import Created
-    from kvshelf.workers.replica.replica import Asked, Replied
 
 RESTART_S = 5.0
 """About how long Ray needs to replace a dead replica: what callers are told to wait."""
@@ -70,7 +71,7 @@ class RemoteEngine:
 
     async def create(
         self,
-        spec: Mapping[str, Any],
+        spec: CreateCache,
         *,
         tenant: str,
         deadline_s: float,
@@ -80,7 +81,7 @@ class RemoteEngine:
         created: Created = await self._call(
             "create",
             deadline_s + _GRACE_S,
-            dict(spec),
+            spec,
             tenant=tenant,
             deadline_s=deadline_s,
             request_id=request_id,
@@ -89,18 +90,18 @@ class RemoteEngine:
         )
         return created
 
-    async def query(self, cache_id: str, asked: Asked, *, tenant: str, deadline_s: float) -> list[Replied]:
-        replied: list[Replied] = await self._call(
-            "query", deadline_s + _GRACE_S, cache_id, asked, tenant=tenant, deadline_s=deadline_s, origin=_origin()
+    async def query(self, cache_id: str, query: Query, *, tenant: str, deadline_s: float) -> list[Reply]:
+        replies: list[Reply] = await self._call(
+            "query", deadline_s + _GRACE_S, cache_id, query, tenant=tenant, deadline_s=deadline_s, origin=_origin()
         )
-        return replied
+        return replies
 
     async def stream(
-        self, cache_id: str, asked: Asked, *, tenant: str, deadline_s: float
-    ) -> AsyncGenerator[str | Replied, None]:
+        self, cache_id: str, query: Query, *, tenant: str, deadline_s: float
+    ) -> AsyncGenerator[str | Reply, None]:
         with self._translated():
             response = self._streaming.stream.remote(
-                cache_id, asked, tenant=tenant, deadline_s=deadline_s, origin=_origin()
+                cache_id, query, tenant=tenant, deadline_s=deadline_s, origin=_origin()
             )
             try:
                 async with asyncio.timeout(deadline_s + _GRACE_S):
@@ -109,16 +110,16 @@ class RemoteEngine:
             finally:
                 response.cancel()
 
-    async def estimate(self, spec: Mapping[str, Any], *, deadline_s: float) -> dict[str, Any]:
-        estimated: dict[str, Any] = await self._call("estimate", deadline_s, dict(spec), origin=_origin())
+    async def estimate(self, spec: Estimate, *, deadline_s: float) -> EstimateObject:
+        estimated: EstimateObject = await self._call("estimate", deadline_s, spec, origin=_origin())
         return estimated
 
-    async def kept(
+    async def inspect(
         self, cache_id: str, document: Document | None, *, tenant: str, first_layer: int, deadline_s: float
-    ) -> dict[str, Any]:
+    ) -> KeptTokens:
         about = {"tenant": tenant, "first_layer": first_layer, "origin": _origin()}
-        told: dict[str, Any] = await self._call("kept", deadline_s, cache_id, document, **about)
-        return told
+        found: KeptTokens = await self._call("inspect", deadline_s, cache_id, document, **about)
+        return found
 
     async def describe(self, *, deadline_s: float) -> dict[str, Any]:
         described: dict[str, Any] = await self._call("describe", deadline_s)

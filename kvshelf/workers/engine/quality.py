@@ -25,8 +25,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -66,15 +66,6 @@ class Quality:
     tokens: int
     probe_s: float
     version: int = VERSION
-
-    def to_dict(self) -> dict[str, Any]:
-        """What stands in a manifest as `quality`: JSON types."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, told: Mapping[str, Any] | None) -> Quality | None:
-        """The inverse of `to_dict`; None for None, and for numbers of another version, which compare with nothing."""
-        return cls(**told) if told is not None and told.get("version") == VERSION else None
 
 
 @dataclass(frozen=True)

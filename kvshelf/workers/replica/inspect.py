@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from tokenizers import Tokenizer
 
+from kvshelf.api.inspect import KeptLayer, KeptTokens
 from kvshelf.errors import InvalidRequest, StateConflict
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.identity import Identity
@@ -47,10 +48,10 @@ class Marks(NamedTuple):
     merged: npt.NDArray[np.bool_]
 
 
-def kept(
+def kept_tokens(
     engine: Engine, store: Store, cache_id: str, document: Document | None, *, tenant: str, first_layer: int = 0
-) -> dict[str, Any]:
-    """The fields of `KeptTokens`, JSON types only, with the bitmaps of the layers from `first_layer` on.
+) -> KeptTokens:
+    """Which tokens a cache kept, with the bitmaps of the layers from `first_layer` on.
 
     `document` None: the kept source. Raises as `Store.get` and `Engine.prepare` do, `SourceNotKept`, `ModelMismatch`,
     `StateConflict` for what is not the cache's document, and `InvalidRequest` for a layer that is not there.
@@ -69,23 +70,24 @@ def kept(
         )
     layers = list(_page(cache, first_layer))
     following = first_layer + len(layers)
-    told = {
-        "id": manifest.id,
-        "document_id": manifest.document_id,
-        "policy": manifest.policy,
-        "num_tokens": cache.num_tokens,
-        "num_layers": num_layers,
-        "num_heads": sum(layer.kv_heads for layer in cache.layers),
-        "meaning": _meaning(cache),
-        "layers": layers,
-        "next_layer": following if following < num_layers else None,
-    }
+    first_page: dict[str, Any] = {}
     if first_layer == 0:
         assert engine.text is not None, "without a tokenizer the document was refused"
-        told["tokens"] = pieces(engine.text.decoder(), source.token_ids)
-        told["template_tokens"] = source.protected_prefix
-        told |= _counts(cache)
-    return told
+        first_page["tokens"] = pieces(engine.text.decoder(), source.token_ids)
+        first_page["template_tokens"] = source.protected_prefix
+        first_page |= _counts(cache)
+    return KeptTokens(
+        id=manifest.id,
+        document_id=manifest.document_id,
+        policy=manifest.policy,
+        num_tokens=cache.num_tokens,
+        num_layers=num_layers,
+        num_heads=sum(layer.kv_heads for layer in cache.layers),
+        meaning=_meaning(cache),
+        layers=layers,
+        next_layer=following if following < num_layers else None,
+        **first_page,
+    )
 
 
 def marks_of(record: LayerRecord, num_tokens: int) -> Marks:
@@ -139,7 +141,7 @@ def _same_document(engine: Engine, store: Store, manifest: Manifest, identity: I
     return job.source
 
 
-def _page(cache: CompressedCache, first_layer: int) -> Iterator[dict[str, Any]]:
+def _page(cache: CompressedCache, first_layer: int) -> Iterator[KeptLayer]:
     """The bitmaps of as many layers as one answer holds, at least one."""
     left = BITMAP_BYTES
     for index in range(first_layer, len(cache.layers)):
@@ -149,7 +151,7 @@ def _page(cache: CompressedCache, first_layer: int) -> Iterator[dict[str, Any]]:
         left -= sum(map(len, own + (merged or [])))
         if left < 0 and index > first_layer:
             return
-        yield {"layer": index, "kept": own, "merged": merged}
+        yield KeptLayer(layer=index, kept=own, merged=merged)
 
 
 def _bitmaps(marks: npt.NDArray[np.bool_]) -> list[str]:

@@ -10,68 +10,36 @@ import asyncio
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn
 
 import structlog
 
-from kvshelf.errors import DeadlineExceeded, InternalError, KvshelfError, RequestTimeout
+from kvshelf.api import CreateCache, Estimate, EstimateObject, Query, Usage
+from kvshelf.api.inspect import KeptTokens
+from kvshelf.errors import DeadlineExceeded, InternalError, KvshelfError
 from kvshelf.store.base import Store
 from kvshelf.workers.engine.attention.attachment import Attachment
 from kvshelf.workers.engine.decode.generation import Answer, Sampling
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.engine.inputs.encode import Document
 from kvshelf.workers.engine.quality import QUESTIONS
-from kvshelf.workers.replica.attempts import MAX_ATTEMPTS
+from kvshelf.workers.replica.attempts import MAX_ATTEMPTS, Attempts
 from kvshelf.workers.replica.calls import Threads, log_as, named_errors
-from kvshelf.workers.replica.create.created import Created
 from kvshelf.workers.replica.create.creations import Creations
-from kvshelf.workers.replica.inspect import kept
-from kvshelf.workers.replica.phases import Phase, rounded
+from kvshelf.workers.replica.inspect import kept_tokens
 from kvshelf.workers.replica.residents import Resident, ResidentLimits, Residents
+from kvshelf.workers.replica.results import Created, Phase, Reply, rounded
 from kvshelf.workers.replica.scheduler import Scheduler
 from kvshelf.workers.replica.ticket import Ticket
 
 log = structlog.get_logger("kvshelf.workers")
 
-MAX_UNREAD_PIECES = 1024
-"""Pieces of a streamed answer that may wait for a slow client before it is cut off. No answer waits for its client."""
-
 STUCK_S = 30.0
 """After its deadline, how long a document may hold the model before its replica is replaced. Between two layers it ends
 by itself, so a layer that takes so long does not come to its end at all, or takes the replica from everyone else."""
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What a query asks of each of its prompts. A prompt is text, or messages of which the first is the user's."""
-
-    prompts: tuple[str | list[dict[str, str]], ...]
-    sampling: Sampling
-
-
-@dataclass(frozen=True)
-class Replied:
-    """One answer, with what is known about the cache it came from.
-
-    load_ms: finding the cache, and reading and checking its blob where it was not in memory. read_from: "memory", or
-    where the blob was read, as `ArrivingCache.place`. phases: load, queue, prefill (up to the first token), decode;
-    the others may begin before the last layer is loaded.
-    """
-
-    answer: Answer
-    load_ms: float
-    policy: str
-    compression_ratio: float
-    read_from: str
-    phases: tuple[Phase, ...]
-
-    @property
-    def first_token_s(self) -> float:
-        """Seconds from the question's arrival at the replica to the first token of the answer."""
-        return self.phases[-1].start_s
 
 
 class Replica:
@@ -102,10 +70,10 @@ class Replica:
             store,
             scheduler,
             self._threads,
-            worker=self.name,
             questions=questions,
             max_document_tokens=max_document_tokens,
         )
+        self._attempts = Attempts(store.ledger, self.name, self._threads)
         self._residents = Residents(store, engine.attach, residents or ResidentLimits(), self._threads)
         self._evicting: asyncio.Task[NoReturn] | None = None
 
@@ -143,7 +111,7 @@ class Replica:
 
     async def create(
         self,
-        spec: Mapping[str, Any],
+        spec: CreateCache,
         *,
         tenant: str,
         deadline_s: float | None = None,
@@ -151,42 +119,50 @@ class Replica:
         max_attempts: int = MAX_ATTEMPTS,
         origin: str = "",
     ) -> Created:
-        """As `Creations.create`."""
-        return await self._creations.create(
-            spec,
-            tenant=tenant,
-            deadline_s=deadline_s,
-            request_id=request_id,
-            max_attempts=max_attempts,
-            origin=origin,
-        )
+        """Compress a document and store it, unless the shelf has it.
 
-    async def estimate(self, spec: Mapping[str, Any], *, origin: str = "") -> dict[str, Any]:
-        """As `Creations.estimate`."""
-        return await self._creations.estimate(spec, origin=origin)
+        With `request_id`, a request of the ledger, the attempt is counted there before any work, and its end recorded:
+        the failure of the `max_attempts`th is final.
+        """
+        log_as(origin)
+        if request_id is None:
+            with named_errors():
+                return await self._creations.create(spec, tenant, deadline_s)
+        self._scheduler.require_room()  # a full queue is no attempt
+        async with self._attempts.counted(request_id, tenant, max_attempts=max_attempts) as attempt:
+            with named_errors():
+                created = await self._creations.create(spec, tenant, deadline_s)
+            ids = [cache.manifest.id for cache in created.caches]
+            await self._threads.run(self._store.ledger.finish, request_id, attempt, cache_ids=ids)
+            return replace(created, worker=self.name)
 
-    async def kept(
+    async def estimate(self, spec: Estimate, *, origin: str = "") -> EstimateObject:
+        """What creating this would take, in seconds as this replica has measured them."""
+        log_as(origin)
+        with named_errors():
+            return await self._threads.run(self._creations.estimate, spec)
+
+    async def inspect(
         self, cache_id: str, document: Document | None, *, tenant: str, first_layer: int = 0, origin: str = ""
-    ) -> dict[str, Any]:
+    ) -> KeptTokens:
         """Which tokens of its document a cache kept, see `kvshelf.workers.replica.inspect`."""
         log_as(origin)
         with named_errors():
             return await self._threads.run(
-                kept, self._engine, self._store, cache_id, document, tenant=tenant, first_layer=first_layer
+                kept_tokens, self._engine, self._store, cache_id, document, tenant=tenant, first_layer=first_layer
             )
 
     async def query(
-        self, cache_id: str, asked: Asked, *, tenant: str, deadline_s: float | None = None, origin: str = ""
-    ) -> list[Replied]:
+        self, cache_id: str, query: Query, *, tenant: str, deadline_s: float | None = None, origin: str = ""
+    ) -> list[Reply]:
         """Answer every prompt, in their order. The first error ends all of them."""
         log_as(origin)
         with named_errors():
             async with self._loaded(cache_id, tenant, deadline_s) as loaded:
-                queries = await self._encode(loaded.document, asked)
-                tickets: list[Ticket[Answer]] = []
+                sampling, tickets = _sampling(query), list[Ticket[Answer]]()
                 try:
-                    for query in queries:
-                        ticket = self._scheduler.generate(loaded.document, query, asked.sampling, deadline_s=deadline_s)
+                    for ids in await self._encode(loaded.document, query):
+                        ticket = self._scheduler.generate(loaded.document, ids, sampling, deadline_s=deadline_s)
                         tickets.append(ticket)
                     return [loaded.reply(await asyncio.wrap_future(ticket.future), ticket) for ticket in tickets]
                 finally:
@@ -194,29 +170,21 @@ class Replica:
                         ticket.cancel()
 
     async def stream(
-        self, cache_id: str, asked: Asked, *, tenant: str, deadline_s: float | None = None, origin: str = ""
-    ) -> AsyncIterator[str | Replied]:
+        self, cache_id: str, query: Query, *, tenant: str, deadline_s: float | None = None, origin: str = ""
+    ) -> AsyncIterator[str | Reply]:
         """The pieces of the answer to the one prompt as they become final, then the answer. Closing it cancels it."""
         log_as(origin)
         with named_errors():
             async with self._loaded(cache_id, tenant, deadline_s) as loaded:
-                (query,) = await self._encode(loaded.document, asked)
+                (ids,) = await self._encode(loaded.document, query)
                 pieces: asyncio.Queue[str | None] = asyncio.Queue()
                 loop = asyncio.get_running_loop()
 
                 def put(piece: str | None) -> None:
                     loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
-                def hand_over(piece: str) -> None:
-                    if pieces.qsize() >= MAX_UNREAD_PIECES:
-                        raise RequestTimeout(
-                            f"{MAX_UNREAD_PIECES} pieces of the answer wait to be read, as many as may; read the "
-                            "stream faster, or ask without streaming"
-                        )
-                    put(piece)
-
                 ticket = self._scheduler.generate(
-                    loaded.document, query, asked.sampling, on_text=hand_over, deadline_s=deadline_s
+                    loaded.document, ids, _sampling(query), on_text=put, deadline_s=deadline_s
                 )
                 ticket.future.add_done_callback(lambda _: put(None))
                 try:
@@ -244,9 +212,9 @@ class Replica:
             self._threads.submit(_touch, self._store, cache_id, tenant)
             yield _Loaded(cache_id, resident, there, started, time.monotonic() - started)
 
-    async def _encode(self, document: Attachment, asked: Asked) -> list[list[int]]:
+    async def _encode(self, document: Attachment, query: Query) -> list[list[int]]:
         def encode() -> list[list[int]]:
-            return [self._engine.encode_query(document, prompt) for prompt in asked.prompts]
+            return [self._engine.encode_query(document, prompt) for prompt in _prompts(query)]
 
         return await self._threads.run(encode)
 
@@ -268,7 +236,7 @@ class _Loaded:
     def document(self) -> Attachment:
         return self.resident.document
 
-    def reply(self, answer: Answer, ticket: Ticket[Answer]) -> Replied:
+    def reply(self, answer: Answer, ticket: Ticket[Answer]) -> Reply:
         """The answer that has just ended, with what it took."""
         identity = self.document.identity
         load_s = self.found_s + (0.0 if self.was_there else self.resident.read_s)
@@ -282,7 +250,32 @@ class _Loaded:
         )
         read_from = "memory" if self.was_there else self.resident.place
         log.info("answered", cache_id=self.cache_id, read_from=read_from, **asdict(answer.usage), **rounded(phases))
-        return Replied(answer, load_s * 1000, identity.policy, identity.compression_ratio, read_from, phases)
+        return Reply(
+            id="ans_" + secrets.token_hex(12),
+            cache_id=self.cache_id,
+            text=answer.text,
+            finish_reason=answer.finish_reason,
+            usage=Usage(**asdict(answer.usage)),
+            load_ms=round(load_s * 1000, 3),
+            policy=identity.policy,
+            compression_ratio=identity.compression_ratio,
+            token_ids=answer.token_ids,
+            read_from=read_from,
+            phases=phases,
+        )
+
+
+def _prompts(query: Query) -> list[str] | list[list[dict[str, str]]]:
+    """The prompts to answer: texts, or one conversation."""
+    if query.messages is not None:
+        return [[message.model_dump() for message in query.messages]]
+    assert query.prompt is not None  # the type asks for exactly one of the two
+    return query.prompt if isinstance(query.prompt, list) else [query.prompt]
+
+
+def _sampling(query: Query) -> Sampling:
+    stop = (query.stop,) if isinstance(query.stop, str) else tuple(query.stop or ())
+    return Sampling(query.max_tokens, query.temperature, query.top_p, query.seed, stop)
 
 
 def _touch(store: Store, cache_id: str, tenant: str) -> None:

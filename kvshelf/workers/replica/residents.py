@@ -18,7 +18,7 @@ from typing import NoReturn, TypeVar
 from kvshelf.store.artifact.arriving import ArrivingCache
 from kvshelf.store.base import Store
 from kvshelf.workers.engine.attention.attachment import Attachment
-from kvshelf.workers.replica.singleflight import Flights
+from kvshelf.workers.replica.singleflight import SingleFlight
 
 ResultT = TypeVar("ResultT")
 
@@ -59,7 +59,7 @@ class Residents:
         # Readers have threads of their own: whoever waits for room must not keep those waiting who make it.
         self._readers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="reader")
         self._held: OrderedDict[tuple[str, str], Resident] = OrderedDict()
-        self._opening: Flights[Resident] = Flights()
+        self._opening: SingleFlight[Resident] = SingleFlight()
         self._freed = asyncio.Condition()
 
     @property
@@ -109,20 +109,27 @@ class Residents:
     async def _acquire(self, cache_id: str, tenant: str) -> tuple[Resident, bool]:
         key, there = (tenant, cache_id), True
         while True:
-            manifest = await self._off_loop(lambda: self._store.stat(cache_id, tenant=tenant))
             resident = self._held.get(key)
-            if resident is not None and (resident.digest != manifest.blob_digest or resident.document.failed):
-                self._drop(key, resident)
-                resident = None
             if resident is None:
                 there = False
                 await self._opening.join(f"{tenant}/{cache_id}", lambda: self._open(cache_id, tenant))
-                # Taken from the table, not from the flight: somebody may have needed its room meanwhile.
+                # Taken from the table, not from the shared call: another cache may have needed its room meanwhile.
                 resident = self._held.get(key)
+            elif not await self._current(key, resident):
+                self._drop(key, resident)
+                continue
+            elif self._held.get(key) is not resident:  # it left while the shelf was asked
+                continue
             if resident is not None:
                 self._held.move_to_end(key)
                 resident.users += 1
                 return resident, there
+
+    async def _current(self, key: tuple[str, str], resident: Resident) -> bool:
+        """Whether a resident cache is still what the shelf has. Raises as `Store.stat` does."""
+        tenant, cache_id = key
+        manifest = await self._off_loop(lambda: self._store.stat(cache_id, tenant=tenant))
+        return resident.digest == manifest.blob_digest and not resident.document.failed
 
     async def _open(self, cache_id: str, tenant: str) -> Resident:
         arriving = await self._off_loop(lambda: self._store.open_cache(cache_id, tenant=tenant))

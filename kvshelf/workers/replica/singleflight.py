@@ -17,7 +17,7 @@ class _Flight(Generic[ResultT]):
     passengers: int = 0
 
 
-class Flights(Generic[ResultT]):
+class SingleFlight(Generic[ResultT]):
     """Work in progress by key, for the callers of one event loop."""
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ def read(where: object, **defaults: Any) -> list[Row]:
 
 
 def documents(rows: list[Row]) -> dict[str | None, str]:
-    return {row.custom_id: row.spec["document"] for row in rows if row.spec is not None}
+    return {row.custom_id: row.spec.document for row in rows if row.spec is not None}
 
 
 def errors(rows: list[Row]) -> list[tuple[str, int, str]]:
@@ -114,7 +114,7 @@ def test_an_input_without_a_file_is_refused_whole(corpus: Path, where: str) -> N
 def test_a_text_s_name_is_its_custom_id_and_the_cache_s_name(corpus: Path) -> None:
     (row,) = read(corpus / "deep/b.md", labels={"kind": "md"})
     assert row.spec is not None
-    assert (row.source, row.custom_id, row.spec["name"], row.spec["labels"]) == ("b.md", "b.md", "b.md", {"kind": "md"})
+    assert (row.source, row.custom_id, row.spec.name, row.spec.labels) == ("b.md", "b.md", "b.md", {"kind": "md"})
     assert row.nbytes == 6
 
 
@@ -217,10 +217,10 @@ def test_the_columns_of_a_parquet_file_are_the_fields_of_a_creation(tmp_path: Pa
     assert first is not None
     assert second is not None
     assert third is not None
-    assert (first["token_ids"], first["compression_ratio"], first["policy"]) == ([1, 2], 0.25, "knorm")
-    assert first["labels"] == {"job": "n", "kind": "b"}
-    assert (second["compression_ratio"], second["policy"], second["labels"]) == (None, "snapkv", {"job": "n"})
-    assert third["compression_ratio"] == 0.75
+    assert (first.token_ids, first.compression_ratio, first.policy) == ([1, 2], 0.25, "knorm")
+    assert first.labels == {"job": "n", "kind": "b"}
+    assert (second.compression_ratio, second.policy, second.labels) == (None, "snapkv", {"job": "n"})
+    assert third.compression_ratio == 0.75
 
 
 def test_bad_rows_of_a_parquet_file_are_error_rows_with_their_numbers(tmp_path: Path) -> None:

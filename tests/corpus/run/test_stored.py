@@ -90,7 +90,7 @@ def test_a_file_of_the_home_is_a_source(store: Store, config: StoreConfig, tmp_p
     assert [(row.source, row.line, row.custom_id, row.error is None) for row in rows] == [
         ("rows.jsonl", 1, "a", True), ("rows.jsonl", 2, None, False), ("rows.jsonl", 3, None, True)
     ]  # fmt: skip
-    assert [row.spec["policy"] for row in rows if row.spec is not None] == ["lagkv", "full"]
+    assert [row.spec.policy for row in rows if row.spec is not None] == ["lagkv", "full"]
     store.files.delete(file.id, tenant="me")
     with pytest.raises(FileNotFound):
         list(found.read())

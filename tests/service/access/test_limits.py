@@ -10,21 +10,22 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from opentelemetry.trace import NoOpTracer
 
 from kvshelf import open_store
+from kvshelf.api import CreateCache, Query, Usage
 from kvshelf.errors import DeadlineExceeded, InternalError, QueueFull, RateLimited, RequestTimeout
 from kvshelf.service.access.limits import RateLimiter, TenantLimits
-from kvshelf.service.engines import FairEngine
+from kvshelf.service.engines import MAX_UNREAD_PIECES, EngineClient
 from kvshelf.service.fair_queue import FairQueue, Rounds
 from kvshelf.service.jobs.background import Background
+from kvshelf.service.observe.metrics import Metrics
 from kvshelf.service.settings import Settings
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.ledger import Ledger
+from kvshelf.store.manifest import Manifest
 from kvshelf.workers.cluster.remote import RemoteEngine
-from kvshelf.workers.engine.decode.generation import Answer, Sampling, Usage
-from kvshelf.workers.replica.create.created import Created, Stored
-from kvshelf.workers.replica.phases import Phase
-from kvshelf.workers.replica.replica import MAX_UNREAD_PIECES, Asked, Replied
+from kvshelf.workers.replica.results import Created, Phase, Reply, Stored
 
 
 class Clock:
@@ -346,7 +347,7 @@ class Creator:
         self.asked: list[str] = []
         self._ledger = ledger
 
-    async def create(self, _: dict[str, Any], *, tenant: str, request_id: str, **__: Any) -> None:
+    async def create(self, _: CreateCache, *, tenant: str, request_id: str, **__: Any) -> None:
         self.asked.append(tenant)
         attempt = self._ledger.start_attempt(request_id, worker="test", lease_s=9)
         self._ledger.fail(request_id, attempt, code="internal", message="a test", final=True)
@@ -356,10 +357,10 @@ class Creator:
 def test_creations_in_the_background_take_turns_too(tmp_path: Path) -> None:
     async def test(store: Store) -> None:
         creator = Creator(store.ledger)
-        background = Background(store, {"m": cast(RemoteEngine, creator)}, deadline_s=9, max_unfinished=20)
+        background = Background(store, {"m": cast(EngineClient, creator)}, deadline_s=9, max_unfinished=20)
         for number in range(20):
-            await background.submit({"model": "m", "document": str(number)}, "a")
-        await background.submit({"model": "m", "document": "0"}, "b")
+            await background.submit(CreateCache(model="m", document=str(number)), "a")
+        await background.submit(CreateCache(model="m", document="0"), "b")
         background.start()
         while len(creator.asked) < 21:
             await asyncio.sleep(0.01)
@@ -371,7 +372,24 @@ def test_creations_in_the_background_take_turns_too(tmp_path: Path) -> None:
         run(test(store))
 
 
-REPLY = Replied(Answer("0 1", [5, 6, 7], "stop", Usage(1000, 20, 3)), 1.0, "full", 0.0, "memory", ())
+REPLY = Reply(
+    id="ans_1",
+    cache_id="kvs",
+    text="0 1",
+    finish_reason="stop",
+    usage=Usage(cache_read_tokens=1000, prefill_tokens=20, completion_tokens=3),
+    load_ms=1.0,
+    policy="full",
+    compression_ratio=0.0,
+    token_ids=[5, 6, 7],
+    read_from="memory",
+    phases=(Phase("prefill", 0.0, 1.0),),
+)
+
+
+MANIFEST = Manifest.model_construct(
+    id="kvs", policy="full", num_tokens=400, kept_tokens=400, bytes_full=9, bytes_stored=9, quality=None
+)
 
 
 class Talker:
@@ -383,7 +401,7 @@ class Talker:
     def __init__(self, pieces: int) -> None:
         self.pieces = pieces
 
-    async def stream(self, *_: Any, **__: Any) -> AsyncGenerator[str | Replied, None]:
+    async def stream(self, *_: Any, **__: Any) -> AsyncGenerator[str | Reply, None]:
         try:
             for number in range(self.pieces):
                 yield str(number)
@@ -392,22 +410,22 @@ class Talker:
         finally:
             self.closed = True
 
-    async def query(self, *_: Any, **__: Any) -> list[Replied]:
+    async def query(self, *_: Any, **__: Any) -> list[Reply]:
         return [REPLY, REPLY]
 
-    async def create(self, spec: dict[str, Any], **_: Any) -> Created:
-        phases = () if spec["on_the_shelf"] else (Phase("prefill", 0.0, 1.0),)
-        return Created(tuple(Stored({"num_tokens": 400}, existing=False) for _ in range(2)), phases)
+    async def create(self, spec: CreateCache, **_: Any) -> Created:
+        phases = () if spec.document == "on the shelf" else (Phase("prefill", 0.0, 1.0),)
+        return Created(tuple(Stored(MANIFEST, existing=False) for _ in range(2)), phases)
 
 
-def fair(talker: Talker, **told: Any) -> FairEngine:
+def fair(talker: Talker, **told: Any) -> EngineClient:
     settings = cast(
         Settings, SimpleNamespace(replicas=1, max_open_generations=1, max_ongoing_requests=9, max_queued_requests=9)
     )
-    return FairEngine(cast(RemoteEngine, talker), settings, **told)
+    return EngineClient(cast(RemoteEngine, talker), settings, Metrics(), NoOpTracer(), **told)
 
 
-ASKED = Asked(("?",), Sampling())
+ASKED = Query(prompt="?")
 
 
 def test_a_reader_who_takes_nothing_holds_no_slot_and_is_cut_off() -> None:
@@ -448,8 +466,8 @@ def test_a_tenant_s_tokens_are_those_that_went_through_the_model_and_came_out() 
         spent: list[tuple[str, int]] = []
         engine = fair(Talker(5), spend=lambda tenant, tokens: spent.append((tenant, tokens)))
         call: dict[str, Any] = {"tenant": "a", "deadline_s": 60}
-        await engine.create({"on_the_shelf": False}, **call)
-        await engine.create({"on_the_shelf": True}, **call)
+        await engine.create(CreateCache(document="new"), **call)
+        await engine.create(CreateCache(document="on the shelf"), **call)
         await engine.query("kvs", ASKED, **call)
         assert [piece async for piece in engine.stream("kvs", ASKED, **call)][-1] == REPLY
         assert spent == [("a", 400), ("a", 0), ("a", 46), ("a", 23)]

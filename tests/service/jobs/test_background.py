@@ -13,13 +13,14 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvshelf import open_store
+from kvshelf.api import CreateCache
 from kvshelf.errors import NoWorker, QueueFull, StorageFull
 from kvshelf.service.jobs.background import Background
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.ledger import Ledger, RequestRecord
 from kvshelf.workers.cluster.remote import RemoteEngine
 from kvshelf.workers.replica.attempts import MAX_ATTEMPTS, Standing, give_up
-from kvshelf.workers.replica.create.created import Created
+from kvshelf.workers.replica.results import Created
 
 
 @pytest.fixture(autouse=True)
@@ -39,10 +40,10 @@ class Workers:
     def __init__(self, store: Store, *failures: Exception) -> None:
         self._ledger = store.ledger
         self.failures = list(failures)
-        self.asked: list[str] = []
+        self.asked: list[str | None] = []
 
-    async def create(self, spec: Mapping[str, Any], *, request_id: str, **_: Any) -> Created:
-        self.asked.append(spec["document"])
+    async def create(self, spec: CreateCache, *, request_id: str, **_: Any) -> Created:
+        self.asked.append(spec.document)
         if self.failures:
             raise self.failures.pop()
         attempt = self._ledger.start_attempt(request_id, worker="test", lease_s=9)
@@ -53,8 +54,8 @@ class Workers:
 class Deserted(Workers):
     """Those of a model that has none."""
 
-    async def create(self, spec: Mapping[str, Any], **_: Any) -> Created:
-        self.asked.append(spec["document"])
+    async def create(self, spec: CreateCache, **_: Any) -> Created:
+        self.asked.append(spec.document)
         raise NoWorker("nobody is there", retry_after_s=0.05)
 
 
@@ -63,8 +64,8 @@ def background(store: Store, engines: Mapping[str, object], *, max_unfinished: i
     return Background(store, workers, deadline_s=9, max_unfinished=max_unfinished, **more)
 
 
-def spec(document: str, model: str = "m") -> dict[str, Any]:
-    return {"model": model, "document": document}
+def spec(document: str, model: str = "m") -> CreateCache:
+    return CreateCache(model=model, document=document)
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
@@ -211,7 +212,7 @@ def test_a_full_shelf_is_tried_less_and_less_often(store: Store) -> None:
     at: list[float] = []
 
     class Full(Workers):
-        async def create(self, spec: Mapping[str, Any], *, request_id: str, **more: Any) -> Created:
+        async def create(self, spec: CreateCache, *, request_id: str, **more: Any) -> Created:
             at.append(asyncio.get_running_loop().time())
             return await super().create(spec, request_id=request_id, **more)
 

@@ -14,8 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from kvshelf import Client, Engine
+from kvshelf.api import Timings
 from kvshelf.cli import app
-from kvshelf.store.manifest import Timings
 from kvshelf.workers.policies import POLICIES
 from kvshelf.workers.replica.create.estimates import CODECS, Rates, Shape
 from tests.service.conftest import created, refused, stopped

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import pytest
 import torch
@@ -14,10 +13,11 @@ from kvshelf.bench.quality.tasks import Fact, make_document
 from kvshelf.errors import Cancelled, InvalidRequest, ModelMismatch
 from kvshelf.workers.engine.decode.generation import Sampling
 from kvshelf.workers.engine.inputs.job import Level, shared
-from kvshelf.workers.engine.quality import ANSWER, CUE, QUESTIONS, VERSION, Probe, Quality, Reference, rare_passages
+from kvshelf.workers.engine.quality import ANSWER, CUE, QUESTIONS, VERSION, Probe, Reference, rare_passages
 from kvshelf.workers.policies import POLICIES
 from kvshelf.workers.policies.base import ScoringPolicy
 from kvshelf.workers.policies.budgets import Budget
+from kvshelf.workers.replica.create.auto import reported
 from tests.workers.by_hand import Prefix, logits_after
 
 TOKENS = 400
@@ -174,11 +174,11 @@ def test_what_rounding_decides_is_no_disagreement():
     assert found.compare(logits([0.33, 0.33, 0.34]))[0] == 0
 
 
-def test_a_quality_is_json(tiny, prose):
-    told = measured(tiny, prose).to_dict()
+def test_a_quality_is_what_the_api_reports(tiny, prose):
+    found = measured(tiny, prose)
+    told = reported(found).model_dump()
     assert list(told) == ["agreement", "kl", "tokens", "probe_s", "version"]
-    assert Quality(**json.loads(json.dumps(told))).to_dict() == told
-    assert told["version"] == VERSION
+    assert (told, told["version"]) == (asdict(found), VERSION)
 
 
 def test_measuring_again_gives_the_same_numbers(tiny, prose):

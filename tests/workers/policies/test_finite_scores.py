@@ -92,7 +92,7 @@ def refused_creation(engine: Engine, home: Path, **fields: Any) -> tuple[PolicyU
     """How a creation by a replica ends that is refused, and its request of the ledger. Nothing may be stored."""
     store = DiskStore.open(home)
     replica = Replica(engine, store, Scheduler(engine))
-    spec = CreateCache(document=DOCUMENT, compression_ratio=0.75, **fields).model_dump(mode="json")
+    spec = CreateCache(document=DOCUMENT, compression_ratio=0.75, **fields)
 
     async def create() -> None:
         replica.start()

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import pickle
 import random
-from dataclasses import replace
 
 import pytest
 
+from kvshelf.api import Quality, Tried
 from kvshelf.bench.quality.tasks import make_document
 from kvshelf.errors import Cancelled, DocumentTooShort, InvalidRequest, PolicyUnsupported, QualityBelowFloor
 from kvshelf.workers.engine.inputs.job import Level
-from kvshelf.workers.engine.quality import Quality
-from kvshelf.workers.replica.create.auto import CANDIDATES, MIN_QUALITY, Selection, Tried, auto
+from kvshelf.workers.engine.quality import VERSION
+from kvshelf.workers.replica.create.auto import CANDIDATES, MIN_QUALITY, Selection, auto, reported
+from kvshelf.workers.replica.create.publish import comparable
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ def test_floors_differ_so_choices_do(tiny, prose):
 
 def test_it_says_what_it_tried(tiny, prose, everything):
     choice = auto(tiny, prose).run(tiny)
-    told = json.loads(json.dumps([one.to_dict() for one in choice.tried]))
+    told = [one.model_dump(mode="json") for one in choice.tried]
     assert [(one["policy"], one["compression_ratio"] or None, one["codec"]) for one in told] == list(CANDIDATES)
     for one, (_, made) in zip(told, everything, strict=True):
         assert (one["quality"] is None) == (one["reason"] is not None)
@@ -67,7 +68,7 @@ def test_what_could_not_be_smaller_is_not_made(tiny, prose):
     assert (choice.level.job.policy.name, choice.level.job.budget.compression_ratio) == ("keydiff", 0.9375)
     assert [one.quality is not None for one in choice.tried].count(True) == 1
     zipped = [one for one in choice.tried if one.policy == "kvzip"]
-    assert [one.nbytes for one in zipped] == [None] * 3
+    assert [one.bytes for one in zipped] == [None] * 3
     assert all("not made" in one.reason for one in zipped)
 
 
@@ -122,7 +123,13 @@ def tried(everything):
     """What came of each candidate, all of them made and measured."""
     ways = ((level, made.cache.nbytes, made.quality) for level, made in everything)
     return [
-        Tried(level.job.identity.policy, level.job.identity.compression_ratio, level.codec, nbytes, quality)
+        Tried(
+            policy=level.job.identity.policy,
+            compression_ratio=level.job.identity.compression_ratio,
+            codec=level.codec,
+            bytes=nbytes,
+            quality=reported(quality),
+        )
         for level, nbytes, quality in ways
     ]
 
@@ -132,11 +139,11 @@ def test_what_is_known_says_what_would_be_chosen_or_nothing(everything, tried, f
     """Of any part of the facts: a choice only if nothing that was left out could be good enough and smaller."""
     levels = [level for level, _ in everything]
     selection = Selection(tuple(levels), floor)
-    good = {one.nbytes: level for one, level in zip(tried, levels, strict=True) if selection.meets(level, one.quality)}
+    good = {one.bytes: level for one, level in zip(tried, levels, strict=True) if selection.meets(level, one.quality)}
     assert selection.known(tried) is good[min(good)]
     answers, chance = 0, random.Random(7)
     for _ in range(200):
-        told = [chance.choice([one, one, one, replace(one, quality=None), None]) for one in tried]
+        told = [chance.choice([one, one, one, one.model_copy(update={"quality": None}), None]) for one in tried]
         level = selection.known(told)
         if level is None:
             continue
@@ -152,22 +159,25 @@ def test_what_is_known_says_what_would_be_chosen_or_nothing(everything, tried, f
 def test_what_one_choice_has_tried_makes_the_same_choice_again(tiny, prose, floor):
     selection = auto(tiny, prose, min_quality=floor)
     choice = selection.run(tiny)
-    told = [Tried.from_dict(json.loads(json.dumps(one.to_dict()))) for one in choice.tried]
+    told = [Tried.model_validate_json(one.model_dump_json()) for one in choice.tried]
     assert selection.known(told) is choice.level
     assert selection.known([None] * len(told)) is None
 
 
 def test_that_nothing_is_good_enough_can_be_known_too(tiny, prose):
     levels = tuple(Level(tiny.prepare(prose, compression_ratio=ratio)) for ratio in (0.9, 0.95))
-    ways = [("keydiff", 0.9, "none", 20), ("keydiff", 0.95, "none", 10)]
-    told = [Tried(*way, Quality(agreement=0.5, kl=1.0, tokens=32, probe_s=0.0)) for way in ways]
+    quality = Quality(agreement=0.5, kl=1.0, tokens=32, probe_s=0.0, version=VERSION)
+    told = [
+        Tried(policy="keydiff", compression_ratio=ratio, codec="none", bytes=nbytes, quality=quality)
+        for ratio, nbytes in ((0.9, 20), (0.95, 10))
+    ]
     with pytest.raises(QualityBelowFloor, match=r"'keydiff' at 0\.9.* with 0\.5") as refused:
         Selection(levels, 0.6).known(told)
     assert [one["bytes"] for one in refused.value.details["tried"]] == [20, 10]
     assert Selection(levels, 0.4).known(told) is levels[1]
     assert Selection(levels, 0.4).known([told[0], None]) is None
-    old = replace(told[1].quality, version=0).to_dict()
-    assert Tried.from_dict(told[1].to_dict() | {"quality": old}).quality is None
+    old = told[1].model_copy(update={"quality": quality.model_copy(update={"version": 0})})
+    assert (comparable(old).quality, comparable(told[1])) == (None, told[1])
 
 
 @pytest.mark.parametrize("floor", [-0.1, 1.1, float("nan"), True])

@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from kvshelf.api import CreateCache, Estimate
+from kvshelf.api import CreateCache, Estimate, PolicyEstimate, Quality, Tried
 from kvshelf.bench.quality.tasks import make_document
 from kvshelf.errors import CacheNotFound, DocumentTooLong, InvalidRequest, PolicyUnsupported, QualityBelowFloor
 from kvshelf.store.disk import DiskStore
 from kvshelf.store.shelf import Shelf
 from kvshelf.workers.engine.engine import Engine, Prefill
 from kvshelf.workers.engine.inputs.job import Level
-from kvshelf.workers.engine.quality import VERSION, Quality
-from kvshelf.workers.replica.create.auto import CANDIDATES, Tried, auto
-from kvshelf.workers.replica.create.created import Created
-from kvshelf.workers.replica.create.negative_cache import Refusals
+from kvshelf.workers.engine.quality import VERSION
+from kvshelf.workers.replica.create.auto import CANDIDATES, auto
+from kvshelf.workers.replica.create.negative_cache import NegativeCache
 from kvshelf.workers.replica.replica import Replica
+from kvshelf.workers.replica.results import Created
 from kvshelf.workers.replica.scheduler import Scheduler
 
 pytestmark = pytest.mark.anyio
@@ -70,12 +70,12 @@ async def replica(engine: Counting, shelf: Shelf) -> AsyncIterator[Replica]:
 
 
 async def create(replica: Replica, document: str | None = None, **fields: Any) -> Created:
-    spec = CreateCache(document=document, **fields).model_dump(mode="json")
+    spec = CreateCache(document=document, **fields)
     return await replica.create(spec, tenant="default")
 
 
 def ids(created: Created) -> list[str]:
-    return [cache.manifest["id"] for cache in created.caches]
+    return [cache.manifest.id for cache in created.caches]
 
 
 async def test_what_a_compression_costs_is_written_down_with_it(
@@ -84,12 +84,12 @@ async def test_what_a_compression_costs_is_written_down_with_it(
     made = (await create(replica, document, compression_ratio=0.75, codec="int4")).manifest
     (alone,) = engine.run_levels([Level(engine.prepare(document, compression_ratio=0.75), "int4")])
     assert alone.quality is not None
-    assert made["quality"].keys() == {"agreement", "kl", "tokens", "probe_s", "version"}
-    assert made["quality"]["agreement"] == alone.quality.agreement < 1
-    assert made["quality"]["kl"] == pytest.approx(alone.quality.kl, rel=1e-6)
-    assert (made["quality"]["version"], made["tried"]) == (VERSION, [])
-    assert shelf.stat(made["id"]).quality == made["quality"]
-    assert shelf.get(made["id"]).to_bytes() == alone.cache.to_bytes()
+    assert made.quality is not None
+    assert made.quality.agreement == alone.quality.agreement < 1
+    assert made.quality.kl == pytest.approx(alone.quality.kl, rel=1e-6)
+    assert (made.quality.version, made.tried) == (VERSION, ())
+    assert shelf.stat(made.id).quality == made.quality
+    assert shelf.get(made.id).to_bytes() == alone.cache.to_bytes()
 
 
 async def test_levels_are_the_caches_of_single_creations_from_one_prefill(
@@ -98,8 +98,8 @@ async def test_levels_are_the_caches_of_single_creations_from_one_prefill(
     before = engine.prefills
     levels = await create(replica, document, levels=[0.75, 0.25, 0.5], ttl_s=100.0)
     assert engine.prefills == before + 1
-    assert [cache.manifest["compression_ratio"] for cache in levels.caches] == [0.75, 0.25, 0.5]
-    qualities = [cache.manifest["quality"]["kl"] for cache in levels.caches]
+    assert [cache.manifest.compression_ratio for cache in levels.caches] == [0.75, 0.25, 0.5]
+    qualities = [cache.manifest.quality.kl for cache in levels.caches]
     assert qualities[1] < qualities[2] < qualities[0]
     single = await create(replica, document, compression_ratio=0.5, ttl_s=1000.0, keep_source=True)
     assert (ids(single), single.existing, engine.prefills) == ([ids(levels)[2]], True, before + 1)
@@ -108,7 +108,7 @@ async def test_levels_are_the_caches_of_single_creations_from_one_prefill(
     assert engine.prefills == before + 2
     assert not more.existing
     # What is there already lives on at least as long as asked for, and not shorter.
-    lives = [cache.manifest["expires_at"] - levels.manifest["created_at"] for cache in more.caches]
+    lives = [cache.manifest.expires_at - levels.manifest.created_at for cache in more.caches]
     assert lives == [pytest.approx(1000, abs=60), pytest.approx(500, abs=60), pytest.approx(500, abs=60)]
 
 
@@ -121,7 +121,7 @@ async def test_one_way_is_stored_only_if_it_is_good_enough(
     assert tried["quality"]["agreement"] < 0.99
     assert shelf.list().data == ()
     made = await create(replica, document, compression_ratio=0.9, min_quality=tried["quality"]["agreement"])
-    assert made.manifest["quality"]["agreement"] == tried["quality"]["agreement"]
+    assert made.manifest.quality.agreement == tried["quality"]["agreement"]
     before = engine.prefills
     again = await create(replica, document, compression_ratio=0.9, min_quality=0.0)
     assert (ids(again), again.existing) == (ids(made), True)
@@ -154,7 +154,7 @@ async def test_a_refusal_is_remembered_by_the_worker(
 
 
 async def test_a_refusal_is_remembered_of_one_tenant(replica: Replica, engine: Counting, document: str) -> None:
-    spec = CreateCache(document=document, compression_ratio=0.9, min_quality=1.0).model_dump(mode="json")
+    spec = CreateCache(document=document, compression_ratio=0.9, min_quality=1.0)
     before = engine.prefills
     for tenant in ("default", "another", "default", "another"):
         with pytest.raises(QualityBelowFloor):
@@ -164,11 +164,11 @@ async def test_a_refusal_is_remembered_of_one_tenant(replica: Replica, engine: C
 
 def test_the_oldest_refusals_are_forgotten_first() -> None:
     def refusal(*ratios: float) -> QualityBelowFloor:
-        quality = Quality(0.5, 1.0, 32, 0.1)
-        tried = [Tried("keydiff", ratio, "none", 100, quality).to_dict() for ratio in ratios]
-        return QualityBelowFloor("too little", tried=tried)
+        quality = Quality(agreement=0.5, kl=1.0, tokens=32, probe_s=0.1, version=VERSION)
+        way = Tried(policy="keydiff", compression_ratio=0.5, codec="none", bytes=100, quality=quality).model_dump()
+        return QualityBelowFloor("too little", tried=[way | {"compression_ratio": ratio} for ratio in ratios])
 
-    refusals = Refusals(3)
+    refusals = NegativeCache(3)
     refusals.remember(["a", "b"], refusal(0.1, 0.2, 0.3))  # the third was dropped before it had an id
     refusals.remember(["c"], refusal(0.3))
     refusals.remember(["a", "d"], refusal(0.1, 0.4))
@@ -183,13 +183,13 @@ async def test_a_cache_that_was_never_measured_is_made_again_and_then_known(
     unmeasured.start()
     try:
         bare = await create(unmeasured, document)
-        assert bare.manifest["quality"] is None
+        assert bare.manifest.quality is None
         before = engine.prefills
-        assert (await create(unmeasured, document)).manifest["quality"] is None  # a plain creation leaves it so
+        assert (await create(unmeasured, document)).manifest.quality is None  # a plain creation leaves it so
         measured = await create(unmeasured, document, min_quality=0.1)
         assert (ids(measured), measured.existing, engine.prefills) == (ids(bare), True, before + 1)
-        assert measured.manifest["quality"]["agreement"] >= 0.1
-        assert shelf.stat(bare.manifest["id"]).quality == measured.manifest["quality"]
+        assert measured.manifest.quality.agreement >= 0.1
+        assert shelf.stat(bare.manifest.id).quality == measured.manifest.quality
         await create(unmeasured, document, min_quality=0.1)
         assert engine.prefills == before + 1
     finally:
@@ -205,17 +205,17 @@ async def test_of_levels_with_a_floor_only_the_smallest_good_one_is_kept(
     assert qualities[0] < qualities[1]
     before = engine.prefills
     kept = await create(replica, document, levels=levels, min_quality=qualities[1])
-    assert kept.manifest["compression_ratio"] == 0.25
+    assert kept.manifest.compression_ratio == 0.25
     assert [cache.id for cache in shelf.list().data] == ids(kept)
-    tried = kept.manifest["tried"]
-    assert [one["compression_ratio"] for one in tried] == levels
-    assert tried[1]["cache_id"] == kept.manifest["id"]
-    assert [one["quality"] is None for one in tried] == [False, False, True]  # the full cache could not be smaller
+    tried = kept.manifest.tried
+    assert [one.compression_ratio for one in tried] == levels
+    assert tried[1].cache_id == kept.manifest.id
+    assert [one.quality is None for one in tried] == [False, False, True]  # the full cache could not be smaller
     again = await create(replica, document, levels=levels, min_quality=qualities[1])
-    assert (ids(again), again.existing, again.manifest["tried"]) == (ids(kept), True, tried)
+    assert (ids(again), again.existing, again.manifest.tried) == (ids(kept), True, tried)
     assert engine.prefills == before + 1
     smaller = await create(replica, document, levels=levels, min_quality=qualities[0])
-    assert smaller.manifest["compression_ratio"] == 0.95
+    assert smaller.manifest.compression_ratio == 0.95
     assert engine.prefills == before + 2  # known to be good enough, but not on the shelf
 
 
@@ -227,15 +227,13 @@ async def test_auto_is_found_again_without_a_prefill(
     kept = await create(replica, document, policy="auto", min_quality=0.9)
     spent = engine.prefills - before
     way = choice.level.job.identity
-    assert (kept.manifest["policy"], kept.manifest["compression_ratio"]) == (way.policy, way.compression_ratio)
-    assert kept.manifest["codec"] == choice.level.codec
-    assert [(one["policy"], one["compression_ratio"] or None, one["codec"]) for one in kept.manifest["tried"]] == list(
-        CANDIDATES
-    )
-    assert shelf.stat(kept.manifest["id"]).tried == tuple(kept.manifest["tried"])
+    assert (kept.manifest.policy, kept.manifest.compression_ratio) == (way.policy, way.compression_ratio)
+    assert kept.manifest.codec == choice.level.codec
+    assert [(one.policy, one.compression_ratio or None, one.codec) for one in kept.manifest.tried] == list(CANDIDATES)
+    assert shelf.stat(kept.manifest.id).tried == kept.manifest.tried
     again = await create(replica, document, policy="auto", min_quality=0.9)
     assert (ids(again), again.existing, engine.prefills) == (ids(kept), True, before + spent)
-    shelf.delete(kept.manifest["id"])
+    shelf.delete(kept.manifest.id)
     assert ids(await create(replica, document, policy="auto", min_quality=0.9)) == ids(kept)
     assert engine.prefills == before + 2 * spent
 
@@ -251,13 +249,13 @@ async def test_equal_creations_at_once_are_one_piece_of_work(replica: Replica, e
 
 async def test_a_request_of_the_ledger_names_every_level(replica: Replica, shelf: Shelf, document: str) -> None:
     shelf.ledger.open_request("req_levels", tenant="default", body=b"{}")
-    spec = CreateCache(document=document, levels=[0.5, 0.75]).model_dump(mode="json")
+    spec = CreateCache(document=document, levels=[0.5, 0.75])
     created = await replica.create(spec, tenant="default", request_id="req_levels")
     record = shelf.ledger.get_request("req_levels", tenant="default")
     assert (record.state, list(record.cache_ids)) == ("done", ids(created))
     shelf.ledger.open_request("req_floor", tenant="default", body=b"{}")
     with pytest.raises(QualityBelowFloor):
-        await replica.create(spec | {"min_quality": 1.0}, tenant="default", request_id="req_floor")
+        await replica.create(spec.model_copy(update={"min_quality": 1.0}), tenant="default", request_id="req_floor")
     record = shelf.ledger.get_request("req_floor", tenant="default")
     assert (record.state, record.tries) == ("failed", 1)  # it would come out the same
     assert record.error is not None
@@ -274,10 +272,10 @@ async def test_where_nothing_can_be_measured(replica: Replica, engine: Counting,
     assert refused.value.param == "min_quality"
     assert engine.prefills == before  # refused before any work
     kept = await create(replica, short, policy="auto")
-    assert (kept.manifest["policy"], kept.manifest["codec"], kept.manifest["quality"]) == ("full", "none", None)
+    assert (kept.manifest.policy, kept.manifest.codec, kept.manifest.quality) == ("full", "none", None)
     again = await create(replica, short, policy="auto")
     assert (ids(again), again.existing, engine.prefills) == (ids(kept), True, before + 1)
-    assert (await create(replica, short, compression_ratio=0.5)).manifest["quality"] is None
+    assert (await create(replica, short, compression_ratio=0.5)).manifest.quality is None
     assert len(shelf.list().data) == 2
 
 
@@ -289,9 +287,9 @@ async def test_a_document_that_is_longer_than_the_service_takes_is_refused_befor
     before = engine.prefills
     fits, long = ({"token_ids": [5] * tokens} for tokens in (60, 61))
     try:
-        assert (await narrow.estimate(Estimate(**fits).model_dump(mode="json")))["tokens"] == 60
-        assert (await create(narrow, **fits)).manifest["num_tokens"] == 60
-        for work in (create(narrow, **long), narrow.estimate(Estimate(**long).model_dump(mode="json"))):
+        assert (await narrow.estimate(Estimate(**fits))).tokens == 60
+        assert (await create(narrow, **fits)).manifest.num_tokens == 60
+        for work in (create(narrow, **long), narrow.estimate(Estimate(**long))):
             with pytest.raises(DocumentTooLong, match=r"has 61 tokens.*takes 60 \(max_document_tokens\)") as refused:
                 await work
             assert refused.value.param == "document"
@@ -307,31 +305,30 @@ async def test_levels_of_a_policy_that_keeps_all_are_refused(replica: Replica, d
 
 
 async def test_an_estimate_has_a_row_for_each_level_and_for_each_way_of_auto(replica: Replica, document: str) -> None:
-    async def rows(**fields: Any) -> list[dict[str, Any]]:
-        spec = Estimate(document=document, **fields).model_dump(mode="json")
-        found: list[dict[str, Any]] = (await replica.estimate(spec | {"codec": None}))["policies"]
-        return found
+    async def rows(**fields: Any) -> list[PolicyEstimate]:
+        return (await replica.estimate(Estimate(document=document, **fields))).policies
 
     levels = [0.75, 0.25]
     said = await rows(policy="keydiff", levels=levels)
     made = await create(replica, document, levels=levels)
     for row, cache in zip(said, made.caches, strict=True):
-        assert (row["compression_ratio"], row["kept"]) == (
-            cache.manifest["compression_ratio"],
-            cache.manifest["kept_tokens"],
+        assert (row.compression_ratio, row.kept) == (
+            cache.manifest.compression_ratio,
+            cache.manifest.kept_tokens,
         )
-        assert row["bytes_stored"]["none"] == pytest.approx(cache.manifest["bytes_stored"], rel=0.05)
+        assert row.bytes_stored is not None
+        assert row.bytes_stored["none"] == pytest.approx(cache.manifest.bytes_stored, rel=0.05)
     ways = await rows(policy="auto")
-    told = [(row["policy"], row["compression_ratio"] or None, codec) for row in ways for codec in row["bytes_stored"]]
+    told = [(row.policy, row.compression_ratio or None, codec) for row in ways for codec in row.bytes_stored or ()]
     assert told == list(CANDIDATES)
 
 
 async def test_a_missing_cache_stays_missing_to_others(replica: Replica, shelf: Shelf, document: str) -> None:
     """What was tried names caches that are not there; and another tenant's shelf says nothing of this one's."""
     kept = await create(replica, document, levels=[0.95, 0.0], min_quality=1.0)
-    other = next(one["cache_id"] for one in kept.manifest["tried"] if one["cache_id"] != kept.manifest["id"])
+    other = next(one.cache_id for one in kept.manifest.tried if one.cache_id != kept.manifest.id)
     with pytest.raises(CacheNotFound):
         shelf.stat(other)
-    spec = CreateCache(document=document, levels=[0.95, 0.0], min_quality=1.0).model_dump(mode="json")
+    spec = CreateCache(document=document, levels=[0.95, 0.0], min_quality=1.0)
     theirs = await replica.create(spec, tenant="another")
-    assert (theirs.existing, theirs.manifest["id"] != kept.manifest["id"]) == (False, True)
+    assert (theirs.existing, theirs.manifest.id != kept.manifest.id) == (False, True)

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvshelf.workers.replica.singleflight import Flights
+from kvshelf.workers.replica.singleflight import SingleFlight
 
 pytestmark = pytest.mark.anyio
 
@@ -17,7 +17,7 @@ def anyio_backend() -> str:
 
 
 async def test_a_flight_is_shared_and_ends_with_its_last_passenger() -> None:
-    flights: Flights[int] = Flights()
+    flights: SingleFlight[int] = SingleFlight()
     runs: list[str] = []
     go = asyncio.Event()
 

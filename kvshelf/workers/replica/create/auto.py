@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Final
 
+from kvshelf.api import Quality, Tried
 from kvshelf.errors import InvalidRequest, KvshelfError, PolicyUnsupported, QualityBelowFloor
 from kvshelf.store.artifact.identity import Layout
 from kvshelf.workers.engine.decode.generation import Checkpoint
 from kvshelf.workers.engine.inputs.encode import Document
 from kvshelf.workers.engine.inputs.job import Level, shared
-from kvshelf.workers.engine.quality import QUESTIONS, Quality, Reference
+from kvshelf.workers.engine.quality import QUESTIONS, Reference
+from kvshelf.workers.engine.quality import Quality as Measured
 from kvshelf.workers.model.text import EncodedDocument
 
 if TYPE_CHECKING:  # the engine knows nothing of what is built on it
@@ -43,28 +45,9 @@ _NOT_MADE: Final = "not made: it would take no fewer bytes than what meets the f
 _NOT_MEASURED: Final = "not measured: it takes no fewer bytes than what meets the floor"
 
 
-@dataclass(frozen=True)
-class Tried:
-    """What came of one level: its bytes and quality, or the reason why there are none."""
-
-    policy: str
-    compression_ratio: float
-    codec: str
-    nbytes: int | None = None
-    quality: Quality | None = None
-    reason: str | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON types: what a request is told."""
-        quality = None if self.quality is None else self.quality.to_dict()
-        ways = {"policy": self.policy, "compression_ratio": self.compression_ratio, "codec": self.codec}
-        return ways | {"bytes": self.nbytes, "quality": quality, "reason": self.reason}
-
-    @classmethod
-    def from_dict(cls, told: Mapping[str, Any]) -> Tried:
-        """The inverse of `to_dict`. A quality of another version counts as not measured."""
-        quality = Quality.from_dict(told["quality"])
-        return cls(told["policy"], told["compression_ratio"], told["codec"], told["bytes"], quality, told["reason"])
+def reported(measured: Measured | None) -> Quality | None:
+    """The engine's measurement as the API reports it."""
+    return None if measured is None else Quality(**asdict(measured))
 
 
 @dataclass(frozen=True)
@@ -125,8 +108,8 @@ class Selection:
         told: for each level what came of it once, None if nothing is known. Raises as `run` does.
         """
         pairs = [(level, one or _untried(level)) for level, one in zip(self.levels, told, strict=True)]
-        good = [pair for pair in pairs if pair[1].nbytes is not None and self.meets(pair[0], pair[1].quality)]
-        best = min(good, key=lambda pair: pair[1].nbytes or 0, default=None)
+        good = [pair for pair in pairs if pair[1].bytes is not None and self.meets(pair[0], pair[1].quality)]
+        best = min(good, key=lambda pair: pair[1].bytes or 0, default=None)
         if not all(_settled(level, one, best) for level, one in pairs):
             return None
         if best is None:
@@ -153,7 +136,7 @@ def auto(
         except KvshelfError as error:  # what a policy refuses, others may take
             if policy == "full":
                 raise
-            refused.append(Tried(policy, ratio or 0.0, codec, reason=error.message))
+            refused.append(Tried(policy=policy, compression_ratio=ratio or 0.0, codec=codec, reason=error.message))
     return Selection(tuple(levels), min_quality, tuple(refused))
 
 
@@ -191,8 +174,9 @@ class _Search:
             return
         if reference is not None:
             compression = compression.measured(self._engine.measure(compression.cache, reference))
-        self._note(level, nbytes, compression.quality, None if reference is not None else UNMEASURABLE)
-        if self._selection.meets(level, compression.quality):
+        quality = reported(compression.quality)
+        self._note(level, nbytes, quality, None if reference is not None else UNMEASURABLE)
+        if self._selection.meets(level, quality):
             self.best = level, compression
 
     def _leave_out(self, levels: Sequence[Level], reason: str) -> None:
@@ -202,12 +186,14 @@ class _Search:
     def _note(
         self, level: Level, nbytes: int | None = None, quality: Quality | None = None, reason: str | None = None
     ) -> None:
-        self.tried[id(level)] = replace(_untried(level), nbytes=nbytes, quality=quality, reason=reason)
+        self.tried[id(level)] = _untried(level).model_copy(
+            update={"bytes": nbytes, "quality": quality, "reason": reason}
+        )
 
 
 def _untried(level: Level) -> Tried:
     identity = level.job.identity
-    return Tried(identity.policy, identity.compression_ratio, level.codec)
+    return Tried(policy=identity.policy, compression_ratio=identity.compression_ratio, codec=level.codec)
 
 
 def _could_be_smaller(level: Level, best: Level) -> bool:
@@ -223,14 +209,14 @@ def _settled(level: Level, tried: Tried, best: tuple[Level, Tried] | None) -> bo
         return True
     if best is None:
         return False
-    if tried.nbytes is not None and best[1].nbytes is not None:
-        return tried.nbytes >= best[1].nbytes
+    if tried.bytes is not None and best[1].bytes is not None:
+        return tried.bytes >= best[1].bytes
     return not _could_be_smaller(level, best[0])
 
 
 def _not_good_enough(tried: Sequence[Tried], min_quality: float) -> KvshelfError:
     measured = [(one.quality.agreement, one) for one in tried if one.quality is not None]
-    told = [one.to_dict() for one in tried]
+    told = [one.model_dump(mode="json", exclude={"cache_id"}) for one in tried]
     if not measured:
         return PolicyUnsupported(
             "no quality can be measured of these levels: the document is too short to make questions from, is read "

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from kvshelf.api import Estimate, EstimateObject, PolicyEstimate, Timings
 from kvshelf.errors import CallerError
 from kvshelf.store.artifact.codecs import BITS, Codec, Precision
-from kvshelf.store.manifest import Timings
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.engine.inputs.job import Job
 from kvshelf.workers.model.text import EncodedDocument
@@ -120,50 +120,34 @@ class Rates:
         return self._tokens.total()
 
 
-@dataclass(frozen=True)
-class PolicyEstimate:
-    """What one policy would do with a document. Where it refuses, `refused` says why and the numbers are None.
+def estimate(engine: Engine, rates: Rates, document: EncodedDocument, spec: Estimate) -> EstimateObject:
+    """What compressing `document` would take, without running the model. Thread-safe.
 
-    kept: entries per layer and head. bytes_stored: of the blob, by codec. seconds: prefill and compression, without
-    waiting and storing.
-    """
-
-    policy: str
-    kept: int | None = None
-    compression_ratio: float | None = None
-    bytes_stored: dict[str, int] | None = None
-    seconds: float | None = None
-    basis: Basis | None = None
-    refused: str | None = None
-
-
-def estimate(engine: Engine, rates: Rates, document: EncodedDocument, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """What compressing `document` would take; the model does nothing. Thread-safe.
-
-    `asked` has the fields of a creation. Its `policy` and `codec` may be None: then all policies are told, or the five
-    codecs without parameters. Ways that share a prefill are each told the whole of it. Raises as `Engine.prepare` does,
-    but a policy that refuses among several is only told so.
+    Levels that share a prefill each report the whole of it. Raises as `Engine.prepare` does; where several policies are
+    estimated, a refusal becomes a row instead.
     """
     shape = Shape.of(engine.model)
     rows = []
-    for way in _ways(asked):
+    for way in _ways(spec):
         try:
             job = engine.prepare(document, policy=way.policy, compression_ratio=way.compression_ratio, **way.more)
         except CallerError as error:
-            if way.policy == asked["policy"]:
+            if way.policy == spec.policy:
                 raise
-            rows.append(PolicyEstimate(way.policy, compression_ratio=way.compression_ratio, refused=error.message))
+            rows.append(
+                PolicyEstimate(policy=way.policy, compression_ratio=way.compression_ratio, refused=error.message)
+            )
         else:
             rows.append(_row(job, shape, rates, way.codecs))
     num_tokens = len(document.token_ids)
-    return {
-        "model": engine.name,
-        "layout": document.layout,
-        "tokens": num_tokens,
-        "bytes_full": shape.full_bytes(num_tokens),
-        "measured_tokens": rates.measured_tokens,
-        "policies": [asdict(row) for row in rows],
-    }
+    return EstimateObject(
+        model=engine.name,
+        layout=document.layout,
+        tokens=num_tokens,
+        bytes_full=shape.full_bytes(num_tokens),
+        measured_tokens=rates.measured_tokens,
+        policies=rows,
+    )
 
 
 @dataclass(frozen=True)
@@ -176,17 +160,17 @@ class _Way:
     more: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _ways(asked: Mapping[str, Any]) -> list[_Way]:
+def _ways(spec: Estimate) -> list[_Way]:
     """The candidates of "auto", or the levels of one policy, or of all."""
-    if asked["policy"] == AUTO:
+    if spec.policy == AUTO:
         ways = dict.fromkeys((policy, ratio) for policy, ratio, _ in CANDIDATES)
         return [_Way(*way, tuple(codec for *other, codec in CANDIDATES if tuple(other) == way)) for way in ways]
-    codecs = CODECS if asked["codec"] is None else (str(Codec.parse(asked["codec"])),)
-    ratios = asked["levels"] or [asked["compression_ratio"]]
-    budget = {"budget_tokens": asked["budget_tokens"]}
-    if asked["policy"] is not None:
-        more = budget | {"policy_params": asked["policy_params"], "expected_questions": asked["expected_questions"]}
-        return [_Way(asked["policy"], ratio, codecs, more) for ratio in ratios]
+    codecs = CODECS if spec.codec is None else (str(Codec.parse(spec.codec)),)
+    ratios: Sequence[float | None] = spec.levels or (spec.compression_ratio,)
+    budget = {"budget_tokens": spec.budget_tokens}
+    if spec.policy is not None:
+        more = budget | {"policy_params": spec.policy_params, "expected_questions": spec.expected_questions}
+        return [_Way(spec.policy, ratio, codecs, more) for ratio in ratios]
     found = []
     for policy in POLICIES:
         # Alone, a policy that takes no budget refuses it; among all it goes without.

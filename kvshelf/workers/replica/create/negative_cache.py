@@ -6,14 +6,14 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final
 
+from kvshelf.api import Tried
 from kvshelf.errors import QualityBelowFloor
-from kvshelf.workers.replica.create.auto import Tried
 
 CAPACITY: Final = 4096
 """Levels that are remembered, of less than a kilobyte each."""
 
 
-class Refusals:
+class NegativeCache:
     """The levels of the newest refusals, by the ids that their caches would have.
 
     In the memory of one worker and not on the shelf: nothing was stored there to write it to, and what is worth one
@@ -29,7 +29,7 @@ class Refusals:
         """Keep what came of each level of a selection; `ids` are in the order of its levels."""
         # Behind its levels a refusal has the ways that were dropped before any work, and they have no ids.
         for cache_id, told in zip(ids, refusal.details["tried"], strict=False):
-            self._tried[cache_id] = Tried.from_dict(told)
+            self._tried[cache_id] = Tried.model_validate(told)
             self._tried.move_to_end(cache_id)
         while len(self._tried) > self._capacity:
             self._tried.popitem(last=False)

@@ -8,29 +8,29 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
+from kvshelf.api import CreateCache, Timings, Tried
 from kvshelf.errors import CacheError, CacheNotFound
 from kvshelf.store.base import Store
-from kvshelf.store.manifest import Judgement, Manifest, Timings
+from kvshelf.store.manifest import Judgement, Manifest
 from kvshelf.workers.engine.engine import Compression
 from kvshelf.workers.engine.inputs.job import Level
-from kvshelf.workers.engine.quality import Quality
-from kvshelf.workers.replica.create.auto import Choice, Selection, Tried
+from kvshelf.workers.engine.quality import VERSION
+from kvshelf.workers.replica.create.auto import Choice, Selection, reported
 from kvshelf.workers.replica.create.spec import source_of
 
 
 @dataclass(frozen=True)
-class Shelving:
+class Publisher:
     """The levels of a creation and the ids that their caches have on the shelf, whether they are there or not."""
 
     store: Store
     tenant: str
-    spec: Mapping[str, Any]
+    spec: CreateCache
     ids: tuple[str, ...]
 
     @classmethod
-    def of(cls, store: Store, tenant: str, spec: Mapping[str, Any], levels: Sequence[Level]) -> Shelving:
+    def of(cls, store: Store, tenant: str, spec: CreateCache, levels: Sequence[Level]) -> Publisher:
         """Raises `InvalidRequest` for a codec that is none."""
         ids = tuple(store.cache_id(level.job.identity, tenant=tenant, codec=level.codec) for level in levels)
         return cls(store, tenant, spec, ids)
@@ -67,7 +67,7 @@ class Shelving:
     def put_choice(self, selection: Selection, choice: Choice, queue_s: float) -> Manifest:
         """Store what was chosen, with what was tried, so that the same choice need not be made again."""
         ids = (*self.ids, *(None for _ in selection.refused))
-        tried = [{"cache_id": id_, **one.to_dict()} for id_, one in zip(ids, choice.tried, strict=True)]
+        tried = [one.model_copy(update={"cache_id": id_}) for id_, one in zip(ids, choice.tried, strict=True)]
         return self.put(choice.level, choice.compression, queue_s, tried)
 
     def put(
@@ -75,19 +75,18 @@ class Shelving:
         level: Level,
         compression: Compression,
         queue_s: float,
-        tried: Sequence[dict[str, Any]] = (),
+        tried: Sequence[Tried] = (),
     ) -> Manifest:
         """Store one level. Raises as `Store.put` does."""
-        quality = None if compression.quality is None else compression.quality.to_dict()
-        judged = Judgement(quality=quality, tried=tuple(tried))
+        judged = Judgement(quality=reported(compression.quality), tried=tuple(tried))
         manifest = self.store.put(
             compression.cache,
             codec=level.codec,
             tenant=self.tenant,
-            ttl_s=self.spec["ttl_s"],
-            expires_at=self.spec["expires_at"],
-            labels=self.spec["labels"],
-            name=self.spec["name"],
+            ttl_s=self.spec.ttl_s,
+            expires_at=self.spec.expires_at,
+            labels=self.spec.labels,
+            name=self.spec.name,
             timings=Timings(queue_s=queue_s, prefill_s=compression.prefill_s, compress_s=compression.compress_s),
             source=source_of(self.spec),
             judged=judged,
@@ -104,7 +103,7 @@ class Shelving:
 
     def as_asked(self, manifest: Manifest) -> Manifest:
         """A cache that is there already, with what this request wants besides: more time, its source kept."""
-        manifest = prolonged(self.store, manifest, self.spec["ttl_s"], self.spec["expires_at"])
+        manifest = prolonged(self.store, manifest, self.spec.ttl_s, self.spec.expires_at)
         source = source_of(self.spec)
         if source is not None and not manifest.has_source:
             manifest = self.store.keep_source(manifest.id, source, tenant=manifest.tenant)
@@ -121,10 +120,23 @@ def prolonged(store: Store, manifest: Manifest, ttl_s: float | None, expires_at:
 
 def _measured(manifest: Manifest) -> Tried:
     """What the manifest of a cache says of the cache itself."""
-    quality = Quality.from_dict(manifest.quality)
-    return Tried(manifest.policy, manifest.compression_ratio, manifest.codec, manifest.bytes_stored, quality)
+    one = Tried(
+        policy=manifest.policy,
+        compression_ratio=manifest.compression_ratio,
+        codec=manifest.codec,
+        bytes=manifest.bytes_stored,
+        quality=manifest.quality,
+    )
+    return comparable(one)
 
 
 def _tried(manifest: Manifest) -> dict[str, Tried]:
     """What came of each level when this cache was chosen, by the ids they would have."""
-    return {one["cache_id"]: Tried.from_dict(one) for one in manifest.tried if one["cache_id"] is not None}
+    return {one.cache_id: comparable(one) for one in manifest.tried if one.cache_id is not None}
+
+
+def comparable(tried: Tried) -> Tried:
+    """A quality of another version counts as not measured."""
+    if tried.quality is None or tried.quality.version == VERSION:
+        return tried
+    return tried.model_copy(update={"quality": None})

@@ -1,11 +1,12 @@
-"""What a creation asks for, as the engine understands it. A spec has the fields of `CreateCache`, checked."""
+"""What a creation asks of the engine: its document, and the levels to keep it at."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
+from kvshelf.api import CreateCache, Estimate
+from kvshelf.api.inspect import KeptOf
 from kvshelf.errors import DocumentTooLong, InvalidRequest
 from kvshelf.store.artifact.identity import canonical_json
 from kvshelf.workers.engine.decode.generation import Checkpoint
@@ -18,14 +19,14 @@ from kvshelf.workers.policies import build
 from kvshelf.workers.replica.create.auto import MIN_QUALITY, Selection, auto
 
 AUTO: Final = "auto"
-"""The policy of a creation that leaves policy, ratio and codec to be chosen."""
+"""The policy of a creation that leaves policy, ratio and codec to the service."""
 
 
 @dataclass(frozen=True)
 class Levels:
-    """Levels of one document, all of which are wanted: work for the thread that owns the model.
+    """Levels of one document, all of them to be made by the thread that owns the model.
 
-    `questions`: by how many the cost of each is measured, see `Engine.run_levels`.
+    `questions` measure the quality of each, see `Engine.run_levels`.
     """
 
     levels: tuple[Level, ...]
@@ -40,46 +41,46 @@ class Levels:
         return engine.run_levels(self.levels, questions=self.questions, checkpoint=checkpoint)
 
 
-def wanted(
-    engine: Engine, spec: Mapping[str, Any], questions: int, max_document_tokens: int | None
+def requested_levels(
+    engine: Engine, spec: CreateCache, questions: int, max_document_tokens: int | None
 ) -> Levels | Selection:
-    """The ways to keep the document: all of them, or the smallest that is good enough. No work of the model.
+    """The levels to keep the document at: all of them, or the smallest that is good enough. The model does not run.
 
-    `questions` measure what each costs where nothing is to be selected. Raises as `Engine.prepare` does.
+    `questions` measure the quality of each level where no selection does. Raises as `Engine.prepare` does.
     """
     require_policy(spec)
-    document = encoded(engine, spec, max_document_tokens)
-    floor = spec["min_quality"]
-    if spec["policy"] == AUTO:
+    document = encode(engine, spec, max_document_tokens)
+    floor = spec.min_quality
+    if spec.policy == AUTO:
         return auto(engine, document, min_quality=MIN_QUALITY if floor is None else floor)
     jobs = [
         engine.prepare(
             document,
-            policy=spec["policy"],
+            policy=spec.policy,
             compression_ratio=ratio,
-            budget_tokens=spec["budget_tokens"],
-            policy_params=spec["policy_params"],
-            expected_questions=spec["expected_questions"],
+            budget_tokens=spec.budget_tokens,
+            policy_params=spec.policy_params,
+            expected_questions=spec.expected_questions,
         )
-        for ratio in spec["levels"] or [spec["compression_ratio"]]
+        for ratio in (spec.levels or (spec.compression_ratio,))
     ]
-    levels = tuple(Level(job, spec["codec"]) for job in jobs)
+    levels = tuple(Level(job, spec.codec) for job in jobs)
     return Levels(levels, questions) if floor is None else Selection(levels, floor)
 
 
-def require_policy(spec: Mapping[str, Any]) -> None:
+def require_policy(spec: CreateCache) -> None:
     """Raises `InvalidRequest` for a policy or a parameter that does not exist, and for levels of one that has none."""
-    if spec["policy"] == AUTO:
+    if spec.policy == AUTO:
         return
-    policy = build(spec["policy"], spec["policy_params"])
-    if spec["levels"] and not policy.takes_budget:
+    policy = build(spec.policy, spec.policy_params)
+    if spec.levels and not policy.takes_budget:
         raise InvalidRequest(f"policy {policy.name!r} keeps everything and takes no levels", param="levels")
 
 
-def encoded(engine: Engine, spec: Mapping[str, Any], max_document_tokens: int | None) -> EncodedDocument:
-    """The document's token ids. Raises as `Engine.encode_document`; `DocumentTooLong` also above `max_document_tokens`,
-    which is what this service takes of what the model could."""
-    found = engine.encode_document(document_of(spec), layout=spec["layout"])
+def encode(engine: Engine, spec: CreateCache | Estimate, max_document_tokens: int | None) -> EncodedDocument:
+    """The document's token ids. Raises as `Engine.encode_document`, and `DocumentTooLong` above `max_document_tokens`,
+    the limit of this service below that of the model."""
+    found = engine.encode_document(document_of(spec), layout=spec.layout)
     if max_document_tokens is not None and len(found.token_ids) > max_document_tokens:
         raise DocumentTooLong(
             f"the document has {len(found.token_ids)} tokens, and this service takes {max_document_tokens} "
@@ -89,15 +90,17 @@ def encoded(engine: Engine, spec: Mapping[str, Any], max_document_tokens: int | 
     return found
 
 
-def document_of(spec: Mapping[str, Any]) -> Document:
-    """The one document of a creation."""
-    found: Document = next(spec[name] for name in ("document", "messages", "token_ids") if spec[name] is not None)
-    return found
+def document_of(spec: CreateCache | KeptOf) -> Document:
+    """The one document of a request: text, messages or token ids."""
+    if spec.messages is not None:
+        return [message.model_dump() for message in spec.messages]
+    document = spec.document if spec.document is not None else spec.token_ids
+    assert document is not None  # the types ask for exactly one of the three
+    return document
 
 
-def source_of(spec: Mapping[str, Any]) -> str | None:
-    """What is kept beside the cache as its document: the text, or the messages as JSON. None: nothing is to be kept."""
-    if not spec["keep_source"]:
+def source_of(spec: CreateCache) -> str | None:
+    """The source to keep beside the cache: the text, or the messages as JSON. None without `keep_source`."""
+    if not spec.keep_source:
         return None
-    document: str | None = spec["document"]
-    return document if document is not None else canonical_json(spec["messages"])
+    return spec.document if spec.document is not None else canonical_json(document_of(spec))

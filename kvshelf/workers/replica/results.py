@@ -1,0 +1,92 @@
+"""What a replica returns. A module of its own: callers in other processes need no transformers for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pydantic import Field
+
+from kvshelf.api import AnswerObject
+from kvshelf.store.manifest import Manifest
+
+
+class Phase(NamedTuple):
+    """A part of a call: it began `start_s` seconds after the replica took the call up, and took `seconds`.
+
+    Replicas return phases with their replies; they expose no metrics endpoint.
+    """
+
+    name: str
+    start_s: float
+    seconds: float
+
+
+def in_sequence(**seconds: float) -> tuple[Phase, ...]:
+    """Phases of these lengths, each beginning where the one before it ended."""
+    found: list[Phase] = []
+    start_s = 0.0
+    for name, length in seconds.items():
+        found.append(Phase(name, start_s, length))
+        start_s += length
+    return tuple(found)
+
+
+def rounded(phases: tuple[Phase, ...]) -> dict[str, float]:
+    """Their seconds by name, for a log line."""
+    return {f"{phase.name}_s": round(phase.seconds, 4) for phase in phases}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A cache on the shelf. `existing`: it was there before the creation."""
+
+    manifest: Manifest
+    existing: bool
+
+
+@dataclass(frozen=True)
+class Created:
+    """The caches of a creation: one, or one for each of its levels, in their order.
+
+    phases: queue, prefill, compress, measure and store, reported in sequence although prefill and compress take turns;
+    empty if nothing was compressed. Levels that were tried and not kept count as measuring. worker: the replica that
+    worked on it, where the request is recorded in the ledger.
+    """
+
+    caches: tuple[Stored, ...]
+    phases: tuple[Phase, ...] = ()
+    worker: str = ""
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest of the first cache, the only one unless the creation has levels."""
+        return self.caches[0].manifest
+
+    @property
+    def prefilled_tokens(self) -> int:
+        """Tokens of the document if this creation prefilled it, else 0. Several prefills count as one."""
+        return self.manifest.num_tokens if self.phases else 0
+
+    @property
+    def existing(self) -> bool:
+        """Whether all caches were on the shelf before."""
+        return all(cache.existing for cache in self.caches)
+
+
+class Reply(AnswerObject):
+    """An answer as the API reports it, and what the service alone needs to know of it, which is not serialized.
+
+    token_ids: with the end token, where there is one. read_from: "memory", or where the blob was read, as
+    `ArrivingCache.place`. phases: load, queue, prefill (up to the first token), decode; the others may begin before the
+    last layer is loaded.
+    """
+
+    token_ids: list[int] = Field(exclude=True)
+    read_from: str = Field(exclude=True)
+    phases: tuple[Phase, ...] = Field(exclude=True)
+
+    @property
+    def first_token_s(self) -> float:
+        """Seconds from the question's arrival at the replica to the first token of the answer."""
+        return self.phases[-1].start_s
