@@ -88,7 +88,7 @@ def _peak(source: Source, tokens: int, variant: Variant, removed: float) -> Peak
 
 
 def _phase(variant: Variant) -> str:
-    return build(variant.policy, dict(variant.params)).phase.value
+    return build(variant.policy, dict(variant.params)).phase
 
 
 def _compress(engine: Engine, tokens: int, variant: Variant, removed: float) -> Any:

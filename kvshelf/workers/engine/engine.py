@@ -21,9 +21,9 @@ from kvshelf.workers.engine.attention.function import kvshelf_attention
 from kvshelf.workers.engine.decode.batch import DecodeBatch
 from kvshelf.workers.engine.decode.generation import Answer, Checkpoint, Generation, Sampling
 from kvshelf.workers.engine.export import Positions, export
-from kvshelf.workers.engine.inputs.encode import Document, Intake, Prompt
+from kvshelf.workers.engine.inputs.encode import Document, Encoder, Prompt
 from kvshelf.workers.engine.inputs.job import Job, Level, shared
-from kvshelf.workers.engine.inputs.prepare import Fitter
+from kvshelf.workers.engine.inputs.prepare import Preparer
 from kvshelf.workers.engine.inputs.requirements import require_budget_taken, require_questions_taken
 from kvshelf.workers.engine.prefill.prefill import Compression, Prefill, run_prefill
 from kvshelf.workers.engine.quality import QUESTIONS, Probe, Quality, Reference, ask
@@ -57,8 +57,8 @@ class Engine:
         self.kv_bytes_per_token = models.kv_bytes_per_token(model.config, model.dtype)
         self.rope = Rope.of(model)
         self._attachments: WeakKeyDictionary[CompressedCache | ArrivingCache, Attachment] = WeakKeyDictionary()
-        self._intake = Intake(self.name, self.text, self.max_tokens, model.config.vocab_size)
-        self._fitter = Fitter(model, self.name, self.identity, self.rope, self.max_tokens)
+        self._encoder = Encoder(self.name, self.text, self.max_tokens, model.config.vocab_size)
+        self._preparer = Preparer(model, self.name, self.identity, self.rope, self.max_tokens)
 
     @classmethod
     def load(cls, name: str, *, device: str = "auto", dtype: str = "auto") -> Engine:
@@ -72,11 +72,11 @@ class Engine:
     @property
     def default_layout(self) -> Layout:
         """ "chat" where the tokenizer has a chat template, else "plain"."""
-        return self._intake.default_layout
+        return self._encoder.default_layout
 
     def require_text(self, param: str) -> TextFormat:
         """The tokenizer and template; raises `InvalidRequest` about `param` where the engine has none."""
-        return self._intake.require_text(param)
+        return self._encoder.require_text(param)
 
     # Compressing
 
@@ -105,7 +105,7 @@ class Engine:
 
     def encode_document(self, document: Document, *, layout: Layout | None = None) -> EncodedDocument:
         """Check and tokenize a document that `prepare` is given more than once. Thread-safe. Raises as it does."""
-        return self._intake.document(document, layout)
+        return self._encoder.document(document, layout)
 
     def prepare(
         self,
@@ -128,14 +128,14 @@ class Engine:
         given = dict(policy_params or {})
         chosen = build(policy, given)
         require_budget_taken(chosen, compression_ratio, budget_tokens)
-        encoded = document if isinstance(document, EncodedDocument) else self._intake.document(document, layout)
+        encoded = document if isinstance(document, EncodedDocument) else self._encoder.document(document, layout)
         require_questions_taken(chosen, expected_questions)
-        source = self._intake.source(encoded, expected_questions)
+        source = self._encoder.source(encoded, expected_questions)
         if chosen.takes_budget:
             budget = Budget.resolve(source.num_tokens, compression_ratio=compression_ratio, budget_tokens=budget_tokens)
         else:
             budget = Budget.full(source.num_tokens)
-        return self._fitter.job(
+        return self._preparer.job(
             source, chosen, budget, encoded=encoded, given=frozenset(given), questions=expected_questions
         )
 
@@ -249,7 +249,7 @@ class Engine:
     def encode_query(self, cache: CompressedCache | Attachment, prompt: Prompt) -> list[int]:
         """Token ids that ask `prompt` (a text, messages, or ids to append as they are) after this cache.
         Thread-safe."""
-        return self._intake.query(cache.identity.boundary, prompt)
+        return self._encoder.query(cache.identity.boundary, prompt)
 
     def attach(self, cache: CompressedCache | ArrivingCache) -> Attachment:
         """`cache` as the model's layers read it. It may be asked any number of questions, also at the same time.

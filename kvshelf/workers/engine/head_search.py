@@ -114,7 +114,7 @@ def layer_errors(engine: Engine, sample: _Sample, calibration: Calibration) -> T
 
     def measure(layer: LayerView) -> None:
         view = replace(layer, source=source, probes=layer.probes[:-1])
-        policy = CompressKV().informed(source, frozenset())
+        policy = CompressKV().fitted(source, Budget.full(source.num_tokens), frozenset())
         count = max(1, round(layer.num_tokens * (1 - ERROR_RATIO)))
         kept = select(policy.score(view), policy.protected(view), [count] * layer.kv_heads)
         full = _output(layer, kept.new_ones(kept.shape))

@@ -139,7 +139,7 @@ def _info(cls: type[Policy]) -> PolicyInfo:
         details=details,
         advice=cls.advice,
         source=cls.source,
-        phase=default.phase.value,
+        phase=default.phase,
         takes_budget=cls.takes_budget,
         takes_questions=default.takes_questions,
         measured=[asdict(row) for row in measured_rows() if row.policy == cls.name],

@@ -62,11 +62,8 @@ class Ada(ScoringPolicy):
     def parameters(self) -> dict[str, Any]:
         return super().parameters() | self.scoring.parameters()
 
-    def fitted(self, num_tokens: int, budget: Budget, protected_prefix: int, given: frozenset[str]) -> Self:
-        return replace(self, scoring=self.scoring.fitted(num_tokens, budget, protected_prefix, given))
-
-    def informed(self, source: Source, given: frozenset[str]) -> Self:
-        return replace(self, scoring=self.scoring.informed(source, given))
+    def fitted(self, source: Source, budget: Budget, given: frozenset[str]) -> Self:
+        return replace(self, scoring=self.scoring.fitted(source, budget, given))
 
     def score(self, layer: LayerView) -> Tensor:
         return self.scoring.score(layer)

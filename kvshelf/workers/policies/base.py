@@ -10,9 +10,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
-from enum import Enum, Flag, auto
+from enum import Flag, auto
 from itertools import accumulate
-from typing import Any, ClassVar, Protocol, Self, get_args, get_type_hints
+from typing import Any, ClassVar, Literal, Protocol, Self, get_args, get_type_hints
 
 from torch import Tensor
 
@@ -20,23 +20,12 @@ from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.kernels.select import importance_of, keep_best, of_entries, pack
 from kvshelf.store.artifact.records import Kept, LayerRecord
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
-from kvshelf.workers.policies.parameters import check
+from kvshelf.workers.policies.parameters import check, require_held
 from kvshelf.workers.policies.plans import CachePlan
 from kvshelf.workers.policies.view import LayerView, ProbePass, Source
 
 MAX_PROBE_BYTES = 16 * 1024
 """UTF-8 bytes of a probe text, which becomes part of every blob made with it."""
-
-
-class Phase(Enum):
-    """When a policy can act."""
-
-    DURING = "during"
-    """At once, as each layer's attention is done: the peak is one full layer beside what was kept of the others."""
-
-    CASCADE = "cascade"
-    """At once too, but what is kept shrinks again while later layers claim their part of a budget shared by all: the
-    peak is one full layer beside the budget of the whole cache."""
 
 
 class Observes(Flag):
@@ -118,9 +107,14 @@ class Policy(ABC):
         """Reduce one layer to its budget. Must not modify the view; same view, same result."""
 
     @property
-    def phase(self) -> Phase:
-        """When it can act."""
-        return Phase.DURING
+    def phase(self) -> Literal["during", "cascade"]:
+        """When it reduces.
+
+        "during": each layer once, as its attention is done; the peak is one full layer beside what was kept of the
+        others. "cascade": what was kept shrinks again as later layers claim their part of a budget shared by all; the
+        peak is one full layer beside the budget of the whole cache.
+        """
+        return "during"
 
     @property
     def takes_questions(self) -> bool:
@@ -151,24 +145,18 @@ class Policy(ABC):
         layer."""
         return None
 
-    def fitted(self, num_tokens: int, budget: Budget, protected_prefix: int, given: frozenset[str]) -> Self:  # noqa: ARG002
-        """This policy with the defaults that were not `given` shrunk to the document and the budget.
+    def fitted(self, source: Source, budget: Budget, given: frozenset[str]) -> Self:  # noqa: ARG002
+        """This policy, its defaults fitted to the document, the budget, the model and its calibration.
 
-        Raises `PolicyUnsupported` where given values cannot be held by the budget.
+        given: the parameters that the caller chose, which stay as they are. Raises `PolicyUnsupported` where one of
+        them does not fit.
         """
-        if budget.tokens <= protected_prefix:
+        if budget.tokens <= source.protected_prefix:
             raise PolicyUnsupported(
-                f"the budget of {budget.tokens} entries per KV head is filled by the {protected_prefix} tokens of the "
-                "chat template, which are always kept; lower compression_ratio or raise budget_tokens",
+                f"the budget of {budget.tokens} entries per KV head is filled by the {source.protected_prefix} tokens "
+                "of the chat template, which are always kept; lower compression_ratio or raise budget_tokens",
                 param="compression_ratio",
             )
-        return self
-
-    def informed(self, source: Source, given: frozenset[str]) -> Self:  # noqa: ARG002
-        """This policy with the defaults that were not `given` set to what the model and its calibration allow.
-
-        Follows `fitted`. Raises `PolicyUnsupported` where given values contradict them.
-        """
         return self
 
     def parameters(self) -> dict[str, Any]:
@@ -223,8 +211,8 @@ class ScoringPolicy(Policy):
         return 1.0
 
     @property
-    def phase(self) -> Phase:
-        return Phase.DURING if self.plan is None else Phase.CASCADE
+    def phase(self) -> Literal["during", "cascade"]:
+        return "during" if self.plan is None else "cascade"
 
     def importance(self, layer: LayerView) -> Tensor:
         """The scores, infinite where a token is protected: `[kv_heads, N]` fp32.
@@ -281,17 +269,12 @@ class TailPolicy(ProbedPolicy, ScoringPolicy):
 
     window: int = parameter(64, "last tokens that observe; those of the document are kept", minimum=1)
 
-    def fitted(self, num_tokens: int, budget: Budget, protected_prefix: int, given: frozenset[str]) -> Self:
-        super().fitted(num_tokens, budget, protected_prefix, given)
-        largest = budget.tokens - protected_prefix
+    def fitted(self, source: Source, budget: Budget, given: frozenset[str]) -> Self:
+        super().fitted(source, budget, given)
+        largest = budget.tokens - source.protected_prefix
         if "window" not in given:
             return replace(self, window=min(self.window, max(1, budget.tokens // 2), largest))
-        if self.window > largest:
-            raise PolicyUnsupported(
-                f"window is {self.window}, and the budget of {budget.tokens} entries per KV head has room for "
-                f"{largest}; lower window or raise the budget",
-                param="policy_params.window",
-            )
+        require_held("window", self.window, largest, budget.tokens)
         return self
 
     def protected(self, layer: LayerView) -> Tensor:

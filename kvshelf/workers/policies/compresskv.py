@@ -12,7 +12,7 @@ from torch import Tensor
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.workers.model.calibration import Calibration
 from kvshelf.workers.policies.base import Observes, TailPolicy, parameter
-from kvshelf.workers.policies.budgets import LayerBudget
+from kvshelf.workers.policies.budgets import Budget, LayerBudget
 from kvshelf.workers.policies.plans import fill, largest_remainders
 from kvshelf.workers.policies.snapkv import pooled
 from kvshelf.workers.policies.view import LayerView, Source
@@ -52,7 +52,8 @@ class CompressKV(TailPolicy):
     def observes(self) -> Observes:
         return Observes.QUERIES | Observes.CALIBRATION
 
-    def informed(self, source: Source, given: frozenset[str]) -> Self:
+    def fitted(self, source: Source, budget: Budget, given: frozenset[str]) -> Self:
+        policy = super().fitted(source, budget, given)
         found = _calibration(source)
         if self.calibration not in (None, found.digest):
             raise PolicyUnsupported(
@@ -65,7 +66,7 @@ class CompressKV(TailPolicy):
                 param="policy_params.heads",
             )
         heads = self.heads if "heads" in given else min(self.heads, max(1, found.query_heads // 8))
-        return replace(self, heads=heads, calibration=found.digest)
+        return replace(policy, heads=heads, calibration=found.digest)
 
     def score(self, layer: LayerView) -> Tensor:
         window = layer.window(self.window)

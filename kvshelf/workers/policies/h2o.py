@@ -7,10 +7,10 @@ from typing import ClassVar, Self
 
 from torch import Tensor
 
-from kvshelf.errors import PolicyUnsupported
 from kvshelf.workers.policies.base import Observes, ScoringPolicy, parameter
 from kvshelf.workers.policies.budgets import Budget
-from kvshelf.workers.policies.view import LayerView
+from kvshelf.workers.policies.parameters import require_held
+from kvshelf.workers.policies.view import LayerView, Source
 
 
 @dataclass(frozen=True)
@@ -39,17 +39,12 @@ class H2O(ScoringPolicy):
     normalize: str = parameter("none", "divide a column's sum by its rows, or not", choices=("none", "rows"))
     every: int = parameter(1, "sum every n-th row only, an estimate for 1 / n of the work", minimum=1)
 
-    def fitted(self, num_tokens: int, budget: Budget, protected_prefix: int, given: frozenset[str]) -> Self:
-        super().fitted(num_tokens, budget, protected_prefix, given)
-        largest = budget.tokens - protected_prefix
+    def fitted(self, source: Source, budget: Budget, given: frozenset[str]) -> Self:
+        super().fitted(source, budget, given)
+        largest = budget.tokens - source.protected_prefix
         if self.recent is None:
             return replace(self, recent=min(budget.tokens // 2, largest))
-        if self.recent > largest:
-            raise PolicyUnsupported(
-                f"recent is {self.recent}, and the budget of {budget.tokens} entries per KV head has room for "
-                f"{largest}; lower recent or raise the budget",
-                param="policy_params.recent",
-            )
+        require_held("recent", self.recent, largest, budget.tokens)
         return self
 
     def score(self, layer: LayerView) -> Tensor:

@@ -62,17 +62,15 @@ class KVzip(ScoringPolicy):
         heads = list(importance_of(scores, protected))
         return flat_counts(heads, budget.total, [int(protected.sum())] * len(heads))
 
-    def fitted(self, num_tokens: int, budget: Budget, protected_prefix: int, given: frozenset[str]) -> Self:
-        super().fitted(num_tokens, budget, protected_prefix, given)
+    def fitted(self, source: Source, budget: Budget, given: frozenset[str]) -> Self:
+        super().fitted(source, budget, given)
         sink = fitted_sink(self.sink, budget.tokens, room=budget.tokens - 1, given="sink" in given)
-        return replace(self, sink=sink)
-
-    def informed(self, source: Source, given: frozenset[str]) -> Self:
+        policy = replace(self, sink=sink)
         if "chunk" in given or source.max_tokens is None:
-            return self
+            return policy
         words = [self._ask(source, None), self._ask(source, (0,) * _LEAD)]
         room = source.max_tokens - source.num_tokens - max(map(len, words))
-        return replace(self, chunk=min(self.chunk, max(room, _LEAST_CHUNK)))
+        return replace(policy, chunk=min(self.chunk, max(room, _LEAST_CHUNK)))
 
     def probe_passes(self, source: Source) -> Sequence[ProbePass]:
         passes = []

@@ -41,15 +41,21 @@ def check(policy: str, name: str, value: Any, types: tuple[type, ...], rule: Map
         )
 
 
+def require_held(name: str, value: int, largest: int, budget_tokens: int) -> None:
+    """Raise `PolicyUnsupported` where the parameter asks for more entries than the budget has room for."""
+    if value > largest:
+        raise PolicyUnsupported(
+            f"{name} is {value}, and the budget of {budget_tokens} entries per KV head has room for {largest}; lower "
+            f"{name} or raise the budget",
+            param=f"policy_params.{name}",
+        )
+
+
 def fitted_sink(sink: int, budget_tokens: int, *, room: int, given: bool) -> int:
     """A sink that the budget can hold: at most `room`.
 
     A default shrinks to it; raises `PolicyUnsupported` where a given one is larger.
     """
-    if given and sink > room:
-        raise PolicyUnsupported(
-            f"sink is {sink}, and the budget holds {budget_tokens} entries per KV head; lower sink to at most {room} "
-            "or raise the budget",
-            param="policy_params.sink",
-        )
+    if given:
+        require_held("sink", sink, room, budget_tokens)
     return min(sink, room)

@@ -62,16 +62,16 @@ class PartitionPolicy(Policy):
         choices=("whole", "chunked"),
     )
 
-    def fitted(self, num_tokens: int, budget: Budget, protected_prefix: int, given: frozenset[str]) -> Self:
-        super().fitted(num_tokens, budget, protected_prefix, given)
+    def fitted(self, source: Source, budget: Budget, given: frozenset[str]) -> Self:
+        super().fitted(source, budget, given)
         policy = self
         if "sink" not in given:
             policy = replace(policy, sink=min(self.sink, budget.tokens // 2))
         if "lag" not in given:
             # Halving keeps partitions aligned with those of the default; any smaller lag that fits would do.
-            while policy.lag > 2 and policy._cut(num_tokens, protected_prefix).whole > budget.tokens:
+            while policy.lag > 2 and policy._cut(source).whole > budget.tokens:
                 policy = replace(policy, lag=policy.lag // 2)
-        cut = policy._cut(num_tokens, protected_prefix)
+        cut = policy._cut(source)
         if cut.whole > budget.tokens:
             raise PolicyUnsupported(
                 f"sink and the last partitions stay whole and take {cut.sink} + {cut.whole - cut.sink} entries at lag "
@@ -82,7 +82,7 @@ class PartitionPolicy(Policy):
         return policy
 
     def reduce(self, layer: LayerView, budget: LayerBudget) -> Kept:
-        cut = self._cut(layer.num_tokens, layer.protected_prefix)
+        cut = self._cut(layer.source)
         judged = slice(cut.sink, cut.sink + cut.reduced * self.lag)
         with_next = slice(cut.sink, judged.stop + self.lag)
         scores = self.scores(layer.keys[:, with_next], layer.values[:, with_next])
@@ -106,11 +106,11 @@ class PartitionPolicy(Policy):
     def absorber(self, source: Source, budget: Budget) -> Absorber | None:
         if self.prefill == "whole":
             return None
-        cut = self._cut(source.num_tokens, source.protected_prefix)
+        cut = self._cut(source)
         return PartitionAbsorber(self, cut, tuple(cut.shares(budget.tokens)))
 
-    def _cut(self, num_tokens: int, protected_prefix: int) -> Cut:
-        return Cut(num_tokens, max(self.sink, protected_prefix), self.lag)
+    def _cut(self, source: Source) -> Cut:
+        return Cut(source.num_tokens, max(self.sink, source.protected_prefix), self.lag)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from kvshelf.workers.policies.base import Observes, TailPolicy, keep, parameter
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
 from kvshelf.workers.policies.segments import Segments
 from kvshelf.workers.policies.snapkv import pooled
-from kvshelf.workers.policies.view import LayerView
+from kvshelf.workers.policies.view import LayerView, Source
 
 MAX_SENTENCE = 256
 """Tokens; a longer sentence is cut."""
@@ -57,13 +57,13 @@ class SentenceKV(TailPolicy):
     def observes(self) -> Observes:
         return Observes.QUERIES | Observes.TEXT
 
-    def fitted(self, num_tokens: int, budget: Budget, protected_prefix: int, given: frozenset[str]) -> Self:
-        policy = super().fitted(num_tokens, budget, protected_prefix, given)
+    def fitted(self, source: Source, budget: Budget, given: frozenset[str]) -> Self:
+        policy = super().fitted(source, budget, given)
         if "sink" not in given:
             policy = replace(policy, sink=min(policy.sink, budget.tokens // 4))
         if "window" not in given:
             policy = replace(policy, window=max(1, min(policy.window, budget.tokens - policy.sink)))
-        if max(policy.sink, protected_prefix) + policy.window <= budget.tokens:
+        if max(policy.sink, source.protected_prefix) + policy.window <= budget.tokens:
             return policy
         if "sink" not in given:
             return replace(policy, sink=budget.tokens - policy.window)

@@ -18,7 +18,7 @@ from kvshelf.workers.model import calibration as calibrations
 from kvshelf.workers.model.calibration import Calibration, Origin
 from kvshelf.workers.model.loading import bundled_folder
 from kvshelf.workers.policies import LayerView, build
-from kvshelf.workers.policies.budgets import LayerBudget
+from kvshelf.workers.policies.budgets import Budget, LayerBudget
 from kvshelf.workers.policies.compresskv import layer_counts
 from kvshelf.workers.policies.view import Probed, Source
 
@@ -155,7 +155,7 @@ def test_the_calibration_is_part_of_the_identity(tiny, tmp_path, monkeypatch):
 def test_heads_are_an_eighth_by_default_and_no_more_than_there_are(tiny):
     assert tiny.prepare(TEXT, policy="compresskv").policy.heads == 1  # of 4
     wide = Source(range(9), calibration=random_calibration(2, 32, 0))
-    assert build("compresskv", {}).informed(wide, frozenset()).heads == 4
+    assert build("compresskv", {}).fitted(wide, Budget.full(9), frozenset()).heads == 4
     assert tiny.prepare(TEXT, policy="compresskv", policy_params={"heads": 4}).policy.heads == 4
     with pytest.raises(PolicyUnsupported, match="have 4") as refused:
         tiny.prepare(TEXT, policy="compresskv", policy_params={"heads": 5})

@@ -13,7 +13,6 @@ from torch import nn
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.policies import build
-from kvshelf.workers.policies.base import Phase
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
 from kvshelf.workers.policies.defensivekv import projected_norms
 from kvshelf.workers.policies.view import output_weight
@@ -92,9 +91,7 @@ def naive(layer, budget, window, kernel, mass):
 
 def fitted(name, layer, budget, **params):
     ratio = 1 - budget / layer.num_tokens
-    return build(name, params).fitted(
-        layer.num_tokens, Budget(budget, ratio), layer.protected_prefix, frozenset(params)
-    )
+    return build(name, params).fitted(layer.source, Budget(budget, ratio), frozenset(params))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -228,7 +225,7 @@ def test_packed_weights_are_none_that_can_be_read(dtype):
 def test_all_layers_together_keep_the_best_of_the_cache(oracle, ratio):
     """Ragged over layers and heads, the total exact, nothing kept that is worse than something dropped elsewhere.
     (These models look at everything a little: with the default mass, what is secured would fill every head's share.)"""
-    assert build("layer_defensivekv", {}).phase is Phase.CASCADE
+    assert build("layer_defensivekv", {}).phase == "cascade"
     cache = oracle.engine.compress(oracle.ids, policy="layer_defensivekv", compression_ratio=ratio, mass=0.1)
     alone = oracle.engine.compress(oracle.ids, policy="defensivekv", compression_ratio=ratio, mass=0.1)
     budget = cache.identity.budget_tokens

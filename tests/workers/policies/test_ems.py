@@ -39,9 +39,7 @@ def view(tokens, *, group=2, dim=8, protected=0, seed=0, probes=(), dtype=torch.
 
 
 def reduced(layer, budget, **params):
-    policy = build("ems", params).fitted(
-        layer.num_tokens, Budget(budget, 1 - budget / layer.num_tokens), layer.protected_prefix, frozenset(params)
-    )
+    policy = build("ems", params).fitted(layer.source, Budget(budget, 1 - budget / layer.num_tokens), frozenset(params))
     return policy.reduce(layer, LayerBudget.uniform(layer.kv_heads, budget))
 
 

@@ -138,7 +138,7 @@ def test_the_template_counts_as_sinks(tiny):
 
 
 def test_a_given_sink_must_fit_and_the_default_shrinks(llama):
-    with pytest.raises(PolicyUnsupported, match=r"sink is 40.*at most 39"):
+    with pytest.raises(PolicyUnsupported, match=r"sink is 40.*room for 39"):
         llama.engine.prepare(
             llama.ids, policy="expected_attention", budget_tokens=40, policy_params={"sink": 40}
         )  # fmt: skip

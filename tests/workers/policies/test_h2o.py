@@ -78,7 +78,7 @@ def test_dividing_by_the_rows_frees_late_tokens_from_their_handicap():
 @given(tokens=st.integers(10, 200), share=st.floats(0.1, 0.95), protected=st.integers(0, 3), seed=st.integers(0, 99))
 def test_half_of_the_budget_is_recent_by_default(tokens, share, protected, seed):
     layer, budget = view(tokens, protected=protected, seed=seed), max(protected + 4, int(tokens * share))
-    policy = build("h2o", {}).fitted(tokens, Budget(budget, 1 - budget / tokens), protected, frozenset())
+    policy = build("h2o", {}).fitted(layer.source, Budget(budget, 1 - budget / tokens), frozenset())
     assert policy.recent == min(budget // 2, budget - protected)
     record = policy.reduce(layer, LayerBudget.uniform(2, budget))
     scores = policy.score(layer)

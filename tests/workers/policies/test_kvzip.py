@@ -141,7 +141,7 @@ def test_the_default_chunk_shrinks_to_the_room_and_a_given_one_does_not(engine):
 
 
 def test_a_given_sink_must_fit(llama):
-    with pytest.raises(PolicyUnsupported, match=r"sink is 50.*at most 49") as refused:
+    with pytest.raises(PolicyUnsupported, match=r"sink is 50.*room for 49") as refused:
         llama.engine.prepare(llama.ids, policy="kvzip", budget_tokens=50, policy_params={"sink": 50})
     assert refused.value.param == "policy_params.sink"
     assert llama.engine.prepare(llama.ids, policy="kvzip", budget_tokens=3).policy.sink == 2

@@ -63,10 +63,7 @@ def calibration(query_heads):
 
 def fitted(name, layer, budget, **params):
     """The policy as an engine would fit it."""
-    policy = build(name, params).fitted(
-        layer.num_tokens, Budget(budget, 1 - budget / layer.num_tokens), layer.protected_prefix, frozenset(params)
-    )
-    return policy.informed(layer.source, frozenset(params))
+    return build(name, params).fitted(layer.source, Budget(budget, 1 - budget / layer.num_tokens), frozenset(params))
 
 
 def probed(policy, layer):

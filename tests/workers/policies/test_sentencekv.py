@@ -110,7 +110,7 @@ def test_sentences_stay_together_in_order():
 
 def test_defaults_make_room_for_each_other_and_given_values_are_refused():
     def fitted(budget, protected, **given):
-        return build("sentencekv", given).fitted(400, Budget(budget, 0.5), protected, frozenset(given))
+        return build("sentencekv", given).fitted(Source(range(400), protected), Budget(budget, 0.5), frozenset(given))
 
     for budget, protected in [(4, 0), (9, 5), (30, 3), (64, 60), (300, 10)]:
         policy = fitted(budget, protected)

@@ -60,13 +60,13 @@ class DecodeBatch:
         """
         if self._one_by_one and len(generations) > 1:
             return [self._told_alone(generation, checkpoint, wait) for generation in generations]
-        plan = _Plan.of(generations, self._pool, self._model.device)
-        logits = self._forward(plan, checkpoint, wait)
+        step = _Step.of(generations, self._pool, self._model.device)
+        logits = self._forward(step, checkpoint, wait)
         likeliest = _likeliest(logits)
         # From here on every answer has moved on, so nothing may be raised.
-        for place in plan.places:
+        for place in step.places:
             place.generation.appended(place.count)
-        asking = [place.generation for place in plan.places if place.complete]
+        asking = [place.generation for place in step.places if place.complete]
         told = {id(g): _token_taken(g, logits, row, likeliest[row]) for row, g in enumerate(asking)}
         return [told.get(id(generation), "") for generation in generations]
 
@@ -80,17 +80,17 @@ class DecodeBatch:
         """Free what an answer holds. It cannot be stepped again."""
         self._pool.release(generation.row)
 
-    def _forward(self, plan: _Plan, checkpoint: Checkpoint | None, wait: Wait) -> Tensor:
+    def _forward(self, step: _Step, checkpoint: Checkpoint | None, wait: Wait) -> Tensor:
         """Logits `[rows that are complete, vocabulary]`."""
-        cache = Cache(layers=[_BatchLayer(i, plan, wait) for i in range(self._model.config.num_hidden_layers)])
+        cache = Cache(layers=[_BatchLayer(i, step, wait) for i in range(self._model.config.num_hidden_layers)])
         context = {CONTEXT: _Pause(checkpoint)} if checkpoint is not None else {}
         with torch.no_grad(), kvshelf_attention(self._model):
             out = self._model(
-                input_ids=plan.token_ids,
-                position_ids=plan.positions,
+                input_ids=step.token_ids,
+                position_ids=step.positions,
                 past_key_values=cache,
                 use_cache=True,
-                logits_to_keep=plan.last_tokens,
+                logits_to_keep=step.last_tokens,
                 **context,
             )
         logits: Tensor = out.logits[0]
@@ -109,7 +109,7 @@ class _Place:
     slab: Slab
 
 
-class _Plan:
+class _Step:
     """One step: which tokens, at which positions, and whose."""
 
     def __init__(self, places: Sequence[_Place], device: torch.device) -> None:
@@ -120,12 +120,12 @@ class _Plan:
         last = [p.first + p.count - 1 for p in places if p.complete]
         self.last_tokens = torch.tensor(last, dtype=torch.int64, device=device)  # an empty list would be floats
         self.documents, shares = _shares(places)
-        self.parts = _suffix_parts(places, device)
-        self.layout = BatchLayout(shares, tuple(part.rows for part in self.parts), device)
+        self.groups = _suffix_groups(places, device)
+        self.layout = BatchLayout(shares, tuple(part.rows for part in self.groups), device)
         self.logical_length = max(p.generation.next_position + p.count for p in places)
 
     @classmethod
-    def of(cls, generations: Sequence[Generation], pool: SuffixPool, device: torch.device) -> _Plan:
+    def of(cls, generations: Sequence[Generation], pool: SuffixPool, device: torch.device) -> _Step:
         """Rows that share a document next to each other. A token for each row, and the rest to the shortest questions
         first, so that a long one holds up nobody but itself."""
         left = max(0, MAX_NEW_TOKENS - len(generations))
@@ -156,7 +156,7 @@ def _shares(places: Sequence[_Place]) -> tuple[list[Attachment], tuple[int, ...]
     return documents, tuple(counts)
 
 
-class _SuffixPart:
+class _SuffixGroup:
     """Rows of a step whose suffixes are read by one operation, and where their new states go.
 
     Either every row of a slab that takes one token, or one row that takes several.
@@ -192,13 +192,13 @@ class _SuffixPart:
         return held[0][part], held[1][part]
 
 
-def _suffix_parts(places: Sequence[_Place], device: torch.device) -> list[_SuffixPart]:
+def _suffix_groups(places: Sequence[_Place], device: torch.device) -> list[_SuffixGroup]:
     single: dict[int, list[_Place]] = {}
     for place in places:
         if place.count == 1:
             single.setdefault(id(place.slab), []).append(place)
-    parts = [_SuffixPart(rows[0].slab, rows, device) for rows in single.values()]
-    return parts + [_SuffixPart(place.slab, [place], device) for place in places if place.count > 1]
+    parts = [_SuffixGroup(rows[0].slab, rows, device) for rows in single.values()]
+    return parts + [_SuffixGroup(place.slab, [place], device) for place in places if place.count > 1]
 
 
 class _BatchLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -206,22 +206,22 @@ class _BatchLayer(CacheLayerMixin):  # type: ignore[misc]
 
     is_sliding = False
 
-    def __init__(self, index: int, plan: _Plan, wait: Wait) -> None:
+    def __init__(self, index: int, step: _Step, wait: Wait) -> None:
         super().__init__()
         self._index = index
-        self._plan = plan
+        self._step = step
         self._wait = wait
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
         """Append every row's new states to its suffix, once every document of the step has this layer."""
-        prefixes = [document.prefixes(self._index, self._wait) for document in self._plan.documents]
-        suffixes = [part.write(self._index, key_states, value_states) for part in self._plan.parts]
+        prefixes = [document.prefixes(self._index, self._wait) for document in self._step.documents]
+        suffixes = [part.write(self._index, key_states, value_states) for part in self._step.groups]
         states = AttachedStates(
             prefixes,
             suffixes,
-            self._plan.layout,
+            self._step.layout,
             new=(key_states, value_states),
-            logical_length=self._plan.logical_length,
+            logical_length=self._step.logical_length,
             first_position=None,
         )
         return states, states
@@ -231,7 +231,7 @@ class _BatchLayer(CacheLayerMixin):  # type: ignore[misc]
         return 0
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        """There is no mask; what is visible follows from the plan."""
+        """There is no mask; what is visible follows from the step."""
         return (query_length if isinstance(query_length, int) else query_length.shape[0]), 0
 
     def get_max_length(self) -> int:

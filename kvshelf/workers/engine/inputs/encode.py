@@ -24,7 +24,7 @@ MAX_QUESTION_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, eq=False)
-class Intake:
+class Encoder:
     """The texts and ids that one model takes. Thread-safe: nothing here changes.
 
     `name` is the model's, for messages; `text` is None for an engine without tokenizer. `max_tokens` is the longest

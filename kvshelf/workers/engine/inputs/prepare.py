@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Fitter:
+class Preparer:
     """Fits policies to documents of one model. Thread-safe: nothing here changes.
 
     `name` is the model's, for messages; `max_tokens` is its longest sequence.
@@ -62,7 +62,7 @@ class Fitter:
         if budget.tokens < source.num_tokens:
             require_observable(policy, self.model, self.name, self.rope, has_text=source.text is not None)
             source = self._calibrated(source, policy)
-            policy = policy.fitted(source.num_tokens, budget, source.protected_prefix, given).informed(source, given)
+            policy = policy.fitted(source, budget, given)
             passes = tuple(policy.probe_passes(source))
             require_room(passes, self.max_tokens, self.name)
             absorber = policy.absorber(source, budget)
