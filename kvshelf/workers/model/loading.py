@@ -157,8 +157,12 @@ def max_positions(config: Any) -> int:
 
 def kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
     """Bytes that the keys and values of one token take over all layers, uncompressed."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return int(config.num_hidden_layers * heads * 2 * head_size(config) * dtype.itemsize)
+    return config.num_hidden_layers * kv_heads(config) * 2 * head_size(config) * dtype.itemsize
+
+
+def kv_heads(config: Any) -> int:
+    """KV heads of a layer."""
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
 def head_size(config: Any) -> int:

@@ -53,8 +53,7 @@ class TextFormat:
         if not isinstance(backend, Tokenizer):
             raise InvalidRequest(
                 f"the tokenizer is a {type(tokenizer).__name__}, and only tokenizers with a tokenizer.json are "
-                "supported; "
-                "convert it, or give token ids to an Engine without a tokenizer",
+                "supported; convert it, or give token ids to an Engine without a tokenizer",
                 param="model",
             )
         self._chat = tokenizer
@@ -183,8 +182,7 @@ class TextFormat:
         if after[:shared] != before[:shared] or not after[shared].startswith(before[shared]):
             raise InvalidRequest(
                 "the chat template of this model rewrites earlier turns when new ones follow; cache the conversation "
-                "as a "
-                "document instead",
+                "as a document instead",
                 param="messages",
             )
         first = after[shared].removeprefix(before[shared])

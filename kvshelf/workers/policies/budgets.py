@@ -26,8 +26,7 @@ class Budget:
         if compression_ratio is not None and budget_tokens is not None:
             raise InvalidRequest(
                 f"compression_ratio ({compression_ratio}) and budget_tokens ({budget_tokens}) say the same thing in "
-                "two "
-                "ways; give one of them",
+                "two ways; give one of them",
                 param="budget_tokens",
             )
         if budget_tokens is not None:
@@ -55,8 +54,8 @@ class Budget:
     def _from_ratio(cls, num_tokens: int, ratio: float) -> Budget:
         if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 <= ratio < 1:
             raise InvalidRequest(
-                f"compression_ratio is {ratio!r}; it is the fraction removed, a number from 0 up to but not including "
-                "1",
+                f"compression_ratio is {ratio!r}; it is the fraction removed, a number from 0 up to but not "
+                "including 1",
                 param="compression_ratio",
             )
         # 1000 * (1 - 0.9) is 99.99...; the small term makes it the 100 that was meant.

@@ -9,9 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvshelf.kernels.window_scores import pooled
 from kvshelf.workers.policies.base import TailPolicy, parameter
 from kvshelf.workers.policies.plans import ProportionalPlan
-from kvshelf.workers.policies.snapkv import pooled
 from kvshelf.workers.policies.view import LayerView
 
 

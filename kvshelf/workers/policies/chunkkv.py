@@ -13,9 +13,9 @@ from torch import Tensor
 
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.select import select
+from kvshelf.kernels.window_scores import pooled
 from kvshelf.workers.policies.base import TailPolicy, parameter
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
-from kvshelf.workers.policies.snapkv import pooled
 from kvshelf.workers.policies.view import LayerView, Source
 
 

@@ -9,8 +9,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from kvshelf.kernels.window_scores import pooled
 from kvshelf.workers.policies.base import Observes, ScoringPolicy, encoded, parameter
-from kvshelf.workers.policies.snapkv import pooled
 from kvshelf.workers.policies.view import LayerView, ProbePass, Source
 
 

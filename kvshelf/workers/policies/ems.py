@@ -12,11 +12,11 @@ from torch import Tensor
 from kvshelf.kernels.merge import merge_weighted, nearest_pair
 from kvshelf.kernels.row_norms import row_norms
 from kvshelf.kernels.select import importance_of, select
+from kvshelf.kernels.window_scores import pooled
 from kvshelf.store.artifact.packed import offsets_of
 from kvshelf.store.artifact.records import Kept, Merged
 from kvshelf.workers.policies.base import Observes, TailPolicy, keep, parameter
 from kvshelf.workers.policies.budgets import LayerBudget
-from kvshelf.workers.policies.snapkv import pooled
 from kvshelf.workers.policies.view import LayerView
 
 

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.select import importance_of, select
+from kvshelf.kernels.window_scores import pooled
 from kvshelf.store.artifact.records import Kept
 from kvshelf.workers.policies.base import Observes, TailPolicy, keep, parameter
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
 from kvshelf.workers.policies.segments import Segments
-from kvshelf.workers.policies.snapkv import pooled
 from kvshelf.workers.policies.view import LayerView, Source
 
 MAX_SENTENCE = 256

@@ -7,7 +7,6 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvshelf.kernels.window_scores import pooled as pooled
 from kvshelf.workers.policies.base import TailPolicy, parameter
 from kvshelf.workers.policies.view import LayerView
 

@@ -364,7 +364,9 @@ def test_attention_of_an_attached_cache_is_that_over_the_expanded_slots(oracle, 
                     seen = torch.cat([keys, new_keys[head // group, : row + 1].double()])
                     own = torch.cat([values, new_values[head // group, : row + 1].double()])
                     exact, _ = attended(queries[head, row : row + 1], seen, own, scaling)
-                    assert torch.allclose(out[row, head].double(), exact[0], rtol=1e-4, atol=1e-5)
+                    assert torch.allclose(
+                        out[row, head].double(), exact[0], rtol=1e-4, atol=5e-5
+                    )  # sums of terms up to 5
 
 
 def test_pre_undoes_the_rotation_and_attention_redoes_it(oracle):

@@ -30,12 +30,6 @@ class AttachedCache(Cache):  # type: ignore[misc]
         start = document.next_position
         prefixes = [document.prefixes(index) for index in range(document.num_layers)]
         super().__init__(layers=[AttachedLayer(prefix, start, longest) for prefix in prefixes])
-        self._start = start
-
-    @property
-    def suffix_length(self) -> int:
-        """Tokens run through the model since the cache was attached."""
-        return int(self.get_seq_length()) - self._start
 
     def with_document(self, input_ids: Tensor) -> Tensor:
         """`input_ids` `[B, T]` behind stand-ins for the document's tokens, `[B, N + T]`: what `generate()` expects.
@@ -210,8 +204,7 @@ def _refuse_positions(first: int) -> NoReturn:
 def _refuse(operation: str) -> NoReturn:
     raise StateConflict(
         f"an attached cache was given to a model that does not run kvshelf's attention ({operation!r} was called on "
-        "its "
-        "keys); use it inside `with engine.attached(cache) as past:` with that engine's model"
+        "its keys); use it inside `with engine.attached(cache) as past:` with that engine's model"
     )
 
 

@@ -120,8 +120,7 @@ def causal_mask(*, attention_mask: Tensor | None = None, allow_is_causal_skip: b
     if attention_mask is not None and not bool(attention_mask.all()):
         raise InvalidRequest(
             "the attention mask hides tokens (padding); kvshelf's attention takes rows of equal length without "
-            "padding. "
-            "Send one row at a time",
+            "padding. Send one row at a time",
             param="attention_mask",
         )
     if not allow_is_causal_skip:

@@ -121,7 +121,7 @@ class _Step:
         self.last_tokens = torch.tensor(last, dtype=torch.int64, device=device)  # an empty list would be floats
         self.documents, shares = _shares(places)
         self.groups = _suffix_groups(places, device)
-        self.layout = BatchLayout(shares, tuple(part.rows for part in self.groups), device)
+        self.layout = BatchLayout(shares, tuple(group.rows for group in self.groups), device)
         self.logical_length = max(p.generation.next_position + p.count for p in places)
 
     @classmethod
@@ -179,7 +179,7 @@ class _SuffixGroup:
             self._at, self._length, self._token = torch.tensor(ints, device=device).unbind(1)
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Append this step's keys `[1, kv_heads, N, D]` and values. Returns those of the part's rows, old and new:
+        """Append this step's keys `[1, kv_heads, N, D]` and values. Returns those of the group's rows, old and new:
         `[rows, kv_heads, capacity, D]`."""
         held = self._slab.states(layer, keys, values)
         for states, new in zip(held, (keys[0], values[0]), strict=True):
@@ -188,8 +188,8 @@ class _SuffixGroup:
             else:
                 end = self._start + self._new
                 states[self._slots[0], :, self._start : end] = new[:, self._first : self._first + self._new]
-        part = slice(self._slots.start, self._slots.stop)
-        return held[0][part], held[1][part]
+        rows = slice(self._slots.start, self._slots.stop)
+        return held[0][rows], held[1][rows]
 
 
 def _suffix_groups(places: Sequence[_Place], device: torch.device) -> list[_SuffixGroup]:
@@ -197,8 +197,8 @@ def _suffix_groups(places: Sequence[_Place], device: torch.device) -> list[_Suff
     for place in places:
         if place.count == 1:
             single.setdefault(id(place.slab), []).append(place)
-    parts = [_SuffixGroup(rows[0].slab, rows, device) for rows in single.values()]
-    return parts + [_SuffixGroup(place.slab, [place], device) for place in places if place.count > 1]
+    groups = [_SuffixGroup(rows[0].slab, rows, device) for rows in single.values()]
+    return groups + [_SuffixGroup(place.slab, [place], device) for place in places if place.count > 1]
 
 
 class _BatchLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -215,7 +215,7 @@ class _BatchLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
         """Append every row's new states to its suffix, once every document of the step has this layer."""
         prefixes = [document.prefixes(self._index, self._wait) for document in self._step.documents]
-        suffixes = [part.write(self._index, key_states, value_states) for part in self._step.groups]
+        suffixes = [group.write(self._index, key_states, value_states) for group in self._step.groups]
         states = AttachedStates(
             prefixes,
             suffixes,

@@ -13,6 +13,7 @@ from kvshelf.errors import CallerError
 from kvshelf.store.artifact.codecs import BITS, Codec, Precision
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.engine.inputs.job import Job
+from kvshelf.workers.model.loading import head_size, kv_heads
 from kvshelf.workers.model.text import EncodedDocument
 from kvshelf.workers.policies import POLICIES, build
 from kvshelf.workers.replica.create.auto import CANDIDATES
@@ -46,11 +47,16 @@ class Shape:
     @classmethod
     def of(cls, model: PreTrainedModel) -> Shape:
         config = model.config
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         # Two operations for each weight, as is usual; attention itself is left out, which is little but in long ones.
         flops = 2.0 * model.num_parameters(exclude_embeddings=True)
-        return cls(config.num_hidden_layers, heads, head_dim, model.dtype.itemsize, model.device.type, flops)
+        return cls(
+            config.num_hidden_layers,
+            kv_heads(config),
+            head_size(config),
+            model.dtype.itemsize,
+            model.device.type,
+            flops,
+        )
 
     def full_bytes(self, num_tokens: int) -> int:
         """Keys and values of all tokens, uncompressed."""
