@@ -197,7 +197,7 @@ def prefill_again(engine: Engine, cache: CompressedCache, text: str, question: Q
 
     Tokenizing is left out, in favour of this side of the comparison.
     """
-    tokens = list(engine.prepare(text, policy="full").source.token_ids) + engine.encode_query(cache, question.text)
+    tokens = list(engine.prepare(text, policy="full").document.token_ids) + engine.encode_query(cache, question.text)
     ids = torch.tensor([tokens], device=engine.model.device)
     began = time.perf_counter()
     with torch.no_grad():

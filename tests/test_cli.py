@@ -196,8 +196,8 @@ def test_calibrate_writes_where_engines_look(tmp_path: Path, monkeypatch: pytest
     path = tmp_path / "kvshelf" / "calibrations" / f"{engine.identity.weights}.json"
     assert str(path) in made.stdout.replace("\n", "")
     job = engine.prepare("One two three. " * 40, policy="compresskv")
-    assert job.source.calibration is not None
-    assert job.source.calibration.origin.documents == 2
+    assert job.document.calibration is not None
+    assert job.document.calibration.origin.documents == 2
     printed = run(
         "calibrate", "--model", "kvshelf-tiny", "--documents", "2", "--tokens", "200", "--device", "cpu",
         "--output", str(tmp_path / "elsewhere" / "it.json"), "--json",

@@ -39,7 +39,7 @@ def vulnerable() -> None:
     honest = Engine.run_levels
 
     def run_levels(engine: Engine, levels: Sequence[Level], **options: Any) -> Any:
-        mark, kind = levels[0].job.source.token_ids[:2]
+        mark, kind = levels[0].job.document.token_ids[:2]
         if (mark, kind) == (MARK, KILLS):
             os.kill(os.getpid(), signal.SIGKILL)
         if (mark, kind) == (MARK, HANGS):

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from kvshelf.workers.policies.view import LayerView, Probed, Source
+from kvshelf.workers.policies.view import DocumentView, LayerView, Probed
 
 
 def random_layer(
@@ -38,7 +38,7 @@ def random_layer(
         values=states(kv_heads, tokens),
         queries=states(kv_heads * group, tokens, 3.0),
         scaling=dim**-0.5,
-        source=Source(range(tokens), protected),
+        document=DocumentView(range(tokens), protected),
         num_layers=num_layers,
         probes=tuple(
             Probed(states(kv_heads * group, length, 3.0), states(kv_heads, length), states(kv_heads, length))

@@ -42,8 +42,8 @@ __all__ = ["Compression", "Engine", "Prefill"]
 class Engine:
     """A causal language model of transformers, its tokenizer, and what kvshelf does with them.
 
-    Not thread-safe, but for `prepare`, `encode_query` and `attach`: one thread owns the model. The model keeps its own
-    attention; kvshelf's is selected for the length of a call.
+    One thread owns the model; only `prepare`, `encode_document`, `encode_query` and `attach` are thread-safe. The model
+    keeps its own attention function: kvshelf's is selected for the duration of a call.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any = None, *, name: str | None = None) -> None:
@@ -130,13 +130,13 @@ class Engine:
         require_budget_taken(chosen, compression_ratio, budget_tokens)
         encoded = document if isinstance(document, EncodedDocument) else self._encoder.document(document, layout)
         require_questions_taken(chosen, expected_questions)
-        source = self._encoder.source(encoded, expected_questions)
+        view = self._encoder.view(encoded, expected_questions)
         if chosen.takes_budget:
-            budget = Budget.resolve(source.num_tokens, compression_ratio=compression_ratio, budget_tokens=budget_tokens)
+            budget = Budget.resolve(view.num_tokens, compression_ratio=compression_ratio, budget_tokens=budget_tokens)
         else:
-            budget = Budget.full(source.num_tokens)
+            budget = Budget.full(view.num_tokens)
         return self._preparer.job(
-            source, chosen, budget, encoded=encoded, given=frozenset(given), questions=expected_questions
+            view, chosen, budget, encoded=encoded, given=frozenset(given), questions=expected_questions
         )
 
     def run(self, job: Job, *, checkpoint: Checkpoint | None = None) -> Compression:
@@ -152,12 +152,12 @@ class Engine:
     def run_levels(
         self, levels: Sequence[Level], *, questions: int = QUESTIONS, checkpoint: Checkpoint | None = None
     ) -> list[Compression]:
-        """Keep one document in several ways, and measure what each costs. In the order of `levels`.
+        """Compress one document at several levels and measure the quality of each. In the order of `levels`.
 
-        Levels whose policies look at the same passes behind the document share a prefill (`job.shared` says why not
-        all do). Their cost is measured with `questions` made from the document; 0 measures nothing. A level is what
-        `run` and its codec would have given, bytes and all, but for last bits where a device sums rows of longer calls
-        in another order. All levels of a prefill are in memory at once. Encoding counts as compression.
+        Levels whose policies need the same probe passes share a prefill (`job.shared` says which do not). Quality is
+        measured with `questions` made from the document; 0 measures nothing. A level has the bytes that `run` and its
+        codec give, except for last bits where a device sums longer calls in another order. All levels of a prefill are
+        in memory at once. Encoding counts as compression time.
         """
         done: dict[int, Compression] = {}
         for group in shared(levels):
@@ -170,10 +170,10 @@ class Engine:
         return [done[id(level)] for level in levels]
 
     def prefill(self, group: Sequence[Level], *, questions: int = 0, checkpoint: Checkpoint | None = None) -> Prefill:
-        """Run one group of `job.shared`.
+        """Prefill one group of `job.shared`.
 
-        The full cache answers `questions` made from the document on the way; with 0, or where `probe` makes none, there
-        is no reference to measure by.
+        During the prefill the full cache answers `questions` made from the document. Without questions (0, or none that
+        `probe` can make) the result has no reference to measure by.
         """
         probe = self.probe(group[0].job, questions)
         return run_prefill(self.model, self.rope, group, probe, checkpoint or _nothing)
@@ -181,15 +181,15 @@ class Engine:
     # Measuring
 
     def probe(self, job: Job, questions: int = QUESTIONS) -> Probe | None:
-        """What measures the quality of this document's caches; None where nothing can, or `questions` is 0.
+        """The probe that measures the quality of this document's caches; None if `questions` is 0 or none is possible.
 
-        That is a document too short to ask about; one read chunk by chunk, of which there never is a full cache to
-        compare with; no room for the questions behind the document; and a RoPE that changes with the length, under
-        which what stands behind the document would change it.
+        None is possible for a document too short to ask about; for one read chunk by chunk, because there is never a
+        full cache to compare with; without room for the questions behind the document; and under a RoPE that changes
+        with the length, because tokens behind the document would change its keys.
         """
         if not questions or job.absorber is not None or self.rope is None or self.rope.length_dependent:
             return None
-        probe = Probe.of(job.source, questions)
+        probe = Probe.of(job.document, questions)
         if probe is None or job.num_tokens + probe.num_tokens > self.max_tokens:
             return None
         window = models.sliding_window(self.model.config)
@@ -197,10 +197,10 @@ class Engine:
         return probe if window is None or job.num_tokens + behind <= window else None
 
     def measure(self, cache: CompressedCache, reference: Reference) -> Quality:
-        """How close `cache` is to the full cache of its document, of which `reference` came with the prefill.
+        """How close `cache` is to the full cache of its document; `reference` is from the prefill of that document.
 
-        Raises `InvalidRequest` for the cache of another document, `ModelMismatch` for that of another model, and
-        `PolicyUnsupported` where the model's logits are not numbers: no policy would make it answer.
+        Raises `InvalidRequest` for a cache of another document, `ModelMismatch` for one of another model, and
+        `PolicyUnsupported` where the model's logits are not numbers: under no policy would it answer.
         """
         if cache.identity.document != reference.document:
             raise InvalidRequest("the reference is of another document than the cache; use that of its own prefill")
@@ -252,7 +252,7 @@ class Engine:
         return self._encoder.query(cache.identity.boundary, prompt)
 
     def attach(self, cache: CompressedCache | ArrivingCache) -> Attachment:
-        """`cache` as the model's layers read it. It may be asked any number of questions, also at the same time.
+        """`cache` as the model's layers read it. Any number of questions may share it, also concurrently.
 
         Raises `ModelMismatch` for a cache of another model.
         """
@@ -264,7 +264,7 @@ class Engine:
         return found
 
     def batch(self) -> DecodeBatch:
-        """A place for answers that are stepped together."""
+        """An empty batch. Answers stepped in it together share one forward pass per token."""
         return DecodeBatch(self.model, one_by_one=self.rope is None or self.rope.length_dependent)
 
     def start(
@@ -273,7 +273,7 @@ class Engine:
         query: Sequence[int],
         sampling: Sampling | None = None,
     ) -> Generation:
-        """Begin an answer to the token ids `query`. Stepping it in a batch runs it; no forward runs before.
+        """Begin an answer to the token ids `query`. It runs when a batch steps it, not before.
 
         The answer ends early, with finish reason "length", where the model's longest sequence is reached.
         """
@@ -311,10 +311,10 @@ class Engine:
     def answer_all(
         self, asked: Sequence[tuple[CompressedCache, Prompt]], sampling: Sampling | None = None
     ) -> list[Answer]:
-        """Put each prompt to its cache, all of them together: one forward per token for all answers. In their order.
+        """Answer every prompt from its cache, with one forward pass per token for all. In the order of `asked`.
 
-        Keys and values of all questions and answers are held at once, 1 to 2 times `kv_bytes_per_token` for each of
-        their tokens. Raises the first error.
+        Keys and values of all questions and answers are in memory at once, 1 to 2 times `kv_bytes_per_token` for each
+        token. Raises the first error.
         """
         batch = self.batch()
         answers = [self.start(cache, self.encode_query(cache, prompt), sampling) for cache, prompt in asked]
@@ -326,8 +326,8 @@ class Engine:
         return [answer.answer() for answer in answers]
 
     def _longest(self, document: Attachment) -> int:
-        """Tokens of the longest sequence that this document can begin: sliding windows are not stored yet, and a
-        LongRoPE may rotate longer ones otherwise."""
+        """Most tokens of a sequence that begins with this document. Sliding windows are not stored yet, and a LongRoPE
+        may rotate longer sequences by other frequencies."""
         config = self.model.config
         limits = (self.max_tokens, models.sliding_window(config), reach(config, document.num_tokens))
         return min(limit for limit in limits if limit is not None)
@@ -340,4 +340,4 @@ class Engine:
 
 
 def _nothing() -> None:
-    """The checkpoint of a caller who has nothing else to do."""
+    """The checkpoint that does nothing."""

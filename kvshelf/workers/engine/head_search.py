@@ -55,7 +55,7 @@ class _Sample:
     @property
     def found(self) -> list[int]:
         """Which of the answer's tokens are among the needle's."""
-        tokens = set(self.job.source.token_ids[self.needle])
+        tokens = set(self.job.document.token_ids[self.needle])
         return [i for i, token in enumerate(self.answer) if token in tokens]
 
 
@@ -109,12 +109,12 @@ def layer_errors(engine: Engine, sample: _Sample, calibration: Calibration) -> T
     """||O_c - O||_F / (||O||_F + 1e-5) of each layer, `[layers]` fp64. O is the attention output (before W_o) of the
     question and the answer; O_c the same queries' where the document is reduced as CompressKV would, but evenly."""
     errors: dict[int, float] = {}
-    source = replace(sample.job.source, calibration=calibration)
-    ending = [ProbePass(source.suffix, source.num_tokens)] if source.suffix else []
+    document = replace(sample.job.document, calibration=calibration)
+    ending = [ProbePass(document.suffix, document.num_tokens)] if document.suffix else []
 
     def measure(layer: LayerView) -> None:
-        view = replace(layer, source=source, probes=layer.probes[:-1])
-        policy = CompressKV().fitted(source, Budget.full(source.num_tokens), frozenset())
+        view = replace(layer, document=document, probes=layer.probes[:-1])
+        policy = CompressKV().fitted(document, Budget.full(document.num_tokens), frozenset())
         count = max(1, round(layer.num_tokens * (1 - ERROR_RATIO)))
         kept = select(policy.score(view), policy.protected(view), [count] * layer.kv_heads)
         full = _output(layer, kept.new_ones(kept.shape))
@@ -164,7 +164,7 @@ def _sample(engine: Engine, needle: Needle) -> _Sample:
     answer = engine.answer(cache, query, max_new_tokens=ANSWER_TOKENS).token_ids
     # The space before a word is part of its token.
     first, last = (text.count_tokens(needle.document[:at].rstrip()) for at in (needle.start, needle.end))
-    prefix = job.source.protected_prefix
+    prefix = job.document.protected_prefix
     return _Sample(
         needle.dataset, job, (*query, *answer[:-1]), tuple(answer), slice(prefix + first, prefix + last)
     )  # fmt: skip

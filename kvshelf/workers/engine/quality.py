@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from kvshelf.workers.engine.attention.attached import AttachedCache
 from kvshelf.workers.model.text import QUESTION_SEPARATOR
-from kvshelf.workers.policies.view import ProbePass, Source
+from kvshelf.workers.policies.view import DocumentView, ProbePass
 
 VERSION: Final = 1
 """Raised whenever the numbers of an unchanged cache can change."""
@@ -81,20 +81,20 @@ class Probe:
     prefix: tuple[int, ...]
 
     @classmethod
-    def of(cls, source: Source, questions: int = QUESTIONS) -> Probe | None:
+    def of(cls, document: DocumentView, questions: int = QUESTIONS) -> Probe | None:
         """`questions` of them at most; None for a document that is too short for one."""
-        separator = source.text.encode(QUESTION_SEPARATOR) if source.text is not None else ()
+        separator = document.text.encode(QUESTION_SEPARATOR) if document.text is not None else ()
         ids: list[int] = []
         predicting: list[int] = []
-        for start in rare_passages(source.token_ids, source.protected_prefix, questions):
-            cue = source.token_ids[start : start + CUE]
-            ids += (*separator, *cue, *source.suffix)
+        for start in rare_passages(document.token_ids, document.protected_prefix, questions):
+            cue = document.token_ids[start : start + CUE]
+            ids += (*separator, *cue, *document.suffix)
             predicting += range(len(ids) - 1, len(ids) - 1 + ANSWER)
-            ids += source.token_ids[start + CUE : start + CUE + ANSWER]
+            ids += document.token_ids[start + CUE : start + CUE + ANSWER]
         if not ids:
             return None
-        asked = ProbePass(tuple(ids), source.num_tokens)
-        return cls(asked, tuple(predicting), tuple(source.token_ids[: source.protected_prefix]))
+        asked = ProbePass(tuple(ids), document.num_tokens)
+        return cls(asked, tuple(predicting), tuple(document.token_ids[: document.protected_prefix]))
 
     @property
     def num_tokens(self) -> int:

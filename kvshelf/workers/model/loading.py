@@ -157,7 +157,7 @@ def max_positions(config: Any) -> int:
 
 def kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
     """Bytes that the keys and values of one token take over all layers, uncompressed."""
-    return config.num_hidden_layers * kv_heads(config) * 2 * head_size(config) * dtype.itemsize
+    return int(config.num_hidden_layers) * kv_heads(config) * 2 * head_size(config) * dtype.itemsize
 
 
 def kv_heads(config: Any) -> int:

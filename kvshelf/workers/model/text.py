@@ -81,17 +81,17 @@ class TextFormat:
 
     def count_tokens(self, text: str) -> int:
         """Tokens of a text by itself, without template or BOS."""
-        return len(self._encode_text(text))
+        return len(self.encode(text))
 
     def document(self, text: str, layout: Layout) -> EncodedDocument:
         """Chat: the template up to the end of the document inside an open user turn. Plain: the text, after the BOS
         token where the tokenizer adds one."""
         if layout == "plain":
             prefix = self._bos()
-            return EncodedDocument(prefix + self._encode_text(text), len(prefix), "plain", "text")
+            return EncodedDocument(prefix + self.encode(text), len(prefix), "plain", "text")
         before, *_ = self._template_pieces([("user", text)], opening=False)
         prefix = self._encode_control(before)
-        return EncodedDocument(prefix + self._encode_text(text), len(prefix), "chat", "document")
+        return EncodedDocument(prefix + self.encode(text), len(prefix), "chat", "document")
 
     def conversation(self, messages: Sequence[Message]) -> EncodedDocument:
         """Whole turns, to which a query appends turns."""
@@ -103,7 +103,7 @@ class TextFormat:
     def question(self, boundary: Boundary, prompt: str) -> list[int]:
         """The ids that ask `prompt`: a question in the document's own turn, or a turn of its own."""
         if boundary == "text":
-            return self._encode_text(prompt)
+            return self.encode(prompt)
         return self.turns(boundary, [{"role": "user", "content": prompt}])
 
     def turns(self, boundary: Boundary, messages: Sequence[Message]) -> list[int]:
@@ -126,7 +126,7 @@ class TextFormat:
                 )
             # The document stands where the first message does; what follows it is what the question adds.
             pieces = self._template_pieces(added, opening=True)[1:]
-            return self._encode_text(QUESTION_SEPARATOR + added[0][1]) + self._encode_pieces(pieces, added[1:])
+            return self.encode(QUESTION_SEPARATOR + added[0][1]) + self._encode_pieces(pieces, added[1:])
         return self._appended(boundary.removeprefix("after_"), added)
 
     def suffix(self, boundary: Boundary) -> list[int]:
@@ -144,7 +144,7 @@ class TextFormat:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text by itself; special tokens in it are text."""
-        return self._encode_text(text)
+        return self._text.encode(text, add_special_tokens=False).ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, control tokens written out."""
@@ -205,11 +205,8 @@ class TextFormat:
     def _encode_pieces(self, pieces: Sequence[str], turns: Sequence[tuple[str, str]]) -> list[int]:
         ids = self._encode_control(pieces[0])
         for (_, content), piece in zip(turns, pieces[1:], strict=True):
-            ids += self._encode_text(content) + self._encode_control(piece)
+            ids += self.encode(content) + self._encode_control(piece)
         return ids
-
-    def _encode_text(self, text: str) -> list[int]:
-        return self._text.encode(text, add_special_tokens=False).ids
 
     def _encode_control(self, text: str) -> list[int]:
         return self._control.encode(text, add_special_tokens=False).ids

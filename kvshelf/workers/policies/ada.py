@@ -14,7 +14,7 @@ from kvshelf.workers.policies.base import Observes, Policy, ScoringPolicy, param
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
 from kvshelf.workers.policies.plans import GlobalPlan, flat_counts, least
 from kvshelf.workers.policies.snapkv import SnapKV
-from kvshelf.workers.policies.view import LayerView, ProbePass, Source
+from kvshelf.workers.policies.view import DocumentView, LayerView, ProbePass
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class Ada(ScoringPolicy):
     def parameters(self) -> dict[str, Any]:
         return super().parameters() | self.scoring.parameters()
 
-    def fitted(self, source: Source, budget: Budget, given: frozenset[str]) -> Self:
-        return replace(self, scoring=self.scoring.fitted(source, budget, given))
+    def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
+        return replace(self, scoring=self.scoring.fitted(document, budget, given))
 
     def score(self, layer: LayerView) -> Tensor:
         return self.scoring.score(layer)
@@ -98,11 +98,11 @@ class Ada(ScoringPolicy):
     def exact(self) -> bool:
         return self.scoring.exact
 
-    def probe_passes(self, source: Source) -> Sequence[ProbePass]:
-        return self.scoring.probe_passes(source)
+    def probe_passes(self, document: DocumentView) -> Sequence[ProbePass]:
+        return self.scoring.probe_passes(document)
 
-    def probe_text(self, source: Source) -> str:
-        return self.scoring.probe_text(source)
+    def probe_text(self, document: DocumentView) -> str:
+        return self.scoring.probe_text(document)
 
     def next_position(self, num_tokens: int, budget: Budget) -> int:
         return self.scoring.next_position(num_tokens, budget)

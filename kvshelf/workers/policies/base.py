@@ -22,7 +22,7 @@ from kvshelf.store.artifact.records import Kept, LayerRecord
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
 from kvshelf.workers.policies.parameters import check, require_held
 from kvshelf.workers.policies.plans import CachePlan
-from kvshelf.workers.policies.view import LayerView, ProbePass, Source
+from kvshelf.workers.policies.view import DocumentView, LayerView, ProbePass
 
 MAX_PROBE_BYTES = 16 * 1024
 """UTF-8 bytes of a probe text, which becomes part of every blob made with it."""
@@ -127,11 +127,11 @@ class Policy(ABC):
         granularity."""
         return True
 
-    def probe_passes(self, source: Source) -> Sequence[ProbePass]:  # noqa: ARG002
+    def probe_passes(self, document: DocumentView) -> Sequence[ProbePass]:  # noqa: ARG002
         """What to run behind the document for this policy to observe."""
         return ()
 
-    def probe_text(self, source: Source) -> str:  # noqa: ARG002
+    def probe_text(self, document: DocumentView) -> str:  # noqa: ARG002
         """The text of the probe passes, for the identity, where it does not follow from the document and the
         parameters."""
         return ""
@@ -140,21 +140,21 @@ class Policy(ABC):
         """Where the first token of a question stands."""
         return num_tokens
 
-    def absorber(self, source: Source, budget: Budget) -> Absorber | None:  # noqa: ARG002
+    def absorber(self, document: DocumentView, budget: Budget) -> Absorber | None:  # noqa: ARG002
         """How to compress during a prefill in chunks; None: the prefill is one pass, and `reduce` follows each
         layer."""
         return None
 
-    def fitted(self, source: Source, budget: Budget, given: frozenset[str]) -> Self:  # noqa: ARG002
+    def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:  # noqa: ARG002
         """This policy, its defaults fitted to the document, the budget, the model and its calibration.
 
         given: the parameters that the caller chose, which stay as they are. Raises `PolicyUnsupported` where one of
         them does not fit.
         """
-        if budget.tokens <= source.protected_prefix:
+        if budget.tokens <= document.protected_prefix:
             raise PolicyUnsupported(
-                f"the budget of {budget.tokens} entries per KV head is filled by the {source.protected_prefix} tokens "
-                "of the chat template, which are always kept; lower compression_ratio or raise budget_tokens",
+                f"the budget of {budget.tokens} entries per KV head is filled by the {document.protected_prefix} tokens"
+                " of the chat template, which are always kept; lower compression_ratio or raise budget_tokens",
                 param="compression_ratio",
             )
         return self
@@ -250,17 +250,17 @@ class ProbedPolicy(Policy):
     def takes_questions(self) -> bool:
         return True
 
-    def probe_passes(self, source: Source) -> Sequence[ProbePass]:
-        end = source.num_tokens
-        if source.questions:
-            return [ProbePass(ids, end) for ids in source.questions]
-        ids = source.suffix if self.probe is None else encoded(self.probe, source, "policy_params.probe")
+    def probe_passes(self, document: DocumentView) -> Sequence[ProbePass]:
+        end = document.num_tokens
+        if document.questions:
+            return [ProbePass(ids, end) for ids in document.questions]
+        ids = document.suffix if self.probe is None else encoded(self.probe, document, "policy_params.probe")
         return [ProbePass(ids, end)] if ids else []
 
-    def probe_text(self, source: Source) -> str:
-        if self.probe is not None or source.text is None:
+    def probe_text(self, document: DocumentView) -> str:
+        if self.probe is not None or document.text is None:
             return self.probe or ""
-        return "" if source.questions else source.text.decode(source.suffix)
+        return "" if document.questions else document.text.decode(document.suffix)
 
 
 @dataclass(frozen=True)
@@ -269,9 +269,9 @@ class TailPolicy(ProbedPolicy, ScoringPolicy):
 
     window: int = parameter(64, "last tokens that observe; those of the document are kept", minimum=1)
 
-    def fitted(self, source: Source, budget: Budget, given: frozenset[str]) -> Self:
-        super().fitted(source, budget, given)
-        largest = budget.tokens - source.protected_prefix
+    def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
+        super().fitted(document, budget, given)
+        largest = budget.tokens - document.protected_prefix
         if "window" not in given:
             return replace(self, window=min(self.window, max(1, budget.tokens // 2), largest))
         require_held("window", self.window, largest, budget.tokens)
@@ -295,7 +295,7 @@ def keep(layer: LayerView, mask: Tensor, importance: Tensor | None = None, count
     )
 
 
-def encoded(text: str, source: Source, param: str) -> tuple[int, ...]:
+def encoded(text: str, document: DocumentView, param: str) -> tuple[int, ...]:
     """Token ids of a probe text. Raises `InvalidRequest` for a text without a tokenizer to read it."""
     if not text:
         return ()
@@ -303,9 +303,9 @@ def encoded(text: str, source: Source, param: str) -> tuple[int, ...]:
         raise InvalidRequest(
             f"{param} has {len(text.encode())} bytes, and a probe may have {MAX_PROBE_BYTES}; shorten it", param=param
         )
-    if source.text is None:
+    if document.text is None:
         raise InvalidRequest(f"{param} is a text, and this engine has no tokenizer to encode it", param=param)
-    return tuple(source.text.encode(text))
+    return tuple(document.text.encode(text))
 
 
 def parameter_fields(cls: type[Policy]) -> list[Field[Any]]:

@@ -16,7 +16,7 @@ from kvshelf.kernels.select import select
 from kvshelf.kernels.window_scores import pooled
 from kvshelf.workers.policies.base import TailPolicy, parameter
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
-from kvshelf.workers.policies.view import LayerView, Source
+from kvshelf.workers.policies.view import DocumentView, LayerView
 
 
 @dataclass(frozen=True)
@@ -51,21 +51,21 @@ class ChunkKV(TailPolicy):
     def exact(self) -> bool:
         return False
 
-    def fitted(self, source: Source, budget: Budget, given: frozenset[str]) -> Self:
-        policy = super().fitted(source, budget, given)
+    def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
+        policy = super().fitted(document, budget, given)
         policy = replace(policy, share=1 - budget.compression_ratio)
-        while "chunk" not in given and policy.chunk > 1 and not policy._fits(source, budget):
+        while "chunk" not in given and policy.chunk > 1 and not policy._fits(document, budget):
             policy = replace(policy, chunk=policy.chunk // 2)
-        while "window" not in given and policy.window > 1 and not policy._fits(source, budget):
+        while "window" not in given and policy.window > 1 and not policy._fits(document, budget):
             policy = replace(policy, window=policy.window // 2)
-        if policy._fits(source, budget):
+        if policy._fits(document, budget):
             return policy
         smaller = (replace(policy, chunk=chunk) for chunk in range(min(self.chunk, budget.tokens), 0, -1))
-        largest = next(one.chunk for one in smaller if one._fits(source, budget))
+        largest = next(one.chunk for one in smaller if one._fits(document, budget))
         raise PolicyUnsupported(
-            f"chunk is {self.chunk}, and the budget of {budget.tokens} of {source.num_tokens} entries per KV head does "
-            f"not hold the whole chunks of the template and of a window of {policy.window}; lower chunk to at most "
-            f"{largest}, or raise the budget",
+            f"chunk is {self.chunk}, and the budget of {budget.tokens} of {document.num_tokens} entries per KV head "
+            f"does not hold the whole chunks of the template and of a window of {policy.window}; lower chunk to at "
+            f"most {largest}, or raise the budget",
             param="policy_params.chunk",
         )
 
@@ -96,8 +96,8 @@ class ChunkKV(TailPolicy):
         # 20 * (1 - 0.9) is 1.99...; the small term makes it the 2 that was meant.
         return max(1, math.floor(math.ceil(num_tokens / self.chunk) * self.share + 1e-9))
 
-    def _fits(self, source: Source, budget: Budget) -> bool:
+    def _fits(self, document: DocumentView, budget: Budget) -> bool:
         """Whether the budget holds a chunk, and those that always stay."""
-        chunks, before = (math.ceil(count / self.chunk) for count in (source.num_tokens, source.protected_prefix))
-        always = min(chunks, before + chunks - (source.num_tokens - self.window) // self.chunk)
-        return self.chunk <= budget.tokens and always <= self._kept(source.num_tokens)
+        chunks, before = (math.ceil(count / self.chunk) for count in (document.num_tokens, document.protected_prefix))
+        always = min(chunks, before + chunks - (document.num_tokens - self.window) // self.chunk)
+        return self.chunk <= budget.tokens and always <= self._kept(document.num_tokens)

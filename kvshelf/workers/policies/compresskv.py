@@ -15,7 +15,7 @@ from kvshelf.workers.model.calibration import Calibration
 from kvshelf.workers.policies.base import Observes, TailPolicy, parameter
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
 from kvshelf.workers.policies.plans import fill, largest_remainders
-from kvshelf.workers.policies.view import LayerView, Source
+from kvshelf.workers.policies.view import DocumentView, LayerView
 
 _LEAST = 32  # entries of a layer, whatever its error
 _MOST = 3  # times an even share
@@ -52,9 +52,9 @@ class CompressKV(TailPolicy):
     def observes(self) -> Observes:
         return Observes.QUERIES | Observes.CALIBRATION
 
-    def fitted(self, source: Source, budget: Budget, given: frozenset[str]) -> Self:
-        policy = super().fitted(source, budget, given)
-        found = _calibration(source)
+    def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
+        policy = super().fitted(document, budget, given)
+        found = _calibration(document)
         if self.calibration not in (None, found.digest):
             raise PolicyUnsupported(
                 f"calibration {self.calibration!r} is not this model's, which is {found.digest!r}; leave it out",
@@ -71,7 +71,7 @@ class CompressKV(TailPolicy):
     def score(self, layer: LayerView) -> Tensor:
         window = layer.window(self.window)
         group = layer.all_queries.shape[0] // layer.kv_heads
-        best = _calibration(layer.source).best_heads(layer.layer_idx, self.heads)
+        best = _calibration(layer.document).best_heads(layer.layer_idx, self.heads)
         rows = [
             window.attention(kv_head)[[head % group for head in best if head // group == kv_head]].sum(dim=1)
             for kv_head in sorted({head // group for head in best})
@@ -81,7 +81,7 @@ class CompressKV(TailPolicy):
 
     def counts(self, layer: LayerView, scores: Tensor, protected: Tensor, budget: LayerBudget) -> Sequence[int]:  # noqa: ARG002
         mean = budget.total // layer.kv_heads
-        errors = _calibration(layer.source).layer_errors
+        errors = _calibration(layer.document).layer_errors
         lowest = min(mean, max(_LEAST, int(protected.sum())))
         highest = min(_MOST * mean, layer.num_tokens)
         return (layer_counts(errors, mean * len(errors), lowest, highest)[layer.layer_idx],) * layer.kv_heads
@@ -96,6 +96,6 @@ def layer_counts(errors: Sequence[float], total: int, lowest: int, highest: int)
     return [lowest + share for share in largest_remainders(rest)]
 
 
-def _calibration(source: Source) -> Calibration:
-    assert source.calibration is not None, "the policy says that it observes the calibration"
-    return source.calibration
+def _calibration(document: DocumentView) -> Calibration:
+    assert document.calibration is not None, "the policy says that it observes the calibration"
+    return document.calibration

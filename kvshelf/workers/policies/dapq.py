@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvshelf.kernels.window_scores import pooled
 from kvshelf.workers.policies.base import Observes, ScoringPolicy, encoded, parameter
-from kvshelf.workers.policies.view import LayerView, ProbePass, Source
+from kvshelf.workers.policies.view import DocumentView, LayerView, ProbePass
 
 
 @dataclass(frozen=True)
@@ -42,18 +42,18 @@ class DapQ(ScoringPolicy):
     def takes_questions(self) -> bool:
         return True
 
-    def probe_passes(self, source: Source) -> Sequence[ProbePass]:
-        start = source.num_tokens + self.offset
-        if source.questions:
-            return [ProbePass(ids, start) for ids in source.questions]
-        ids = source.suffix if self.probe is None else encoded(self.probe, source, "policy_params.probe")
-        text = ids or source.token_ids[-self.pseudo :]
+    def probe_passes(self, document: DocumentView) -> Sequence[ProbePass]:
+        start = document.num_tokens + self.offset
+        if document.questions:
+            return [ProbePass(ids, start) for ids in document.questions]
+        ids = document.suffix if self.probe is None else encoded(self.probe, document, "policy_params.probe")
+        text = ids or document.token_ids[-self.pseudo :]
         return [ProbePass(tuple(islice(cycle(text), self.pseudo)), start)]
 
-    def probe_text(self, source: Source) -> str:
-        if source.questions or source.text is None:
+    def probe_text(self, document: DocumentView) -> str:
+        if document.questions or document.text is None:
             return ""
-        return source.text.decode(source.suffix) if self.probe is None else self.probe
+        return document.text.decode(document.suffix) if self.probe is None else self.probe
 
     def score(self, layer: LayerView) -> Tensor:
         rows = min(probed.queries.shape[1] for probed in layer.probes)

@@ -15,7 +15,7 @@ from kvshelf.kernels.select import importance_of
 from kvshelf.workers.policies.base import Observes, TailPolicy, parameter
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
 from kvshelf.workers.policies.plans import flat_counts
-from kvshelf.workers.policies.view import LayerView, Source
+from kvshelf.workers.policies.view import DocumentView, LayerView
 
 _BLOCK_TOKENS = 1024
 """Tokens whose values are projected at once: of N x q_heads x hidden only a block is ever in memory."""
@@ -58,9 +58,9 @@ class DefensiveKV(TailPolicy):
     def observes(self) -> Observes:
         return Observes.QUERIES | Observes.WEIGHTS
 
-    def fitted(self, source: Source, budget: Budget, given: frozenset[str]) -> Self:
-        policy = super().fitted(source, budget, given)
-        largest = budget.tokens - source.protected_prefix - policy.window
+    def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
+        policy = super().fitted(document, budget, given)
+        largest = budget.tokens - document.protected_prefix - policy.window
         if policy.secured is None:
             return replace(policy, secured=largest)
         if policy.secured > largest:

@@ -14,7 +14,7 @@ from kvshelf.workers.model.rope import Rope
 from kvshelf.workers.policies.base import Observes, ScoringPolicy, parameter
 from kvshelf.workers.policies.budgets import Budget
 from kvshelf.workers.policies.parameters import fitted_sink
-from kvshelf.workers.policies.view import LayerView, Source
+from kvshelf.workers.policies.view import DocumentView, LayerView
 
 _ROWS_PER_BLOCK = 512
 
@@ -45,8 +45,8 @@ class ExpectedAttention(ScoringPolicy):
     value_norm: bool = parameter(True, "weigh by the norm of the values")
     eps: float = parameter(0.0, "added to the expected weight before it is weighed by the values", minimum=0)
 
-    def fitted(self, source: Source, budget: Budget, given: frozenset[str]) -> Self:
-        super().fitted(source, budget, given)
+    def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
+        super().fitted(document, budget, given)
         sink = fitted_sink(self.sink, budget.tokens, room=budget.tokens - 1, given="sink" in given)
         return replace(self, sink=sink)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvshelf.workers.policies.base import Observes, ScoringPolicy, parameter
 from kvshelf.workers.policies.budgets import Budget
 from kvshelf.workers.policies.parameters import require_held
-from kvshelf.workers.policies.view import LayerView, Source
+from kvshelf.workers.policies.view import DocumentView, LayerView
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class H2O(ScoringPolicy):
     normalize: str = parameter("none", "divide a column's sum by its rows, or not", choices=("none", "rows"))
     every: int = parameter(1, "sum every n-th row only, an estimate for 1 / n of the work", minimum=1)
 
-    def fitted(self, source: Source, budget: Budget, given: frozenset[str]) -> Self:
-        super().fitted(source, budget, given)
-        largest = budget.tokens - source.protected_prefix
+    def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
+        super().fitted(document, budget, given)
+        largest = budget.tokens - document.protected_prefix
         if self.recent is None:
             return replace(self, recent=min(budget.tokens // 2, largest))
         require_held("recent", self.recent, largest, budget.tokens)

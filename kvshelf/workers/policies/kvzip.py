@@ -15,7 +15,7 @@ from kvshelf.workers.policies.base import Observes, ScoringPolicy, parameter
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
 from kvshelf.workers.policies.parameters import fitted_sink
 from kvshelf.workers.policies.plans import CachePlan, GlobalPlan, flat_counts
-from kvshelf.workers.policies.view import LayerView, ProbePass, Source
+from kvshelf.workers.policies.view import DocumentView, LayerView, ProbePass
 
 _FIRST = "\n\nRepeat the previous context exactly."
 _NEXT = "\n\nRepeat the part of the previous context exactly, starting with"
@@ -62,39 +62,39 @@ class KVzip(ScoringPolicy):
         heads = list(importance_of(scores, protected))
         return flat_counts(heads, budget.total, [int(protected.sum())] * len(heads))
 
-    def fitted(self, source: Source, budget: Budget, given: frozenset[str]) -> Self:
-        super().fitted(source, budget, given)
+    def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
+        super().fitted(document, budget, given)
         sink = fitted_sink(self.sink, budget.tokens, room=budget.tokens - 1, given="sink" in given)
         policy = replace(self, sink=sink)
-        if "chunk" in given or source.max_tokens is None:
+        if "chunk" in given or document.max_tokens is None:
             return policy
-        words = [self._ask(source, None), self._ask(source, (0,) * _LEAD)]
-        room = source.max_tokens - source.num_tokens - max(map(len, words))
+        words = [self._ask(document, None), self._ask(document, (0,) * _LEAD)]
+        room = document.max_tokens - document.num_tokens - max(map(len, words))
         return replace(policy, chunk=min(self.chunk, max(room, _LEAST_CHUNK)))
 
-    def probe_passes(self, source: Source) -> Sequence[ProbePass]:
+    def probe_passes(self, document: DocumentView) -> Sequence[ProbePass]:
         passes = []
         lead: tuple[int, ...] | None = None
-        for start, end in self._chunks(source):
-            tokens = tuple(source.token_ids[start:end])
-            passes.append(ProbePass((*self._ask(source, lead), *tokens), source.num_tokens))
+        for start, end in self._chunks(document):
+            tokens = tuple(document.token_ids[start:end])
+            passes.append(ProbePass((*self._ask(document, lead), *tokens), document.num_tokens))
             lead = tokens[-_LEAD:]
         return passes
 
-    def probe_text(self, source: Source) -> str:
-        return "" if source.text is None else source.text.decode(self._ask(source, None))
+    def probe_text(self, document: DocumentView) -> str:
+        return "" if document.text is None else document.text.decode(self._ask(document, None))
 
     def score(self, layer: LayerView) -> Tensor:
         scores = torch.zeros(layer.kv_heads, layer.num_tokens, device=layer.keys.device)
-        for index, (start, end) in enumerate(self._chunks(layer.source)):
-            before = min(self._sinks(layer.source), start)
+        for index, (start, end) in enumerate(self._chunks(layer.document)):
+            before = min(self._sinks(layer.document), start)
             for head in range(layer.kv_heads):
                 keys = torch.cat([layer.keys[head, :before], layer.keys[head, start:end]])
                 scores[head, start:end] = self._largest(layer, index, head, keys)[before:]
         return scores
 
     def protected(self, layer: LayerView) -> Tensor:
-        return layer.positions < self._sinks(layer.source)
+        return layer.positions < self._sinks(layer.document)
 
     def _largest(self, layer: LayerView, index: int, head: int, keys: Tensor) -> Tensor:
         """The largest weight that pass `index` gives to each of `keys` `[n, D]` in one GQA group: `[n]` fp32."""
@@ -109,15 +109,15 @@ class KVzip(ScoringPolicy):
             largest = torch.maximum(largest, weights[..., :count].amax(dim=(0, 1)))
         return largest
 
-    def _sinks(self, source: Source) -> int:
-        return max(self.sink, source.protected_prefix)
+    def _sinks(self, document: DocumentView) -> int:
+        return max(self.sink, document.protected_prefix)
 
-    def _chunks(self, source: Source) -> Iterator[tuple[int, int]]:
+    def _chunks(self, document: DocumentView) -> Iterator[tuple[int, int]]:
         """Bounds of the chunks: what follows the chat template's tokens."""
-        for start in range(source.protected_prefix, source.num_tokens, self.chunk):
-            yield start, min(start + self.chunk, source.num_tokens)
+        for start in range(document.protected_prefix, document.num_tokens, self.chunk):
+            yield start, min(start + self.chunk, document.num_tokens)
 
-    def _ask(self, source: Source, lead: tuple[int, ...] | None) -> tuple[int, ...]:
+    def _ask(self, document: DocumentView, lead: tuple[int, ...] | None) -> tuple[int, ...]:
         """The tokens that ask for a chunk, for the one after `lead`."""
-        words = () if source.text is None else source.text.encode(_FIRST if lead is None else _NEXT)
-        return (*words, *(lead or ()), *source.suffix)
+        words = () if document.text is None else document.text.encode(_FIRST if lead is None else _NEXT)
+        return (*words, *(lead or ()), *document.suffix)

@@ -19,7 +19,7 @@ from kvshelf.kernels.select import select
 from kvshelf.store.artifact.records import Kept
 from kvshelf.workers.policies.base import Absorber, Policy, keep, parameter
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
-from kvshelf.workers.policies.view import LayerView, Source
+from kvshelf.workers.policies.view import DocumentView, LayerView
 
 
 @dataclass(frozen=True)
@@ -62,16 +62,16 @@ class PartitionPolicy(Policy):
         choices=("whole", "chunked"),
     )
 
-    def fitted(self, source: Source, budget: Budget, given: frozenset[str]) -> Self:
-        super().fitted(source, budget, given)
+    def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
+        super().fitted(document, budget, given)
         policy = self
         if "sink" not in given:
             policy = replace(policy, sink=min(self.sink, budget.tokens // 2))
         if "lag" not in given:
             # Halving keeps partitions aligned with those of the default; any smaller lag that fits would do.
-            while policy.lag > 2 and policy._cut(source).whole > budget.tokens:
+            while policy.lag > 2 and policy._cut(document).whole > budget.tokens:
                 policy = replace(policy, lag=policy.lag // 2)
-        cut = policy._cut(source)
+        cut = policy._cut(document)
         if cut.whole > budget.tokens:
             raise PolicyUnsupported(
                 f"sink and the last partitions stay whole and take {cut.sink} + {cut.whole - cut.sink} entries at lag "
@@ -82,7 +82,7 @@ class PartitionPolicy(Policy):
         return policy
 
     def reduce(self, layer: LayerView, budget: LayerBudget) -> Kept:
-        cut = self._cut(layer.source)
+        cut = self._cut(layer.document)
         judged = slice(cut.sink, cut.sink + cut.reduced * self.lag)
         with_next = slice(cut.sink, judged.stop + self.lag)
         scores = self.scores(layer.keys[:, with_next], layer.values[:, with_next])
@@ -103,14 +103,14 @@ class PartitionPolicy(Policy):
         flat = [share for head in shares for share in head]
         return select(scores.flatten(0, 1), none_protected, flat).view(scores.shape[0], -1)
 
-    def absorber(self, source: Source, budget: Budget) -> Absorber | None:
+    def absorber(self, document: DocumentView, budget: Budget) -> Absorber | None:
         if self.prefill == "whole":
             return None
-        cut = self._cut(source)
+        cut = self._cut(document)
         return PartitionAbsorber(self, cut, tuple(cut.shares(budget.tokens)))
 
-    def _cut(self, source: Source) -> Cut:
-        return Cut(source.num_tokens, max(self.sink, source.protected_prefix), self.lag)
+    def _cut(self, document: DocumentView) -> Cut:
+        return Cut(document.num_tokens, max(self.sink, document.protected_prefix), self.lag)
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ class SABlock(TailPolicy):
         """s~ `[N]`, and the segments of all tokens that are not protected."""
         window, region = layer.window(self.window), ~self.protected(layer)
         attention = window.pad(window.mean().mean(dim=0))  # s, eq. 3 and 4
-        ends = torch.tensor(layer.source.segment_ends, device=attention.device)
+        ends = torch.tensor(layer.document.segment_ends, device=attention.device)
         segments = Segments.cut(ends[region], MAX_SEGMENT)
         rows = segments.rows(attention[region])  # [segments, width]
         total = rows.sum(dim=1)

@@ -13,7 +13,7 @@ from kvshelf.kernels.select import select
 from kvshelf.store.artifact.records import Kept
 from kvshelf.workers.policies.base import ProbedPolicy, keep, parameter
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
-from kvshelf.workers.policies.view import LayerView, Source
+from kvshelf.workers.policies.view import DocumentView, LayerView
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Sage(ProbedPolicy):
     def exact(self) -> bool:
         return self.union == "refill"
 
-    def fitted(self, source: Source, budget: Budget, given: frozenset[str]) -> Self:
-        super().fitted(source, budget, given)
+    def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
+        super().fitted(document, budget, given)
         largest = max(1, budget.tokens // 2)
         if self.multiple > largest:
             raise PolicyUnsupported(

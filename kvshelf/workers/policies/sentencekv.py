@@ -15,7 +15,7 @@ from kvshelf.store.artifact.records import Kept
 from kvshelf.workers.policies.base import Observes, TailPolicy, keep, parameter
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
 from kvshelf.workers.policies.segments import Segments
-from kvshelf.workers.policies.view import LayerView, Source
+from kvshelf.workers.policies.view import DocumentView, LayerView
 
 MAX_SENTENCE = 256
 """Tokens; a longer sentence is cut."""
@@ -57,13 +57,13 @@ class SentenceKV(TailPolicy):
     def observes(self) -> Observes:
         return Observes.QUERIES | Observes.TEXT
 
-    def fitted(self, source: Source, budget: Budget, given: frozenset[str]) -> Self:
-        policy = super().fitted(source, budget, given)
+    def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
+        policy = super().fitted(document, budget, given)
         if "sink" not in given:
             policy = replace(policy, sink=min(policy.sink, budget.tokens // 4))
         if "window" not in given:
             policy = replace(policy, window=max(1, min(policy.window, budget.tokens - policy.sink)))
-        if max(policy.sink, source.protected_prefix) + policy.window <= budget.tokens:
+        if max(policy.sink, document.protected_prefix) + policy.window <= budget.tokens:
             return policy
         if "sink" not in given:
             return replace(policy, sink=budget.tokens - policy.window)
@@ -84,7 +84,7 @@ class SentenceKV(TailPolicy):
         scores, protected = self.score(layer), self.protected(layer)
         survivors = [int(min(self.semantic_factor * count, layer.num_tokens)) for count in budget.per_head]
         alive = select(scores, protected, survivors)
-        segments = Segments.cut(torch.tensor(layer.source.sentence_ends, device=alive.device), MAX_SENTENCE)
+        segments = Segments.cut(torch.tensor(layer.document.sentence_ends, device=alive.device), MAX_SENTENCE)
         # Tokens of one sentence have one relevance, so that they are taken in order.
         relevance = torch.stack([self._relevance(layer, head, segments, alive) for head in range(layer.kv_heads)])
         # Below any relevance, and finite: what is not finite would be kept, to be seen.

@@ -14,7 +14,7 @@ from kvshelf.store.artifact.records import Kept
 from kvshelf.workers.policies.base import Observes, Policy, parameter
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
 from kvshelf.workers.policies.parameters import fitted_sink
-from kvshelf.workers.policies.view import LayerView, Source
+from kvshelf.workers.policies.view import DocumentView, LayerView
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class StreamingLLM(Policy):
     def next_position(self, num_tokens: int, budget: Budget) -> int:
         return budget.tokens if self.positions == "cache" else num_tokens
 
-    def fitted(self, source: Source, budget: Budget, given: frozenset[str]) -> Self:
-        super().fitted(source, budget, given)
+    def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
+        super().fitted(document, budget, given)
         sink = fitted_sink(self.sink, budget.tokens, room=budget.tokens, given="sink" in given)
         return replace(self, sink=sink)
 

@@ -1,4 +1,4 @@
-"""What a policy may look at: the document before the prefill (`Source`), and one prefilled layer (`LayerView`)."""
+"""What a policy may look at: the document before its prefill (`DocumentView`) and a prefilled layer (`LayerView`)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ProbePass:
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
+class DocumentView:
     """A tokenized document before its prefill.
 
     The first `protected_prefix` tokens come from the chat template and are never evicted. `suffix` is what the template
@@ -93,7 +93,7 @@ class LayerView:
     values: Tensor
     queries: Tensor | None
     scaling: float
-    source: Source
+    document: DocumentView
     num_layers: int = 1
     probes: tuple[Probed, ...] = ()
     rope: Rope | None = None
@@ -110,7 +110,7 @@ class LayerView:
 
     @property
     def protected_prefix(self) -> int:
-        return self.source.protected_prefix
+        return self.document.protected_prefix
 
     @cached_property
     def protected(self) -> Tensor:

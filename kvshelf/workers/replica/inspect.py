@@ -26,7 +26,7 @@ from kvshelf.store.manifest import Manifest
 from kvshelf.workers.engine.decode.detokenizer import Detokenizer
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.engine.inputs.encode import Document
-from kvshelf.workers.policies.view import Source
+from kvshelf.workers.policies.view import DocumentView
 
 BITMAP_BYTES: Final = 4 << 20
 """Of bitmaps in one answer: 80 layers of 8 heads have twice as many for 100,000 tokens, which then come in pages."""
@@ -125,7 +125,9 @@ def _kept_source(store: Store, manifest: Manifest, identity: Identity) -> Docume
     return messages
 
 
-def _same_document(engine: Engine, store: Store, manifest: Manifest, identity: Identity, document: Document) -> Source:
+def _same_document(
+    engine: Engine, store: Store, manifest: Manifest, identity: Identity, document: Document
+) -> DocumentView:
     """The tokens of a document, which must be the one that the cache was made of."""
     of_ids = not isinstance(document, str) and not (len(document) and isinstance(document[0], dict))
     job = engine.prepare(document, layout=None if of_ids else identity.layout, policy="full")
@@ -138,7 +140,7 @@ def _same_document(engine: Engine, store: Store, manifest: Manifest, identity: I
             param="document",
             document_id=manifest.document_id,
         )
-    return job.source
+    return job.document
 
 
 def _page(cache: CompressedCache, first_layer: int) -> Iterator[KeptLayer]:

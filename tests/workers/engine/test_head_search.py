@@ -39,7 +39,7 @@ def test_needles_are_where_they_say(tiny):
         sentence = needle.document[needle.start : needle.end]
         assert sentence.endswith(".")
         sample = head_search._sample(tiny, needle)
-        read = tiny.text.decode(sample.job.source.token_ids[sample.needle])
+        read = tiny.text.decode(sample.job.document.token_ids[sample.needle])
         assert read.strip() == sentence
 
 
@@ -52,7 +52,7 @@ def test_different_data_sets_and_no_document_twice(tiny):
 
 def test_scores_are_the_mass_on_the_needle_where_its_tokens_are_written(tiny, samples):
     for sample in samples:
-        document = list(sample.job.source.token_ids)
+        document = list(sample.job.document.token_ids)
         attention, _ = plain(tiny.model, document + list(sample.asked))
         expected = torch.zeros(4, 4, dtype=torch.float64)
         needle = set(document[sample.needle])
@@ -72,9 +72,9 @@ def test_errors_are_what_the_output_loses(tiny, samples):
         weights=tiny.identity.weights, head_scores=tuple(map(tuple, scores)), layer_errors=(0.25,) * 4, origin=ORIGIN
     )
     sample = samples[0]
-    count, document = sample.job.num_tokens, list(sample.job.source.token_ids)
+    count, document = sample.job.num_tokens, list(sample.job.document.token_ids)
     attention, cache = plain(tiny.model, document + list(sample.asked))
-    suffix = list(sample.job.source.suffix)
+    suffix = list(sample.job.document.suffix)
     ending, _ = plain(tiny.model, document + suffix)
     expected = []
     for layer, weights in enumerate(attention):
@@ -85,7 +85,7 @@ def test_errors_are_what_the_output_loses(tiny, samples):
         if tail:
             window = ending[layer][best, count - tail :]
         score = torch.nn.functional.avg_pool1d(window[None, :, :columns].sum(dim=1), 5, stride=1, padding=2)[0]
-        prefix = sample.job.source.protected_prefix
+        prefix = sample.job.document.protected_prefix
         score[:prefix] = torch.inf
         keep = round(count * (1 - head_search.ERROR_RATIO)) - tail
         kept = torch.zeros(weights.shape[-1], dtype=torch.bool)

@@ -211,15 +211,15 @@ def test_of_each_strip_the_rarest_answer_is_asked_for():
 def test_a_probe_asks_in_the_models_own_form(tiny):
     text = "The grass is green. " * 20 + "The access code is 482913. " + "The sky is blue. " * 20
     job = tiny.prepare(text)
-    probe = Probe.of(job.source, 1)
+    probe = Probe.of(job.document, 1)
     asked = tiny.text.decode(probe.asked.token_ids)
-    question, answer = asked.split(tiny.text.decode(job.source.suffix))
+    question, answer = asked.split(tiny.text.decode(job.document.suffix))
     assert question.startswith("\n\n")
     assert (question + answer).strip() in text
     assert "482913" in answer
     assert probe.asked.first_position == job.num_tokens
     assert [probe.asked.token_ids[place + 1] for place in probe.predicting] == tiny.text.encode(answer)
-    assert probe.prefix == tuple(job.source.token_ids[: job.source.protected_prefix])
+    assert probe.prefix == tuple(job.document.token_ids[: job.document.protected_prefix])
 
 
 def test_where_nothing_can_be_measured_there_is_no_quality(tiny, prose):

@@ -13,7 +13,7 @@ from kvshelf.workers.policies import POLICIES, build, catalog
 from kvshelf.workers.policies.ada import Ada, _scoring_policy
 from kvshelf.workers.policies.base import Observes, ScoringPolicy, parameter_fields
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
-from kvshelf.workers.policies.view import Source
+from kvshelf.workers.policies.view import DocumentView
 from tests.workers.views import observed, pooled_mean, random_layer
 
 OWN = {"base", "floor", "across"}
@@ -164,7 +164,7 @@ def test_the_base_shrinks_its_defaults_and_refuses_what_was_given(llama):
         llama.engine.prepare(llama.ids, policy="ada", budget_tokens=100, policy_params={"window": 101})
     assert refused.value.param == "policy_params.window"
     with pytest.raises(PolicyUnsupported, match="chat template"):
-        build("ada", {"base": "keydiff"}).fitted(Source(range(50), 5), Budget(5, 0.9), frozenset())
+        build("ada", {"base": "keydiff"}).fitted(DocumentView(range(50), 5), Budget(5, 0.9), frozenset())
 
 
 def test_what_the_base_observes_ada_observes(tiny, document):
@@ -172,7 +172,7 @@ def test_what_the_base_observes_ada_observes(tiny, document):
     assert build("ada", {"base": "snapkv"}).observes is Observes.QUERIES
     assert not build("ada", {"base": "keydiff"}).takes_questions
     ada = build("ada", {"probe": "What is the code?"})
-    source = Source(range(9), suffix=(1, 2), text=tiny.text)
+    source = DocumentView(range(9), suffix=(1, 2), text=tiny.text)
     assert ada.probe_passes(source) == ada.scoring.probe_passes(source) != []
     assert ada.probe_text(source) == "What is the code?"
     plain, guided = (

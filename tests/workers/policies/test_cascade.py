@@ -18,7 +18,7 @@ from kvshelf.workers.policies.budgets import Budget
 from kvshelf.workers.policies.cake import Cake
 from kvshelf.workers.policies.layer_defensivekv import LayerDefensiveKV
 from kvshelf.workers.policies.plans import GlobalPlan, LayerStats, ProportionalPlan
-from kvshelf.workers.policies.view import LayerView, Source
+from kvshelf.workers.policies.view import DocumentView, LayerView
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Cache:
                 torch.stack(torch.meshgrid(torch.arange(heads), torch.arange(tokens), indexing="ij"), dim=-1)
                 + 100.0 * i
             )
-            layers.append(LayerView(i, keys, -keys, None, 1.0, Source(range(tokens)), len(importance)))
+            layers.append(LayerView(i, keys, -keys, None, 1.0, DocumentView(range(tokens)), len(importance)))
         return cls(layers, importance, weights, Budget(budget, 1 - budget / tokens))
 
     def cascaded(self, plan) -> dict[int, Kept]:

@@ -11,13 +11,15 @@ from hypothesis import strategies as st
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.workers.policies import build
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
-from kvshelf.workers.policies.view import Source
+from kvshelf.workers.policies.view import DocumentView
 from tests.workers.views import observed, pooled_mean, random_layer
 
 
 def fitted(num_tokens, ratio, protected=0, **params):
     budget = Budget.resolve(num_tokens, compression_ratio=ratio, budget_tokens=None)
-    return build("chunkkv", params).fitted(Source(range(num_tokens), protected), budget, frozenset(params)), budget
+    return build("chunkkv", params).fitted(
+        DocumentView(range(num_tokens), protected), budget, frozenset(params)
+    ), budget
 
 
 def kept(layer, ratio, **params):

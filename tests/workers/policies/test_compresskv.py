@@ -20,7 +20,7 @@ from kvshelf.workers.model.loading import bundled_folder
 from kvshelf.workers.policies import LayerView, build
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
 from kvshelf.workers.policies.compresskv import layer_counts
-from kvshelf.workers.policies.view import Probed, Source
+from kvshelf.workers.policies.view import DocumentView, Probed
 
 ORIGIN = Origin(model="made up", documents=1, tokens=1, answered=1.0, compression_ratio=0.5)
 TEXT = "The clerk kept a note of every parcel that came in by the night train. " * 24
@@ -34,7 +34,7 @@ def view(tokens, calibration, *, layer_idx=0, kv_heads=2, group=4, dim=8, protec
 
     queries = 2 * make(kv_heads * group, tokens)
     probes = (Probed(2 * make(kv_heads * group, probe), make(kv_heads, probe), make(kv_heads, probe)),) if probe else ()
-    source = Source(range(tokens), protected, calibration=calibration)
+    source = DocumentView(range(tokens), protected, calibration=calibration)
     return LayerView(
         layer_idx, make(kv_heads, tokens), make(kv_heads, tokens), queries, dim**-0.5, source, probes=probes
     )  # fmt: skip
@@ -51,7 +51,7 @@ def random_calibration(layers, heads, seed, errors=None):
 
 def naive(layer, heads, window, kernel, count):
     """The one set of positions that all KV heads keep; `probe` rows first, the document's last ones fill up."""
-    scores = layer.source.calibration.head_scores[layer.layer_idx]
+    scores = layer.document.calibration.head_scores[layer.layer_idx]
     chosen = sorted(range(len(scores)), key=lambda head: -scores[head])[:heads]
     group = len(layer.queries) // layer.kv_heads
     probe = layer.probes[0] if layer.probes else None
@@ -120,7 +120,7 @@ def test_layer_budgets_add_up(errors, mean, tokens):
 def test_layers_get_their_budgets(tiny):
     job = tiny.prepare(TEXT, policy="compresskv", compression_ratio=0.75)
     kept = [[len(head) for head in record.positions] for record in tiny.run(job).cache.layers]
-    errors = job.source.calibration.layer_errors
+    errors = job.document.calibration.layer_errors
     budget = job.budget.tokens
     assert sum(map(sum, kept)) == budget * 2 * 4
     assert all(len(set(layer)) == 1 for layer in kept)
@@ -132,7 +132,7 @@ def test_layers_get_their_budgets(tiny):
 def test_the_calibration_is_part_of_the_identity(tiny, tmp_path, monkeypatch):
     job = tiny.prepare(TEXT, policy="compresskv")
     digest = job.identity.policy_params["calibration"]
-    assert digest == job.source.calibration.digest
+    assert digest == job.document.calibration.digest
     again = tiny.prepare(TEXT, policy="compresskv", policy_params={"calibration": digest})
     assert again.identity == job.identity
     with pytest.raises(PolicyUnsupported, match="is not this model's") as refused:
@@ -142,19 +142,19 @@ def test_the_calibration_is_part_of_the_identity(tiny, tmp_path, monkeypatch):
         tiny.prepare(TEXT, policy="compresskv", policy_params={"calibration": 7})
     # One in the data folder, made anew, wins over the one beside the weights and makes other caches.
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    found = job.source.calibration
+    found = job.document.calibration
     other = Calibration(**(dict(found) | {"head_scores": tuple(reversed(found.head_scores))}))
     path = calibrations.data_folder() / f"{found.weights}.json"
     calibrations.require_writable(path)
     calibrations.save(other, path)
     changed = tiny.prepare(TEXT, policy="compresskv")
-    assert changed.source.calibration == other
+    assert changed.document.calibration == other
     assert changed.identity.content() != job.identity.content()
 
 
 def test_heads_are_an_eighth_by_default_and_no_more_than_there_are(tiny):
     assert tiny.prepare(TEXT, policy="compresskv").policy.heads == 1  # of 4
-    wide = Source(range(9), calibration=random_calibration(2, 32, 0))
+    wide = DocumentView(range(9), calibration=random_calibration(2, 32, 0))
     assert build("compresskv", {}).fitted(wide, Budget.full(9), frozenset()).heads == 4
     assert tiny.prepare(TEXT, policy="compresskv", policy_params={"heads": 4}).policy.heads == 4
     with pytest.raises(PolicyUnsupported, match="have 4") as refused:

@@ -7,7 +7,7 @@ import torch
 
 from kvshelf.errors import DocumentTooLong, InvalidRequest
 from kvshelf.workers.policies import build
-from kvshelf.workers.policies.view import Source
+from kvshelf.workers.policies.view import DocumentView
 from tests.workers.views import random_layer
 
 
@@ -55,15 +55,15 @@ def test_the_template_and_its_suffix(tiny):
     """In the chat layout the pseudo tokens are the template's suffix, over and over, cut at the length."""
     job = tiny.prepare("One. Two. Three. " * 30, policy="dapq", budget_tokens=64)
     [probe] = job.passes
-    suffix = job.source.suffix
+    suffix = job.document.suffix
     assert len(probe.token_ids) == 32
     assert probe.first_position == job.num_tokens
     assert all(token == suffix[i % len(suffix)] for i, token in enumerate(probe.token_ids))
     assert job.identity.probe == tiny.text.decode(suffix)
     plain = attention(
-        tiny.model, [*job.source.token_ids, *probe.token_ids], list(range(job.num_tokens + 32))
+        tiny.model, [*job.document.token_ids, *probe.token_ids], list(range(job.num_tokens + 32))
     )  # fmt: skip
-    protected = job.source.protected_prefix
+    protected = job.document.protected_prefix
     for record, weights in zip(tiny.run(job).cache.layers, plain, strict=True):
         for ours, theirs in zip(record.positions, naive(weights, 32, job.num_tokens, 2, 5, 64), strict=True):
             assert ours[:protected].tolist() == list(range(protected))
@@ -78,7 +78,7 @@ def test_a_given_text_and_expected_questions_come_first(tiny):
     assert job.passes[0].token_ids == tuple((ids * 9)[:9])
     assert job.identity.probe == "What is it?"
     asked = tiny.prepare(document, policy="dapq", expected_questions=["What is one?", "And what is the second of two?"])
-    assert [probe.token_ids for probe in asked.passes] == list(asked.source.questions)
+    assert [probe.token_ids for probe in asked.passes] == list(asked.document.questions)
     assert len({len(probe.token_ids) for probe in asked.passes}) == 2
     cache = tiny.run(asked).cache
     assert all(len(head) == asked.budget.tokens for record in cache.layers for head in record.positions)
@@ -86,7 +86,7 @@ def test_a_given_text_and_expected_questions_come_first(tiny):
 
 def test_nothing_is_kept_for_standing_at_the_end():
     policy = build("dapq", {})
-    source = Source(range(90), 3)
+    source = DocumentView(range(90), 3)
     assert policy.protected(random_layer(90, protected=3)).nonzero().flatten().tolist() == [0, 1, 2]
     assert policy.probe_passes(source)[0].token_ids == tuple(range(58, 90))
 

@@ -91,7 +91,7 @@ def naive(layer, budget, window, kernel, mass):
 
 def fitted(name, layer, budget, **params):
     ratio = 1 - budget / layer.num_tokens
-    return build(name, params).fitted(layer.source, Budget(budget, ratio), frozenset(params))
+    return build(name, params).fitted(layer.document, Budget(budget, ratio), frozenset(params))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

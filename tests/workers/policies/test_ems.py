@@ -20,7 +20,7 @@ from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.policies import LayerView, build
 from kvshelf.workers.policies.base import Observes
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
-from kvshelf.workers.policies.view import Probed, Source
+from kvshelf.workers.policies.view import DocumentView, Probed
 
 KV_HEADS = 2
 
@@ -34,12 +34,14 @@ def view(tokens, *, group=2, dim=8, protected=0, seed=0, probes=(), dtype=torch.
 
     queries = make(KV_HEADS * group, tokens)
     probed = tuple(Probed(make(KV_HEADS * group, rows), make(KV_HEADS, rows), make(KV_HEADS, rows)) for rows in probes)
-    source = Source(range(tokens), protected)
+    source = DocumentView(range(tokens), protected)
     return LayerView(0, make(KV_HEADS, tokens, 1), make(KV_HEADS, tokens, 1), queries, dim**-0.5, source, probes=probed)
 
 
 def reduced(layer, budget, **params):
-    policy = build("ems", params).fitted(layer.source, Budget(budget, 1 - budget / layer.num_tokens), frozenset(params))
+    policy = build("ems", params).fitted(
+        layer.document, Budget(budget, 1 - budget / layer.num_tokens), frozenset(params)
+    )
     return policy.reduce(layer, LayerBudget.uniform(layer.kv_heads, budget))
 
 

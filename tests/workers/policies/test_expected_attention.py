@@ -131,9 +131,9 @@ def test_the_mean_rotation_is_the_mean_of_rotations(engine):
 def test_the_template_counts_as_sinks(tiny):
     document = "The quick brown fox jumps over the lazy dog. " * 20
     job = tiny.prepare(document, policy="expected_attention", budget_tokens=40, policy_params={"sink": 0})
-    assert job.source.protected_prefix > 1
+    assert job.document.protected_prefix > 1
     cache = tiny.run(job).cache
-    first = list(range(job.source.protected_prefix))
+    first = list(range(job.document.protected_prefix))
     assert all(head[: len(first)].tolist() == first for record in cache.layers for head in record.positions)
 
 

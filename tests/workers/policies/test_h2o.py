@@ -14,14 +14,14 @@ from kvshelf.errors import PolicyUnsupported
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.policies import LayerView, build
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
-from kvshelf.workers.policies.view import Source
+from kvshelf.workers.policies.view import DocumentView
 
 
 def view(tokens, *, kv_heads=2, group=2, dim=8, protected=0, seed=0):
     generator = torch.Generator().manual_seed(seed)
     keys, values = (torch.randn(kv_heads, tokens, dim, generator=generator) for _ in range(2))
     queries = 2 * torch.randn(kv_heads * group, tokens, dim, generator=generator)
-    return LayerView(0, keys, values, queries, dim**-0.5, Source(range(tokens), protected))
+    return LayerView(0, keys, values, queries, dim**-0.5, DocumentView(range(tokens), protected))
 
 
 def column_sums(layer):
@@ -78,7 +78,7 @@ def test_dividing_by_the_rows_frees_late_tokens_from_their_handicap():
 @given(tokens=st.integers(10, 200), share=st.floats(0.1, 0.95), protected=st.integers(0, 3), seed=st.integers(0, 99))
 def test_half_of_the_budget_is_recent_by_default(tokens, share, protected, seed):
     layer, budget = view(tokens, protected=protected, seed=seed), max(protected + 4, int(tokens * share))
-    policy = build("h2o", {}).fitted(layer.source, Budget(budget, 1 - budget / tokens), frozenset())
+    policy = build("h2o", {}).fitted(layer.document, Budget(budget, 1 - budget / tokens), frozenset())
     assert policy.recent == min(budget // 2, budget - protected)
     record = policy.reduce(layer, LayerBudget.uniform(2, budget))
     scores = policy.score(layer)

@@ -80,10 +80,10 @@ def test_scores_are_those_of_a_plain_replay(engine, monkeypatch, chunk, with_tex
     used = engine if with_text else Engine(engine.model)
     document = TEXT if with_text else engine.text.encode(TEXT)
     job = used.prepare(document, policy="kvzip", policy_params={"chunk": min(chunk, 512), "sink": 7})
-    assert len(job.passes) == -(-(job.num_tokens - job.source.protected_prefix) // min(chunk, 512))
+    assert len(job.passes) == -(-(job.num_tokens - job.document.protected_prefix) // min(chunk, 512))
     used.run(job)
-    expected = replay(used, job.source, min(chunk, 512), 7)
-    first = max(7, job.source.protected_prefix)
+    expected = replay(used, job.document, min(chunk, 512), 7)
+    first = max(7, job.document.protected_prefix)
     for ours, theirs in zip(Recorder.seen, expected, strict=True):
         assert (ours[:, first:] - theirs[:, first:]).abs().max() < 2e-4
         assert theirs[:, first:].max() > 0.05, "or nothing would differ from nothing"
@@ -95,8 +95,8 @@ def test_who_shares_a_budget(engine, across):
         TEXT, policy="kvzip", compression_ratio=0.7, policy_params={"chunk": 128, "across": across}
     )  # fmt: skip
     cache = engine.run(job).cache
-    first, budget = max(4, job.source.protected_prefix), job.budget.tokens
-    scores = replay(engine, job.source, 128, 4)
+    first, budget = max(4, job.document.protected_prefix), job.budget.tokens
+    scores = replay(engine, job.document, 128, 4)
     sharing = {"cache": [list(scores.flatten(0, 1))], "layer": [list(layer) for layer in scores]}
     sharing["head"] = [[head] for head in scores.flatten(0, 1)]
     expected = list(itertools.chain(*(best(group, budget, first) for group in sharing[across])))
@@ -110,9 +110,9 @@ def test_who_shares_a_budget(engine, across):
 
 def test_the_prompts(engine):
     job = engine.prepare(TEXT, policy="kvzip", policy_params={"chunk": 100})
-    ids, prefix = list(job.source.token_ids), job.source.protected_prefix
+    ids, prefix = list(job.document.token_ids), job.document.protected_prefix
     one, two, *_ = [list(probe.token_ids) for probe in job.passes]
-    suffix = list(job.source.suffix)
+    suffix = list(job.document.suffix)
     assert one == engine.text.encode(FIRST) + suffix + ids[prefix : prefix + 100]
     assert two[:-100] == engine.text.encode(NEXT) + ids[prefix + 92 : prefix + 100] + suffix
     assert {probe.first_position for probe in job.passes} == {job.num_tokens}

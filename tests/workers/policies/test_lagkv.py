@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvshelf.workers.engine.prefill.chunked import ChunkedLayer
 from kvshelf.workers.policies import build
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
-from kvshelf.workers.policies.view import LayerView, Source
+from kvshelf.workers.policies.view import DocumentView, LayerView
 
 NAMES = ("lagkv", "localkv")
 
@@ -27,13 +27,13 @@ def random_states(heads, tokens, dim, seed, dtype=torch.float32):
 
 
 def one_shot(policy, keys, values, budget, protected=0):
-    layer = LayerView(0, keys, values, None, 1.0, Source(range(keys.shape[1]), protected))
+    layer = LayerView(0, keys, values, None, 1.0, DocumentView(range(keys.shape[1]), protected))
     return policy.reduce(layer, LayerBudget.uniform(keys.shape[0], budget))
 
 
 def streamed(policy, keys, values, budget, chunks, protected=0):
     """The product's cache layer, fed chunk by chunk as a prefill feeds it."""
-    source = Source(range(keys.shape[1]), protected)
+    source = DocumentView(range(keys.shape[1]), protected)
     layer = ChunkedLayer(policy.absorber(source, Budget(budget, 0.5)), budget)
     held = []
     for some_keys, some_values in zip(keys.split(chunks, 1), values.split(chunks, 1), strict=True):
@@ -64,7 +64,7 @@ def test_streaming_keeps_what_one_shot_keeps(name, document, seed, dtype):
     policy = build(name, {"sink": sink, "lag": lag, "prefill": "chunked"})
     keys, values = random_states(heads, tokens, 5, seed, dtype)
     expected = one_shot(policy, keys, values, budget)
-    for cut in (chunks, policy.absorber(Source(range(tokens)), Budget(budget, 0.5)).chunks):
+    for cut in (chunks, policy.absorber(DocumentView(range(tokens)), Budget(budget, 0.5)).chunks):
         record, held = streamed(policy, keys, values, budget, cut)
         assert torch.equal(record.entry_positions, expected.entry_positions)
         assert torch.equal(record.keys, expected.keys)

@@ -22,7 +22,7 @@ from kvshelf.workers.model.text import TextFormat
 from kvshelf.workers.policies import POLICIES, LayerView, build, catalog
 from kvshelf.workers.policies.base import Observes, ScoringPolicy
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
-from kvshelf.workers.policies.view import Probed, Source
+from kvshelf.workers.policies.view import DocumentView, Probed
 
 REDUCING = [name for name, policy in POLICIES.items() if policy.takes_budget]
 
@@ -30,7 +30,7 @@ REDUCING = [name for name, policy in POLICIES.items() if policy.takes_budget]
 def view(tokens, *, kv_heads=2, group=2, dim=8, protected=0, seed=0, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
     make = lambda heads: torch.randn(tokens, heads, dim, generator=generator).to(dtype).transpose(0, 1)  # noqa: E731
-    source = Source(range(tokens), protected, text=bundled_text(), calibration=calibration(kv_heads * group))
+    source = DocumentView(range(tokens), protected, text=bundled_text(), calibration=calibration(kv_heads * group))
     rope, module = attention(kv_heads * group, dim)
     return LayerView(
         0, make(kv_heads), make(kv_heads), make(kv_heads * group), dim**-0.5, source, rope=rope, module=module
@@ -63,7 +63,7 @@ def calibration(query_heads):
 
 def fitted(name, layer, budget, **params):
     """The policy as an engine would fit it."""
-    return build(name, params).fitted(layer.source, Budget(budget, 1 - budget / layer.num_tokens), frozenset(params))
+    return build(name, params).fitted(layer.document, Budget(budget, 1 - budget / layer.num_tokens), frozenset(params))
 
 
 def probed(policy, layer):
@@ -73,7 +73,7 @@ def probed(policy, layer):
     def make(like, rows):
         return torch.randn(like.shape[0], rows, like.shape[2], generator=generator).to(like.dtype)
 
-    rows = [len(probe.token_ids) for probe in policy.probe_passes(layer.source)]
+    rows = [len(probe.token_ids) for probe in policy.probe_passes(layer.document)]
     states = (layer.queries, layer.keys, layer.values)
     return replace(layer, probes=tuple(Probed(*(make(like, count) for like in states)) for count in rows))
 
@@ -220,7 +220,9 @@ def test_lagkv_of_a_longer_document_keeps_the_same_of_earlier_partitions():
     """Streaming: what a partition keeps depends on nothing after its successor, at equal shares."""
     long = view(4 + 32 * 12)
     early = slice(4 + 32 * 6)
-    short = LayerView(0, long.keys[:, early], long.values[:, early], long.queries, long.scaling, Source(range(196)))
+    short = LayerView(
+        0, long.keys[:, early], long.values[:, early], long.queries, long.scaling, DocumentView(range(196))
+    )
     share = 10
     _, kept_long = reduced("lagkv", long, 4 + 11 * share + 32, sink=4, lag=32)
     _, kept_short = reduced("lagkv", short, 4 + 5 * share + 32, sink=4, lag=32)

@@ -39,7 +39,7 @@ class Recorder(POLICIES["snapkv"]):
     passes: ClassVar[list[ProbePass]] = []
     seen: ClassVar[list[tuple[torch.Tensor, int]]] = []
 
-    def probe_passes(self, source):  # noqa: ARG002
+    def probe_passes(self, document):  # noqa: ARG002
         return self.passes
 
     def score(self, layer):

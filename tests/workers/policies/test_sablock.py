@@ -18,7 +18,7 @@ from kvshelf.workers.model.text import TextFormat
 from kvshelf.workers.policies import build
 from kvshelf.workers.policies.budgets import LayerBudget
 from kvshelf.workers.policies.sablock import best_blocks
-from kvshelf.workers.policies.view import Source
+from kvshelf.workers.policies.view import DocumentView
 from tests.workers.views import best, observed, random_layer
 
 CASES = [{}, {"protected": 3, "group": 4}, {"probes": (3,), "protected": 1}, {"probes": (9, 12)}]
@@ -40,7 +40,7 @@ def written_layer(tokens, *, longest=25, protected=0, seed=0, **case):
         ids[at] = rng.choice((comma, stop))
         at += rng.randint(1, longest)
     layer = random_layer(tokens, protected=protected, seed=seed, **case)
-    return replace(layer, source=Source(ids, protected, text=text()))
+    return replace(layer, document=DocumentView(ids, protected, text=text()))
 
 
 def segments_of(layer, stop):
@@ -48,7 +48,7 @@ def segments_of(layer, stop):
     segments = [[]]
     for j in range(layer.protected_prefix, stop):
         segments[-1].append(j)
-        if text().decode([layer.source.token_ids[j]]) in (",", ".") or len(segments[-1]) == 64:
+        if text().decode([layer.document.token_ids[j]]) in (",", ".") or len(segments[-1]) == 64:
             segments.append([])
     return [segment for segment in segments if segment]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.workers.policies import build
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
-from kvshelf.workers.policies.view import Source
+from kvshelf.workers.policies.view import DocumentView
 from tests.workers.views import random_layer
 
 CASES = [
@@ -126,6 +126,6 @@ def test_logits_so_large_that_every_weight_underflows_still_have_an_order():
 def test_a_multiple_that_no_head_could_choose_is_refused():
     policy = build("sage", {"multiple": 51})
     with pytest.raises(PolicyUnsupported, match=r"multiple is 51.*at most 50") as refused:
-        policy.fitted(Source(range(400)), Budget(100, 0.75), frozenset({"multiple"}))
+        policy.fitted(DocumentView(range(400)), Budget(100, 0.75), frozenset({"multiple"}))
     assert refused.value.param == "policy_params.multiple"
-    assert policy.fitted(Source(range(400)), Budget(102, 0.745), frozenset({"multiple"})) == policy
+    assert policy.fitted(DocumentView(range(400)), Budget(102, 0.745), frozenset({"multiple"})) == policy

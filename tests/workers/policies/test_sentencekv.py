@@ -14,7 +14,7 @@ from kvshelf.workers.model.loading import bundled_folder
 from kvshelf.workers.model.text import TextFormat
 from kvshelf.workers.policies import build
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
-from kvshelf.workers.policies.view import Source
+from kvshelf.workers.policies.view import DocumentView
 from tests.workers.views import best, observed, random_layer
 
 WINDOW, SINK = 6, 5
@@ -30,7 +30,7 @@ def written_layer(tokens, every, *, seed=0, **case):
     word, comma, stop = (text().encode(part)[0] for part in (" the", ",", "."))
     ids = [stop if j % every == every - 1 else comma if j % 4 == 3 else word for j in range(tokens)]
     layer = random_layer(tokens, seed=seed, **case)
-    return replace(layer, source=Source(ids, layer.protected_prefix, text=text()))
+    return replace(layer, document=DocumentView(ids, layer.protected_prefix, text=text()))
 
 
 def kept(layer, budget, **params):
@@ -110,7 +110,9 @@ def test_sentences_stay_together_in_order():
 
 def test_defaults_make_room_for_each_other_and_given_values_are_refused():
     def fitted(budget, protected, **given):
-        return build("sentencekv", given).fitted(Source(range(400), protected), Budget(budget, 0.5), frozenset(given))
+        return build("sentencekv", given).fitted(
+            DocumentView(range(400), protected), Budget(budget, 0.5), frozenset(given)
+        )
 
     for budget, protected in [(4, 0), (9, 5), (30, 3), (64, 60), (300, 10)]:
         policy = fitted(budget, protected)

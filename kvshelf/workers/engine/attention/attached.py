@@ -19,14 +19,15 @@ _FIRST_CAPACITY = 64
 class AttachedCache(Cache):  # type: ignore[misc]
     """A transformers `Cache` whose document part is a `CompressedCache`, read in place and never changed.
 
-    It reports the logical length (document tokens, whether kept or not, plus the suffix), so that positions continue at
-    the document's end. Several may share one `CompressedCache`. It works only inside `engine.attached(...)`: a model
-    that runs any other attention function gets an error instead of an answer without the document.
+    Its length is the logical one (all document tokens, also those not kept, plus the suffix), so that positions
+    continue at the document's end. Several may share one `CompressedCache`. It works only inside
+    `engine.attached(...)`: under any other attention function the model gets an error, not an answer without the
+    document.
     """
 
     def __init__(self, document: Attachment, longest: int | None = None) -> None:
-        """longest: tokens of document and suffix together, beyond which the model would rotate all keys otherwise
-        (`rope.reach`)."""
+        """longest: most tokens of document and suffix together; beyond it the model would rotate all keys by other
+        frequencies (`rope.reach`)."""
         start = document.next_position
         prefixes = [document.prefixes(index) for index in range(document.num_layers)]
         super().__init__(layers=[AttachedLayer(prefix, start, longest) for prefix in prefixes])
@@ -42,7 +43,7 @@ class AttachedCache(Cache):  # type: ignore[misc]
 
 
 class AttachedLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer of an `AttachedCache`. `prefix`: what every query sees, in the logical length `start`.
+    """One layer of an `AttachedCache`. `prefix`: the entries that every query sees; they stand for `start` tokens.
 
     `keys` and `values` are the suffix buffers `[B, kv_heads, capacity, D]`, of which the first `_length` rows are in
     use. They double when full: appending to an exact-size tensor would copy the suffix at every token.
@@ -141,8 +142,8 @@ class AttachedLayer(CacheLayerMixin):  # type: ignore[misc]
 class AttachedStates:
     """Stands where transformers expects a layer's keys and values, and refuses every use but kvshelf's attention.
 
-    Not a tensor on purpose. Under another attention function a tensor of the suffix alone would be attended to in
-    silence, and the answer would be given without the document.
+    Deliberately not a tensor: another attention function would silently attend to a tensor of the suffix alone, and
+    answer without the document.
     """
 
     __slots__ = ("_first_position", "_layout", "_prefixes", "_suffixes", "logical_length", "new_keys", "new_values")
@@ -178,8 +179,7 @@ class AttachedStates:
     def check_positions(self, position_ids: Tensor | None) -> None:
         """Refuse a call whose positions do not continue where the cache ends.
 
-        `generate()` given the question alone counts its positions from 0; the rotation would be wrong without a sign of
-        it.
+        `generate()` given the question alone counts positions from 0: its keys would silently get a wrong rotation.
         """
         first = self._first_position
         if first is not None and position_ids is not None and not bool((position_ids[..., 0] == first).all()):

@@ -13,19 +13,19 @@ from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.records import LayerRecord, Rotate
 
 Wait = Callable[[Future[LayerRecord]], None]
-"""Called again and again while a layer has not arrived."""
+"""Called repeatedly while a layer has not arrived."""
 
 
 def block(record: Future[LayerRecord]) -> None:
-    """The `Wait` that does nothing else. What the layer raises, its reader raises."""
+    """The `Wait` that blocks. An error of the layer is raised where its result is read."""
     record.exception()
 
 
 class Attachment:
     """The read-only prefixes of one document, made once for each layer and shared by all its questions.
 
-    The cache may still be arriving: a layer can be used as soon as it is there. Used by one thread, that of the model;
-    `arrived` and `failed` may be asked by any.
+    The cache may still be arriving: a layer can be used as soon as it is there. Only the model's thread uses it; any
+    thread may ask for `arrived` and `failed`.
     """
 
     def __init__(self, cache: CompressedCache | ArrivingCache, device: torch.device, rotate: Rotate | None) -> None:
@@ -57,10 +57,10 @@ class Attachment:
         return any(record.done() and record.exception() is not None for record in self._records)
 
     def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]:
-        """What every token of a question sees of the document at this layer.
+        """The prefixes of the document at this layer, which every token of a question sees.
 
-        Until the layer is there, `wait` is called with it again and again, and may do other work meanwhile. Raises what
-        became of the layer if it could not be read.
+        Until the layer arrives, `wait` is called with it repeatedly and may do other work. Raises the error of a layer
+        that could not be read.
         """
         made = self._prefixes[layer]
         if made is None:

@@ -1,9 +1,9 @@
 """The attention function that transformers calls while an engine works.
 
-It is registered under the name "kvshelf" in transformers' public registries; an engine selects it for the length of one
-call, a scheduler for as long as it runs, and both restore what was there. It does three things and refuses everything
-else: causal attention, attention over an attached cache, and handing what each layer's attention saw to the
-`ForwardContext` that came with the call.
+It is registered under the name "kvshelf" in transformers' public registries. An engine selects it for one call, a
+scheduler for as long as it runs; both restore the previous function. It does three things and refuses everything else:
+causal attention, attention over an attached cache, and passing the states of each layer to the call's
+`ForwardContext`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ CONTEXT = "kvshelf_context"
 """Name of the keyword that carries a `ForwardContext` through `model(...)` into every layer."""
 
 _CHANGES_THE_RESULT = ("softcap", "s_aux", "position_bias", "cu_seq_lens_q", "cu_seq_lens_k", "block_mask")
-"""Keywords of other models' attention that this function would have to honour and does not."""
+"""Keywords of models' attention functions that change the result and are not implemented here."""
 
 
 @dataclass(frozen=True, eq=False)
 class Attended:
-    """What the attention of one layer saw in one call, of the call's own tokens.
+    """States of the call's own tokens in the attention of one layer.
 
     queries: `[B, q_heads, T, D]`, keys: `[B, kv_heads, T, D]`, values: `[B, kv_heads, T, Dv]`. lse: the log-sum-exps of
     the scaled logits of every token before the probe passes, `[B, q_heads, T - probes]` fp32, natural logarithms; None
@@ -52,7 +52,7 @@ class Attended:
 
 
 class ForwardContext(Protocol):
-    """What one forward pass carries along. Called after each layer's attention; may raise to end the pass.
+    """Observer of one forward pass, called after the attention of each layer. It may raise to end the pass.
 
     `probe_lengths`: the last tokens of the call are that many probe passes of these lengths. Each pass sees the tokens
     before all of them and its own, and no other pass.
@@ -113,9 +113,9 @@ def attention(
 
 
 def causal_mask(*, attention_mask: Tensor | None = None, allow_is_causal_skip: bool = True, **_: Any) -> None:
-    """The registered mask: there is none, because `attention` is causal by itself. Refuses whatever needs a real one.
+    """The registered mask function: no mask, because `attention` is causal by itself. Refuses calls that need one.
 
-    Padding would have to be masked; ignored, left-padded rows come out wrong without a sign of it.
+    Padding needs a mask: without it left-padded rows would silently be wrong.
     """
     if attention_mask is not None and not bool(attention_mask.all()):
         raise InvalidRequest(
@@ -167,7 +167,7 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[
 def _tells_lse(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether torch's attention of a whole causal call is the one that returns log-sum-exps.
 
-    On a CPU only: what CUDA's return could not be run where this was written.
+    On a CPU only: those of CUDA's functions have not been tested.
     """
     if query.device.type != "cpu":
         return False

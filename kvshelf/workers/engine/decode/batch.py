@@ -1,8 +1,8 @@
 """Many answers, one forward pass per step: the tokens of all rows in one flat sequence.
 
-A step takes the next token of every answer, and of a new one its question. Each row's tokens see their own document and
-their own suffix, at their own positions; rows that share a document lie next to each other, so that its prefix is read
-once. Nothing is padded but suffixes, and no prefix is copied.
+A step takes the next token of every answer, or the question of a new one. The tokens of a row see the row's document
+and the row's suffix, at the row's positions. Rows that share a document are adjacent, so that its prefix is read once.
+Only suffixes are padded, and no prefix is copied.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MAX_NEW_TOKENS = 512
-"""Tokens of one step. Longer questions take several, so that those who wait for their next token do not wait for the
-whole of somebody's question."""
+"""Most tokens of one step. A longer question takes several steps, so that the other answers still get their tokens."""
 
 
 class DecodeBatch:
     """The open answers of one model. Not thread-safe: one thread owns the model.
 
-    What a row's answer is does not depend on its neighbours, but for the last bits of sums. Where it would (a RoPE that
-    changes with the longest position of the call), `one_by_one` gives every row a forward of its own.
+    The answer of a row does not depend on the other rows, except for last bits of sums. Where it would (a RoPE that
+    changes with the longest position of the call), `one_by_one` gives every row a forward pass of its own.
     """
 
     def __init__(self, model: PreTrainedModel, *, one_by_one: bool = False) -> None:
@@ -51,12 +50,12 @@ class DecodeBatch:
     def step(
         self, generations: Sequence[Generation], checkpoint: Checkpoint | None = None, wait: Wait = block
     ) -> list[str | Exception]:
-        """Run one forward pass. Returns for each answer the text that became final, which may be "", or its error,
-        with which it is over: it can only `leave`.
+        """Run one forward pass. Returns, for each answer, the text that became final (possibly "") or its error.
 
-        `checkpoint` is called after each layer and may raise to abandon the step. Whatever the step raises leaves every
-        answer as it was; of several that have a forward of their own, each is told what its own raised.
-        `wait` is called while a document's next layer has not arrived, and may step other answers meanwhile.
+        An answer that had an error is over: `leave` is all that may follow. `checkpoint` is called after each layer and
+        may raise to abandon the step. If the step raises, every answer stays as it was; where rows have forward passes
+        of their own, each row gets the error of its own pass instead. `wait` is called while a document's next layer
+        has not arrived, and may step other answers meanwhile.
         """
         if self._one_by_one and len(generations) > 1:
             return [self._told_alone(generation, checkpoint, wait) for generation in generations]
@@ -73,11 +72,11 @@ class DecodeBatch:
     def _told_alone(self, generation: Generation, checkpoint: Checkpoint | None, wait: Wait) -> str | Exception:
         try:
             return self.step([generation], checkpoint, wait)[0]
-        except Exception as exc:  # raised, it would take with it what the answers before this one were told
+        except Exception as exc:  # raising it would lose the texts of the answers before this one
             return exc
 
     def leave(self, generation: Generation) -> None:
-        """Free what an answer holds. It cannot be stepped again."""
+        """Free the suffix of an answer, finished or abandoned. It cannot be stepped again."""
         self._pool.release(generation.row)
 
     def _forward(self, step: _Step, checkpoint: Checkpoint | None, wait: Wait) -> Tensor:
@@ -99,8 +98,8 @@ class DecodeBatch:
 
 @dataclass(frozen=True)
 class _Place:
-    """What one row brings to a step: batch tokens `first` to `first + count`. `complete`: nothing of it is left for the
-    next step, so that its next token can be chosen."""
+    """The tokens of one row in a step: `first` to `first + count` of the batch. `complete`: none is left for a later
+    step, so that the row's next token can be chosen."""
 
     generation: Generation
     first: int
@@ -110,7 +109,7 @@ class _Place:
 
 
 class _Step:
-    """One step: which tokens, at which positions, and whose."""
+    """The tokens of one step, their positions, and the rows that they belong to."""
 
     def __init__(self, places: Sequence[_Place], device: torch.device) -> None:
         self.places = places
@@ -126,8 +125,8 @@ class _Step:
 
     @classmethod
     def of(cls, generations: Sequence[Generation], pool: SuffixPool, device: torch.device) -> _Step:
-        """Rows that share a document next to each other. A token for each row, and the rest to the shortest questions
-        first, so that a long one holds up nobody but itself."""
+        """Rows of one document are adjacent. Each row gets one token; the rest of the step goes to the shortest
+        questions first, so that a long question delays only itself."""
         left = max(0, MAX_NEW_TOKENS - len(generations))
         counts: dict[int, int] = {}
         for generation in sorted(generations, key=lambda g: len(g.pending)):
@@ -145,7 +144,7 @@ class _Step:
 
 
 def _shares(places: Sequence[_Place]) -> tuple[list[Attachment], tuple[int, ...]]:
-    """The documents in the order of the batch, and the tokens that see each."""
+    """The documents in the order of the batch, and how many tokens see each."""
     documents: list[Attachment] = []
     counts: list[int] = []
     for place in places:
@@ -157,9 +156,9 @@ def _shares(places: Sequence[_Place]) -> tuple[list[Attachment], tuple[int, ...]
 
 
 class _SuffixGroup:
-    """Rows of a step whose suffixes are read by one operation, and where their new states go.
+    """Rows of a step whose suffixes one operation reads, and where their new states are written.
 
-    Either every row of a slab that takes one token, or one row that takes several.
+    Either all rows of a slab that take one token each, or one row that takes several.
     """
 
     def __init__(self, slab: Slab, places: Sequence[_Place], device: torch.device) -> None:
@@ -248,7 +247,7 @@ class _BatchLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class _Pause:
-    """A `ForwardContext` that only gives others a turn between layers."""
+    """A `ForwardContext` that only calls the checkpoint after each layer."""
 
     probe_lengths = ()
 
@@ -269,7 +268,7 @@ def _likeliest(logits: Tensor) -> list[int | None]:
 
 
 def _token_taken(generation: Generation, logits: Tensor, row: int, likeliest: int | None) -> str | Exception:
-    """Choose the next token of one answer from its row of logits `[rows, vocabulary]` and hand it over."""
+    """Choose the next token of one answer from its row of logits `[rows, vocabulary]` and add it."""
     if likeliest is None:
         return InternalError(
             "the model's logits are not numbers, so no answer can be given; if the model overflows in float16, load it "
@@ -277,5 +276,5 @@ def _token_taken(generation: Generation, logits: Tensor, row: int, likeliest: in
         )
     try:
         return generation.take(generation.sample(logits[row]) if generation.samples else likeliest)
-    except Exception as exc:  # this answer's own, whatever it is
+    except Exception as exc:  # any error of one answer ends that answer alone
         return exc

@@ -1,4 +1,4 @@
-"""One answer: how its tokens are chosen, when it ends, and which of its text is final."""
+"""One answer: how its tokens are chosen, when it ends, and which part of its text is final."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Checkpoint = Callable[[], None]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. Temperature 0 is greedy; otherwise `top_p` of the mass is sampled, repeatably with
-    `seed`."""
+    """How tokens are chosen and when to stop. Temperature 0 is greedy; above, tokens are drawn from the likeliest
+    `top_p` of the mass, repeatably with a `seed`."""
 
     max_tokens: int = 64
     temperature: float = 0.0
@@ -41,7 +41,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Usage:
-    """What an answer cost. `cache_read_tokens` are document tokens served from the cache; `prefill_tokens` went through
+    """Tokens of an answer. `cache_read_tokens`: of the document, served from the cache. `prefill_tokens`: run through
     the model before the first token of the answer, counted where the model appends them to the cache."""
 
     cache_read_tokens: int
@@ -60,9 +60,9 @@ class Answer:
 
 
 class Generation:
-    """One answer in the making: what a `DecodeBatch` has to run for it next, and what came of it so far.
+    """An unfinished answer: the tokens that a `DecodeBatch` must run next, and the text so far.
 
-    Private to its caller: several may be open on one engine and on one compressed cache.
+    Several may be open on one engine and one compressed cache. One batch steps it from first to last.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Generation:
     ) -> None:
         self.document = document
         self.pending = list(query)
-        """Tokens that are still to go through the model before the next one can be chosen."""
+        """Tokens that must run through the model before the next one can be chosen."""
         self.row = SuffixRow()
         self._end_ids = end_ids
         self._sampler = _Sampler(sampling)
@@ -94,12 +94,12 @@ class Generation:
 
     @property
     def next_position(self) -> int:
-        """Where the first of the pending tokens stands."""
+        """Position of the first pending token."""
         return self.document.next_position + self.row.length
 
     @property
     def samples(self) -> bool:
-        """Whether tokens are drawn; otherwise the likeliest is taken."""
+        """Whether tokens are drawn at random; otherwise the likeliest one is taken."""
         return self._sampler.samples
 
     def sample(self, logits: Tensor) -> int:
@@ -107,16 +107,16 @@ class Generation:
         return self._sampler.choose(logits)
 
     def appended(self, count: int) -> None:
-        """The first `count` pending tokens went through the model and are part of the suffix."""
+        """Record that the first `count` pending tokens ran through the model and are in the suffix."""
         self.row.length += count
         del self.pending[:count]
         if not self.token_ids:
             self._prefill_tokens = self.row.length
 
     def take(self, token: int) -> str:
-        """Add a token to the answer. Returns the text that became final with it, which may be "".
+        """Add a token to the answer. Returns the text that became final with it, possibly "".
 
-        If it raises, the answer is over and never `finished`.
+        An answer for which this raises is over, and never `finished`.
         """
         assert not self.finished
         assert not self.pending
@@ -139,7 +139,7 @@ class Generation:
         return Answer(self._text.text, list(self.token_ids), self.finish_reason, self.usage())
 
     def usage(self) -> Usage:
-        """What the answer has cost so far."""
+        """The tokens counted so far."""
         return Usage(
             cache_read_tokens=self.document.num_tokens,
             prefill_tokens=self._prefill_tokens,
@@ -177,7 +177,7 @@ class _Sampler:
 
 
 class _TextStream:
-    """Text of a growing answer: whole characters only, and nothing that may still turn into a stop text."""
+    """Text of a growing answer: whole characters only, without an end that may still become a stop text."""
 
     def __init__(self, decoder: Tokenizer | None, stop: Sequence[str]) -> None:
         self._tokens = None if decoder is None else Detokenizer(decoder, skip_special_tokens=True)
@@ -191,7 +191,7 @@ class _TextStream:
         return "" if self._tokens is None else self._add(self._tokens.push(token))
 
     def flush(self) -> str:
-        """End of the answer: what was held back is final, and a character that is not whole becomes U+FFFD."""
+        """End the answer: text held back becomes final, and an incomplete character U+FFFD."""
         if self._tokens is None or self.stopped:
             return ""
         return self._add(self._tokens.rest()) + self._release(len(self._held))
@@ -211,7 +211,7 @@ class _TextStream:
         return final
 
     def _longest_stop_prefix(self) -> int:
-        """Length of the longest end of the held text that a stop text begins with."""
+        """Length of the longest end of the held text that some stop text begins with."""
         longest = max((len(stop) for stop in self._stop), default=0)
         for length in range(min(longest, len(self._held)), 0, -1):
             if any(stop.startswith(self._held[-length:]) for stop in self._stop):

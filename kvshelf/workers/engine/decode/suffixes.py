@@ -1,4 +1,4 @@
-"""The private suffixes of a batch's rows: what each question and answer adds behind its document.
+"""The private suffixes of a batch's rows: keys and values of each question and answer behind its document.
 
 Rows of similar length share one pair of tensors per layer, a slab, so that a decode step reads all of them with one
 operation. Slabs have capacities of 64, 128, 256 ... tokens: a row never costs more than twice its length, and a long
@@ -14,7 +14,7 @@ _FIRST_CAPACITY = 64
 
 
 class SuffixRow:
-    """One row: where its suffix lies, and how many tokens of it are in use."""
+    """One row: the place of its suffix, and how many of its tokens are in use."""
 
     def __init__(self) -> None:
         self.slab: Slab | None = None
@@ -53,7 +53,7 @@ class Slab:
         return made, made_values
 
     def take(self, row: SuffixRow) -> None:
-        """Give a row a place here, with what it holds elsewhere."""
+        """Move a row here, with its tokens in another slab."""
         if not self._free:
             self._free = list(range(self.slots, max(1, 2 * self.slots)))[::-1]
             self.slots = max(1, 2 * self.slots)
@@ -64,7 +64,7 @@ class Slab:
         row.slab, row.slot = self, slot
 
     def release(self, row: SuffixRow) -> None:
-        """Free a row's place. Its slot keeps its number: a forward pass that is under way counts on the others."""
+        """Free a row's slot. The other slots keep their numbers, because a forward pass under way uses them."""
         for layer in self._layers:
             if layer is not None and row.slot < layer[0].shape[0]:
                 layer[0][row.slot].zero_()  # all of it: a step that failed may have written beyond the row's length
@@ -95,7 +95,7 @@ class SuffixPool:
         return sum(slab.nbytes for slab in self._slabs.values())
 
     def reserve(self, row: SuffixRow, length: int) -> Slab:
-        """Make room for a row of `length` tokens, and say where it is."""
+        """The slab with room for a row of `length` tokens; moves the row if it has outgrown its own."""
         if row.slab is None or row.slab.capacity < length:
             capacity = capacity_for(length)
             self._slabs.setdefault(capacity, Slab(capacity, self._num_layers)).take(row)
@@ -104,7 +104,7 @@ class SuffixPool:
         return row.slab
 
     def release(self, row: SuffixRow) -> None:
-        """The row is over."""
+        """Free a row that has ended."""
         if row.slab is not None:
             row.slab.release(row)
             self._drop_empty(None)
@@ -114,7 +114,7 @@ class SuffixPool:
 
 
 def capacity_for(length: int) -> int:
-    """Tokens that a row of `length` tokens takes place for: the next power of two, 64 at least."""
+    """Tokens of memory for a row of `length` tokens: the next power of two, at least 64."""
     return max(_FIRST_CAPACITY, 1 << (length - 1).bit_length())
 
 

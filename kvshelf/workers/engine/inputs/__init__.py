@@ -1,1 +1,1 @@
-"""What the engine is given, checked and ready for the model: documents, questions, policies, budgets."""
+"""Inputs of the engine, checked and made ready for the model: documents, questions, policies, budgets."""

@@ -1,4 +1,4 @@
-"""What comes from a caller: documents, questions and layouts, checked and turned into token ids."""
+"""Checks the documents, questions and layouts of callers and turns them into token ids."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from kvshelf.errors import DocumentTooLong, DocumentTooShort, InvalidRequest
 from kvshelf.store.artifact.identity import Boundary, Layout
 from kvshelf.workers.model.text import EncodedDocument, Message, TextFormat, check_messages
-from kvshelf.workers.policies.view import Source
+from kvshelf.workers.policies.view import DocumentView
 
 Document = str | Sequence[int] | Sequence[Message] | Tensor
 """A text, token ids (a list or a 1-D integer tensor), or the messages of a conversation."""
@@ -25,10 +25,10 @@ MAX_QUESTION_BYTES = 64 * 1024
 
 @dataclass(frozen=True, eq=False)
 class Encoder:
-    """The texts and ids that one model takes. Thread-safe: nothing here changes.
+    """Encodes documents and questions for one model. Thread-safe, because it is immutable.
 
-    `name` is the model's, for messages; `text` is None for an engine without tokenizer. `max_tokens` is the longest
-    sequence, `vocab_size` the number of token ids.
+    `name`: the model's, for error messages. `text` is None for an engine without tokenizer. `max_tokens`: the longest
+    sequence of the model. `vocab_size`: the number of token ids.
     """
 
     name: str
@@ -81,8 +81,8 @@ class Encoder:
             return self.require_text("messages").turns(boundary, prompt)  # type: ignore[arg-type]
         return self._checked_ids(prompt, "prompt")
 
-    def source(self, encoded: EncodedDocument, expected_questions: Sequence[str]) -> Source:
-        """The document as policies see it, with the questions the caller expects. Raises `InvalidRequest`."""
+    def view(self, encoded: EncodedDocument, expected_questions: Sequence[str]) -> DocumentView:
+        """The document as policies see it, with the expected questions. Raises `InvalidRequest`."""
         size = sum(len(question.encode()) for question in expected_questions if isinstance(question, str))
         if size > MAX_QUESTION_BYTES:
             raise InvalidRequest(
@@ -95,7 +95,7 @@ class Encoder:
                     f"expected_questions[{i}] is {question!r}; it must be a text that is not empty",
                     param=f"expected_questions[{i}]",
                 )
-        return Source(
+        return DocumentView(
             token_ids=encoded.token_ids,
             protected_prefix=encoded.protected_prefix,
             suffix=tuple(self.text.suffix(encoded.boundary)) if self.text is not None else (),

@@ -1,4 +1,4 @@
-"""A document that is ready to be compressed, and the levels at which it is kept."""
+"""Documents that are ready to be compressed, and the levels to compress them to."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from kvshelf.store.artifact.identity import Identity
 from kvshelf.workers.policies import Policy
 from kvshelf.workers.policies.base import Absorber
 from kvshelf.workers.policies.budgets import Budget
-from kvshelf.workers.policies.view import ProbePass, Source
+from kvshelf.workers.policies.view import DocumentView, ProbePass
 
 
 @dataclass(frozen=True)
 class Job:
     """A checked and tokenized document, ready to be compressed. Its identity is known before any work is done."""
 
-    source: Source
+    document: DocumentView
     policy: Policy
     budget: Budget
     passes: tuple[ProbePass, ...]
@@ -28,14 +28,14 @@ class Job:
 
     @property
     def num_tokens(self) -> int:
-        return self.source.num_tokens
+        return self.document.num_tokens
 
     def inputs(self, device: torch.device, measured: Sequence[ProbePass] = ()) -> dict[str, Tensor]:
-        """Ids and positions of the document and, behind it, of every probe pass: what one forward pass takes.
+        """Inputs of one forward pass: ids and positions of the document and of every probe pass behind it.
 
-        `measured` are passes behind those of the policy, which it does not look at.
+        `measured`: more passes, behind those of the policy, which the policy does not see.
         """
-        ids, positions = list(self.source.token_ids), list(range(self.num_tokens))
+        ids, positions = list(self.document.token_ids), list(range(self.num_tokens))
         for probe in (*self.passes, *measured):
             ids += probe.token_ids
             positions += range(probe.first_position, probe.first_position + len(probe.token_ids))
@@ -50,23 +50,23 @@ class Job:
 
 @dataclass(frozen=True)
 class Level:
-    """One way to keep a document: what a job leaves of it, under a codec (see `kvshelf.store.artifact.codecs`)."""
+    """One compressed form of a document: a job and the codec of its cache (see `kvshelf.store.artifact.codecs`)."""
 
     job: Job
     codec: str = "none"
 
     @property
     def keeps_all(self) -> bool:
-        """Whether it is the full cache itself, to the last bit."""
+        """Whether the result is the full cache, bit by bit."""
         return self.codec == "none" and self.job.budget.tokens == self.job.num_tokens
 
 
 def shared(levels: Sequence[Level]) -> list[list[Level]]:
-    """The levels by prefill: those of one document whose policies look at the same passes behind it share one.
+    """Group levels by prefill, in order: levels of one document share a prefill if their probe passes are equal.
 
-    In their order. Policies that read the document chunk by chunk change what later chunks see, so each has its own.
-    Nor are different passes run behind each other: a policy's scores would not change by it but for last bits, and
-    equal requests are to give equal bytes.
+    A policy that reads the document chunk by chunk changes what later chunks see, so it has a prefill of its own.
+    Policies with different probe passes do not share one either: the passes of one would change last bits of the
+    other's scores, and equal requests must give equal bytes.
     """
     groups: list[list[Level]] = []
     for level in levels:

@@ -1,4 +1,4 @@
-"""How a policy is fitted to a document and a model: the last part of preparing, still before any work of the model."""
+"""Fits a policy to a document and a model: the last step before the prefill."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvshelf.workers.model.text import EncodedDocument
 from kvshelf.workers.policies import Policy
 from kvshelf.workers.policies.base import Absorber, Observes
 from kvshelf.workers.policies.budgets import Budget
-from kvshelf.workers.policies.view import ProbePass, Source
+from kvshelf.workers.policies.view import DocumentView, ProbePass
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Preparer:
-    """Fits policies to documents of one model. Thread-safe: nothing here changes.
+    """Fits policies to documents of one model. Thread-safe, because it is immutable.
 
-    `name` is the model's, for messages; `max_tokens` is its longest sequence.
+    `name`: the model's, for error messages. `max_tokens`: its longest sequence.
     """
 
     model: PreTrainedModel
@@ -43,7 +43,7 @@ class Preparer:
 
     def job(
         self,
-        source: Source,
+        document: DocumentView,
         policy: Policy,
         budget: Budget,
         *,
@@ -51,26 +51,27 @@ class Preparer:
         given: frozenset[str],
         questions: Sequence[str],
     ) -> Job:
-        """What `policy` does with a document. A budget that holds all of it leaves the policy nothing to do.
+        """The job that compresses `document` by `policy`. With a budget for the whole document the policy has no work.
 
-        encoded: the document of `source`. given: the parameters that the caller chose, which are not fitted. questions:
-        the expected ones, as texts. Raises `PolicyUnsupported`, `InvalidRequest` or `DocumentTooLong`.
+        encoded: the same document, with its layout. given: the parameters that the caller chose, which are not
+        fitted. questions: the expected ones, as texts. Raises `PolicyUnsupported`, `InvalidRequest` or
+        `DocumentTooLong`.
         """
         passes: tuple[ProbePass, ...] = ()
         absorber: Absorber | None = None
-        require_within_window(source.num_tokens, self.model.config, self.name)
-        if budget.tokens < source.num_tokens:
-            require_observable(policy, self.model, self.name, self.rope, has_text=source.text is not None)
-            source = self._calibrated(source, policy)
-            policy = policy.fitted(source, budget, given)
-            passes = tuple(policy.probe_passes(source))
+        require_within_window(document.num_tokens, self.model.config, self.name)
+        if budget.tokens < document.num_tokens:
+            require_observable(policy, self.model, self.name, self.rope, has_text=document.text is not None)
+            document = self._calibrated(document, policy)
+            policy = policy.fitted(document, budget, given)
+            passes = tuple(policy.probe_passes(document))
             require_room(passes, self.max_tokens, self.name)
-            absorber = policy.absorber(source, budget)
-            require_one_rotation(source.num_tokens, passes, absorber, self.model.config, self.name)
+            absorber = policy.absorber(document, budget)
+            require_one_rotation(document.num_tokens, passes, absorber, self.model.config, self.name)
         identity = Identity(
             model=self.identity,
-            document=_ids_digest(source.token_ids),
-            num_tokens=source.num_tokens,
+            document=_ids_digest(document.token_ids),
+            num_tokens=document.num_tokens,
             layout=encoded.layout,
             boundary=encoded.boundary,
             prefill="whole" if absorber is None else absorber.mode,
@@ -79,18 +80,18 @@ class Preparer:
             policy_params=policy.parameters(),
             budget_tokens=budget.tokens,
             compression_ratio=budget.compression_ratio,
-            probe=policy.probe_text(source) if passes else "",
+            probe=policy.probe_text(document) if passes else "",
             expected_questions=tuple(questions),
         )
-        return Job(source, policy, budget, passes, absorber, identity)
+        return Job(document, policy, budget, passes, absorber, identity)
 
-    def _calibrated(self, source: Source, policy: Policy) -> Source:
-        """With what is known of the model's heads, for a policy that needs it. Read anew each time: a calibration made
-        while the engine runs counts at once."""
+    def _calibrated(self, document: DocumentView, policy: Policy) -> DocumentView:
+        """The document with the model's calibration, for a policy that needs one. It is read anew each time, so that a
+        calibration made while the engine runs counts at once."""
         if Observes.CALIBRATION not in policy.observes:
-            return source
+            return document
         found = calibration.find(self.identity, self.model.config.name_or_path)
-        return replace(source, calibration=found)
+        return replace(document, calibration=found)
 
 
 def _ids_digest(token_ids: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""What a policy takes from a caller and what it needs of a model, checked before the prefill."""
+"""Checks before the prefill: what a policy accepts from a caller, and what it needs of the model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def require_questions_taken(policy: Policy, expected_questions: Sequence[str]) -
 
 
 def require_observable(policy: Policy, model: PreTrainedModel, name: str, rope: Rope | None, *, has_text: bool) -> None:
-    """Refuse a policy that needs what the model `name`, or an engine without tokenizer, cannot give."""
+    """Refuse a policy that observes what the model `name`, or an engine without tokenizer, cannot provide."""
     if Observes.ROPE in policy.observes and (rope is None or rope.length_dependent):
         raise PolicyUnsupported(
             f"policy {policy.name!r} has to undo the model's rotary embedding, and that of {name!r} "
@@ -57,7 +57,7 @@ def require_observable(policy: Policy, model: PreTrainedModel, name: str, rope: 
 
 
 def require_within_window(num_tokens: int, config: Any, name: str) -> None:
-    """Refuse a document that layers with a sliding window would not see all of."""
+    """Refuse a document that is longer than the sliding window of a layer."""
     window = models.sliding_window(config)
     if window is not None and num_tokens > window:
         raise PolicyUnsupported(

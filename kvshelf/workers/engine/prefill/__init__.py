@@ -1,1 +1,1 @@
-"""One forward over a document, and what each layer of it is reduced to."""
+"""The prefill of a document, and the reduction of each of its layers."""

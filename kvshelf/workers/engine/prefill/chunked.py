@@ -1,5 +1,5 @@
-"""A prefill chunk by chunk: each chunk sees what was kept of those before it, and the KV cache never grows past the
-budget and what the policy buffers."""
+"""Chunked prefill: each chunk sees the entries kept from earlier chunks, so that the KV cache never exceeds the budget
+plus the policy's buffer."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 class ChunkedPrefill:
-    """The `ForwardContext` of such a prefill: after each layer's attention the oldest tokens that are still whole are
-    absorbed, then others get a turn."""
+    """The `ForwardContext` of a chunked prefill: after the attention of each layer the policy reduces the oldest tokens
+    of its buffer, then other work has a turn."""
 
     probe_lengths: tuple[int, ...] = ()
 
@@ -61,9 +61,9 @@ class ChunkedPrefill:
         self.paused_s += time.perf_counter() - absorbed
 
     def records(self) -> tuple[Kept, ...]:
-        """All layers, in order; what was still whole at the end stays whole.
+        """All layers, in order. Tokens that are still in the buffer at the end are all kept.
 
-        Raises `PolicyUnsupported` where a layer was not seen, or scores that are not finite chose entries.
+        Raises `PolicyUnsupported` where a layer was not observed, or scores that are not finite chose entries.
         """
         require_every_layer([i for i, layer in enumerate(self._layers) if layer.is_initialized], len(self._layers))
         records = tuple(layer.record() for layer in self._layers)
@@ -72,10 +72,10 @@ class ChunkedPrefill:
 
 
 class ChunkedLayer(AttachedLayer):
-    """One layer while the document is read: what was kept is the prefix, what is still whole the suffix.
+    """One layer while the document is read: kept entries are the prefix, tokens not yet reduced the suffix.
 
-    What is kept stands in buffers `[kv_heads, capacity, ...]` of the final size, which become the record without a
-    copy. The suffix buffers hold as many tokens as the policy waits for, because absorbed ones make room at once.
+    Kept entries stand in buffers `[kv_heads, capacity, ...]` of the final size, which become the record without a copy.
+    The suffix buffers hold as many tokens as the policy waits for, because reduced tokens make room at once.
     """
 
     def __init__(self, absorber: Absorber, capacity: int) -> None:
@@ -96,7 +96,7 @@ class ChunkedLayer(AttachedLayer):
         self._importance = torch.empty(shape, dtype=torch.float32, device=key_states.device)
 
     def absorb(self) -> None:
-        """Reduce the oldest whole tokens for as long as the policy has enough of them."""
+        """Reduce the oldest tokens of the suffix while the policy has enough of them."""
         while self._length:
             chosen = self._absorber.absorb(
                 self.start, self.keys[0, :, : self._length], self.values[0, :, : self._length]
@@ -108,7 +108,7 @@ class ChunkedLayer(AttachedLayer):
             self.prefix = (StackedPrefix(self._kept_keys[:, : self._kept], self._kept_values[:, : self._kept]),)
 
     def record(self) -> Kept:
-        """What was kept of the whole document."""
+        """The entries kept from the whole document."""
         if self._length:
             rest = torch.ones(self._kept_keys.shape[0], self._length, dtype=torch.bool, device=self._kept_keys.device)
             self._take(rest, torch.full(rest.shape, torch.inf, device=rest.device))
@@ -123,7 +123,7 @@ class ChunkedLayer(AttachedLayer):
         )
 
     def _take(self, mask: Tensor, importance: Tensor) -> None:
-        """Move the marked ones of the first whole tokens to what is kept, and forget the others."""
+        """Of the first tokens of the suffix, keep the marked ones and drop the others. mask: `[kv_heads, n]` bool."""
         heads, taken = mask.shape
         count = int(mask[0].sum())
         new = slice(self._kept, self._kept + count)

@@ -1,4 +1,4 @@
-"""One forward over a document, from which several levels of it are kept, and what comes of it."""
+"""One prefill of a document, and the compressed cache of each of its levels."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class Compression:
     """A compressed cache and the seconds its prefill and its compression took (pauses at checkpoints not counted).
 
-    Levels that share a prefill all report the whole of it. `quality` is None where nothing was measured.
+    Levels that share a prefill each report its full time. `quality` is None if it was not measured.
     """
 
     cache: CompressedCache
@@ -36,20 +36,21 @@ class Compression:
     quality: Quality | None = None
 
     def encoded(self, codec: str) -> Compression:
-        """With the cache under a codec, which counts as compression. Raises as `CompressedCache.encoded` does."""
+        """This compression with its cache encoded, which counts as compression time. Raises as
+        `CompressedCache.encoded`."""
         started = time.perf_counter()
         cache = self.cache.encoded(codec)
         return replace(self, cache=cache, compress_s=self.compress_s + time.perf_counter() - started)
 
     def measured(self, quality: Quality) -> Compression:
-        """With the quality of its cache."""
+        """This compression with the quality of its cache."""
         return replace(self, quality=quality)
 
 
 @dataclass(frozen=True)
 class Prefill:
-    """What one prefill gave: a compression for each level, in their order, and what the full cache said to a probe,
-    where it was asked one."""
+    """Result of one prefill: a compression for each level, in order, and the full cache's answers to the probe, if
+    there was one."""
 
     compressions: list[Compression]
     reference: Reference | None
@@ -58,9 +59,9 @@ class Prefill:
 def run_prefill(
     model: PreTrainedModel, rope: Rope | None, group: Sequence[Level], probe: Probe | None, checkpoint: Checkpoint
 ) -> Prefill:
-    """Run one group of `job.shared`. The full cache answers `probe` on the way; None: there is no reference.
+    """Prefill one group of `job.shared`. The full cache answers `probe` on the way; without one there is no reference.
 
-    `checkpoint` is called between layers; the time it takes is in no compression.
+    `checkpoint` is called between layers; no compression counts its time.
     """
     # Levels that differ in nothing but the codec are reduced together.
     jobs = list({id(level.job): level.job for level in group}.values())
@@ -110,7 +111,7 @@ def _reducer(model: PreTrainedModel, rope: Rope | None, job: Job) -> LayerReduce
     return LayerReducer(
         # With a budget of the whole document every policy keeps everything.
         job.policy if job.budget.tokens < job.num_tokens else Full(),
-        job.source,
+        job.document,
         job.budget,
         num_layers=model.config.num_hidden_layers,
         probe_lengths=[len(found.token_ids) for found in job.passes],
@@ -122,5 +123,5 @@ def _in_chunks(model: PreTrainedModel, job: Job, checkpoint: Checkpoint) -> Chun
     assert job.absorber is not None
     layers = model.config.num_hidden_layers
     chunked = ChunkedPrefill(job.absorber, job.budget.tokens, num_layers=layers, checkpoint=checkpoint)
-    chunked.run(model, job.source.token_ids)
+    chunked.run(model, job.document.token_ids)
     return chunked

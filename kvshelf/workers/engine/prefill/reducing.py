@@ -1,4 +1,4 @@
-"""What happens to each layer of a prefill as its attention is done: the policy reduces it, and it is freed."""
+"""Reduces each layer of a prefill as soon as its attention is done, so that the layer can be freed."""
 
 from __future__ import annotations
 
@@ -19,41 +19,37 @@ from kvshelf.workers.model.rope import Rope
 from kvshelf.workers.policies.base import Observes, Policy, ScoringPolicy, keep
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
 from kvshelf.workers.policies.plans import CachePlan, LayerStats
-from kvshelf.workers.policies.view import LayerView, Probed, Source
+from kvshelf.workers.policies.view import DocumentView, LayerView, Probed
 
 _SLACK = 1.125
 """How far a cascade may exceed its budget before it is cut: cutting copies what stays, so not after every layer."""
 
 
 class LayerReducer:
-    """The `ForwardContext` of a compression: reduces each layer when its attention is done, then gives others a
-    turn."""
+    """Reduces the layers of one document by one policy."""
 
     def __init__(
         self,
         policy: Policy,
-        source: Source,
+        document: DocumentView,
         budget: Budget,
         *,
         num_layers: int,
         probe_lengths: Sequence[int] = (),
         rope: Rope | None = None,
-        checkpoint: Callable[[], None] = lambda: None,
     ) -> None:
         self.probe_lengths = tuple(probe_lengths)
         self._policy = policy
-        self._source = source
+        self._document = document
         self._budget = budget
         self._num_layers = num_layers
         self._sees_queries = Observes.QUERIES in policy.observes
         self._rope = rope if Observes.ROPE in policy.observes else None
-        self._checkpoint = checkpoint
         self._records: dict[int, LayerRecord] = {}
         self._cascade: Cascade | None = None
         if isinstance(policy, ScoringPolicy) and policy.plan is not None:
             self._cascade = Cascade(policy.plan, budget, num_layers)
         self.compress_s = 0.0
-        self.paused_s = 0.0
 
     def after_attention(self, attended: Attended) -> None:
         started = time.perf_counter()
@@ -68,15 +64,13 @@ class LayerReducer:
             if not math.isfinite(weight):  # no plan can share by it, and so none can wait for the end
                 raise _not_finite(self._policy, f"the weight of layer {layer.layer_idx}")
             self._cascade.add(layer, self._policy.importance(layer), weight)
-        reduced = time.perf_counter()
-        self._checkpoint()
-        self.compress_s += reduced - started
-        self.paused_s += time.perf_counter() - reduced
+        self.compress_s += time.perf_counter() - started
 
     def records(self) -> tuple[LayerRecord, ...]:
-        """All layers, in order. A layer whose attention was not seen would be missing from every answer.
+        """All layers, in order.
 
-        Raises `PolicyUnsupported` then, and where scores that are not finite chose entries.
+        Raises `PolicyUnsupported` where the attention of a layer was not observed (every answer would miss it), and
+        where scores that are not finite chose entries.
         """
         records = self._records if self._cascade is None else self._cascade.records
         require_every_layer(records, self._num_layers)
@@ -85,8 +79,8 @@ class LayerReducer:
         return tuple(reduced)
 
     def _view(self, attended: Attended) -> LayerView:
-        """The document's part of a layer, and what each probe pass behind it left."""
-        num_tokens = self._source.num_tokens
+        """A layer as the policy sees it: the states of the document and those of each probe pass behind it."""
+        num_tokens = self._document.num_tokens
         return LayerView(
             layer_idx=int(attended.module.layer_idx),  # type: ignore[arg-type]
             keys=attended.keys[0, :, :num_tokens],
@@ -94,7 +88,7 @@ class LayerReducer:
             queries=attended.queries[0, :, :num_tokens] if self._sees_queries else None,
             lse=attended.lse[0] if self._sees_queries and attended.lse is not None else None,
             scaling=attended.scaling,
-            source=self._source,
+            document=self._document,
             num_layers=self._num_layers,
             probes=self._probes(attended) if self._sees_queries else (),
             rope=self._rope,
@@ -102,15 +96,15 @@ class LayerReducer:
         )
 
     def _probes(self, attended: Attended) -> tuple[Probed, ...]:
-        ends = accumulate(self.probe_lengths, initial=self._source.num_tokens)
+        ends = accumulate(self.probe_lengths, initial=self._document.num_tokens)
         states = (attended.queries, attended.keys, attended.values)
         return tuple(Probed(*(of[0, :, a:b] for of in states)) for a, b in pairwise(ends))
 
 
 class SharedReducer:
-    """The `ForwardContext` of a prefill that several levels share: each reduces the layer, then it is freed.
+    """The `ForwardContext` of a prefill that several levels share: each reduces the layer, then other work has a turn.
 
-    `measured` are lengths of passes behind those of the policies, which no policy looks at.
+    `measured`: lengths of the probe passes behind those of the policies, which no policy sees.
     """
 
     def __init__(
@@ -123,7 +117,7 @@ class SharedReducer:
 
     @property
     def compress_s(self) -> float:
-        """Seconds that all levels took together."""
+        """Seconds of all levels together."""
         return sum(reducer.compress_s for reducer in self.reducers)
 
     def after_attention(self, layer: Attended) -> None:
@@ -135,7 +129,7 @@ class SharedReducer:
 
 
 def require_every_layer(seen: Iterable[int], num_layers: int) -> None:
-    """Refuse a model of which some layers did not run through kvshelf's attention."""
+    """Refuse a model with layers that did not run through kvshelf's attention."""
     if sorted(seen) != list(range(num_layers)):
         raise PolicyUnsupported(
             f"only the layers {sorted(seen)} of {num_layers} ran through transformers' attention interface; this model "
@@ -147,7 +141,7 @@ def require_every_layer(seen: Iterable[int], num_layers: int) -> None:
 def require_finite_scores(records: Iterable[LayerRecord], policy: Policy) -> None:
     """Refuse a cache whose entries were chosen by scores that are not finite; `importance_of` says how they show.
 
-    All layers are looked at together, when the last is done: one wait for the device per document.
+    All layers are checked together after the last one: one wait for the device per document.
     """
     importances = [record.importance for record in records if isinstance(record, Packed)]
     found = [importance.isnan().sum() for importance in importances if importance is not None]
