@@ -1,9 +1,8 @@
-"""Tensors in, tensors out: the operations that compression and attachment are made of.
+"""The operations of compression and attachment: tensors in, tensors out.
 
-One folder per operation. Its `__init__.py` says what the operation computes, what it must read and do at least, and
-checks its input; `reference.py` is the naive form, written to be read, and the oracle of the tests; `eager.py` is made
-of torch's own operations and runs on any device; `triton.py` holds the fused kernels for CUDA. Where torch's operations
-are slow on a CPU, `native.c` is the operation in C and `native.py` its caller; `compiling.py` compiles them, where a C
-compiler is, and without one all falls to `eager`. `dispatch.py` chooses. Nothing here knows a model, a store or a
-process.
+One folder per operation. Its `__init__.py` defines the operation, with the least bytes and FLOPs it takes, and checks
+its input; `reference.py` is the naive form, written to be read, and the oracle of the tests; `eager.py` uses torch's
+own operations and runs on any device; `triton.py` holds the fused kernels for CUDA. Where torch's operations are slow
+on a CPU, `native.c` is the operation in C and `native.py` its caller. `compiling.py` compiles the C; without a compiler
+`eager` runs instead. `dispatch.py` chooses the form. Nothing here knows a model, a store or a process.
 """

@@ -1,4 +1,4 @@
-"""What every operation asks of its tensors before any work."""
+"""Checks that every operation makes of its tensors before any work."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def require(holds: bool, operation: str, problem: str, **tensors: Tensor) -> None:
-    """Raise `InvalidTensor` unless `holds`: what is wrong, and shape, dtype and strides of each tensor."""
+    """Raise `InvalidTensor` unless `holds`, with the problem and the shape, dtype and strides of each tensor."""
     if holds:
         return
     shown = ", ".join(
@@ -25,8 +25,8 @@ def require(holds: bool, operation: str, problem: str, **tensors: Tensor) -> Non
 
 
 def require_states(operation: str, dims: Mapping[str, int], **tensors: Tensor) -> None:
-    """Check what all states have in common: `dims` dimensions, one floating dtype and device, and a contiguous last
-    dimension (others may have any stride: models hand over transposed views, which are read in place)."""
+    """Require of all states `dims` dimensions, one floating dtype and device, and a contiguous last dimension (others
+    may have any stride: models give transposed views, which are read in place)."""
     first = next(iter(tensors.values()))
     for name, tensor in tensors.items():
         problem = _problem(name, tensor, dims[name], first)
@@ -34,7 +34,7 @@ def require_states(operation: str, dims: Mapping[str, int], **tensors: Tensor) -
 
 
 def _problem(name: str, tensor: Tensor, dims: int, first: Tensor) -> str:
-    """What is wrong with a tensor of states; "" if nothing is."""
+    """The problem of a tensor of states; "" if there is none."""
     if tensor.dim() != dims:
         return f"{name} must have {dims} dimensions"
     if tensor.dtype not in FLOATING:

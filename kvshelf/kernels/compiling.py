@@ -1,11 +1,11 @@
-"""Compile the C forms of some operations into one shared library, where a C compiler is.
+"""Compiles the C forms of operations into one shared library, if there is a C compiler.
 
 `hatch_build.py` does so when kvshelf is installed, and `python -m kvshelf.kernels.compiling` at any later time. Without
-a compiler nothing is lost but speed on a CPU: `dispatch` takes torch's own operations.
+a compiler only speed on a CPU is lost: `dispatch` takes torch's own operations.
 
-The library links to nothing but libc, so it fits any torch and any Python; its name has the digest of its sources, so
-that what was compiled from others is never loaded. The standard library alone is imported here: whoever builds a wheel
-has no torch.
+The library links to libc alone, so it fits any torch and any Python. Its name has the digest of its sources, so that a
+library of other sources is never loaded. Only the standard library is imported here, because a wheel is built without
+torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 
 _LEVELS = {"x86_64": {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}}
-"""Not ARM: vectors of its 16 bytes were never run, and wider ones GCC keeps in memory (see `native.h`)."""
+"""Not ARM: its vectors of 16 bytes are untested, and GCC keeps wider ones in memory (see `native.h`)."""
 
 _FLAGS = ("-std=gnu11", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno",
           "-fno-trapping-math", "-Wno-psabi")  # fmt: skip
@@ -37,9 +37,9 @@ class CannotCompile(Exception):
 
 
 def levels() -> dict[str, str]:
-    """What torch calls the abilities of this machine's CPUs, and the architecture that a library is compiled for.
+    """By torch's name of a CPU capability, the architecture that a library is compiled for; empty on other machines.
 
-    A wheel has a library for each, for it may be built elsewhere than it runs. Other machines than these have none.
+    A wheel has a library for each, because it may run on another machine than it was built on.
     """
     return _LEVELS.get(platform.machine(), {}) if sys.platform == "linux" else {}
 
@@ -58,16 +58,16 @@ def library_path(architecture: str) -> Path:
 
 
 def compile_all(folder: Path = FOLDER) -> list[Path]:
-    """Compile for each architecture of this machine into `folder`, and remove from there what other sources left.
+    """Compile for each architecture of this machine into `folder`, and remove libraries of other sources from there.
 
-    Raises `CannotCompile`. Several may do so at once, and who has a library loaded that is replaced keeps it.
+    Raises `CannotCompile`. Several processes may do so at once; one that has loaded a replaced library keeps it.
     """
     architectures = sorted(set(levels().values()))
     if not architectures:
         raise CannotCompile(f"there are no compiled kernels for {platform.machine()} under {sys.platform}")
     command = compiler()
     try:
-        # Beside its place, so that a library is there whole or not at all.
+        # In a folder beside, then moved: a library appears whole or not at all.
         with tempfile.TemporaryDirectory(prefix="compiled-", dir=folder) as parts, ThreadPoolExecutor() as pool:
             whole = list(pool.map(lambda architecture: _compile(command, architecture, Path(parts)), architectures))
             made = [part.replace(folder / part.name) for part in whole]
@@ -79,7 +79,7 @@ def compile_all(folder: Path = FOLDER) -> list[Path]:
 
 
 def compiler() -> list[str]:
-    """The command of the C compiler: what CC names, or what machines have. Raises `CannotCompile` if there is none."""
+    """The command of the C compiler: that of CC, or a usual one. Raises `CannotCompile` if there is none."""
     named = os.environ.get("CC", "")
     try:
         words = shlex.split(named) or [next(filter(shutil.which, ("cc", "gcc", "clang")), "cc")]
@@ -106,7 +106,7 @@ def _compile(command: list[str], architecture: str, folder: Path) -> Path:
 
 
 def _reason(said: str) -> str:
-    """The first error among what a compiler said."""
+    """The first error in a compiler's output."""
     lines = said.strip().splitlines()
     return next((line for line in lines if "error" in line), lines[0] if lines else "")
 

@@ -1,10 +1,10 @@
-"""Which form of an operation runs: Triton on CUDA; on a CPU what was compiled from C when kvshelf was installed, for
-operations that have such a form; torch's own operations elsewhere.
+"""Chooses the form of an operation: Triton on CUDA; on a CPU the C form, if there is one and it was compiled when
+kvshelf was installed; torch's own operations elsewhere.
 
-`KVSHELF_KERNELS` forces one form for every operation of a process: `eager`, torch's own; `native`, what was compiled,
-and torch's own for the operations that have no C form; `reference`, the naive oracle of the tests; or `triton`, which
-without a GPU runs under Triton's interpreter (`TRITON_INTERPRET=1`, set before the first import). The last two are for
-finding faults: each is thousands of times slower than what it stands in for.
+`KVSHELF_KERNELS` forces one form for every operation of a process: `eager`, torch's own; `native`, the C form, or
+torch's own for operations without one; `reference`, the naive oracle of the tests; or `triton`, which without a GPU
+runs under Triton's interpreter (`TRITON_INTERPRET=1`, set before the first import). The last two are for finding
+faults: they are thousands of times slower than the forms they replace.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def implementation(operation: str, device: torch.device) -> ModuleType:
 
 
 def cpu_form() -> str:
-    """The form that a CPU gets of what has it, with what it was compiled for: "native (x86-64-v3)", "eager"."""
+    """The form of operations on this CPU, with the architecture it was compiled for: "native (x86-64-v3)", "eager"."""
     form = os.environ.get("KVSHELF_KERNELS") or ("eager" if library() is None else "native")
     return f"{form} ({architecture()})" if form == "native" else form
 
@@ -55,7 +55,7 @@ def _module(operation: str, device_type: str, forced: str) -> ModuleType:
 
 
 def _fastest(operation: str, device_type: str) -> str:
-    """Torch's own operations run on any device: without Triton, or without a compiler, all still works, only slower."""
+    """The fastest form there is. Torch's own runs on any device: without Triton or a compiler all is only slower."""
     if device_type == "cuda" and find_spec("triton") is not None:
         return "triton"
     return "native" if device_type == "cpu" and _has(operation, "native") and library() is not None else "eager"

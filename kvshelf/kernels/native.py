@@ -1,4 +1,4 @@
-"""The shared library of the C forms, where one was compiled (`compiling.py`) for a CPU like this one."""
+"""The shared library of the C forms, if one was compiled (`compiling.py`) for this CPU's architecture."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from torch import Tensor
 from kvshelf.kernels.compiling import levels, library_path
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
-"""The dtypes that the C forms read, and their numbers there. Others are computed by torch's own operations."""
-
+"""The dtypes that the C forms read, and their numbers there. Torch's own operations compute the others."""
 
 LANES = 16
 """Numbers of a vector in C."""
@@ -23,14 +22,14 @@ WIDTHS = range(LANES, 257, LANES)
 
 
 def architecture() -> str | None:
-    """What a library for this CPU is compiled for; None for a CPU that there are none for."""
-    # What torch itself found the CPU able to do, which ATEN_CPU_CAPABILITY can lower.
+    """The architecture that libraries for this CPU are compiled for; None if there are none for it."""
+    # The capability that torch found, which ATEN_CPU_CAPABILITY can lower.
     return levels().get(torch.backends.cpu.get_cpu_capability())
 
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The library, loaded once; None where there is none that this CPU can run, or its sources have changed since."""
+    """The library, loaded once; None if there is none for this CPU and the present sources."""
     level = architecture()
     if level is None:
         return None
@@ -45,7 +44,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def compiled() -> ctypes.CDLL:
-    """The library, for C forms: dispatch takes them only where there is one."""
+    """The library, for C forms: dispatch chooses them only if it exists."""
     loaded = library()
     assert loaded is not None, "dispatch looks for it first"
     return loaded
@@ -57,13 +56,13 @@ def pointer(tensor: Tensor) -> ctypes.c_void_p:
 
 
 def row_sizes(states: Tensor) -> ctypes.Array[ctypes.c_int64]:
-    """Heads, rows and channels of states `[heads, N, D]`, and bytes from head to head and from row to row: what
-    `States` in `rows.h` is made of."""
+    """Heads, rows and channels of states `[heads, N, D]`, and bytes from head to head and from row to row: the sizes
+    of a `States` in `rows.h`."""
     return (ctypes.c_int64 * 5)(*states.shape, *(stride * states.itemsize for stride in states.stride()[:2]))
 
 
 def _parallel() -> ctypes.c_void_p | None:
-    """How torch's OpenMP starts its threads; None where it has no OpenMP, or one without this entry."""
+    """The function by which torch's OpenMP starts its threads; None without OpenMP, or in one without this entry."""
     torch_cpu = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
         # A name is looked up in a library and in all it was linked to, whatever that OpenMP's file is called.

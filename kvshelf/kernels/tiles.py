@@ -1,4 +1,4 @@
-"""What several Triton kernels do alike. Imported by them alone: it needs Triton."""
+"""Shared parts of Triton kernels. Only they may import it, because it needs Triton."""
 
 from __future__ import annotations
 

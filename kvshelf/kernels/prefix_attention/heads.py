@@ -1,4 +1,4 @@
-"""Where and how the heads of one prefix lie in memory, as a program of the kernel reads them."""
+"""The memory layout of the heads of one prefix, as programs of the kernel read them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RowKind(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What a launch is compiled for: all prefixes of a kind share it."""
+    """The memory layout that a launch is compiled for; all prefixes of a kind share it."""
 
     merged: bool
     keys: RowKind

@@ -1,7 +1,7 @@
-"""What the programs of a launch do: a table of work, made on the host once for as long as a batch stays as it is.
+"""The work of the programs of a launch: a table, made on the host once for as long as a batch does not change.
 
-A program takes an item: some query rows of one share and KV head, and a split, a run of rows of one prefix. Prefixes of
-any number of documents stand in one table by their addresses, so that launches do not grow with documents.
+A program takes one item: some query rows of a share and KV head, and a split, which is a run of rows of one prefix.
+Prefixes of all documents stand in one table by their addresses, so that more documents need no more launches.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LEAST_SPLIT = 256
 again, 4 KiB for a group of 4 query heads."""
 
 COLUMNS = 17
-"""int64 numbers of an item. The kernel reads them by their place: 0 first token of the share, 1 query rows of the
+"""int64 numbers of an item, which the kernel reads by place: 0 first token of the share, 1 query rows of the
 share, 2 first query row of the item, 3 KV head, 4 and 5 first row of the split and end, 6 where its results go; keys: 7
 address of the head, 8 and 9 of its scales and zeros; values: 10 to 12 likewise; slots: 13 address of the classes, 14 of
 the scales, 15 stride of the scales, 16 address of the head's bounds."""
@@ -74,8 +74,8 @@ class Plan:
 
 
 _PLANS: WeakKeyDictionary[Prefix, Plan] = WeakKeyDictionary()
-"""The last plan of each prefix that stood first in a batch. One decode step differs from the next in the lengths of the
-suffixes only, so each layer finds its plan again. A plan keeps no prefix alive, and goes with its first one."""
+"""The last plan of each prefix that was first in a batch. Successive decode steps differ only in the lengths of the
+suffixes, so each layer finds its plan again. A plan keeps no prefix alive, and is freed with its first one."""
 
 
 class Setting(NamedTuple):
@@ -90,8 +90,8 @@ class Setting(NamedTuple):
 
 
 def plan_of(prefixes: Sequence[Sequence[Prefix]], layout: BatchLayout, setting: Setting) -> Plan:
-    """The plan of one layer's prefixes, of which there is at least one: that of the step before, or where anything it
-    depends on has changed a new one, which takes one copy to the device."""
+    """The plan of one layer's prefixes, at least one: that of the previous step, or, if anything it depends on has
+    changed, a new one, which takes one copy to the device."""
     given = [prefix for parts in prefixes for prefix in parts]
     made_for = (layout.shares, tuple(map(len, prefixes)), setting)
     plan = _PLANS.get(given[0])
@@ -163,9 +163,9 @@ class _Outline(NamedTuple):
 class _Work:
     """A plan without addresses, on the CPU.
 
-    items: `[n, 7]`, by kind, columns 0 to 6. counts: how many each kind has. segments: which head of
-    which prefix an item is of, counted over both. shares: as a plan's. first_rows, rows_of_split: where the results of
-    each share begin, and the scratch rows of a split of it.
+    items: `[n, 7]`, by kind, columns 0 to 6. counts: how many each kind has. segments: the head and prefix of an item,
+    counted over both. shares: as a plan's. first_rows, rows_of_split: where the results of each share begin, and the
+    scratch rows of a split of it.
     """
 
     items: Tensor
@@ -180,7 +180,7 @@ class _Work:
 
 @lru_cache(maxsize=8)
 def _work_of(outline: _Outline) -> _Work:
-    """Half a millisecond of small operations, most of what a plan takes: so made once for all layers that are alike."""
+    """Half a millisecond of small operations, most of a plan's time: so made once for all layers that are alike."""
     kv_heads, group, itemsize, places, least_split = outline.setting
     rows = torch.tensor(outline.shares) * group  # query rows of each share and KV head
     share = torch.tensor(outline.share, dtype=torch.int64)

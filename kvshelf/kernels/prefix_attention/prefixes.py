@@ -1,4 +1,4 @@
-"""What the tokens of a batch may attend to before their own suffix: the prefixes of one layer."""
+"""The prefixes of one layer, which tokens of a batch attend to before their own suffix, and the layout of a batch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from kvshelf.kernels.quantize.rows import HeadRows, Rows, by_head
 
 Block = Callable[[int, int, int], tuple[Tensor, Tensor]]
 """`block(head, start, stop)` makes the keys `[stop - start, D]` and values `[stop - start, Dv]` of these rows of a KV
-head, in the dtype and on the device of the queries. It is called anew at every attention; what it returns is not
-kept."""
+head, in the dtype and on the device of the queries. It is called at every attention; its results are not kept."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""Tables that the host makes for the device."""
+"""Copies tables made on the host to the device."""
 
 from __future__ import annotations
 

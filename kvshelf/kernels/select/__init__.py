@@ -1,6 +1,6 @@
-"""Choose the entries to keep, and pack them; `keep_best` is both at once.
+"""Choose the entries to keep, and pack them; `keep_best` does both at once.
 
-They are bound by memory and do no arithmetic to speak of. `select` must read rows * N fp32 and N flags and write
+Memory is their limit: they do hardly any arithmetic. `select` must read rows * N fp32 and N flags and write
 rows * N flags; `pack` must read kv_heads * N flags, and read and write each kept key, value and position once. Share of
 the limit on a GPU: not measured.
 """
@@ -20,13 +20,13 @@ __all__ = ["importance_of", "keep_best", "of_entries", "pack", "select"]
 
 
 def select(scores: Tensor, protected: Tensor, counts: Sequence[int]) -> Tensor:
-    """Which entries to keep: all protected ones, then the best of the rest.
+    """Select the entries to keep: all protected ones, then the best of the rest.
 
     scores: `[rows, N]` fp32, higher is kept. protected: `[N]` bool. counts: entries to keep per row, protected ones
-    included, each at least the number of protected and at most N. Equal scores are decided for the smaller position
-    (`torch.topk` leaves that open and decides differently on each device). A score that is not finite counts as higher
-    than any that is, -inf too, so that it is kept and seen by whoever looks at the scores of what was kept. Returns a
-    mask `[rows, N]` bool. Raises `InvalidTensor` for other shapes.
+    included, each at least the number of protected and at most N. Among equal scores the smaller position wins
+    (`torch.topk` leaves that open, and devices differ in it). A score that is not finite, -inf too, ranks above all
+    finite ones, so that it is kept and found among the scores of kept entries. Returns a mask `[rows, N]` bool. Raises
+    `InvalidTensor` for other shapes.
     """
     _require_scores(scores, protected, counts)
     if scores.numel() == 0:

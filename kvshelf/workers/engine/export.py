@@ -1,7 +1,7 @@
-"""A compressed cache as a plain transformers `DynamicCache`, for code that knows nothing of kvshelf.
+"""A compressed cache as a plain transformers `DynamicCache`, for code without kvshelf.
 
-Any engine that takes a KV cache as a prefix takes this one, if it is handed in a form that is true for that engine: one
-key and one value per token and head, as many in every head and layer, and rotated to positions it agrees on.
+An engine that takes a KV cache as a prefix takes this one, in a form that holds for that engine: one key and one value
+per token and head, equally many in every head and layer, rotated to positions that it agrees on.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def export(cache: CompressedCache, positions: Positions, *, rope: Rope | None, c
 
 
 class _Places:
-    """Brings the keys of a head to where they are wanted, rotating each of them once at most."""
+    """Rotates the keys of a head to the requested positions, each key at most once."""
 
     def __init__(self, rope: Rope | None, *, stored_at_slots: bool, wanted_at_slots: bool) -> None:
         self._rope = rope
@@ -50,7 +50,7 @@ class _Places:
         self._wanted_at_slots = wanted_at_slots
 
     def head(self, views: Sequence[HeadView], like: Kept) -> tuple[Tensor, Tensor]:
-        """Keys `[K, D]` and values `[K, Dv]` of a head, whatever parts it is in, in ascending position."""
+        """Keys `[K, D]` and values `[K, Dv]` of a head, of all its parts, in ascending position."""
         positions, order = torch.cat([view.positions for view in views]).long().sort()
         keys = torch.cat([view.keys[:] for view in views])[order]
         values = torch.cat([view.values[:] for view in views])[order]

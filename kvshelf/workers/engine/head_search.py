@@ -1,7 +1,7 @@
-"""Which query heads retrieve, and which layers suffer from compression: the search behind `kvshelf calibrate`.
+"""The search behind `kvshelf calibrate`: which query heads retrieve, and which layers suffer from compression.
 
-After CompressKV (arXiv 2508.02401). Documents with a sentence to find are read, questions about it answered, and every
-head is judged by how much it attends to the sentence while the answer is written.
+After CompressKV (arXiv 2508.02401). The model reads documents with a sentence to find and answers questions about it;
+each head is scored by how much it attends to the sentence while the answer is written.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Needle:
 
 @dataclass(frozen=True)
 class _Sample:
-    """A needle as the model met it: what to run, the question with the model's answer, and where the needle stands."""
+    """A needle with its job, the question, the model's answer, and the needle's place in the document."""
 
     dataset: str
     job: Job
@@ -187,7 +187,7 @@ def _origin(engine: Engine, samples: Sequence[_Sample]) -> Origin:
 
 @dataclass(frozen=True)
 class _Observer(Policy):
-    """Not a policy to choose: it looks at each layer and keeps next to nothing."""
+    """Visits each layer and keeps next to nothing. Not a policy to choose."""
 
     name = "observer"
     source = "none"
@@ -203,6 +203,6 @@ class _Observer(Policy):
 
 
 def _observe(engine: Engine, sample: _Sample, visit: Callable[[LayerView], None], passes: Sequence[ProbePass]) -> None:
-    """One forward over the document and what runs behind it, with a look at each layer."""
+    """One forward pass over the document and the probe passes behind it; `visit` sees each layer."""
     job = sample.job
     engine.run(replace(job, policy=_Observer(visit), passes=tuple(passes), budget=Budget(1, 1 - 1 / job.num_tokens)))

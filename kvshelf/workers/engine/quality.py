@@ -1,10 +1,9 @@
-"""What a compression costs on one document, measured when it is made: `Probe`, `Reference`, `Quality`.
+"""Quality of a compression on its own document, measured when it is made: `Probe`, `Reference`, `Quality`.
 
-Nobody knows yet what will be asked, so the questions are made from the document: the first words of a passage with rare
-tokens are put as a question, and the passage's own next words stand where the answer would, one question after the
-other. Both caches predict the same tokens of the same answers, each seeing the right ones before it, and two numbers
-say how far the compressed cache is from the full one. They compare it to the full cache and not to the truth: what the
-model cannot find is no fault of the compression.
+The real questions are not known yet, so they are made from the document. The first words of a passage with rare tokens
+are the question; the passage's next words stand in place of the answer. Both caches predict the same tokens of these
+answers, each token behind the right ones before it, and two numbers say how far the compressed cache is from the full
+one. The measure is the full cache and not the truth: what the model cannot find is no fault of the compression.
 
 With p the probabilities under the full cache, q under the compressed one, n under none (the chat template's tokens
 alone), and a = argmax p at each predicted token:
@@ -13,12 +12,11 @@ alone), and a = argmax p at each predicted token:
     agreement = sum of w where argmax q = a / sum of w          kl = sum of w KL(p || q) / sum of w, in nats
 
 So a token counts by how much the document contributes to it. Without the weights most tokens would follow from the few
-before them, whatever the cache holds, and every compression would look good; where the full cache is not sure itself,
-the last bits of a codec turn its choice, and no answer. Where all w are 0 (a model that reads nothing) every token
-counts alike.
+before them, whatever the cache holds, and every compression would look good. Where the full cache is unsure, the last
+bits of a codec change its choice, but no answer. If all w are 0 (a model that reads nothing), every token counts alike.
 
-The full cache answers in the prefill itself: the questions are a probe pass behind the document, and each layer is
-freed as before. There is never a second cache in memory.
+The full cache answers during the prefill: the questions are a probe pass behind the document, and each layer is freed
+as usual. There is never a second cache in memory.
 """
 
 from __future__ import annotations
@@ -46,11 +44,11 @@ CUE: Final = 6
 """Tokens of a passage that are put as the question."""
 
 ANSWER: Final = 4
-"""Tokens of it that are predicted. Later ones follow from those before them, and ever less from the cache."""
+"""Tokens of a passage that are predicted. Later ones depend on those before them, and ever less on the cache."""
 
 _SURE: Final = 0.9
 _TIE: Final = 1e-4
-"""Log-probabilities closer than this are equal, as in every comparison of answers: their order is that of rounding."""
+"""Log-probabilities closer than this are equal, as in every comparison of answers: rounding decides their order."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,7 @@ class Probe:
 
 @dataclass(frozen=True, eq=False)
 class Reference:
-    """What the full cache of a document says to a probe, and how much each token of it counts.
+    """The full cache's predictions for a probe, and the weight of each token.
 
     log_probs: `[predicted, vocabulary]` fp32. best: `[predicted]`, what it would say. weights: the same shape, with a
     sum of 1. document: the digest of the document's ids, as in an `Identity`. probe_s: seconds that

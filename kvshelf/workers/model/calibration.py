@@ -1,7 +1,7 @@
-"""What was found out about a model's heads and layers beforehand, and where it is kept.
+"""Calibrations: measured scores of a model's heads and layers, and the files that hold them.
 
-A calibration is a small JSON file, made by `kvshelf calibrate`. It holds for one set of weights and says which: it is
-looked for in the user's data folder, under the digest of the weights, and then beside the weights themselves.
+A calibration is a small JSON file, made by `kvshelf calibrate` for one set of weights, whose digest it holds. It is
+looked up in the user's data folder, under that digest, and then beside the weights.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Score = Annotated[float, Field(ge=0)]
 
 
 class Origin(BaseModel):
-    """What a calibration was made from. For people: nothing is decided by it."""
+    """How a calibration was made. For people: no code depends on it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -68,7 +68,7 @@ class Calibration(BaseModel):
 
     @property
     def digest(self) -> str:
-        """Hex digest of what a policy reads of it: part of the identity of every cache made with it."""
+        """Hex digest of the fields that policies read: part of the identity of every cache made with it."""
         content = self.model_dump(mode="json", include={"weights", "head_scores", "layer_errors"})
         return digest("kvshelf.calibration", canonical_json(content))
 
@@ -79,16 +79,16 @@ class Calibration(BaseModel):
 
 
 def data_folder() -> Path:
-    """Where a user's calibrations are kept (XDG base directories)."""
+    """The folder of a user's calibrations (XDG base directories)."""
     data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
     return Path(data) / "kvshelf" / "calibrations"
 
 
 def find(model: ModelIdentity, folder: str) -> Calibration:
-    """The calibration of a model whose weights were loaded from `folder`, which may also be a hub id, or "" for a model
-    made in memory.
+    """The calibration of a model whose weights were loaded from `folder`: a path, a hub id, or "" for a model made in
+    memory.
 
-    Raises `PolicyUnsupported` where there is none, where it is of other weights, or where its file is broken.
+    Raises `PolicyUnsupported` if there is none, if it belongs to other weights, or if its file is broken.
     """
     beside = [Path(folder) / BESIDE_THE_WEIGHTS] if folder else []
     for path in (data_folder() / f"{model.weights}.json", *beside):
@@ -101,7 +101,7 @@ def find(model: ModelIdentity, folder: str) -> Calibration:
 
 
 def load(path: Path) -> Calibration:
-    """Read and check a calibration. Raises `PolicyUnsupported` with what is wrong with the file."""
+    """Read and check a calibration. Raises `PolicyUnsupported`, which says what is wrong with the file."""
     try:
         if path.stat().st_size > _LARGEST_FILE:
             raise PolicyUnsupported(
@@ -121,7 +121,7 @@ def load(path: Path) -> Calibration:
 
 
 def require_writable(path: Path) -> None:
-    """Raise `InvalidRequest` where a calibration could not be saved: better before the search than after it."""
+    """Raise `InvalidRequest` if a calibration cannot be saved there. Checked before the long search, not after it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -131,7 +131,7 @@ def require_writable(path: Path) -> None:
 
 
 def save(calibration: Calibration, path: Path) -> None:
-    """Write a calibration, see `atomic.written`."""
+    """Write a calibration atomically."""
     with written(path) as file:
         file.write(calibration.model_dump_json(indent=1).encode() + b"\n")
 

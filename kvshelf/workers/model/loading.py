@@ -1,4 +1,4 @@
-"""Load a model, say what it is, and refuse by name what cannot be attached to."""
+"""Loads and identifies models, and refuses by name those that kvshelf cannot attach to."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _WITHOUT_EFFECT = re.compile(
     r"|rope_parameters|rope_scaling|rope_theta|max_position_embeddings|original_max_position_embeddings|id2label"
     r"|label2id|num_labels|problem_type|auto_map"
 )
-"""Fields of a configuration that change no key and no value, or that another field of the identity holds."""
+"""Fields of a configuration that change no key and no value, or that the identity holds elsewhere."""
 
 
 def load(name: str, *, device: str, dtype: str) -> tuple[PreTrainedModel, Any]:
@@ -66,7 +66,7 @@ def load(name: str, *, device: str, dtype: str) -> tuple[PreTrainedModel, Any]:
 
 
 def skeleton(name: str) -> PreTrainedModel:
-    """A model without its weights, for what can be reckoned from its configuration alone. Names as in `load`."""
+    """A model without its weights, for estimates from its configuration alone. Names as in `load`."""
     from transformers import AutoConfig
 
     try:
@@ -77,7 +77,7 @@ def skeleton(name: str) -> PreTrainedModel:
 
 
 def described(model_type: str, **fields: Any) -> PreTrainedModel:
-    """As `skeleton`, of a configuration of transformers given field by field."""
+    """As `skeleton`, for a configuration of transformers given field by field."""
     from transformers import AutoConfig
 
     return _without_weights(AutoConfig.for_model(model_type, **fields))
@@ -93,7 +93,7 @@ def _without_weights(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def identify(model: PreTrainedModel, text: TextFormat | None, name: str) -> ModelIdentity:
-    """Read every weight once and say what the KV of this model depends on."""
+    """The identity of a model: everything its keys and values depend on. Reads every weight once."""
     config = model.config
     tokenizer, template = text.digests() if text is not None else ("", "")
     rope = {"parameters": getattr(config, "rope_parameters", None), "max_positions": max_positions(config)}
@@ -114,11 +114,11 @@ def identify(model: PreTrainedModel, text: TextFormat | None, name: str) -> Mode
 
 
 def _unusual(config: PretrainedConfig) -> dict[str, Any]:
-    """All that a configuration says beside its class's defaults, but for what changes no key and no value.
+    """The fields of a configuration that differ from its class's defaults, without those that change no key or value.
 
-    Not a list of the fields that matter: each family has its own (multipliers, experts, clipping), and one that is
-    forgotten would let a cache answer for a model that it was not made with. Nor all fields: then every field that a
-    new version of transformers adds would make all caches those of another model.
+    A list of the fields that matter would not do: each family has its own (multipliers, experts, clipping), and a
+    forgotten one would let a cache answer for another model. All fields would not do either: every field added by a new
+    version of transformers would turn all caches into those of another model.
     """
     usual, said = (json.loads(each.to_json_string(use_diff=False)) for each in (type(config)(), config))
     return {
@@ -129,7 +129,7 @@ def _unusual(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def require_attachable(model: PreTrainedModel) -> None:
-    """Refuse models whose layers kvshelf cannot observe or attach to."""
+    """Raise `PolicyUnsupported` for models whose layers kvshelf cannot observe or attach to."""
     config, kind = model.config, type(model).__name__
     if getattr(config, "is_encoder_decoder", False):
         raise PolicyUnsupported(f"{kind} is an encoder-decoder; kvshelf attaches to decoder-only models", param="model")

@@ -1,4 +1,4 @@
-"""Linear layers whose weights lie in the order in which oneDNN multiplies them, on a CPU.
+"""Linear layers with weights in the memory layout in which oneDNN multiplies them, on a CPU.
 
 `nn.functional.linear` lays the weights out anew in every call, which for a few rows takes as long as the product. The
 two operations used here are what torch's own compiler makes of layers whose weights stay the same (`torch._inductor`,
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _ROWS = 32
-"""Rows that the order is chosen for: those of a question, or of many answers. It is good for one and for thousands."""
+"""Rows that the layout is chosen for: those of a question, or of many answers. It suits one row and thousands."""
 
 
 class PrepackedLinear(nn.Module):
@@ -59,9 +59,9 @@ class PrepackedLinear(nn.Module):
 def prepack(model: PreTrainedModel) -> None:
     """Replace the linear layers of `model`, in place, where that makes them faster: on x86 CPUs.
 
-    Weights are let go of one by one, so at its peak it needs memory for one more of them. Left as they are: weights
-    that two modules share (a head tied to the embedding), dtypes that oneDNN has no fast product for, subclasses of
-    `nn.Linear`, models on other devices. Not for a model that somebody trains, or changes the weights of.
+    Weights are freed one by one, so the peak is one more weight. Unchanged stay weights that two modules share (a head
+    tied to the embedding), dtypes without a fast product in oneDNN, subclasses of `nn.Linear`, and models on other
+    devices. Not for a model that is trained or whose weights change.
     """
     if platform.machine() != "x86_64" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return

@@ -23,7 +23,7 @@ _Turn = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A model's function: states `[n, D]` and tables `[n, T]` to states."""
 
 _CHANGES_WITH_LENGTH = ("dynamic", "longrope")
-"""Kinds of RoPE whose frequencies depend on how long the sequence is: a key can not be moved without knowing it."""
+"""Kinds of RoPE whose frequencies depend on the length of the sequence: without it a key cannot be moved."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,8 +74,7 @@ class Rope:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Rope | None:
-        """The RoPE of a model; None where it has none, or not the same in every layer, or none that can be undone from
-        outside."""
+        """The RoPE of a model; None if it has none, if layers differ in it, or if it cannot be undone from outside."""
         base = model.base_model
         embedding = getattr(base, "rotary_emb", None)
         layers = getattr(base, "layers", None)

@@ -1,7 +1,7 @@
-"""Text to token ids: where a document sits in the model's chat template, and what a question adds to it.
+"""Text to token ids: documents and questions within the model's chat template.
 
-Control tokens are made by the template alone. Text from outside is always text: `<|end|>` in a document is spelled out
-in ordinary tokens and can not end a turn.
+Only the template makes control tokens. Text from outside stays text: `<|end|>` in a document is spelled out in ordinary
+tokens and cannot end a turn.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class TextFormat:
         return self._control
 
     def least_tokens(self, text: str) -> int:
-        """A lower bound of `count_tokens` that costs next to nothing: no token is longer than the longest one."""
+        """A cheap lower bound of `count_tokens`: bytes of the text by bytes of the longest token."""
         return len(text.encode()) // self._longest_token
 
     def count_tokens(self, text: str) -> int:
@@ -94,7 +94,7 @@ class TextFormat:
         return EncodedDocument(prefix + self.encode(text), len(prefix), "chat", "document")
 
     def conversation(self, messages: Sequence[Message]) -> EncodedDocument:
-        """Whole turns, to which a query appends turns."""
+        """A document of whole turns; a query appends more turns."""
         turns = check_messages(messages, "messages")
         before, *_ = pieces = self._template_pieces(turns, opening=False)
         boundary = cast(Boundary, f"after_{turns[-1][0]}")
@@ -130,8 +130,8 @@ class TextFormat:
         return self._appended(boundary.removeprefix("after_"), added)
 
     def suffix(self, boundary: Boundary) -> list[int]:
-        """What the template writes between the cached tokens and the model's answer; nothing where a question must come
-        first, or where there is no template."""
+        """The tokens that the template writes between the cached tokens and the model's answer; none where a question
+        must come first, or without a template."""
         match boundary:
             case "document":
                 return self._encode_control(self._template_pieces([("user", "")], opening=True)[-1])
@@ -172,8 +172,7 @@ class TextFormat:
         return self._token_texts[token_id]
 
     def _appended(self, last_role: str, added: list[tuple[str, str]]) -> list[int]:
-        # The cached turns themselves are not kept. A stand-in with the same last role shows what the template writes
-        # after it.
+        # The cached turns are not kept. A stand-in with the same last role shows what the template writes after it.
         stand_in = [("user", "")] if last_role == "assistant" else []
         stand_in.append((last_role, ""))
         before = self._template_pieces(stand_in, opening=False)
@@ -189,7 +188,7 @@ class TextFormat:
         return self._encode_pieces([first, *after[shared + 1 :]], added)
 
     def _template_pieces(self, turns: Sequence[tuple[str, str]], *, opening: bool) -> list[str]:
-        """What the template writes around each turn's content: one text before, between and after them."""
+        """The template's texts around the contents of the turns: before, between and after them."""
         messages = [{"role": role, "content": _MARK.format(i)} for i, (role, _) in enumerate(turns)]
         if not self.has_template:
             raise InvalidRequest("the tokenizer has no chat template; use layout 'plain'", param="layout")

@@ -1,4 +1,4 @@
-"""The compression policies, by name. A new one is a file here and a line in `_OURS`, or comes with another package."""
+"""The compression policies, by name. A new policy is a file here and a line in `_OURS`, or an installed package."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ POLICIES: Mapping[str, type[Policy]] = {**_OURS, **installed(_OURS)}
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """One parameter of a policy, for people and for forms."""
+    """One parameter of a policy, as documentation and forms show it."""
 
     type: str
     default: Any
@@ -89,7 +89,7 @@ class ParameterInfo:
 
 @dataclass(frozen=True)
 class PolicyInfo:
-    """One policy, for people and for forms."""
+    """One policy, as documentation and forms show it."""
 
     name: str
     version: int

@@ -1,5 +1,5 @@
-"""What a policy is: the mechanism (`Policy`), its common case (`ScoringPolicy`), and those that judge by the end of
-the prompt (`ProbedPolicy`, `TailPolicy`).
+"""Base classes of policies: the mechanism (`Policy`), the common case (`ScoringPolicy`), and policies that judge by the
+end of the prompt (`ProbedPolicy`, `TailPolicy`).
 
 A policy is a frozen dataclass in a file of its own. Its fields are its parameters; `parameter()` gives each one its
 default, range and help text, from which requests are checked and `kvshelf policies` is printed.
@@ -29,8 +29,8 @@ MAX_PROBE_BYTES = 16 * 1024
 
 
 class Observes(Flag):
-    """What of the prefill a policy must see besides keys and values. The engine hands over nothing else, and refuses
-    before the prefill where the model cannot give it."""
+    """What a policy must see of the prefill besides keys and values. The engine provides nothing else, and refuses the
+    policy before the prefill if the model cannot provide it."""
 
     NOTHING = 0
     QUERIES = auto()
@@ -49,31 +49,32 @@ def parameter(
     choices: tuple[Any, ...] | None = None,
     odd: bool = False,
 ) -> Any:
-    """A policy's parameter: a dataclass field that knows its legal range, both ends of which are legal."""
+    """A policy's parameter: a dataclass field with its legal range, both ends included."""
     rule = {"help": help, "minimum": minimum, "maximum": maximum, "choices": choices, "odd": odd}
     return field(default=default, metadata=rule)
 
 
 class Absorber(Protocol):
-    """How a policy compresses while the document is still being read, chunk by chunk."""
+    """Compresses a document by a policy while it is read, chunk by chunk."""
 
     @property
     def mode(self) -> str:
-        """Its name in the identity of a cache: whatever of it changes the numbers of the prefill."""
+        """Its name in the identity of a cache: everything about it that changes the numbers of the prefill."""
 
     @property
     def policy(self) -> Policy:
-        """Whose scores it compresses by."""
+        """The policy that scores."""
 
     @property
     def chunks(self) -> Sequence[int]:
         """Tokens of each forward pass; they add up to the document."""
 
     def absorb(self, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Which of the oldest tokens that are still whole stay, or None until more tokens are there.
+        """Judge the oldest tokens that are not yet reduced; None if more tokens must come first.
 
-        keys: `[kv_heads, T, D]`, values: `[kv_heads, T, Dv]`: what is still whole, from position `start`. Returns a
-        mask `[kv_heads, n]` with as many set in every head, and the importance of those n tokens, the same shape, fp32.
+        keys: `[kv_heads, T, D]`, values: `[kv_heads, T, Dv]`: the tokens not yet reduced, from position `start`.
+        Returns which of the first n stay, a mask `[kv_heads, n]` with equally many set in every head, and the
+        importance of these n tokens, the same shape, fp32.
         """
 
 
@@ -94,12 +95,12 @@ class Policy(ABC):
 
     @property
     def revision(self) -> int:
-        """The version that caches are identified by: that of the class, and of whatever policy it is made around."""
+        """The version in the identity of caches: that of the class and of the policy it is built around, if any."""
         return self.version
 
     @property
     def observes(self) -> Observes:
-        """What it must see of the prefill; a plain class attribute where the parameters do not change it."""
+        """What it must see of the prefill. A plain class attribute if it does not depend on parameters."""
         return Observes.NOTHING
 
     @abstractmethod
@@ -123,25 +124,23 @@ class Policy(ABC):
 
     @property
     def exact(self) -> bool:
-        """Whether the entries kept add up to the budget. The docstring of a policy that says no states its
-        granularity."""
+        """Whether the entries kept add up to the budget. If not, the policy's docstring states its granularity."""
         return True
 
     def probe_passes(self, document: DocumentView) -> Sequence[ProbePass]:  # noqa: ARG002
-        """What to run behind the document for this policy to observe."""
+        """The passes to run behind the document for this policy to observe."""
         return ()
 
     def probe_text(self, document: DocumentView) -> str:  # noqa: ARG002
-        """The text of the probe passes, for the identity, where it does not follow from the document and the
-        parameters."""
+        """The text of the probe passes, for the identity; "" if it follows from the document and the parameters."""
         return ""
 
     def next_position(self, num_tokens: int, budget: Budget) -> int:  # noqa: ARG002
-        """Where the first token of a question stands."""
+        """Position of the first token of a question."""
         return num_tokens
 
     def absorber(self, document: DocumentView, budget: Budget) -> Absorber | None:  # noqa: ARG002
-        """How to compress during a prefill in chunks; None: the prefill is one pass, and `reduce` follows each
+        """How to compress during a chunked prefill; None for a prefill in one pass, with a `reduce` after each
         layer."""
         return None
 
@@ -203,11 +202,11 @@ class ScoringPolicy(Policy):
 
     @property
     def plan(self) -> CachePlan | None:
-        """How the layers share one budget; None when each has its own. A policy with a plan is reduced in cascade."""
+        """How the layers share one budget; None if each has its own. Under a plan, layers are reduced in cascade."""
         return None
 
     def weight(self, layer: LayerView) -> float:  # noqa: ARG002
-        """What this layer brings to a plan that shares by layer."""
+        """The weight of this layer in a plan that shares by layer."""
         return 1.0
 
     @property
@@ -217,9 +216,9 @@ class ScoringPolicy(Policy):
     def importance(self, layer: LayerView) -> Tensor:
         """The scores, infinite where a token is protected: `[kv_heads, N]` fp32.
 
-        `select` ranks what is not finite first, so a bad score that could have decided anything is found as a NaN among
-        the entries kept, by one look at the whole cache when the prefill is done (`require_finite_scores`). Looking at
-        each layer's scores as they come would wait for the device once a layer.
+        `select` ranks scores that are not finite first, so that one that could have decided anything is a NaN among the
+        entries kept. `require_finite_scores` looks for it once in the whole cache, after the prefill: a look at each
+        layer's scores would wait for the device once a layer.
         """
         return importance_of(self.score(layer), self.protected(layer))
 
@@ -235,9 +234,10 @@ class ScoringPolicy(Policy):
 class ProbedPolicy(Policy):
     """Judges by what the end of the prompt attends to.
 
-    The papers put the question there. Here it is not known yet, so the end is, in this order: the questions the caller
-    expects, the text of `probe`, what the chat template writes before the answer. An empty `probe`, or a document
-    without template, leaves the document's own last tokens. The identity of the cache says which it was.
+    The papers put the question there. Here it is not known yet, so the end is the first of these that is given: the
+    questions that the caller expects, the text of `probe`, the chat template's text before the answer. An empty
+    `probe`, or a document without template, leaves the document's own last tokens. The identity of the cache says
+    which it was.
     """
 
     probe: str | None = parameter(None, "text put behind the document to observe; null: the chat template's suffix")
@@ -282,9 +282,9 @@ class TailPolicy(ProbedPolicy, ScoringPolicy):
 
 
 def keep(layer: LayerView, mask: Tensor, importance: Tensor | None = None, counts: Sequence[int] | None = None) -> Kept:
-    """The record of the entries where `mask` `[kv_heads, N]` is set: `counts[h]` of head h, where that is known without
-    waiting for the device. `importance` `[kv_heads, N]` fp32 ranks them for codecs that treat some better than others;
-    without one the most recent rank highest."""
+    """The record of the entries where `mask` `[kv_heads, N]` is set: `counts[h]` of head h, if known without waiting
+    for the device. `importance` `[kv_heads, N]` fp32 ranks them for codecs that store some with more bits; by default
+    the most recent entries rank highest."""
     keys, values, positions, lengths = pack(layer.keys, layer.values, mask, counts)
     return Kept(
         keys=keys,
@@ -296,7 +296,7 @@ def keep(layer: LayerView, mask: Tensor, importance: Tensor | None = None, count
 
 
 def encoded(text: str, document: DocumentView, param: str) -> tuple[int, ...]:
-    """Token ids of a probe text. Raises `InvalidRequest` for a text without a tokenizer to read it."""
+    """Token ids of a probe text. Raises `InvalidRequest` without a tokenizer, and for a text that is too long."""
     if not text:
         return ()
     if len(text.encode()) > MAX_PROBE_BYTES:
@@ -309,7 +309,7 @@ def encoded(text: str, document: DocumentView, param: str) -> tuple[int, ...]:
 
 
 def parameter_fields(cls: type[Policy]) -> list[Field[Any]]:
-    """The fields that `parameter` made. A policy may hold others, which are not given by requests."""
+    """The fields made by `parameter`. A policy may have others, which requests cannot set."""
     return [f for f in fields(cls) if f.metadata]
 
 

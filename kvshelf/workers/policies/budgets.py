@@ -1,4 +1,4 @@
-"""How much of a cache may stay, as integers."""
+"""Budgets: how many entries of a cache stay, as integers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class Budget:
 
     @classmethod
     def resolve(cls, num_tokens: int, *, compression_ratio: float | None, budget_tokens: int | None) -> Budget:
-        """The integer budget for a document of `num_tokens`, from whichever of the two was given."""
+        """The integer budget for a document of `num_tokens`, from the ratio or the number of tokens, or the default
+        ratio."""
         if compression_ratio is not None and budget_tokens is not None:
             raise InvalidRequest(
                 f"compression_ratio ({compression_ratio}) and budget_tokens ({budget_tokens}) say the same thing in "

@@ -1,7 +1,7 @@
-"""Policies that other packages bring: classes that they name under the entry point group `kvshelf.policies`.
+"""Policies of other packages: classes that they name under the entry point group `kvshelf.policies`.
 
-An entry point, and no setting or call: it holds alike for the front end, for replicas on any machine that has the
-package, and for an engine in one's own process.
+Entry points, not a setting or a call, because they hold for the front end, for replicas on every machine that has the
+package, and for an engine in one's own process alike.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ GROUP: Final = "kvshelf.policies"
 
 
 def installed(ours: Mapping[str, type[Policy]]) -> dict[str, type[Policy]]:
-    """By name. Raises `InvalidRequest` for one that cannot be loaded, is no policy, or has the name of another."""
+    """Installed policies by name. Raises `InvalidRequest` for one that cannot be loaded, is no policy, or has a name
+    that is taken."""
     found: dict[str, type[Policy]] = {}
     for entry in entry_points(group=GROUP):
         cls = _loaded(entry)

@@ -1,4 +1,4 @@
-"""What the quality bench measured for each policy on the bundled model: the rows that come with the package.
+"""Results of the quality bench for each policy on the bundled model, packaged as rows.
 
 `scripts/publish_quality.py` writes the file from a report of `kvshelf bench quality`.
 """

@@ -1,4 +1,4 @@
-"""Which values a policy's parameter may have: told in words, and checked. `base.parameter` makes the rules."""
+"""Legal values of a policy's parameters, in words and as checks. `base.parameter` makes the rules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvshelf.errors import InvalidRequest, PolicyUnsupported
 
 
 def legal_values(types: tuple[type, ...], rule: Mapping[str, Any]) -> str:
-    """What a parameter may be, in words."""
+    """The legal values of a parameter, in words."""
     names = ["null" if kind is type(None) else kind.__name__ for kind in types]
     if rule["choices"]:
         return f"one of {', '.join(map(repr, rule['choices']))}"
@@ -52,10 +52,7 @@ def require_held(name: str, value: int, largest: int, budget_tokens: int) -> Non
 
 
 def fitted_sink(sink: int, budget_tokens: int, *, room: int, given: bool) -> int:
-    """A sink that the budget can hold: at most `room`.
-
-    A default shrinks to it; raises `PolicyUnsupported` where a given one is larger.
-    """
+    """The number of sinks, at most `room`: a default shrinks, a given one raises `PolicyUnsupported`."""
     if given:
         require_held("sink", sink, room, budget_tokens)
     return min(sink, room)

@@ -1,7 +1,7 @@
-"""What LagKV and LocalKV share: a document cut into partitions, each judged by numbers of its neighbourhood alone.
+"""Base of LagKV and LocalKV: a document cut into partitions, each judged by its own neighbourhood alone.
 
-Because a partition needs nothing that comes later than its successor, the same choice can be made with the whole
-document at hand, or while it is read: one-shot, recursive and streaming selection agree on equal keys and values.
+A partition needs nothing behind its successor. So the choice is the same with the whole document at hand and while it
+is read: one-shot, recursive and streaming selection agree on equal keys and values.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ class Cut:
         return self.num_tokens - self.reduced * self.lag
 
     def shares(self, entries: int) -> list[int]:
-        """What each reduced partition keeps so that `entries` stay in all (eq. 12 solved for the share). What does not
-        divide goes to the earliest: fixed by the length, so that it is known while the document is read."""
+        """Entries that each reduced partition keeps, so that `entries` stay in all (eq. 12 solved for the share). The
+        remainder goes to the earliest partitions: fixed by the length, so that it is known while the document is
+        read."""
         share, left = divmod(entries - self.whole, self.reduced)
         return [share + (index < left) for index in range(self.reduced)]
 
@@ -117,8 +118,8 @@ class PartitionPolicy(Policy):
 class PartitionAbsorber:
     """The recursive form: whenever two partitions are buffered, the first of them is reduced and then never changes.
 
-    A first pass of sink and two partitions, then one partition a pass, as in the paper. A pass still sees what it lets
-    go of (the paper's use, then compress).
+    The first pass takes the sinks and two partitions, later ones take one partition each, as in the paper. A pass still
+    sees the entries it evicts (the paper's use, then compress).
     """
 
     policy: PartitionPolicy

@@ -1,4 +1,4 @@
-"""Who gets how much of a budget, across heads and layers."""
+"""Plans: how heads and layers share a budget."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from kvshelf.workers.policies.budgets import Budget
 
 @dataclass(frozen=True, eq=False)
 class LayerStats:
-    """What a plan knows of one layer: the importance of the candidates of each KV head (fp32, infinite where an entry
-    must stay; in ascending position), and the weight of the layer as a whole."""
+    """Input of a plan for one layer: the importance of the candidates of each KV head (fp32, infinite where an entry
+    must stay; in ascending position), and the weight of the layer."""
 
     importance: Sequence[Tensor]
     weight: float = 1.0
@@ -31,8 +31,8 @@ class LayerStats:
 class CachePlan(ABC):
     """How the layers and heads of a cache share one budget, decided while the layers arrive.
 
-    What a head gets may only shrink when a later layer joins, because what was let go is gone. Each plan says why that
-    holds for it; a plan that cannot say so would need every layer in full until the end.
+    The share of a head may only shrink when a later layer joins, because evicted entries are gone. Each plan proves
+    this for itself; a plan without such a proof would need every layer in full until the end.
     """
 
     @abstractmethod
@@ -104,15 +104,15 @@ class ProportionalPlan(CachePlan):
 
 
 def least(floor: float, tokens: int, protected: int) -> int:
-    """Entries a head keeps whatever its scores: the part `floor` of `tokens`, at least one if any, and what is
-    protected."""
+    """Entries a head keeps whatever its scores: the part `floor` of `tokens`, at least one if `floor` is above 0, and
+    never fewer than are protected."""
     return max(protected, int(floor * tokens), 1 if floor > 0 else 0)
 
 
 def fill(weights: Sequence[float], total: int, cap: int) -> list[Fraction]:
     """Exact shares of `total` in proportion to `weights` (finite, not negative), none above `cap`: those that would
     exceed it get it, and the others share the rest. All get `cap` where `total` is more than that."""
-    # Weights of zero as the smallest there is: they get what the others cannot hold.
+    # A weight of zero becomes the smallest number, so that its layer gets what the others cannot hold.
     exact = [Fraction(max(weight, math.ulp(0.0))) for weight in weights]
     shares = [Fraction(cap)] * len(exact)
     rest, weight = Fraction(total), sum(exact, Fraction(0))

@@ -1,4 +1,4 @@
-"""Text cut into segments, and what is done to all segments of a document at once."""
+"""Text cut into segments, and operations on all segments of a document at once."""
 
 from __future__ import annotations
 

@@ -21,10 +21,10 @@ if TYPE_CHECKING:  # a view is also made without a model
 
 @dataclass(frozen=True)
 class ProbePass:
-    """Tokens run behind the document, to see what they attend to. Nothing of them is stored.
+    """Tokens run behind the document, to observe what they attend to. Their states are not stored.
 
-    They see the whole document and, of the pass, what comes before them; several passes do not see each other. Their
-    positions count on from `first_position`.
+    Each sees the whole document and the earlier tokens of its pass; several passes do not see each other. Positions
+    count up from `first_position`.
     """
 
     token_ids: tuple[int, ...]
@@ -35,11 +35,11 @@ class ProbePass:
 class DocumentView:
     """A tokenized document before its prefill.
 
-    The first `protected_prefix` tokens come from the chat template and are never evicted. `suffix` is what the template
-    writes between the document and the model's answer: the last thing the model reads before it answers any question.
-    `questions` are the expected ones, as the tokens that would ask them. `text` is None for an engine without
-    tokenizer. `max_tokens` is the longest sequence that the model takes; `calibration` is what was found out about its
-    heads beforehand, for a policy that observes it.
+    The first `protected_prefix` tokens come from the chat template and are never evicted. `suffix`: the tokens that the
+    template writes between the document and the model's answer, the last ones the model reads before any answer.
+    `questions`: the expected ones, as the tokens that would ask them. `text` is None for an engine without tokenizer.
+    `max_tokens`: the longest sequence of the model. `calibration`: that of the model's heads, for a policy that
+    observes it.
     """
 
     token_ids: Sequence[int]
@@ -71,7 +71,7 @@ class DocumentView:
 
 @dataclass(frozen=True, eq=False)
 class Probed:
-    """What a probe pass left at one layer: queries `[q_heads, T, D]`, keys `[kv_heads, T, D]` and values `[kv_heads, T,
+    """States of a probe pass at one layer: queries `[q_heads, T, D]`, keys `[kv_heads, T, D]` and values `[kv_heads, T,
     Dv]`."""
 
     queries: Tensor
@@ -169,11 +169,11 @@ def output_weight(attention: nn.Module | None) -> Tensor | None:
 
 
 class Window:
-    """The rows that observe a document: what a paper calls the end of the prompt.
+    """The observation window: the rows that a paper calls the end of the prompt.
 
-    With probe passes they are the last rows of each pass; where the shortest pass has fewer than `rows`, the document's
-    own last `tail` tokens fill up. Without a pass all of them are the document's. Those `tail` tokens cannot be judged
-    by rows that come before them, so whoever scores by a window keeps them.
+    With probe passes these are the last rows of each pass; if the shortest pass has fewer than `rows`, the document's
+    own last `tail` tokens are added. Without a pass all rows are the document's. Earlier rows cannot judge those `tail`
+    tokens, so a policy that scores by a window keeps them.
     """
 
     def __init__(self, layer: LayerView, rows: int) -> None:
@@ -215,7 +215,7 @@ class Window:
         """Mean weight over the rows and the group, pooled over `kernel` neighbours: `[kv_heads, columns]` fp32."""
         layer = self._layer
         keys, tail = layer.keys[:, : self.columns], layer.keys[:, self.columns :]
-        # Tokens that see the judged ones and are none of them: the tail, and after it a pass.
+        # The own keys of the rows, which are not judged: the tail, and behind it a pass.
         rows = [(layer.all_queries[:, self.columns :], tail)] if self.tail else []
         rows += [
             (probed.queries[:, -self._rows :], torch.cat([tail, probed.keys], dim=1) if self.tail else probed.keys)

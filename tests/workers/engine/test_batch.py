@@ -158,19 +158,19 @@ def test_rows_on_one_document_read_it_once(llama, caches):
     """However the answers are ordered, those of one document share one read of its prefix."""
     plans = []
 
-    class Spy(batch_module._Plan):
+    class Spy(batch_module._Step):
         def __init__(self, *args):
             super().__init__(*args)
             plans.append(self)
 
     batch = llama.engine.batch()
     together = [llama.engine.start(caches[i % 3], llama.ids[:2], Sampling(4)) for i in range(9)]
-    original = batch_module._Plan
-    batch_module._Plan = Spy
+    original = batch_module._Step
+    batch_module._Step = Spy
     try:
         run(batch, together)
     finally:
-        batch_module._Plan = original
+        batch_module._Step = original
     assert [plan.layout.shares for plan in plans] == [(6, 6, 6)] + [(3, 3, 3)] * 3
 
 
