@@ -42,14 +42,26 @@ class AttachedCache(Cache):  # type: ignore[misc]
         return torch.cat([stand_in, input_ids], dim=1)
 
 
-class AttachedLayer(CacheLayerMixin):  # type: ignore[misc]
+class UnboundedLayer(CacheLayerMixin):  # type: ignore[misc]
+    """A layer of a cache without sliding window and without a longest length."""
+
+    is_sliding = False
+
+    def get_max_length(self) -> int:
+        """-1: no longest length."""
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """`get_max_length` by its name in older versions of transformers 5."""
+        return -1
+
+
+class AttachedLayer(UnboundedLayer):
     """One layer of an `AttachedCache`. `prefix`: the entries that every query sees; they stand for `start` tokens.
 
     `keys` and `values` are the suffix buffers `[B, kv_heads, capacity, D]`, of which the first `_length` rows are in
     use. They double when full: appending to an exact-size tensor would copy the suffix at every token.
     """
-
-    is_sliding = False
 
     def __init__(self, prefix: Sequence[Prefix], start: int, longest: int | None = None) -> None:
         super().__init__()
@@ -106,14 +118,6 @@ class AttachedLayer(CacheLayerMixin):  # type: ignore[misc]
         if added == 0:
             _refuse_positions(self.get_seq_length())
         return self.get_seq_length() + added, 0
-
-    def get_max_length(self) -> int:
-        """-1: the suffix grows without a fixed end."""
-        return -1
-
-    def get_max_cache_shape(self) -> int:
-        """`get_max_length` by its name in older versions of transformers 5."""
-        return -1
 
     def reset(self) -> None:
         """Forget the suffix; the document stays."""

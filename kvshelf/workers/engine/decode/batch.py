@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from kvshelf.errors import InternalError
 from kvshelf.kernels.prefix_attention import BatchLayout, SuffixRows
-from kvshelf.workers.engine.attention.attached import AttachedStates
+from kvshelf.workers.engine.attention.attached import AttachedStates, UnboundedLayer
 from kvshelf.workers.engine.attention.attachment import Attachment, Wait, block
 from kvshelf.workers.engine.attention.function import CONTEXT, Attended, kvshelf_attention
 from kvshelf.workers.engine.decode.generation import Checkpoint, Generation
@@ -200,10 +200,8 @@ def _suffix_groups(places: Sequence[_Place], device: torch.device) -> list[_Suff
     return groups + [_SuffixGroup(place.slab, [place], device) for place in places if place.count > 1]
 
 
-class _BatchLayer(CacheLayerMixin):  # type: ignore[misc]
+class _BatchLayer(UnboundedLayer):
     """One layer of one step, as transformers sees it."""
-
-    is_sliding = False
 
     def __init__(self, index: int, step: _Step, wait: Wait) -> None:
         super().__init__()
@@ -232,14 +230,6 @@ class _BatchLayer(CacheLayerMixin):  # type: ignore[misc]
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         """There is no mask; what is visible follows from the step."""
         return (query_length if isinstance(query_length, int) else query_length.shape[0]), 0
-
-    def get_max_length(self) -> int:
-        """-1: no fixed end."""
-        return -1
-
-    def get_max_cache_shape(self) -> int:
-        """`get_max_length` by its name in older versions of transformers 5."""
-        return -1
 
     def lazy_initialization(self, *_: Any) -> NoReturn:
         """Never called: the suffixes belong to the batch."""
