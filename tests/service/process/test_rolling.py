@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 # The real HTTP server with an application that says which process answers: starting it takes a second.
 CHILD = """
 import asyncio, os, sys
-from kvshelf.service.http_server import HttpServer
-from kvshelf.service.supervisor import Place
+from kvshelf.service.http.server import HttpServer
+from kvshelf.service.process.supervisor import Place
 
 async def app(scope, receive, send):
     if scope["type"] == "lifespan":
@@ -149,9 +149,9 @@ UNFINISHED = """
 import asyncio, sys
 from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
-from kvshelf.service import errors
-from kvshelf.service.http_server import HttpServer
-from kvshelf.service.supervisor import Place
+from kvshelf.service.http import errors
+from kvshelf.service.http.server import HttpServer
+from kvshelf.service.process.supervisor import Place
 
 app = FastAPI()
 errors.install(app, [])

@@ -21,7 +21,7 @@ from kvshelf.service.process.supervisor import Place, _bound
 SUPERVISOR = """
 import sys
 from kvshelf.service.settings import Settings
-from kvshelf.service.supervisor import supervise
+from kvshelf.service.process.supervisor import supervise
 sys.exit(supervise(Settings(port=0), [sys.executable, sys.argv[1]]))
 """
 
