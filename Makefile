@@ -6,10 +6,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo check test soak clean
+.PHONY: help setup demo check test test-fast soak clean
 
 help:  ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */\1|/' | column -t -s '|'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1|/' | column -t -s '|'
 
 setup: $(STAMP)  ## create .venv and install kvshelf with everything it needs
 
@@ -39,13 +39,18 @@ check: setup  ## format, lint, types and the import rule
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_import_rule.py tests/test_public_names.py
 
-# Most tests of these packages compute on one core and start no service, so they run two at a time. All others start services,
-# wait for them, and measure how long they take: one after the other.
-IN_PAIRS := tests/kernels tests/store tests/workers tests/client
+# Python keeps what it has compiled, whatever the environment says: each service of a test is three processes.
+unexport PYTHONDONTWRITEBYTECODE
+
+# Three at a time on two cores, for many tests wait: for a process to start, a lease to end, a server to be back.
+TOGETHER = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder
 
 test: setup  ## all tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(IN_PAIRS)
-	$(BIN)/python -m pytest $(addprefix --ignore=,$(IN_PAIRS))
+	$(TOGETHER) -m "not alone"
+	$(BIN)/python -m pytest -m alone
+
+test-fast: setup  ## the tests of units, in two minutes
+	$(TOGETHER) -m "unit and not alone"
 
 soak: setup  ## all tests with their full counts: kill loops, fuzzing, load
 	KVSHELF_SOAK=1 $(BIN)/python -m pytest --timeout 7200

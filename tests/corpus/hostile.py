@@ -29,7 +29,7 @@ KILLS, HANGS, SWELLS, SLOW = 7, 8, 9, 10
 KINDS = {KILLS: "worker_crashed", HANGS: "deadline_exceeded", SWELLS: "document_too_long"}
 """What becomes of them."""
 
-SLOW_S = 3.0
+SLOW_S = 1.5
 
 
 def vulnerable() -> None:

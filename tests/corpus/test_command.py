@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(900)
 @pytest.fixture
 def rows(tmp_path: Path, soak: bool) -> list[dict[str, Any]]:
     """A corpus that takes long enough to be killed in."""
-    found = corpus(400 if soak else 60, tokens=(2000, 6000))
+    found = corpus(400, tokens=(2000, 6000)) if soak else corpus(60, tokens=(1000, 3000))
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found) + "no json\n")
     return found
 

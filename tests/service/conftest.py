@@ -85,8 +85,10 @@ def other_model(folder: Path) -> Engine:
 
 
 @pytest.fixture(autouse=True)
-def _still_ready(http: httpx.Client) -> Iterator[None]:
-    """Whatever a test sends, the service is ready afterwards."""
+def _still_ready(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Whatever a test sends to the shared service, it is ready afterwards."""
     yield
-    response = http.get("/readyz")
-    assert response.status_code == 200, response.text
+    if "service" in request.fixturenames:
+        url = request.getfixturevalue("service_url")
+        response = httpx.get(f"{url}/readyz", timeout=120)
+        assert response.status_code == 200, response.text
