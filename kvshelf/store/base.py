@@ -1,4 +1,4 @@
-"""What a shelf promises, whatever it is built on."""
+"""The contract of a store, for every kind of home."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from kvshelf.store.types import UNSET, BlobFile, Page, Receipt, Scrubbed, Swept,
 
 
 class Store(abc.ABC):
-    """Where caches live. One store serves several threads and several processes at once.
+    """Keeps caches. Several threads and several processes may use one store at once.
 
-    Ids are content addresses that include the tenant, so an id of another tenant and an id that never was are the same
-    `CacheNotFound`, word for word. Every method may raise `StoreUnavailable` when the place itself does not work.
+    Ids are content addresses that include the tenant: an id of another tenant and an id that never existed raise the
+    same `CacheNotFound`, word for word. Every method may raise `StoreUnavailable` when the home does not work.
     """
 
     ledger: Ledger
@@ -49,24 +49,24 @@ class Store(abc.ABC):
         """Store a cache: write, verify what was written, then make it visible. Durable when it returns.
 
         `codec` is a text of `kvshelf.store.artifact.codecs`; "none" adds no encoding to the cache. The manifest and
-        the id hold the canonical text of the codec. `source`: the document's text, to be kept beside it.
-        When this cache is on the shelf already, nothing is written and the existing manifest is returned unchanged, its
-        labels and expiry included (but a source is added where there is none). One that has expired or is corrupt is
-        replaced. judged: what was measured of it. `store_s` of the manifest's timings is filled in. Raises
-        `InvalidRequest` (arguments, or a cache that the codec or the format cannot hold), `QuotaExceeded`,
-        `StorageFull`; nothing is visible after an error.
+        the id hold the canonical text of the codec. source: the document's text, to be kept beside the cache. judged:
+        the cache's measured quality.
+        If this cache is on the shelf already, nothing is written and its manifest is returned unchanged, labels and
+        expiry included; only a missing source is added. An expired or corrupt cache is replaced. Sets `store_s` in the
+        manifest's timings. Raises `InvalidRequest` (arguments, or a cache that the codec or the format cannot hold),
+        `QuotaExceeded`, `StorageFull`; nothing is visible after an error.
         """
 
     @abc.abstractmethod
     def expiry(self, ttl_s: float | None, expires_at: float | None) -> float | None:
-        """When a cache put now with these would expire (Unix seconds, None: never), by the rules of this shelf.
+        """When a cache put now would expire (Unix seconds, None: never), by the rules of this shelf.
 
-        Raises `InvalidRequest`: so a request can be refused before any work.
+        Raises `InvalidRequest`, so that a request can be refused before any work.
         """
 
     @abc.abstractmethod
     def admit(self, tenant: str) -> None:
-        """Raises `QuotaExceeded` when the tenant's quota is used up already, so that no work is begun for nothing."""
+        """Raises `QuotaExceeded` when the tenant's quota is used up already, before any work is wasted."""
 
     def get(self, cache_id: str, *, tenant: str = "default") -> CompressedCache:
         """Read a cache; every digest and its content address are checked on every read.
@@ -81,10 +81,10 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def open_cache(self, cache_id: str, *, tenant: str = "default") -> ArrivingCache:
-        """A cache whose header and content address are checked, to be read layer by layer while it is used.
+        """Open a cache to read it layer by layer while it is used; its header and content address are checked.
 
-        Raises as `get` does; what is wrong with a layer is found when it is read. It can be read to its end when the
-        cache is deleted meanwhile. Close it before the store.
+        Raises as `get` does; a damaged layer is found when it is read. Reading may finish although the cache is
+        deleted meanwhile. Close the result before the store.
         """
 
     @abc.abstractmethod
@@ -96,22 +96,22 @@ class Store(abc.ABC):
         """The document's text, verified. Raises `SourceNotKept` where none was kept, and as `get` does."""
 
     def original(self, cache_id: str, *, tenant: str = "default") -> tuple[Manifest, str]:
-        """The manifest and the document's text, to make a cache again: also of one whose blob is corrupt.
+        """The manifest and the document's text, to recompute a cache, even one whose blob is corrupt.
 
-        Raises as `source` does; `CacheCorrupt` only where the text or the manifest is not what was written either.
+        Raises as `source` does; `CacheCorrupt` only if the text or the manifest is damaged as well.
         """
         return self.stat(cache_id, tenant=tenant), self.source(cache_id, tenant=tenant)
 
     @abc.abstractmethod
     def keep_source(self, cache_id: str, text: str, *, tenant: str = "default") -> Manifest:
-        """Keep a document's text beside a cache that is there. Whose text it is, the caller must know.
+        """Keep a document's text beside a stored cache. The caller vouches that the text is the cache's document.
 
-        Nothing is written where a source is kept already. Raises as `put` and `get` do.
+        Writes nothing if a source is kept already. Raises as `put` and `get` do.
         """
 
     @abc.abstractmethod
     def keep_judgement(self, cache_id: str, judged: Judgement, *, tenant: str = "default") -> Manifest:
-        """What was measured of a cache that is there, in place of what its manifest says. Raises as `get` does."""
+        """Replace the measured quality in a stored cache's manifest. Raises as `get` does."""
 
     @abc.abstractmethod
     def stat(self, cache_id: str, *, tenant: str = "default") -> Manifest:
@@ -148,27 +148,27 @@ class Store(abc.ABC):
         pinned: bool | Unset = UNSET,
         if_revision: Collection[str] | None = None,
     ) -> Manifest:
-        """Change what may change; None as `ttl_s` or `expires_at` means no expiry, labels are replaced as a whole.
+        """Change a manifest. None as `ttl_s` or `expires_at` means no expiry; labels are replaced as a whole.
 
-        Raises as `get` does, and `InvalidRequest`. A pinned cache is never evicted for space; it expires all the same.
-        if_revision: change it only as the caller has seen it, with one of these `Manifest.revision`s; else it is
-        `EtagMismatch`. Of several callers who saw the same, in any processes, one succeeds.
+        Raises as `get` does, and `InvalidRequest`. A pinned cache is never evicted for space, but it expires.
+        if_revision: change the cache only if its `Manifest.revision` is one of these, else raise `EtagMismatch`. Of
+        several callers with the same revision, in any processes, one succeeds.
         """
 
     @abc.abstractmethod
     def delete(self, cache_id: str, *, tenant: str = "default", if_revision: Collection[str] | None = None) -> Receipt:
-        """Remove a cache, expired and corrupt ones too. Readers that have it open finish. Raises `CacheNotFound`.
+        """Remove a cache, even an expired or corrupt one. Readers that have it open finish. Raises `CacheNotFound`.
 
-        if_revision: as for `update`, and then it raises as `get` does, too.
+        if_revision: as for `update`; it then raises as `get` does.
         """
 
     @abc.abstractmethod
     def touch(self, cache_id: str, *, tenant: str = "default") -> None:
-        """Record that the cache was used now; nothing happens for one that is gone."""
+        """Record that the cache was used now. Does nothing if the cache is gone."""
 
     @abc.abstractmethod
     def sweep(self, now: float | None = None) -> Swept:
-        """Remove what has expired and what a crash left behind. Safe beside writers; call it every few minutes."""
+        """Remove expired items and the remains of crashes. Safe beside writers; call it every few minutes."""
 
     @abc.abstractmethod
     def cache_id(self, identity: Identity, *, tenant: str = "default", codec: str = "none") -> str:
@@ -187,15 +187,15 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def health(self) -> Health:
-        """Whether the home answers, and may be used. Quick and walks nothing, unlike `check`."""
+        """Whether the home answers and may be used. Quick: unlike `check`, it walks nothing."""
 
     @abc.abstractmethod
     def check(self) -> Sequence[str]:
-        """Every inconsistency found, one sentence each; blobs are not read. Empty means sound."""
+        """Every inconsistency, one sentence each; empty if the home is sound. Does not read blobs."""
 
     @abc.abstractmethod
     def scrub(self) -> Iterator[Scrubbed]:
-        """Read every cache of every tenant to its end, set aside those that are corrupt, say what was found of each."""
+        """Read every cache of every tenant to its end, quarantine the corrupt ones, and report on each."""
 
     @abc.abstractmethod
     def close(self) -> None:

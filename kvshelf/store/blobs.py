@@ -1,7 +1,7 @@
 """Where a home keeps runs of bytes: by name, written once, read any number of times, removed.
 
-It knows nothing of caches, tenants or encryption. What counts is decided by the index (`kvshelf.store.index`): bytes
-whose name the index does not know are nothing but rubbish that a dead writer left.
+This layer knows no caches, tenants or encryption. The index (`kvshelf.store.index`) decides which names count: bytes
+under any other name are the leftovers of a dead writer.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from io import RawIOBase
 from typing import ClassVar, Final
 
 Step = Callable[[str], None]
-"""Called with the name of each step of a write as it is completed: for tracing, and for tests that stop there."""
+"""Called with the name of each completed step of a write: for tracing, and for tests that stop there."""
 
 WRITE_LEASE_S: Final = 60.0
-"""How long a writer may be silent before what it writes is taken for abandoned."""
+"""How long a writer may be silent before its write counts as abandoned."""
 
 MARGIN_S: Final = 600.0
-"""How much longer a server keeps bytes than the manifest that names them: a reader that began in time can end."""
+"""How much longer a server keeps bytes than their manifest, so that a reader that began in time can finish."""
 
 _NAME = re.compile(r"[0-9a-f]{40}-[0-9a-f]{16}")
 
 
 def new_name(cache_id: str) -> str:
-    """A fresh name for bytes of a cache. The random part keeps two writers of one cache out of each other's way."""
+    """A fresh name for bytes of a cache. The random part separates two writers of one cache."""
     return f"{cache_id.removeprefix('kvs_')}-{secrets.token_hex(8)}"
 
 
 def is_name(name: str) -> bool:
-    """Whether `new_name` can have made this name."""
+    """Whether this is the form of `new_name`."""
     return _NAME.fullmatch(name) is not None
 
 
 @dataclass(frozen=True)
 class Health:
-    """What is amiss with a place that answers, one sentence each.
+    """The problems of a home that answers, one sentence each.
 
-    faults: why it must not be used, for it may lose parts of a cache. warnings: what an operator should know of.
+    faults: the home must not be used, because it may lose parts of a cache. warnings: for the operator.
     """
 
     faults: tuple[str, ...] = ()
@@ -48,57 +48,54 @@ class Health:
 
 
 class Blobs(abc.ABC):
-    """A place for bytes. Serves several threads and several processes at once.
+    """A place for bytes. Several threads and several processes may use it at once.
 
     `nbytes` is always the size with which a name was written. Methods raise `StoreUnavailable` and `StorageFull` when
-    the place itself does not work, and for a name that is none.
+    the place does not work, and `StoreUnavailable` for a malformed name.
     """
 
     home: str
-    """What a receipt calls this place: "disk" or "redis"."""
+    """The name of this place in a receipt: "disk" or "redis"."""
 
     cheap_to_walk: ClassVar[bool]
     """Whether every sweep may call `found`."""
 
     read_ahead: ClassVar[bool]
-    """Whether it pays to read an opened file on a thread of its own while what it gave is digested. Where the bytes
-    come from another process, that one works meanwhile, and two threads that pass segments to each other lose more than
-    they gain: 59 instead of 50 ms of processor time for 64 MB from Redis."""
+    """Whether it pays to read an opened file on a second thread while the first hashes. Where another process sends the
+    bytes, that process works meanwhile, and two threads that pass segments to each other lose more than they gain: 59
+    instead of 50 ms of processor time for 64 MB from Redis."""
 
     @abc.abstractmethod
     def write(self, name: str, buffers: Iterable[memoryview], nbytes: int, *, on_step: Step) -> None:
-        """Create and make durable. What takes longer than the write lease needs `renew` beside it.
+        """Create and make durable. A write that takes longer than the write lease needs `renew` beside it.
 
-        `on_step` hears "created", "written", "synced". On an error the bytes written so far may stay: the caller
-        removes them, or they are found as rubbish later.
+        `on_step` is called with "created", "written", "synced". After an error, bytes written so far may stay: the
+        caller removes them, or a sweep does.
         """
 
     @abc.abstractmethod
     def renew(self, name: str, nbytes: int) -> None:
-        """Let a server keep what is there of the bytes for another write lease at least. A disk does nothing here.
+        """Make a server keep the bytes written so far for at least another write lease. A disk does nothing here.
 
-        For a thread beside the one that writes, reads back and calls `keep_until`: nothing is ever kept shorter by it.
+        Called by a thread beside the writer's: it never shortens a lifetime that `keep_until` has set.
         """
 
     @abc.abstractmethod
     def open(self, name: str, nbytes: int, *, once: bool = False) -> RawIOBase | None:
-        """A seekable file at byte 0, or None when there is nothing of this name.
+        """A seekable file at byte 0, or None if the name does not exist.
 
-        It holds a lease until it is closed: the bytes can be read to the end although the name is removed meanwhile.
-        once: it is read from front to end once and then closed, so the lease may end when the last bytes come.
-        Reading raises `BlobError` (reason "missing") where a part is gone.
+        The file holds a lease until it is closed: its bytes can be read to the end although the name is removed
+        meanwhile. once: the caller reads it from front to end once, so the lease may end with the last bytes. Reading
+        raises `BlobError` (reason "missing") if a part is gone.
         """
 
     @abc.abstractmethod
     def beginning(self, name: str, nbytes: int, count: int) -> bytes | None:
-        """The first `count` bytes, or all where there are fewer; None when there is nothing of this name.
-
-        No more than these are read: `open` is for who reads on.
-        """
+        """The first `count` bytes, or all if there are fewer; None if the name does not exist. Reads nothing else."""
 
     @abc.abstractmethod
     def holds(self, name: str, nbytes: int) -> bool:
-        """Whether all the bytes seem to be there, by their number; they are not read."""
+        """Whether the name exists with this size. The bytes are not read."""
 
     def hold_each(self, names: Sequence[tuple[str, int]]) -> list[bool]:
         """`holds` for many names with their sizes at once."""
@@ -108,18 +105,18 @@ class Blobs(abc.ABC):
     def keep_until(self, name: str, nbytes: int, expires_at: float | None) -> None:
         """Let the server drop the bytes `MARGIN_S` after a time (Unix seconds), or never. A disk does nothing here.
 
-        Nothing is kept shorter than an earlier call said: of two who change the expiry of a cache at once, the one
-        whose manifest counts need not be the one who comes here last. A sweep frees what ends earlier. Raises
-        `BlobError` (reason "missing") when not all are there.
+        Never shortens the lifetime that an earlier call set: when two callers change the expiry of a cache at once,
+        the last call here need not be the one whose manifest counts. A sweep frees what ends earlier. Raises
+        `BlobError` (reason "missing") if bytes are gone.
         """
 
     @abc.abstractmethod
     def remove(self, name: str, nbytes: int) -> bool:
-        """Remove the bytes, set aside or not; readers that have them open keep them. False if there were none."""
+        """Remove the bytes, quarantined or not; open readers keep them. False if there were none."""
 
     @abc.abstractmethod
     def set_aside(self, name: str, nbytes: int) -> None:
-        """Keep the bytes for inspection, where `open` does not find them; nothing happens if there are none."""
+        """Quarantine the bytes: keep them for inspection, hidden from `open`. Does nothing if there are none."""
 
     @abc.abstractmethod
     def is_read(self, name: str) -> bool:
@@ -127,14 +124,14 @@ class Blobs(abc.ABC):
 
     @abc.abstractmethod
     def found(self) -> Iterator[tuple[str, float]]:
-        """Every name there is, with the seconds since its last change. Slow: it walks the whole place."""
+        """Every name, with the seconds since its last change. Slow: it walks the whole place."""
 
     @abc.abstractmethod
     def problems(self) -> list[str]:
-        """What is amiss with the place itself, one sentence each: strange files, a server that may drop bytes."""
+        """Problems of the place, one sentence each: strange files, a server that may drop bytes."""
 
     def health(self) -> Health:
-        """See `Health`. Quick: it is asked every few seconds, and walks nothing."""
+        """See `Health`. Quick: called every few seconds, it walks nothing."""
         return Health()
 
     @abc.abstractmethod

@@ -1,4 +1,4 @@
-"""What callers may give a store, and what a store says of its caches: one message for each, whoever asks."""
+"""Checks of a store's arguments, and the one message of each error about a cache."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any, Final, Literal
 
-from kvshelf.api import Timings
 from kvshelf.errors import CacheCorrupt, CacheNotFound, EtagMismatch, InvalidRequest
-from kvshelf.store.artifact.codecs import Codec
-from kvshelf.store.manifest import Judgement, Manifest, Placement
+from kvshelf.store.manifest import Manifest
 from kvshelf.store.types import Unset
 
 PAGE_LIMIT: Final = 1000
 LABEL_LIMIT: Final = 64
 TEXT_LIMIT: Final = 512
 SOURCE_LIMIT: Final = 256 << 20
-"""Characters of a source that is kept: far above what any model reads, and below what would hurt a reader's memory."""
+"""Characters of a kept source: far above any model's context, and below what would exhaust a reader's memory."""
 
 _CACHE_ID = re.compile(r"kvs_[0-9a-f]{40}")
 
@@ -27,7 +25,7 @@ def not_found(cache_id: str) -> CacheNotFound:
 
 
 def require_id(cache_id: str) -> str:
-    """Refuse what cannot be an id before it comes near a file or a query."""
+    """Refuse a malformed id before it reaches a file name or a query."""
     if not isinstance(cache_id, str) or not _CACHE_ID.fullmatch(cache_id):
         raise not_found(str(cache_id))
     return cache_id
@@ -43,7 +41,7 @@ def corrupt(cache_id: str, problem: str, reason: str) -> CacheCorrupt:
 
 
 def require_revision(manifest: Manifest, if_revision: Collection[str] | None) -> None:
-    """Raises `EtagMismatch` if a caller has seen the cache, and has not seen it as it is now."""
+    """Raises `EtagMismatch` if the caller names revisions and the cache has another one now."""
     if if_revision is not None and manifest.revision not in if_revision:
         raise EtagMismatch(
             f'cache {manifest.id} was changed since: it has the ETag "{manifest.revision}" now; fetch it and decide '
@@ -52,33 +50,8 @@ def require_revision(manifest: Manifest, if_revision: Collection[str] | None) ->
         )
 
 
-def placement(
-    tenant: str,
-    codec: Codec,
-    expires_at: float | None,
-    labels: Mapping[str, str],
-    name: str,
-    pinned: bool,
-    timings: Timings,
-    source: str | None,
-    judged: Judgement,
-) -> Placement:
-    """Check what a caller of `put` gave; raises `InvalidRequest`."""
-    return Placement(
-        tenant=require_text(tenant, "tenant", empty=False),
-        codec=str(codec),
-        expires_at=expires_at,
-        labels=require_labels(labels),
-        name=require_text(name, "name"),
-        pinned=bool(pinned),
-        timings=timings,
-        source=None if source is None else require_source(source),
-        judged=judged,
-    )
-
-
 def changes(labels: Mapping[str, str] | Unset, name: str | Unset, pinned: bool | Unset) -> dict[str, Any]:
-    """Check what a caller of `update` gave besides the expiry; returns the manifest's fields that change."""
+    """Check the arguments of `update` except the expiry; returns the manifest's fields that change."""
     found: dict[str, Any] = {}
     if not isinstance(labels, Unset):
         found["labels"] = require_labels(labels)
@@ -90,7 +63,7 @@ def changes(labels: Mapping[str, str] | Unset, name: str | Unset, pinned: bool |
 
 
 def require_text(value: str, param: str, *, limit: int = TEXT_LIMIT, empty: bool = True) -> str:
-    """A string that fits and that any store can hold as UTF-8."""
+    """A string within the limit that any store can hold as UTF-8."""
     if not isinstance(value, str) or len(value) > limit or (not value and not empty):
         least = 0 if empty else 1
         raise InvalidRequest(f"{param} must be text of {least} to {limit} characters, not {value!r:.80}", param=param)
@@ -100,7 +73,7 @@ def require_text(value: str, param: str, *, limit: int = TEXT_LIMIT, empty: bool
 
 
 def require_source(text: str) -> str:
-    """A document's text as it is: any characters that UTF-8 has, at least one."""
+    """A document's text: at least one character, all encodable as UTF-8."""
     if not isinstance(text, str) or not 0 < len(text) <= SOURCE_LIMIT:
         raise InvalidRequest(f"source must be text of 1 to {SOURCE_LIMIT} characters", param="source")
     if any("\ud800" <= char <= "\udfff" for char in text):
@@ -124,7 +97,7 @@ def require_labels(labels: Mapping[str, str]) -> dict[str, str]:
 
 
 def require_expiry(ttl_s: float | None, expires_at: float | None, now: float) -> float | None:
-    """When a cache expires (Unix seconds, None: never), from the two ways to say it."""
+    """When a cache expires (Unix seconds, None: never), from a lifetime or a time."""
     if ttl_s is not None and expires_at is not None:
         raise InvalidRequest("give ttl_s or expires_at, not both", param="ttl_s")
     if ttl_s is not None:

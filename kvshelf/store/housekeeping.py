@@ -1,4 +1,4 @@
-"""What keeps a home in order: expiry, room, what dead writers left behind, and the search for inconsistencies."""
+"""Housekeeping of a home: expiry, eviction, leftovers of dead writers, and a search for inconsistencies."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from kvshelf.store.blobs import Blobs
 from kvshelf.store.index import Entry, Index
 
 ORPHAN_GRACE_S: Final = 3600.0
-"""Bytes that neither an entry nor a write in progress names are left alone for this long: a power cut may have lost the
-note of a write that goes on."""
+"""How long bytes without an entry or a registered write stay: a power cut may have lost the registration of a write
+that continues."""
 
 _BATCH: Final = 200
 
@@ -23,18 +23,18 @@ def expire(index: Index, blobs: Blobs, now: float) -> int:
     while entries := index.expired(now, _BATCH):
         buried = sum(bury(index, blobs, entry, "expired", now) for entry in entries)
         count += buried
-        if not buried:  # somebody else is at it
+        if not buried:  # another process is doing it
             break
     return count
 
 
 def bury(index: Index, blobs: Blobs, entry: Entry, state: Literal["expired", "evicted", "deleted"], now: float) -> bool:
-    """Turn an entry into a tombstone, then remove its bytes. False, and nothing done: it was put again meanwhile."""
+    """Turn an entry into a tombstone, then remove its bytes. False, and nothing done: see `Index.bury`."""
     try:
         buried = index.bury(entry, state, now)
     except StorageFull:
-        # A full disk has no room for the tombstone, and deleting is how room is made: so the bytes go first this once.
-        # Should the process die in between, the next reader finds them missing and says that the cache is corrupt.
+        # A full disk has no space for the tombstone, so free some: remove the bytes first. If the process dies in
+        # between, the next reader finds them missing and the cache corrupt.
         _remove(blobs, entry)
         buried = index.bury(entry, state, now)
     if buried:
@@ -43,7 +43,7 @@ def bury(index: Index, blobs: Blobs, entry: Entry, state: Literal["expired", "ev
 
 
 def discard(index: Index, blobs: Blobs, entry: Entry) -> None:
-    """Remove the bytes of an entry that gave way, then their registration: a crash in between is swept."""
+    """Remove the bytes of an entry that gave way, then their registration. After a crash, a sweep finishes."""
     _remove(blobs, entry)
     if entry.name is not None:
         index.abandon(entry.name)
@@ -55,10 +55,10 @@ def _remove(blobs: Blobs, entry: Entry) -> None:
 
 
 def make_room(index: Index, blobs: Blobs, nbytes: int, now: float) -> int:
-    """Evict the caches whose loss costs least until `nbytes` are free; returns the bytes freed, fewer if that is all.
+    """Evict the caches of lowest priority until `nbytes` are freed; returns the bytes freed, fewer if no more can go.
 
-    Pinned caches and those that are being read stay. What somebody else removes meanwhile counts, too: whether the room
-    is still there, only the index can say.
+    Pinned caches and those being read stay. Bytes that another process frees meanwhile count as well: only the index
+    knows whether the space is still free.
     """
     freed = 0
     passed_over = 0
@@ -78,11 +78,11 @@ def make_room(index: Index, blobs: Blobs, nbytes: int, now: float) -> int:
 
 
 def reclaim(index: Index, blobs: Blobs) -> int:
-    """Remove what dead writers left behind, and what gave way and was not removed; returns how many."""
+    """Remove the bytes of abandoned writes; returns how many."""
     abandoned = index.abandoned()
     for writing in abandoned:
-        # The registration goes last: until then the writer's name is known, and a crash here is made good by the next
-        # sweep. The writer itself can publish nothing any more, its lease has run out.
+        # The registration goes last, so that the next sweep finishes after a crash here. The writer itself can publish
+        # nothing: its lease has run out.
         for name, nbytes in writing.names():
             blobs.remove(name, nbytes)
         index.abandon(writing.name)
@@ -90,7 +90,7 @@ def reclaim(index: Index, blobs: Blobs) -> int:
 
 
 def remove_orphans(index: Index, blobs: Blobs) -> int:
-    """Remove bytes that nothing names and that are too old to belong to a write in progress; returns how many."""
+    """Remove unregistered bytes that are too old to belong to a write in progress; returns how many."""
     return sum(blobs.remove(name, 0) for name in orphans(index, blobs))
 
 

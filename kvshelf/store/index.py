@@ -1,12 +1,12 @@
-"""What a home knows about its caches. Every method is one atomic step, whoever else works on the home.
+"""The index of a home: which caches there are, and which writes are in progress. Every method is one atomic step.
 
-A cache becomes visible in `publish` and in no other way. It is written under a name that `begin` has registered; the
-registration is the fence: it has a lease, and a writer whose lease ran out can publish nothing any more.
+Only `publish` makes a cache visible. A writer first registers a name with `begin`. The registration is a lease that
+fences the writer: once the lease has run out, the writer can publish nothing.
 
-No name is ever forgotten before its bytes are removed: what gives way to a newer cache or to a tombstone stays
-registered, as a write that was abandoned, until `abandon` is called for it.
+A name stays registered until its bytes are removed. Names that give way to a newer cache or to a tombstone become
+abandoned writes, until `abandon` is called for them.
 
-A step that raises `StorageFull` was not taken; after `StoreUnavailable` it may have been.
+After `StorageFull`, the step was not taken; after `StoreUnavailable`, it may have been.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from kvshelf.store.manifest import Manifest, Usage
 EntryState = Literal["ready", "corrupt", "expired", "evicted", "deleted"]
 
 KEEP_ENDED_S: Final = 30 * 86400.0
-"""How long an id that has ended still says how it ended, and an ended request can be looked up."""
+"""How long tombstones and ended requests can still be looked up."""
 
 
 @dataclass(frozen=True)
 class Entry:
     """One cache id of one tenant. `expired`, `evicted` and `deleted` are tombstones: no manifest and no names.
 
-    seq: orders listings; it never repeats, and a cache that is put again gets a new one. version: counts the changes of
-    the manifest. name, source: what the blob and the kept source are called in `Blobs`. nbytes, source_bytes: their
-    sizes there, encryption included. uses: times it was touched. priority: see `kvshelf.store.eviction`.
+    seq: orders listings; never repeats, and a cache that is put again gets a new one. version: counts changes of the
+    manifest. name, source: names of the blob and the kept source in `Blobs`. nbytes, source_bytes: their sizes there,
+    encryption included. uses: times the cache was touched. priority: see `kvshelf.store.eviction`.
     """
 
     seq: int
@@ -58,7 +58,7 @@ class Entry:
 
     @property
     def stored(self) -> bool:
-        """Whether there is still something to read, expire or delete."""
+        """Whether the entry has bytes: it is no tombstone."""
         return self.state in ("ready", "corrupt")
 
     def live(self, now: float) -> bool:
@@ -128,7 +128,7 @@ class Writing:
 
 @dataclass(frozen=True)
 class Quota:
-    """What one tenant may keep on the shelf, and what all tenants together may (`budget_bytes`); None: any number.
+    """Limits of one tenant, and of all tenants together (`budget_bytes`); None: no limit.
 
     Bytes are those of `Entry.nbytes` and `source_bytes`.
     """
@@ -138,14 +138,14 @@ class Quota:
     budget_bytes: int | None = None
 
     def used_up(self, usage: Usage) -> bool:
-        """Whether a tenant with this much on the shelf may keep no more."""
+        """Whether a tenant with this usage may keep no more."""
         caches, nbytes = self.max_caches, self.max_bytes
         return (caches is not None and usage.caches >= caches) or (nbytes is not None and usage.bytes >= nbytes)
 
 
 @dataclass(frozen=True)
 class Query:
-    """What a listing asks for. Filters are joined by "and"; None or empty: any."""
+    """The filters of a listing, joined by "and"; None or empty: any."""
 
     tenant: str
     document_id: str | None = None
@@ -155,15 +155,15 @@ class Query:
 
 
 class Index(abc.ABC):
-    """The truth of a home. Serves several threads and several processes at once; durable when a method returns, where
-    nothing else is said.
+    """The source of truth of a home. Several threads and several processes may use it at once.
 
-    `now` is the caller's wall clock (Unix seconds), used for expiry only; leases are on the home's own clock. Methods
-    raise `StoreUnavailable` and `StorageFull` when the home does not work.
+    A change is durable when its method returns, unless the method says otherwise. `now` is the caller's wall clock
+    (Unix seconds), used for expiry only; leases are on the home's own clock. Methods raise `StoreUnavailable` and
+    `StorageFull` when the home does not work.
     """
 
     key: bytes
-    """32 secret bytes, the same for all who use this home: content addresses are keyed with it."""
+    """32 secret bytes that key the content addresses of this home."""
 
     ledger: Ledger
 
@@ -174,7 +174,7 @@ class Index(abc.ABC):
 
     @property
     def incarnation(self) -> str:
-        """Changes when the home has lost everything and began anew, as a server without persistence does."""
+        """Changes when the home has lost everything, as a server without persistence does at a restart."""
         return ""
 
     # Writing
@@ -183,10 +183,10 @@ class Index(abc.ABC):
     def begin(self, writing: Writing, quota: Quota) -> None:
         """Register a write and reserve its bytes for the tenant. Need not survive a power cut.
 
-        What the tenant has ready and reserved together must stay within the quota, or it is `QuotaExceeded`; what all
-        tenants have together within `budget_bytes`, or it is `StorageFull` and nothing is registered (the caller evicts
-        and asks again). An entry of the same id does not count, for it will be replaced; but where no blob is written
-        (`nbytes` 0: a source is added) it does, and no cache is added.
+        Ready and reserved bytes of the tenant together must stay within the quota, else `QuotaExceeded`; those of all
+        tenants within `budget_bytes`, else `StorageFull` (the caller evicts and asks again). Nothing is registered
+        then. An entry of the same id does not count, because the write replaces it. A write of a source alone
+        (`nbytes` 0) replaces nothing and adds no cache.
         """
 
     @abc.abstractmethod
@@ -195,14 +195,14 @@ class Index(abc.ABC):
 
     @abc.abstractmethod
     def abandon(self, name: str) -> None:
-        """Forget a write and its reservation: its bytes are removed. Nothing happens for one that is not known."""
+        """Forget a write and its reservation, after its bytes were removed. Ignores an unknown name."""
 
     @abc.abstractmethod
     def abandoned(self) -> list[Writing]:
-        """Writes whose lease has run out, and what gave way and was not removed yet.
+        """Writes whose lease has run out, and names that gave way and were not removed yet.
 
-        They are revoked by this: none can be renewed or published any more, also if a clock is set back. Their names
-        are to be removed, then `abandon` is to be called.
+        The call revokes them: none can be renewed or published any more, even if a clock is set back. The caller
+        removes their bytes, then calls `abandon`.
         """
 
     @abc.abstractmethod
@@ -213,7 +213,7 @@ class Index(abc.ABC):
 
         If a live entry has the id and its blob is not that of `over`, nothing is changed: (False, that entry).
         Otherwise the cache takes the place of whatever had its id: (True, the entry that gave way, if it had names;
-        these are now among the `abandoned`). cost_s: what it took to make, for eviction.
+        these are now among the `abandoned`). cost_s: seconds to make the cache again, for eviction.
 
         Raises `StoreUnavailable` if the lease of the write has run out.
         """
@@ -222,7 +222,7 @@ class Index(abc.ABC):
 
     @abc.abstractmethod
     def find(self, cache_id: str, tenant: str) -> Entry | None:
-        """The entry of an id, if it is this tenant's."""
+        """The entry of an id, if it belongs to this tenant."""
 
     @abc.abstractmethod
     def listing(self, query: Query, now: float, before: int | None, limit: int) -> list[Entry]:
@@ -230,11 +230,11 @@ class Index(abc.ABC):
 
     @abc.abstractmethod
     def usage(self, tenant: str | None) -> Usage:
-        """Ready entries and their bytes, sources included; of all tenants without one."""
+        """Ready entries and their bytes, sources included. tenant None: of all tenants."""
 
     @abc.abstractmethod
     def stored(self) -> Iterator[Entry]:
-        """All ready and corrupt entries, in batches inside: there may be a million."""
+        """All ready and corrupt entries, read in batches: there may be a million."""
 
     @abc.abstractmethod
     def knows(self, name: str) -> bool:
@@ -254,20 +254,19 @@ class Index(abc.ABC):
 
     @abc.abstractmethod
     def touch(self, cache_id: str, tenant: str, now: float) -> None:
-        """Count a use of a ready entry. On the path of every query: need not survive a power cut."""
+        """Count a use of a ready entry. Runs for every query, so it need not survive a power cut."""
 
     @abc.abstractmethod
     def mark_corrupt(self, entry: Entry, problem: str) -> bool:
-        """Set a ready entry's state; it keeps its name. False: another blob has taken its place since."""
+        """Mark a ready entry corrupt; it keeps its name. False: another blob has taken its place since."""
 
     @abc.abstractmethod
     def bury(self, entry: Entry, state: Literal["expired", "evicted", "deleted"], now: float) -> bool:
-        """Turn a stored entry into a tombstone: nothing of what the caller wrote into it remains. Its names are then
-        among the `abandoned`.
+        """Turn a stored entry into a tombstone without any caller's data. Its names are then among the `abandoned`.
 
-        False: the entry was put again since (its seq differs), or is a tombstone already; nothing is done. But
-        "deleted" is laid over the tombstones of other states too, and needs that the entry's version is what it was.
-        "expired" needs that it is expired at `now`.
+        False, and nothing done: the entry was put again since (its seq differs), or is a tombstone already. "deleted"
+        also replaces tombstones of other states, and requires an unchanged version. "expired" requires that the entry
+        has expired at `now`.
         """
 
     @abc.abstractmethod
@@ -284,7 +283,7 @@ class Index(abc.ABC):
 
     @abc.abstractmethod
     def problems(self) -> list[str]:
-        """What is amiss with the index itself, one sentence each."""
+        """Inconsistencies within the index, one sentence each."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -292,13 +291,13 @@ class Index(abc.ABC):
 
 
 def lapsed() -> StoreUnavailable:
-    """`stored` in its details, where it is False: the store works, and still did not store this. A document with which
-    that happens again and again is given up."""
+    """`stored=False` in its details: the store is healthy but this write failed. Callers give up a document after
+    several such failures."""
     return StoreUnavailable("the cache took longer to write than a writer may be silent; put it again", stored=False)
 
 
 def over_quota(size: int, taken: int, max_bytes: int | None) -> QuotaExceeded:
-    """`fits` in its details: whether it would if the tenant had nothing else."""
+    """`fits` in its details: whether it would fit if the tenant had nothing else."""
     return QuotaExceeded(
         f"{taken} of {max_bytes} bytes are taken and {size} more are needed; delete caches first",
         fits=max_bytes is None or size <= max_bytes,
@@ -306,7 +305,7 @@ def over_quota(size: int, taken: int, max_bytes: int | None) -> QuotaExceeded:
 
 
 def over_budget(size: int, budget_bytes: int | None) -> StorageFull:
-    """`fits` in its details: whether it would on an empty shelf, so that it may be tried again when there is room."""
+    """`fits` in its details: whether it would fit on an empty shelf, so that the caller may evict and retry."""
     return StorageFull(
         f"{size} bytes do not fit into the shelf's budget of {budget_bytes}",
         fits=budget_bytes is None or size <= budget_bytes,

@@ -1,9 +1,7 @@
-"""The small record of one stored cache. It is written last: a visible manifest means a complete and verified blob."""
+"""The record of one stored cache. It is written last: a visible manifest means a complete and verified blob."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from blake3 import blake3
@@ -78,64 +76,28 @@ class Manifest(Record):
 
     @property
     def revision(self) -> str:
-        """Changes with everything but the last use: being asked is no change that others must know of."""
+        """A digest of everything that can change except the counters of use."""
         return digest("kvshelf.etag", canonical_json(self.model_dump(mode="json", include=_REVISED)))
 
 
-@dataclass(frozen=True)
-class Placement:
-    """The caller's part of a stored cache, checked. Times are Unix seconds."""
-
-    tenant: str
-    codec: str
-    expires_at: float | None
-    labels: Mapping[str, str]
-    name: str
-    pinned: bool
-    timings: Timings
-    source: str | None = None
-    judged: Judgement = field(default_factory=Judgement)
-
-
-def describe(
-    cache: CompressedCache,
-    packed: PackedBlob,
-    placement: Placement,
-    *,
-    cache_id: str,
-    document_id: str,
-    created_at: float,
-    store_s: float,
-) -> Manifest:
-    """The manifest of a cache that has just been written."""
+def describe(cache: CompressedCache, packed: PackedBlob, **fields: Any) -> Manifest:
+    """The manifest of a cache and its blob. fields: those of `Manifest` that neither of the two determines."""
     identity = packed.header.identity
     return Manifest(
-        id=cache_id,
-        document_id=document_id,
-        tenant=placement.tenant,
         identity=identity.model_dump(),
         model=identity.model.name,
         layout=identity.layout,
         policy=identity.policy,
         policy_params=identity.policy_params,
         compression_ratio=identity.compression_ratio,
-        codec=placement.codec,
+        codec=packed.header.codec,
         num_tokens=cache.num_tokens,
         kept_tokens=cache.kept_tokens,
         bytes_full=_bytes_full(cache),
         bytes_stored=packed.nbytes,
         blob_digest=packed.root.hex(),
         segment_digests=tuple(layer.digest.hex() for layer in packed.header.layers),
-        quality=placement.judged.quality,
-        tried=placement.judged.tried,
-        timings=placement.timings.model_copy(update={"store_s": store_s}),
-        created_at=created_at,
-        expires_at=placement.expires_at,
-        pinned=placement.pinned,
-        name=placement.name,
-        labels=dict(placement.labels),
-        has_source=placement.source is not None,
-        source_digest=None if placement.source is None else source_digest(placement.source.encode()),
+        **fields,
     )
 
 

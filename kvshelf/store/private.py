@@ -14,8 +14,8 @@ _LIMIT: Final = 1 << 20
 
 
 def read_private(path: Path, *, param: str) -> bytes:
-    """The bytes of a file that only its owner can read, or that root wrote for a group of ours: the form in which
-    Kubernetes hands out secrets. The file that is checked is the one that is read.
+    """The bytes of a file that only its owner can read, or that root wrote for one of our groups, as Kubernetes writes
+    secrets. Checks the very file that it reads.
 
     Raises `InvalidRequest`, at fault the setting `param`, for one that is missing, no regular file, open to others, or
     longer than 1 MiB.
@@ -54,5 +54,5 @@ def write_private(path: Path, data: bytes, *, param: str) -> None:
 
 
 def refused(path: Path | str, problem: str, *, param: str) -> InvalidRequest:
-    """The one form of what is said about a file of keys."""
+    """The one form of every error about a key file."""
     return InvalidRequest(f"the key file {path} cannot be used: {problem}", param=param)

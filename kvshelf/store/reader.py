@@ -1,4 +1,4 @@
-"""How a cache is read from the shelf: found, opened, checked, and set aside if it is not what was written."""
+"""Reads a cache: finds, opens and checks it, and quarantines a corrupt one."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Reader:
         self._now = now
 
     def ready(self, cache_id: str, tenant: str) -> Entry:
-        """The entry of a cache that may be read, or the error that says why it may not."""
+        """The entry of a readable cache. Raises the error that says why it is not readable."""
         entry = self.kept(cache_id, tenant)
         if entry.state == "corrupt":
             raise checks.corrupt(cache_id, entry.problem or "unknown", "quarantined")
         return entry
 
     def kept(self, cache_id: str, tenant: str) -> Entry:
-        """As `ready`, and the entry of one that is corrupt."""
+        """As `ready`, but returns the entry of a corrupt cache as well."""
         checks.require_id(cache_id)
         entry = self._index.find(cache_id, tenant)
         if entry is None or entry.state == "deleted":
@@ -51,8 +51,10 @@ class Reader:
 
     @contextmanager
     def opening(self, cache_id: str, tenant: str, *, once: bool = False) -> Iterator[tuple[Entry, RawIOBase, int]]:
-        """The plain blob of a cache, for the caller of the block. It is closed when the block raises. once: see
-        `Blobs.open`."""
+        """The plain blob of a cache and its size; the caller closes it. Closed here if the block raises.
+
+        once: see `Blobs.open`.
+        """
         entry, file = self._open(cache_id, tenant, once)
         try:
             with self.quarantining(entry):
@@ -62,7 +64,7 @@ class Reader:
             raise
 
     def _open(self, cache_id: str, tenant: str, once: bool) -> tuple[Entry, RawIOBase]:
-        """Open a cache's blob. If the cache is deleted or replaced in between, the index decides."""
+        """Open a cache's blob. If the cache is deleted or replaced meanwhile, the index decides."""
         entry = self.ready(cache_id, tenant)
         while True:
             assert entry.name is not None, "a ready cache has a blob"
@@ -76,7 +78,7 @@ class Reader:
             entry = again
 
     def source(self, entry: Entry) -> str:
-        """The text of an entry, verified. Raises `SourceNotKept` where none was kept, `CacheCorrupt`."""
+        """The text of an entry, verified. Raises `SourceNotKept` if none was kept, `CacheCorrupt`."""
         if entry.source is None:
             raise SourceNotKept(
                 f"the text of cache {entry.id} was not kept; create it with keep_source to have it", param="cache_id"
@@ -92,15 +94,15 @@ class Reader:
 
     @contextmanager
     def quarantining(self, entry: Entry, read: tuple[str, int] | None = None) -> Iterator[None]:
-        """Inside the block, a `BlobError` sets the cache aside: who asks again hears the same without reading it.
+        """A `BlobError` in the block quarantines the cache: later reads fail at once, without reading its bytes.
 
-        read: what is read in the block, its name and size; the blob if nothing is said. The source of a cache whose
-        blob is corrupt stays where it is, for the cache can be made again from it.
+        read: name and size of the bytes that the block reads; the blob by default. The source of a cache with a corrupt
+        blob stays in place, so that the cache can be recomputed from it.
         """
         try:
             yield
         except BlobError as error:
-            # Where the shelf cannot be written to either, the verdict stands all the same and is reached again.
+            # If the shelf cannot be written either, the next read finds the damage again.
             with suppress(StoreError):
                 if self._index.mark_corrupt(entry, error.message):
                     self._blobs.set_aside(*(read or entry.names()[0]))
@@ -108,6 +110,6 @@ class Reader:
 
 
 def require_root(entry: Entry, root: bytes) -> None:
-    """The blob is sound; it must also be the one that was stored."""
+    """A sound blob must also be the one that was stored."""
     if root.hex() != entry.manifest().blob_digest:
         raise BlobError("its file holds another blob than was stored", reason="wrong_blob")

@@ -1,4 +1,4 @@
-"""What holds for every cache of a home, whoever stores it."""
+"""Rules for every cache of a home: expiry, quota, encryption."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from kvshelf.store.sealing.keyring import Keyring
 
 @dataclass(frozen=True)
 class Rules:
-    """Limits on time and space, and the keys that blobs are sealed with (None: they are stored as they are).
+    """Limits on time and space, and the keys that seal blobs (None: blobs are stored in plain).
 
-    default_ttl_s: for a cache that comes without an expiry; `max_ttl_s` if that is shorter or alone is set. quota: for
-    each tenant, and the budget of the home.
+    default_ttl_s: for a cache without an expiry; `max_ttl_s` if that is shorter or set alone. quota: of each tenant,
+    and the budget of the home.
     """
 
     default_ttl_s: float | None = None
@@ -31,7 +31,7 @@ class Rules:
         return self.changed_expiry(ttl_s, expires_at, now)
 
     def changed_expiry(self, ttl_s: float | None, expires_at: float | None, now: float) -> float | None:
-        """As `expiry`, where two None ask for no expiry at all."""
+        """As `expiry`, but None for both means no expiry."""
         at = require_expiry(ttl_s, expires_at, now)
         if self.max_ttl_s is not None and (at is None or at > now + self.max_ttl_s):
             param = "expires_at" if expires_at is not None else "ttl_s"

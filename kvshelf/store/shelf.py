@@ -1,4 +1,4 @@
-"""The shelf, whatever its home is built on: an index that knows what counts, and a place for the bytes."""
+"""The logic of every home: an index says which caches exist, `Blobs` holds their bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvshelf.store.blobs import Blobs, Health, Step
 from kvshelf.store.index import KEEP_ENDED_S, Entry, Index, Query
 from kvshelf.store.jobs.batches import Batches
 from kvshelf.store.jobs.files import Files
-from kvshelf.store.manifest import Judgement, Manifest, Placement, Usage, describe, source_digest
+from kvshelf.store.manifest import Judgement, Manifest, Usage, describe, source_digest
 from kvshelf.store.reader import Reader, require_root
 from kvshelf.store.rules import Rules
 from kvshelf.store.types import UNSET, BlobFile, Page, Receipt, Scrubbed, Swept, Unset
@@ -28,7 +28,7 @@ from kvshelf.store.writer import Content, Writer, blob_content, is_whole, source
 
 
 class Shelf(Store):
-    """See `Store` for the contract. One home: what is not here is nowhere."""
+    """See `Store` for the contract. A single home without tiers."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Shelf(Store):
         now: Callable[[], float] = time.time,
         on_step: Step = lambda _: None,
     ) -> None:
-        """now: the wall clock, Unix seconds. on_step: hears each step of a write, see `Blobs.write`."""
+        """now: the wall clock, Unix seconds. on_step: called at each step of a write, see `Blobs.write`."""
         self.ledger = index.ledger
         self._index = index
         self._blobs = blobs
@@ -58,7 +58,7 @@ class Shelf(Store):
 
     @property
     def key(self) -> bytes:
-        """The secret that this home's content addresses are keyed with."""
+        """The secret that keys this home's content addresses."""
         return self._index.key
 
     @property
@@ -90,52 +90,46 @@ class Shelf(Store):
         source: str | None = None,
         judged: Judgement | None = None,
     ) -> Manifest:
-        expiry = self.expiry(ttl_s, expires_at)
-        stored_as = codecs.resolve(cache.codec, codec)
-        timings, judged = timings or Timings(), judged or Judgement()
-        placement = checks.placement(tenant, stored_as, expiry, labels or {}, name, pinned, timings, source, judged)
-        cache_id = self.cache_id(cache.identity, tenant=tenant, codec=placement.codec)
+        fields: dict[str, Any] = {
+            "expires_at": self.expiry(ttl_s, expires_at),
+            "tenant": checks.require_text(tenant, "tenant", empty=False),
+            "labels": checks.require_labels(labels or {}),
+            "name": checks.require_text(name, "name"),
+            "pinned": bool(pinned),
+            "timings": timings or Timings(),
+            **dict(judged or Judgement()),
+        }
+        text = None if source is None else checks.require_source(source).encode()
+        codec = str(codecs.resolve(cache.codec, codec))
+        cache_id = self.cache_id(cache.identity, tenant=tenant, codec=codec)
         entry = self._index.find(cache_id, tenant)
-        if entry is None or not entry.live(self._now()) or not is_whole(self._blobs, entry):
-            return self._store(cache, cache_id, placement)
-        return entry.manifest() if source is None else self.keep_source(cache_id, source, tenant=tenant)
-
-    def _store(self, cache: CompressedCache, cache_id: str, placement: Placement) -> Manifest:
+        if entry is not None and entry.live(self._now()) and is_whole(self._blobs, entry):
+            return entry.manifest() if source is None else self.keep_source(cache_id, source, tenant=tenant)
         started = time.perf_counter()
-        packed = cache.encoded(placement.codec).pack()
-        packed_s = time.perf_counter() - started
+        packed = cache.encoded(codec).pack()
         contents = [blob_content(cache_id, packed)]
-        if placement.source is not None:
-            contents.append(source_content(cache_id, placement.source.encode()))
-
-        def manifest(written_s: float) -> Manifest:
-            return describe(
-                cache,
-                packed,
-                placement,
-                cache_id=cache_id,
-                document_id=self.document_id(cache.identity, tenant=placement.tenant),
-                created_at=self._now(),
-                store_s=packed_s + written_s,
-            )
-
-        return self._writer.put(manifest, cache_id, placement.tenant, contents)
+        if text is not None:
+            contents.append(source_content(cache_id, text))
+            fields |= {"has_source": True, "source_digest": source_digest(text)}
+        fields |= {"id": cache_id, "document_id": self.document_id(cache.identity, tenant=tenant)}
+        manifest = describe(cache, packed, created_at=self._now(), **fields)
+        return self._writer.put(manifest, contents, started=started)
 
     def expiry(self, ttl_s: float | None, expires_at: float | None) -> float | None:
         return self._rules.expiry(ttl_s, expires_at, self._now())
 
     def adopt(self, cache: CompressedCache, manifest: Manifest) -> None:
-        """Store a cache under the manifest that another place has for it: a copy, or the way back from one.
+        """Store a cache under an existing manifest: copy it to a tier, or give it back to its home.
 
-        Raises `BlobError` when the manifest is not the cache's, and as `put` does.
+        Raises `BlobError` if the manifest belongs to another blob, and as `put` does.
         """
         packed = cache.pack()
         if packed.root.hex() != manifest.blob_digest:
             raise BlobError("the manifest belongs to another blob", reason="wrong_blob")
-        self._writer.put(lambda _: manifest, manifest.id, manifest.tenant, [blob_content(manifest.id, packed)])
+        self._writer.put(manifest, [blob_content(manifest.id, packed)])
 
     def mend(self, cache: CompressedCache, cache_id: str, *, tenant: str) -> None:
-        """Give a corrupt cache its bytes again, from a copy; all else of it stays. Nothing happens if it changed.
+        """Replace the bytes of a corrupt cache from a copy; its manifest stays. Does nothing if the cache changed.
 
         Raises as `adopt` and `original` do.
         """
@@ -178,7 +172,7 @@ class Shelf(Store):
         while True:
             entry = self._reader.ready(cache_id, tenant)
             manifest = entry.manifest().model_copy(update=dict(judged))
-            if self._index.swap(entry, manifest):  # not if it was changed since it was looked up
+            if self._index.swap(entry, manifest):  # else it was changed since it was looked up
                 return manifest
 
     # Reading
@@ -213,12 +207,12 @@ class Shelf(Store):
         return self._reader.ready(cache_id, tenant).manifest()
 
     def remembers(self, cache_id: str, *, tenant: str = "default") -> bool:
-        """Whether this home has a cache or knows how it ended. `CacheNotFound` alone does not tell the two from an id
-        that it never had, or lost."""
+        """Whether this home has a cache or its tombstone. `CacheNotFound` alone does not distinguish a deleted cache
+        from one that the home never had, or lost."""
         return self._index.find(checks.require_id(cache_id), tenant) is not None
 
     def manifests(self) -> Iterator[Manifest]:
-        """Those of the live caches of all tenants."""
+        """The manifests of all live caches of all tenants."""
         return (entry.manifest() for entry in self._index.stored() if entry.live(self._now()))
 
     def list(
@@ -268,12 +262,12 @@ class Shelf(Store):
             seen = entry.manifest()
             checks.require_revision(seen, if_revision)
             manifest = seen.model_copy(update=changes)
-            if self._change(entry, manifest):  # not if it was changed since it was looked up
+            if self._change(entry, manifest):  # else it was changed since it was looked up
                 return manifest
 
     def _change(self, entry: Entry, manifest: Manifest) -> bool:
-        """Put a manifest into an entry. On a server the bytes must outlive it: they go first when it is extended, and
-        are not touched when it is shortened, for somebody else may be extending it."""
+        """Put a manifest into an entry. In Redis the chunks must outlive the manifest: extend their expiry first, and
+        never shorten it, because another caller may be extending it."""
         if _later(manifest.expires_at, entry.expires_at):
             with self._reader.quarantining(entry):
                 for name, nbytes in entry.names():
@@ -331,7 +325,7 @@ class Shelf(Store):
                 )
 
     def _read_through(self, entry: Entry) -> str | None:
-        """What is wrong with a cache, `_GONE` for one that ended meanwhile."""
+        """The problem of a cache, None if it is sound, `_GONE` if it ended meanwhile."""
         try:
             self.open_blob(entry.id, tenant=entry.tenant).close()
             self.open_cache(entry.id, tenant=entry.tenant).close()
@@ -342,9 +336,9 @@ class Shelf(Store):
         return None
 
     def reseal(self) -> Iterator[Scrubbed]:
-        """Store every cache anew that is not sealed with the first key of the keyring (without one: that is sealed).
+        """Rewrite every cache that is not sealed with the first key of the keyring (without a keyring: that is sealed).
 
-        All else of it stays as it is. Interrupted, it goes on where it was.
+        Manifests stay as they are. An interrupted run continues where it stopped.
         """
         for entry in self._index.stored():
             if entry.state == "ready" and not self._writer.would_seal_alike(entry):
@@ -354,7 +348,7 @@ class Shelf(Store):
                 )
 
     def _seal_anew(self, entry: Entry) -> str | None:
-        """Returns what stood in the way, None if nothing did or the cache ended meanwhile."""
+        """Returns the problem, None if there was none or the cache ended meanwhile."""
         try:
             for _ in range(_SEAL_ROUNDS):
                 if self._writer.swap(entry, entry.manifest(), self._contents(entry)):
@@ -365,7 +359,7 @@ class Shelf(Store):
         return f"it was changed {_SEAL_ROUNDS} times while it was sealed anew; try again when it is at rest"
 
     def _contents(self, entry: Entry) -> Sequence[Content]:
-        """All that is stored of a cache, read and verified."""
+        """The blob of a cache, and its source if one is kept, read and verified."""
         packed = self.get(entry.id, tenant=entry.tenant).pack()
         if entry.source is None:
             return [blob_content(entry.id, packed)]

@@ -17,14 +17,14 @@ UNSET: Final = Unset()
 
 
 class Page(Record):
-    """Part of a listing, newest first. `has_more`: ask again with `after` = the last id of `data`."""
+    """One page of a listing, newest first. `has_more`: ask again with `after` = the last id of `data`."""
 
     data: tuple[Manifest, ...]
     has_more: bool
 
 
 class Receipt(Record):
-    """Proof of a deletion. Unix seconds and bytes; `homes` names the places the cache was removed from."""
+    """Proof of a deletion. Unix seconds and bytes; `homes` names the home and tiers that had the cache."""
 
     id: str
     deleted_at: float
@@ -33,8 +33,7 @@ class Receipt(Record):
 
 
 class Swept(Record):
-    """How many a sweep removed: expired caches and files, what dead writers left, and old tombstones, requests and
-    batches."""
+    """How many items a sweep removed. orphans: bytes that dead writers left."""
 
     expired: int = 0
     orphans: int = 0
@@ -45,7 +44,7 @@ class Swept(Record):
 
 
 class Scrubbed(Record):
-    """What reading one cache from its first byte to its last has shown; `problem` None: it is sound."""
+    """The result of reading one whole cache; `problem` None: it is sound."""
 
     id: str
     tenant: str
@@ -57,7 +56,7 @@ class Scrubbed(Record):
 class BlobFile:
     """A stored blob, verified and open for reading at byte 0. Close it, or use it in a `with` block.
 
-    It stays readable when the cache is deleted meanwhile. `digest` is the blob's root digest in hex: equal digests mean
+    It stays readable if the cache is deleted meanwhile. `digest` is the blob's root digest in hex: equal digests mean
     equal bytes, so it serves as an ETag.
     """
 

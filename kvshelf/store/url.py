@@ -5,8 +5,9 @@
     ram:2GiB+disk:///var/lib/kvshelf                      copies in memory before a folder
     ram:2GiB+disk:///scratch?max=200GiB+redis://host      copies in memory and on a local disk before Redis
 
-The last one is the home, which holds the truth. The others hold copies and may vanish. `max` is a budget in bytes: in a
-tier, copies give way to others; at home, caches that nobody pinned are evicted, and say so when they are asked for.
+The last one is the home, the source of truth. The others are tiers of copies and may vanish. `max` is a budget in
+bytes: a tier drops copies to stay within it, and a home evicts caches that are not pinned (`CacheExpired`, reason
+"evicted").
 """
 
 from __future__ import annotations

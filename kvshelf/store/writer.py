@@ -1,8 +1,8 @@
-"""How a cache gets onto the shelf: written, read back, and only then visible.
+"""Writes a cache: write, verify, publish.
 
-The order is the guarantee. The write is registered (which takes a lease), the bytes are made durable and verified,
-their end on the server is set, and one step of the index makes the cache visible; only then is what it replaces
-removed. So a crash at any moment leaves the whole cache or none, and at worst bytes that a sweep removes.
+The order is the guarantee: register the write (a lease), make the bytes durable, read them back, set their expiry on
+the server, publish the cache in one step of the index, remove the bytes that it replaces. So a crash at any moment
+leaves the whole cache or none, and at worst bytes that a sweep removes.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from kvshelf.store.rules import Rules
 log = logging.getLogger("kvshelf.store")
 
 Verify = Callable[[RawIOBase, int], bool]
-"""Whether a file of so many plain bytes is what was written."""
+"""Whether a file of so many plain bytes holds the content that was written."""
 
 SOURCE_PREFIX: Final = "source:"
-"""Tells a cache's source from its blob where both are sealed."""
+"""Distinguishes a sealed source from the sealed blob of the same cache."""
 
 _ROUNDS: Final = 100
-"""How often room is made for one write before it is refused: others may take what was made."""
+"""How often one write may evict before it is refused: other writers may take the space that it freed."""
 
 
 @dataclass(frozen=True)
 class Content:
-    """Bytes to be stored for a cache, and how to tell that they came back as they were. `parts` are sealed apart."""
+    """Bytes to store, and their check when they are read back. Each of `parts` is sealed separately."""
 
     subject: str
     parts: Sequence[Sequence[memoryview]]
@@ -70,24 +70,25 @@ class Writer:
         self._now = now
         self._on_step = on_step
 
-    def put(
-        self, manifest: Callable[[float], Manifest], cache_id: str, tenant: str, contents: Sequence[Content]
-    ) -> Manifest:
-        """Store a cache: its blob, and perhaps its source. `manifest` makes the manifest from the seconds it took.
+    def put(self, manifest: Manifest, contents: Sequence[Content], *, started: float | None = None) -> Manifest:
+        """Store a cache: its blob, and perhaps its source.
 
+        started: of `time.perf_counter`; the manifest's `store_s` becomes the time from then until it is published.
         Returns the manifest that is visible then, which is another writer's if that one was first.
         """
-        started = time.perf_counter()
-        with self._writing(cache_id, tenant, contents) as writing:
-            self._keep_until(writing, manifest(0.0).expires_at)
-        made = manifest(time.perf_counter() - started)
+        with self._writing(manifest.id, manifest.tenant, contents) as writing:
+            self._keep_until(writing, manifest.expires_at)
+        made = manifest
+        if started is not None:
+            timings = manifest.timings.model_copy(update={"store_s": time.perf_counter() - started})
+            made = manifest.model_copy(update={"timings": timings})
         try:
             return self._publish(writing, made)
         except StorageFull:
             self._discard(writing)
             raise
-        # Any other error leaves the bytes alone: a step whose answer was lost may have been taken all the same. If it
-        # was not, the lease runs out and they are swept.
+        # Any other error leaves the bytes alone: the index may have published them although its answer was lost. If it
+        # has not, the lease runs out and a sweep removes them.
 
     def swap(self, entry: Entry, manifest: Manifest, contents: Sequence[Content], *, source_only: bool = False) -> bool:
         """Store contents of an entry anew: its blob, its blob and source, or its source alone.
@@ -121,7 +122,7 @@ class Writer:
             raise
 
     def would_seal_alike(self, entry: Entry) -> bool:
-        """Whether an entry is sealed with the key that a write would take now; without one, whether it is plain."""
+        """Whether an entry is sealed with the current sealing key; without a key, whether it is plain."""
         wanted = None if self._rules.keyring is None else self._rules.keyring.sealing_id
         return all(self._is_sealed_with(wanted, name, nbytes) for name, nbytes in entry.names())
 
@@ -135,7 +136,7 @@ class Writer:
         source_only: bool = False,
         quota: Quota | None = None,
     ) -> Iterator[Writing]:
-        """Write and verify the contents. What fails in here or in the block leaves nothing behind."""
+        """Write and verify the contents. An error here or in the block leaves nothing behind."""
         sealed = [self._sealed(tenant, content) for content in contents]
         names = [new_name(cache_id) for _ in contents]
         sizes = [nbytes for _, nbytes in sealed]
@@ -156,24 +157,24 @@ class Writer:
             raise
 
     def _begin(self, writing: Writing, quota: Quota) -> None:
-        """Register the write, making room for it where the rules allow that."""
+        """Register the write, and evict for it if the rules allow that."""
         rounds = 0
         while True:
             try:
                 self._index.begin(writing, quota)
                 return
             except (QuotaExceeded, StorageFull) as error:
-                # Whatever else fills the medium would have all caches evicted: for that, room is made only once.
+                # If other data fills the medium, evicting every cache would not help: evict only once then.
                 limit = _ROUNDS if "fits" in error.details else 1
                 if rounds >= limit or not self._make_room(writing, quota, error):
                     raise
                 rounds += 1
 
     def _make_room(self, writing: Writing, quota: Quota, error: QuotaExceeded | StorageFull) -> bool:
-        """Remove what may go, for a write that was refused. Whether anything did."""
+        """Expire and evict for a write that was refused. Returns whether anything was removed."""
         room = housekeeping.expire(self._index, self._blobs, self._now())
         size = writing.nbytes + writing.source_bytes
-        # A cache that is larger than the whole budget must not drive all others out first.
+        # A cache larger than the whole budget must not evict all others first.
         if isinstance(error, StorageFull) and quota.budget_bytes is not None and size <= quota.budget_bytes:
             room += housekeeping.make_room(self._index, self._blobs, size, self._now())
         return room > 0
@@ -184,11 +185,11 @@ class Writer:
             for name, nbytes in writing.names():
                 self._blobs.renew(name, nbytes)
         except StoreError as error:
-            # Neither an outage shorter than the lease nor a lease that is lost ends the work here: publishing decides.
+            # Go on: an outage may be shorter than the lease, and `publish` notices a lease that was lost.
             log.warning("the lease of a write was not renewed: %s", error)
 
     def _is_sealed_with(self, key_id: str | None, name: str, nbytes: int) -> bool:
-        """True of bytes that are gone, too: nobody can seal them anew."""
+        """True also for missing bytes, which cannot be sealed again."""
         header = self._blobs.beginning(name, nbytes, sealing.HEADER_BYTES)
         return header is None or (sealing.key_id_of(header) if sealing.is_sealed(header) else None) == key_id
 
@@ -217,7 +218,7 @@ class Writer:
             raise lapsed() from error
 
     def _publish(self, writing: Writing, manifest: Manifest) -> Manifest:
-        """Make a cache visible, unless another writer was first with a whole one; returns what is visible then."""
+        """Publish a cache, unless another writer published a whole one first. Returns the visible manifest."""
         cost_s = eviction.cost_s(manifest.timings.prefill_s, manifest.timings.compress_s)
         over: Entry | None = None
         while True:
@@ -241,7 +242,7 @@ class Writer:
 
 
 def is_whole(blobs: Blobs, entry: Entry) -> bool:
-    """Whether all bytes of a live entry seem to be there."""
+    """Whether all bytes of a live entry exist, by their sizes."""
     return all(blobs.holds(name, nbytes) for name, nbytes in entry.names())
 
 
@@ -249,9 +250,9 @@ def is_whole(blobs: Blobs, entry: Entry) -> bool:
 def open_plain(
     blobs: Blobs, rules: Rules, name: str, nbytes: int, tenant: str, subject: str
 ) -> Iterator[tuple[RawIOBase, int]]:
-    """What was written under a name, unsealed, and its plain size. Closed when the block ends.
+    """The plain content of a name, and its size. Closed when the block ends.
 
-    Raises `BlobError` (reason "missing") when it is not there, and as `sealing.unseal` does.
+    Raises `BlobError` (reason "missing") if the name does not exist, and as `sealing.unseal` does.
     """
     file = blobs.open(name, nbytes)
     if file is None:
@@ -261,7 +262,7 @@ def open_plain(
 
 
 def plain(file: RawIOBase, rules: Rules, nbytes: int, tenant: str, subject: str) -> tuple[RawIOBase, int]:
-    """An open file as its plain bytes at byte 0, and how many these are. The result takes the file over."""
+    """The plain bytes of an open file, at byte 0, and their number. The result owns the file."""
     first = file.read(len(sealing.MAGIC)) or b""
     file.seek(0)
     if not sealing.is_sealed(first):
@@ -277,10 +278,7 @@ def plain(file: RawIOBase, rules: Rules, nbytes: int, tenant: str, subject: str)
 
 @contextmanager
 def _repeating(call: Callable[[], None], interval_s: float) -> Iterator[None]:
-    """Call it now and then while the block runs, however long one step of that takes: an fsync, a read of it all.
-
-    A thread, because nothing else runs during an fsync. Whoever stops the process stops it as well.
-    """
+    """Call a function periodically while the block runs, even during a long fsync; hence a daemon thread."""
     ended = threading.Event()
 
     def repeat() -> None:

@@ -18,7 +18,7 @@ from kvshelf.store.artifact.identity import digest
 from kvshelf.store.base import Store
 from kvshelf.store.blobs import Blobs, new_name
 from kvshelf.store.index import Index, Quota, Writing
-from kvshelf.store.manifest import Manifest, Placement, describe
+from kvshelf.store.manifest import Manifest, describe
 from kvshelf.store.url import open_store
 
 OF_DOCUMENT: Final = 10
@@ -69,15 +69,14 @@ def manifests(home: Home, count: int, rounds: int, progress: Callable[[], None] 
 def _template(key: bytes) -> Manifest:
     """A manifest as a model of 32 layers has it."""
     cache = random_cache(0.0, _LAYERS)
-    placement = Placement(_TENANT, "none", None, {}, "", pinned=False, timings=Timings(prefill_s=1.0, compress_s=0.1))
     return describe(
         cache,
         cache.pack(),
-        placement,
-        cache_id=cache.identity.cache_id(key=key, tenant=_TENANT, codec="none", format_major=1),
+        tenant=_TENANT,
+        timings=Timings(prefill_s=1.0, compress_s=0.1, store_s=0.1),
+        id=cache.identity.cache_id(key=key, tenant=_TENANT, codec="none", format_major=1),
         document_id=cache.identity.document_id(key=key, tenant=_TENANT),
         created_at=time.time(),
-        store_s=0.1,
     )
 
 

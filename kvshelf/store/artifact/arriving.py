@@ -42,16 +42,16 @@ Guard = Callable[[], AbstractContextManager[None]]
 class ArrivingCache:
     """A stored cache whose header is verified and whose layers come one after the other, some at a time.
 
-    One thread calls `read`; any others wait for `layers`, each of which is there when its digest is checked and those
-    of its portion are, or call `cache` for all. Whoever loses interest calls `close`. Made by `Store.open_cache`; close
-    it, or use it in a `with` block.
+    One thread calls `read`; others wait for `layers`, or call `cache` for all. A layer resolves when the digests of its
+    portion are checked. `close` ends the reading early. Made by `Store.open_cache`; close it, or use it in a `with`
+    block.
     """
 
     on_read: Callable[[CompressedCache], None] | None = None
     """Called with the cache once `read` has handed out its last layer, on the same thread. It must not raise."""
 
     elsewhere: Callable[[], ArrivingCache] | None = None
-    """Opens the same cache in another place. Called when these bytes turn out bad; what it raises, the layers raise."""
+    """Opens the same cache in another place. Called when these bytes are damaged; the layers raise its errors."""
 
     place: str = "home"
     """Where the bytes come from: the home, or the name of a tier before it."""
@@ -67,7 +67,7 @@ class ArrivingCache:
         self._memory = body if isinstance(body, memoryview) else None
         self._guard = guard
         self._resolved = 0  # layers that `read` has handed out
-        self._turn = threading.Lock()  # of whoever uses the file: a file is not closed while it is read
+        self._turn = threading.Lock()  # held while the file is in use: a file is not closed while it is read
         self.identity = summary.header.to_identity()
         self.num_tokens = summary.header.num_tokens
         self.next_position = summary.header.next_position
@@ -86,10 +86,10 @@ class ArrivingCache:
     def read(self, *, together: bool = False) -> None:
         """Read, verify and resolve the layers in order, on the caller's thread. To be called once.
 
-        together: resolve them at the end, which takes less where nobody waits for the first ones.
+        together: resolve all at the end, which is cheaper if no thread waits for the first layers.
 
-        Raises nothing of what can go wrong with the cache: the futures have it, `CacheCorrupt` or `StoreUnavailable`.
-        A corrupt cache is set aside before they say so. All tensors share one buffer of `nbytes`.
+        Errors of the cache go to the futures, `CacheCorrupt` or `StoreUnavailable`; nothing is raised here. A corrupt
+        cache is quarantined before they resolve. All tensors share one buffer of `nbytes`.
         """
         with self._turn:
             if self.layers[0].done():  # closed, or read before
@@ -98,10 +98,10 @@ class ArrivingCache:
             try:
                 with self._guard():
                     self._read_layers(together)
-            except Exception as error:  # whatever it is, those who wait must hear of it
+            except Exception as error:  # of any kind: waiting threads must get it
                 self._read_elsewhere(error)
             finally:
-                self.close()  # nobody is left waiting, even when this thread is interrupted
+                self.close()  # no thread is left waiting, even if this one is interrupted
                 self._close_body()
         if self.on_read is not None and not any(layer.exception() for layer in self.layers):
             self.on_read(self.cache())
@@ -112,7 +112,7 @@ class ArrivingCache:
         return CompressedCache(layers, self.num_tokens, self.next_position, self.identity, self.codec)
 
     def close(self) -> None:
-        """Let go of the file. Layers that have not been read are `StoreUnavailable`; those that have stay usable.
+        """Close the file. Layers not read yet raise `StoreUnavailable`; the others stay usable.
 
         May be called from any thread and more than once; a `read` that is under way ends before its next layers.
         """
@@ -179,7 +179,7 @@ class ArrivingCache:
         fill(self._body, memory[first.offset : last.offset + last.nbytes])
 
     def _read_elsewhere(self, error: Exception) -> None:
-        """Let the layers that are missing come from the same cache in another place; `error` if there is none."""
+        """Read the missing layers from the same cache in another place; `error` if there is none."""
         if self.elsewhere is None:
             return self._refuse(error)
         try:
@@ -211,7 +211,7 @@ def _segment(layer: Layer, memory: memoryview) -> memoryview:
 
 
 def portions_of(sizes: Sequence[int]) -> Iterator[range]:
-    """Layers of so many bytes, some at a time: one at first, for whoever waits for it, then twice as much each time."""
+    """Portions of layers of these sizes: one layer first, because a caller waits for it, then doubling."""
     start, limit = 0, 1
     while start < len(sizes):
         stop, nbytes = start, 0

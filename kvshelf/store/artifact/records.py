@@ -48,7 +48,7 @@ class Kept(Packed):
         )
 
     def prefixes(self, rotate: Rotate | None = None) -> tuple[Prefix, ...]:
-        """What this layer shows to attention. `rotate` is needed for keys that carry no rotation yet.
+        """The prefixes of this layer for attention. `rotate` is needed for keys that carry no rotation yet.
 
         Rows are read in place, quantized or not; un-rotated keys are made, and thrown away, a block of rows at a time.
         Raises `StateConflict` when the model has no rotation to apply.

@@ -172,7 +172,7 @@ def _folder(path: Path) -> int:
 
 
 def _file_name(name: str) -> str:
-    """Names come back from the index; whoever changed it there still cannot lead us out of the folder."""
+    """Names come from the index; even a tampered index cannot lead out of the folder."""
     if not is_name(name):
         raise OSError(f"{name!r:.80} is not the name of a blob file")
     return name + _SUFFIX
@@ -182,7 +182,7 @@ def _unlink(file: str, folder: int) -> bool:
     try:
         os.unlink(file, dir_fd=folder)
     except (FileNotFoundError, IsADirectoryError):
-        return False  # a folder in a blob's place is not ours; `problems` goes on naming it
+        return False  # a folder in a blob's place is not ours; `problems` reports it
     return True
 
 

@@ -1,7 +1,7 @@
 """A shelf in Redis: Lua scripts that keep the index, and chunks of a few MB that hold the bytes.
 
-All that is known of the caches lies in one hash slot, so that a script is a transaction; the chunks are spread over a
-cluster. A home must run without eviction (`maxmemory-policy noeviction`), and is durable with an append-only file only.
+The whole index lies in one hash slot, so that a script is a transaction; the chunks are spread over a cluster. The
+server must not evict (`maxmemory-policy noeviction`), and is durable only with an append-only file.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     {<prefix>/<name>}:aside:<n>    the same, set aside
     {<prefix>/<name>}:readers      sorted set: token of a reader -> until when it reads, in ms by the server's clock
 
-One value would not do: Redis takes at most 512 MB, and reads large ones slowly. Every chunk has an expiry from the
-moment it is there, so that what a dead writer or a dead reader leaves behind goes away by itself.
+A blob is not one value, because Redis takes at most 512 MB and reads large values slowly. Every chunk has an expiry
+from its first moment, so that the leftovers of dead writers and readers expire by themselves.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from kvshelf.store.redis.link import RedisLink
 from kvshelf.store.redis.wire import Command, Garbled, Part, Refused, Wire
 
 CHUNK: Final = 4 << 20
-"""Bytes. Part of what lies in Redis: another size does not find what this one wrote."""
+"""Bytes. Part of the format: another size does not find existing chunks."""
 
 READ_LEASE_S: Final = 60.0
-"""How long the bytes of a name that is removed stay for a reader that does not read on."""
+"""How long a removed name stays readable for a reader that does not read on."""
 
 _UNANSWERED: Final = 2  # chunks that are sent before the answer to the first is awaited
 
@@ -35,8 +35,8 @@ _CLOCK: Final = """
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 """
-# KEYS[1] are the readers, the others the chunks. It begins with a command that frees memory, because a full server lets
-# ZADD pass only after such a one, and a full shelf must still be readable.
+# KEYS[1] are the readers, the others the chunks. Begins with a command that frees memory: a full server accepts ZADD
+# only after one, and a full shelf must still be readable.
 _READERS: Final = (
     _CLOCK
     + """
@@ -65,8 +65,8 @@ return found
 """
 )
 
-# KEYS: chunks. ARGV: until when to keep them in Unix ms or '', then the length of each. Returns whether all were there.
-# No chunk goes earlier for it, which readers need, too.
+# KEYS: chunks. ARGV: until when to keep them in Unix ms or '', then the length of each. Returns whether all exist.
+# Never shortens the lifetime of a chunk: readers may need it.
 _KEEP: Final = (
     _CLOCK
     + """
@@ -91,7 +91,7 @@ end
 return 1
 """
 
-# Returns how many chunks there were. Those that are read stay until their readers are done or dead.
+# Returns how many chunks existed. Chunks with readers stay until these are done or dead.
 _REMOVE: Final = (
     _READERS
     + """
@@ -104,7 +104,7 @@ return found
 """
 )
 
-# KEYS: a chunk and its name aside, and so on.
+# KEYS: each chunk, followed by its quarantined name.
 _SET_ASIDE: Final = """
 for i = 1, #KEYS, 2 do
     if redis.call('EXISTS', KEYS[i]) == 1 then redis.call('RENAME', KEYS[i], KEYS[i + 1]) end
@@ -130,7 +130,7 @@ class RedisBlobs(Blobs):
         write_lease_s: float = WRITE_LEASE_S,
         read_lease_s: float = READ_LEASE_S,
     ) -> None:
-        """The link stays the caller's to close. prefix: of all keys."""
+        """The caller closes the link. prefix: of all keys."""
         self._link = link
         self._prefix = prefix
         self._write_lease_s = write_lease_s
@@ -207,7 +207,7 @@ class RedisBlobs(Blobs):
         return bool(self._link.script(_IS_READ, [self._key(name, "readers")], []))
 
     def found(self) -> Iterator[tuple[str, float]]:
-        """The seconds are those since a chunk was last written or read: Redis knows no other."""
+        """The seconds since a chunk was last written or read: Redis records no other time."""
         seen: set[str] = set()
         for keys in self._link.scan(f"{{{self._prefix}/*}}:*"):
             fresh: dict[str, bytes] = {}
@@ -232,7 +232,7 @@ class RedisBlobs(Blobs):
         )
 
     def close(self) -> None:
-        """Nothing is held here; the link is the caller's."""
+        """Holds nothing; the caller closes the link."""
 
     def _key(self, name: str, rest: str) -> str:
         if not is_name(name):

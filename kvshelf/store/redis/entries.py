@@ -1,6 +1,6 @@
-"""What goes to `index.lua` and comes back from it, as kvshelf's own types.
+"""Arguments and replies of `index.lua` as kvshelf's types.
 
-Values under our keys that are not ours are a named error: another program may have written to this server.
+Foreign values under our keys are a named error: another program may have written to this server.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def writing_fields(writing: Writing) -> dict[str, Value]:
 
 
 def manifest_fields(manifest: Manifest) -> dict[str, Value]:
-    """What the script has to know of a manifest, beside its text."""
+    """A manifest as the script stores and lists it."""
     return {
         "id": manifest.id,
         "text": manifest.model_dump_json(),
@@ -45,7 +45,7 @@ def _listings(manifest: Manifest) -> list[str]:
 
 
 def listings_of(query: Query) -> list[str]:
-    """The listings whose common members are asked for."""
+    """The listings whose common members answer a query."""
     columns = {"document": query.document_id, "model": query.model, "policy": query.policy}
     found = [_listing(query.tenant, name, value) for name, value in columns.items() if value is not None]
     found += [_listing(query.tenant, "label", name, value) for name, value in query.labels.items()]
@@ -75,10 +75,10 @@ def read_writing(name: bytes, record: bytes) -> Writing:
 
 
 def read_entry(shown: tuple[bytes, bytes | None], *, as_kept: bool = False) -> Entry:
-    """From what `show` of `index.lua` gives: the fields, and the manifest if there is one.
+    """An entry from the reply of `show` in `index.lua`: the fields, and the manifest if there is one.
 
-    A ready entry without a manifest is expired if the server ended it in time, else corrupt. as_kept: it stays ready,
-    which is what sweeps need to see.
+    A ready entry without a manifest has expired if its time has come, else it is corrupt. as_kept: it stays ready, as
+    sweeps need it.
     """
     try:
         return _parsed(json.loads(shown[0]), shown[1], as_kept)

@@ -27,25 +27,25 @@ _ADVICE: Final = {
 
 
 class Resting(Exception):
-    """A server failed a moment ago and is left alone; the text says how it failed."""
+    """The circuit breaker of a server is open; the text says how the server failed."""
 
 
 class NoServer(Exception):
-    """Nobody is known who has what is asked for."""
+    """No server is known for the key."""
 
 
 REFUSALS: Final = (RedisError, OSError, Refused, Garbled, Resting, NoServer)
-"""All that a conversation can fail with."""
+"""Every error that an exchange can raise."""
 
 
 def is_unreachable(error: BaseException) -> bool:
-    """Whether a server that failed so is better left alone for a moment."""
+    """Whether this error opens the server's circuit breaker."""
     return isinstance(error, (RedisError, OSError)) and not isinstance(error, MaxConnectionsError)
 
 
 @contextmanager
 def translated(address: RedisAddress) -> Iterator[None]:
-    """Inside the block, what goes wrong becomes `StoreUnavailable` or `StorageFull`."""
+    """Turns errors in the block into `StoreUnavailable` or `StorageFull`."""
     try:
         yield
     except REFUSALS as error:

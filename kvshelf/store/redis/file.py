@@ -18,7 +18,7 @@ from kvshelf.store.redis.server import Loan
 from kvshelf.store.redis.wire import Command, Reply, Wire
 
 _AHEAD: Final = 4  # pieces that are asked for before they are read: the server works while the reader hashes
-_SMALL: Final = 256 << 10  # bytes; a read of less fetches just that, unless it goes on where the last one ended
+_SMALL: Final = 256 << 10  # bytes; a read of less fetches just that, unless it continues where the last one ended
 _HEAD: Final = 12 << 10  # bytes at the beginning that come with the lease: the headers of most blobs
 _TAIL: Final = 64  # bytes at the end that do: what stands there says whether the whole is sound
 _FIRST: Final = 1 << 20  # bytes of a stream's first answer
@@ -38,8 +38,7 @@ class RedisFile(io.RawIOBase):
 
     Raises `BlobError` (reason "missing") for a piece that is gone or has another length, `StoreUnavailable`. It holds a
     lease on the server for `lease_s`, which `renew` prolongs while it is read and the command `release` ends. `ends`:
-    what the server answered to `ends_of(pieces)`. once: the lease may end as soon as the last piece comes; whoever
-    reads on after that has none.
+    the server's answers to `ends_of(pieces)`. once: the lease may end with the last piece; later reads have none.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class RedisFile(io.RawIOBase):
         self._lease_s = lease_s
         self._renew_at = time.monotonic() + lease_s / 3
         self._position = 0
-        self._last_end = 0  # where the last read ended; who begins at the beginning reads on
+        self._last_end = 0  # where the last read ended; a read at the beginning counts as reading on
         self._head, self._tail = (_sound(span, data) for span, data in zip(ends_of(pieces), ends, strict=True))
         self._stream: _Stream | None = None
 
@@ -130,7 +129,7 @@ class RedisFile(io.RawIOBase):
         return position - self._ends[index] + self._pieces[index].nbytes
 
     def _start_after_head(self) -> None:
-        """Who looks at the beginning reads on: the server works meanwhile."""
+        """A reader of the beginning reads on: let the server work meanwhile."""
         if self._stream is None and len(self._head) < self.nbytes:
             self._begin_stream(len(self._head))
 
@@ -172,8 +171,8 @@ class _Stream:
     def __init__(
         self, link: RedisLink, pieces: Sequence[Piece], skip: int, position: int, last: Command | None
     ) -> None:
-        """skip: bytes of the first piece that are not wanted. position: where in the file that is. last: a command that
-        follows when the last span comes, so that nobody waits for its answer, a number."""
+        """skip: unwanted bytes of the first piece. position: where in the file the stream begins. last: a command sent
+        with the last span, so that no thread waits for its answer, a number."""
         self.position = position
         self.has_said_last = False
         self._last = last
@@ -186,7 +185,7 @@ class _Stream:
             self._ask(wire, 2)
 
     def read(self, view: memoryview) -> int:
-        """Fill the buffer, which does not reach beyond the piece, or its beginning. Returns how many bytes came."""
+        """Fill the buffer or its beginning; it ends within the piece. Returns how many bytes came."""
         with self._link.talking(self._loan) as wire:
             if not self._left:
                 self._begin(wire)
@@ -200,7 +199,7 @@ class _Stream:
         return len(view)
 
     def close(self) -> None:
-        """The connection goes back if little is left to come on it, else it is closed."""
+        """Give the connection back if little is left to come on it, else close it."""
         to_come = self._left or sum(span.nbytes for span in self._asked)
         if len(self._asked) > 1 or to_come > _DRAIN:
             self._loan.drop()
@@ -259,8 +258,7 @@ class Span:
 
     @property
     def bounded_command(self) -> Command:
-        """For who takes the answer at whatever length it has: at most one byte more than belongs there, which tells a
-        piece that is too long."""
+        """As `command`, but the answer is at most one byte too long, even of a piece that is much too long."""
         end = self.stop if self.stop == self.piece.nbytes else self.stop - 1
         return ("GETRANGE", self.piece.key, self.start, end)
 
@@ -282,7 +280,7 @@ def _spans(pieces: Sequence[Piece], skip: int) -> Iterator[Span]:
 
 
 def _sound(span: Span, data: Reply) -> bytes:
-    """What came for a span; nothing if that is not what it must be, which whoever reads it will find."""
+    """The answer for a span; empty if it has the wrong length, which the next read of the span reports."""
     return data if isinstance(data, bytes) and len(data) == span.nbytes else b""
 
 

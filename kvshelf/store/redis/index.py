@@ -1,8 +1,8 @@
 """The index of a Redis home: every method is one call of `index.lua`, which the server runs as one atomic step.
 
-The head of `index.lua` tells what is stored under which key. Leases are on the server's clock. Expiry is set on the
-server too, so that a manifest ends by itself. `RedisLink` sends nothing twice; still, what a caller might undo if
-it took it for failed (`begin`, `publish`, `swap`) can be repeated without harm.
+The head of `index.lua` lists the keys. Leases are on the server's clock. Expiry is set on the server as well, so that a
+manifest expires by itself. `RedisLink` sends nothing twice; still, `begin`, `publish` and `swap` can be repeated,
+because a caller who lost the answer would otherwise undo them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _REPLIES: Final = {
 
 
 class RedisIndex(Index):
-    """See `Index`. Made by `open`. Raises `StoreUnavailable` for values under our keys that are not ours, too."""
+    """See `Index`. Made by `open`. Also raises `StoreUnavailable` for foreign values under our keys."""
 
     def __init__(self, link: RedisLink, prefix: str, write_lease_s: float) -> None:
         self.ledger = RedisLedger(link, prefix)
@@ -71,8 +71,8 @@ class RedisIndex(Index):
     ) -> Self:
         """Connect to the home of a prefix; an empty one is made.
 
-        key: the key that an empty home gets, for one who remembers it from an earlier life; else a random one. With it
-        a home that is out of reach is entered later, by the first operation that reaches it.
+        key: the key that an empty home gets, as a tier remembers it; a random one if None. With a key, a home that is
+        out of reach is entered later, by the first operation that reaches it.
         """
         index = cls(link, prefix, write_lease_s)
         try:
@@ -203,9 +203,9 @@ class RedisIndex(Index):
     # Care
 
     def problems(self) -> list[str]:
-        """Every stored entry is held against all places that know it; then those places must hold no more than that.
+        """Compares every stored entry with all places that record it, then the sizes of those places with the sums.
 
-        Others work on the home meanwhile, so a count is a problem only if it is off by as much twice.
+        Others change the home meanwhile, so a count is a problem only if it is off by the same amount twice.
         """
         found, once = self._recount()
         twice = self._recount()[1] if any(once.values()) else once
@@ -216,7 +216,7 @@ class RedisIndex(Index):
         self._link.close()
 
     def _run(self, operation: str, **values: Value) -> list[Any]:
-        """The reply of an operation. A home that is gone is made again with our key."""
+        """The reply of an operation. Makes a home that is gone again, with our key."""
         for _ in range(_ATTEMPTS):
             reply = self._script.run(operation, self._incarnation, **values)
             if reply[0] != "lost":
@@ -258,7 +258,7 @@ class RedisIndex(Index):
         return round(self.write_lease_s * 1000)
 
     def _recount(self) -> tuple[list[str], Counter[str]]:
-        """What is wrong with single entries, and by how much each count of the home differs from theirs."""
+        """Problems of single entries, and by how much each count of the home differs from their sum."""
         found: list[str] = []
         due: Counter[str] = Counter(dict.fromkeys(_ALWAYS_COUNTED, 0))
         for rows in self._walk("audit"):
@@ -294,7 +294,7 @@ class RedisIndex(Index):
 
 
 def _counted(tenant: str, kind: str, caches: int, nbytes: int) -> dict[str, int]:
-    """How an entry or a write counts for its tenant and for all."""
+    """The counts that an entry or a write adds, for its tenant and for all."""
     return {
         f"{kind}{what}@{key}": number
         for key in ("u", f"u:{tenant}")

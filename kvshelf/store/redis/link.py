@@ -1,4 +1,4 @@
-"""The one thing that talks to Redis, with an end to every wait and one family of errors.
+"""The connection to Redis, with a limit on every wait and one family of errors.
 
 - A command is sent once. Idle connections that the server has closed are found before they are used; what is sent on
   one that breaks may have been done, so it is not sent again. Only what the server itself declares undone is: a key
@@ -25,7 +25,7 @@ from kvshelf.store.redis.wire import Command, Garbled, Part, Refused, Reply, Wir
 
 _REDIRECTS: Final = 3
 _ASK_AGAIN: Final = {"MOVED", "READONLY", "MASTERDOWN", "CLUSTERDOWN"}
-"""Answers of a server that is not, or not any more, the one to ask."""
+"""Answers of a server that is no longer the right one."""
 
 _KEY_AT: Final = {"OBJECT": 2}
 """Which word of a command is its key, where it is not the second."""
@@ -33,7 +33,7 @@ _KEY_AT: Final = {"OBJECT": 2}
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """What a server says of itself. Memory in bytes, 0 for no limit."""
+    """Facts from a server's INFO. Memory in bytes, 0 for no limit."""
 
     name: str
     version: str
@@ -52,7 +52,7 @@ class ServerFacts:
         ]
 
     def warnings(self) -> list[str]:
-        """What an operator should know of: one sentence each."""
+        """Warnings for the operator, one sentence each."""
         found = []
         if not self.aof_enabled:
             found.append(f"the Redis server {self.name} loses caches when it restarts. Set appendonly yes to keep them")
@@ -106,7 +106,7 @@ class RedisLink:
     ) -> list[Reply]:
         """`script`, and after it in the same round trip commands that read keys in its slot. Its reply, then theirs.
 
-        One of these that is refused has a `Refused` for its reply: whoever needs it asks again, and hears of it.
+        The reply of a refused command is a `Refused`; a caller that needs it asks again and gets the error.
         """
         tail = (len(keys), *keys, *args)
         with self._translated():
@@ -132,7 +132,7 @@ class RedisLink:
                     break
 
     def facts(self) -> list[ServerFacts]:
-        """What each primary says of itself."""
+        """The facts of each primary."""
         with self._translated():
             servers = self._route.primaries()
             return [_facts(server.name, _accepted(server.exchange([("INFO",)]))[0]) for server in servers]
@@ -142,7 +142,7 @@ class RedisLink:
         return [problem for facts in self.facts() for problem in facts.problems()]
 
     def borrow(self, key: str) -> Loan:
-        """A connection to the server of a key, for a conversation of one's own; use it within `talking`."""
+        """A connection to the server of a key, for exclusive use within `talking`."""
         with self._translated():
             return self._route.server(key.encode()).borrow()
 

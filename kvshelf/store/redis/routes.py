@@ -21,7 +21,7 @@ from kvshelf.store.redis.wire import Garbled, Refused, Reply
 
 
 class Route(abc.ABC):
-    """Thread-safe. Raises what `faults.REFUSALS` lists when it has to ask and nobody answers."""
+    """Thread-safe. Raises an error of `faults.REFUSALS` when it has to ask and no server answers."""
 
     @abc.abstractmethod
     def server(self, key: bytes) -> Server:
@@ -33,11 +33,11 @@ class Route(abc.ABC):
 
     @abc.abstractmethod
     def doubt(self) -> None:
-        """A server failed, or said that it is not the right one: ask again before the next use."""
+        """A server failed or is not the right one: look it up again before the next use."""
 
     @abc.abstractmethod
     def at(self, host: str, port: int) -> Server:
-        """The server at an address that another one named."""
+        """The server at an address that another server named."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -180,7 +180,7 @@ class ClusterRoute(Route):
 
 
 _UNNAMED: Final = (b"", b"?", None)
-"""What a server is called that has not been told its own address: it is where we asked."""
+"""Names of a server that does not know its own address: it is the one we asked."""
 
 
 def _place(reply: Reply, asked: Server) -> tuple[str, int]:

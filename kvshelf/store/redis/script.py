@@ -25,9 +25,9 @@ class Script:
         self._replies = replies
 
     def run(self, *words: str, **values: Value) -> list[Any]:
-        """What an operation replies; the first word is text. A value that is None is left out.
+        """The reply of an operation; its first word is text. Leaves out values that are None.
 
-        Raises `StoreUnavailable` for a reply that is none of ours, too.
+        Also raises `StoreUnavailable` for a reply of an unknown form.
         """
         args: list[Part] = [*words]
         for name, value in values.items():

@@ -24,7 +24,7 @@ _CONNECTIONS: Final = 512
 
 
 class Breaker:
-    """Keeps callers from a server that failed, for `REST_S`; then one of them tries, and its success lets all in."""
+    """A circuit breaker: refuses calls for `REST_S` after a failure, then lets one call try; its success closes it."""
 
     def __init__(self, patience_s: float) -> None:
         """patience_s: how long one try can take."""
@@ -40,7 +40,7 @@ class Breaker:
                 return
             if time.monotonic() < self._resting_until:
                 raise Resting(f"{self._reason}, a moment ago")
-            # We try; the others keep out meanwhile, and one of them tries next if we never come back.
+            # We try; other calls are refused meanwhile, and one of them tries next if this one never returns.
             self._resting_until = time.monotonic() + REST_S + self._patience_s
 
     @property
@@ -77,7 +77,7 @@ class Server:
             raise
 
     def exchange(self, commands: Sequence[Command]) -> list[Reply]:
-        """Send commands in one go; their answers, errors of the server among them."""
+        """Send commands at once; returns their answers, including errors of the server."""
         loan = self.borrow()
         try:
             loan.wire.send(*commands)
@@ -92,7 +92,7 @@ class Server:
 
     @property
     def is_well(self) -> bool:
-        """Whether the last that is known of it is not a failure."""
+        """Whether its last exchange succeeded."""
         return self._breaker.is_closed
 
     def close(self) -> None:
@@ -120,8 +120,8 @@ def _is_demoted(reply: Reply) -> bool:
 
 
 class Loan:
-    """A connection of a server, lent to one thread: give it back when all that was asked has been answered, else drop
-    it; whichever comes first counts."""
+    """A connection lent to one thread. Give it back when everything asked has been answered, else drop it; the first
+    call counts."""
 
     def __init__(self, server: Server, connection: Connection) -> None:
         self.server = server
@@ -140,7 +140,7 @@ class Loan:
             self.server.take_back(connection)
 
     def drop(self, error: BaseException | None = None) -> None:
-        """error: what went wrong with it; it counts against the server if it is unreachable."""
+        """error: the reason; it counts against the server if the server is unreachable."""
         if self._connection is not None:
             connection, self._connection = self._connection, None
             self.server.discard(connection, error)

@@ -13,10 +13,10 @@ also covers the header, the tenant and the subject, which is what the blob belon
 off, left out, put in another order, or taken from another blob do not open, and neither does a whole blob under the
 name of another cache or tenant.
 
-What it protects: who reads a disk, a backup or the memory of Redis learns nothing of the content of a cache, and who
-writes there cannot make a sealed blob that opens. What it does not: manifests in the index are not sealed (labels,
-names, policy parameters, times); the lengths of parts are visible; a blob that was deleted can be put back under its
-id; and whoever has the key file, or the memory of a process that uses it, has everything.
+Protected: a reader of a disk, a backup or the memory of Redis learns nothing of the content of a cache, and a writer
+there cannot make a sealed blob that opens. Not protected: manifests in the index are not sealed (labels, names, policy
+parameters, times); the lengths of parts are visible; a deleted blob can be put back under its id; the key file, or the
+memory of a process that uses it, gives access to everything.
 """
 
 from __future__ import annotations

@@ -24,10 +24,10 @@ _HEX = re.compile(rb"[0-9a-fA-F]{64}")
 
 
 class Keyring:
-    """Master keys by id: the first one seals, all of them open. Keys do not leave it, only what is derived from them.
+    """Master keys by id: the first one seals, all of them open. Only derived keys leave the keyring.
 
-    To rotate, put a new key first and keep the old one for as long as blobs are sealed with it. An id does not tell its
-    key, and stays the same wherever the key stands.
+    To rotate, put a new key first and keep the old one for as long as blobs are sealed with it. An id does not reveal
+    its key, and does not depend on the key's place in the file.
     """
 
     def __init__(self, keys: Sequence[bytes]) -> None:
@@ -46,7 +46,7 @@ class Keyring:
     def read(cls, path: Path | str) -> Self:
         """A text file with a key on each line: 64 hex digits, or base64 of 32 bytes. What follows a # is a comment.
 
-        Nobody but its owner may have access to the file. Raises `InvalidRequest` for a file that is missing, open to
+        Only its owner may have access to the file. Raises `InvalidRequest` for a file that is missing, open to
         others, or not of this form; no message holds anything of a line.
         """
         lines = read_private(Path(path), param=_PARAM).splitlines()
@@ -84,7 +84,7 @@ class Keyring:
 
 
 def framed(*parts: bytes) -> bytes:
-    """The parts, each after its length, so that ("ab", "c") and ("a", "bc") differ."""
+    """The parts, each preceded by its length, so that ("ab", "c") and ("a", "bc") differ."""
     return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
 
 

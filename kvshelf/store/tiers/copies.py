@@ -1,4 +1,4 @@
-"""All tiers before a home, taken together: what one of them fails with is logged and hurts nobody."""
+"""All tiers before a home together. A failing tier is logged and otherwise ignored."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from kvshelf.store.types import BlobFile, Scrubbed
 log = logging.getLogger("kvshelf.store")
 
 _COMPLAINT_S: Final = 60.0
-"""At least so long between two log lines about one tier."""
+"""Least time between two log lines about one tier."""
 
 _FAILING_S: Final = 150.0
-"""How long after a failure `failing` speaks of it: by then two sweeps, by default, have tried the tier again."""
+"""How long `failing` reports a failure: two default sweep intervals and a margin, so a sweep has retried the tier."""
 
 
 class Copies:
-    """What the tiers have of a cache, fastest first. Used by `TieredStore` alone; any number of threads at once."""
+    """The tiers' copies of a cache, fastest first. Used by `TieredStore` alone; any number of threads at once."""
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
         self._tiers = tiers
@@ -32,7 +32,7 @@ class Copies:
 
     @contextmanager
     def tolerant(self, tier: Tier) -> Iterator[None]:
-        """Inside the block, what a tier fails with is logged, and the block ends: no copy is ever needed."""
+        """Logs an error of a tier in the block and ends the block: no copy is ever needed."""
         try:
             yield
         except (KvshelfError, OSError, MemoryError) as error:
@@ -42,7 +42,7 @@ class Copies:
                 log.warning("the %s tier does not work; caches come from the home: %s", tier.name, error)
 
     def failing(self) -> list[str]:
-        """The names of the tiers that have failed of late."""
+        """The names of the tiers that failed recently."""
         now = time.monotonic()
         return [name for name, at in self._failed_at.items() if now - at < _FAILING_S]
 
@@ -80,7 +80,7 @@ class Copies:
                 tier.touch(cache_id, tenant)
 
     def drop(self, cache_id: str, tenant: str) -> list[str]:
-        """Remove all copies; returns the names of the tiers that had one, those nearest to the home first."""
+        """Remove all copies; returns the names of the tiers that had one, the one nearest to the home first."""
         had: list[str] = []
         for tier in reversed(self._tiers):
             with self.tolerant(tier):
@@ -99,7 +99,7 @@ class Copies:
         return found
 
     def scrub(self) -> Iterator[Scrubbed]:
-        """Read every copy to its end, drop the bad ones, tell of these only."""
+        """Read every copy to its end, drop the damaged ones, and report these only."""
         for tier in self._tiers:
             with self.tolerant(tier):
                 for found in tier.scrub():

@@ -23,23 +23,23 @@ from kvshelf.store.tiers.tier import Tier
 from kvshelf.store.types import BlobFile, Scrubbed
 
 RECENT_S: Final = 60.0
-"""How long a copy may do without the home once that has confirmed it.
+"""How long a copy may be used without the home after the home has confirmed it.
 
-A deletion by another process drops no copy here before the next sweep, and processes that never sweep have such copies,
-too. As long as the default interval of sweeps, so that a deleted cache is never answered for longer than from a disk.
+A deletion by another process drops no copy here before the next sweep, and some processes never sweep. Equal to the
+default interval of sweeps, so that a deleted cache is not served for longer than from a disk.
 """
 
 
 PER_COPY: Final = 16 << 10
-"""Bytes that a copy takes beside its blob, for the objects that describe it; with many layers it is about ten times as
-much, and a small part of such a blob. So that small caches, of which there may be many, count as what they take."""
+"""Bytes of the objects that describe a copy, beside its blob, so that many small caches count as what they take. With
+many layers it is about ten times as much, but then a small part of the blob."""
 
 _LEAST_MAPPED: Final = 2 << 20  # bytes; smaller ones share pages: a process may have only some 65,000 maps
 
 
 @dataclass(frozen=True)
 class _Copy:
-    """body: all segments, in memory that nobody writes to; those who read the cache have views of it."""
+    """body: all segments, in memory that is never written again; readers have views of it."""
 
     manifest: Manifest
     summary: BlobSummary
@@ -55,7 +55,7 @@ _Key = tuple[str, str]  # tenant, id
 
 
 class RamTier(Tier):
-    """See `Tier`. Whoever reads a copy gets views of the memory it lies in, verified anew; nothing is copied."""
+    """See `Tier`. Readers get views of a copy's memory, verified at each read; nothing is copied."""
 
     name = "ram"
 
@@ -218,7 +218,7 @@ def _key(manifest: Manifest) -> _Key:
 def _body(packed: PackedBlob) -> memoryview:
     """The segments of a blob, one after the other in memory of their own.
 
-    The buffers of `packed` are not kept instead: they may be small parts of large tensors, which would stay, too.
+    The buffers of `packed` may be small parts of large tensors, which they would keep in memory.
     """
     size = packed.header.body_bytes
     memory = fresh_memory(size) if size >= _LEAST_MAPPED else memoryview(bytearray(size))

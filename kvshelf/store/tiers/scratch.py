@@ -1,9 +1,9 @@
 """Copies of caches in a folder on a local disk, for all processes of a machine.
 
-The folder is a shelf of its own (`kvshelf.store.disk`), with the key of the home before which it lies. So a home that
-lost everything can be opened with this key again, and the ids of its caches stay what they were.
+The folder is a shelf of its own (`kvshelf.store.disk`) with the key of its home. So a home that lost everything can be
+opened with this key again, and the ids of its caches stay the same.
 
-    <folder>/tier     tells it from a home, whose caches are nobody's copies; holds the incarnation of the home
+    <folder>/tier     marks the folder as a tier, not a home; holds the incarnation of the home
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _CHANGING: Final = {"expires_at", "labels", "name", "pinned"}
 
 
 class DiskTier(Tier):
-    """See `Tier`. Made by `open`. The copies that cost least to lose give way; pinned caches stay here, too."""
+    """See `Tier`. Made by `open`. Drops the copies of lowest priority; pinned caches stay."""
 
     name = "disk"
 
@@ -43,7 +43,7 @@ class DiskTier(Tier):
         self.max_bytes = max_bytes
         self._store = store
         self._note = store.home / _NOTE
-        self._keeping = threading.Lock()  # one at a time: others would take the room that this one made
+        self._keeping = threading.Lock()  # one at a time: others would take the space that this one freed
 
     @staticmethod
     def known_key(folder: Path) -> bytes | None:
@@ -84,7 +84,7 @@ class DiskTier(Tier):
         return cls(store, max_bytes)
 
     def noted(self) -> str:
-        """Written down, because the copies outlive the process; read anew, because others write it, too."""
+        """Kept in a file, because copies outlive the process; read each time, because other processes write it."""
         with translated(self._store.home):
             return self._note.read_text()
 

@@ -1,4 +1,4 @@
-"""A place for copies of caches, before the home that has them all."""
+"""A tier: a place for copies of caches, before the home that has them all."""
 
 from __future__ import annotations
 
@@ -12,47 +12,46 @@ from kvshelf.store.types import BlobFile, Scrubbed
 
 
 class Tier(abc.ABC):
-    """Copies that may give way at any time; used by `TieredStore` alone. Serves several threads at once.
+    """Copies that may be dropped at any time; used by `TieredStore` alone. Several threads may use it at once.
 
-    A copy lies under the home's manifest and is verified whenever it is read. One that turns out bad, or that is of
-    another blob than the manifest says, is no copy: it is dropped. Methods raise `StoreError` and `OSError` when the
-    tier does not work.
+    A copy has the home's manifest and is verified whenever it is read. A damaged copy, or one of another blob than the
+    manifest names, is dropped. Methods raise `StoreError` and `OSError` when the tier does not work.
     """
 
     name: str
-    """What a receipt calls this place: "ram" or "disk"."""
+    """The name of this tier in a receipt: "ram" or "disk"."""
 
     @abc.abstractmethod
     def noted(self) -> str:
-        """The home's `incarnation` when all copies were last compared with it; empty if they never were."""
+        """The home's `incarnation` at the last comparison of all copies with it; empty if there was none."""
 
     @abc.abstractmethod
     def note(self, incarnation: str) -> None:
-        """All copies have been compared with the home."""
+        """Record that all copies have been compared with this incarnation of the home."""
 
     @abc.abstractmethod
     def keep(self, manifest: Manifest, cache: CompressedCache) -> None:
-        """Take a copy; others give way to it. Nothing happens if it is here, if it is larger than the whole budget, or
-        if the manifest is not this cache's."""
+        """Take a copy, and drop others for it. Does nothing if the copy is here already, is larger than the whole
+        budget, or belongs to another manifest."""
 
     @abc.abstractmethod
     def keep_source(self, manifest: Manifest, text: str) -> None:
-        """Keep the source beside a copy; nothing happens where there is none."""
+        """Keep the source beside a copy. Does nothing if there is no copy."""
 
     @abc.abstractmethod
     def confirm(self, manifest: Manifest) -> None:
-        """What the home says of a cache now: the copy gets it, if there is one."""
+        """Update a copy, if there is one, to the home's manifest."""
 
     @abc.abstractmethod
     def find(self, cache_id: str, tenant: str, *, recent: bool) -> Manifest | None:
-        """The manifest of a copy that has not expired, to be used when the home cannot say what has become of it.
+        """The manifest of a copy that has not expired, for use while the home cannot answer.
 
-        recent: only if the copy would have heard of a deletion before long.
+        recent: only if the home confirmed the copy recently, so that a deletion would be known.
         """
 
     @abc.abstractmethod
     def open_cache(self, manifest: Manifest) -> ArrivingCache | None:
-        """The copy of the manifest's blob, as `Store.open_cache`. None: there is none, or no good one."""
+        """The copy of the manifest's blob, as `Store.open_cache`. None if there is no good copy."""
 
     @abc.abstractmethod
     def open_blob(self, manifest: Manifest) -> BlobFile | None:
@@ -60,11 +59,11 @@ class Tier(abc.ABC):
 
     @abc.abstractmethod
     def source(self, manifest: Manifest) -> str | None:
-        """The source that the manifest speaks of, verified."""
+        """The source of the manifest's document, verified."""
 
     @abc.abstractmethod
     def touch(self, cache_id: str, tenant: str) -> None:
-        """The cache was used: its copy stays longer."""
+        """Record a use of the cache, so that its copy stays longer."""
 
     @abc.abstractmethod
     def drop(self, cache_id: str, tenant: str) -> bool:
@@ -72,7 +71,7 @@ class Tier(abc.ABC):
 
     @abc.abstractmethod
     def manifests(self) -> Iterator[Manifest]:
-        """Those of all copies that have not expired."""
+        """The manifests of all copies that have not expired."""
 
     @abc.abstractmethod
     def sweep(self, now: float | None) -> None:
@@ -88,4 +87,4 @@ class Tier(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Let go of files and memory."""
+        """Release files and memory."""

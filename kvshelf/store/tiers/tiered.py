@@ -1,26 +1,25 @@
-"""Tiers before a home: copies near at hand, so that a read need not go far, and so that an outage hurts less.
+"""Tiers before a home: local copies make reads faster and bridge an outage of the home.
 
-The home decides. Every read asks it for the manifest first, which takes a round trip and says what expired or was
-deleted; only the bytes come from a copy of the very same blob. A copy's own manifest counts in three cases:
+The home decides. Every read asks it for the manifest first, one round trip that reveals expiry and deletion; only the
+bytes come from a copy of the same blob. A copy's own manifest counts in three cases:
 
-    the home cannot be reached          what is read only is answered from copies
-    the home has lost everything        (its incarnation is another) it gets back what the tier has and it never knew
+    the home cannot be reached          reads are answered from copies
+    the home has lost everything        (its incarnation changed) it gets back the copies that it does not know
     the home's blob is corrupt          it gets back a good one
 
-What a tier fails with is logged and hurts nobody: then the home is asked.
+A failing tier is logged; the home answers instead.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
-from kvshelf.api import Timings
 from kvshelf.errors import (
     CacheCorrupt,
     CacheError,
@@ -39,25 +38,25 @@ from kvshelf.store.manifest import Judgement, Manifest, Usage
 from kvshelf.store.shelf import Shelf
 from kvshelf.store.tiers.copies import Copies
 from kvshelf.store.tiers.tier import Tier
-from kvshelf.store.types import UNSET, BlobFile, Page, Receipt, Scrubbed, Swept, Unset
+from kvshelf.store.types import BlobFile, Page, Receipt, Scrubbed, Swept
 
 ResultT = TypeVar("ResultT")
 
 log = logging.getLogger("kvshelf.store")
 
 _Word = Literal["live", "lost", "away"]
-"""What the home says of a cache: that it is there; that it is not, or corrupt, and should not be; nothing at all."""
+"""The home's answer about a cache: it has it; it lost or damaged it; it cannot be reached."""
 
 
 class _Lost(CacheNotFound):
-    """The home began anew and knows nothing of this cache; it may have had it before."""
+    """The home lost everything and does not know this cache; it may have had it before."""
 
 
 class TieredStore(Store):
     """See `Store` for the contract. Each process opens its own; all of them may share the home and a disk tier."""
 
     def __init__(self, home: Shelf, tiers: Sequence[Tier]) -> None:
-        """tiers: fastest first. Home and tiers become this store's to close."""
+        """tiers: fastest first. This store closes the home and the tiers."""
         self.ledger = home.ledger
         self.files = home.files
         self.batches = home.batches
@@ -71,7 +70,7 @@ class TieredStore(Store):
                     tier.note(home.incarnation)
 
     def close(self) -> None:
-        with ExitStack() as closing:  # all of them, whatever one of them raises; the home last
+        with ExitStack() as closing:  # closes all of them even if one raises; the home last
             closing.callback(self._home.close)
             for tier in self._tiers:
                 closing.callback(tier.close)
@@ -103,7 +102,7 @@ class TieredStore(Store):
             return self._home.original(cache_id, tenant=tenant)
 
     def _look_up(self, cache_id: str, tenant: str) -> tuple[Manifest, _Word]:
-        """The manifest of a cache that may be read, of a copy if need be."""
+        """The manifest of a readable cache, from a copy if necessary."""
         try:
             return self._ask_home(cache_id, tenant), "live"
         except (StoreUnavailable, CacheNotFound, CacheError) as error:
@@ -111,7 +110,7 @@ class TieredStore(Store):
             return copy, "away" if isinstance(error, StoreUnavailable) else "lost"
 
     def _ask_home(self, cache_id: str, tenant: str) -> Manifest:
-        """As `Shelf.stat`, and `_Lost` for a cache that the home may have had before it began anew."""
+        """As `Shelf.stat`; raises `_Lost` for a cache that the home may have had before it lost everything."""
         try:
             return self._home.stat(cache_id, tenant=tenant)
         except CacheNotFound:
@@ -119,14 +118,14 @@ class TieredStore(Store):
                 raise
         known = self._home.remembers(cache_id, tenant=tenant)
         try:
-            return self._home.stat(cache_id, tenant=tenant)  # by now somebody may have given it back
+            return self._home.stat(cache_id, tenant=tenant)  # another process may have given it back by now
         except CacheNotFound as error:
             if known:
                 raise  # it was deleted since
             raise _Lost(error.message, param=error.param) from error
 
     def _stand_in(self, cache_id: str, tenant: str, error: KvshelfError) -> Manifest:
-        """The manifest of a copy that counts although the home said `error`; raises that where there is none."""
+        """The manifest of a copy that counts although the home raised `error`; raises that if there is no copy."""
         for tier in self._witnesses(error):
             with self._copies.tolerant(tier):
                 copy = tier.find(cache_id, tenant, recent=not isinstance(error, CacheCorrupt))
@@ -137,19 +136,19 @@ class TieredStore(Store):
         raise error
 
     def _witnesses(self, error: KvshelfError) -> Sequence[Tier]:
-        """The tiers whose word counts when the home says `error`."""
+        """The tiers whose manifests count when the home raises `error`."""
         if isinstance(error, StoreUnavailable | CacheCorrupt):
             return self._tiers
         return [tier for tier in self._tiers if self._outlived_home(tier)] if isinstance(error, _Lost) else ()
 
     def _outlived_home(self, tier: Tier) -> bool:
-        """Whether a tier has copies from a time before the home lost everything."""
+        """Whether a tier has copies from before the home lost everything."""
         with self._copies.tolerant(tier):
             return tier.noted() not in ("", self._home.incarnation)
         return False
 
     def _open(self, manifest: Manifest, word: _Word, first: int = 0) -> ArrivingCache:
-        """The blob of a manifest, from the first place that has it. word: the home's. first: the tier to begin with."""
+        """Open a manifest's blob in the first tier that has it, from tier `first` on, or at home. word: of the home."""
         for index, tier in enumerate(self._tiers[first:], first):
             with self._copies.tolerant(tier):
                 if word == "live":
@@ -166,11 +165,11 @@ class TieredStore(Store):
         return arriving
 
     def _share(self, manifest: Manifest, tiers: Sequence[Tier], cache: CompressedCache) -> None:
-        """After a read or a write: a copy for each of `tiers`, and for the home, if it has lost its own."""
+        """After a read or a write: copy the cache to `tiers`, and to the home if that has lost it."""
         for tier in tiers:
             with self._copies.tolerant(tier):
                 tier.keep(manifest, cache)
-        # Asked again, because of a deletion meanwhile: whoever deleted may have found no copy to drop yet.
+        # Look it up again: a caller may have deleted the cache meanwhile, before there was a copy to drop.
         with suppress(KvshelfError):
             if self._look_up(manifest.id, manifest.tenant)[1] == "lost":
                 self._give_back(manifest, cache)
@@ -178,14 +177,14 @@ class TieredStore(Store):
     # Giving back
 
     def _give_back(self, manifest: Manifest, cache: CompressedCache) -> None:
-        """Store a cache at home again, with its source if a copy of that is here. Raises as `Shelf.adopt` does."""
-        with self._giving_back:  # one at a time: many notice at once
+        """Store a cache at home again, with its source if a tier has that. Raises as `Shelf.adopt` does."""
+        with self._giving_back:  # one at a time: many threads notice the loss at once
             text = self._copies.source(manifest)
             try:
                 self._ask_home(manifest.id, manifest.tenant)
                 return  # it has it already
             except CacheCorrupt:
-                # What it says of the cache counts: labels, an expiry or a pin may have come since the copy was made.
+                # The home's manifest counts: its labels, expiry or pin may be newer than the copy's.
                 self._home.mend(cache, manifest.id, tenant=manifest.tenant)
             except _Lost:
                 self._home.adopt(cache, manifest.model_copy(update={"has_source": False, "source_digest": None}))
@@ -194,7 +193,7 @@ class TieredStore(Store):
             log.info("gave cache %s back to its home", manifest.id)
 
     def _insist(self, cache_id: str, tenant: str, call: Callable[[], ResultT]) -> ResultT:
-        """A call to the home about one cache. If it has lost that and a copy is here, it gets the copy first."""
+        """Call the home about one cache. If the home has lost the cache and a tier has a copy, give that back first."""
         try:
             return call()
         except (CacheNotFound, CacheError):
@@ -213,30 +212,11 @@ class TieredStore(Store):
         cache: CompressedCache,
         *,
         codec: str = "none",
-        tenant: str = "default",
-        ttl_s: float | None = None,
-        expires_at: float | None = None,
-        labels: Mapping[str, str] | None = None,
-        name: str = "",
-        pinned: bool = False,
-        timings: Timings | None = None,
         source: str | None = None,
-        judged: Judgement | None = None,
+        **fields: Any,
     ) -> Manifest:
         encoded = cache.encoded(codec)
-        manifest = self._home.put(
-            encoded,
-            codec=codec,
-            tenant=tenant,
-            ttl_s=ttl_s,
-            expires_at=expires_at,
-            labels=labels,
-            name=name,
-            pinned=pinned,
-            timings=timings,
-            source=source,
-            judged=judged,
-        )
+        manifest = self._home.put(encoded, codec=codec, source=source, **fields)
         self._share(manifest, self._tiers, encoded)
         if source is not None:
             self._copies.keep_source(manifest, source)
@@ -253,26 +233,7 @@ class TieredStore(Store):
         self._copies.confirm(manifest)
         return manifest
 
-    def update(
-        self,
-        cache_id: str,
-        *,
-        tenant: str = "default",
-        ttl_s: float | Unset | None = UNSET,
-        expires_at: float | Unset | None = UNSET,
-        labels: Mapping[str, str] | Unset = UNSET,
-        name: str | Unset = UNSET,
-        pinned: bool | Unset = UNSET,
-        if_revision: Collection[str] | None = None,
-    ) -> Manifest:
-        changes: dict[str, Any] = {
-            "ttl_s": ttl_s,
-            "expires_at": expires_at,
-            "labels": labels,
-            "name": name,
-            "pinned": pinned,
-            "if_revision": if_revision,
-        }
+    def update(self, cache_id: str, *, tenant: str = "default", **changes: Any) -> Manifest:
         manifest = self._insist(cache_id, tenant, partial(self._home.update, cache_id, tenant=tenant, **changes))
         self._copies.confirm(manifest)
         return manifest
@@ -289,7 +250,7 @@ class TieredStore(Store):
     # Housekeeping
 
     def sweep(self, now: float | None = None) -> Swept:
-        """As `Store.sweep`; and what the home no longer has goes from the tiers, what it lost goes back to it."""
+        """As `Store.sweep`. Also drops copies that the home no longer has, and gives back what it lost."""
         swept = self._home.sweep(now)
         for tier in self._tiers:
             with self._copies.tolerant(tier):
@@ -298,7 +259,7 @@ class TieredStore(Store):
         return swept
 
     def _compare(self, tier: Tier) -> None:
-        """Ask the home about every copy of a tier."""
+        """Compare every copy of a tier with the home."""
         incarnation, all_compared = self._home.incarnation, True
         for copy in tier.manifests():
             try:
@@ -307,7 +268,7 @@ class TieredStore(Store):
             except (CacheNotFound, CacheError):
                 pass  # and so its copies were dropped
             except QuotaExceeded:
-                all_compared = False  # others have room
+                all_compared = False  # other tenants may have quota left
             except StoreError as error:
                 log.warning("the copies of the %s tier were not all compared with the home: %s", tier.name, error)
                 return
@@ -318,8 +279,8 @@ class TieredStore(Store):
         return [*self._home.check(), *self._copies.problems()]
 
     def scrub(self) -> Iterator[Scrubbed]:
-        """As `Store.scrub`. What is corrupt at home and good in a tier is put right at once; it is reported all the
-        same. Of the copies, only bad ones are."""
+        """As `Store.scrub`. Repairs a corrupt cache at once if a tier has a good copy, and still reports it. Of the
+        copies, only damaged ones are reported."""
         for found in self._home.scrub():
             if found.problem is not None:
                 with suppress(KvshelfError):
@@ -327,7 +288,7 @@ class TieredStore(Store):
             yield found
         yield from self._copies.scrub()
 
-    # What only the home knows
+    # Answered by the home alone
 
     def expiry(self, ttl_s: float | None, expires_at: float | None) -> float | None:
         return self._home.expiry(ttl_s, expires_at)
@@ -335,26 +296,8 @@ class TieredStore(Store):
     def admit(self, tenant: str) -> None:
         self._home.admit(tenant)
 
-    def list(
-        self,
-        *,
-        tenant: str = "default",
-        document_id: str | None = None,
-        model: str | None = None,
-        policy: str | None = None,
-        labels: Mapping[str, str] | None = None,
-        limit: int = 20,
-        after: str | None = None,
-    ) -> Page:
-        return self._home.list(
-            tenant=tenant,
-            document_id=document_id,
-            model=model,
-            policy=policy,
-            labels=labels,
-            limit=limit,
-            after=after,
-        )
+    def list(self, **query: Any) -> Page:
+        return self._home.list(**query)
 
     def cache_id(self, identity: Identity, *, tenant: str = "default", codec: str = "none") -> str:
         return self._home.cache_id(identity, tenant=tenant, codec=codec)
@@ -366,7 +309,7 @@ class TieredStore(Store):
         return self._home.usage(tenant=tenant)
 
     def health(self) -> Health:
-        """As `Store.health`; that a tier has failed of late is a warning."""
+        """As `Store.health`; a recent failure of a tier is a warning."""
         home = self._home.health()
         warnings = [f"the {name} tier does not work; caches come from the home" for name in self._copies.failing()]
         return replace(home, warnings=(*home.warnings, *warnings))
