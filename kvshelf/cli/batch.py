@@ -176,7 +176,7 @@ class _Job:
         from kvshelf.corpus.run.progress import RunOptions, RunState, Window
         from kvshelf.service.process.standalone import TENANT, run_standalone
         from kvshelf.service.settings import load_settings
-        from kvshelf.store.redaction import without_secret
+        from kvshelf.store.private import without_secret
         from kvshelf.workers.replica.create.spec import require_policy
 
         loaded = load_settings(**settings)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @contextmanager
 def opened(url: str, key_file: Path | None) -> Iterator[Store]:
     with needs_extra("serve", purpose="a store"):
-        from kvshelf.store.config import StoreConfig
+        from kvshelf.store.url import StoreConfig
 
     with StoreConfig(url, encryption_key_file=None if key_file is None else str(key_file)).open() as store:
         yield store
@@ -30,7 +30,7 @@ def opened(url: str, key_file: Path | None) -> Iterator[Store]:
 def shown(url: str) -> str:
     """The URL without its password."""
     with needs_extra("serve", purpose="a store"):
-        from kvshelf.store.redaction import without_secret
+        from kvshelf.store.private import without_secret
 
     return without_secret(url)
 

@@ -13,7 +13,7 @@ from pydantic_settings import BaseSettings, DotEnvSettingsSource, NoDecode, Sett
 
 from kvshelf.api.strict import Ttl
 from kvshelf.errors import InvalidRequest
-from kvshelf.store.redaction import without_secret
+from kvshelf.store.private import without_secret
 
 PREFIX = "KVSHELF_"
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from kvshelf.errors import StorageFull
 from kvshelf.service.settings import Settings
-from kvshelf.store.config import StoreConfig
+from kvshelf.store.url import StoreConfig
 
 
 def store_config(settings: Settings) -> StoreConfig:

@@ -1,8 +1,9 @@
-"""Files of secrets, which only their owner may access."""
+"""Secrets: files that only their owner may access, and URLs without their passwords."""
 
 from __future__ import annotations
 
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Final
@@ -11,6 +12,7 @@ from kvshelf.atomic import written
 from kvshelf.errors import InvalidRequest
 
 _LIMIT: Final = 1 << 20
+_URL_SECRET: Final = re.compile(r"(?<=://)(?!/).*@", re.DOTALL)
 
 
 def read_private(path: Path, *, param: str) -> bytes:
@@ -56,3 +58,12 @@ def write_private(path: Path, data: bytes, *, param: str) -> None:
 def refused(path: Path | str, problem: str, *, param: str) -> InvalidRequest:
     """The one form of every error about a key file."""
     return InvalidRequest(f"the key file {path} cannot be used: {problem}", param=param)
+
+
+def without_secret(url: str) -> str:
+    """A URL, or several joined by `+`, with user and password replaced by stars.
+
+    Everything before the last @ goes, so that a password that should have been quoted does not show either. The path
+    of a folder (three slashes) stays.
+    """
+    return _URL_SECRET.sub("***@", url)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -23,8 +23,10 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from kvshelf.errors import InvalidRequest
 from kvshelf.store.base import Store
 from kvshelf.store.disk import DiskStore
-from kvshelf.store.redaction import without_secret
+from kvshelf.store.index import Quota
+from kvshelf.store.private import without_secret
 from kvshelf.store.rules import Rules
+from kvshelf.store.sealing.keyring import Keyring
 from kvshelf.store.shelf import Shelf
 from kvshelf.store.tiers.ram import RamTier
 from kvshelf.store.tiers.scratch import DiskTier
@@ -37,6 +39,33 @@ _UNITS: Final = {"": 1} | {
     prefix + suffix: base**power for power, prefix in enumerate("KMGT", 1) for suffix, base in (("", 1000), ("i", 1024))
 }
 _REDIS: Final = tuple(f"redis{tls}{kind}" for tls in ("", "s") for kind in ("", "-sentinel", "-cluster"))
+
+
+@dataclass(frozen=True)
+class StoreConfig:
+    """How to open a store: its URL, and the `Rules` that all its processes share. Plain values that can be sent.
+
+    It holds the path of the key file, never a key: each process reads the file itself, at the same absolute path.
+    """
+
+    url: str = field(repr=False)
+    default_ttl_s: float | None = None
+    max_ttl_s: float | None = None
+    tenant_max_caches: int | None = None
+    tenant_max_bytes: int | None = None
+    encryption_key_file: str | None = None
+
+    def open(self) -> Store:
+        """Raises as `open_store` does, and `InvalidRequest` for a key file that cannot be used."""
+        return open_store(self.url, rules=self.rules())
+
+    def rules(self) -> Rules:
+        return Rules(
+            default_ttl_s=self.default_ttl_s,
+            max_ttl_s=self.max_ttl_s,
+            quota=Quota(max_caches=self.tenant_max_caches, max_bytes=self.tenant_max_bytes),
+            keyring=None if self.encryption_key_file is None else Keyring.read(self.encryption_key_file),
+        )
 
 
 def open_store(url: str, *, rules: Rules | None = None) -> Store:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvshelf.store.config import StoreConfig
+from kvshelf.store.url import StoreConfig
 from kvshelf.workers.cluster.connect import ray_cluster
 from kvshelf.workers.cluster.remote import RemoteEngine
 from tests.corpus.hostile import vulnerable

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from kvshelf.cli import app
 from kvshelf.cli.batch import _Job
-from kvshelf.store.config import StoreConfig
+from kvshelf.store.url import StoreConfig
 from tests.conftest import _descendants
 from tests.corpus.hostile import corpus
 from tests.corpus.results import failure

@@ -23,7 +23,7 @@ from kvshelf.bench.batches.corpus import POLICY, Corpus
 from kvshelf.corpus.run.journal import FileJournal
 from kvshelf.corpus.run.progress import RunOptions, RunState
 from kvshelf.errors import InternalError, WorkerCrashed
-from kvshelf.store.config import StoreConfig
+from kvshelf.store.url import StoreConfig
 from kvshelf.workers.cluster.connect import ray_cluster
 
 _TICKS: Final = os.sysconf("SC_CLK_TCK")

@@ -36,7 +36,7 @@ from kvshelf.corpus.run.control import Order, Report
 from kvshelf.corpus.run.progress import RunOptions
 from kvshelf.errors import StoreError
 from kvshelf.store.base import Store
-from kvshelf.store.config import StoreConfig
+from kvshelf.store.url import StoreConfig
 from kvshelf.workers.cluster.remote import RemoteEngine, watch
 
 log = structlog.get_logger("kvshelf.corpus")

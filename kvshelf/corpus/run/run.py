@@ -20,7 +20,7 @@ from kvshelf.corpus.run.pipeline import Calls, stream
 from kvshelf.corpus.run.progress import Progress, RunOptions, RunState, Summary
 from kvshelf.corpus.run.tally import Tally
 from kvshelf.errors import InternalError, KvshelfError, StoreError
-from kvshelf.store.config import StoreConfig
+from kvshelf.store.url import StoreConfig
 from kvshelf.workers.cluster.remote import RemoteEngine
 
 log = structlog.get_logger("kvshelf.corpus")

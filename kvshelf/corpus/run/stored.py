@@ -11,8 +11,8 @@ import pydantic_core
 from kvshelf.corpus.input.rows import Row, RowError, parse_jsonl
 from kvshelf.corpus.input.sources import Shard, Source
 from kvshelf.corpus.output.results import Journal, Result
-from kvshelf.store.config import StoreConfig
 from kvshelf.store.jobs.batches import Batches
+from kvshelf.store.url import StoreConfig
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from functools import partial
 
 from kvshelf.service.observe import logs
 from kvshelf.service.settings import Settings
-from kvshelf.store.config import StoreConfig
+from kvshelf.store.url import StoreConfig
 from kvshelf.workers.cluster import deployment
 from kvshelf.workers.cluster.remote import RemoteEngine
 from kvshelf.workers.engine.quality import QUESTIONS

@@ -1,26 +1,26 @@
 -- The index of a Redis home. One call of this script is one operation, and so one atomic step. Called by index.py.
 --
 -- KEYS[1] is `{prefix}:home`. All other keys begin with `{prefix}:` too, so that a cluster keeps them on one node and
--- the script may make up their names. ARGV: the operation, the incarnation of the home that the caller knows, then names
--- and values in turn; what is none is left out. The reply begins with a word. Numbers in it are texts, because Redis
--- cuts the fractions of Lua's numbers off.
+-- the script may build their names. ARGV: the operation, the incarnation of the home that the caller knows, then names
+-- and values in turn, without those that are none. The reply begins with a word. Its numbers are texts, because Redis
+-- truncates Lua's numbers to integers.
 --
 --   home             hash: format, key, incarnation; seq: the last one given; clock: of eviction
---   c:<id>           hash: the fields of an Entry but its text
+--   c:<id>           hash: the fields of an Entry except its text
 --   m:<id>           the manifest's text
 --   stored           ready and corrupt ids by seq
 --   l:<digest>       ready ids by seq: those of one tenant, and of one document, model, policy, label of a tenant
 --   expiry           stored ids by expires_at
 --   eviction         ready ids that are not pinned, by priority
 --   ended            ids of tombstones by ended_at
---   places           hash: stored id -> "<bytes> <digests of its listings> <tenant>", all that is to be undone when it
---                    ends. Its own hash cannot tell, for the server may have dropped that
+--   places           hash: stored id -> "<bytes> <digests of its listings> <tenant>": what to undo when it ends.
+--                    Not in the id's own hash, which the server may have dropped by then
 --   u, u:<tenant>    hash: caches and bytes of ready entries; held_caches and held_bytes of writes not revoked
---   writes           names of writes by the end of their lease, in ms of the server's clock; 0: revoked, or given way
+--   writes           names of writes by the end of their lease, in ms of the server's clock; 0: revoked or replaced
 --   w:<id>           hash: name of a write of this cache -> "<nbytes> <source_bytes> <source or -> <tenant>"
 --
--- A server without memory refuses the first write of a script or none. So what makes a cache visible begins with a
--- write that may be refused, and what gives memory back with one that is always granted (ZREM, HDEL, DEL).
+-- A server without memory refuses the first write of a script or none. So an operation that makes a cache visible
+-- begins with a write that may be refused, and one that frees memory with one that is always granted (ZREM, HDEL, DEL).
 
 local call = redis.call
 local HOME = KEYS[1]
@@ -78,7 +78,7 @@ local function count(tenant, caches, bytes, kind)
   end
 end
 
--- Bytes, digests of listings and tenant of a stored id. Listings is '' for a corrupt one, which does not count.
+-- Bytes, digests of listings and tenant of a stored id. A corrupt id is in no listing ('') and does not count.
 local function place(id)
   local record = call('HGET', PLACES, id)
   if record then return record:match('^(%d+) (%S*) (.*)$') end
@@ -95,7 +95,7 @@ local function drop(id)
   call('HDEL', PLACES, id)
 end
 
--- The manifest goes first: while it can be read there is something behind it.
+-- The manifest expires first: while it can be read, the entry exists.
 local function keep_until(id, expires_at)
   if expires_at then
     call('PEXPIREAT', manifest_key(id), whole(math.ceil(expires_at * 1000) + 1000))
@@ -129,8 +129,8 @@ end
 
 -- Entries
 
--- The fields as a JSON object of texts, and the manifest; or false. Where there is no manifest, the server's time tells
--- whether it ended in time.
+-- The fields as a JSON object of texts, and the manifest; or false. Without a manifest, the server's time tells whether
+-- the entry has expired.
 local function show(id)
   local entry = read(entry_key(id))
   if not entry then return false end
@@ -157,7 +157,7 @@ local function is_live(entry, now)
     and call('EXISTS', manifest_key(entry.id)) == 1
 end
 
--- Later than all before it also where a server came back without its last writes.
+-- Greater than every earlier one, even if the server restarted without its last writes.
 local function next_seq()
   local seq = whole(math.max(tonumber(call('HGET', HOME, 'seq') or 0) + 1, server_us()))
   call('HSET', HOME, 'seq', seq)
@@ -182,7 +182,7 @@ end
 -- nbytes, source_bytes, source, tenant
 local function parse_write(record) return record:match('^(%d+) (%d+) (%S+) (.*)$') end
 
--- A write without a blob adds a source to a cache that counts already.
+-- A write without a blob adds a source to a cache that is already counted.
 local function held_caches(nbytes) return nbytes == '0' and 0 or 1 end
 
 local function release(record)
@@ -207,7 +207,7 @@ local function revoke(name)
   release(record)
 end
 
--- Names that an entry has no more are those of a write that may not be published: a sweep removes their bytes.
+-- Registers names that an entry has lost as a revoked write: a sweep removes their bytes.
 local function retire(write)
   call('HSET', write_key(write.name), write.name, write_record(write))
   call('ZADD', WRITES, 0, write.name)
@@ -223,7 +223,7 @@ local function list_writes(first, last)
   return {'writes', found}
 end
 
--- Caches and bytes of one cache id, ready or being written, which a blob that is to be written now will replace.
+-- Caches and bytes of one cache id, ready or being written, that a new blob will replace.
 local function replaced_by(name, blob_bytes)
   local caches, bytes = 0, 0
   if blob_bytes == '0' then return caches, bytes end
@@ -280,7 +280,7 @@ function operations.held() return list_writes('(0', '+inf') end
 
 function operations.publish()
   local old = read(entry_key(a.id))
-  if old and old.name == a.name then return {'published', false} end -- by this call, whose answer was lost
+  if old and old.name == a.name then return {'published', false} end -- this call published it, and its answer was lost
   if not leased(a.name) then return {'lapsed'} end
   local shown = old and is_stored(old) and show(a.id) or false
   if old and old.name ~= a.over and is_live(old, a.now) then return {'kept', shown} end
@@ -313,7 +313,7 @@ local function is_in_all(id, listings)
   return true
 end
 
--- Walks down the smallest of the wanted listings, `steps` look-ups at most, and says where to go on if there is more.
+-- Walks down the smallest of the listings, at most `steps` look-ups, and returns where to continue if there is more.
 function operations.listing()
   local wanted = {}
   for digest in words(a.listings) do wanted[#wanted + 1] = listing_key(digest) end
@@ -354,11 +354,11 @@ end
 -- Changing
 
 -- Gives an entry another manifest, and the names of `write` if there is one. a.name, a.source and their sizes are those
--- that the entry has afterwards, a.gone_* those that it has no more. a.repairs: the write has a new blob.
+-- that the entry has afterwards, a.gone_* those that it loses. a.repairs: the write has a new blob.
 function operations.swap()
   local entry = read(entry_key(a.id))
   if a.write then
-    -- Done by this call, whose answer was lost.
+    -- This call did it, and its answer was lost.
     if entry and (entry.name == a.write or entry.source == a.write) then return {'done'} end
     if not leased(a.write) then return {'lapsed'} end
   end
@@ -426,7 +426,7 @@ end
 function operations.expired()
   local ids = call('ZRANGEBYSCORE', EXPIRY, '-inf', a.now, 'LIMIT', 0, a.limit)
   for _, id in ipairs(ids) do
-    if call('EXISTS', entry_key(id)) == 0 then drop(id) end -- the server was faster than any sweep
+    if call('EXISTS', entry_key(id)) == 0 then drop(id) end -- the server expired it before a sweep
   end
   return {'entries', show_all(ids)}
 end
@@ -451,7 +451,7 @@ function operations.open()
   return {'home', call('HMGET', HOME, 'format', 'key', 'incarnation')}
 end
 
--- For problems(): each stored entry held against every place that must know it.
+-- For problems(): compares each stored entry with every place that must record it.
 
 local function is_ranked(entry)
   local rank = call('ZSCORE', EVICTION, entry.id)
@@ -463,7 +463,7 @@ local function misplaced(id, seq)
   local entry = read(entry_key(id))
   local bytes, listings = place(id)
   if not bytes then return 'has no place' end
-  if not entry then return nil end -- dropped by the server; a sweep undoes the rest
+  if not entry then return nil end -- expired on the server; a sweep undoes the rest
   if entry.seq ~= seq then return 'is kept under another seq' end
   local expires_at = call('ZSCORE', EXPIRY, id) or 0
   if tonumber(expires_at) ~= tonumber(entry.expires_at or 0) then return 'expires at another time' end
@@ -492,7 +492,7 @@ end
 
 local sizes = {zset = 'ZCARD', hash = 'HLEN', none = 'EXISTS'}
 
--- Of each key how much it holds, or one field of it: '<field>@<key>'. The keys stand between zero bytes.
+-- The size of each key, or one field of it: '<field>@<key>'. The keys are separated by zero bytes.
 function operations.counts()
   local found = {}
   for key in (a.keys .. '\0'):gmatch('(.-)%z') do

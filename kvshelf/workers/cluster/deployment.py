@@ -19,7 +19,7 @@ from ray import serve
 
 from kvshelf import errors
 from kvshelf.errors import InvalidRequest, KvshelfError, NoWorker
-from kvshelf.store.config import StoreConfig
+from kvshelf.store.url import StoreConfig
 from kvshelf.workers.cluster import orphans
 from kvshelf.workers.cluster.remote import RemoteEngine, replicas_running
 from kvshelf.workers.engine.engine import Engine

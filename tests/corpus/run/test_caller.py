@@ -20,8 +20,8 @@ from kvshelf.corpus.run.caller import PREFIX, Caller
 from kvshelf.corpus.run.progress import RunOptions
 from kvshelf.errors import NoWorker, QuotaExceeded, StorageFull, StoreUnavailable, WorkerCrashed
 from kvshelf.store.base import Store
-from kvshelf.store.config import StoreConfig
 from kvshelf.store.manifest import Usage
+from kvshelf.store.url import StoreConfig
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.replica import attempts
 from kvshelf.workers.replica.replica import Replica

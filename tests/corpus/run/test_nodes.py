@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from ray.cluster_utils import Cluster
 
-from kvshelf.store.config import StoreConfig
+from kvshelf.store.url import StoreConfig
 from tests.corpus.hostile import corpus
 from tests.store.redis.servers import PATIENT, ValkeyServer
 

@@ -13,7 +13,7 @@ import pytest
 
 from kvshelf.corpus.run.progress import RunState, Summary
 from kvshelf.corpus.run.run import Run
-from kvshelf.store.config import StoreConfig
+from kvshelf.store.url import StoreConfig
 from tests.corpus.conftest import Crew
 from tests.corpus.hostile import SLOW, Remembered, document, vulnerable
 from tests.corpus.runs import begun, ended, options, require_order, until, until_waiting

@@ -13,7 +13,7 @@ from kvshelf.corpus.output.results import Result
 from kvshelf.corpus.run.stored import HomeJournal, StoredFile, StoredShard, last_results
 from kvshelf.errors import FileNotFound, StateConflict
 from kvshelf.store.base import Store
-from kvshelf.store.config import StoreConfig
+from kvshelf.store.url import StoreConfig
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ from kvshelf.cli import app
 from kvshelf.errors import InvalidRequest
 from kvshelf.service.settings import Settings, load_settings
 from kvshelf.service.storage import store_config
-from kvshelf.store.config import StoreConfig
-from kvshelf.store.redaction import without_secret
+from kvshelf.store.private import without_secret
+from kvshelf.store.url import StoreConfig
 
 
 @pytest.fixture(autouse=True)
