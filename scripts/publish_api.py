@@ -17,10 +17,10 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "api.md"
 
 HEAD = """# HTTP API
 
-Made from the service's own OpenAPI document (`GET /openapi.json`) by `scripts/publish_api.py`. JSON in UTF-8; unknown
-fields are refused. Times are Unix seconds, sizes bytes; durations carry `_s` or `_ms`. Every response has an
-`x-request-id`. An error is `{"error": {"message", "type", "param", "code"}}`, with `miss_reason` and `details` where
-they say something. Its `code` is one of these:
+`scripts/publish_api.py` makes this page from the service's OpenAPI document (`GET /openapi.json`). Bodies are JSON in
+UTF-8; unknown fields are refused. Times are Unix seconds, sizes bytes; durations carry `_s` or `_ms`. Every response
+has an `x-request-id`. An error is `{"error": {"message", "type", "param", "code"}}`, with `miss_reason` and `details`
+if they apply. Its `code` is one of these:
 
 """
 

@@ -1,10 +1,10 @@
-"""The types of the HTTP API, shared word for word by the service and the clients: the one place to import them from.
+"""The types of the HTTP API, shared by the service and the clients. Import them from here.
 
-Requests are strict: an unknown field, "3" where 3 is meant, true where a number is meant, NaN, and a value outside its
-bounds are refused, with the field named. Responses are read leniently, so that a client understands a newer service.
+Requests are strict: an unknown field, "3" or true in place of a number, NaN, and a value out of bounds are refused, and
+the error names the field. Responses are parsed leniently, so a client understands a newer service.
 
-Times are Unix seconds, sizes bytes; durations carry `_s` or `_ms`. Each file of types has one subject; the bases and
-shared fields are in `strict`. Apart stand `openai` and `batch_types`, in OpenAI's shapes, and `kept_types`.
+Times are Unix seconds, sizes bytes; durations carry `_s` or `_ms`. Each module has one subject; base classes and shared
+fields are in `strict`. Import the types of `openai` and `batches` (in OpenAI's shapes) and of `inspect` from there.
 """
 
 from __future__ import annotations

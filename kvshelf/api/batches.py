@@ -1,8 +1,7 @@
-"""The types of files and batches, in OpenAI's shapes and with its names, so that its clients work; shared by the
-service and ours.
+"""The types of files and batches, in OpenAI's shapes and with its names, so that its clients work.
 
-Times are whole Unix seconds here, as there. What OpenAI has not: `paused`, `reused` rows, `progress`, and the fields of
-a batch that say how its rows are compressed.
+Times are whole Unix seconds, as in OpenAI's API. Additions of kvshelf: `paused`, `reused` rows, `progress`, and the
+batch fields that say how to compress its rows.
 """
 
 from __future__ import annotations
@@ -35,41 +34,45 @@ _MetadataValue = Annotated[str, Field(max_length=512)]
 
 
 class ExpiresAfter(RequestBody):
-    """How long a file is kept, counted from when it was created."""
+    """Lifetime of a file, counted from its creation."""
 
     anchor: Literal["created_at"] = "created_at"
     seconds: Annotated[int, Field(ge=1, le=int(MAX_TTL_S))]
 
 
 class CreateFile(RequestBody):
-    """POST /v1/files: the fields of the form beside the file."""
+    """POST /v1/files: the form fields besides the file."""
 
-    purpose: Literal["batch"] = Field(description="what the file is for: the input of a batch")
-    expires_after: ExpiresAfter | None = Field(None, description="30 days if absent")
+    purpose: Literal["batch"] = Field(description="batch: the file is the input of a batch")
+    expires_after: ExpiresAfter | None = Field(None, description="default: 30 days")
 
 
 class CreateBatch(CacheOptions):
-    """POST /v1/batches: compress every row of an uploaded file. The options of a creation hold for all rows that do
-    not bring their own."""
+    """POST /v1/batches: compress every row of an uploaded file. The creation options are defaults for rows without
+    their own."""
 
-    input_file_id: _Id = Field(description="of a file with the purpose batch: a row on each line, as JSON")
-    endpoint: Literal["/v1/caches"] = Field(description="what is done with each row")
+    input_file_id: _Id = Field(description="a file with the purpose batch and one JSON row per line")
+    endpoint: Literal["/v1/caches"] = Field(description="the operation to run on each row")
     completion_window: Annotated[str, Field(pattern=r"^[1-9]\d{0,2}[hd]$")] = Field(
-        "24h", description="hours or days, after which it ends with what is done: 24h, 7d"
+        "24h", description="hours or days after which the batch ends with the rows done so far: 24h, 7d"
     )
     metadata: Annotated[dict[_MetadataKey, _MetadataValue], Field(max_length=MAX_METADATA)] | None = None
-    output_expires_after: ExpiresAfter | None = Field(None, description="of the files of results; 30 days if absent")
+    output_expires_after: ExpiresAfter | None = Field(
+        None, description="lifetime of the result files; default: 30 days"
+    )
     window: Annotated[str, Field(pattern=r"^([01]\d|2[0-3]):[0-5]\d-([01]\d|2[0-3]):[0-5]\d$")] | None = Field(
-        None, description="the time of day in which it may work, on the service's clock: 22:00-06:00"
+        None, description="hours of the day in which the batch may run, on the service's clock: 22:00-06:00"
     )
     max_gpu_hours: Annotated[float, Field(gt=0, le=1e6)] | None = Field(
-        None, description="of the replicas' work, after which it is cancelled with what is done"
+        None, description="replica hours after which the batch is cancelled; finished rows stay"
     )
-    max_attempts: Annotated[int, Field(ge=1, le=100)] = Field(3, description="at each row, before it is an error row")
-    document_timeout_s: Annotated[float, Field(gt=0, le=86400)] = Field(3600.0, description="for one attempt")
+    max_attempts: Annotated[int, Field(ge=1, le=100)] = Field(
+        3, description="attempts before a row becomes an error row"
+    )
+    document_timeout_s: Annotated[float, Field(gt=0, le=86400)] = Field(3600.0, description="limit of one attempt")
 
     def options(self) -> dict[str, Any]:
-        """What rows take over: the options of a creation that were given."""
+        """The given creation options, as defaults for the rows."""
         return self.model_dump(mode="json", include=set(CacheOptions.model_fields), exclude_unset=True)
 
 
@@ -83,14 +86,14 @@ class ListFiles(QueryString):
 
 
 class ListBatches(QueryString):
-    """GET /v1/batches: where to begin."""
+    """GET /v1/batches: which page."""
 
     limit: Annotated[int, Field(ge=1, le=100, description="batches in this page")] = 20
     after: str | None = Field(None, description="the last id of the page before")
 
 
 class FileObject(ResponseBody):
-    """One uploaded file, or one that a batch left. Its id serves as `input_file_id`; `digest` is BLAKE3 in hex."""
+    """An uploaded file, or a result file of a batch. Use `id` as `input_file_id`; `digest` is BLAKE3 in hex."""
 
     id: str
     object: Literal["file"] = "file"
@@ -120,7 +123,7 @@ class FileDeleted(ResponseBody):
 
 
 class RequestCounts(ResponseBody):
-    """Rows. `completed` ones have a cache; of these, `reused` ones had it before, and cost nothing."""
+    """Numbers of rows. `completed` rows have a cache; `reused` ones among them already had it, at no cost."""
 
     total: int = 0
     completed: int = 0
@@ -129,7 +132,7 @@ class RequestCounts(ResponseBody):
 
 
 class BatchError(ResponseBody):
-    """What is wrong with the input as a whole. What is wrong with a row stands in the error file."""
+    """An error of the input as a whole. Errors of single rows are in the error file."""
 
     code: str
     message: str
@@ -143,7 +146,7 @@ class BatchErrors(ResponseBody):
 
 
 class WorkerShare(ResponseBody):
-    """What one replica has done for a batch. `seconds` is its work."""
+    """The work of one replica for a batch. `seconds` is the time it was busy."""
 
     done: int = 0
     tokens: int = 0
@@ -151,9 +154,9 @@ class WorkerShare(ResponseBody):
 
 
 class BatchProgress(ResponseBody):
-    """How a batch goes on. `reason` says why it waits, by its own or by a caller's will.
+    """Progress of a batch. `reason` says why it waits or who paused it.
 
-    tokens: of the documents that are done; `tokens_per_s` of those that were compressed. gpu_hours: of replicas' work.
+    tokens: of finished documents. tokens_per_s: over newly compressed documents. gpu_hours: time of busy replicas.
     """
 
     reason: str = ""
@@ -168,9 +171,9 @@ class BatchProgress(ResponseBody):
 
 
 class BatchObject(ResponseBody):
-    """One batch. `status` is `failed` where no row has a cache in the end; the files of results are there in every end.
+    """One batch. It ends as `failed` if no row has a cache; every end leaves result files.
 
-    paused: by a caller, outside its window, or while there is no room or no worker; `progress.reason` says which.
+    A batch is `paused` by a caller, outside its window, or without room or worker; `progress.reason` says which.
     """
 
     id: str
@@ -201,7 +204,7 @@ class BatchObject(ResponseBody):
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more will come of it, unless its failed rows are tried again."""
+        """Whether the batch has ended. Only a retry reopens it."""
         return self.status in ("completed", "failed", "expired", "cancelled")
 
 

@@ -1,4 +1,4 @@
-"""The types of what is on the shelf: a cache, lists of them, and what is changed, imported, deleted or verified."""
+"""The types of stored caches: one cache, lists, updates, imports, deletions and verifications."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class TokenCounts(ResponseBody):
 
 
 class ByteCounts(ResponseBody):
-    """`full` is what the uncompressed KV of the document takes, `stored` the size of the blob."""
+    """`full` is the size of the document's uncompressed KV cache, `stored` the size of the blob."""
 
     full: int
     stored: int
 
 
 class Timings(ResponseBody):
-    """Seconds: waiting, model forward, compression, writing to the store."""
+    """Seconds spent waiting, in the model's forward, compressing, and writing to the store."""
 
     queue_s: float = 0.0
     prefill_s: float = 0.0
@@ -44,10 +44,10 @@ class Timings(ResponseBody):
 
 
 class Quality(ResponseBody):
-    """How close a cache is to the full one, on questions made from the document when it was compressed.
+    """How close a cache is to the full one, on questions made from the document during compression.
 
-    `agreement`, 0 to 1: how often it says the token that the full cache is sure of. `kl`: the divergence of its
-    probabilities, in nats. `tokens` were predicted, in `probe_s` seconds. Numbers of another `version` do not compare.
+    `agreement`, 0 to 1: how often it predicts the token of which the full cache is sure. `kl`: divergence of the
+    probabilities, in nats. `tokens`: predicted tokens. `probe_s`: duration. Compare only numbers of one `version`.
     """
 
     agreement: float
@@ -58,9 +58,9 @@ class Quality(ResponseBody):
 
 
 class Tried(ResponseBody):
-    """One way to keep a document, and its bytes and quality, or the reason why there are none.
+    """One tried combination of policy, ratio and codec, with its bytes and quality or the `reason` for having none.
 
-    `cache_id` is the id that its cache would have, null where the policy refused the document.
+    `cache_id` is the id that its cache would have, null if the policy refused the document.
     """
 
     cache_id: str | None = None
@@ -75,8 +75,8 @@ class Tried(ResponseBody):
 class CacheObject(ResponseBody):
     """One stored cache. `existing` is true in the answer to a POST that found the cache on the shelf.
 
-    `quality` is how close it is to the full cache, null where that was not measured. `tried` is there where the cache
-    was chosen among several ways to keep its document: all of them, and what came of each.
+    `quality` is its closeness to the full cache, null if not measured. If the cache was chosen among several
+    combinations of policy, ratio and codec, `tried` lists all of them with their results.
     """
 
     id: str
@@ -105,7 +105,7 @@ class CacheObject(ResponseBody):
 
 
 class LevelList(ResponseBody):
-    """The answer to a creation with `levels`: the caches in their order."""
+    """The answer to a creation with `levels`: one cache per level, in their order."""
 
     object: Literal["list"] = "list"
     data: list[CacheObject]
@@ -129,13 +129,13 @@ class ListCaches(QueryString):
 
 
 class UpdateCache(RequestBody):
-    """PATCH /v1/caches/{id}: what is given changes, all else stays. Labels are replaced as a whole.
+    """PATCH /v1/caches/{id}: changes the given fields. `labels` replaces all labels.
 
-    A pinned cache is never evicted to make room; it expires all the same.
+    A pinned cache is never evicted to make room, but it still expires.
     """
 
-    ttl_s: Ttl | None = Field(None, description="seconds from now; null: it never expires")
-    expires_at: ExpiresAt | None = Field(None, description="Unix seconds, instead of ttl_s; null: it never expires")
+    ttl_s: Ttl | None = Field(None, description="seconds from now; null: never expires")
+    expires_at: ExpiresAt | None = Field(None, description="Unix seconds, instead of ttl_s; null: never expires")
     labels: Labels = Field(default_factory=dict)
     name: CacheName = ""
     pinned: bool = False
@@ -143,18 +143,18 @@ class UpdateCache(RequestBody):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if not self.model_fields_set:
-            raise misuse("", f"nothing is to change; give at least one of {', '.join(type(self).model_fields)}")
+            raise misuse("", f"nothing to change; give at least one of {', '.join(type(self).model_fields)}")
         if {"ttl_s", "expires_at"} <= self.model_fields_set:
             raise misuse("expires_at", "give ttl_s or expires_at, not both")
         return self
 
     def changes(self) -> dict[str, Any]:
-        """The fields that were given."""
+        """The given fields."""
         return {name: getattr(self, name) for name in self.model_fields_set}
 
 
 class ImportCache(QueryString):
-    """POST /v1/caches/import: what is to be known about the cache whose blob is the body."""
+    """POST /v1/caches/import: properties of the cache; its blob is the body."""
 
     ttl_s: Ttl | None = Field(None, description="seconds until the cache expires")
     expires_at: ExpiresAt | None = Field(None, description="Unix seconds, instead of ttl_s")
@@ -175,8 +175,8 @@ class Deleted(ResponseBody):
 
 
 class Verification(ResponseBody):
-    """What reading a stored cache to its end has shown. `bytes` were read and are sound: the blob, and the source where
-    one is kept. A cache that is not `ok` is set aside and never used; `reason` is one word, `problem` is for people."""
+    """Result of reading a stored cache to its end. `bytes` counts the sound bytes of the blob and of any kept source. A
+    cache that is not `ok` is quarantined and never used; `reason` is one word, `problem` a sentence."""
 
     id: str
     object: Literal["cache.verification"] = "cache.verification"

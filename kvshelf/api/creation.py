@@ -1,4 +1,4 @@
-"""The types of creating a cache: what is asked for, what it would take, and the request that is worked on meanwhile."""
+"""The types of creating a cache: the creation itself, its estimate, and the background request."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from kvshelf.api.strict import (
 )
 
 _CHOSEN = {"policy_params", "compression_ratio", "budget_tokens", "codec", "levels", "expected_questions"}
-"""What the policy "auto" is not told."""
+"""Fields that the policy "auto" chooses itself."""
 
 
 class CacheOptions(RequestBody):
-    """How a document is compressed and kept, whatever the document.
+    """How to compress and store a document, without the document.
 
     `compression_ratio` is the fraction of entries REMOVED, `budget_tokens` the mean number of entries kept per layer
     and KV head. Without either, the policy's default applies.
     """
 
-    model: ModelName | None = Field(None, description="one of /v1/models; the first one served if absent")
-    layout: LayoutName | None = Field(None, description="chat if the model has a chat template, else plain")
+    model: ModelName | None = Field(None, description="one of /v1/models; default: the first one")
+    layout: LayoutName | None = Field(None, description="default: chat if the model has a chat template, else plain")
     policy: Annotated[str, Field(min_length=1, max_length=64)] = Field(
         "keydiff", description="one of /v1/policies; auto chooses policy, ratio and codec for the document"
     )
@@ -50,33 +50,33 @@ class CacheOptions(RequestBody):
     budget_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     codec: CodecText = "none"
     levels: Annotated[list[Ratio], Field(min_length=1, max_length=MAX_LEVELS)] | None = Field(
-        None, description="several compression ratios: as many caches, from one prefill"
+        None, description="several compression ratios: one cache each, all from one prefill"
     )
     min_quality: Annotated[float, Field(ge=0, le=1)] | None = Field(
         None,
-        description="least agreement with the full cache: the smallest of the levels that has it is stored, or none; "
-        "with the policy auto 0.98 unless given",
+        description="lowest acceptable agreement with the full cache: stores the smallest level that reaches it, or "
+        "none; default with the policy auto: 0.98",
     )
     expected_questions: list[Text] = Field(
-        default_factory=list, max_length=256, description="guide the policies that score by the end of the prompt"
+        default_factory=list, max_length=256, description="questions for the policies that score by the prompt's end"
     )
     ttl_s: Ttl | None = Field(None, description="seconds until the cache expires")
     expires_at: ExpiresAt | None = Field(None, description="Unix seconds, instead of ttl_s")
     labels: Labels = Field(default_factory=dict)
-    keep_source: bool = Field(False, description="keep the document's text, or the messages as JSON, beside the cache")
+    keep_source: bool = Field(False, description="store the document's text, or the messages as JSON, beside the cache")
 
     @field_validator("levels")
     @classmethod
     def _distinct(cls, levels: list[float] | None) -> list[float] | None:
         if levels is not None and len(set(levels)) != len(levels):
-            raise misuse("levels", "a level is given twice; each makes a cache of its own")
+            raise misuse("levels", "a level is given twice; each level makes its own cache")
         return levels
 
     @model_validator(mode="after")
     def _one_of_each(self) -> Self:
         chosen = [name for name in _CHOSEN & self.model_fields_set if getattr(self, name) not in (None, {}, [])]
         if self.policy == "auto" and chosen:
-            raise misuse(min(chosen), f'the policy "auto" chooses for itself; leave {", ".join(sorted(chosen))} out')
+            raise misuse(min(chosen), f'the policy "auto" chooses these itself; leave {", ".join(sorted(chosen))} out')
         if self.compression_ratio is not None and self.budget_tokens is not None:
             raise misuse("budget_tokens", "give compression_ratio or budget_tokens, not both")
         for other in ("compression_ratio", "budget_tokens"):
@@ -99,7 +99,7 @@ class CreateCache(CacheOptions):
     messages: MessageList | None = Field(None, description="a conversation prefix, for chat models")
     token_ids: list[TokenId] | None = Field(None, description="the document as token ids of the model")
     tokenizer: Annotated[str, Field(max_length=128)] | None = Field(
-        None, description="with token_ids: the tokenizer that made them, as /v1/models names it; another one is refused"
+        None, description="with token_ids: digest of their tokenizer, from /v1/models; a different one is refused"
     )
     name: CacheName = ""
 
@@ -107,29 +107,29 @@ class CreateCache(CacheOptions):
     def _consistent(self) -> Self:
         require_one_document(self)
         if self.tokenizer is not None and self.token_ids is None:
-            raise misuse("tokenizer", "only token_ids come from a tokenizer; leave it out")
+            raise misuse("tokenizer", "tokenizer belongs to token_ids; leave it out")
         if self.keep_source and self.token_ids is not None:
-            raise misuse("keep_source", "there is no source to keep: token_ids are no text")
+            raise misuse("keep_source", "token_ids have no text to keep; leave keep_source out")
         return self
 
 
 class Estimate(CreateCache):
-    """POST /v1/estimate: what a creation would take. The fields of a creation; nothing is compressed or stored.
+    """POST /v1/estimate: the cost of a creation with these fields. Nothing is compressed or stored.
 
-    Without `policy` all policies are told, with their default parameters; without `codec` the five codecs. Each of the
-    `levels` has a row, and so has each way that the policy "auto" would try.
+    Without `policy`, estimates all policies with their default parameters; without `codec`, the five codecs. Each of
+    the `levels` gets a row, and so does each combination that the policy "auto" would try.
     """
 
     policy: Annotated[str, Field(min_length=1, max_length=64)] | None = Field(  # type: ignore[assignment]  # wider
-        None, description="one of /v1/policies, or auto; all of them if absent"
+        None, description="one of /v1/policies, or auto; default: all of them"
     )
-    codec: CodecText | None = Field(None, description="as of a creation; the five codecs if absent")  # type: ignore[assignment]
+    codec: CodecText | None = Field(None, description="as in a creation; default: the five codecs")  # type: ignore[assignment]
 
 
 class RequestObject(ResponseBody):
-    """A request that is worked on in the background. `cache_id` is set once it is done, `error` once it has failed.
+    """A background request. `cache_id` is set when it is done, `error` when it has failed.
 
-    `cache_ids` are those of all levels, in their order; `cache_id` is the first of them.
+    `cache_ids` has one id per level, in their order; `cache_id` is the first.
     """
 
     id: str
@@ -144,11 +144,11 @@ class RequestObject(ResponseBody):
 
 
 class PolicyEstimate(ResponseBody):
-    """What one policy would do. `kept` entries stay per layer and KV head; `bytes_stored` is the blob's size by codec.
+    """Estimate for one policy. `kept` entries stay per layer and KV head; `bytes_stored` is the blob's size by codec.
 
-    `seconds` are for prefill and compression, without waiting and storing. `basis` says where they come from:
-    `measured` on this policy's own compressions, on those of `other_policies`, or `assumed` from the model's size. A
-    policy that refuses the document says why in `refused`, and has no numbers.
+    `seconds` covers prefill and compression, without waiting and storing. `basis` is its origin: `measured` on this
+    policy, measured on `other_policies`, or `assumed` from the model's size. If the policy refuses the document,
+    `refused` says why and the numbers are null.
     """
 
     policy: str
@@ -161,9 +161,9 @@ class PolicyEstimate(ResponseBody):
 
 
 class EstimateObject(ResponseBody):
-    """What creating a cache would take. `tokens` and `bytes_full` (the uncompressed KV) are exact.
+    """Estimated cost of a creation. `tokens` and `bytes_full` (the uncompressed KV cache) are exact.
 
-    `measured_tokens`: how many tokens of documents the worker that answered has compressed since it began.
+    `measured_tokens`: document tokens that the answering worker has compressed since it started.
     """
 
     object: Literal["estimate"] = "estimate"

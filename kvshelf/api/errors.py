@@ -8,10 +8,10 @@ from kvshelf.api.strict import MissReason, ResponseBody
 
 
 class ErrorBody(ResponseBody):
-    """`code` is what programs decide by, `type` its group, `param` the field at fault, `message` for people.
+    """`code` is for programs, `type` groups codes, `param` names the wrong field, `message` is for people.
 
-    `miss_reason` says why a stored cache could not be used. `details` holds machine-readable facts, for example both
-    fingerprints of a model_mismatch. Both are there only when they say something.
+    `miss_reason` says why a stored cache could not be used. `details` holds machine-readable facts, such as both
+    fingerprints of a model_mismatch. Both are present only if they apply.
     """
 
     message: str

@@ -11,8 +11,8 @@ from kvshelf.api.strict import MessageList, RequestBody, ResponseBody, TokenId, 
 
 
 class KeptOf(RequestBody):
-    """POST /v1/caches/{id}/kept: the document of the cache, as it was when the cache was made. Exactly one of
-    `document`, `messages` and `token_ids`."""
+    """POST /v1/caches/{id}/kept: the original document of the cache. Exactly one of `document`, `messages` and
+    `token_ids`."""
 
     model_config = ConfigDict(json_schema_extra=one_of(document="string", messages="array", token_ids="array"))
 
@@ -27,27 +27,26 @@ class KeptOf(RequestBody):
 
 
 class KeptLayer(ResponseBody):
-    """One layer: for each KV head base64 of one bit per token, least significant bit first. `merged` is null where the
-    layer merges nothing; a token is in `kept` or in `merged` of a head, or evicted."""
+    """One layer: per KV head a base64 bitmap with one bit per token, least significant bit first. `merged` is null if
+    the layer merges nothing. In each head a token is in `kept`, in `merged`, or evicted."""
 
     layer: int
     kept: list[str]
     merged: list[str] | None = None
 
     def positions(self, head: int) -> list[int]:
-        """The tokens that the head kept, ascending."""
+        """The indices of the tokens that the head kept, ascending."""
         bits = int.from_bytes(base64.b64decode(self.kept[head]), "little")
         return [at for at in range(bits.bit_length()) if bits >> at & 1]
 
 
 class KeptTokens(ResponseBody):
-    """Which tokens of its document a cache kept; `meaning` says what that is worth under this policy.
+    """Which tokens of its document a cache kept; `meaning` explains this for the policy.
 
-    `tokens` are the texts of the `num_tokens` tokens, of which the first `template_tokens` come from the chat template;
-    where a character takes several tokens, the last one has it. `counts` says for each token how many of all
-    `num_heads` (KV heads of all layers) kept it, `merged_counts` how many merged it into another. These come with the
-    first layers only. `layers` are as many as one answer holds; `next_layer` is where the next one begins, null after
-    the last.
+    `tokens` holds the texts of the `num_tokens` tokens; the first `template_tokens` come from the chat template. If a
+    character takes several tokens, the last one has its text. For each token, `counts` says how many of all `num_heads`
+    (KV heads of all layers) kept it, `merged_counts` how many merged it into another. Only the first page has these
+    lists. `layers` is one page of layers; `next_layer` starts the next page, null after the last.
     """
 
     id: str

@@ -1,8 +1,8 @@
 """The types of POST /v1/chat/completions: OpenAI's request and response, plus `cache_id`.
 
-Fields of OpenAI's body that this service does not do are accepted with a value that asks for nothing (`n` of 1, no
-tools, penalties of 0) and refused with any other: an ignored field would be a silent lie. Two defaults differ from
-OpenAI's: `temperature` is 0, as it is in a query, and an answer ends after 256 tokens if nothing else is said.
+The service accepts OpenAI's fields that it does not support only with a value that changes nothing (`n` of 1, no tools,
+penalties of 0) and refuses any other value, rather than ignore it. Two defaults differ from OpenAI's: `temperature` is
+0, as in a query, and an answer ends after 256 tokens.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "top_logprobs": (0,),
 }
-"""OpenAI's fields that are not done here, with the values beside null that change nothing."""
+"""OpenAI's unsupported fields, each with the values besides null that change nothing."""
 
 
 class TextPart(RequestBody):
@@ -61,7 +61,7 @@ _Parts = Annotated[list[TextPart], Field(min_length=1, max_length=256), Tag("(li
 
 
 class ChatMessage(RequestBody):
-    """One turn; `content` is text, or OpenAI's list of text parts (joined without anything between them)."""
+    """One turn. `content` is text or OpenAI's list of text parts, joined without separator."""
 
     role: Role
     content: Annotated[Annotated[str, Tag("(one)")] | _Parts, Discriminator(one_or_list)]
@@ -76,7 +76,7 @@ class StreamOptions(RequestBody):
 
 
 class ChatCompletionRequest(RequestBody):
-    """OpenAI's body and `cache_id`, the stored cache to ask. `user` is accepted and has no effect, as at OpenAI."""
+    """OpenAI's body plus `cache_id`, the stored cache to ask. `user` is accepted and has no effect."""
 
     model_config = ConfigDict(json_schema_extra={"required": ["messages", "cache_id"]})
 
@@ -168,7 +168,7 @@ class ChunkChoice(ResponseBody):
 
 
 class ChatCompletionChunk(ResponseBody):
-    """One event of a streamed completion. With `include_usage` the last one has no choice and the usage."""
+    """One event of a streamed completion. With `include_usage` the last event has the usage and no choice."""
 
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"

@@ -36,9 +36,9 @@ class Query(RequestBody):
     seed: Seed | None = None
     stop: Stops | None = None
     stream: bool = False
-    compare: bool = Field(False, description="answer from the full cache too; it must be stored, or the source kept")
+    compare: bool = Field(False, description="also answer from the full cache; needs it stored, or the source kept")
     on_miss: Literal["error", "recompute"] = Field(
-        "error", description="recompute: a cache that cannot be used is made again from its kept source"
+        "error", description="recompute: remake a cache that cannot be used from its kept source"
     )
 
     @model_validator(mode="after")
@@ -54,8 +54,8 @@ class Query(RequestBody):
 
 
 class Usage(ResponseBody):
-    """`cache_read_tokens` are document tokens served from the shelf; `prefill_tokens` went through the model, counted
-    in its forward; `completion_tokens` were generated."""
+    """`cache_read_tokens`: document tokens served from the shelf. `prefill_tokens`: tokens that went through the model,
+    counted in its forward. `completion_tokens`: generated tokens."""
 
     cache_read_tokens: int
     prefill_tokens: int
@@ -63,16 +63,16 @@ class Usage(ResponseBody):
 
 
 class Comparison(ResponseBody):
-    """What the full cache answered. `agreement` is the fraction of positions at which both answers have the same token,
-    up to where the first of them ends; its end counts as a token."""
+    """The answer of the full cache. `agreement` is the fraction of positions at which both answers have the same token,
+    up to the end of the shorter one; that end counts as a token."""
 
     text: str
     agreement: float
 
 
 class AnswerObject(ResponseBody):
-    """`cache_id` is the cache that answered. `recomputed` says why another one could not, where it was made again;
-    `compare` is what the full cache says. Both are there only when they say something."""
+    """`cache_id` is the cache that answered. If it replaces a cache that could not be used, `recomputed` says why.
+    `compare` is the answer of the full cache. Both are present only if they apply."""
 
     id: str
     object: Literal["answer"] = "answer"
@@ -93,7 +93,7 @@ class AnswerList(ResponseBody):
 
 
 class AnswerDelta(ResponseBody):
-    """One piece of a streamed answer. The pieces, joined, are the text of the answer that follows them."""
+    """One piece of a streamed answer. The joined pieces are the text of the answer that follows."""
 
     object: Literal["answer.delta"] = "answer.delta"
     text: str

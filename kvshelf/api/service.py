@@ -1,4 +1,4 @@
-"""The types of what a service says of itself: its models, policies and limits, and whether it is ready."""
+"""The types that describe a service: its models, policies, limits and readiness."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ModelObject(ResponseBody):
     max_tokens: int = 0
     default_layout: LayoutName | None = None
     fingerprint: str | None = None
-    tokenizer: str | None = Field(None, description="digest of the tokenizer; empty where the model has none")
+    tokenizer: str | None = Field(None, description="digest of the tokenizer; empty if the model has none")
     dtype: str | None = None
     device: str | None = None
 
@@ -28,8 +28,8 @@ class ModelList(ResponseBody):
 
 
 class PolicyObject(ResponseBody):
-    """`parameters` maps a name to its type, default, legal values and help. `measured` are rows of the quality bench on
-    the bundled model: the share of exact answers where the full cache gives nearly all, and the bytes it took."""
+    """`parameters` maps a name to its type, default, legal values and help. `measured` holds rows of the quality bench
+    on the bundled model: the share of exact answers on tasks that the full cache solves, and the bytes stored."""
 
     id: str
     object: Literal["policy"] = "policy"
@@ -49,8 +49,8 @@ class PolicyList(ResponseBody):
 
 
 class Allowance(ResponseBody):
-    """How much a tenant may have of something, has, and may have besides. `limit` null: any number. `used` null: not
-    counted, or the store does not say at the moment."""
+    """A limit of a tenant, its use and what is left. `limit` null: unlimited. `used` null: not counted, or the store is
+    not answering."""
 
     limit: int | None
     used: int | None
@@ -58,7 +58,7 @@ class Allowance(ResponseBody):
 
 
 class TenantAllowances(ResponseBody):
-    """Of the caller's tenant: what is on the shelf, and what it asks of this front end, this very request included."""
+    """The caller's tenant: its caches on the shelf and its load on this front end, including this request."""
 
     caches: Allowance
     bytes: Allowance
@@ -69,24 +69,24 @@ class TenantAllowances(ResponseBody):
 
 
 class Limits(ResponseBody):
-    """What one request may ask of this service, and the caller's tenant of all together."""
+    """The limits of one request, and those of the caller's tenant."""
 
     object: Literal["limits"] = "limits"
     max_body_bytes: int
     max_import_bytes: int = 0
     max_file_bytes: int | None = None
     max_batch_rows: int | None = None
-    max_document_tokens: int | None = Field(None, description="of a document; null: as many as its model takes")
+    max_document_tokens: int | None = Field(None, description="length of a document; null: the limit of its model")
     max_prompts: int
     max_queued_requests: int
     upload_deadline_s: float
     request_deadline_s: float
-    models: dict[str, int] = Field(description="longest document, question and answer together, in tokens, by model")
+    models: dict[str, int] = Field(description="by model: maximum tokens of document, question and answer together")
     tenant: TenantAllowances | None = None
 
 
 class ReadyPart(ResponseBody):
-    """One thing the service needs: the store, or the workers of a model."""
+    """One part of the service: the store, or the workers of a model."""
 
     name: str
     ready: bool

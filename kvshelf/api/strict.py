@@ -1,4 +1,4 @@
-"""How requests are validated: the strict base of their types, the fields they share, the error of a failed check."""
+"""Validation of requests: strict base classes, shared field types, and the error for a failed check."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CodecText = Annotated[
         description="none, int8, int4, int2 or mixed, with parameters if any: int4:group=64,residual=128",
     ),
 ]
-"""The parameters and their ranges are the store's to check."""
+"""The pattern covers the syntax only; the store checks parameters and their ranges."""
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Ratio = Annotated[float, Field(ge=0, lt=1)]
 MaxTokens = Annotated[int, Field(ge=1, le=1_000_000)]
@@ -52,8 +52,8 @@ def one_or_list(value: Any) -> str:
     return "(list)" if isinstance(value, list | tuple) else "(one)"
 
 
-# Told apart by the JSON type, not by trying both: then an error names the one thing that is wrong. The tags are in
-# parentheses so that `refusal` can leave them out of a field's name.
+# The JSON type selects the variant. Trying both would report errors of the wrong one. Tags are in parentheses so that
+# `refusal` can drop them from the field's name.
 _PromptList = Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS), Tag("(list)")]
 Prompts = Annotated[Annotated[Text, Tag("(one)")] | _PromptList, Discriminator(one_or_list)]
 _StopList = Annotated[list[StopText], Field(max_length=MAX_STOPS), Tag("(list)")]
@@ -61,23 +61,23 @@ Stops = Annotated[Annotated[StopText, Tag("(one)")] | _StopList, Discriminator(o
 
 
 def one_of(**types: str | list[str]) -> dict[str, Any]:
-    """For a type's JSON schema: exactly one of these fields must be given, with a value of its JSON type."""
+    """JSON schema that requires exactly one of these fields, with a value of its JSON type."""
     return {"oneOf": [{"properties": {name: {"type": kind}}, "required": [name]} for name, kind in types.items()]}
 
 
 def misuse(param: str, message: str) -> PydanticCustomError:
-    """An error of the request as a whole, that still names the field to look at."""
+    """An error of the request as a whole that still names one field."""
     return PydanticCustomError("misuse", "{message}", {"param": param, "message": message})
 
 
 def require_one_expiry(ttl_s: float | None, expires_at: float | None) -> None:
-    """For a validator: the two ways to say when a cache expires exclude each other."""
+    """For a validator: `ttl_s` and `expires_at` exclude each other."""
     if ttl_s is not None and expires_at is not None:
         raise misuse("expires_at", "give ttl_s or expires_at, not both")
 
 
 def require_one_document(body: BaseModel) -> None:
-    """For a validator: the three ways to give a document exclude each other, and one is needed."""
+    """For a validator: exactly one of `document`, `messages` and `token_ids` must be given."""
     given = [name for name in ("document", "messages", "token_ids") if getattr(body, name) is not None]
     if len(given) != 1:
         found = f"{' and '.join(given)} were given" if given else "none was given"
@@ -85,15 +85,15 @@ def require_one_document(body: BaseModel) -> None:
 
 
 class RequestBody(BaseModel):
-    """Base of everything a caller sends."""
+    """Base of all request bodies."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
 
 class QueryString(BaseModel):
-    """Base of what is sent as a query string. Not strict, because every value there is text.
+    """Base of query strings. Not strict, because every value in a query string is text.
 
-    `labels` are sent as `label.<key>=<value>`, one parameter each.
+    Each label is one parameter, `label.<key>=<value>`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -102,7 +102,7 @@ class QueryString(BaseModel):
 
 
 class ResponseBody(BaseModel):
-    """Base of everything the service answers. Unknown fields of a newer service are dropped."""
+    """Base of all responses. Drops unknown fields of a newer service."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, protected_namespaces=())
 
@@ -121,7 +121,7 @@ RequestT = TypeVar("RequestT", bound=RequestBody)
 
 
 def parse_request(model: type[RequestT], body: bytes | dict[str, Any]) -> RequestT:
-    """Validate a request body, given as JSON text or as Python values. Raises `InvalidRequest` that names the field."""
+    """Validates a request body, as JSON text or as Python values. Raises `InvalidRequest` that names the field."""
     try:
         if isinstance(body, bytes):
             return model.model_validate_json(body)
@@ -131,7 +131,7 @@ def parse_request(model: type[RequestT], body: bytes | dict[str, Any]) -> Reques
 
 
 def refusal(exc: ValidationError) -> InvalidRequest:
-    """The named error of a failed validation: the first thing wrong, and how many more there are."""
+    """The error for a failed validation: the first problem, and the number of others."""
     errors = exc.errors(include_url=False)
     param, message = _describe(errors[0])
     more = f" ({len(errors) - 1} more problem(s) in this request)" if len(errors) > 1 else ""
@@ -146,7 +146,7 @@ def _describe(error: ErrorDetails) -> tuple[str | None, str]:
 
 
 def _path(loc: tuple[int | str, ...]) -> str:
-    """A field as people write it: messages[0].role."""
+    """The path of a field as people write it: messages[0].role."""
     parts = [part for part in loc if not str(part).startswith(("(", "[key]"))]
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".")
 

@@ -1,4 +1,4 @@
-"""The FastAPI application, made from its parts."""
+"""Builds the FastAPI application from its parts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ log = structlog.get_logger("kvshelf.service")
 def create_app(
     settings: Settings, workers: Mapping[str, RemoteEngine], store: Store, tracer: Tracer, keys: LiveKeys | None
 ) -> FastAPI:
-    """The app around workers that run already. Its lifespan runs what goes on beside the requests."""
+    """The application for running workers. Its lifespan owns the background tasks."""
     numbers = Metrics()
     limits = TenantLimits(
         settings.tenant_max_concurrent, settings.tenant_requests_per_minute, settings.tenant_tokens_per_minute
@@ -100,7 +100,7 @@ async def _service(
     numbers: Metrics,
     limits: TenantLimits,
 ) -> Service:
-    """What the routes work with. The workers are asked what they are."""
+    """The state that the routes share. Asks each worker to describe its model."""
     described = await asyncio.gather(*(engine.describe(deadline_s=60.0) for engine in workers.values()))
     return Service(
         settings=settings,
@@ -123,7 +123,7 @@ async def _service(
 
 
 async def _take_stock(store: Store) -> None:
-    """Say once what was found in the store. Beside the requests: looking through a large one takes a while."""
+    """Logs once what the store contains. A background task, because checking a large store takes a while."""
     try:
         usage = await asyncio.to_thread(store.usage)
         unfinished = await asyncio.to_thread(store.ledger.unfinished)
@@ -143,7 +143,7 @@ async def _take_stock(store: Store) -> None:
 
 
 async def _sweep(store: Store, interval_s: float) -> None:
-    """Remove what has expired, now and then. A store that does not work now may work the next time."""
+    """Removes expired caches every `interval_s`. A failed sweep is repeated at the next interval."""
     while True:
         try:
             swept = await asyncio.to_thread(store.sweep)
@@ -151,6 +151,6 @@ async def _sweep(store: Store, interval_s: float) -> None:
         except KvshelfError as error:
             log.warning("sweep failed", code=error.code, message=error.message)
         except Exception:
-            # A bug of ours must not be the end of all sweeping.
+            # A bug must not end all future sweeps.
             log.exception("sweep failed unexpectedly")
         await asyncio.sleep(interval_s)

@@ -1,4 +1,4 @@
-"""The service's settings: from `KVSHELF_...` variables, overridden by the command line, frozen once they are read."""
+"""The settings of the service: `KVSHELF_...` variables, overridden by command line options, immutable once loaded."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from kvshelf.store.private import without_secret
 PREFIX = "KVSHELF_"
 
 OTHER_VARIABLES = frozenset({"KVSHELF_URL", "KVSHELF_API_KEY", "KVSHELF_ENV_FILE", "KVSHELF_KERNELS"})
-"""Read by the clients, the command line and the kernels. They may stand in the environment of a service."""
+"""Variables of the clients, the command line and the kernels. They are allowed in the environment of a service."""
 
 Seconds = Annotated[float, Field(gt=0, le=30 * 86400)]
 
 
 class Settings(BaseSettings):
-    """All settings of `kvshelf serve`. `_s` are seconds, `_bytes` bytes.
+    """All settings of `kvshelf serve`. The suffix `_s` means seconds, `_bytes` bytes.
 
-    In the environment a setting is `KVSHELF_` and its name in capitals; lists are separated by commas.
+    The environment variable of a setting is `KVSHELF_` and its name in capitals; lists are separated by commas.
     """
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid", hide_input_in_errors=True)
 
     store: str = Field(
         default_factory=lambda: f"disk://{quote(str(_data_folder() / 'kvshelf'))}",
-        description="URL of the store; the user's data folder if unset",
+        description="URL of the store; default: the user's data folder",
     )
     encryption_key_file: str | None = Field(
         None,
         min_length=1,
-        description="caches are sealed with its first key, which only its owner may read; not sealed if unset",
+        description="its first key encrypts caches; only its owner may read the file; default: no encryption",
     )
-    default_ttl_s: Ttl | None = Field(None, description="for caches that come without an expiry; for ever if unset")
-    max_ttl_s: Ttl | None = Field(None, description="no cache is kept for longer")
+    default_ttl_s: Ttl | None = Field(None, description="lifetime of caches without their own; default: forever")
+    max_ttl_s: Ttl | None = Field(None, description="longest lifetime of a cache")
     tenant_max_caches: int | None = Field(None, ge=1, lt=2**53, description="caches one tenant may have on the shelf")
     tenant_max_concurrent: int = Field(1024, ge=1, description="requests one tenant may have open at once")
-    tenant_requests_per_minute: int | None = Field(None, ge=1, description="of one tenant, and as many at once")
+    tenant_requests_per_minute: int | None = Field(None, ge=1, description="rate of one tenant, and its largest burst")
     tenant_tokens_per_minute: int | None = Field(
-        None, ge=1, lt=2**53, description="of one tenant, prefilled and generated; counted after the work"
+        None, ge=1, lt=2**53, description="prefilled and generated tokens of one tenant; counted after the work"
     )
     tenant_max_bytes: int | None = Field(None, ge=1, lt=2**53, description="bytes one tenant may have on the shelf")
     models: Annotated[tuple[str, ...], NoDecode] = Field(
@@ -56,56 +56,56 @@ class Settings(BaseSettings):
     dtype: str = Field("auto", description="auto, float32, bfloat16 or float16")
     replicas: int = Field(1, ge=1, le=1024, description="replicas of each model")
     threads: int | None = Field(
-        None, ge=1, le=1024, description="CPU threads per replica; all CPUs shared out if unset"
+        None, ge=1, le=1024, description="CPU threads per replica; default: all CPUs, shared equally"
     )
-    address: str | None = Field(None, description="of a running Ray cluster; a local one is started if unset")
+    address: str | None = Field(None, description="address of a running Ray cluster; default: start a local one")
     api_key_file: str | None = Field(
-        None, min_length=1, description="who may use the service, see `kvshelf keys`; everybody if unset"
+        None, min_length=1, description="API keys, see `kvshelf keys`; default: everybody may use the service"
     )
-    host: str = Field("127.0.0.1", description="only loopback addresses without API keys")
-    port: int = Field(8765, ge=0, le=65535, description="0 takes a free one")
+    host: str = Field("127.0.0.1", description="address to listen on; without API keys only loopback addresses")
+    port: int = Field(8765, ge=0, le=65535, description="port to listen on; 0 takes a free one")
 
     max_document_tokens: int | None = Field(
-        None, ge=1, description="of one document that is compressed; as many as the model takes if unset"
+        None, ge=1, description="longest document to compress; default: the limit of the model"
     )
     max_body_bytes: int = Field(64 << 20, ge=1024)
-    max_import_bytes: int = Field(4 << 30, ge=1024, description="of one cache's blob that is imported")
-    max_file_bytes: int = Field(1 << 30, ge=1024, description="of one file that is uploaded as the input of a batch")
-    max_batch_rows: int = Field(100_000, ge=1, description="in the input of one batch")
-    max_running_batches: int = Field(2, ge=1, le=64, description="at once; others wait for their turn")
-    tenant_max_batches: int = Field(100, ge=1, description="batches of one tenant that have not ended")
-    extract_cpu_s: Seconds = Field(60.0, description="processor time to read the text out of one PDF or HTML page")
-    extract_memory_bytes: int = Field(1 << 30, ge=256 << 20, description="memory for the same")
-    upload_deadline_s: Seconds = Field(120.0, description="the whole body must have arrived by then")
-    min_upload_bytes_per_s: int = Field(1024, ge=1, description="slower than this, after a grace time, is refused")
-    upload_grace_s: Seconds = Field(10.0, description="before the minimum rate is asked for")
-    unread_deadline_s: Seconds = Field(60.0, description="an answer of which nothing is read for so long is cut off")
-    request_deadline_s: Seconds = Field(600.0, description="for one creation, import or query, queueing included")
+    max_import_bytes: int = Field(4 << 30, ge=1024, description="largest blob to import")
+    max_file_bytes: int = Field(1 << 30, ge=1024, description="largest uploaded batch input")
+    max_batch_rows: int = Field(100_000, ge=1, description="most rows in the input of one batch")
+    max_running_batches: int = Field(2, ge=1, le=64, description="batches that run at once; others wait for their turn")
+    tenant_max_batches: int = Field(100, ge=1, description="unfinished batches of one tenant")
+    extract_cpu_s: Seconds = Field(60.0, description="processor time to extract the text of one PDF or HTML file")
+    extract_memory_bytes: int = Field(1 << 30, ge=256 << 20, description="memory to extract it")
+    upload_deadline_s: Seconds = Field(120.0, description="time for the whole body to arrive")
+    min_upload_bytes_per_s: int = Field(1024, ge=1, description="slower bodies are refused, after a grace time")
+    upload_grace_s: Seconds = Field(10.0, description="grace time before the minimum rate applies")
+    unread_deadline_s: Seconds = Field(60.0, description="how long a client may leave an answer unread")
+    request_deadline_s: Seconds = Field(600.0, description="limit of one creation, import or query, including queueing")
 
-    max_ongoing_requests: int = Field(128, ge=1, description="per replica, at work or queued inside it")
-    max_queued_requests: int = Field(256, ge=1, description="per model and kind of work, waiting for their turn")
+    max_ongoing_requests: int = Field(128, ge=1, description="requests per replica, running or queued in it")
+    max_queued_requests: int = Field(256, ge=1, description="waiting requests per model and kind of work")
     max_open_generations: int = Field(64, ge=1, description="questions that share each decode step, per replica")
     max_suffix_bytes: int = Field(1 << 30, ge=1 << 20, description="KV of all open questions and answers, per replica")
-    resident_bytes: int = Field(2 << 30, ge=0, description="caches kept in a replica's memory between questions")
-    resident_idle_s: Seconds = Field(600.0, description="after which a cache that nobody asks leaves the memory")
+    resident_bytes: int = Field(2 << 30, ge=0, description="caches that a replica holds in memory between questions")
+    resident_idle_s: Seconds = Field(600.0, description="how long an unused cache stays in a replica's memory")
     batch_share: float = Field(0.1, gt=0, lt=1, description="least share of a busy model's time for compression")
 
     quality_probe: bool = Field(
-        True, description="measure what each compression costs on its document; else only where min_quality asks"
+        True, description="measure the quality of every compression; if false, only when min_quality asks"
     )
 
-    sweep_interval_s: Seconds = Field(60.0, description="between two removals of what has expired")
-    startup_deadline_s: Seconds = Field(300.0, description="for the models to be loaded")
-    shutdown_grace_s: Seconds = Field(10.0, description="for open requests when the service stops")
+    sweep_interval_s: Seconds = Field(60.0, description="time between two removals of expired caches")
+    startup_deadline_s: Seconds = Field(300.0, description="limit for loading the models")
+    shutdown_grace_s: Seconds = Field(10.0, description="time for open requests when the service stops")
     otel_endpoint: str | None = Field(
-        None, min_length=1, description="traces go there by OTLP, as http://host:4318/v1/traces; nowhere if unset"
+        None, min_length=1, description="OTLP address for traces, such as http://host:4318/v1/traces; default: none"
     )
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     @field_validator("encryption_key_file", "api_key_file")
     @classmethod
     def _absolute(cls, path: str | None) -> str | None:
-        # Replicas are processes in other folders, perhaps on other machines.
+        # Replicas run in other folders, perhaps on other machines.
         return None if path is None else str(Path(path).expanduser().absolute())
 
     @field_validator("models", mode="before")
@@ -135,19 +135,18 @@ class Settings(BaseSettings):
     def _at_least_the_default(cls, value: float | None, info: ValidationInfo) -> float | None:
         default = info.data.get("default_ttl_s")
         if value is not None and default is not None and default > value:
-            raise ValueError(f"it is less than default_ttl_s, {default:g}: caches would begin beyond it")
+            raise ValueError(f"it is less than default_ttl_s, {default:g}")
         return value
 
     def redacted(self) -> dict[str, Any]:
-        """All settings, as they apply, for people: user and password in URLs are replaced by stars."""
+        """All effective settings, with users and passwords in URLs replaced by stars."""
         return {name: _redact(value) for name, value in self.model_dump(mode="json").items()}
 
 
 def load_settings(env_file: Path | None = None, **overrides: Any) -> Settings:
-    """Settings from a file of variables and from the environment, which wins; `overrides` that are not None win over
-    both. Raises `InvalidRequest` that names the setting.
+    """Settings from a file of variables, overridden by the environment, then by the `overrides` that are not None.
 
-    A `KVSHELF_` variable that no setting reads is refused: it is a typing error whose author believes it took effect.
+    Raises `InvalidRequest` that names the setting. An unknown `KVSHELF_` variable is refused as a typing error.
     """
     settings = {PREFIX + name.upper() for name in Settings.model_fields}
     found = {name for name in os.environ if name.upper().startswith(PREFIX)} - OTHER_VARIABLES
@@ -167,13 +166,13 @@ def load_settings(env_file: Path | None = None, **overrides: Any) -> Settings:
 
 
 def _names_in(env_file: Path) -> set[str]:
-    if not env_file.is_file():  # pydantic would pass it over
+    if not env_file.is_file():  # pydantic would ignore this
         raise InvalidRequest(f"there is no file {env_file}", param="env_file")
     return {name.upper() for name in DotEnvSettingsSource(Settings, env_file=env_file).env_vars}
 
 
 def _data_folder() -> Path:
-    """Where programs keep a user's data (XDG base directories): the same shelf, wherever the service is started."""
+    """The user's data folder (XDG base directories), so the default shelf does not depend on the working folder."""
     return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
 
 

@@ -1,6 +1,6 @@
-"""Where the service puts bytes: the store, as every process opens it, and temporary files.
+"""Where the service puts bytes: the configuration of the store, and temporary files.
 
-Beside the settings, because those are read by processes that need no torch.
+Apart from the settings, because processes without torch read those.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def store_config(settings: Settings) -> StoreConfig:
 
 @contextmanager
 def room_for(what: str) -> Iterator[None]:
-    """Inside the block temporary files are written, and a disk that takes no more is `StorageFull`."""
+    """For blocks that write temporary files: turns an error of the full disk into `StorageFull`."""
     try:
         yield
     except OSError as error:

@@ -1,1 +1,1 @@
-"""Who may call the service, and how much: API keys, tenants and rate limits."""
+"""Access control: API keys, tenants and rate limits."""

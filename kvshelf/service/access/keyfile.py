@@ -1,4 +1,4 @@
-"""The file of API keys: whose they are, what they allow, and their digests. The keys themselves are never written."""
+"""The file of API keys: their tenants, scopes and digests. The keys themselves are never written."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _NO_DIGEST: Final = "0" * 64
 
 
 class KeyRecord(BaseModel):
-    """What the file knows of one key. Times are Unix seconds.
+    """One key in the file. Times are Unix seconds.
 
-    A plain SHA-256 of the secret is enough: it is 32 random bytes, so there is nothing to guess that a slow hash would
-    make dearer, and a slow one would cost every request its time.
+    A plain SHA-256 is enough: the secret is 32 random bytes, so it cannot be guessed, and a slow hash would only slow
+    down every request.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
@@ -56,7 +56,7 @@ class _Content(BaseModel):
 
 
 class Keys:
-    """Some keys, for finding out which one a caller has."""
+    """Identifies callers among a set of keys."""
 
     def __init__(self, records: Iterable[KeyRecord], *, clock: Callable[[], float] = time.time) -> None:
         self._records = {record.id: record for record in records}
@@ -66,13 +66,13 @@ class Keys:
         return len(self._records)
 
     def identify(self, key: str) -> KeyRecord:
-        """The record of a key. Raises `Unauthorized`, which holds nothing of the key.
+        """The record of a key. Raises `Unauthorized`, without any part of the key.
 
-        A key whose id is unknown is compared as well, so that it takes as long as one whose secret is wrong.
+        Also compares digests for an unknown id, so that it takes as long as a wrong secret.
         """
         match = _KEY.fullmatch(key)
         if match is None:
-            raise Unauthorized("this is no API key of kvshelf; they look like kvsk_<id>_<secret>")
+            raise Unauthorized("this is not a kvshelf API key; keys look like kvsk_<id>_<secret>")
         record = self._records.get(match[1])
         expected = _NO_DIGEST if record is None else record.sha256
         right = hmac.compare_digest(_digest(match[2]), expected)
@@ -90,7 +90,7 @@ class KeyFile:
         self.path = Path(path).expanduser().absolute()
 
     def read(self) -> tuple[KeyRecord, ...]:
-        """Raises `InvalidRequest` for a file that is missing, open to others, or not of this form."""
+        """All records. Raises `InvalidRequest` if the file is missing, readable by others, or malformed."""
         try:
             records = _Content.model_validate_json(read_private(self.path, param=PARAM)).keys
         except ValidationError as error:
@@ -104,8 +104,9 @@ class KeyFile:
     def create(
         self, tenant: str, scopes: Iterable[str], *, name: str = "", ttl_s: float | None = None
     ) -> tuple[KeyRecord, str]:
-        """Add a key to the file, which is made if there is none. Returns its record and the key itself, which nobody
-        can find out afterwards. Raises `InvalidRequest`.
+        """Adds a key to the file and creates the file if it is missing. Raises `InvalidRequest`.
+
+        Returns the record and the key itself, which cannot be recovered later.
         """
         secret, now = secrets.token_hex(32), time.time()
         try:
@@ -127,7 +128,7 @@ class KeyFile:
         return record, f"kvsk_{record.id}_{secret}"
 
     def revoke(self, key_id: str) -> KeyRecord:
-        """Take a key out of the file. Raises `InvalidRequest` if it is not there."""
+        """Removes a key from the file. Raises `InvalidRequest` if it is not there."""
         with self._locked():
             there = self.read()
             gone = next((record for record in there if record.id == key_id), None)
@@ -142,7 +143,7 @@ class KeyFile:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """One change at a time. The lock is the folder's: the file itself is replaced by each change."""
+        """Allows one change at a time. Locks the folder, because each change replaces the file."""
         try:
             folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Who asks: each request's tenant and scopes, from its API key and from nothing else."""
+"""Authentication: the tenant and scopes of each request, from its API key alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvshelf.service.http.errors import error_response
 log = structlog.get_logger("kvshelf.service")
 
 OPEN_PATHS: Final = frozenset({"/", "/livez", "/readyz", "/openapi.json"})
-"""What needs no key, besides the files of the page. All else does, so that a route that forgets to ask is not open."""
+"""Paths without a key, besides the files of the page. Every other path needs one, also if its route forgets to ask."""
 
 PAGE_FILES: Final = "/page/"
 
@@ -30,7 +30,7 @@ _REREAD_S = 0.5
 
 @dataclass(frozen=True)
 class Caller:
-    """Whose shelf a request is about, and what it may do there."""
+    """The tenant of a request and its scopes."""
 
     tenant: str
     scopes: frozenset[Scope]
@@ -38,7 +38,7 @@ class Caller:
 
 
 ANYONE: Final = Caller("default", frozenset(SCOPES), None)
-"""Every caller of a service without keys: there is one tenant, and an Authorization header says nothing."""
+"""Every caller of a service without keys: it has one tenant and ignores Authorization headers."""
 
 
 def _with_scope(scope: Scope) -> Callable[[Request], Caller]:
@@ -65,7 +65,7 @@ Admin = Annotated[Caller, Depends(_with_scope("admin"))]
 
 
 class LiveKeys:
-    """The keys of a file, as it is now. A file that is broken changes nothing: then the keys are as they were."""
+    """The keys of a file, reloaded when it changes. While the file is broken, the last valid keys apply."""
 
     def __init__(self, file: KeyFile) -> None:
         """Raises `InvalidRequest` if the file cannot be used."""
@@ -75,10 +75,10 @@ class LiveKeys:
         self._problem = ""
 
     def caller(self, headers: Headers) -> Caller:
-        """Who sent these headers. Raises `Unauthorized`."""
+        """The caller who sent these headers. Raises `Unauthorized`."""
         given = headers.getlist("authorization")
         if not given:
-            raise Unauthorized("this service needs an API key, in the header: Authorization: Bearer kvsk_...")
+            raise Unauthorized("this service needs an API key in the header: Authorization: Bearer kvsk_...")
         scheme, _, key = given[0].partition(" ")
         if len(given) > 1 or scheme.lower() != "bearer":
             raise Unauthorized("send one Authorization header, of the form: Bearer kvsk_...")
@@ -86,13 +86,13 @@ class LiveKeys:
         return Caller(record.tenant, frozenset(record.scopes), record.id)
 
     async def follow(self) -> None:
-        """Read the file again and again, for as long as this task lives: who is revoked is out within a second."""
+        """Rereads the file while this task lives, so that a revoked key stops working within a second."""
         while True:
             await asyncio.sleep(_REREAD_S)
             await asyncio.to_thread(self._reread)
 
     def _reread(self) -> None:
-        # All of it, which is less than a page or two: a changed time of change proves nothing within a clock tick.
+        # Always read the whole (small) file: within one clock tick, modification times prove nothing.
         try:
             records = self._file.read()
         except InvalidRequest as error:
@@ -107,7 +107,7 @@ class LiveKeys:
 
 
 class Access:
-    """Lets a request in: finds out who asks, and that they do not ask for too much. Plain ASGI, as `RequestIds`."""
+    """Admits requests: identifies the caller and applies the tenant's limits. Plain ASGI, like `RequestIds`."""
 
     def __init__(self, app: ASGIApp, *, keys: LiveKeys | None, limits: TenantLimits) -> None:
         self._app = app
@@ -132,5 +132,5 @@ class Access:
         try:
             with self._limits.request(caller.tenant):
                 await self._app(scope, receive, send_with_rate)
-        except RateLimited as error:  # of these limits: what routes raise is answered inside
+        except RateLimited as error:  # raised by these limits; errors of routes are already answered
             await error_response(error)(scope, receive, send_with_rate)

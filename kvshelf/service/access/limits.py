@@ -1,4 +1,4 @@
-"""What one tenant may ask of the service: so many requests and tokens a minute, so many requests at once."""
+"""Limits of one tenant: requests per minute, tokens per minute, and open requests."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _RETRY_S = 1.0
 
 
 class RateLimiter:
-    """A bucket for each tenant: full it holds what is allowed in a minute, and it fills evenly.
+    """One token bucket per tenant. It holds one minute's allowance and refills evenly.
 
-    So a tenant that was quiet may have its minute's share at once, and then a little at a time. Tenants come from the
-    file of keys, so there are not more buckets than it has had.
+    An idle tenant may therefore use a minute's allowance at once. Tenants come from the key file, which bounds the
+    number of buckets.
     """
 
     def __init__(self, per_minute: int, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -26,7 +26,7 @@ class RateLimiter:
         self._levels: dict[str, tuple[float, float]] = {}
 
     def take(self, tenant: str) -> float:
-        """Take one request out of the bucket. 0, or the seconds until there will be one to take."""
+        """Takes one request out of the bucket. Returns 0, or if it is empty the seconds until one is available."""
         level = self._level(tenant)
         if level < 1:
             return (1 - level) * 60 / self.per_minute
@@ -34,15 +34,15 @@ class RateLimiter:
         return 0.0
 
     def spend(self, tenant: str, amount: int) -> None:
-        """Take out what has been used already, also if the bucket does not hold so much: then it is below zero."""
+        """Takes out an amount that has already been used; the bucket may go below zero."""
         self._levels[tenant] = (self._level(tenant) - amount, self._clock())
 
     def debt_s(self, tenant: str) -> float:
-        """The seconds until the bucket is no longer below zero, 0 if it is not."""
+        """The seconds until the bucket is back at zero; 0 if it is not below."""
         return max(0.0, -self._level(tenant)) * 60 / self.per_minute
 
     def left(self, tenant: str) -> tuple[int, float]:
-        """How much the bucket holds, and the seconds until it is full."""
+        """The content of the bucket, and the seconds until it is full."""
         level = self._level(tenant)
         return max(0, int(level)), (self.per_minute - level) * 60 / self.per_minute
 
@@ -52,11 +52,11 @@ class RateLimiter:
 
 
 class TenantLimits:
-    """The limits that requests meet before they are looked at.
+    """The limits that apply to requests before they are parsed.
 
-    How many tokens a request takes is known after its work only, so they are taken out of the bucket then, which may go
-    below zero; while it is there, nothing is begun that would take more. To keep some back beforehand, as others do,
-    would refuse what would have fitted: an answer is seldom as long as it may be.
+    The token cost of a request is known only after its work, so its tokens then leave the bucket, which may go below
+    zero; while it is below, no work that costs tokens starts. Reserving the maximum beforehand would refuse requests
+    that fit, because answers are rarely as long as allowed.
     """
 
     def __init__(
@@ -69,10 +69,10 @@ class TenantLimits:
 
     @contextmanager
     def request(self, tenant: str) -> Iterator[None]:
-        """The time that one request takes, from its first byte to the last of its answer. Raises `RateLimited`."""
+        """Wraps one request, from its first byte to the last of its answer. Raises `RateLimited`."""
         if self._open[tenant] >= self._max_concurrent:
             raise RateLimited(
-                f"{self._max_concurrent} requests of this tenant are open, as many as may; wait for some to end",
+                f"this tenant has {self._max_concurrent} open requests, the maximum; wait for some to end",
                 retry_after_s=_RETRY_S,
             )
         if self._rate is not None and (wait_s := self._rate.take(tenant)):
@@ -87,7 +87,7 @@ class TenantLimits:
             self._open[tenant] -= 1
 
     def require_tokens(self, tenant: str) -> None:
-        """Raises `RateLimited` while the tenant's work has taken more tokens than it may."""
+        """Raises `RateLimited` while the tenant has used more tokens than allowed."""
         if self._tokens is not None and (wait_s := self._tokens.debt_s(tenant)):
             raise RateLimited(
                 f"this tenant may use {self._tokens.per_minute} tokens a minute and has used more; new work in "
@@ -96,7 +96,7 @@ class TenantLimits:
             )
 
     def spend_tokens(self, tenant: str, tokens: int) -> None:
-        """So many tokens went through a model for the tenant, or came out of one."""
+        """Charges the tenant for tokens that a model has prefilled or generated."""
         if self._tokens is not None:
             self._tokens.spend(tenant, tokens)
 
@@ -104,15 +104,15 @@ class TenantLimits:
         return allowance(self._max_concurrent, self._open[tenant])
 
     def request_rate(self, tenant: str) -> Allowance:
-        """Requests a minute; without such a limit they are not counted."""
+        """Requests per minute; not counted without a limit."""
         return _of_a_minute(self._rate, tenant)
 
     def token_rate(self, tenant: str) -> Allowance:
-        """Tokens a minute; without such a limit they are not counted."""
+        """Tokens per minute; not counted without a limit."""
         return _of_a_minute(self._tokens, tenant)
 
     def headers(self, tenant: str) -> dict[str, str]:
-        """OpenAI's headers, where a rate is set."""
+        """OpenAI's rate limit headers, if a rate is set."""
         return _headers("requests", self._rate, tenant) | _headers("tokens", self._tokens, tenant)
 
 
@@ -123,7 +123,7 @@ def _of_a_minute(limiter: RateLimiter | None, tenant: str) -> Allowance:
 
 
 def _headers(kind: str, limiter: RateLimiter | None, tenant: str) -> dict[str, str]:
-    """What is left of one rate; the time until its bucket is full is a duration in seconds."""
+    """The headers of one rate. `reset` is the time in seconds until the bucket is full."""
     if limiter is None:
         return {}
     remaining, reset_s = limiter.left(tenant)
@@ -135,6 +135,6 @@ def _headers(kind: str, limiter: RateLimiter | None, tenant: str) -> dict[str, s
 
 
 def allowance(limit: int | None, used: int | None) -> Allowance:
-    """None: any number, or not known."""
+    """An allowance. `limit` None: unlimited; `used` None: unknown."""
     left = None if limit is None or used is None else max(0, limit - used)
     return Allowance(limit=limit, used=used, left=left)

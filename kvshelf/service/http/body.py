@@ -1,7 +1,7 @@
-"""Request bodies: read as a stream under a running cap and a clock, then parsed as JSON or as a multipart form.
+"""Request bodies: read as a stream with limits on size and time, then parsed as JSON or as a multipart form.
 
-Neither Starlette nor uvicorn caps a body or its duration, so both caps are here, before a byte is parsed. A body that
-is parsed fits in memory, `max_body_bytes` of it; a blob that is imported goes into a file.
+Starlette and uvicorn limit neither, so both limits apply here, before parsing. A parsed body fits in memory
+(`max_body_bytes`); an imported blob goes into a file.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ _INSTEAD_OF_FILE = ("document", "messages", "token_ids")
 
 
 async def read_json(request: Request, model: type[RequestT], settings: Settings) -> RequestT:
-    """The validated body of a request that takes JSON only."""
+    """The validated JSON body of a request."""
     _require_type(request, _JSON)
     return parse_request(model, await _read(request, settings))
 
 
 async def read_create(request: Request, service: Service, caller: Caller) -> CreateCache:
-    """The validated body of a creation: JSON, or a form with the document as its `file`, be it text, PDF or HTML."""
+    """The validated body of a creation: JSON, or a form with the document as `file` (text, PDF or HTML)."""
     is_form = _require_type(request, _JSON, _FORM) == _FORM
     body = await _read(request, service.settings)
     if not is_form:
         return parse_request(CreateCache, body)
     values, file = await _form_values(request, body)
-    # The other fields first: a file is not worth reading for a request that is refused anyway.
+    # Validate the other fields before extracting text from the file, which is expensive.
     checked = parse_request(CreateCache, values | {"document": ""})
     return checked.model_copy(update={"document": await _document(request, service, caller, file)})
 
@@ -69,7 +69,7 @@ async def _document(request: Request, service: Service, caller: Caller, file: Up
 
 
 def read_query(request: Request, model: type[QueryT]) -> QueryT:
-    """The validated query string; labels come as `label.<key>=<value>`, one parameter each."""
+    """The validated query string. Each label is one parameter, `label.<key>=<value>`."""
     values: dict[str, Any] = {}
     labels: dict[str, str] = {}
     for name, value in request.query_params.multi_items():
@@ -84,7 +84,7 @@ def read_query(request: Request, model: type[QueryT]) -> QueryT:
 
 @asynccontextmanager
 async def received_blob(request: Request, settings: Settings) -> AsyncIterator[BinaryIO]:
-    """The body of an import, up to `max_import_bytes`, in a file that has no name and ends with the block."""
+    """The body of an import, up to `max_import_bytes`, in an anonymous file that is closed with the block."""
     _require_type(request, BLOB_TYPE)
     cap = _Cap("max_import_bytes", settings.max_import_bytes, settings.request_deadline_s)
     pending = bytearray()
@@ -105,9 +105,9 @@ async def received_blob(request: Request, settings: Settings) -> AsyncIterator[B
 async def received_file(
     request: Request, settings: Settings, model: type[RequestT]
 ) -> AsyncIterator[tuple[RequestT, str, BinaryIO]]:
-    """The form of an upload: its fields, the name of its `file`, and that, up to `max_file_bytes`, on disk.
+    """The form of an upload: its fields, the name of its `file`, and the file itself, up to `max_file_bytes`, on disk.
 
-    The file ends with the block. Fields inside of others are written as OpenAI's client does it: `outer[inner]`.
+    The file is closed with the block. Nested fields are named as OpenAI's client does it: `outer[inner]`.
     """
     _require_type(request, _FORM)
     cap = _Cap("max_file_bytes", settings.max_file_bytes, settings.request_deadline_s)
@@ -130,7 +130,7 @@ async def received_file(
 
 
 def _nested(fields: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """Text fields, and objects of fields that are named `outer[inner]`; a number in these is one."""
+    """Text fields, and one object per group of fields named `outer[inner]`, in which digits become integers."""
     values: dict[str, Any] = {}
     for name, value in fields:
         outer, _, inner = name.removesuffix("]").partition("[")
@@ -148,7 +148,7 @@ def _append(file: BinaryIO, data: bytearray) -> None:
 
 
 def _require_type(request: Request, *accepted: str) -> str:
-    """The media type of the body, which must be among those accepted; the first one where none is given."""
+    """The media type of the body, which must be one of `accepted`; default: the first of them."""
     essence = request.headers.get("content-type", accepted[0]).partition(";")[0].strip().lower()
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
@@ -160,7 +160,7 @@ def _require_type(request: Request, *accepted: str) -> str:
 
 @dataclass(frozen=True)
 class _Cap:
-    """How many bytes a body may have, by which setting, and how long it may take."""
+    """Limits of a body: its size, the setting that limits it, and its duration in seconds."""
 
     setting: str
     nbytes: int
@@ -169,7 +169,7 @@ class _Cap:
     def refuse(self, found: str) -> BodyTooLarge:
         limit: dict[str, Any] = {self.setting: self.nbytes}
         return BodyTooLarge(
-            f"the body of this request may have {self.nbytes} bytes; this one {found}. Send less, or raise the "
+            f"the body of this request may have at most {self.nbytes} bytes; this one {found}. Send less, or raise the "
             f"service's {self.setting}",
             **limit,
         )
@@ -186,7 +186,7 @@ async def _read(request: Request, settings: Settings) -> bytes:
 
 
 async def _arriving(request: Request, settings: Settings, cap: _Cap) -> AsyncGenerator[bytes, None]:
-    """The body as it comes. Raises `BodyTooLarge`, `RequestTimeout`, and `Cancelled` when the caller hangs up."""
+    """The body as it arrives. Raises `BodyTooLarge`, `RequestTimeout`, and `Cancelled` when the caller hangs up."""
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > cap.nbytes:
         raise cap.refuse(f"is {announced} bytes long")
@@ -195,7 +195,7 @@ async def _arriving(request: Request, settings: Settings, cap: _Cap) -> AsyncGen
     stream = request.stream()
     try:
         while True:
-            # A caller may be slow for a while, but on the whole must keep up the minimum rate and the total deadline.
+            # A caller may be slow for a while, but must keep the minimum rate on average, and the total deadline.
             earned_s = settings.upload_grace_s + received / settings.min_upload_bytes_per_s
             async with asyncio.timeout(started + min(earned_s, cap.deadline_s) - time.monotonic()):
                 chunk = await anext(stream, b"")
@@ -203,7 +203,7 @@ async def _arriving(request: Request, settings: Settings, cap: _Cap) -> AsyncGen
                 return
             received += len(chunk)
             if received > cap.nbytes:
-                raise cap.refuse("goes on beyond that")
+                raise cap.refuse("is longer")
             yield chunk
     except TimeoutError as exc:
         raise RequestTimeout(
@@ -217,7 +217,7 @@ async def _arriving(request: Request, settings: Settings, cap: _Cap) -> AsyncGen
 
 
 class _StrictParser(MultiPartParser):
-    """Starlette's parser falls back to Latin-1 for text that is not UTF-8. A wrong name is worse than a refusal."""
+    """Refuses text that is not UTF-8. Starlette's parser would silently read it as Latin-1."""
 
     def on_part_end(self) -> None:
         part = self._current_part
@@ -228,7 +228,7 @@ class _StrictParser(MultiPartParser):
 
 
 async def _form_values(request: Request, body: bytes) -> tuple[dict[str, Any], Upload]:
-    """The fields of a creation from a form, and its `file`: text fields are text, all others are JSON."""
+    """The fields of a creation from a form, and its `file`. Text fields are text, all others JSON."""
 
     async def chunks() -> AsyncGenerator[bytes, None]:
         yield body
@@ -258,12 +258,12 @@ async def _form_values(request: Request, body: bytes) -> tuple[dict[str, Any], U
 async def _upload(part: UploadFile) -> Upload:
     media_type, parameters = parse_options_header(part.content_type)
     charset = parameters.get(b"charset", b"").decode("latin-1")
-    known_form = charset if _CHARSET.fullmatch(charset) else ""  # it becomes an argument of a process
+    known_form = charset if _CHARSET.fullmatch(charset) else ""  # it becomes a command line argument
     return Upload(await part.read(), media_type.decode("latin-1").lower(), known_form)
 
 
 def _is_text(schema: Mapping[str, Any], name: str) -> bool:
-    """Whether a field of the request takes text. Unknown ones pass as text and are refused by validation."""
+    """Whether a field of the request takes text. Unknown fields count as text; validation refuses them."""
     field = schema["properties"].get(name, {"type": "string"})
     return "string" in [option.get("type") for option in field.get("anyOf", [field])]
 

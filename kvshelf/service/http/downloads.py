@@ -1,4 +1,4 @@
-"""Stored bytes as answers: whole or in part, and only to who has not got them yet (RFC 9110, sections 13 and 14)."""
+"""Stored bytes as answers, with ranges and entity tags (RFC 9110, sections 13 and 14)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 
 
 class Wanted:
-    """What a caller says of the bytes that it wants, in three headers."""
+    """The three request headers that select which bytes to send."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ InDownload = Annotated[Wanted, Depends()]
 
 
 def download(blob: BlobFile, wanted: Wanted, media_type: str) -> Response:
-    """An answer with the bytes, which are closed with it. One range is honoured; several get the whole."""
+    """An answer with the bytes; it closes `blob`. A single range is honoured; several ranges get the whole blob."""
     etag = f'"{blob.digest}"'
     headers = {"etag": etag, "accept-ranges": "bytes"}
     if etag in [tag.strip().removeprefix("W/") for tag in wanted.if_none_match.split(",")]:
@@ -81,6 +81,6 @@ async def _chunks(blob: BlobFile, start: int, end: int) -> AsyncIterator[bytes]:
         while start < end:
             chunk = await off_loop(blob.file.read, min(_CHUNK_BYTES, end - start))
             if not chunk:
-                return  # shorter than its manifest says: the client sees a broken transfer, and checks digests
+                return  # shorter than its manifest says: the client sees a broken transfer
             start += len(chunk)
             yield chunk

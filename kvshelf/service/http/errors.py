@@ -1,4 +1,4 @@
-"""The one place where exceptions become error envelopes, and where every response gets its `x-request-id`."""
+"""Turns exceptions into error envelopes, and gives every response its `x-request-id`."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ from kvshelf.service.observe.logs import note
 log = structlog.get_logger("kvshelf.service")
 
 LINGER_S = 2.0
-"""How long the rest of a refused body is read and thrown away, so that the caller gets to read the refusal."""
+"""How long the rest of a refused body is read and discarded, so that the caller can read the refusal."""
 
 _LITTLE_BYTES = 64 << 10
-_STOPPED_RETRY_S = 1.0  # where another takes the place of this service, it is ready already
+_STOPPED_RETRY_S = 1.0  # during a restart the next service is already ready
 _BEFORE_THE_BODY = (BodyTooLarge, Forbidden, RateLimited, Unauthorized)
 
 SAFE_HEADERS = {
@@ -56,11 +56,11 @@ SAFE_HEADERS = {
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
 }
-"""On every answer that does not say otherwise: what is on a shelf is for its caller alone, and no text is a script."""
+"""Defaults for every answer: nothing is cached by proxies, and no text runs as a script."""
 
 
 def envelope(error: KvshelfError) -> ErrorEnvelope:
-    """An error as it is put on the wire."""
+    """The wire form of an error."""
     return ErrorEnvelope(
         error=ErrorBody(
             message=error.message,
@@ -79,13 +79,13 @@ def wire(error: KvshelfError) -> dict[str, Any]:
 
 
 def error_json(body: ErrorBody) -> dict[str, Any]:
-    """An error object as JSON. `miss_reason` and `details` are there when they say something, `param` always."""
+    """An error object as JSON. `param` is always present, `miss_reason` and `details` only if they are set."""
     silent = {name for name in ("miss_reason", "details") if getattr(body, name) is None}
     return body.model_dump(mode="json", exclude=silent)
 
 
 def miss_reason(error: KvshelfError) -> MissReason | None:
-    """Why a cache that is or was on the shelf could not be used."""
+    """Why a stored cache could not be used; None for other errors."""
     reason = str(error.details.get("reason"))
     if isinstance(error, CacheCorrupt):
         return "version" if reason.startswith(("newer_", "unknown_")) else "corrupt"
@@ -97,23 +97,24 @@ def miss_reason(error: KvshelfError) -> MissReason | None:
 def error_response(error: KvshelfError) -> Response:
     note(code=error.code)
     headers = {}
-    # A store that is down says nothing of itself; it is tried again about every second.
+    # An unavailable store is tried again about every second.
     retry_after_s = error.details.get("retry_after_s", 1.0 if isinstance(error, StoreUnavailable) else None)
     if retry_after_s is not None:
         headers["retry-after"] = str(math.ceil(retry_after_s))  # whole seconds: RFC 9110, section 10.2.3
     if isinstance(error, Unauthorized):
         headers["www-authenticate"] = 'Bearer realm="kvshelf"'
     if isinstance(error, RequestTimeout):
-        headers["connection"] = "close"  # the rest of the body may come, but nobody reads it
+        headers["connection"] = "close"  # nobody reads the rest of the body
     cls = _LingeringResponse if isinstance(error, _BEFORE_THE_BODY) else JSONResponse
     return cls(wire(error), status_code=error.status, headers=headers)
 
 
 class _LingeringResponse(JSONResponse):
-    """Closing a socket on unread bytes resets the connection, and the caller may never see why it was refused. So the
-    answer goes out first, then what still arrives is discarded for a moment, then the connection closes.
+    """Answers, discards the rest of the request body for a moment, then closes the connection.
 
-    Where little is to come, uvicorn discards it, and the connection can be used again."""
+    Closing a socket with unread bytes resets the connection, and the caller may never see the refusal. If little is
+    still to come, uvicorn discards it and the connection stays usable.
+    """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if _little_follows(Headers(scope=scope)):
@@ -140,13 +141,13 @@ def _little_follows(headers: Headers) -> bool:
 
 
 def translate(exc: BaseException) -> KvshelfError:
-    """Any exception that reached the edge, as one of ours. What nobody expected is logged in full and told in short."""
+    """Any exception as a kvshelf error. An unexpected one is logged in full and reported as `internal`."""
     if isinstance(exc, KvshelfError):
         return exc
     if isinstance(exc, asyncio.CancelledError):
-        # Not `NoWorker`, which says that nothing was done.
+        # Not `NoWorker`, which promises that nothing was done.
         return WorkerCrashed(
-            "the service was stopped or restarted before it had answered; what was asked may have been done. Ask again",
+            "the service stopped or restarted before it answered; the request may have been carried out. Try again",
             retry_after_s=_STOPPED_RETRY_S,
         )
     if isinstance(exc, ValidationError):
@@ -161,7 +162,7 @@ def translate(exc: BaseException) -> KvshelfError:
 
 
 def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
-    """Give the app, which has these routes, its error handlers and the request ids."""
+    """Installs the error handlers and request ids. `routes` are the routes of the app."""
 
     async def ours(_: Request, exc: Exception) -> Response:
         return error_response(translate(exc))
@@ -170,10 +171,10 @@ def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
         assert isinstance(exc, HTTPException)
         where = f"{request.method} {request.url.path[:200]}"
         if exc.status_code == 404:
-            return error_response(NotFound(f"there is no {where}; /openapi.json lists what there is"))
+            return error_response(NotFound(f"there is no {where}; /openapi.json lists all routes"))
         if exc.status_code == 405:
             allowed = _methods(request, routes)
-            response = error_response(MethodNotAllowed(f"{where} is not possible; allowed are {allowed}"))
+            response = error_response(MethodNotAllowed(f"{where} is not possible; allowed: {allowed}"))
             response.headers["allow"] = allowed
             return response
         return error_response(InvalidRequest(str(exc.detail)))
@@ -186,9 +187,9 @@ def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
 
 
 def _methods(request: Request, routes: Sequence[BaseRoute]) -> str:
-    """What the path of a request can do, over all its routes; Starlette names the methods of the first one only."""
+    """All methods of the request's path. Starlette names only those of the first matching route."""
     matching = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
-    # /v1/caches/import is a /v1/caches/{cache_id}, too, with an id that nothing has: the most definite path counts.
+    # /v1/caches/import also matches /v1/caches/{cache_id}: the path with the fewest parameters counts.
     paths = [str(getattr(route, "path", "")) for route in matching]
     nearest = min(paths, key=lambda path: path.count("{"))
     found = [route for route, path in zip(matching, paths, strict=True) if path == nearest]
@@ -196,13 +197,12 @@ def _methods(request: Request, routes: Sequence[BaseRoute]) -> str:
 
 
 class RequestIds:
-    """Names each request, puts the name on its response and on every line in the log, and lets no exception through.
-    Every response gets the `SAFE_HEADERS` here, too.
+    """Gives each request an id, on its response and on its log lines, adds `SAFE_HEADERS`, and catches all exceptions.
 
-    Not even the cancellation, which says that the server stops and waits no longer. The request's task ends here in any
-    case; passed on, it would be a failure of the application to uvicorn: a bare 500, and a traceback in the log.
+    It also catches the cancellation by a stopping server. The request ends here anyway, and uvicorn would treat the
+    cancellation as a failed application: a bare 500 and a traceback in the log.
 
-    Plain ASGI: Starlette's `BaseHTTPMiddleware` would stand between a stream and the news that its reader hung up.
+    Plain ASGI, because Starlette's `BaseHTTPMiddleware` would hide from a stream that its reader hung up.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -16,7 +16,7 @@ from kvshelf.service.state import until_hangup
 
 
 class Event(NamedTuple):
-    """An event with an id, which a reader that comes back says it has seen. Without data it keeps the line open."""
+    """An event with an id, by which a returning reader resumes. Without data it only keeps the connection open."""
 
     data: dict[str, Any] | None
     id: str
@@ -26,9 +26,9 @@ EventT = TypeVar("EventT", dict[str, Any], Event)
 
 
 async def event_stream(request: Request, events: AsyncGenerator[EventT, None]) -> StreamingResponse:
-    """Stream `events`. What goes wrong before the first one is an ordinary error response; later, an event of its own.
+    """Streams `events`. An error before the first event is an ordinary error response, a later one is an event.
 
-    When the caller hangs up, `events` is closed, and with it the work behind it ends.
+    When the caller hangs up, `events` is closed, which ends its work.
     """
     first = await until_hangup(request, anext(events))
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
@@ -42,7 +42,7 @@ async def _lines(first: EventT, events: AsyncGenerator[EventT, None]) -> AsyncIt
             async for event in events:
                 yield _line(event)
     except Exception as exc:
-        # The status line has gone out; the error can only follow as an event.
+        # The status line is already sent, so the error can only be an event.
         error = translate(exc)
         note(code=error.code)
         yield _line(wire(error))
@@ -50,7 +50,7 @@ async def _lines(first: EventT, events: AsyncGenerator[EventT, None]) -> AsyncIt
 
 
 def _line(event: dict[str, Any] | Event) -> str:
-    """In ASCII: U+2028, U+2029 and U+0085 end a line for readers that split as Python does, httpx for one."""
+    """One event in ASCII, because readers that split lines like Python (such as httpx) also split at U+2028."""
     if isinstance(event, dict):
         return f"data: {json.dumps(event, separators=(',', ':'))}\n\n"
     return ":\n\n" if event.data is None else f"id: {event.id}\n{_line(event.data)}"

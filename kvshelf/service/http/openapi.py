@@ -1,4 +1,4 @@
-"""What the OpenAPI document says about bodies that the routes read themselves, as streams."""
+"""Completes the OpenAPI document: request bodies that the routes read as streams, and common responses."""
 
 from __future__ import annotations
 
@@ -43,19 +43,21 @@ _READ_BY_ROUTES: list[type[BaseModel]] = [
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     "default": {
-        "description": "an error; `code` says which",
+        "description": "an error, told apart by `code`",
         "content": {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorEnvelope"}}},
     }
 }
 """For the `responses` of every route."""
 
-EXISTING: dict[int | str, dict[str, Any]] = {200: {"model": CacheObject, "description": "it was on the shelf already"}}
+EXISTING: dict[int | str, dict[str, Any]] = {
+    200: {"model": CacheObject, "description": "the cache was already on the shelf"}
+}
 """For the `responses` of the routes that put a cache on the shelf."""
 
 EXISTING_LEVELS: dict[int | str, dict[str, Any]] = {
-    200: {"model": CacheObject | LevelList, "description": "it was on the shelf already, or all of its levels were"}
+    200: {"model": CacheObject | LevelList, "description": "the cache, or every level, was already on the shelf"}
 }
-"""For the one that may put several there."""
+"""The same for the route that may put several caches there."""
 
 
 # Tools differ in whether this schema is that of the whole text or of one event of it: it says what holds of both.
