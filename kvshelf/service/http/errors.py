@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvshelf.api import ErrorBody, ErrorEnvelope
+from kvshelf.api import ErrorBody
 from kvshelf.api.strict import MissReason, refusal
 from kvshelf.errors import (
     BodyTooLarge,
@@ -59,23 +59,17 @@ SAFE_HEADERS = {
 """Defaults for every answer: nothing is cached by proxies, and no text runs as a script."""
 
 
-def envelope(error: KvshelfError) -> ErrorEnvelope:
-    """The wire form of an error."""
-    return ErrorEnvelope(
-        error=ErrorBody(
-            message=error.message,
-            type=error.type,
-            param=error.param,
-            code=error.code,
-            miss_reason=miss_reason(error),
-            details=error.details or None,
-        )
-    )
-
-
 def wire(error: KvshelfError) -> dict[str, Any]:
-    """The envelope as JSON."""
-    return {"error": error_json(envelope(error).error)}
+    """The error envelope as JSON."""
+    body = ErrorBody(
+        message=error.message,
+        type=error.type,
+        param=error.param,
+        code=error.code,
+        miss_reason=miss_reason(error),
+        details=error.details or None,
+    )
+    return {"error": error_json(body)}
 
 
 def error_json(body: ErrorBody) -> dict[str, Any]:

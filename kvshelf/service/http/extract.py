@@ -1,8 +1,8 @@
-"""Documents that are no plain text: which files are taken, and the text of PDF and HTML (extra `documents`).
+"""Uploaded files: which types are accepted, and the text of PDF and HTML (extra `documents`).
 
-Files come from anyone, and the libraries that read them were written for honest ones. So they run in a process of its
-own per file (`extract_child.py`), with bounds on memory and processor time that the system keeps, without the service's
-environment. Threads would not do: nothing ends a thread, and its memory is the front end's.
+Files may be hostile, and the libraries that parse them expect honest ones. So each file is parsed in its own process
+(`extract_child.py`), without the service's environment and with limits on memory and processor time that the system
+enforces. A thread would not do: it cannot be ended, and it shares the front end's memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvshelf.service.settings import Settings
 Kind = Literal["text", "pdf", "html"]
 
 AT_ONCE: Final = 2
-"""Files that are read at once; more wait for their turn, by tenant."""
+"""Files that are parsed at once; others wait for their tenant's turn."""
 
 _CHILD: Final = Path(__file__).with_name("extract_child.py")
 _LIBRARIES: Final[dict[Kind, str]] = {"pdf": "pypdf", "html": "resiliparse"}
@@ -52,13 +52,13 @@ _MAGIC: Final = {
     b"GIF8": "an image",
     b"\x7fELF": "a program",
 }
-"""How files begin that are no text, whatever their sender calls them."""
+"""First bytes of files that are not text, whatever media type their sender gives."""
 
 
 @dataclass(frozen=True)
 class Upload:
-    """A file as it arrived. `media_type` is what its sender calls it, in small letters and without parameters; empty
-    where they said nothing. `charset` is that parameter, if it was given."""
+    """A file as it arrived. `media_type` is the sender's, in lower case without parameters, or empty; `charset` is its
+    parameter, or empty."""
 
     data: bytes
     media_type: str = ""
@@ -66,7 +66,7 @@ class Upload:
 
     @property
     def kind(self) -> Kind:
-        """By what its sender calls it and by how it begins, which must agree. Raises `UnsupportedMediaType`."""
+        """The kind by media type and first bytes. Raises `UnsupportedMediaType` if they disagree or are unsupported."""
         found = next((what for magic, what in _MAGIC.items() if self.data.startswith(magic)), None)
         is_pdf = found == "a PDF"
         if is_pdf and self.media_type in _PDF_TYPES + _ANY_TYPE:
@@ -88,21 +88,19 @@ def _begins_as_html(data: bytes) -> bool:
 
 
 def _not_taken(what: str) -> UnsupportedMediaType:
-    return UnsupportedMediaType(
-        f"{what}; documents are text in UTF-8, PDF or HTML, sent as what they are", param="file"
-    )
+    return UnsupportedMediaType(f"{what}; send UTF-8 text, PDF or HTML with its own media type", param="file")
 
 
 class Extractor:
-    """The text of uploaded files. One for a service; for the event loop."""
+    """Extracts the text of uploaded files. One per service, used on its event loop."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._turns = FairQueue("reading PDF and HTML", AT_ONCE, settings.max_queued_requests)
 
     async def text(self, upload: Upload, kind: Literal["pdf", "html"], tenant: str) -> str:
-        """Raises `UnsupportedMediaType` without the extra, `InvalidRequest` (its `reason` in one word) or
-        `BodyTooLarge` for what gives no text, `QueueFull`, `DeadlineExceeded`. The process ends with this call."""
+        """The text of a file. Raises `UnsupportedMediaType` without the extra, `InvalidRequest` (with a one-word
+        `reason`) or `BodyTooLarge` for unusable files, `QueueFull`, `DeadlineExceeded`. The child ends with it."""
         library = _LIBRARIES[kind]
         if importlib.util.find_spec(library) is None:
             raise UnsupportedMediaType(
@@ -130,7 +128,7 @@ class Extractor:
         if reason == "long":
             limit: dict[str, Any] = {"max_body_bytes": settings.max_body_bytes}
             return BodyTooLarge(
-                f"{what} has {detail} bytes of text, and {settings.max_body_bytes} may be; send less, or raise the "
+                f"{what} has {detail} bytes of text, more than {settings.max_body_bytes}; send less, or raise the "
                 "service's max_body_bytes",
                 param="file",
                 **limit,
@@ -139,25 +137,25 @@ class Extractor:
             "encrypted": "is encrypted with a password; save it without one",
             "empty": "has no text, perhaps only scanned pages; run text recognition (OCR) on it first",
             "malformed": f"cannot be read ({detail}); repair it, or send its text",
-            "expands": f"unpacks to more than documents have ({detail}); send its text",
+            "expands": f"expands to an unreasonable size ({detail}); send its text",
             "memory": f"needs more than {settings.extract_memory_bytes} bytes of memory to be read "
             "(extract_memory_bytes); split it, or send its text",
             "time": f"needs more than {settings.extract_cpu_s:g} s of processor time to be read (extract_cpu_s); split "
             "it, or send its text",
         }
-        cannot = "cannot be read: its reader crashed on it, as on hostile files; send its text"
+        cannot = "cannot be read: the parser crashed, as it may on hostile files; send its text"
         return InvalidRequest(f"{what} {because.get(reason, cannot)}", param="file", reason=reason)
 
 
 def _ended_by(code: int) -> str:
-    """Why a process ended without a word."""
+    """The reason for a process that ended without output."""
     return "time" if code == -signal.SIGXCPU else "crashed"
 
 
 async def _run(command: list[str], data: bytes, most: int) -> tuple[int, bytes]:
-    """Exit code and output of a process that is given `data`. It is killed when it says more than `most` bytes, and
-    when this call is cancelled."""
-    # Nothing of the service's settings and keys; what tells Python where its modules are.
+    """Runs a process with `data` as input; returns its exit code and output. Kills it if it writes more than `most`
+    bytes or if this call is cancelled."""
+    # No settings and keys of the service, only what Python needs to find its modules.
     environment = {name: value for name, value in os.environ.items() if name.startswith("PYTHON") or name == "PATH"}
     process = await asyncio.create_subprocess_exec(
         *command,
@@ -187,7 +185,7 @@ async def _run(command: list[str], data: bytes, most: int) -> tuple[int, bytes]:
 
 
 async def _feed(pipe: asyncio.StreamWriter, data: bytes) -> None:
-    with suppress(ConnectionError):  # it has ended already, and says why
+    with suppress(ConnectionError):  # the process has already ended; its output says why
         for start in range(0, len(data), _PIECE_BYTES):
             pipe.write(data[start : start + _PIECE_BYTES])
             await pipe.drain()

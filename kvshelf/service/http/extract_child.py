@@ -1,8 +1,8 @@
-"""The text of one PDF or HTML page: from standard input to standard output, in a process with little to lose.
+"""Extracts the text of one PDF or HTML file, from standard input to standard output, in an expendable process.
 
-`kvshelf.service.http.extract` starts it by its path. It imports nothing of kvshelf, so that it starts quickly, and its
-memory and processor time are bounded before a byte is read. It writes one word on a line, `text` or what was wrong, and
-behind it the text in UTF-8, or what the library said.
+`kvshelf.service.http.extract` starts this file by its path. It imports nothing of kvshelf, so it starts quickly, and
+limits its memory and processor time before it reads a byte. Its output is one word on a line (`text` or the reason of
+a failure), followed by the text in UTF-8 or the library's message.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from io import BytesIO
 from typing import Final
 
 NOT_SHOWN: Final = ["[hidden]", "[style*='display:none']", "[style*='display: none']", "template"]
-"""What no reader of a page sees, as far as can be told without its style sheets."""
+"""Selectors of elements that no reader sees, as far as that shows without style sheets."""
 
 
 class Refused(Exception):
-    """The file gives no text; the first argument is a word of `kvshelf.service.http.extract`, the second a detail."""
+    """The file yields no text. Arguments: a reason of `kvshelf.service.http.extract`, and a detail."""
 
 
 def pdf_text(data: bytes, charset: str) -> Iterable[str]:  # noqa: ARG001 - a `Reader`
@@ -27,7 +27,7 @@ def pdf_text(data: bytes, charset: str) -> Iterable[str]:  # noqa: ARG001 - a `R
 
     try:
         reader = PdfReader(BytesIO(data))
-        # Many files that may only not be printed are encrypted with an empty password, and anybody may read them.
+        # Files that merely forbid printing are encrypted with an empty password; anybody may read them.
         if reader.is_encrypted and not reader.decrypt(""):
             raise Refused("encrypted", "")
         return [page.extract_text() for page in reader.pages]
@@ -44,7 +44,7 @@ def html_text(data: bytes, charset: str) -> Iterable[str]:
     try:
         page = bytes_to_str(data, encoding or "utf-8", errors="replace")
         return [extract_plain_text(page, skip_elements=NOT_SHOWN)]
-    except HTMLParserException as error:  # as in a browser, no text is wrong HTML: there is only too much of it
+    except HTMLParserException as error:  # as in a browser, any text is HTML: the only failure is its size
         raise MemoryError from error
 
 
@@ -53,13 +53,13 @@ READERS: Final[dict[str, Reader]] = {"pdf": pdf_text, "html": html_text}
 
 
 def cleaned(pieces: Iterable[str]) -> bytes:
-    """UTF-8, a blank line between pieces. What a file calls characters and are none does not get through."""
+    """The pieces in UTF-8 with blank lines between them. Removes NUL and replaces invalid characters."""
     text = "\n\n".join(piece.strip() for piece in pieces if piece.strip()).replace("\0", "")
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
 
 
 def extracted(kind: str, charset: str, max_bytes: int) -> tuple[str, bytes]:
-    """The word and what comes behind it."""
+    """The word of the output, and what follows it."""
     try:
         text = cleaned(READERS[kind](sys.stdin.buffer.read(), charset))
     except Refused as refusal:
@@ -67,7 +67,7 @@ def extracted(kind: str, charset: str, max_bytes: int) -> tuple[str, bytes]:
     except MemoryError:
         return "memory", b""
     except Exception as error:
-        # Libraries meet hostile files with any exception there is. Whichever it is, this process ends with it.
+        # On hostile files the libraries raise any exception there is.
         return "malformed", f"{type(error).__name__}: {error}"[:200].encode(errors="replace")
     if not text:
         return "empty", b""

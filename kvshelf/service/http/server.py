@@ -1,4 +1,4 @@
-"""The HTTP server: how it begins to serve, and how it hands its place over without losing a request."""
+"""The HTTP server: how it starts, and how it hands over to its successor without losing a request."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import uvicorn
 from kvshelf.service.process.supervisor import Place
 
 READY = "kvshelf is ready at "
-"""Begins the one line on standard output that says where the service listens."""
+"""Start of the line on standard output with the service's address."""
 
 LEAVING = "leaving"
-"""In the state of a request: set once the server accepts no more and finishes what is open."""
+"""Name of the event in a request's state that is set once the server accepts no more and finishes open requests."""
 
 _KEEP_ALIVE_S = 75
-"""How long a connection may be idle. Longer than clients keep theirs, which is 5 s in httpx and so in openai: else a
-request now and then meets a connection that is being closed. (uvicorn's own value is 5 s, nginx's is 75.)"""
+"""How long a connection may be idle. Longer than clients keep theirs (5 s in httpx and openai), because a request may
+otherwise meet a connection that is being closed. (uvicorn's default is 5 s, nginx's is 75.)"""
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn, which tells world and supervisor once it listens, and leaves when the supervisor's line ends.
+    """A uvicorn server that announces its address to standard output and the supervisor, and stops when told.
 
-    `grace_s` is how long what is open then, or at SIGTERM, may go on. The state of every request has an `asyncio.Event`
-    by the name of `LEAVING`, for what only waits.
+    It stops when the supervisor closes its end of the line, or at SIGTERM; open requests then have `grace_s` seconds.
+    The state of every request has an `asyncio.Event` named `LEAVING`, so that waiting requests can end at once.
     """
 
     def __init__(self, app: object, place: Place, *, grace_s: float) -> None:
@@ -54,7 +54,7 @@ class HttpServer(uvicorn.Server):
         if self.started and sockets:
             host, port = sockets[0].getsockname()[:2]
             print(f"{READY}http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
-            with suppress(BrokenPipeError):  # then the line has ended, which is noticed next
+            with suppress(BrokenPipeError):  # the line has ended, which `_follow` notices
                 self._line.send(b".")
             self._following = asyncio.create_task(self._follow())
 
@@ -71,10 +71,10 @@ class HttpServer(uvicorn.Server):
         await super().shutdown(sockets)
 
     async def _drain(self) -> None:
-        """Accept no more, finish what is open, and close no connection on which a request may be on its way.
+        """Accepts no more connections and finishes the open ones, within `grace_s`.
 
-        uvicorn would close those at once on which it has answered everything, while another request comes in. Here
-        they get their answer, which says that it is the last one, for as long as what is open may go on.
+        uvicorn would close idle connections at once, although a request may be on its way. Here such a request still
+        gets an answer, which announces the end of the connection.
         """
         for server in self.servers:
             server.close()
@@ -82,11 +82,11 @@ class HttpServer(uvicorn.Server):
         end = time.monotonic() + self._grace_s
         while self.server_state.connections and not self.force_exit and time.monotonic() < end:
             await asyncio.sleep(0.1)
-        self.config.timeout_graceful_shutdown = 1  # what is open now has had its time
+        self.config.timeout_graceful_shutdown = 1  # open requests have had their time
 
 
 def cut_off_unread(listener: socket.socket, deadline_s: float) -> None:
-    """Connections that will be accepted, and whose other side takes nothing for so long, are cut off."""
+    """Cuts off future connections of `listener` whose client reads nothing for `deadline_s`."""
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
-        # Nothing above TCP can end a connection whose reader has stopped: closing it waits for what is unsent.
+        # Only TCP can end a connection whose reader has stopped: closing it would wait for unsent bytes.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(deadline_s * 1000))

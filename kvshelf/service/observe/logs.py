@@ -1,4 +1,4 @@
-"""Logs: one line for each request and event, with the request's id. Never a document, a prompt or an answer."""
+"""Logs: one line per request and event, with the request id. Never a document, a prompt or an answer."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _FACTS: ContextVar[dict[str, Any]] = ContextVar("kvshelf_facts")
 
 
 def configure(level: str) -> None:
-    """Set up structlog and the standard library's logging: to standard error, as JSON unless a person is watching.
+    """Sets up structlog and the standard library's logging: to standard error, as JSON unless that is a terminal.
 
-    Each process does it for itself, the front end and every replica. Other libraries speak from warnings upwards only.
+    Each process calls it: the front end and every replica. Other libraries log only warnings and above.
     """
     number = logging.getLevelNamesMapping()[level.upper()]
     watched = sys.stderr.isatty()
@@ -41,7 +41,7 @@ def configure(level: str) -> None:
 
 @contextmanager
 def collecting() -> Iterator[dict[str, Any]]:
-    """What `note` is told inside the block, by this task and those that it starts."""
+    """Collects the facts passed to `note` inside the block, by this task and the tasks it starts."""
     facts: dict[str, Any] = {}
     token = _FACTS.set(facts)
     try:
@@ -51,8 +51,8 @@ def collecting() -> Iterator[dict[str, Any]]:
 
 
 def note(**facts: Any) -> None:
-    """Add facts to the one line of the request at hand; a creation in the background has none.
+    """Adds facts to the log line of the current request; background creations have no such line.
 
-    Bound context variables would not do: what a route's own task binds, the line's task never sees.
+    Bound context variables do not work here: the task that logs the line does not see what a route's task binds.
     """
     _FACTS.get({}).update(facts)

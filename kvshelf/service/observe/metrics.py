@@ -1,7 +1,7 @@
-"""What the service counts and times, for Prometheus.
+"""Counters and timers of the service, for Prometheus.
 
-Labels are few and their values known beforehand: routes by template, models and policies by name, error codes. Never an
-id, and never a tenant: whoever reads the numbers would read about the others.
+Labels are few and have known values: route templates, names of models and policies, error codes. They never contain an
+id or a tenant, because readers of the metrics must not learn about tenants.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvshelf.store.base import Store
 from kvshelf.workers.replica.results import Created, Phase, Reply
 
 USAGE_AGE_S: Final = 5.0
-"""How old the numbers of the shelf may be: scrapers that come often do not make the store work."""
+"""Maximum age of the shelf's numbers, so that frequent scrapes do not load the store."""
 
 _USAGE_PATIENCE_S = 2.0
 _SECONDS = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
@@ -33,7 +33,7 @@ _METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"
 
 
 class Metrics:
-    """The instruments of one front end, in a registry of its own: two apps in one process do not share numbers."""
+    """The instruments of one front end, in their own registry, so that two apps in one process do not mix numbers."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -92,21 +92,21 @@ class Metrics:
         self._caches = gauge("caches", "caches on the shelf; NaN if the store does not say")
         self._shelf_bytes = gauge("shelf_bytes", "bytes of all caches on the shelf; NaN if the store does not say")
         self._usage_until = -math.inf
-        # There from the start: a counter that appears with its first count has no rate at that moment.
+        # Create these labels at once: a counter that first appears with its first count has no rate then.
         for place in _PLACES:
             self._hits.labels(place)
         for reason in _REASONS:
             self._misses.labels(reason)
 
     def request(self, route: str, method: str, status: int, seconds: float) -> None:
-        """An HTTP request has ended. `route` is a path template; a method is any text that the caller sent."""
+        """Records a finished HTTP request. `route` is a path template; `method` may be any text."""
         method = method if method in _METHODS else "other"
         self._requests.labels(route, method, status).inc()
         self._request_s.labels(route, method).observe(seconds)
 
     @contextmanager
     def creating(self, model: str, policy: str) -> Iterator[None]:
-        """Inside the block a cache is created; counts it if that fails."""
+        """Wraps a creation and counts it if it fails."""
         try:
             yield
         except BaseException as exc:
@@ -114,7 +114,7 @@ class Metrics:
             raise
 
     def created(self, model: str, policy: str, created: Created) -> None:
-        """A creation has ended well. It counts once, and its document, if anything is new; its caches one by one."""
+        """Records a successful creation. It counts once, its document once if any cache is new, and each new cache."""
         self._creations.labels(model, policy, "existing" if created.existing else "new").inc()
         if not created.existing:
             self._document_tokens.labels(model).inc(created.manifest.num_tokens)
@@ -128,7 +128,7 @@ class Metrics:
 
     @contextmanager
     def asking(self) -> Iterator[None]:
-        """Inside the block a cache is looked up or asked; counts the query if that fails, and the miss if it is one."""
+        """Wraps a query. If it fails, counts it, and counts a miss if the cache could not be used."""
         try:
             yield
         except BaseException as exc:
@@ -139,11 +139,11 @@ class Metrics:
             raise
 
     def turned_away(self, code: str) -> None:
-        """A question was refused before it came to a route: its caller has no key, or asks too much."""
+        """Records a question that was refused before its route, by access control or limits."""
         self._queries.labels(code).inc()
 
     def answered(self, model: str, replies: Sequence[Reply]) -> None:
-        """A query has been answered: one or several prompts, from one cache."""
+        """Records an answered query of one or several prompts on one cache."""
         self._queries.labels("answered").inc()
         self._hits.labels(replies[0].read_from).inc()
         for reply in replies:
@@ -163,12 +163,12 @@ class Metrics:
             self._background.labels(state).set(count)
 
     def read_batches(self, batches: Mapping[str, int]) -> None:
-        """Set how many batches there are, by state."""
+        """Sets the number of batches by state."""
         for state, count in batches.items():
             self._batches.labels(state).set(count)
 
     def batch_advanced(self, before: Progress, now: Progress) -> None:
-        """A batch has gone on between these two snapshots of one run."""
+        """Records the progress of a batch between two snapshots of one run."""
         new = (now.done - now.reused) - (before.done - before.reused)
         counts = {"new": new, "reused": now.reused - before.reused, "failed": now.failed - before.failed}
         for result, count in counts.items():
@@ -176,16 +176,16 @@ class Metrics:
         self._batch_tokens.inc(max(0, now.tokens - before.tokens))
 
     def read_workers(self, running: Mapping[str, int], wanted: int) -> None:
-        """Set how many replicas run, as far as is known."""
+        """Sets the numbers of running and wanted replicas, as far as known."""
         for model, count in running.items():
             self._replicas.labels(model, "running").set(count)
             self._replicas.labels(model, "wanted").set(wanted)
 
     async def read_shelf(self, store: Store) -> None:
-        """Ask the store how much it holds, unless it was asked a moment ago. Never waits for long."""
+        """Reads the store's usage unless it was read a moment ago. Waits for at most two seconds."""
         if time.monotonic() < self._usage_until:
             return
-        self._usage_until = time.monotonic() + USAGE_AGE_S  # now, so that others do not ask meanwhile
+        self._usage_until = time.monotonic() + USAGE_AGE_S  # before the call, so that others do not ask meanwhile
         try:
             async with asyncio.timeout(_USAGE_PATIENCE_S):
                 usage = await asyncio.to_thread(store.usage)
@@ -199,14 +199,14 @@ class Metrics:
 
 
 def result_of(exc: BaseException) -> str:
-    """What became of work that ended with this, in one word of a list that does not grow."""
+    """The result of failed work as a label: an error code, `internal` or `cancelled`."""
     if isinstance(exc, KvshelfError):
         return exc.code
     return "internal" if isinstance(exc, Exception) else "cancelled"  # its task, or the stream that it was
 
 
 def _miss(exc: BaseException) -> str | None:
-    """Why a cache could not be used, None if that is not what went wrong."""
+    """Why a cache could not be used; None for other errors."""
     if isinstance(exc, CacheNotFound):
         return "not_found"
     if isinstance(exc, StoreUnavailable):

@@ -16,16 +16,15 @@ from kvshelf.workers.replica.results import Phase
 log = structlog.get_logger("kvshelf.service")
 
 _STANDARD = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-_EXPORT_S = 3.0  # for one batch; a collector that hangs must not hold up the end of the service for longer
+_EXPORT_S = 3.0  # for one batch; bounds how long a hanging collector can delay the end of the service
 
 
 @contextmanager
 def tracer_to(endpoint: str | None) -> Iterator[Tracer]:
-    """A tracer for the length of a block, which sends what is left at its end.
+    """A tracer for the duration of a block; the end of the block sends the remaining spans.
 
-    endpoint: where the collector takes traces, as http://host:4318/v1/traces. Without one, OpenTelemetry's own
-    variables count, and without those there are no traces. Raises `MissingExtra` for an endpoint where the extra is not
-    installed.
+    endpoint: address of the collector, such as http://host:4318/v1/traces. Without it OpenTelemetry's own variables
+    apply; without those there are no traces. Raises `MissingExtra` for an endpoint if the extra is not installed.
     """
     if endpoint is None and not any(os.environ.get(name) for name in _STANDARD):
         yield NoOpTracer()
@@ -39,7 +38,7 @@ def tracer_to(endpoint: str | None) -> Iterator[Tracer]:
     except MissingExtra as error:
         if endpoint is not None:
             raise
-        # The variable may be meant for other programs on this machine.
+        # The variable may be meant for other programs on this machine, so it is no error.
         log.warning("no traces are sent", message=error.message)
         yield NoOpTracer()
         return
@@ -53,9 +52,9 @@ def tracer_to(endpoint: str | None) -> Iterator[Tracer]:
 
 
 def add_phases(tracer: Tracer, span: Span, began_ns: int, phases: Sequence[Phase]) -> None:
-    """A child of `span` for each phase of a call that began at `began_ns` (Unix time).
+    """Adds a child of `span` for each phase of a call that began at `began_ns` (Unix time).
 
-    Made here when the reply has come: a replica tells only how long things took, so its clock may be another one.
+    Called when the reply has arrived: replicas report only durations, because their clocks may differ.
     """
     parent = set_span_in_context(span)
     for phase in phases:
