@@ -145,7 +145,7 @@ def test_doctor_names_the_form(monkeypatch):
     monkeypatch.delenv("KVSHELF_KERNELS", raising=False)
     assert f"native ({architecture()})" in finding(CliRunner().invoke(app, DOCTOR).stdout)
     monkeypatch.setenv("KVSHELF_KERNELS", "eager")
-    assert "eager, as KVSHELF_KERNELS says" in finding(CliRunner().invoke(app, DOCTOR).stdout)
+    assert "eager, set by KVSHELF_KERNELS" in finding(CliRunner().invoke(app, DOCTOR).stdout)
 
 
 def test_doctor_names_the_way_to_the_faster_form(package):

@@ -421,7 +421,7 @@ def test_a_tenant_has_so_many_requests_open_and_no_more(guarded: Guarded, acme: 
         while (response := client.get("/v1/limits")).status_code != 429:
             assert time.monotonic() < end
             time.sleep(0.1)  # else the rate would be used up, which is refused alike
-        assert f"{CONCURRENT} requests of this tenant are open" in refused(response, 429, "rate_limited")["message"]
+        assert f"this tenant has {CONCURRENT} open requests" in refused(response, 429, "rate_limited")["message"]
         assert response.headers["retry-after"] == "1"
         assert acme.get("/v1/limits").status_code == 200
         uploads.close()

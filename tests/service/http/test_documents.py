@@ -106,7 +106,7 @@ def test_html_has_its_own_encoding(http: httpx.Client, service: LiveService, dat
 def test_a_file_is_what_it_is_called_and_how_it_begins(media_type: str, begin: bytes, kind: str | None) -> None:
     upload = Upload(begin + b" and more", media_type)
     if kind is None:
-        with pytest.raises(UnsupportedMediaType, match="documents are text in UTF-8, PDF or HTML"):
+        with pytest.raises(UnsupportedMediaType, match="send UTF-8 text, PDF or HTML"):
             _ = upload.kind
     else:
         assert upload.kind == kind
