@@ -1,7 +1,7 @@
 """Column sums of causal attention in two launches, or one where log-sum-exps are given: see the package's docstring.
 
 `_row_lse` makes the rows' log-sum-exps, a program to a block of rows and all keys before them. `_sum_columns` owns a
-block of keys of one query head and walks the rows that see them, so that nobody else writes its sums: no atomics, one
+block of keys of one query head and walks the rows that see them, so that only it writes its sums: no atomics, one
 order of addition, and no buffer but the log-sum-exps. A program takes one query head and not its whole group: keys are
 loaded once a program, queries are what streams, and those differ from head to head.
 

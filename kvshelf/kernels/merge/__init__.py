@@ -61,7 +61,7 @@ def merge_weighted(
     v_i, both over sum_i w_i.
 
     keys: `[T, D]`, values: `[T, Dv]`, of any floating dtype each, weights: `[T]` fp32, positive, classes: `[T]` int64
-    from 0 to num_classes - 1 (on CUDA nobody looks). Returns `[num_classes, D]` and `[num_classes, Dv]`, computed and
+    from 0 to num_classes - 1 (not checked on CUDA). Returns `[num_classes, D]` and `[num_classes, Dv]`, computed and
     returned in fp32; a class without members is 0, and a key of zeros has direction 0. The order of the sums is that of
     the tokens, so every run gives the same bits. Raises `InvalidTensor` for other shapes.
 

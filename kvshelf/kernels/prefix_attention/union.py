@@ -82,7 +82,7 @@ def attend_suffixes(
         top = new_top
 
     if PREFIXED:
-        # Scratch is aligned; as an argument, only a launch would see that, and not whoever compiles ahead of one.
+        # Scratch is aligned; of an argument only a launch would see that, not a compiler ahead of time.
         outs = tl.multiple_of(outs.to(tl.int64).to(tl.pointer_type(tl.float32)), 16)
         share = tl.load(tokens + 3 * token)
         within = tl.load(tokens + 3 * token + 1) * HEADS + row % HEADS

@@ -41,10 +41,10 @@ def pack(
     """The entries where `mask` is set, head after head, in ascending position.
 
     keys: `[kv_heads, N, D]` and values: `[kv_heads, N, Dv]`, any strides as long as the last dimension is contiguous.
-    mask: `[kv_heads, N]` bool. counts: how many are set in each head, as a policy knows who chose them; without them
-    the device is waited for. They must be right: on CUDA nobody looks. Returns keys `[entries, D]`, values `[entries,
-    Dv]`, positions `[entries]` int32, all contiguous, and the counts. Raises `InvalidTensor` for other shapes, and for
-    wrong counts on the CPU.
+    mask: `[kv_heads, N]` bool. counts: how many are set in each head, if the caller knows; without them this waits for
+    the device. They must be right: on CUDA they are not checked. Returns keys `[entries, D]`, values `[entries, Dv]`,
+    positions `[entries]` int32, all contiguous, and the counts. Raises `InvalidTensor` for other shapes, and for wrong
+    counts on the CPU.
     """
     require_states("pack", {"keys": 3, "values": 3}, keys=keys, values=values)
     require(

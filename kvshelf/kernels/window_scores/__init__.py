@@ -60,7 +60,7 @@ def window_scores(
 
 
 def window_attention(queries: Tensor, keys: Tensor, scale: float, own_keys: Tensor | None = None) -> Tensor:
-    """Softmax weights of the rows of one GQA group on the tokens of a document, for whoever needs every row.
+    """Softmax weights of the rows of one GQA group on the tokens of a document, each row by itself.
 
     queries: `[group, R, D]`, keys: `[N, D]`, own_keys: `[T, D]`, all as in `window_scores` for one KV head. Returns
     `[group, R, N]` fp32; rows sum to at most 1. These weights are its cost, `group * R * N * 4` bytes written (8 MiB at

@@ -164,7 +164,7 @@ class AttachedStates:
     ) -> None:
         """prefixes, suffixes and layout are those of `prefix_attention`. `new`: keys `[B, kv_heads, T, D]` and values
         of this call's tokens. `logical_length`: the longest document and suffix, this call's tokens included.
-        `first_position`: where the call has to begin; None where whoever called has set the positions."""
+        `first_position`: where the call has to begin; None if the caller has set the positions."""
         self._prefixes = prefixes
         self._suffixes = suffixes
         self._layout = layout
