@@ -1,4 +1,4 @@
-"""Tenants take turns: who asks for much waits behind their own requests, not in front of those of others."""
+"""Fair queues: tenants take turns, so a tenant with many requests waits behind its own and delays nobody else."""
 
 from __future__ import annotations
 
@@ -10,54 +10,55 @@ from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
 
 from kvshelf.errors import DeadlineExceeded, QueueFull
+from kvshelf.workers.replica.queues import Pace
 
 ItemT = TypeVar("ItemT")
 
 
 class Rounds(Generic[ItemT]):
-    """What waits, in a line for each tenant; taken from the lines in turn, one at a time. Not for several threads."""
+    """A queue for each tenant, from which items are taken in turn. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._lines: dict[str, deque[ItemT]] = {}  # the one whose turn is next comes first
+        self._queues: dict[str, deque[ItemT]] = {}  # the tenant whose turn is next comes first
 
     def __len__(self) -> int:
-        return sum(map(len, self._lines.values()))
+        return sum(map(len, self._queues.values()))
 
     def add(self, tenant: str, item: ItemT) -> None:
-        self._lines.setdefault(tenant, deque()).append(item)
+        self._queues.setdefault(tenant, deque()).append(item)
 
     def take(self) -> ItemT:
-        """The next one. Raises `IndexError` when nothing waits."""
-        if not self._lines:
+        """The next item. Raises `IndexError` when nothing waits."""
+        if not self._queues:
             raise IndexError("nothing waits")
-        tenant = next(iter(self._lines))
-        line = self._lines.pop(tenant)
-        item = line.popleft()
-        if line:
-            self._lines[tenant] = line
+        tenant = next(iter(self._queues))
+        queue = self._queues.pop(tenant)
+        item = queue.popleft()
+        if queue:
+            self._queues[tenant] = queue
         return item
 
     def remove(self, tenant: str, item: ItemT) -> None:
-        """Take out an item wherever it waits, if it does."""
-        line = self._lines.get(tenant, deque())
-        if item in line:
-            line.remove(item)
-        if not line:
-            self._lines.pop(tenant, None)
+        """Remove an item if it waits."""
+        queue = self._queues.get(tenant, deque())
+        if item in queue:
+            queue.remove(item)
+        if not queue:
+            self._queues.pop(tenant, None)
 
     def take_newest_of_longest(self, against: str) -> ItemT | None:
-        """The last item of the longest line, if the line of the tenant `against` is shorter by more than one."""
-        longest = max(self._lines, key=lambda tenant: len(self._lines[tenant]))
-        if len(self._lines[longest]) <= len(self._lines.get(against, ())) + 1:
+        """The newest item of the longest queue, if that of the tenant `against` is shorter by more than one."""
+        longest = max(self._queues, key=lambda tenant: len(self._queues[tenant]))
+        if len(self._queues[longest]) <= len(self._queues.get(against, ())) + 1:
             return None
-        return self._lines[longest].pop()
+        return self._queues[longest].pop()
 
 
 class FairQueue:
-    """Slots for work of one kind. Who finds none free waits; each slot that gets free goes to the next tenant.
+    """Slots for work of one kind. A request that finds none free waits; each free slot goes to the next tenant.
 
-    At most `max_waiting` wait. Beyond that the tenant with most of them is refused, be it the one that comes or the
-    newest one that waits: else who came first in large numbers would keep all others out.
+    At most `max_waiting` requests wait. Beyond that, the newest request of the tenant with the most is refused, so
+    that a tenant that came first in large numbers cannot keep the others out.
     """
 
     def __init__(self, what: str, slots: int, max_waiting: int) -> None:
@@ -66,16 +67,16 @@ class FairQueue:
         self._max_waiting = max_waiting
         self._free = slots
         self._waiting: Rounds[asyncio.Future[None]] = Rounds()
-        self._mean_s = 1.0
+        self._pace = Pace()
 
     @property
     def waiting(self) -> int:
-        """How many wait for a slot."""
+        """Requests that wait for a slot."""
         return len(self._waiting)
 
     @asynccontextmanager
     async def turn(self, tenant: str, deadline_s: float) -> AsyncIterator[float]:
-        """A slot for the time of the block, and the seconds that are left of the deadline once it is there.
+        """Holds a slot for the block; gives the seconds that are left of the deadline.
 
         Raises `QueueFull`, and `DeadlineExceeded` if the turn does not come in time.
         """
@@ -85,7 +86,7 @@ class FairQueue:
         try:
             yield max(0.0, deadline_s - (began - asked))
         finally:
-            self._mean_s = 0.8 * self._mean_s + 0.2 * (time.monotonic() - began)
+            self._pace.record(time.monotonic() - began)
             self._leave()
 
     async def _enter(self, tenant: str, deadline_s: float) -> None:
@@ -102,7 +103,7 @@ class FairQueue:
         except BaseException as exc:
             self._waiting.remove(tenant, place)
             if place.done() and not place.cancelled() and place.exception() is None:
-                self._leave()  # the turn came, and nobody was there any more
+                self._leave()  # the turn came after its caller had left
             if isinstance(exc, TimeoutError):
                 raise DeadlineExceeded(f"no turn for {self._what} within {deadline_s:g} s; ask again later") from exc
             raise
@@ -118,7 +119,7 @@ class FairQueue:
     def _make_room(self, tenant: str) -> None:
         refusal = QueueFull(
             f"too many requests wait for {self._what}: {len(self._waiting)}",
-            retry_after_s=round(max(0.5, self._mean_s * (1 + len(self._waiting) / self._slots)), 3),
+            retry_after_s=round(max(0.5, self._pace.estimate(1 + len(self._waiting) / self._slots)), 3),
         )
         newest = self._waiting.take_newest_of_longest(against=tenant)
         if newest is None:

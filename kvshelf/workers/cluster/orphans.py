@@ -1,9 +1,8 @@
-"""Which deployments on a shared Ray cluster have been left behind.
+"""Orphans: deployments on a shared Ray cluster whose owner, the process that made them, has ended.
 
-Ray Serve keeps a deployment running when the process that made it is gone, and with it a GPU for each replica. So every
-process on a cluster that is not its own has an actor there, which Ray ends with it, however it ends; a deployment whose
-maker has none is nobody's. (Deployments under a fixed name, taken over by the next process, would let two services
-on one cluster overwrite each other.)
+Ray Serve keeps a deployment running after its owner, and with it a GPU for each replica. So each process on a shared
+cluster holds an actor there, which Ray ends together with the process; a deployment whose owner has no actor is an
+orphan. (Fixed names, taken over by the next process, would let two services on one cluster overwrite each other.)
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ _NAMESPACE: Final = "kvshelf"
 _APP = re.compile(r"kvshelf-.*-job([0-9a-f]+)-[0-9a-f]{8}")
 
 
-class _Lifeline:
-    """Does nothing but be there."""
+class _Owner:
+    """An actor that does nothing: its existence shows that the process lives."""
 
 
 @contextmanager
 def held() -> Iterator[None]:
-    """Inside the block this process is known to the cluster it is connected to."""
-    actor = ray.remote(num_cpus=0, max_restarts=-1)(_Lifeline)
+    """Inside the block the cluster knows this process as an owner of deployments."""
+    actor = ray.remote(num_cpus=0, max_restarts=-1)(_Owner)
     handle = actor.options(name=_name(job_id()), namespace=_NAMESPACE).remote()
     ray.get(handle.__ray_ready__.remote())
     yield
@@ -35,25 +34,25 @@ def held() -> Iterator[None]:
 
 
 def job_id() -> str:
-    """Ray's number for this process. It is in the names of its deployments; a cluster gives it once."""
+    """Ray's id for this process, part of the names of its deployments. A cluster gives each id once."""
     return str(ray.get_runtime_context().get_job_id())
 
 
 def remove_orphans() -> None:
-    """Take down the deployments of processes that are gone."""
+    """Take down the deployments of processes that have ended."""
     for app in serve.status().applications:
-        maker = _APP.fullmatch(app)
-        if maker and maker[1] != job_id() and not _is_there(maker[1]):
+        owner = _APP.fullmatch(app)
+        if owner and owner[1] != job_id() and not _lives(owner[1]):
             serve.delete(app)
 
 
-def _is_there(job: str) -> bool:
+def _lives(job: str) -> bool:
     try:
         ray.get_actor(_name(job), namespace=_NAMESPACE)
-    except ValueError:  # what Ray raises for a name that nobody has
+    except ValueError:  # what Ray raises for an unknown name
         return False
     return True
 
 
 def _name(job: str) -> str:
-    return f"kvshelf-lifeline-{job}"
+    return f"kvshelf-owner-{job}"

@@ -31,6 +31,7 @@ from kvshelf.errors import (
     WorkerCrashed,
 )
 from kvshelf.workers.replica.attempts import MAX_ATTEMPTS
+from kvshelf.workers.replica.queues import Pace
 from kvshelf.workers.replica.results import Created, Reply
 
 if TYPE_CHECKING:  # who asks for a creation needs no transformers: it would take a caller 5 s and 200 MB
@@ -49,11 +50,10 @@ _GRACE_S = 5.0  # the replica keeps deadlines itself; this is for one that no lo
 
 
 class RemoteEngine:
-    """The replicas of one model. Its methods are those of `Replica`; their work is cancelled with the caller's task.
+    """The replicas of one model. Methods are those of `Replica`; cancelling the caller's task cancels their work.
 
-    `running` is how many replicas take requests, as far as is known; `watch` keeps it up to date. Ray would let
-    requests wait for a replica for ever, so while there is none they are refused. `wanted` is how many there are to be.
-    `app` and `handle` are Ray's.
+    running: replicas that take requests, as last reported by Ray; `watch` updates it. While it is 0 requests are
+    refused, because Ray would let them wait for ever. wanted: replicas that were deployed. app, handle: Ray's.
     """
 
     def __init__(self, model: str, app: str, handle: DeploymentHandle, wanted: int) -> None:
@@ -62,7 +62,7 @@ class RemoteEngine:
         self.handle = handle
         self.wanted = wanted
         self.running = 1
-        self._mean_s = 1.0
+        self._pace = Pace()
         self._counting: Future[int] | None = None
 
     @cached_property
@@ -126,10 +126,10 @@ class RemoteEngine:
         return described
 
     async def refresh(self) -> int:
-        """Ask Ray how many replicas take requests. Ray itself notices a death at its next health check only.
+        """Ask Ray how many replicas take requests. Ray notices a death only at its next health check.
 
-        Ray's answer has no deadline. All who ask meanwhile wait for the same one, so a controller that hangs costs one
-        thread, and none of those that carry the calls of the store; who gives up waiting ends nothing for the others.
+        Ray's answer has no deadline. Concurrent callers share one request, so a controller that hangs costs one thread,
+        and none of the threads for the store. A caller that stops waiting cancels nothing for the others.
         """
         if self._counting is None or self._counting.done():
             thread = ThreadPoolExecutor(1, thread_name_prefix="replicas")
@@ -139,7 +139,7 @@ class RemoteEngine:
         return self.running
 
     def __getstate__(self) -> dict[str, Any]:
-        """For another process (those of a batch have engines of the service): what is being asked stays here."""
+        """For another process, such as that of a batch: a request to Ray in progress stays here."""
         return vars(self) | {"_counting": None}
 
     async def _call(self, method: str, limit_s: float, /, *args: Any, **kwargs: Any) -> Any:
@@ -152,7 +152,7 @@ class RemoteEngine:
             except (asyncio.CancelledError, TimeoutError):
                 response.cancel()  # awaiting it is all that was cancelled; the work would go on
                 raise
-        self._mean_s = 0.8 * self._mean_s + 0.2 * (time.monotonic() - started)
+        self._pace.record(time.monotonic() - started)
         return result
 
     @contextmanager
@@ -170,7 +170,7 @@ class RemoteEngine:
         if isinstance(exc, KvshelfError):
             return exc
         if isinstance(exc, serve_errors.BackPressureError):
-            retry_after_s = round(max(self._mean_s, 0.5), 3)
+            retry_after_s = round(max(self._pace.estimate(1), 0.5), 3)
             return QueueFull(f"too many requests are waiting for {self.model!r}", retry_after_s=retry_after_s)
         if isinstance(exc, _UNREACHABLE):
             return NoWorker(f"no worker of {self.model!r} can be reached", retry_after_s=RESTART_S)
@@ -188,7 +188,7 @@ class RemoteEngine:
 
 
 def _origin() -> str:
-    """The id of the request at hand, as the log of this process has it."""
+    """The id of the current request, as this process logs it."""
     found: str = structlog.contextvars.get_contextvars().get("request_id", "")
     return found
 
@@ -198,7 +198,7 @@ def replicas_running(app: str) -> int:
     try:
         overview = serve.status().applications.get(app)
     except (ray_errors.RayError, serve_errors.RayServeException):
-        return 0  # whoever knows does not answer, so nobody could be sent there
+        return 0  # without the controller, no request can be routed
     if overview is None:
         return 0
     return sum(d.replica_states.get("RUNNING", 0) for d in overview.deployments.values())

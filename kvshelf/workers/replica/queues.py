@@ -1,4 +1,4 @@
-"""What waits for the thread that owns a model: questions and documents, each in their order, and only so many."""
+"""Bounded queues of questions and of documents for the thread that owns a model, each in the order of arrival."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from kvshelf.errors import KvshelfError, NoWorker, QueueFull
@@ -16,7 +16,7 @@ from kvshelf.workers.replica.ticket import Ticket
 if TYPE_CHECKING:
     from kvshelf.store.artifact.cache import CompressedCache
     from kvshelf.workers.engine.attention.attachment import Attachment
-    from kvshelf.workers.engine.decode.generation import Answer, Checkpoint, Sampling
+    from kvshelf.workers.engine.decode.generation import Answer, Checkpoint, Generation, Sampling
     from kvshelf.workers.engine.engine import Engine
 
 ResultT_co = TypeVar("ResultT_co", covariant=True)
@@ -27,11 +27,11 @@ UNMEASURED_RETRY_S = 1.0
 
 @dataclass(frozen=True)
 class SchedulerLimits:
-    """`max_open` answers take steps at once, `max_waiting` more may queue; `max_compressions` documents may queue.
+    """`max_open` answers are generated at once, `max_waiting` more may queue; `max_compressions` documents may queue.
 
-    The suffixes of all open answers (questions and what is generated, not documents) may take `max_suffix_bytes`: a
-    question waits until its own has room at full length, and is refused where it never would. While both kinds of work
-    want the model, compression gets at least `batch_share` of the time.
+    The suffixes of all open answers (question and generated tokens, without the document) take at most
+    `max_suffix_bytes`: a question waits until its suffix fits at full length, and is refused if it never can. While
+    both kinds of work want the model, compression gets at least `batch_share` of the time.
     """
 
     max_open: int = 64
@@ -42,13 +42,13 @@ class SchedulerLimits:
 
 
 class Work(Protocol[ResultT_co]):
-    """The compression of a document of `num_tokens`: one way to keep it, or several (see `levels` and `auto`)."""
+    """The compression of a document of `num_tokens` tokens, at one level or several (see `spec` and `auto`)."""
 
     @property
     def num_tokens(self) -> int: ...
 
     def run(self, engine: Engine, *, checkpoint: Checkpoint) -> ResultT_co:
-        """Runs on the thread that owns the model; calls `checkpoint` between its parts."""
+        """Runs on the thread that owns the model; calls `checkpoint` between layers."""
 
 
 @dataclass(eq=False)
@@ -60,8 +60,9 @@ class Compressing:
 
 
 @dataclass(eq=False)
-class Waiting:
-    """A question before its first step. `suffix_bytes`: what it and its longest answer will take."""
+class Question:
+    """A question from its arrival to its answer. `suffix_bytes`: of itself and its longest answer. `generation`: set
+    when it takes its first step."""
 
     ticket: Ticket[Answer]
     cache: CompressedCache | Attachment
@@ -69,11 +70,12 @@ class Waiting:
     sampling: Sampling
     on_text: Callable[[str], None]
     suffix_bytes: int
+    generation: Generation = field(init=False)
 
 
 @dataclass
 class Pace:
-    """A running mean of seconds per unit, recent work counting more. Tells a refused caller when to come back."""
+    """An exponential moving average of seconds per unit. Tells a refused caller when to come back."""
 
     seconds: float | None = None
 
@@ -86,9 +88,9 @@ class Pace:
 
 
 class Queues:
-    """Any thread adds, one takes; that one owns what it has taken. `changed` guards all of it and may be held twice.
+    """Any thread adds work; one thread takes it and owns what it has taken. `changed` guards all state, reentrantly.
 
-    name: the model's, for messages. token_pace, answer_pace: what the thread has measured, per token and per answer.
+    name: the model's, for messages. token_pace, answer_pace: measured seconds per token and per answer.
     """
 
     def __init__(self, name: str, limits: SchedulerLimits) -> None:
@@ -98,14 +100,14 @@ class Queues:
         self.answer_pace = Pace()
         self._name = name
         self._limits = limits
-        self._questions: deque[Waiting] = deque()
+        self._questions: deque[Question] = deque()
         self._documents: deque[Compressing] = deque()
         self._stop_at = math.inf
 
     # Any thread
 
     def close(self, drain_s: float) -> None:
-        """Take nothing more; `check` raises once `drain_s` seconds are over."""
+        """Accept nothing more; `check` raises once `drain_s` seconds are over."""
         with self.changed:
             self.accepting = False
             self._stop_at = time.monotonic() + drain_s
@@ -126,7 +128,7 @@ class Queues:
                 tokens = sum(waiting.work.num_tokens for waiting in self._documents)
                 raise _queue_full("documents", queued, self.token_pace.estimate(tokens))
 
-    def add_question(self, work: Waiting) -> None:
+    def add_question(self, work: Question) -> None:
         """Raises `QueueFull`."""
         with self.changed:
             queued = len(self._questions)
@@ -143,8 +145,8 @@ class Queues:
         return bool(self._documents)
 
     def wait_for_work(self, *, busy: bool) -> bool:
-        """Block until there is work, which a busy thread has. False once no more is taken and nothing is left, or the
-        time for it is over."""
+        """Block until there is work; a busy thread has some. False once the queues are closed and either empty or out
+        of time."""
         with self.changed:
             while self.accepting and not (busy or self._questions or self._documents):
                 self.changed.wait()
@@ -155,12 +157,12 @@ class Queues:
         with self.changed:
             return self._documents.popleft() if self._documents else None
 
-    def take_questions(self, rows: int, held_bytes: int) -> list[Waiting]:
-        """As many as the limits allow beside `rows` open answers, whose suffixes take `held_bytes`; in their order."""
+    def take_questions(self, rows: int, held_bytes: int) -> list[Question]:
+        """As many questions as fit beside `rows` open answers, whose suffixes take `held_bytes`; in order."""
         with self.changed:
             self._drop_ended(self._questions)
             self._drop_ended(self._documents)
-            taken: list[Waiting] = []
+            taken: list[Question] = []
             while self._questions and rows + len(taken) < self._limits.max_open:
                 held_bytes += self._questions[0].suffix_bytes
                 if held_bytes > self._limits.max_suffix_bytes:
@@ -169,7 +171,7 @@ class Queues:
         return taken
 
     def _drop_ended(self, queue: deque[Any]) -> None:
-        """Let queued work leave that was cancelled or ran out of time, so that it holds no place in the queue."""
+        """Remove queued work that was cancelled or ran out of time, so that it holds no place in the queue."""
         for work in list(queue):
             try:
                 self.check(work.ticket)
@@ -177,17 +179,17 @@ class Queues:
                 queue.remove(work)
                 work.ticket.resolve(None, exc)
 
-    def take_all(self) -> list[Waiting | Compressing]:
-        """Everything that is left; nothing is taken up any more."""
+    def take_all(self) -> list[Question | Compressing]:
+        """All queued work; the queues accept no more."""
         with self.changed:
             self.accepting = False
-            rest: list[Waiting | Compressing] = [*self._questions, *self._documents]
+            rest: list[Question | Compressing] = [*self._questions, *self._documents]
             self._questions.clear()
             self._documents.clear()
         return rest
 
     def check(self, ticket: Ticket[Any]) -> None:
-        """Raise if this work shall not go on: its caller left, its time is over, or that of the thread."""
+        """Raise if this work must end: its caller left, or its deadline or the thread's drain time has passed."""
         ticket.check()
         if time.monotonic() >= self._stop_at:
             raise self.stopped()

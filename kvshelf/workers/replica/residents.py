@@ -1,7 +1,7 @@
-"""Attached caches that stay in memory between questions, the least recently used leaving first.
+"""Attached caches that stay in memory between questions; the least recently used is evicted first.
 
-What is in memory answers only for what the store says now: every use asks the store for the manifest first, so a cache
-that was deleted, has expired or was replaced is never answered from memory.
+Each use reads the manifest from the store first, so a cache that was deleted, has expired or was replaced is never
+answered from memory.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Attach = Callable[[ArrivingCache], Attachment]
 
 @dataclass(frozen=True)
 class ResidentLimits:
-    """All resident caches take `max_bytes` at most, but for a single one that is larger than that; whoever needs room
-    waits until somebody's question is done. What nobody asked for `idle_s` seconds leaves by itself."""
+    """Together at most `max_bytes`; one larger cache may be held alone. A question waits for memory until others are
+    answered. Caches without a question for `idle_s` seconds are evicted."""
 
     max_bytes: int = 2 << 30
     idle_s: float = 600.0
@@ -36,8 +36,8 @@ class ResidentLimits:
 
 @dataclass(eq=False)
 class Resident:
-    """One cache in memory, or on its way there. `users`: questions that are open on it; `read_s`: how long reading and
-    checking all of it took, 0 until that is done; `place`: where it was read from, as `ArrivingCache.place`."""
+    """A cache in memory, or being read. `users`: open questions. `read_s`: seconds of reading and checking all of it, 0
+    until that is done. `place`: where it was read from, as `ArrivingCache.place`."""
 
     document: Attachment
     digest: str
@@ -56,7 +56,7 @@ class Residents:
         self._attach = attach
         self._limits = limits
         self._threads = threads
-        # Readers have threads of their own: whoever waits for room must not keep those waiting who make it.
+        # Readers have threads of their own, so that calls waiting for memory never block the calls that free it.
         self._readers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="reader")
         self._held: OrderedDict[tuple[str, str], Resident] = OrderedDict()
         self._opening: SingleFlight[Resident] = SingleFlight()
@@ -74,8 +74,8 @@ class Residents:
     async def using(self, cache_id: str, tenant: str) -> AsyncIterator[tuple[Resident, bool]]:
         """The cache for the length of a block, and whether it was in memory already.
 
-        It may still be arriving; what becomes of a layer that cannot be read, its reader learns. Raises what
-        `Store.open_cache` raises, and `ModelMismatch`.
+        It may still be arriving; a layer that cannot be read raises where it is used. Raises what `Store.open_cache`
+        raises, and `ModelMismatch`.
         """
         resident, there = await self._acquire(cache_id, tenant)
         try:
@@ -89,7 +89,7 @@ class Residents:
                 self._freed.notify_all()
 
     async def evict_idle_forever(self) -> NoReturn:
-        """Let go of what nobody asks for any more."""
+        """Evict idle caches, for as long as this task lives."""
         while True:
             await asyncio.sleep(min(self._limits.idle_s / 4, 30.0))
             self.evict_idle(time.monotonic() - self._limits.idle_s)

@@ -1,15 +1,15 @@
-"""One thread owns the model and divides its time: a prefill layer, or one step of all open answers together.
+"""One thread owns the model and divides its time between layers of a prefill and steps of all open answers together.
 
-Continuous batching: new questions join between two steps, finished and abandoned ones leave. Where a document is still
-being read, its questions pass each layer as it arrives, and the other answers take their steps while they wait.
+Continuous batching: between two steps new questions join, and finished and abandoned ones leave. While a document is
+still being read, its questions pass each layer as it arrives, and the other answers take their steps meanwhile.
 
-Online before batch: between two layers of a compression, waiting questions are prefilled and open answers take their
-steps. So a question is answered while a long document is still being prefilled, and a compression is never starved:
-`batch_share` of the time stays its own.
+Questions before documents: between two layers of a compression, queued questions are prefilled and open answers take
+their steps. A question is answered while a long document is still being prefilled, and a compression never starves: it
+keeps `batch_share` of the time.
 
-Callers stay on their own threads. They hand work over, get a `Ticket` with a `concurrent.futures.Future`, and never
-wait for ever: work ends with its result, with its own error, with `Cancelled` or `DeadlineExceeded` at the next unit of
-work, or with `NoWorker` when the scheduler stops.
+Callers stay on their own threads and get a `Ticket` with a `concurrent.futures.Future`. Every ticket ends: with a
+result, with the work's own error, with `Cancelled` or `DeadlineExceeded` at the next unit of work, or with `NoWorker`
+when the scheduler stops.
 """
 
 from __future__ import annotations
@@ -18,20 +18,19 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvshelf.errors import InvalidRequest, KvshelfError, NoWorker
 from kvshelf.workers.engine.attention.attachment import block
 from kvshelf.workers.engine.attention.function import kvshelf_attention
 from kvshelf.workers.engine.decode.suffixes import capacity_for
-from kvshelf.workers.replica.queues import Compressing, Queues, SchedulerLimits, Waiting, Work
+from kvshelf.workers.replica.queues import Compressing, Question, Queues, SchedulerLimits, Work
 from kvshelf.workers.replica.ticket import Ticket
 
 if TYPE_CHECKING:
     from kvshelf.store.artifact.cache import CompressedCache
     from kvshelf.workers.engine.attention.attachment import Attachment, Wait
-    from kvshelf.workers.engine.decode.generation import Answer, Generation, Sampling
+    from kvshelf.workers.engine.decode.generation import Answer, Sampling
     from kvshelf.workers.engine.engine import Engine
 
 __all__ = ["Scheduler", "SchedulerLimits", "Work"]
@@ -39,16 +38,6 @@ __all__ = ["Scheduler", "SchedulerLimits", "Work"]
 ResultT = TypeVar("ResultT")
 
 _PATIENCE_S = 0.02  # how long the thread waits for a layer before it looks again for cancelled and for new questions
-
-
-@dataclass(eq=False)
-class _Open:
-    """A question that takes part in the steps."""
-
-    ticket: Ticket[Answer]
-    generation: Generation
-    on_text: Callable[[str], None]
-    suffix_bytes: int
 
 
 class Scheduler:
@@ -60,7 +49,7 @@ class Scheduler:
         self._queues = Queues(engine.name, self._limits)
         self._thread = threading.Thread(target=self._run, name=f"scheduler-{engine.name}", daemon=True)
         self._batch = engine.batch()
-        self._open: list[_Open] = []
+        self._open: list[Question] = []
         self._compressing: Compressing | None = None
 
     def start(self) -> None:
@@ -68,20 +57,19 @@ class Scheduler:
         self._thread.start()
 
     def stop(self, *, drain_s: float = 0.0) -> None:
-        """Refuse new work, let what runs go on for up to `drain_s` seconds, and end the rest with `NoWorker`."""
+        """Refuse new work, continue running work for up to `drain_s` seconds, and end the rest with `NoWorker`."""
         self._queues.close(drain_s)
         if self._thread.is_alive():
             self._thread.join()
 
     @property
     def alive(self) -> bool:
-        """Whether work that is handed over will be done."""
+        """Whether the scheduler accepts work."""
         return self._queues.accepting and self._thread.is_alive()
 
     @property
     def overdue_s(self) -> float:
-        """For how long the document at hand should have ended: the model is still at a unit of its work. 0: it is not
-        late."""
+        """Seconds since the deadline of the document that is being compressed; 0 if there is none or it has time."""
         compressing = self._compressing
         return 0.0 if compressing is None else compressing.ticket.overdue_s
 
@@ -108,13 +96,13 @@ class Scheduler:
         on_text: Callable[[str], None] = lambda _: None,
         deadline_s: float | None = None,
     ) -> Ticket[Answer]:
-        """Queue a question. `on_text` gets each piece of final text, on the scheduler's thread: it must only hand over.
+        """Queue a question. `on_text` gets each piece of final text on the scheduler's thread, so it must not block.
 
-        Raises `QueueFull`, `NoWorker`, and `InvalidRequest` for a question that is longer than the limits; what the
-        engine refuses arrives through the ticket.
+        Raises `QueueFull`, `NoWorker`, and `InvalidRequest` for a question beyond the limits; errors of the engine
+        arrive through the ticket.
         """
         suffix_bytes = self._suffix_bytes(len(query) + sampling.max_tokens)
-        work = Waiting(Ticket(deadline_s), cache, query, sampling, on_text, suffix_bytes)
+        work = Question(Ticket(deadline_s), cache, query, sampling, on_text, suffix_bytes)
         with self._queues.changed:
             self._require_accepting()
             self._queues.add_question(work)
@@ -176,8 +164,8 @@ class Scheduler:
             self._compressing = None
 
     def _generate_for(self, seconds: float) -> None:
-        """Step the open answers, again and again: until none is left, or, when a compression wants the model, for about
-        `seconds` (one step at least)."""
+        """Step the open answers until none is left or, if a compression wants the model, for about `seconds` (at least
+        one step)."""
         end = time.monotonic() + seconds
         while self._admit():
             self._step()
@@ -185,16 +173,16 @@ class Scheduler:
                 return
 
     def _admit(self) -> bool:
-        """Open waiting questions, in their order, as far as rows and bytes allow. Whether any answer is open."""
+        """Open queued questions in order, as far as rows and bytes allow. Returns whether any answer is open."""
         held_bytes = sum(work.suffix_bytes for work in self._open)
-        for waiting in self._queues.take_questions(len(self._open), held_bytes):
-            waiting.ticket.begin()
+        for work in self._queues.take_questions(len(self._open), held_bytes):
+            work.ticket.begin()
             try:
-                generation = self._engine.start(waiting.cache, waiting.query, waiting.sampling)
+                work.generation = self._engine.start(work.cache, work.query, work.sampling)
             except Exception as exc:  # one question's error is that question's answer, whatever it is
-                waiting.ticket.resolve(None, exc)
+                work.ticket.resolve(None, exc)
             else:
-                self._open.append(_Open(waiting.ticket, generation, waiting.on_text, waiting.suffix_bytes))
+                self._open.append(work)
         return bool(self._open)
 
     def _step(self) -> None:
@@ -208,8 +196,8 @@ class Scheduler:
             joining = [work for work in arriving if work.generation.document is document]
             self._advance(joining, waiting=lambda record: self._wait(record, joining))
 
-    def _wait(self, record: Future[Any], joining: Sequence[_Open]) -> None:
-        """Use the time until a layer of a document is there for the other answers."""
+    def _wait(self, record: Future[Any], joining: Sequence[Question]) -> None:
+        """Step the other answers until the next layer of a document has arrived."""
         self._admit()
         others = [work for work in self._open if work not in joining and work.generation.document.arrived]
         if others:
@@ -218,7 +206,7 @@ class Scheduler:
             wait([record], timeout=_PATIENCE_S)
         self._require_wanted(joining)
 
-    def _advance(self, works: Sequence[_Open], waiting: Wait = block) -> None:
+    def _advance(self, works: Sequence[Question], waiting: Wait = block) -> None:
         """One step for these answers together. If it fails, one for each alone: one question's error is that question's
         answer, whatever it is."""
         works = [work for work in works if self._still_wanted(work)]
@@ -237,7 +225,7 @@ class Scheduler:
             for work, text in zip(works, told, strict=True):
                 self._tell(work, text)
 
-    def _tell(self, work: _Open, text: str | Exception) -> None:
+    def _tell(self, work: Question, text: str | Exception) -> None:
         """Hand over what a step brought."""
         if isinstance(text, Exception):
             if self._still_wanted(work):  # a step that all have left raises the error of one of them
@@ -255,12 +243,12 @@ class Scheduler:
             self._queues.answer_pace.record(work.ticket.busy_s)
             self._end(work, None)
 
-    def _end(self, work: _Open, error: Exception | None) -> None:
+    def _end(self, work: Question, error: Exception | None) -> None:
         self._open.remove(work)
         self._batch.leave(work.generation)
         work.ticket.resolve(work.generation.answer() if error is None else None, error)
 
-    def _still_wanted(self, work: _Open) -> bool:
+    def _still_wanted(self, work: Question) -> bool:
         try:
             self._queues.check(work.ticket)
         except KvshelfError as exc:
@@ -268,8 +256,8 @@ class Scheduler:
             return False
         return True
 
-    def _require_wanted(self, works: Sequence[_Open]) -> None:
-        """Raise if nobody waits for a step that is under way any more."""
+    def _require_wanted(self, works: Sequence[Question]) -> None:
+        """Raise if every caller of the step under way has left."""
         error: KvshelfError | None = None
         for work in works:
             try:

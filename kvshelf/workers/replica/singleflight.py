@@ -1,4 +1,4 @@
-"""Equal work asked for at the same time runs once."""
+"""Single flight: equal work that is requested at the same time runs once."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ ResultT = TypeVar("ResultT")
 
 
 @dataclass(eq=False)
-class _Flight(Generic[ResultT]):
+class _Call(Generic[ResultT]):
     task: asyncio.Task[ResultT]
-    passengers: int = 0
+    callers: int = 0
 
 
 class SingleFlight(Generic[ResultT]):
     """Work in progress by key, for the callers of one event loop."""
 
     def __init__(self) -> None:
-        self._flights: dict[str, _Flight[ResultT]] = {}
+        self._calls: dict[str, _Call[ResultT]] = {}
 
     async def join(self, key: str, work: Callable[[], Awaitable[ResultT]]) -> tuple[ResultT, bool]:
-        """The result of `work`, and whether this caller began it or joined an earlier one with the same key.
+        """The result of `work`, and whether this caller started it or joined an earlier call with the same key.
 
-        A caller that is cancelled leaves alone; the work is cancelled when the last one has left.
+        A cancelled caller leaves alone; the work is cancelled when its last caller has left.
         """
-        flight = self._flights.get(key)
-        began = flight is None
-        if flight is None:
-            flight = _Flight(asyncio.ensure_future(_run(work)))
-            self._flights[key] = flight
-            # Removed the moment it ends: nobody joins work that has ended, and its result is on the shelf by then.
-            flight.task.add_done_callback(partial(self._forget, key, flight))
-        flight.passengers += 1
+        call = self._calls.get(key)
+        began = call is None
+        if call is None:
+            call = _Call(asyncio.ensure_future(_run(work)))
+            self._calls[key] = call
+            # Removed the moment it ends: nobody joins finished work, and its result is on the shelf by then.
+            call.task.add_done_callback(partial(self._forget, key, call))
+        call.callers += 1
         try:
-            return await asyncio.shield(flight.task), began
+            return await asyncio.shield(call.task), began
         finally:
-            flight.passengers -= 1
-            if flight.passengers == 0:
-                flight.task.cancel()
-                self._forget(key, flight)
+            call.callers -= 1
+            if call.callers == 0:
+                call.task.cancel()
+                self._forget(key, call)
 
-    def _forget(self, key: str, flight: _Flight[ResultT], _: object = None) -> None:
-        # A cancelled flight takes a moment to end, and whoever comes in that moment has begun a new one.
-        if self._flights.get(key) is flight:
-            del self._flights[key]
+    def _forget(self, key: str, call: _Call[ResultT], _: object = None) -> None:
+        # A cancelled call takes a moment to end; a caller that arrives in that moment has started a new one.
+        if self._calls.get(key) is call:
+            del self._calls[key]
 
 
 async def _run(work: Callable[[], Awaitable[ResultT]]) -> ResultT:

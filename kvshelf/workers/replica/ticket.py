@@ -13,10 +13,10 @@ ResultT = TypeVar("ResultT")
 
 
 class Ticket(Generic[ResultT]):
-    """A caller's claim on one piece of work, handed in at `submitted` (of `time.monotonic`).
+    """A caller's claim on one piece of work, queued at `submitted` (of `time.monotonic`).
 
-    Seconds from there on: `queue_s` until the model took it up; `first_s` until the first token of an answer, 0 before.
-    `worked_s`: how long the model worked on a compression, without its pauses for others.
+    queue_s: seconds until the model began it. first_s: seconds until the first token of an answer, 0 before. worked_s:
+    seconds the model spent on a compression, without pauses for other work.
     """
 
     def __init__(self, deadline_s: float | None) -> None:
@@ -30,7 +30,7 @@ class Ticket(Generic[ResultT]):
         self._cancelled = False
 
     def cancel(self) -> None:
-        """Ask the work to stop. It does so before its next unit of work; the future then raises `Cancelled`."""
+        """End the work before its next unit; the future then raises `Cancelled`."""
         self._cancelled = True
 
     def begin(self) -> None:
@@ -38,7 +38,7 @@ class Ticket(Generic[ResultT]):
         self.queue_s = time.monotonic() - self.submitted
 
     def has_token(self) -> None:
-        """The answer has a token; the first call counts."""
+        """Note the first token of the answer; later calls change nothing."""
         self.first_s = self.first_s or time.monotonic() - self.submitted
 
     @property
@@ -52,14 +52,14 @@ class Ticket(Generic[ResultT]):
         return time.monotonic() - self.submitted - self.queue_s
 
     def check(self) -> None:
-        """Raise if this work shall not go on. Called between units of work."""
+        """Raise if the work was cancelled or is late. Called between units of work."""
         if self._cancelled:
             raise Cancelled("the caller went away")
         if time.monotonic() > self._deadline:
             raise self.too_late()
 
     def too_late(self) -> DeadlineExceeded:
-        """`begun` in its details: whether the model had taken it up."""
+        """The error of late work. `begun` in its details: whether the model had begun it."""
         return DeadlineExceeded(
             f"the work was not done {self._deadline - self.submitted:.1f} s after it was asked for; ask for less, or "
             "when the service is less busy",
@@ -67,7 +67,7 @@ class Ticket(Generic[ResultT]):
         )
 
     def resolve(self, result: ResultT | None, error: BaseException | None = None) -> None:
-        """Deliver the result or the error. A future that its owner cancelled takes neither."""
+        """Deliver the result or the error, unless the owner has cancelled the future."""
         if not self.future.set_running_or_notify_cancel():
             return
         if error is not None:

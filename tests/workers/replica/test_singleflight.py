@@ -16,8 +16,8 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-async def test_a_flight_is_shared_and_ends_with_its_last_passenger() -> None:
-    flights: SingleFlight[int] = SingleFlight()
+async def test_a_call_is_shared_and_ends_with_its_last_caller() -> None:
+    singleflight: SingleFlight[int] = SingleFlight()
     runs: list[str] = []
     go = asyncio.Event()
 
@@ -27,7 +27,7 @@ async def test_a_flight_is_shared_and_ends_with_its_last_passenger() -> None:
         runs.append("ended")
         return 7
 
-    callers = [asyncio.ensure_future(flights.join("key", work)) for _ in range(3)]
+    callers = [asyncio.ensure_future(singleflight.join("key", work)) for _ in range(3)]
     await asyncio.sleep(0)
     callers[0].cancel()
     await asyncio.sleep(0)
@@ -38,11 +38,11 @@ async def test_a_flight_is_shared_and_ends_with_its_last_passenger() -> None:
     assert runs == ["began", "ended"]
 
     go.clear()
-    alone = asyncio.ensure_future(flights.join("key", work))
+    alone = asyncio.ensure_future(singleflight.join("key", work))
     await asyncio.sleep(0.01)
     alone.cancel()
     await asyncio.sleep(0.01)
     go.set()
-    assert await flights.join("key", work) == (7, True)
+    assert await singleflight.join("key", work) == (7, True)
     assert runs == ["began", "ended", "began", "began", "ended"]
-    assert not flights._flights
+    assert not singleflight._calls
