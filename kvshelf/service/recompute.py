@@ -1,4 +1,4 @@
-"""What a query does when its cache cannot be used, or is to be compared: caches made from the source that was kept."""
+"""Recomputes a cache from its kept source, when a query finds it unusable or compares it with the full cache."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.policies import POLICIES
 
-MISSES: Final = (CacheCorrupt, CacheExpired, ModelMismatch)
-"""A cache is or was on the shelf, and cannot be used."""
+UNUSABLE: Final = (CacheCorrupt, CacheExpired, ModelMismatch)
+"""Errors of a cache that is or was on the shelf and cannot be used."""
 
 FULL_TTL_S: Final = 600.0
-"""How long a full cache stays that was made to compare with: the next comparisons do not prefill again."""
+"""Seconds to keep a full cache made for a comparison, so that the next comparisons do not prefill again."""
 
 _SAME_DOCUMENT = ("model", "document", "layout", "boundary")
 
 
 @dataclass(frozen=True)
 class Original:
-    """A cache that is asked, and its kept source, if it has one: messages as JSON, or text.
+    """A queried cache and its kept source, if it has one: text, or messages as JSON.
 
-    The source is read before the cache is, and also where that is known to be corrupt: its own bytes are checked apart.
+    The source is read before the cache, even if the cache is known to be corrupt: its bytes are checked separately.
     """
 
     service: Service
@@ -46,7 +46,7 @@ class Original:
 
     @classmethod
     async def find(cls, service: Service, caller: Caller, cache_id: str, *, recompute: bool) -> Original:
-        """Raises as `Store.stat` does; with `recompute`, `SourceNotKept` for what went together with its source."""
+        """Raises as `Store.stat` does; with `recompute`, `SourceNotKept` for a cache lost together with its source."""
         if "write" not in caller.scopes:
             raise Forbidden("on_miss: recompute and compare may store caches; they need a key with the scope 'write'")
         store, tenant = service.store, caller.tenant
@@ -60,7 +60,7 @@ class Original:
         return cls(service, caller, manifest, source)
 
     async def again(self, miss: KvshelfError) -> Manifest:
-        """Compress the document again, as it was, after a miss. Under a changed model the cache has another id."""
+        """Compress the document again after a miss, as it was. Under a changed model the cache has another id."""
         if self.source is None:
             raise _lost(miss) from miss
         made = await self._create(self._spec(self.source))
@@ -70,7 +70,7 @@ class Original:
         return made
 
     async def full(self) -> Manifest:
-        """The full cache of the document: one that is on the shelf, or one that is made and kept for `FULL_TTL_S`."""
+        """The full cache of the document: from the shelf, or compressed now and kept for `FULL_TTL_S`."""
         found = await self._stored_full()
         if found is not None:
             return found
@@ -104,11 +104,11 @@ class Original:
         return (await engine.create(spec, tenant=self.caller.tenant, deadline_s=deadline_s)).manifest
 
     def _spec(self, source: str) -> CreateCache:
-        """The creation that made the cache. Its parameters are given as they were used, none is left to a default."""
+        """The creation that made the cache, with its parameters as they were used and none left to a default."""
         manifest, identity = self.manifest, self.manifest.identity
         takes_budget = POLICIES[manifest.policy].takes_budget if manifest.policy in POLICIES else True
         is_text = identity["boundary"] in ("text", "document")
-        return CreateCache.model_construct(  # not validated: it has been, when it was a request
+        return CreateCache.model_construct(  # validated when it was a request
             document=source if is_text else None,
             messages=None if is_text else [Message(**message) for message in json.loads(source)],
             layout=identity["layout"],

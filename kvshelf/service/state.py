@@ -1,4 +1,4 @@
-"""What the routes work with, and how a route waits without losing sight of its caller."""
+"""The parts that routes work with, and ways to wait that notice a caller who hangs up."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from kvshelf.store.manifest import Manifest
 ResultT = TypeVar("ResultT")
 
 THREADS = 32
-"""Of this process, for all that blocks."""
+"""Threads of this process for blocking calls."""
 
 WHOLE_CACHES = 4
-"""Caches that are read or written as a whole at once: few, so that small calls always find a thread."""
+"""Whole caches read or written concurrently: few, so that small calls always find a thread."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ class Service:
         return self.engines[model]
 
     def engine_for(self, manifest: Manifest) -> EngineClient:
-        """The engine to ask about a stored cache: one that runs the model it was made under.
+        """The engine for a stored cache: one that runs the model it was made under.
 
-        Where none does, the one of the same name, or the first, which then says in what the models differ.
+        If none does, the one of the same name or the first, whose error names the difference between the models.
         """
         try:
             return self.engines[self.serving(ModelIdentity(**manifest.identity["model"]))]
@@ -75,7 +75,7 @@ class Service:
             return self.engines.get(manifest.model) or self.engine(None)
 
     def serving(self, made_under: ModelIdentity) -> str:
-        """The name of a model that can answer from caches made under this one. Raises `ModelMismatch` if none can."""
+        """The name of a served model that can use caches made under this one. Raises `ModelMismatch` if none can."""
         refusals: dict[str, ModelMismatch] = {}
         for name, ours in self.identities.items():
             try:
@@ -100,17 +100,16 @@ async def _require_tokens(request: Request, service: InService) -> None:
 
 
 TAKES_TOKENS = Depends(_require_tokens)
-"""For the `dependencies` of a route whose work takes tokens: a tenant that has used too many is refused before its body
-is read."""
+"""A dependency of routes whose work takes tokens: refuses a tenant over its limit before reading the body."""
 
 
 async def off_loop(call: Callable[..., ResultT], *args: Any, **kwargs: Any) -> ResultT:
-    """Run something that blocks (the store) on a thread."""
+    """Run a blocking call (the store) on a thread."""
     return await asyncio.to_thread(call, *args, **kwargs)
 
 
 async def in_turn(service: Service, caller: Caller, call: Callable[..., ResultT], *args: Any, **kwargs: Any) -> ResultT:
-    """As `off_loop`, for what reads or writes whole caches. Raises `QueueFull`, and `DeadlineExceeded` in the queue."""
+    """As `off_loop`, for whole caches, in fair turns. Raises `QueueFull`, and `DeadlineExceeded` in the queue."""
     async with service.whole.turn(caller.tenant, service.settings.request_deadline_s):
         return await off_loop(call, *args, **kwargs)
 
@@ -139,7 +138,7 @@ async def _hangup(request: Request) -> None:
 
 
 def cache_response(manifest: Manifest, *, existing: bool) -> JSONResponse:
-    """The answer to whoever put a cache on the shelf: 201, or 200 where it was there already."""
+    """The response to a creation or an import: 201, or 200 if the cache existed."""
     cache = cache_object(manifest, existing=existing)
     headers = {"location": f"/v1/caches/{cache.id}", "etag": etag_of(manifest)}
     return JSONResponse(cache.model_dump(mode="json"), status_code=200 if existing else 201, headers=headers)

@@ -16,7 +16,7 @@ from kvshelf.service.http import openapi
 from kvshelf.service.http.body import read_json
 from kvshelf.service.http.errors import miss_reason
 from kvshelf.service.http.events import event_stream
-from kvshelf.service.recompute import MISSES, Original
+from kvshelf.service.recompute import UNUSABLE, Original
 from kvshelf.service.state import TAKES_TOKENS, InService, Service, off_loop, until_hangup
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.replica.results import Reply
@@ -73,7 +73,7 @@ class _Asking:
         manifest, reason = self._manifest, None
         try:
             replies = await self._replies(manifest)
-        except MISSES as miss:
+        except UNUSABLE as miss:
             manifest, reason = await self._again(miss), miss_reason(miss)
             replies = await self._replies(manifest)
         answers: list[AnswerObject] = [reply.model_copy(update={"recomputed": reason}) for reply in replies]
@@ -93,7 +93,7 @@ class _Asking:
                     begun = True
                     yield event
             return
-        except MISSES as miss:
+        except UNUSABLE as miss:
             if begun:
                 raise
             manifest, reason = await self._again(miss), miss_reason(miss)

@@ -1,4 +1,4 @@
-"""Attempts at a request of the ledger: counted there before any work, so that what kills its worker is given up."""
+"""Attempts at recorded requests: counted before any work, so that a document that kills its worker is given up."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from kvshelf.workers.replica.calls import Threads
 log = structlog.get_logger("kvshelf.workers")
 
 MAX_ATTEMPTS = 3
-"""How often a request is tried before its failure is final."""
+"""Attempts at a request before its failure is final."""
 
 LEASE_S = 10.0
-"""How long after its last sign of life a worker's request may be taken over by another."""
+"""Seconds after a worker's last renewal until another may take its request over."""
 
 
 class Standing(Enum):
-    """How a request of the ledger stands with those who want it done."""
+    """Whether a recorded request can be attempted now."""
 
     DUE = "due"
     """An attempt can begin."""
     HELD = "held"
-    """A worker is at it, or died so lately that its lease still lives."""
+    """A worker holds its lease, though it may have died meanwhile."""
     SPENT = "spent"
-    """Its workers ended without a word, as often as may be."""
+    """All its attempts ended without a report."""
     ENDED = "ended"
 
     @classmethod
@@ -56,7 +56,7 @@ class Standing(Enum):
 
 
 def give_up(ledger: Ledger, record: RequestRecord) -> None:
-    """End a request that is `SPENT`. Raises `StateConflict` if it no longer is."""
+    """Fail a request that is `SPENT`. Raises `StateConflict` if it no longer is."""
     message = (
         f"each of {record.tries} attempts ended without a word: the worker died, or lost the store. This document may "
         "be the cause"
@@ -68,19 +68,19 @@ _BLAMELESS = (StoreError, NoWorker, QueueFull, Cancelled)
 
 
 def _counts(error: KvshelfError) -> bool:
-    """Whether an attempt that failed so is one of the few that a request has."""
+    """Whether an attempt that failed with this error counts."""
     if isinstance(error, _BLAMELESS):
         return _is_final(error) or error.details.get("stored") is False
     return error.details.get("begun") is not False
 
 
 def _is_final(error: KvshelfError) -> bool:
-    """Whether another attempt would end the same. No room for it even on an empty shelf is a document's own fault."""
+    """Whether another attempt would fail alike, as for a cache that does not fit even on an empty shelf."""
     return isinstance(error, CallerError | QuotaExceeded) or error.details.get("fits") is False
 
 
 class Attempts:
-    """What one worker, known in the ledger by its name, tries."""
+    """The attempts of one worker, recorded under its name."""
 
     def __init__(self, ledger: Ledger, worker: str, threads: Threads) -> None:
         self._ledger = ledger
@@ -91,9 +91,8 @@ class Attempts:
     async def counted(self, request_id: str, tenant: str, *, max_attempts: int = MAX_ATTEMPTS) -> AsyncIterator[int]:
         """Count an attempt in the ledger, keep its lease alive, and record it if the work inside fails.
 
-        What the request is not to blame for does not count in the end: that the work was stopped, or not even begun in
-        time; that the store does not work or is full. A store that works and did not keep the document may be as well
-        as the document's: that counts.
+        An attempt does not count if it was stopped, did not begin in time, or met a store that is broken or full. If
+        the store is healthy but did not keep the document, the document may be to blame, so the attempt counts.
         """
         start = self._ledger.start_attempt
         attempt = await self._threads.run(start, request_id, worker=self._worker, lease_s=LEASE_S)

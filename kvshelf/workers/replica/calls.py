@@ -1,4 +1,4 @@
-"""What every call of a replica has in common: threads beside the event loop, its log lines, and named errors."""
+"""Shared by all calls of a replica: threads beside the event loop, log context, and named errors."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ ResultT = TypeVar("ResultT")
 
 
 class Threads(ThreadPoolExecutor):
-    """Threads for what would hold up the event loop: tokenization and the store."""
+    """Threads for blocking work: tokenization and the store."""
 
     async def run(self, call: Callable[..., ResultT], *args: Any, **kwargs: Any) -> ResultT:
-        """`call` on one of them. What is logged there is logged for the same request."""
+        """Run `call` on a thread, with the log context of this request."""
         run = copy_context().run
         return await asyncio.get_running_loop().run_in_executor(self, partial(run, call, *args, **kwargs))
 
 
 def log_as(origin: str) -> None:
-    """Every line of this call carries the caller's id. Each call is a task of its own, so nothing is to be undone."""
+    """Bind the caller's id to every log line of this call. Each call is a task, so nothing has to be unbound."""
     structlog.contextvars.bind_contextvars(request_id=origin)
 
 
 @contextmanager
 def named_errors() -> Iterator[None]:
-    """What leaves a replica is an error of kvshelf: foreign ones may not survive the trip to another process."""
+    """Turn foreign errors into errors of kvshelf, because others may not survive pickling to another process."""
     try:
         yield
     except KvshelfError:

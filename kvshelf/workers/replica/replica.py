@@ -45,9 +45,8 @@ by itself, so a layer that takes so long does not come to its end at all, or tak
 class Replica:
     """See the module. `start` it on the event loop that will call it, `stop` it once.
 
-    `questions` measure the quality of each new cache; with 0 it is not measured. `max_document_tokens` is the longest
-    document it compresses, None the longest that the model takes. `origin` is the id under which the
-    caller logs what it asks for; the lines that are logged here carry it, too.
+    questions: see `Creations`. max_document_tokens: the longest document to compress, None for the model's limit.
+    origin: the id under which the caller logs the request; log lines here carry it, too.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class Replica:
         self._scheduler.start()
 
     def stop(self, *, drain_s: float = 0.0) -> None:
-        """End all work; whoever waits for it gets `NoWorker`."""
+        """End all work; its callers get `NoWorker`."""
         self._scheduler.stop(drain_s=drain_s)
         if self._evicting is not None:
             self._evicting.cancel()
@@ -221,9 +220,10 @@ class Replica:
 
 @dataclass(frozen=True)
 class _Loaded:
-    """A cache that questions can be put to. It may still be arriving; an answer has waited for all of it.
+    """A cache to query. It may still be arriving; an answer has waited for all of it.
 
-    started: when it was asked for, of `time.monotonic`; found_s: how long it took to be there or to begin to arrive.
+    started: the time of the request, of `time.monotonic`. found_s: seconds until the cache was there or began to
+    arrive.
     """
 
     cache_id: str
@@ -237,7 +237,7 @@ class _Loaded:
         return self.resident.document
 
     def reply(self, answer: Answer, ticket: Ticket[Answer]) -> Reply:
-        """The answer that has just ended, with what it took."""
+        """The reply for an answer that has just ended."""
         identity = self.document.identity
         load_s = self.found_s + (0.0 if self.was_there else self.resident.read_s)
         asked_s = ticket.submitted - self.started

@@ -1,4 +1,4 @@
-"""The fewest bytes that still answer: the smallest of several levels, and the candidates of the policy "auto"."""
+"""Selection: the smallest of several levels that is good enough, and the candidates of the policy "auto"."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ CANDIDATES: Final[tuple[tuple[str, float | None, str], ...]] = (
 )
 """Policy, fraction removed and codec: what docs/policies.md found best at its size.
 
-Where every sentence is a fact nothing can go, and `full` under a codec is what is left. Among filler `keydiff` keeps
-what stands out. Both look at nothing behind the document and share one prefill. `kvzip` holds longest of all, for a
-prefill of its own that costs several plain ones; it runs only where it could still save bytes.
+If every sentence is a fact, nothing can be evicted, and `full` under a codec remains. Among filler `keydiff` keeps
+what stands out. Both read nothing behind the document and share one prefill. `kvzip` holds longest, for a prefill of
+its own that costs several plain ones; it runs only if it could still save bytes.
 """
 
 UNMEASURABLE: Final = "no quality can be measured on this document in this way"
@@ -52,7 +52,7 @@ def reported(measured: Measured | None) -> Quality | None:
 
 @dataclass(frozen=True)
 class Choice:
-    """The level that was kept, and everything that was tried, in the order of the selection."""
+    """The chosen level, and all levels that were tried, in the order of the selection."""
 
     level: Level
     compression: Compression
@@ -61,10 +61,10 @@ class Choice:
 
 @dataclass(frozen=True)
 class Selection:
-    """Levels of one document, of which the one with the fewest bytes is wanted whose agreement is `min_quality` at
-    least. `refused` are ways that were dropped before any work.
+    """A choice among levels of one document: the fewest bytes with an agreement of at least `min_quality`.
 
-    Made without the model, so that any thread may; `run` is work for the one that owns it.
+    `refused`: levels that were dropped before any work. Built without the model, on any thread; `run` is work for the
+    thread that owns it.
     """
 
     levels: tuple[Level, ...]
@@ -84,11 +84,11 @@ class Selection:
         return self.levels[0].job.num_tokens
 
     def run(self, engine: Engine, *, checkpoint: Checkpoint | None = None) -> Choice:
-        """Compress and measure, the smallest first, until one is good enough; a prefill that could not give a smaller
-        one is left out.
+        """Compress and measure, smallest first, until a level is good enough; prefills that could not give a smaller
+        level are skipped.
 
-        Raises `QualityBelowFloor` where none is good enough, whose details have `tried`; and `PolicyUnsupported` where
-        nothing can be measured (`Engine.probe` says when) and no level keeps everything as it is.
+        Raises `QualityBelowFloor` with the details `tried` if no level is good enough, and `PolicyUnsupported` if
+        nothing can be measured (see `Engine.probe`) and no level keeps everything.
         """
         search = _Search(engine, self, checkpoint or (lambda: None))
         for group in shared(self.levels):
@@ -99,13 +99,13 @@ class Selection:
         return Choice(*search.best, tried)
 
     def meets(self, level: Level, quality: Quality | None) -> bool:
-        """Whether a level is good enough. The full cache is, measured or not: it agrees with itself."""
+        """Whether a level is good enough. The full cache always is: it agrees with itself."""
         return level.keeps_all or (quality is not None and quality.agreement >= self.min_quality)
 
     def known(self, told: Sequence[Tried | None]) -> Level | None:
-        """What `run` would choose, where earlier tries say it; None where they do not. No work of the model.
+        """What `run` would choose, or None if earlier outcomes do not determine it. The model does not run.
 
-        told: for each level what came of it once, None if nothing is known. Raises as `run` does.
+        told: the earlier outcome of each level, None if it is unknown. Raises as `run` does.
         """
         pairs = [(level, one or _untried(level)) for level, one in zip(self.levels, told, strict=True)]
         good = [pair for pair in pairs if pair[1].bytes is not None and self.meets(pair[0], pair[1].quality)]
@@ -126,7 +126,7 @@ def auto(
 ) -> Selection:
     """The selection behind `policy: "auto"`: every candidate that takes this document. Thread-safe.
 
-    One always meets the floor, the full cache. Raises what `Engine.prepare` raises of the document itself.
+    The full cache always qualifies. Raises what `Engine.prepare` raises for the document itself.
     """
     encoded = document if isinstance(document, EncodedDocument) else engine.encode_document(document, layout=layout)
     levels, refused = [], []
@@ -141,7 +141,7 @@ def auto(
 
 
 class _Search:
-    """The best level so far, and what came of each."""
+    """The best level so far, and the outcome of each."""
 
     def __init__(self, engine: Engine, selection: Selection, checkpoint: Checkpoint) -> None:
         self._engine = engine
@@ -197,14 +197,14 @@ def _untried(level: Level) -> Tried:
 
 
 def _could_be_smaller(level: Level, best: Level) -> bool:
-    """Whether to make it at all. Under one codec what keeps more entries takes more bytes, but for the few that the
-    codec leaves whole; of different codecs nothing is said."""
+    """Whether a level is worth compressing. Under one codec more entries take more bytes, except for the few that the
+    codec leaves whole; different codecs do not compare."""
     return level.codec != best.codec or level.job.budget.tokens < best.job.budget.tokens
 
 
 def _settled(level: Level, tried: Tried, best: tuple[Level, Tried] | None) -> bool:
-    """Whether trying a level could change nothing: its quality is known, or that it has none, or that it takes no fewer
-    bytes than the best."""
+    """Whether trying a level would change nothing: its quality is known or unmeasurable, or it takes no fewer bytes
+    than the best."""
     if tried.quality is not None or tried.reason == UNMEASURABLE:
         return True
     if best is None:

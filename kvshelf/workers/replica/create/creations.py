@@ -31,14 +31,14 @@ ResultT = TypeVar("ResultT")
 log = structlog.get_logger("kvshelf.workers")
 
 _HANG_S = 2.0
-"""After its deadline, how long a document may take to come to the end of a layer. Less than callers wait for it."""
+"""Seconds after its deadline in which a document must reach the end of a layer; callers wait for longer."""
 
 
 class Creations:
-    """What one replica creates.
+    """The creations of one replica.
 
-    `questions` measure the quality of each new cache; 0 leaves it out, but where a request has a `min_quality`. Longer
-    documents than `max_document_tokens` are refused; None: the model takes what it can.
+    `questions` measure the quality of each new cache; 0 measures only requests with a `min_quality`. Documents above
+    `max_document_tokens` are refused; None leaves the limit to the model.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Creations:
         return Created(tuple(caches), created.phases if began else ())
 
     async def _make(self, work: Levels, publisher: Publisher, deadline_s: float | None) -> Created:
-        """Every level: those on the shelf as they are, the others from as few prefills as may be."""
+        """All levels: those on the shelf as they are, the others from as few prefills as possible."""
         there = await self._threads.run(publisher.there)
         missing = [(id_, level) for id_, level in zip(publisher.ids, work.levels, strict=True) if id_ not in there]
         stored = dict(there)
@@ -96,7 +96,7 @@ class Creations:
         return Created(tuple(Stored(stored[id_], id_ in there) for id_ in publisher.ids), phases)
 
     async def _choose(self, work: Selection, publisher: Publisher, deadline_s: float | None) -> Created:
-        """The smallest level that is good enough, and only that."""
+        """Only the smallest level that is good enough."""
         there = await self._threads.run(publisher.there)
         known = publisher.known(work, there, self._negative_cache.of(publisher.ids))
         if known is not None:
@@ -111,7 +111,7 @@ class Creations:
         return Created((Stored(manifest, manifest.id in there),), phases)
 
     async def _run(self, work: Work[ResultT], tenant: str, deadline_s: float | None) -> tuple[ResultT, Ticket[ResultT]]:
-        """Have the model do it; it stops within a layer when its caller goes away."""
+        """Run work on the model; it stops within a layer when its caller leaves."""
         await self._threads.run(self._store.admit, tenant)
         ticket = self._scheduler.compress(work, deadline_s=deadline_s)
         try:
@@ -123,8 +123,8 @@ class Creations:
             ticket.cancel()
 
     def _record(self, new: Sequence[Manifest], ticket: Ticket[Any]) -> tuple[Phase, ...]:
-        """Remember how long it took, and log it; returns the phases of it."""
-        prefill_s = sum({made.timings.prefill_s for made in new})  # the same to the last bit: they share it
+        """Note the seconds for estimates and the log; returns the phases."""
+        prefill_s = sum({made.timings.prefill_s for made in new})  # levels of one prefill share its exact time
         compress_s, store_s = (sum(getattr(made.timings, name) for made in new) for name in ("compress_s", "store_s"))
         measure_s = max(0.0, ticket.worked_s - prefill_s - compress_s)
         phases = in_sequence(

@@ -1,4 +1,4 @@
-"""What a cache would take in bytes and seconds, said before any work of the model."""
+"""Estimates: the bytes and seconds of a creation, without running the model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Basis = Literal["measured", "other_policies", "assumed"]
-"""Where seconds come from: this policy's own compressions, those of others, or the assumption below."""
+"""The source of seconds: compressions of this policy, of other policies, or the assumption below."""
 
 ASSUMED_FLOPS: Final[Mapping[str, float]] = {"cpu": 5e10, "cuda": 1e14}
 """Floating-point operations per second of a device that has compressed nothing yet. Low on purpose."""
@@ -35,7 +35,7 @@ _LAYER_BYTES, _PIECE_BYTES = 250, 175  # of header, padding and trailer, which d
 
 @dataclass(frozen=True)
 class Shape:
-    """What the sizes of a model's caches depend on. `itemsize`: bytes of a number. `flops`: of one token's prefill."""
+    """The dimensions behind a cache's size. `itemsize`: bytes of a number. `flops`: of one token's prefill."""
 
     layers: int
     kv_heads: int
@@ -47,7 +47,7 @@ class Shape:
     @classmethod
     def of(cls, model: PreTrainedModel) -> Shape:
         config = model.config
-        # Two operations for each weight, as is usual; attention itself is left out, which is little but in long ones.
+        # Two operations for each weight, as is usual; attention is left out, which counts in long documents only.
         flops = 2.0 * model.num_parameters(exclude_embeddings=True)
         return cls(
             config.num_hidden_layers,
@@ -63,7 +63,7 @@ class Shape:
         return self.layers * self.kv_heads * num_tokens * 2 * self.head_dim * self.itemsize
 
     def stored_bytes(self, num_tokens: int, kept: int, codec: str) -> int:
-        """About what the blob takes of a cache that keeps `kept` entries in each head; `docs/format.md` has the sum."""
+        """Approximate bytes of the blob of a cache with `kept` entries in each head; `docs/format.md` has the sum."""
         chosen = Codec.parse(codec)
         pieces = _pieces(chosen, kept)
         head = sum(self._rows(count, precision, chosen.group) for precision, count in pieces)
@@ -93,27 +93,27 @@ def _pieces(codec: Codec, kept: int) -> list[tuple[Precision, int]]:
 
 
 def _positions(count: int, num_tokens: int) -> int:
-    """Bytes of the positions of one head: none, a bitmap, or deltas of one byte, or two where gaps are wide."""
+    """Bytes of the positions of one head: none, a bitmap, or deltas of one byte each, two if gaps are wide."""
     if count == num_tokens:
         return 0
     return min(math.ceil(num_tokens / 8), count * (1 if num_tokens < 128 * count else 2))
 
 
 class Rates:
-    """Seconds that compressions have taken per token of their documents, by policy, since this process began."""
+    """Measured seconds of compression per document token, by policy, since this process began."""
 
     def __init__(self) -> None:
         self._tokens: Counter[str] = Counter()
         self._seconds: dict[str, float] = {}
 
     def add(self, policy: str, tokens: int, timings: Timings) -> None:
-        """One compression has been done."""
+        """Record a compression."""
         self._tokens[policy] += tokens
         self._seconds[policy] = self._seconds.get(policy, 0.0) + timings.prefill_s + timings.compress_s
 
     def seconds(self, policy: str, tokens: int, shape: Shape) -> tuple[float, Basis]:
-        """How long a document would take, by what is known best. In proportion to its tokens: a document that is much
-        longer than those measured takes longer than this says, because attention grows with the square."""
+        """Seconds for a document, from the best source. Proportional to its tokens, so it is too low for a document
+        much longer than those measured: attention grows with the square."""
         if self._tokens[policy]:
             return tokens * self._seconds[policy] / self._tokens[policy], "measured"
         if measured := self._tokens.total():
@@ -122,7 +122,7 @@ class Rates:
 
     @property
     def measured_tokens(self) -> int:
-        """Tokens of all documents that were measured."""
+        """Tokens of all measured documents."""
         return self._tokens.total()
 
 
@@ -158,7 +158,7 @@ def estimate(engine: Engine, rates: Rates, document: EncodedDocument, spec: Esti
 
 @dataclass(frozen=True)
 class _Way:
-    """A row of an estimate before it is one. `more`: further arguments of `Engine.prepare`."""
+    """The inputs of one row. `more`: further arguments of `Engine.prepare`."""
 
     policy: str
     compression_ratio: float | None
@@ -167,7 +167,7 @@ class _Way:
 
 
 def _ways(spec: Estimate) -> list[_Way]:
-    """The candidates of "auto", or the levels of one policy, or of all."""
+    """The candidates of "auto", or the levels of one policy or of all policies."""
     if spec.policy == AUTO:
         ways = dict.fromkeys((policy, ratio) for policy, ratio, _ in CANDIDATES)
         return [_Way(*way, tuple(codec for *other, codec in CANDIDATES if tuple(other) == way)) for way in ways]
@@ -179,7 +179,7 @@ def _ways(spec: Estimate) -> list[_Way]:
         return [_Way(spec.policy, ratio, codecs, more) for ratio in ratios]
     found = []
     for policy in POLICIES:
-        # Alone, a policy that takes no budget refuses it; among all it goes without.
+        # Alone, a policy without a budget refuses one; among all policies it is estimated without.
         taken = build(policy, {}).takes_budget
         found += [_Way(policy, ratio, codecs, budget if taken else {}) for ratio in (ratios if taken else [None])]
     return found

@@ -1,4 +1,4 @@
-"""What fell short of a floor once, so that it is not compressed again to fall short again."""
+"""Negative cache: levels that missed their `min_quality`, so that they are not compressed again to miss it again."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from kvshelf.api import Tried
 from kvshelf.errors import QualityBelowFloor
 
 CAPACITY: Final = 4096
-"""Levels that are remembered, of less than a kilobyte each."""
+"""Levels to remember, each of less than a kilobyte."""
 
 
 class NegativeCache:
     """The levels of the newest refusals, by the ids that their caches would have.
 
-    In the memory of one worker and not on the shelf: nothing was stored there to write it to, and what is worth one
-    prefill needs neither a table nor an expiry. An id says all that a quality depends on, the tenant included, so what
-    is remembered stays true for as long as the process lives.
+    In memory: a refusal stores no cache to write it to, and an entry that saves one prefill is not worth a table. It
+    needs no expiry, because an id covers everything that a quality depends on, the tenant included.
     """
 
     def __init__(self, capacity: int = CAPACITY) -> None:
@@ -26,8 +25,8 @@ class NegativeCache:
         self._capacity = capacity
 
     def remember(self, ids: Sequence[str], refusal: QualityBelowFloor) -> None:
-        """Keep what came of each level of a selection; `ids` are in the order of its levels."""
-        # Behind its levels a refusal has the ways that were dropped before any work, and they have no ids.
+        """Keep the outcome of each level of a selection; `ids` are in the order of its levels."""
+        # A refusal ends with the levels that were dropped before any work; they have no ids.
         for cache_id, told in zip(ids, refusal.details["tried"], strict=False):
             self._tried[cache_id] = Tried.model_validate(told)
             self._tried.move_to_end(cache_id)
@@ -35,5 +34,5 @@ class NegativeCache:
             self._tried.popitem(last=False)
 
     def of(self, ids: Sequence[str]) -> dict[str, Tried]:
-        """What is remembered of these ids."""
+        """The levels remembered for these ids."""
         return {cache_id: self._tried[cache_id] for cache_id in ids if cache_id in self._tried}

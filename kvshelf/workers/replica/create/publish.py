@@ -1,7 +1,4 @@
-"""One creation's side of the store: what of it is on the shelf, what is known of it there, and where new caches go.
-
-Everything here blocks, and is for threads beside the event loop.
-"""
+"""Publishing: finds the caches of a creation on the shelf and puts new ones there. Blocks; for threads."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from kvshelf.workers.replica.create.spec import source_of
 
 @dataclass(frozen=True)
 class Publisher:
-    """The levels of a creation and the ids that their caches have on the shelf, whether they are there or not."""
+    """The store as one creation uses it. `ids`: of the caches of its levels, whether they are on the shelf or not."""
 
     store: Store
     tenant: str
@@ -31,12 +28,12 @@ class Publisher:
 
     @classmethod
     def of(cls, store: Store, tenant: str, spec: CreateCache, levels: Sequence[Level]) -> Publisher:
-        """Raises `InvalidRequest` for a codec that is none."""
+        """Raises `InvalidRequest` for an unknown codec."""
         ids = tuple(store.cache_id(level.job.identity, tenant=tenant, codec=level.codec) for level in levels)
         return cls(store, tenant, spec, ids)
 
     def there(self) -> dict[str, Manifest]:
-        """The caches that are on the shelf, by id. What expired or is corrupt is none: `put` replaces it."""
+        """The caches on the shelf, by id, without expired and corrupt ones, which `put` replaces."""
         found: dict[str, Manifest] = {}
         for cache_id in self.ids:
             with suppress(CacheNotFound, CacheError):
@@ -46,11 +43,11 @@ class Publisher:
     def known(
         self, selection: Selection, there: Mapping[str, Manifest], refused: Mapping[str, Tried]
     ) -> Manifest | None:
-        """The cache on the shelf that a selection would choose, if that is known; else None.
+        """The cache on the shelf that a selection would choose, or None if that is not known.
 
-        It is said by the qualities of the caches themselves, by what was tried when one of them was chosen, or by what
-        was `refused` before, by id. These are not mixed: they count bytes in different ways. Raises as `Selection.run`
-        does where none is good enough.
+        There are three sources: the qualities of the caches themselves, the levels tried when one of them was chosen,
+        and the levels `refused` before. They are not mixed, because they count bytes differently. Raises as
+        `Selection.run` does if no level is good enough.
         """
         own = {cache_id: _measured(manifest) for cache_id, manifest in there.items()}
         for told in (own, *(_tried(manifest) for manifest in there.values()), refused):
@@ -65,7 +62,7 @@ class Publisher:
         return next(cache_id for cache_id, one in zip(self.ids, selection.levels, strict=True) if one is level)
 
     def put_choice(self, selection: Selection, choice: Choice, queue_s: float) -> Manifest:
-        """Store what was chosen, with what was tried, so that the same choice need not be made again."""
+        """Store the chosen level with all levels that were tried, so that the same choice need not be made again."""
         ids = (*self.ids, *(None for _ in selection.refused))
         tried = [one.model_copy(update={"cache_id": id_}) for id_, one in zip(ids, choice.tried, strict=True)]
         return self.put(choice.level, choice.compression, queue_s, tried)
@@ -94,7 +91,7 @@ class Publisher:
         return self._judged(manifest, judged)
 
     def _judged(self, manifest: Manifest, judged: Judgement) -> Manifest:
-        """With what was measured just now, also where the cache was there before, and that was not known of it."""
+        """The manifest with new measurements, also if the cache was on the shelf without them."""
         quality, tried = judged.quality or manifest.quality, judged.tried or manifest.tried
         if (quality, tried) == (manifest.quality, manifest.tried):
             return manifest
@@ -102,7 +99,7 @@ class Publisher:
         return self.store.keep_judgement(manifest.id, newest, tenant=self.tenant)
 
     def as_asked(self, manifest: Manifest) -> Manifest:
-        """A cache that is there already, with what this request wants besides: more time, its source kept."""
+        """An existing cache with what this request adds: a later expiry, a kept source."""
         manifest = prolonged(self.store, manifest, self.spec.ttl_s, self.spec.expires_at)
         source = source_of(self.spec)
         if source is not None and not manifest.has_source:
@@ -111,7 +108,7 @@ class Publisher:
 
 
 def prolonged(store: Store, manifest: Manifest, ttl_s: float | None, expires_at: float | None) -> Manifest:
-    """A cache that is there already lives at least as long as its newest request asks; never shorter."""
+    """Extends the life of an existing cache to what its newest request asks for; never shortens it."""
     have, want = manifest.expires_at, store.expiry(ttl_s, expires_at)
     if have is None or (want is not None and want <= have):
         return manifest
@@ -119,7 +116,7 @@ def prolonged(store: Store, manifest: Manifest, ttl_s: float | None, expires_at:
 
 
 def _measured(manifest: Manifest) -> Tried:
-    """What the manifest of a cache says of the cache itself."""
+    """A stored cache as a level that was tried."""
     one = Tried(
         policy=manifest.policy,
         compression_ratio=manifest.compression_ratio,
@@ -131,12 +128,12 @@ def _measured(manifest: Manifest) -> Tried:
 
 
 def _tried(manifest: Manifest) -> dict[str, Tried]:
-    """What came of each level when this cache was chosen, by the ids they would have."""
+    """The levels that were tried when this cache was chosen, by the ids of their caches."""
     return {one.cache_id: comparable(one) for one in manifest.tried if one.cache_id is not None}
 
 
 def comparable(tried: Tried) -> Tried:
-    """A quality of another version counts as not measured."""
+    """A level without a quality of another version, which does not compare."""
     if tried.quality is None or tried.quality.version == VERSION:
         return tried
     return tried.model_copy(update={"quality": None})
