@@ -76,3 +76,13 @@ def test_a_broken_installation_of_kvshelf_is_not_called_a_missing_extra() -> Non
         import kvshelf.no_such_room  # noqa: F401
     with pytest.raises(MissingExtra), needs_extra("serve", purpose="this test"):
         import no_such_package  # noqa: F401
+
+
+def test_a_service_imports_no_model_code_and_nothing_slow_before_ray_starts() -> None:
+    """Its replicas run the models. What it needs of torch it imports while Ray's processes start."""
+    loaded = run_python(
+        "import sys, kvshelf.service.process.server; print('torch' in sys.modules, 'ray' in sys.modules)\n"
+        "import kvshelf.service.process.replicas, kvshelf.service.app\n"
+        "print('transformers.modeling_utils' in sys.modules)"
+    )
+    assert loaded.split() == ["False", "False", "False"]

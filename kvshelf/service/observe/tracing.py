@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import structlog
 from opentelemetry.trace import NoOpTracer, Span, Tracer, set_span_in_context
 
 from kvshelf._extras import needs_extra
 from kvshelf.errors import MissingExtra
-from kvshelf.workers.replica.results import Phase
+
+if TYPE_CHECKING:
+    from kvshelf.workers.replica.results import Phase
 
 log = structlog.get_logger("kvshelf.service")
 
