@@ -20,8 +20,7 @@ from typing import Any
 import torch
 
 from kvshelf.bench.quality.retrieval import EVALUATION_SEED, counter
-from kvshelf.bench.quality.scoring import score
-from kvshelf.bench.quality.suite import Case, HaystackName, TaskName, make_case
+from kvshelf.bench.quality.suite import Case, HaystackName, TaskName, make_case, score
 from kvshelf.workers.engine.decode.generation import Sampling
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.engine.inputs.job import Level

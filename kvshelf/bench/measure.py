@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
@@ -152,6 +153,15 @@ def clustered_wilson(clusters: Sequence[tuple[int, int]]) -> tuple[float, float]
         spread = sum((hit - share * size) ** 2 for hit, size in clusters) * count / (count - 1)
         effect = min(max(spread / (trials * share * (1 - share)), 1.0), largest)
     return wilson(hits / effect, trials / effect)
+
+
+def status_bytes(field: str) -> int:
+    """Bytes of this process by proc(5): VmRSS is resident now, VmHWM was the most resident at once.
+
+    Not from getrusage, whose peak starts with that of the parent process and cannot be reset.
+    """
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field + ":")) * 1024
 
 
 def _version(package: str) -> str | None:

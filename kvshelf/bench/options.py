@@ -1,12 +1,13 @@
-"""What the bench commands share: options with one meaning everywhere, the progress bar, and where output goes."""
+"""Shared parts of the bench commands: options, the progress bar, and the output."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,9 +16,12 @@ from rich.table import Table
 
 from kvshelf.errors import InvalidRequest
 
+if TYPE_CHECKING:
+    from kvshelf.bench.measure import Spread
+
 
 def writable(param: typer.CallbackParam, path: Path | None) -> Path | None:
-    """Refuse a file that cannot be written before an hour of work, not after it."""
+    """Refuses a file that cannot be written, before an hour of work and not after it."""
     if path is not None:
         try:
             obstacle = _obstacle(path)
@@ -49,16 +53,6 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a tabl
 _PIPE_WIDTH = 120
 
 
-def load_engine(model: str, device: str, dtype: str, threads: int) -> Any:
-    import torch
-
-    from kvshelf.workers.engine.engine import Engine
-
-    if threads:
-        torch.set_num_threads(threads)
-    return Engine.load(model, device=device, dtype=dtype)
-
-
 def choices(text: str, known: tuple[Any, ...], option: str) -> list[Any]:
     chosen = [word.strip() for word in text.split(",")]
     for word in chosen:
@@ -78,6 +72,11 @@ def numbers(text: str, option: str = "--lengths") -> list[int]:
     return found
 
 
+def ratio(spread: Spread) -> str:
+    """A median with its range."""
+    return f"{spread.median:.2f} ({spread.low:.2f} - {spread.high:.2f})"
+
+
 def progress_bar() -> Progress:
     return Progress(
         "{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=Console(stderr=True)
@@ -89,9 +88,9 @@ def publish(
 ) -> None:
     """The report to the terminal as JSON or as tables with `notes` and the machine below, and as JSON to a file.
 
-    What was measured is not lost where only one of both can be written.
+    `report` holds JSON types and dataclasses. If one of the two cannot be written, the other one still is.
     """
-    text = json.dumps(report, indent=2)
+    text = json.dumps(report, indent=2, default=asdict)
     try:
         if as_json:
             typer.echo(text)

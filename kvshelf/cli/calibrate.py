@@ -30,7 +30,7 @@ def calibrate(
     compresskv.json in the model's folder.
     """
     with _common.named_errors(as_json=as_json), needs_extra("serve", purpose="kvshelf calibrate"):
-        from kvshelf.bench.quality.needles import needles
+        from kvshelf.bench.quality.tasks import needles
         from kvshelf.workers.engine import head_search
         from kvshelf.workers.engine.engine import Engine
         from kvshelf.workers.model import calibration

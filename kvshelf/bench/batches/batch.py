@@ -7,11 +7,10 @@ in neither time; the run's own stages start within its time. Process time is tha
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -20,9 +19,10 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from kvshelf.bench.batches.corpus import POLICY, Corpus
+from kvshelf.bench.processes import processes, received
 from kvshelf.corpus.run.journal import FileJournal
 from kvshelf.corpus.run.progress import RunOptions, RunState
-from kvshelf.errors import InternalError, WorkerCrashed
+from kvshelf.errors import InternalError
 from kvshelf.store.url import StoreConfig
 from kvshelf.workers.cluster.connect import ray_cluster
 
@@ -31,7 +31,7 @@ _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True)
-class Cost:
+class BatchCost:
     """Seconds on the clock and of processes, for all documents; tokens are the same for both ways."""
 
     tokens: int
@@ -49,59 +49,42 @@ class Memory:
     worker_end: int
 
 
-def bare_loops(corpus: Sequence[list[int]], model: str, processes: int) -> Cost:
-    """As many loops as processes, each over its share of the documents, that begin together.
+def bare_loops(corpus: Sequence[list[int]], model: str, count: int) -> BatchCost:
+    """As many loops as processes, each over its share of the documents; all begin together.
 
     There are at least as many documents as processes. Raises `WorkerCrashed` when a process dies.
     """
-    context = multiprocessing.get_context("spawn")
-    loops: dict[Connection, BaseProcess] = {}
-    with TemporaryDirectory() as folder, ExitStack() as stack:
-        for at in range(processes):
-            ours, theirs = context.Pipe()
-            args = (corpus[at::processes], model, f"disk://{folder}/shelf", theirs)
-            loops[ours] = loop = context.Process(target=_loop, args=args, daemon=True)
-            loop.start()
-            theirs.close()  # a process that dies ends the pipe, then
-            stack.callback(loop.join)
-            stack.callback(loop.terminate)  # runs first; it has said what it took, or another one has died
-        _answers(loops)
-        started = time.perf_counter()
-        for ours in loops:
-            with suppress(BrokenPipeError):  # who has died since is noticed below
-                ours.send("begin")
-        process_s = sum(_answers(loops))
-        wall_s = time.perf_counter() - started
-    return Cost(sum(map(len, corpus)), wall_s, process_s)
+    with TemporaryDirectory() as folder:
+        shares = [(corpus[at::count], model, f"disk://{folder}/shelf") for at in range(count)]
+        with processes(_loop, shares) as loops:
+            _answers(loops)
+            started = time.perf_counter()
+            for ours in loops:
+                with suppress(BrokenPipeError):  # `_answers` notices a process that has died since
+                    ours.send("begin")
+            process_s = sum(_answers(loops))
+            wall_s = time.perf_counter() - started
+    return BatchCost(sum(map(len, corpus)), wall_s, process_s)
 
 
 def _answers(loops: Mapping[Connection, BaseProcess]) -> list[Any]:
-    """One of each loop. Whichever dies is noticed at once, whatever the others do."""
+    """One answer of each loop. A dead process is noticed at once, whatever the others do."""
     found, silent = [], set(loops)
     while silent:
         for connection in wait(list(silent)):
             assert isinstance(connection, Connection)
-            try:
-                found.append(connection.recv())
-            except (EOFError, ConnectionResetError) as error:
-                loops[connection].join()
-                raise WorkerCrashed(
-                    f"a process of the bench ended with exit code {loops[connection].exitcode}; its own message "
-                    "stands above"
-                ) from error
+            found.append(received(connection, loops[connection]))
             silent.remove(connection)
     return found
 
 
-def _loop(documents: Sequence[list[int]], model: str, store: str, bench: Connection) -> None:
-    """Says that it is ready, is told to begin, and says what processor time it took."""
-    from kvshelf.bench.quality.pool import (
-        Source as EngineSource,  # not above: the process that reads the corpus needs no model
-    )
+def _loop(bench: Connection, documents: Sequence[list[int]], model: str, store: str) -> None:
+    """Says that it is ready, waits for the start, and sends the processor time that it took."""
+    from kvshelf.bench.engines import EngineOptions  # loads transformers, which the driver of a run does not
 
-    engine = EngineSource(model).load()
+    engine = EngineOptions(model).load()
     with StoreConfig(store).open() as shelf:
-        engine.compress(documents[0], policy=POLICY)  # what a first call sets up is no part of the loop
+        engine.compress(documents[0], policy=POLICY)  # the first call sets things up, which is no part of the loop
         bench.send("ready")
         bench.recv()
         started = time.process_time()
@@ -110,7 +93,7 @@ def _loop(documents: Sequence[list[int]], model: str, store: str, bench: Connect
         bench.send(time.process_time() - started)
 
 
-def batch_run(corpus: Sequence[list[int]], model: str, replicas: int) -> tuple[Cost, Memory, float]:
+def batch_run(corpus: Sequence[list[int]], model: str, replicas: int) -> tuple[BatchCost, Memory, float]:
     """The same documents through a run; its cost, its memory, and the seconds of the same batch when all is there."""
     with TemporaryDirectory() as folder, ray_cluster(None, min_cpus=replicas):
         from kvshelf.workers.cluster import deployment
@@ -124,7 +107,7 @@ def batch_run(corpus: Sequence[list[int]], model: str, replicas: int) -> tuple[C
     return cost, memory, again.wall_s
 
 
-def _run(corpus: Sequence[list[int]], engines: Any, store: StoreConfig, journal: Path) -> tuple[Cost, Memory]:
+def _run(corpus: Sequence[list[int]], engines: Any, store: StoreConfig, journal: Path) -> tuple[BatchCost, Memory]:
     from kvshelf.corpus.run.run import Run
 
     with FileJournal(journal, {}) as kept:
@@ -135,7 +118,7 @@ def _run(corpus: Sequence[list[int]], engines: Any, store: StoreConfig, journal:
         while (summary := run.wait(0.2)) is None:
             if early is None and run.progress().fraction > 0.1:
                 early = _resident()
-        cost = Cost(sum(map(len, corpus)), time.perf_counter() - started, _tree_s() - before)
+        cost = BatchCost(sum(map(len, corpus)), time.perf_counter() - started, _tree_s() - before)
     if summary.state is not RunState.COMPLETED or summary.failed:
         raise InternalError(f"the run of the bench ended {summary.state}: {summary.reason}, {summary.failed} failed")
     end = _resident()

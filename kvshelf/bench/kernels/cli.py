@@ -52,7 +52,7 @@ def kernels(
             rows.append(list(kernel_times(target, state, tokens, rounds or _ROUNDS[target.type], limits)))
     report: dict[str, Any] = {"bench": "kernels", "dtype": str(state).removeprefix("torch."), "machine": where}
     report["copy_bytes_per_s"], report["matmul_flops"] = limits.copy_bytes_per_s, limits.matmul_flops
-    report["rows"] = [row.to_dict() for found in rows for row in found]
+    report["rows"] = [row for found in rows for row in found]
     tables = [_table(found, report["dtype"], limits) for found in rows]
     publish(report, tables, output, as_json, notes=load_warning(where))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any
@@ -55,9 +55,6 @@ class KernelTime:
     beside: str
     slower: float | None
     extra_bytes: int | None
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:

@@ -1,8 +1,9 @@
-"""`kvshelf bench quality` and `kvshelf bench memory`."""
+"""`kvshelf bench quality`, `kvshelf bench memory` and `kvshelf bench retrieval`."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +20,7 @@ from kvshelf.bench.options import (
     Model,
     Output,
     Threads,
+    choices,
     numbers,
     progress_bar,
     publish,
@@ -63,10 +65,10 @@ def quality(
     if picture is not None:
         _require_drawable(picture)
     with needs_extra("serve", "the bench"):
+        from kvshelf.bench.engines import EngineOptions
         from kvshelf.bench.measure import machine
         from kvshelf.bench.quality import quality as bench
         from kvshelf.bench.quality.plan import make_plan
-        from kvshelf.bench.quality.pool import Source
         from kvshelf.bench.quality.tables import notes, quality_tables
 
     plan = make_plan(
@@ -82,7 +84,9 @@ def quality(
         seed=seed,
     )
     with _Bar(plan) as bar:
-        summary = bench.run(plan, Source(model, device, dtype, threads), resume, processes=processes, progress=bar.done)
+        summary = bench.run(
+            plan, EngineOptions(model, device, dtype, threads), resume, processes=processes, progress=bar.done
+        )
     title = f"{model}: exact answers, the question unknown at compression"
     report: dict[str, Any] = {"bench": "quality", "model": model, "size": size, "seed": seed, "machine": machine()}
     report |= summary.to_dict()
@@ -107,16 +111,16 @@ def memory(
 ) -> None:
     """Peak memory of compressing one document under each policy, against a prefill that keeps the whole cache."""
     with needs_extra("serve", "the bench"):
+        from kvshelf.bench.engines import EngineOptions
         from kvshelf.bench.measure import machine
         from kvshelf.bench.quality import memory as bench
-        from kvshelf.bench.quality.pool import Source
         from kvshelf.workers.policies import POLICIES
 
     chosen = _split(policies) or tuple(POLICIES)
     rows = []
     with progress_bar() as progress:
         bar = progress.add_task(f"{model}, {tokens} tokens", total=len(dict.fromkeys(("full", *chosen))))
-        for row in bench.peaks(Source(model, device, dtype, threads), tokens, chosen, removed):
+        for row in bench.peaks(EngineOptions(model, device, dtype, threads), tokens, chosen, removed):
             rows.append(row)
             progress.advance(bar)
     table = Table(
@@ -132,7 +136,53 @@ def memory(
             row.policy, row.phase, f"{row.removed:.0%}", *cells, f"{row.prefill_s:.2f} s", f"{row.compress_s:.2f} s"
         )
     report: dict[str, Any] = {"bench": "memory", "model": model, "machine": machine()}
-    publish(report | {"rows": [row.to_dict() for row in rows]}, [table], output, as_json)
+    publish(report | {"rows": rows}, [table], output, as_json)
+
+
+def retrieval(
+    model: Model = "kvshelf-tiny",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    threads: Threads = 0,
+    policy: Annotated[str, typer.Option("--policy", help="full measures the model itself.")] = "full",
+    compression_ratio: Annotated[float | None, typer.Option("--compression-ratio", help="Fraction removed.")] = None,
+    tasks: Annotated[str, typer.Option("--tasks", help="Comma-separated.")] = "needle,multikey,digits32",
+    haystacks: Annotated[str, typer.Option("--haystacks", help="Comma-separated.")] = "filler,prose",
+    lengths: Annotated[str, typer.Option("--lengths", help="Tokens per document, comma-separated.")] = "1024,2048,4096",
+    documents: Annotated[int, typer.Option("--documents", min=1, help="Fresh documents per cell.")] = 200,
+    seed: Annotated[int | None, typer.Option("--seed", help="Seed of the first document.")] = None,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Exact answers from a cache, per task, haystack and length."""
+    with needs_extra("serve", "the bench"):
+        from kvshelf.bench.engines import EngineOptions
+        from kvshelf.bench.measure import machine
+        from kvshelf.bench.quality import retrieval as bench
+
+    engine = EngineOptions(model, device, dtype, threads).load()
+    compress: dict[str, Any] = {"policy": policy}
+    if compression_ratio is not None:
+        compress["compression_ratio"] = compression_ratio
+    chosen = bench.cells(
+        choices(tasks, bench.TASKS, "--tasks"), choices(haystacks, bench.HAYSTACKS, "--haystacks"), numbers(lengths)
+    )
+    results = []
+    with progress_bar() as progress:
+        bar = progress.add_task(f"{model}, {policy}", total=documents * len(chosen))
+        for task, haystack, tokens in chosen:
+            cell = bench.measure_cell(
+                engine, task, haystack, tokens, documents, compress=compress,
+                seed=bench.EVALUATION_SEED if seed is None else seed, progress=lambda: progress.advance(bar),
+            )  # fmt: skip
+            results.append(cell)
+    report: dict[str, Any] = {"bench": "retrieval", "model": model, "compress": compress, "machine": machine()}
+    report["cells"] = [asdict(cell) | {"share": cell.share} for cell in results]
+    table = Table("task", "haystack", "tokens", "documents", "exact", "95 %", title=f"{model}, policy {policy}")
+    for cell in results:
+        interval = f"{cell.low:.1%} - {cell.high:.1%}"
+        table.add_row(cell.task, cell.haystack, f"{cell.tokens}", f"{cell.documents}", f"{cell.share:.1%}", interval)
+    publish(report, [table], output, as_json)
 
 
 class _Bar:

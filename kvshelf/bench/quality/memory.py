@@ -6,14 +6,15 @@ import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from kvshelf.bench.engines import EngineOptions
+from kvshelf.bench.measure import status_bytes
 from kvshelf.bench.quality.plan import BASELINE, Variant
-from kvshelf.bench.quality.pool import Source
 from kvshelf.bench.quality.retrieval import EVALUATION_SEED, counter
 from kvshelf.bench.quality.suite import make_case
 from kvshelf.errors import InvalidRequest, KvshelfError
@@ -21,7 +22,7 @@ from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.policies import build
 
 _WARM_UP_TOKENS = 512
-_STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"  # proc(5): sets the peak resident set size back to the present one
 
 
@@ -44,11 +45,8 @@ class Peak:
     compress_s: float = 0.0
     refused: str | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
-
-def peaks(source: Source, tokens: int, policies: Sequence[str], removed: float) -> Iterator[Peak]:
+def peaks(options: EngineOptions, tokens: int, policies: Sequence[str], removed: float) -> Iterator[Peak]:
     """The baseline, then every policy, each in a fresh process: what one of them leaves behind, the allocator keeps.
 
     `tokens` counts the chat template too. Raises `InvalidRequest` for an unknown policy, before any work.
@@ -60,15 +58,15 @@ def peaks(source: Source, tokens: int, policies: Sequence[str], removed: float) 
         phase = _phase(variant)
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as alone:
             try:
-                yield alone.submit(_peak, source, tokens, variant, share).result()
+                yield alone.submit(_peak, options, tokens, variant, share).result()
             except BrokenProcessPool:
                 yield Peak(
                     variant.label, phase, share, tokens, refused="the process was killed: there was not enough memory"
                 )
 
 
-def _peak(source: Source, tokens: int, variant: Variant, removed: float) -> Peak:
-    engine, phase = source.load(), _phase(variant)
+def _peak(options: EngineOptions, tokens: int, variant: Variant, removed: float) -> Peak:
+    engine, phase = options.load(), _phase(variant)
     try:
         _compress(engine, min(tokens, _WARM_UP_TOKENS), variant, removed)
         compression, peak_bytes = _with_peak(engine, lambda: _compress(engine, tokens, variant, removed))
@@ -111,11 +109,6 @@ def _with_peak(engine: Engine, run: Callable[[], Any]) -> tuple[Any, int]:
         return result, torch.cuda.max_memory_allocated(device) - before
     # Not getrusage: its peak cannot be set back, and loading a model may have stood higher than compressing does.
     _CLEAR_REFS.write_text(_RESET_PEAK)
-    before = _status_bytes("VmRSS")
+    before = status_bytes("VmRSS")
     result = run()
-    return result, _status_bytes("VmHWM") - before
-
-
-def _status_bytes(field: str) -> int:
-    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(field + ":"))
-    return int(line.split()[1]) * 1024
+    return result, status_bytes("VmHWM") - before

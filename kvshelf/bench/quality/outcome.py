@@ -10,8 +10,7 @@ import torch
 
 from kvshelf.bench.quality.plan import Row, Unit
 from kvshelf.bench.quality.retrieval import EVALUATION_SEED, counter
-from kvshelf.bench.quality.scoring import score
-from kvshelf.bench.quality.suite import Ask, make_case
+from kvshelf.bench.quality.suite import Ask, make_case, score
 from kvshelf.errors import KvshelfError
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.identity import canonical_json, digest

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from kvshelf.bench.engines import EngineOptions
 from kvshelf.bench.quality.journal import Journal
 from kvshelf.bench.quality.outcome import Outcome, Protocol, measure_unit
 from kvshelf.bench.quality.plan import Plan, Unit
-from kvshelf.bench.quality.pool import Source, default_processes, measured
+from kvshelf.bench.quality.pool import default_processes, measured
 from kvshelf.bench.quality.retrieval import counter
 from kvshelf.bench.quality.suite import make_case
 from kvshelf.bench.quality.summary import Summary
@@ -24,19 +25,19 @@ Progress = Callable[[Unit, bool], None]
 
 
 def run(
-    plan: Plan, source: Source, journal: Path, *, processes: int = 0, progress: Progress = lambda *_: None
+    plan: Plan, options: EngineOptions, journal: Path, *, processes: int = 0, progress: Progress = lambda *_: None
 ) -> Summary:
     """Measure everything in `plan` that `journal` does not hold yet, write it there, and put all of it together.
 
-    processes: 0 means one per core. The result does not depend on it, nor on the order in which units are done: each
-    unit is a function of its settings alone, and each process runs on `source.threads` threads. Raises `InvalidRequest`
-    for a length that a task does not fit into and for a file that is no journal, before any work; a policy that refuses
-    a document refuses its cell.
+    processes: 0 means one per core. The result depends neither on it nor on the order of the units: each unit is a
+    function of its settings alone, and each process runs on `options.threads` threads. A policy that refuses a document
+    refuses its cell. Raises `InvalidRequest` before any work for a length that cannot hold a task, and for a file that
+    the bench did not write.
     """
     if journal.exists():  # only then: a run that is refused for its lengths leaves no file
         with Journal(journal) as file:
             file.load()
-    engine = source.load()
+    engine = options.load()
     protocol = Protocol.of(engine, plan.questions, plan.seed)
     for cell in plan.cells():
         make_case(cell.task, cell.haystack, cell.tokens, 0, counter(engine), questions=plan.questions)
@@ -50,7 +51,7 @@ def run(
                 missing.append(rest)
             else:
                 progress(unit, True)
-        for unit, outcomes in _measured(missing, protocol, source, engine, processes):
+        for unit, outcomes in _measured(missing, protocol, options, engine, processes):
             for row, outcome in zip(unit.rows, outcomes, strict=True):
                 file.append(outcome, _about(unit, row.codec, row.exported))
                 known[outcome.key] = outcome
@@ -65,7 +66,7 @@ def _missing(unit: Unit, protocol: Protocol, known: Mapping[str, Outcome]) -> Un
 
 
 def _measured(
-    units: list[Unit], protocol: Protocol, source: Source, engine: Engine, processes: int
+    units: list[Unit], protocol: Protocol, options: EngineOptions, engine: Engine, processes: int
 ) -> Iterator[tuple[Unit, list[Outcome]]]:
     """In this process where one is enough, which also shows an error where it is."""
     processes = processes or default_processes(protocol.device)
@@ -73,7 +74,7 @@ def _measured(
         for unit in units:
             yield unit, measure_unit(engine, unit, protocol)
         return
-    for place, outcomes in measured(units, protocol, source, processes):
+    for place, outcomes in measured(units, protocol, options, processes):
         yield units[place], outcomes
 
 

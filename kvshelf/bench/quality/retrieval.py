@@ -7,21 +7,21 @@ the value. With the policy `full` this measures the model, with any other the po
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from kvshelf.bench.measure import wilson
 from kvshelf.bench.quality.tasks import HAYSTACKS, TASKS, Haystack, Task, make_document
 from kvshelf.workers.engine.engine import Engine
 
-__all__ = ["EVALUATION_SEED", "HAYSTACKS", "TASKS", "Cell", "cells", "counter", "measure_cell"]
+__all__ = ["EVALUATION_SEED", "HAYSTACKS", "TASKS", "Retrieval", "cells", "counter", "measure_cell"]
 
 EVALUATION_SEED = 1_000_000
 """First seed of the documents. Training draws its documents from another generator and never sees one of these."""
 
 
 @dataclass(frozen=True)
-class Cell:
+class Retrieval:
     """The result for one task, haystack and length. `low` and `high` bound the share of exact answers (95 %)."""
 
     task: Task
@@ -36,9 +36,6 @@ class Cell:
     def share(self) -> float:
         return self.exact / self.documents
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"share": self.share}
-
 
 def measure_cell(
     engine: Engine,
@@ -50,7 +47,7 @@ def measure_cell(
     compress: dict[str, Any],
     seed: int = EVALUATION_SEED,
     progress: Callable[[], None] = lambda: None,
-) -> Cell:
+) -> Retrieval:
     """Ask one question about each of `documents` documents of at most `tokens` tokens, made from consecutive seeds.
 
     `compress` are the arguments of `Engine.compress` (policy, ratio, parameters).
@@ -64,7 +61,7 @@ def measure_cell(
         exact += answer.text.strip() == question.answer
         progress()
     low, high = wilson(exact, documents)
-    return Cell(task, haystack, tokens, documents, exact, low, high)
+    return Retrieval(task, haystack, tokens, documents, exact, low, high)
 
 
 def counter(engine: Engine) -> Callable[[str], int]:

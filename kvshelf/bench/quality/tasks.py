@@ -21,9 +21,12 @@ import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, get_args
+from typing import TYPE_CHECKING, Final, Literal, get_args
 
 from kvshelf.bench.quality import vocabulary as words
+
+if TYPE_CHECKING:
+    from kvshelf.workers.engine.head_search import Needle
 
 Task = Literal["needle", "multikey", "digits32"]
 Haystack = Literal["filler", "prose"]
@@ -34,6 +37,8 @@ HAYSTACKS: Final[tuple[Haystack, ...]] = get_args(Haystack)
 MULTIKEY_FACTS: Final = 16
 LONG_VALUE_DIGITS: Final = 32
 SHORT_VALUE_DIGITS: Final = (3, 9)
+CALIBRATION_SEED: Final = "calibration"
+"""No evaluation seed, which are numbers: heads are not judged on the documents that they were chosen by."""
 
 _SLOT: Final = re.compile(r"\{(\w+)\}")
 _BREAK: Final = re.compile(r"\n\n\s+")
@@ -249,3 +254,17 @@ def _filled(pattern: str, fact: Fact) -> str:
 
 def _capitalised(sentence: str) -> str:
     return sentence[:1].upper() + sentence[1:]
+
+
+def needles(documents: int, num_tokens: int, count_tokens: CountTokens) -> Iterator[Needle]:
+    """Needles for `kvshelf calibrate`: one sentence per document of at most `num_tokens` tokens, in both haystacks."""
+    from kvshelf.workers.engine.head_search import Needle  # needs torch, which documents do not
+
+    for index in range(documents):
+        haystack = HAYSTACKS[index % len(HAYSTACKS)]
+        rng = random.Random(f"{CALIBRATION_SEED}/{haystack}/{num_tokens}/{index}")
+        [fact] = make_facts(rng, [rng.randint(*SHORT_VALUE_DIGITS)])
+        sentence = fact.sentence(rng)
+        text = spread(rng, [sentence], haystack_pieces(rng, haystack, [fact.thing]), num_tokens, count_tokens)
+        start = text.index(sentence)
+        yield Needle(haystack, text, start, start + len(sentence), fact.question(rng).text)

@@ -13,6 +13,10 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
+def _phrases(text: str) -> tuple[str, ...]:
+    return tuple(" ".join(text.split()).split(", "))
+
+
 ADJECTIVES: Final = _words(
     """amber ancient azure bitter blue bold brass brave bright broken bronze calm clever cobalt copper coral crimson
     crystal curious dusty eager early empty faded fancy fierce frozen gentle giant golden grand green grey hidden
@@ -59,40 +63,11 @@ PAPERS: Final = _words(
     """account agreement appeal archive claim contract estate file fund grant lease licence loan order report trial"""
 )
 
-ATTRIBUTES: Final = (
-    "access code",
-    "account number",
-    "alarm code",
-    "badge number",
-    "balance",
-    "batch number",
-    "bill",
-    "budget",
-    "case number",
-    "code",
-    "contract number",
-    "deposit",
-    "door code",
-    "file number",
-    "invoice number",
-    "key number",
-    "licence number",
-    "locker number",
-    "membership number",
-    "meter reading",
-    "number",
-    "order number",
-    "parcel number",
-    "phone number",
-    "price",
-    "reference number",
-    "registration number",
-    "safe combination",
-    "secret number",
-    "serial number",
-    "ticket number",
-    "tracking number",
-    "weight",
+ATTRIBUTES: Final = _phrases(
+    """access code, account number, alarm code, badge number, balance, batch number, bill, budget, case number, code,
+    contract number, deposit, door code, file number, invoice number, key number, licence number, locker number,
+    membership number, meter reading, number, order number, parcel number, phone number, price, reference number,
+    registration number, safe combination, secret number, serial number, ticket number, tracking number, weight"""
 )
 
 # {a} is the attribute, {e} the thing, {v} the value. The value follows the thing, as a causal model needs it.
@@ -135,12 +110,8 @@ COMMON_WORDS_QUESTION: Final = "What are the {n} most common words in the list?"
 
 # The haystack of the passkey test (Mohtashami and Jaggi, 2023), which RULER repeats as well.
 FILLER: Final = (
-    "The grass is green.",
-    "The sky is blue.",
-    "The sun is yellow.",
-    "Here we go.",
-    "There and back again.",
-)
+    "The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.",
+)  # fmt: skip
 
 # Slots of the prose: a list of alternatives each. A slot in lower case is drawn anew at every use.
 SLOTS: Final[dict[str, tuple[str, ...]]] = {
@@ -176,47 +147,21 @@ SLOTS: Final[dict[str, tuple[str, ...]]] = {
     "day": _words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday"),
     "unit": _words("days weeks months hours minutes years"),
     "measure": _words("boxes bags tons litres metres pages pieces copies visitors workers houses trees"),
-    "reason": (
-        "because of the rain",
-        "because of the noise",
-        "for reasons of safety",
-        "as a matter of habit",
-        "without any delay",
-        "at no extra cost",
-        "in good faith",
-        "with great care",
-        "by mistake",
-        "under the same conditions",
-        "in the presence of two witnesses",
-        "to everyone's surprise",
-        "on request",
+    "reason": _phrases(
+        """because of the rain, because of the noise, for reasons of safety, as a matter of habit, without any delay, at
+        no extra cost, in good faith, with great care, by mistake, under the same conditions, in the presence of two
+        witnesses, to everyone's surprise, on request"""
     ),
-    "where": (
-        "in the cellar",
-        "in the main hall",
-        "near the river",
-        "behind the station",
-        "at the front desk",
-        "on the second floor",
-        "under the bridge",
-        "across the yard",
-        "beside the old mill",
-        "at the end of the road",
-        "in the north wing",
-        "in the storage room",
-        "outside the city",
-        "along the coast",
-        "at the harbour",
+    "where": _phrases(
+        """in the cellar, in the main hall, near the river, behind the station, at the front desk, on the second floor,
+        under the bridge, across the yard, beside the old mill, at the end of the road, in the north wing, in the
+        storage room, outside the city, along the coast, at the harbour"""
     ),
-    "link": (
-        "However,",
-        "Moreover,",
-        "In addition,",
-        "Afterwards,",
-        "For this reason,",
-        "As a rule,",
-        "In practice,",
-        "Later,",
+    "link": tuple(
+        f"{link},"
+        for link in _phrases(
+            "However, Moreover, In addition, Afterwards, For this reason, As a rule, In practice, Later"
+        )
     ),
 }
 

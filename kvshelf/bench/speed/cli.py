@@ -74,18 +74,18 @@ def speed(
                 steps = progress.track(at or _COMPRESSION_LENGTHS, description="compression")
                 costs = [compression_costs(subject, peer, tokens, rounds, compared, removed) for tokens in steps]
                 report["kvpress"] = peer.versions if peer is not None else None
-            report["compression"] = [found.to_dict() for found in costs]
+            report["compression"] = costs
             tables += map(show.compression_table, costs)
         if "first-token" in chosen:
             with _opened(stores or []) as homes:
                 steps = progress.track(at or _SHELF_LENGTHS, description="first token")
                 firsts = [first_tokens(subject, homes, tokens, rounds) for tokens in steps]
-            report["first_token"] = [found.to_dict() for found in firsts]
+            report["first_token"] = firsts
             tables += map(show.first_token_table, firsts)
         if "decode" in chosen:
             bar = progress.add_task("decoding", total=len(asked))
             found = decodings(subject, asked, rounds, lambda: progress.advance(bar))
-            report["decode"] = found.to_dict()
+            report["decode"] = found
             tables.append(show.decode_table(found))
     publish(report, tables, output, as_json, notes=load_warning(where))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -57,9 +57,6 @@ class CompressionCost:
     peer_share: Spread | None
     beside_peer: Spread | None
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class CompressionCosts:
@@ -69,9 +66,6 @@ class CompressionCosts:
     tokens: int
     same: Spread
     rows: list[CompressionCost]
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def compression_costs(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from kvshelf.bench.ceilings import read_bandwidth
 from kvshelf.bench.measure import Cost, Spread, cost, interleaved
@@ -45,9 +44,6 @@ class Decoding:
     step_bytes: int
     share: Spread
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class Decodings:
@@ -58,9 +54,6 @@ class Decodings:
     new_tokens: int
     read_bandwidth: float
     rows: list[Decoding]
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def decodings(

@@ -5,10 +5,9 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -68,9 +67,6 @@ class FirstTokens:
     same: Spread
     alone: Tier
     rows: list[FirstToken]
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def first_tokens(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,9 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import transformers
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvshelf.bench.speed.random_model import load_random_model, random_layers, save_random_model
+from kvshelf.bench.engines import EngineOptions
+from kvshelf.bench.measure import chosen_dtype
+from kvshelf.errors import InvalidRequest
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.model.devices import chosen_device
 from kvshelf.workers.model.loading import BUNDLED, bundled_folder
@@ -20,6 +23,9 @@ from kvshelf.workers.model.prepacking import prepack
 
 QUESTION_TOKENS = 32
 """Tokens of every question that a bench of speed asks."""
+
+
+_NAME = re.compile(r"random:(\d+)")
 
 
 @dataclass(frozen=True)
@@ -49,20 +55,59 @@ def load_subject(name: str, device: str, dtype: str, threads: int) -> Iterator[S
     `threads` is for torch; 0 leaves its own choice. The model is as replicas have it, prepacked, for everything that is
     measured, what stands beside kvshelf included.
     """
-    if threads:
-        torch.set_num_threads(threads)
-    transformers.utils.logging.disable_progress_bar()
-    with _engine(name, device, dtype) as (engine, source):
+    with _engine(EngineOptions(name, device, dtype, threads)) as (engine, source):
         prepack(engine.model)
         yield Subject(engine, source)
 
 
 @contextmanager
-def _engine(name: str, device: str, dtype: str) -> Iterator[tuple[Engine, str]]:
+def _engine(options: EngineOptions) -> Iterator[tuple[Engine, str]]:
+    name = options.model
     layers = random_layers(name)
     if layers is None:
-        yield Engine.load(name, device=device, dtype=dtype), bundled_folder(name) if name in BUNDLED else name
+        yield options.load(), bundled_folder(name) if name in BUNDLED else name
         return
+    options.configure()
     with tempfile.TemporaryDirectory(prefix="kvshelf-bench-") as folder:
         save_random_model(Path(folder), layers)
-        yield Engine(load_random_model(Path(folder), chosen_device(device), dtype), name=name), folder
+        model = load_random_model(Path(folder), chosen_device(options.device), options.dtype)
+        yield Engine(model, name=name), folder
+
+
+def random_layers(name: str) -> int | None:
+    """The layers that a model's name asks for: 8 of "random:8". None for every other name."""
+    found = _NAME.fullmatch(name)
+    if found is None:
+        return None
+    layers = int(found[1])
+    if not 1 <= layers <= 64:
+        raise InvalidRequest(f"{name!r} has {layers} layers; give 1 to 64", param="model")
+    return layers
+
+
+def save_random_model(folder: Path, layers: int) -> None:
+    """Write the model into `folder` as safetensors, in fp32: hidden 512, 8 query and 2 KV heads of 64 channels.
+
+    Equal `layers` give equal weights. It has no tokenizer, so documents and questions are token ids, and no end token.
+    """
+    config = LlamaConfig(
+        vocab_size=1000,
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        max_position_embeddings=65536,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config)
+    model.save_pretrained(folder, safe_serialization=True)
+
+
+def load_random_model(folder: Path, device: torch.device, dtype: str) -> LlamaForCausalLM:
+    """The model that `save_random_model` wrote, its weights rounded to `dtype`."""
+    chosen = chosen_dtype(dtype, auto=torch.float32)
+    return LlamaForCausalLM.from_pretrained(folder, dtype=chosen).to(device).eval()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.table import Table
 
 from kvshelf.bench.measure import Spread
+from kvshelf.bench.options import ratio
 from kvshelf.bench.speed.compression import CompressionCosts
 from kvshelf.bench.speed.decode import Decodings
 from kvshelf.bench.speed.first_token import FirstTokens
@@ -16,13 +17,13 @@ def compression_table(costs: CompressionCosts) -> Table:
     row = costs.rows[0]
     table.title = (
         f"compressing {costs.tokens} tokens, {row.removed:.1%} removed; plain prefill {_ms(row.plain_s)}, "
-        f"over itself {_ratio(costs.same)}"
+        f"over itself {ratio(costs.same)}"
     )
     for row in costs.rows:
         peer = ("", "", "")
         if row.peer_s is not None and row.peer_share is not None and row.beside_peer is not None:
-            peer = (_ms(row.peer_s), f"{row.peer_share.median:.2%}", _ratio(row.beside_peer))
-        table.add_row(row.policy, _ms(row.hook_s), f"{row.share.median:.2%}", *peer, _ratio(row.whole))
+            peer = (_ms(row.peer_s), f"{row.peer_share.median:.2%}", ratio(row.beside_peer))
+        table.add_row(row.policy, _ms(row.hook_s), f"{row.share.median:.2%}", *peer, ratio(row.whole))
     return table
 
 
@@ -32,7 +33,7 @@ def first_token_table(firsts: FirstTokens) -> Table:
     table = Table("policy", "entries", "run", *(name for tier in tiers for name in (tier, "of again")))
     table.title = (
         f"first token after {firsts.tokens} tokens; prefilling again {_ms(firsts.again_s)}, "
-        f"over itself {_ratio(firsts.same)}; the question alone {_ms(firsts.alone.first_s)}, "
+        f"over itself {ratio(firsts.same)}; the question alone {_ms(firsts.alone.first_s)}, "
         f"1/{firsts.alone.speedup.median:.0f}"
     )
     if not any(tier.startswith("redis") for tier in tiers):
@@ -57,7 +58,7 @@ def decode_table(found: Decodings) -> Table:
             f"{row.documents}",
             f"{row.alone.median:,.0f}/s",
             f"{row.together.median:,.0f}/s",
-            _ratio(row.gain),
+            ratio(row.gain),
             _ms(row.step_s),
             f"{row.step_bytes / 1e6:,.1f} MB",
             f"{row.share.median:.0%}",
@@ -68,10 +69,6 @@ def decode_table(found: Decodings) -> Table:
 def _ms(spread: Spread) -> str:
     milliseconds = spread.median * 1e3
     return f"{milliseconds:,.0f} ms" if milliseconds >= 100 else f"{milliseconds:.2f} ms"
-
-
-def _ratio(spread: Spread) -> str:
-    return f"{spread.median:.2f} ({spread.low:.2f} - {spread.high:.2f})"
 
 
 def _inverse(spread: Spread) -> str:

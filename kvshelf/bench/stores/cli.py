@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from kvshelf._extras import needs_extra
-from kvshelf.bench.options import Json, Output, Threads, choices, progress_bar, publish
+from kvshelf.bench.options import Json, Output, Threads, choices, progress_bar, publish, ratio
 
 if TYPE_CHECKING:
     from kvshelf.bench.measure import Spread
@@ -63,14 +63,14 @@ def store(
                 with made_in(place) as home:
                     steps = progress.track(megabytes, description=f"{home.name}, put and get")
                     found = [throughput(home, size, layers, rounds) for size in steps]
-                report.setdefault("throughput", []).extend(one.to_dict() for one in found)
+                report.setdefault("throughput", []).extend(found)
                 tables += [_ways_table(found), _steps_table(found)]
         if "manifests" in chosen:
             for place in places:
                 with made_in(place) as home:
                     bar = progress.add_task(f"{home.name}, manifests", total=manifests)
                     listed = measure_manifests(home, manifests, rounds, partial(progress.advance, bar))
-                report.setdefault("manifests", []).append(listed.to_dict())
+                report.setdefault("manifests", []).append(listed)
                 tables.append(_manifests_table(listed))
     publish(report, tables, output, as_json, notes=load_warning(where))
 
@@ -104,8 +104,8 @@ def _ways_table(found: list[Throughput]) -> Table:
                 "" if name == FIRST_LAYER else f"{size.nbytes / way.wall_s.median / 1e9:.2f}",
                 _ms(way.wall_s),
                 _ms(way.cpu_s),
-                "" if ours else _ratio(way.ours),
-                "" if ours else _ratio(way.ours_cpu),
+                "" if ours else ratio(way.ours),
+                "" if ours else ratio(way.ours_cpu),
             )
         table.add_section()
     return table
@@ -141,7 +141,3 @@ def _manifests_table(found: Manifests) -> Table:
 
 def _ms(spread: Spread) -> str:
     return f"{spread.median * 1e3:,.2f} ms"
-
-
-def _ratio(spread: Spread) -> str:
-    return f"{spread.median:.2f} ({spread.low:.2f} - {spread.high:.2f})"

@@ -6,12 +6,11 @@ import multiprocessing
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Final
 
 from kvshelf.api import Timings
-from kvshelf.bench.measure import Cost, Spread
+from kvshelf.bench.measure import Cost, Spread, status_bytes
 from kvshelf.bench.stores.homes import Home
 from kvshelf.bench.stores.store import random_cache, timed
 from kvshelf.store.artifact.identity import digest
@@ -42,9 +41,6 @@ class Manifests:
     publish_s: float
     calls_s: dict[str, Spread]
     process_bytes: int
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def manifests(home: Home, count: int, rounds: int, progress: Callable[[], None] = lambda: None) -> Manifests:
@@ -105,13 +101,13 @@ def _ignored(step: str) -> None:
 def _ask(url: str, middle: Manifest, rounds: int) -> tuple[dict[str, Spread], int]:
     """Seconds of each call, and the bytes by which this process grew. Runs in a process of its own."""
     open_store(url).close()  # loads what is to be loaded
-    before = _peak_bytes()
+    before = status_bytes("VmHWM")
     calls_s = {"open, first stat": _spread([_opened(url, middle.id) for _ in range(rounds)])}
     with open_store(url) as store:
         for name, call in _calls(store, middle).items():
             call()  # as with every measurement, the first does not count
             calls_s[name] = _spread([timed(call) for _ in range(rounds)])
-    return calls_s, _peak_bytes() - before
+    return calls_s, status_bytes("VmHWM") - before
 
 
 def _opened(url: str, cache_id: str) -> Cost:
@@ -140,9 +136,3 @@ def _calls(store: Store, middle: Manifest) -> dict[str, Callable[[], object]]:
 
 def _spread(costs: list[Cost]) -> Spread:
     return Spread.of([cost.wall_s for cost in costs])
-
-
-def _peak_bytes() -> int:
-    """The most that this process ever held. Not getrusage: its peak begins with that of the process that started it."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -71,9 +71,6 @@ class Throughput:
     steps_s: dict[str, Spread]
     limit: str
     peer: str | None
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def throughput(home: Home, megabytes: float, layers: int, rounds: int) -> Throughput:

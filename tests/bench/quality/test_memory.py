@@ -9,8 +9,8 @@ import torch
 from typer.testing import CliRunner
 
 from kvshelf.bench.cli import app
+from kvshelf.bench.engines import EngineOptions
 from kvshelf.bench.quality.memory import _with_peak, peaks
-from kvshelf.bench.quality.pool import Source
 from kvshelf.errors import InvalidRequest
 
 
@@ -48,9 +48,9 @@ def test_each_policy_has_its_peak_and_refusals_are_rows(tmp_path):
 @pytest.mark.parametrize("removed", [-0.1, 1.0])
 def test_impossible_ratios_are_refused_before_any_work(removed):
     with pytest.raises(InvalidRequest, match="--removed"):
-        next(peaks(Source(), 1024, ["keydiff"], removed))
+        next(peaks(EngineOptions(), 1024, ["keydiff"], removed))
 
 
 def test_unknown_policies_are_refused_before_any_work():
     with pytest.raises(InvalidRequest, match="magic"):
-        next(peaks(Source(), 1024, ["magic"], 0.5))
+        next(peaks(EngineOptions(), 1024, ["magic"], 0.5))

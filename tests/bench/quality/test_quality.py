@@ -13,10 +13,10 @@ import pytest
 from typer.testing import CliRunner
 
 from kvshelf.bench.cli import app
+from kvshelf.bench.engines import EngineOptions
 from kvshelf.bench.quality.journal import Journal
 from kvshelf.bench.quality.outcome import Outcome, Protocol, measure_unit
 from kvshelf.bench.quality.plan import BASELINE, Block, Plan, Row, Variant, make_plan
-from kvshelf.bench.quality.pool import Source
 from kvshelf.bench.quality.quality import run
 from kvshelf.bench.quality.tables import quality_tables
 from kvshelf.errors import InvalidRequest, KvshelfError, StateConflict
@@ -82,7 +82,7 @@ def test_the_key_changes_with_whatever_the_result_depends_on(tiny):
 
 def test_a_policy_that_refuses_gives_a_refused_cell_and_the_run_goes_on(tmp_path):
     plan = Plan((Block(("needle",), ("prose",), (300,), 1, ("lagkv:lag=512", "keydiff"), (0.5,)),))
-    summary = run(plan, Source(), tmp_path / "journal.jsonl", processes=1)
+    summary = run(plan, EngineOptions(), tmp_path / "journal.jsonl", processes=1)
     (refused,) = [row for row in summary.rows if row.variant.policy == "lagkv"]
     assert "lag" in summary.entries[refused, plan.cells()[0]].refused
     assert summary.entries[KEYDIFF, plan.cells()[0]].refused is None
@@ -93,7 +93,7 @@ def test_a_policy_that_refuses_gives_a_refused_cell_and_the_run_goes_on(tmp_path
 def test_a_length_that_cannot_hold_the_facts_is_refused_before_any_work(tmp_path):
     journal = tmp_path / "journal.jsonl"
     with pytest.raises(InvalidRequest, match="16 facts do not fit into 40 tokens"):
-        run(make_plan("small", lengths=[40]), Source(), journal)
+        run(make_plan("small", lengths=[40]), EngineOptions(), journal)
     assert not journal.exists()
 
 

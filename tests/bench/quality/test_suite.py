@@ -8,8 +8,16 @@ import re
 
 import pytest
 
-from kvshelf.bench.quality.scoring import Score, digits_at_place, score
-from kvshelf.bench.quality.suite import HAYSTACK_NAMES, TASK_NAMES, Ask, fits, make_case
+from kvshelf.bench.quality.suite import (
+    HAYSTACK_NAMES,
+    TASK_NAMES,
+    Ask,
+    Score,
+    digits_at_place,
+    fits,
+    make_case,
+    score,
+)
 from kvshelf.bench.quality.tasks import make_document
 from kvshelf.errors import InvalidRequest
 

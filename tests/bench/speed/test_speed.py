@@ -18,8 +18,14 @@ from kvshelf.bench.speed import decode, kvpress_worker
 from kvshelf.bench.speed.compression import compress, compression_costs, plain_prefill
 from kvshelf.bench.speed.first_token import _ways, first_tokens
 from kvshelf.bench.speed.peer import Peer, open_peer
-from kvshelf.bench.speed.random_model import load_random_model, random_layers, save_random_model
-from kvshelf.bench.speed.subject import QUESTION_TOKENS, Subject, load_subject
+from kvshelf.bench.speed.subject import (
+    QUESTION_TOKENS,
+    Subject,
+    load_random_model,
+    load_subject,
+    random_layers,
+    save_random_model,
+)
 from kvshelf.errors import InvalidRequest, StoreUnavailable, WorkerCrashed
 from kvshelf.store.url import open_store
 from kvshelf.workers.model.loading import bundled_folder

@@ -13,8 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from kvshelf.bench.cli import app
+from kvshelf.bench.measure import status_bytes
 from kvshelf.bench.stores.homes import Bare, BareFile, BareValues, made_in
-from kvshelf.bench.stores.manifests import OF_DOCUMENT, _peak_bytes, manifests
+from kvshelf.bench.stores.manifests import OF_DOCUMENT, manifests
 from kvshelf.bench.stores.store import GET, OURS, PUT, STEPS, _put, _Steps, random_cache, throughput
 from kvshelf.errors import InvalidRequest, KvshelfError, StoreUnavailable
 from kvshelf.kernels.dispatch import cpu_form
@@ -208,4 +209,4 @@ def test_the_shelf_that_is_listed_has_the_manifests_it_should(place: str) -> Non
 def test_the_peak_is_that_of_the_asking_process_alone() -> None:
     ballast = bytearray(b"x") * (1 << 30)
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as alone:
-        assert 10 << 20 < alone.submit(_peak_bytes).result() < len(ballast)
+        assert 10 << 20 < alone.submit(status_bytes, "VmHWM").result() < len(ballast)

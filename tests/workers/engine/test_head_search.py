@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from kvshelf.bench.quality.needles import needles
 from kvshelf.bench.quality.retrieval import measure_cell
+from kvshelf.bench.quality.tasks import needles
 from kvshelf.errors import InvalidRequest
 from kvshelf.workers.engine import head_search
 from kvshelf.workers.engine.engine import Engine

@@ -1,0 +1,31 @@
+"""How the benches load an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import transformers
+
+from kvshelf.workers.engine.engine import Engine
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How to load an engine: the arguments of `Engine.load`, and the threads of torch (0: its own choice)."""
+
+    model: str = "kvshelf-tiny"
+    device: str = "auto"
+    dtype: str = "auto"
+    threads: int = 1
+
+    def configure(self) -> None:
+        """Sets the threads of this process, and hides the bars of transformers: the bench has its own."""
+        if self.threads:
+            torch.set_num_threads(self.threads)
+        transformers.utils.logging.disable_progress_bar()
+
+    def load(self) -> Engine:
+        """An engine in this process, which is configured too."""
+        self.configure()
+        return Engine.load(self.model, device=self.device, dtype=self.dtype)

@@ -1,0 +1,44 @@
+"""Processes of a bench, each behind a pipe."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from kvshelf.errors import WorkerCrashed
+
+
+@contextmanager
+def processes(
+    target: Callable[..., None], arguments: Sequence[tuple[Any, ...]]
+) -> Iterator[dict[Connection, BaseProcess]]:
+    """One process per tuple: `target(pipe, *arguments)`. All processes have ended after the block.
+
+    A pipe ends with the process at its other end, also when that process is killed.
+    """
+    context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
+    found: dict[Connection, BaseProcess] = {}
+    with ExitStack() as stack:
+        for given in arguments:
+            ours, theirs = context.Pipe()
+            found[ours] = process = context.Process(target=target, args=(theirs, *given), daemon=True)
+            process.start()
+            theirs.close()
+            stack.callback(process.join)
+            stack.callback(process.terminate)  # runs first; its results have been received, or another process has died
+        yield found
+
+
+def received(connection: Connection, process: BaseProcess, advice: str = "") -> Any:
+    """The next object from a process. Raises `WorkerCrashed`, with `advice`, if the process has died."""
+    try:
+        return connection.recv()
+    except (EOFError, ConnectionResetError) as error:
+        process.join()
+        raise WorkerCrashed(
+            f"a process of the bench ended with exit code {process.exitcode}; its own message stands above{advice}"
+        ) from error
