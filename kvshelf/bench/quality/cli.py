@@ -29,7 +29,7 @@ from kvshelf.bench.options import (
 from kvshelf.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from kvshelf.bench.quality.plan import Plan, Unit
+    from kvshelf.bench.quality.grid import Grid, Unit
 
 _PICTURES = (".png", ".svg", ".pdf")
 
@@ -68,12 +68,12 @@ def quality(
         from kvshelf.bench.engines import EngineOptions
         from kvshelf.bench.measure import machine
         from kvshelf.bench.quality import quality as bench
-        from kvshelf.bench.quality.plan import make_plan
+        from kvshelf.bench.quality.grid import make_grid
         from kvshelf.bench.quality.tables import notes, quality_tables
 
-    plan = make_plan(
+    grid = make_grid(
         size,
-        tasks=_split(tasks),  # type: ignore[arg-type]  # make_plan refuses unknown names
+        tasks=_split(tasks),  # type: ignore[arg-type]  # make_grid refuses unknown names
         haystacks=_split(haystacks),  # type: ignore[arg-type]
         lengths=numbers(lengths) if lengths else (),
         documents=documents,
@@ -83,9 +83,9 @@ def quality(
         export=export,
         seed=seed,
     )
-    with _Bar(plan) as bar:
+    with _Bar(grid) as bar:
         summary = bench.run(
-            plan, EngineOptions(model, device, dtype, threads), resume, processes=processes, progress=bar.done
+            grid, EngineOptions(model, device, dtype, threads), resume, processes=processes, progress=bar.done
         )
     title = f"{model}: exact answers, the question unknown at compression"
     report: dict[str, Any] = {"bench": "quality", "model": model, "size": size, "seed": seed, "machine": machine()}
@@ -188,8 +188,8 @@ def retrieval(
 class _Bar:
     """Progress in tokens to prefill, as units differ by an order of magnitude, with the count of units beside it."""
 
-    def __init__(self, plan: Plan) -> None:
-        self._units = plan.units()
+    def __init__(self, grid: Grid) -> None:
+        self._units = grid.units()
         self._done = 0
         self._progress = Progress(
             TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn(),

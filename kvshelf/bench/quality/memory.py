@@ -1,4 +1,4 @@
-"""How much memory it takes to compress one long document, policy by policy, against a prefill that keeps everything."""
+"""Peak memory of compressing one long document under each policy, against a prefill that keeps everything."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from kvshelf.bench.engines import EngineOptions
 from kvshelf.bench.measure import status_bytes
-from kvshelf.bench.quality.plan import BASELINE, Variant
+from kvshelf.bench.quality.grid import BASELINE, Variant
 from kvshelf.bench.quality.retrieval import EVALUATION_SEED, counter
 from kvshelf.bench.quality.suite import make_case
 from kvshelf.errors import InvalidRequest, KvshelfError
@@ -30,9 +30,9 @@ _RESET_PEAK = "5"  # proc(5): sets the peak resident set size back to the presen
 class Peak:
     """One compression in a process of its own.
 
-    phase: when the policy acts, of which the peak is a matter: "during" the prefill, in "cascade" or "after" it.
-    peak_bytes: the most that was allocated (GPU) or resident (CPU) beyond what the loaded, warm model takes.
-    cache_bytes: what the compressed cache holds in the end. `refused` says why there is no result.
+    phase: when the policy acts, on which the peak depends: "during" the prefill, in "cascade" or "after" it.
+    peak_bytes: the most that was allocated (GPU) or resident (CPU) beyond the loaded, warm model. cache_bytes: the size
+    of the compressed cache. refused: why there is no result.
     """
 
     policy: str
@@ -47,7 +47,7 @@ class Peak:
 
 
 def peaks(options: EngineOptions, tokens: int, policies: Sequence[str], removed: float) -> Iterator[Peak]:
-    """The baseline, then every policy, each in a fresh process: what one of them leaves behind, the allocator keeps.
+    """The baseline, then every policy, each in a fresh process, as the allocator keeps the memory of earlier ones.
 
     `tokens` counts the chat template too. Raises `InvalidRequest` for an unknown policy, before any work.
     """
@@ -98,7 +98,7 @@ def _compress(engine: Engine, tokens: int, variant: Variant, removed: float) -> 
 
 
 def _with_peak(engine: Engine, run: Callable[[], Any]) -> tuple[Any, int]:
-    """What `run` returns, and the most memory held at once while it ran, beyond what was held before."""
+    """The result of `run`, and the bytes by which it raised the memory of this process at most."""
     device = engine.model.device
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -107,7 +107,6 @@ def _with_peak(engine: Engine, run: Callable[[], Any]) -> tuple[Any, int]:
         result = run()
         torch.cuda.synchronize(device)
         return result, torch.cuda.max_memory_allocated(device) - before
-    # Not getrusage: its peak cannot be set back, and loading a model may have stood higher than compressing does.
     _CLEAR_REFS.write_text(_RESET_PEAK)
     before = status_bytes("VmRSS")
     result = run()

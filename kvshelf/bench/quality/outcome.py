@@ -1,4 +1,4 @@
-"""What one unit of work gave, and how it is measured."""
+"""The measurement of one unit, and its outcome."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from kvshelf.bench.quality.plan import Row, Unit
+from kvshelf.bench.quality.grid import Row, Unit
 from kvshelf.bench.quality.retrieval import EVALUATION_SEED, counter
 from kvshelf.bench.quality.suite import Ask, make_case, score
 from kvshelf.errors import KvshelfError
@@ -21,16 +21,15 @@ REVISION = 1
 """Raised whenever the documents, the questions or the scores of a unit change."""
 
 _SPARE_TOKENS = 24
-"""What an answer may have beyond the characters of its references; models that chat say a few words first."""
+"""Tokens of an answer beyond the characters of its references; chat models say a few words first."""
 
 
 @dataclass(frozen=True)
 class Outcome:
     """One document under one row. `key` is a digest of everything the result depends on.
 
-    exact and partial: one entry per question. stored_bytes: length of the blob. probe_tokens: run behind the document
-    for the policy's sake, within the prefill. `refused` says why there is no result;
-    all measurements are then empty or 0.
+    exact and partial: one entry per question. stored_bytes: length of the blob. probe_tokens: tokens that the policy
+    runs behind the document, within the prefill. refused: why there is no result; all else is then empty or 0.
     """
 
     key: str
@@ -48,7 +47,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Protocol:
-    """What all units of a run have in common."""
+    """The settings that all units of a run share."""
 
     model: str  # fingerprint of the model's identity
     device: str  # "cpu" or "cuda"
@@ -60,7 +59,7 @@ class Protocol:
         return cls(engine.identity.fingerprint(), engine.model.device.type, questions, seed)
 
     def key(self, unit: Unit, row: Row) -> str:
-        """Differs whenever the result may: another model, document, policy version, default or setting."""
+        """A digest of all that the result depends on: model, document, policy version, defaults and settings."""
         policy = build(unit.variant.policy, dict(unit.variant.params))
         settings = {
             "revision": REVISION,
@@ -78,7 +77,7 @@ class Protocol:
 
 
 def measure_unit(engine: Engine, unit: Unit, protocol: Protocol) -> list[Outcome]:
-    """Compress the document without its questions, once, and ask them of every row's form of the cache."""
+    """Compress the document once, without its questions, and ask them of the cache of every row."""
     cell = unit.cell
     case = make_case(
         cell.task,
@@ -131,10 +130,10 @@ def _attached_answer(engine: Engine, cache: CompressedCache, ask: Ask) -> str:
 
 
 def _exported_answer(engine: Engine, cache: CompressedCache, ask: Ask) -> str:
-    """What plain transformers says after an ordinary prefix: the model's own attention, positions 0, 1, 2 ..."""
+    """The answer of plain transformers behind an ordinary prefix: the model's own attention, positions 0, 1, 2 ..."""
     past = engine.export(cache, positions="contiguous")
     prefix = past.get_seq_length()
-    # generate() takes the whole sequence and skips what the cache covers: those ids are never looked at.
+    # generate() takes the whole sequence and skips the ids that the cache covers, whatever they are.
     ids = torch.tensor([[0] * prefix + engine.encode_query(cache, ask.text)], device=engine.model.device)
     with torch.no_grad():
         output = engine.model.generate(

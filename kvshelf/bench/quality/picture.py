@@ -1,4 +1,4 @@
-"""Score against bytes: one line a policy and the Pareto front, and a small picture of each cell below."""
+"""Score against bytes: a line per policy and the Pareto front, with a small plot of each cell below."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
 
-from kvshelf.bench.quality.plan import BASELINE, Cell, Row
+from kvshelf.bench.quality.grid import BASELINE, Cell, Row
 from kvshelf.bench.quality.summary import ABLE, Summary, pareto
 from kvshelf.bench.quality.tables import removed_label, row_name
 
-# Okabe and Ito (2008): told apart under every common form of colour blindness. Black is the front's, yellow too pale.
+# Okabe and Ito (2008): distinct under every common form of colour blindness. The baseline is black, yellow too pale.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A3E9D")
 _REST = "#9A9A9A"
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _PANELS_A_ROW, _MOST_PANELS = 6, 24
-_SAME_SIZE = 1.02  # of points on the front as close as this, only the best is named
+_SAME_SIZE = 1.02  # of points on the front within this ratio of bytes only the best has a name
 _LABEL_HEIGHT = 0.026
 """Least distance of two labels, as a share of the height of the picture."""
 
@@ -43,9 +43,9 @@ class _Line:
 
 
 def draw(summary: Summary, path: Path, title: str) -> bool:
-    """Write the picture; the ending of `path` says the format (.png, .svg, .pdf).
+    """Write the picture in the format of the suffix of `path` (.png, .svg, .pdf).
 
-    False, and no file, where no row has an overall score (the model can do none of the cells that all rows share).
+    Returns False, and writes no file, if no row has an overall score: the model can answer none of the common cells.
     """
     points = [
         _Point(row, overall.bytes_per_token, overall.exact)
@@ -57,8 +57,8 @@ def draw(summary: Summary, path: Path, title: str) -> bool:
     shown = summary.cells[:_MOST_PANELS]
     panel_rows = -(-len(shown) // _PANELS_A_ROW)
     figure = Figure(figsize=(11, 7 + 1.9 * panel_rows), layout="constrained")
-    grid = figure.add_gridspec(1 + panel_rows, _PANELS_A_ROW, height_ratios=[7, *[1.9] * panel_rows])
-    axes = figure.add_subplot(grid[0, :])
+    panels = figure.add_gridspec(1 + panel_rows, _PANELS_A_ROW, height_ratios=[7, *[1.9] * panel_rows])
+    axes = figure.add_subplot(panels[0, :])
     lines = _lines(points)
     _draw_front(axes, points)
     for line in lines:
@@ -67,13 +67,13 @@ def draw(summary: Summary, path: Path, title: str) -> bool:
     _finish(axes, summary, title)
     _label(axes, lines)
     for place, cell in enumerate(shown):
-        _draw_panel(figure.add_subplot(grid[1 + place // _PANELS_A_ROW, place % _PANELS_A_ROW]), summary, cell, lines)
+        _draw_panel(figure.add_subplot(panels[1 + place // _PANELS_A_ROW, place % _PANELS_A_ROW]), summary, cell, lines)
     figure.savefig(path, dpi=160)
     return True
 
 
 def _lines(points: Sequence[_Point]) -> list[_Line]:
-    """One line for each policy without codec; the best seven by mean score in colour, as no palette has twenty-two."""
+    """A line per policy without codec; the best seven by mean score in colour, as no palette has twenty-two."""
     plain: dict[str, list[_Point]] = {}
     for point in points:
         if point.row.codec == "none":
@@ -91,7 +91,7 @@ def _lines(points: Sequence[_Point]) -> list[_Line]:
 
 
 def _draw_front(axes: Axes, points: Sequence[_Point]) -> None:
-    """Steps: at so many bytes, the best score that fits. Under the lines, and named where it starts."""
+    """Steps: the best score within so many bytes. Drawn under the lines."""
     front = pareto((point.bytes_per_token, point.exact) for point in points)
     sizes, scores = zip(*front, strict=True)
     axes.step(sizes, scores, where="post", color="#D9D9D9", linewidth=7, solid_capstyle="round", zorder=1)
@@ -124,7 +124,7 @@ def _draw_line(axes: Axes, line: _Line) -> None:
 
 
 def _draw_encoded(axes: Axes, points: Sequence[_Point], lines: Sequence[_Line]) -> None:
-    """Points under a codec, hollow and in the colour of their policy, so that each policy stays one line."""
+    """Points under a codec, hollow and in the colour of their policy."""
     colours = {line.name: line.colour for line in lines}
     encoded = [point for point in points if point.row.codec != "none"]
     axes.scatter(
@@ -139,7 +139,7 @@ def _draw_encoded(axes: Axes, points: Sequence[_Point], lines: Sequence[_Line]) 
 
 
 def _draw_panel(axes: Axes, summary: Summary, cell: Cell, lines: Sequence[_Line]) -> None:
-    """One cell; grey where the model itself cannot do it."""
+    """One cell; grey if the model itself cannot answer it."""
     able = summary.able(cell)
     for line in lines:
         entries = [summary.entries.get((point.row, cell)) for point in line.points]
@@ -152,14 +152,19 @@ def _draw_panel(axes: Axes, summary: Summary, cell: Cell, lines: Sequence[_Line]
     if not able:
         text = f"the model itself:\nunder {ABLE:.0%}"
         axes.text(0.5, 0.5, text, transform=axes.transAxes, fontsize=7, color="#777777", ha="center", va="center")
-    axes.set_xscale("log")
+    _scales(axes, (1, 4))
     axes.set_ylim(-0.05, 1.05)
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.yaxis.set_ticks([0, 0.5, 1])
-    axes.xaxis.set_major_locator(LogLocator(base=10, subs=(1, 4)))
+    axes.tick_params(labelsize=6.5, length=2)
+
+
+def _scales(axes: Axes, ticks: tuple[int, ...]) -> None:
+    """Bytes on a log scale with labels at `ticks` of each power of ten, shares in percent."""
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(base=10, subs=ticks))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.tick_params(labelsize=6.5, length=2)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.spines[["top", "right"]].set_visible(False)
 
 
@@ -167,21 +172,16 @@ def _finish(axes: Axes, summary: Summary, title: str) -> None:
     cells = ", ".join(cell.label for cell in summary.common())
     below = "\n".join(wrap(f"mean over {cells}; hollow: under a codec", 130))
     axes.set_title(f"{title}\n{below}", fontsize=10, loc="left")
-    axes.set_xscale("log")
+    _scales(axes, (1, 2, 5))
     axes.set_xlim(left=axes.get_xlim()[0] * 0.75)  # room for the names at the left end of the front
     axes.set_ylim(-0.02, 1.12)
     axes.set_xlabel("stored bytes per document token (log scale)")
     axes.set_ylabel("exact answers")
-    axes.xaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.grid(True, which="major", color="#EDEDED", zorder=0)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _label(axes: Axes, lines: Sequence[_Line]) -> None:
-    """Names to the right of the picture, each joined to the last point of its line and none upon another."""
+    """Names to the right of the plot, joined to the last points of their lines, none over another."""
     bottom, top = axes.get_ylim()
     ends = sorted(lines, key=lambda line: -line.points[-1].exact)
     wanted = [(line.points[-1].exact - bottom) / (top - bottom) for line in ends]
@@ -201,8 +201,7 @@ def _label(axes: Axes, lines: Sequence[_Line]) -> None:
 
 
 def spread_down(wanted: Sequence[float], distance: float) -> list[float]:
-    """Heights at least `distance` apart, close to those `wanted` (descending), moved up again where they leave below
-    0."""
+    """Heights at least `distance` apart, near the descending `wanted` ones, and from 0 upwards."""
     placed: list[float] = []
     for height in wanted:
         placed.append(min(height, placed[-1] - distance) if placed else height)

@@ -11,8 +11,8 @@ from multiprocessing.connection import Connection, wait
 
 from kvshelf.bench.engines import EngineOptions
 from kvshelf.bench.processes import processes, received
+from kvshelf.bench.quality.grid import Unit
 from kvshelf.bench.quality.outcome import Outcome, Protocol, measure_unit
-from kvshelf.bench.quality.plan import Unit
 
 Done = tuple[int, list[Outcome]]
 """The place of a unit in the given list, and an outcome per row of the unit."""

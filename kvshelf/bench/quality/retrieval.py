@@ -1,7 +1,7 @@
-"""How often a model finds one fact in a long document, answering from a cache.
+"""How often a model finds one fact in a long document when it answers from a cache.
 
-Every document is compressed without knowing the question, then asked one question; an answer counts when it is exactly
-the value. With the policy `full` this measures the model, with any other the policy.
+Documents are compressed without their question; an answer counts if it is exactly the value. The policy `full` measures
+the model, every other policy itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvshelf.workers.engine.engine import Engine
 __all__ = ["EVALUATION_SEED", "HAYSTACKS", "TASKS", "Retrieval", "cells", "counter", "measure_cell"]
 
 EVALUATION_SEED = 1_000_000
-"""First seed of the documents. Training draws its documents from another generator and never sees one of these."""
+"""First seed of the documents. Training draws from another generator and never sees these documents."""
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,12 @@ After RULER (Hsieh et al., 2024, arXiv 2404.06654) and the passkey test (Mohtash
   names that have a chain's value.
 - ``cwe``: common words. The document is a numbered list of words; the ten most frequent ones are asked for.
 
-The text around the facts is ``filler`` (five sentences over and over), ``prose`` (a small grammar), or ``dense``:
-further sentences of the very same kind as those that are asked about (RULER's hardest multi-key needles), so that a
-policy which merely keeps what looks unlike its surroundings is found out. The list of ``cwe`` stands by itself and
-counts as dense.
+The text around the facts is ``filler`` (five sentences over and over), ``prose`` (a small grammar), or ``dense``: more
+sentences of the same kind as the facts (RULER's hardest multi-key needles), which exposes a policy that merely keeps
+tokens unlike their surroundings. The list of ``cwe`` has no text around it and counts as dense.
 
-The first three tasks among filler and prose are those of `kvshelf.bench.quality.tasks`, from which the bundled model
-learned.
-Equal arguments give equal documents; every document is drawn from a generator of its own.
+The first three tasks in filler and prose are those of `kvshelf.bench.quality.tasks`, from which the bundled model
+learned. Equal arguments give equal documents; every document has a generator of its own.
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ COMMON_TO_UNCOMMON: Final = 6
 
 @dataclass(frozen=True)
 class Ask:
-    """A question and every text that its answer must hold. `by_place`: one number, digits scored place by place."""
+    """A question, and the texts that its answer must hold. `by_place`: one number, scored digit by digit."""
 
     text: str
     references: tuple[str, ...]
@@ -61,7 +59,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Case:
-    """A document and the questions about it, in random order. Whoever compresses the text must not see them."""
+    """A document, and the questions about it in random order, which must stay unknown to its compression."""
 
     text: str
     asks: tuple[Ask, ...]
@@ -69,8 +67,7 @@ class Case:
 
 @dataclass(frozen=True)
 class _Draft:
-    """What a task puts into a document. `more` are further sentences of the same kind about other things, without
-    end."""
+    """The sentences and questions of a task. `more`: endless sentences of the same kind about other things."""
 
     sentences: list[str]
     asks: list[Ask]
@@ -80,7 +77,7 @@ class _Draft:
 
 
 def fits(task: TaskName, haystack: HaystackName) -> bool:
-    """Whether the task exists in that haystack: a list of words has none but itself."""
+    """Whether the task exists in that haystack: the list of words has no text around it."""
     return task != "cwe" or haystack == "dense"
 
 
@@ -132,7 +129,7 @@ def _single_values(num_facts: int, digits: int | None = None) -> Callable[[rando
         for fact in facts:
             question = fact.question(rng)
             asks.append(Ask(question.text, (question.answer,), by_place=digits is not None))
-        return _Draft(_sentences(rng, facts), asks, _stated(rng, drawn), [fact.thing for fact in facts])
+        return _Draft(list(_stated(rng, facts)), asks, _stated(rng, drawn), [fact.thing for fact in facts])
 
     return draft
 
@@ -142,7 +139,7 @@ def _multivalue(rng: random.Random) -> _Draft:
     asked = next(groups)
     question = rng.choice(words.ALL_VALUES_PATTERNS).format(a=asked[0].attribute, e=asked[0].thing)
     ask = Ask(question, tuple(fact.value for fact in asked))
-    return _Draft(_sentences(rng, asked), [ask], _stated(rng, chain.from_iterable(groups)), [asked[0].thing])
+    return _Draft(list(_stated(rng, asked)), [ask], _stated(rng, chain.from_iterable(groups)), [asked[0].thing])
 
 
 def _multiquery(rng: random.Random) -> _Draft:
@@ -154,11 +151,11 @@ def _multiquery(rng: random.Random) -> _Draft:
         *most, last = (f"the {fact.attribute} of {fact.thing}" for fact in asked)
         question = rng.choice(words.SEVERAL_THINGS_PATTERNS).format(list=f"{', '.join(most)} and {last}")
         asks.append(Ask(question, tuple(fact.value for fact in asked)))
-    return _Draft(_sentences(rng, facts), asks, _stated(rng, drawn), [fact.thing for fact in facts])
+    return _Draft(list(_stated(rng, facts)), asks, _stated(rng, drawn), [fact.thing for fact in facts])
 
 
 def _variable_tracking(rng: random.Random) -> _Draft:
-    """The names of a chain are asked for by its value. Assignments keep their order, as each builds on one before."""
+    """A value asks for the names of its chain. Assignments keep their order, as each builds on an earlier one."""
     chains = _chains(rng)
     asked = list(islice(chains, CHAINS))
     asks = [Ask(words.VARIABLES_QUESTION.format(v=value), tuple(names)) for value, names in asked]
@@ -183,7 +180,7 @@ def _common_words(rng: random.Random, num_tokens: int, count_tokens: CountTokens
     rng.shuffle(pool)
     common, uncommon = pool[:COMMON_WORDS], pool[COMMON_WORDS:]
     items = _items_that_fit(pool, num_tokens, count_tokens)
-    # As often as needed, so that the uncommon words last for the whole list.
+    # Words recur as often as the uncommon words need to fill the list.
     times = -(-items // (len(uncommon) + COMMON_WORDS * COMMON_TO_UNCOMMON))
     each = times * COMMON_TO_UNCOMMON
     others = (items - COMMON_WORDS * each) // times
@@ -195,7 +192,7 @@ def _common_words(rng: random.Random, num_tokens: int, count_tokens: CountTokens
 
 
 def _items_that_fit(pool: Sequence[str], num_tokens: int, count_tokens: CountTokens) -> int:
-    """A number of list items that stay within `num_tokens` whichever words of `pool` are listed."""
+    """A number of list items within `num_tokens`, whichever words of `pool` are listed."""
     widest = max(count_tokens(f" {word}") for word in pool)
     items = number = 0
     left = num_tokens
@@ -219,23 +216,19 @@ def _lengths(rng: random.Random, digits: int | None = None) -> Iterator[int]:
     return repeat(digits) if digits else iter(lambda: rng.randint(*tasks.SHORT_VALUE_DIGITS), None)
 
 
-def _sentences(rng: random.Random, facts: Iterable[Fact]) -> list[str]:
-    return list(_stated(rng, facts))
-
-
 def _stated(rng: random.Random, facts: Iterable[Fact]) -> Iterator[str]:
     return (fact.sentence(rng) for fact in facts)
 
 
 def _groups(facts: Iterator[Fact]) -> Iterator[list[Fact]]:
-    """Four facts at a time, all given the thing and the attribute of the first."""
+    """Four facts at a time, all with the thing and the attribute of the first."""
     while True:
         first, *rest = islice(facts, VALUES_AT_ONCE)
         yield [first, *(Fact(first.attribute, first.thing, fact.value) for fact in rest)]
 
 
 def _chains(rng: random.Random) -> Iterator[tuple[str, list[str]]]:
-    """A value and the names it is given to, one after the other; no value and no name comes twice."""
+    """A value, and the names that get it in turn; no value and no name recurs."""
     seen: set[str] = set()
 
     def fresh(draw: Callable[[], str]) -> str:

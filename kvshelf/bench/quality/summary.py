@@ -1,4 +1,4 @@
-"""The quality table as numbers: outcomes of single documents put together into cells and rows."""
+"""The quality table as numbers: cells and rows from the outcomes of single documents."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from statistics import fmean
 from typing import Any
 
 from kvshelf.bench.measure import clustered_wilson
+from kvshelf.bench.quality.grid import BASELINE, Cell, Row, Variant
 from kvshelf.bench.quality.outcome import Outcome
-from kvshelf.bench.quality.plan import BASELINE, Cell, Row, Variant
 
 ABLE = 0.9
-"""Share of exact answers with the full cache under which a cell says nothing about a policy."""
+"""Least share of exact answers from the full cache for a cell to say something about a policy."""
 
 _PLAIN = Row(Variant(BASELINE), 0.0)
 
@@ -21,12 +21,12 @@ _PLAIN = Row(Variant(BASELINE), 0.0)
 @dataclass(frozen=True)
 class Entry:
     """One row in one cell. Shares lie between 0 and 1; `low` and `high` bound `exact` (95 %, see `clustered_wilson`:
-    the documents are the independent units). `compress_share` is what the policy adds to a prefill that keeps
-    everything, over that prefill: its own time over that of the prefill it ran in, or, where it runs more tokens than
-    the document's, all that it takes beyond the baseline in the same cell.
+    documents are the independent units). `compress_share` is the time that the policy adds to a prefill that keeps
+    everything, over that prefill: the policy's time over the prefill it ran in, or, for a policy that runs more tokens
+    than the document's, its whole time beyond the baseline in the same cell.
 
-    `refused` is the reason where a document was refused: the others alone would be another set of documents than that
-    of the other rows.
+    `refused`: why a document was refused. The entry is then empty, as the other documents alone are another set than
+    that of the other rows.
     """
 
     documents: int
@@ -62,7 +62,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Overall:
-    """A row over the cells that all rows were measured in and that the model can do.
+    """A row over the common cells: those that all rows were measured in and the model can answer.
 
     `exact` is the mean of the cells' shares; the other two are means of the cells' means.
     """
@@ -74,7 +74,7 @@ class Overall:
 
 @dataclass(frozen=True)
 class Summary:
-    """The whole table. Cells and rows are in the order of the plan, whatever order they were measured in."""
+    """The whole table. Cells and rows are in the order of the grid."""
 
     cells: list[Cell]
     rows: list[Row]
@@ -95,13 +95,13 @@ class Summary:
         return entry is not None and entry.refused is None and entry.exact >= ABLE
 
     def common(self) -> list[Cell]:
-        """The cells that `Overall` is taken over."""
+        """The common cells, which `Overall` is the mean of."""
         return [
             cell for cell in self.cells if self.able(cell) and all((row, cell) in self.entries for row in self.rows)
         ]
 
     def overall(self, row: Row) -> Overall | None:
-        """None where the row was refused in one of the common cells, or there is none."""
+        """None if the row was refused in a common cell, or there is no common cell."""
         entries = [self.entries[row, cell] for cell in self.common()]
         if not entries or any(entry.refused is not None for entry in entries):
             return None
@@ -112,7 +112,7 @@ class Summary:
         )
 
     def refusals(self) -> dict[str, list[tuple[Row, Cell]]]:
-        """Where each reason was given."""
+        """The places of each reason."""
         found: dict[str, list[tuple[Row, Cell]]] = defaultdict(list)
         for place, entry in self.entries.items():
             if entry.refused is not None:
@@ -147,8 +147,7 @@ class Summary:
 
 
 def _added(outcomes: Sequence[Outcome], baseline: Sequence[Outcome]) -> float:
-    """See `Entry.compress_share`. Within one prefill wherever possible: two of them differ by the noise of the machine,
-    which is more than most policies take."""
+    """See `Entry.compress_share`. Within one prefill if possible: two of them differ by more than most policies take."""
     compress_s, prefill_s = (fmean(getattr(one, name) for one in outcomes) for name in ("compress_s", "prefill_s"))
     plain = [outcome.prefill_s for outcome in baseline if outcome.refused is None]
     if not plain or not any(outcome.probe_tokens for outcome in outcomes):

@@ -8,15 +8,14 @@ from typing import Any
 
 from rich.table import Table
 
-from kvshelf.bench.quality.plan import Cell, Row, length_label
+from kvshelf.bench.quality.grid import Cell, Row, length_label
 from kvshelf.bench.quality.summary import ABLE, Entry, Summary
 
 _CELLS_A_TABLE = 5
 
 
 def quality_tables(summary: Summary, title: str) -> list[Table]:
-    """Rows are policies, columns cells: as many tables as the width asks for, then those of policies under codecs, and
-    the refusals below them."""
+    """Rows are policies, columns cells: as many tables as the width needs, then those under codecs, then refusals."""
     reasons = {reason: number for number, reason in enumerate(summary.refusals(), 1)}
     encoded = {(row.variant, row.removed) for row in summary.rows if row.codec != "none"}
     plain_rows = [row for row in summary.rows if row.codec == "none"]
@@ -42,17 +41,17 @@ def notes(summary: Summary) -> str:
 
 
 def row_name(row: Row) -> str:
-    """The policy, and whether plain transformers answered."""
+    """The policy, and whether plain transformers answered from it."""
     return row.variant.label + (" exported" if row.exported else "")
 
 
 def removed_label(row: Row) -> str:
-    """The share removed in percent, with no more digits than it has; nothing for a policy that removes nothing."""
+    """The share removed in percent; empty for a policy that removes nothing."""
     return f"{row.removed * 100:g} %" if row.variant.takes_budget else ""
 
 
 def _columns(summary: Summary, rows: Sequence[Row]) -> list[tuple[Cell, ...]]:
-    """The cells of each table: those that are measured in the same rows stand together, those in most rows first."""
+    """The cells of each table: cells with the same rows stand together, those with most rows first."""
     groups: dict[tuple[Row, ...], list[Cell]] = {}
     for cell in summary.cells:
         groups.setdefault(tuple(row for row in rows if (row, cell) in summary.entries), []).append(cell)
@@ -83,7 +82,7 @@ def _table(summary: Summary, rows: Sequence[Row], cells: Sequence[Cell], title: 
 
 
 def _head(summary: Summary, row: Row, entries: Sequence[Entry | None]) -> list[str]:
-    """Bytes and time are those of this table's cells, the mean that of the whole row."""
+    """The first columns: bytes and time over the cells of this table, the mean over the whole row."""
     measured = [entry for entry in entries if entry is not None and entry.refused is None]
     overall = summary.overall(row)
     stored = sum(entry.bytes_per_token for entry in measured) / len(measured) if measured else None

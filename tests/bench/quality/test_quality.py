@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from kvshelf.bench.cli import app
 from kvshelf.bench.engines import EngineOptions
-from kvshelf.bench.quality.journal import Journal
+from kvshelf.bench.quality.grid import BASELINE, Block, Grid, Row, Variant, make_grid
 from kvshelf.bench.quality.outcome import Outcome, Protocol, measure_unit
-from kvshelf.bench.quality.plan import BASELINE, Block, Plan, Row, Variant, make_plan
 from kvshelf.bench.quality.quality import run
+from kvshelf.bench.quality.resume import ResumeFile
 from kvshelf.bench.quality.tables import quality_tables
 from kvshelf.errors import InvalidRequest, KvshelfError, StateConflict
 
@@ -41,10 +41,10 @@ def bench(options: str, *more: object) -> tuple[int, str]:
 
 def test_a_unit_measures_the_policy_and_not_only_the_model(tiny):
     """Keeping 5 % of a document's ends cannot answer what the whole cache can; chance has one in 10^3 per answer."""
-    plan = make_plan("small", haystacks=["prose"], policies=["streaming_llm"], ratios=[0.95], documents=3)
-    protocol = Protocol.of(tiny, plan.questions, plan.seed)
+    grid = make_grid("small", haystacks=["prose"], policies=["streaming_llm"], ratios=[0.95], documents=3)
+    protocol = Protocol.of(tiny, grid.questions, grid.seed)
     hits = {BASELINE: 0, "streaming_llm": 0}
-    for unit in plan.units():
+    for unit in grid.units():
         (found,) = measure_unit(tiny, unit, protocol)
         assert found.refused is None
         assert len(found.exact) == len(found.partial) == 4
@@ -57,7 +57,7 @@ def test_a_unit_measures_the_policy_and_not_only_the_model(tiny):
 
 def test_the_key_changes_with_whatever_the_result_depends_on(tiny):
     protocol = Protocol.of(tiny, 4, 0)
-    (unit,) = Plan((Block(("needle",), ("prose",), (300,), 1, ("keydiff",), (0.5,)),)).units()[1:]
+    (unit,) = Grid((Block(("needle",), ("prose",), (300,), 1, ("keydiff",), (0.5,)),)).units()[1:]
     row = unit.rows[0]
     others = [
         Protocol.of(tiny, 3, 0).key(unit, row),
@@ -67,10 +67,10 @@ def test_the_key_changes_with_whatever_the_result_depends_on(tiny):
         protocol.key(unit, Row(row.variant, row.removed, exported=True)),
     ]
     for changed in (
-        make_plan("small", tasks=["needle"], haystacks=["prose"], lengths=[301], policies=["keydiff"], ratios=[0.5]),
-        make_plan("small", tasks=["needle"], haystacks=["prose"], lengths=[300], policies=["keydiff"], ratios=[0.6]),
-        make_plan("small", tasks=["needle"], haystacks=["prose"], lengths=[300], policies=["lagkv"], ratios=[0.5]),
-        make_plan(
+        make_grid("small", tasks=["needle"], haystacks=["prose"], lengths=[301], policies=["keydiff"], ratios=[0.5]),
+        make_grid("small", tasks=["needle"], haystacks=["prose"], lengths=[300], policies=["keydiff"], ratios=[0.6]),
+        make_grid("small", tasks=["needle"], haystacks=["prose"], lengths=[300], policies=["lagkv"], ratios=[0.5]),
+        make_grid(
             "small", tasks=["needle"], haystacks=["prose"], lengths=[300], policies=["lagkv:lag=8"], ratios=[0.5]
         ),
     ):
@@ -81,11 +81,11 @@ def test_the_key_changes_with_whatever_the_result_depends_on(tiny):
 
 
 def test_a_policy_that_refuses_gives_a_refused_cell_and_the_run_goes_on(tmp_path):
-    plan = Plan((Block(("needle",), ("prose",), (300,), 1, ("lagkv:lag=512", "keydiff"), (0.5,)),))
-    summary = run(plan, EngineOptions(), tmp_path / "journal.jsonl", processes=1)
+    grid = Grid((Block(("needle",), ("prose",), (300,), 1, ("lagkv:lag=512", "keydiff"), (0.5,)),))
+    summary = run(grid, EngineOptions(), tmp_path / "journal.jsonl", processes=1)
     (refused,) = [row for row in summary.rows if row.variant.policy == "lagkv"]
-    assert "lag" in summary.entries[refused, plan.cells()[0]].refused
-    assert summary.entries[KEYDIFF, plan.cells()[0]].refused is None
+    assert "lag" in summary.entries[refused, grid.cells()[0]].refused
+    assert summary.entries[KEYDIFF, grid.cells()[0]].refused is None
     reasons = quality_tables(summary, "title")[-1]
     assert any("lag 512" in str(cell) for column in reasons.columns for cell in column.cells)
 
@@ -93,19 +93,19 @@ def test_a_policy_that_refuses_gives_a_refused_cell_and_the_run_goes_on(tmp_path
 def test_a_length_that_cannot_hold_the_facts_is_refused_before_any_work(tmp_path):
     journal = tmp_path / "journal.jsonl"
     with pytest.raises(InvalidRequest, match="16 facts do not fit into 40 tokens"):
-        run(make_plan("small", lengths=[40]), EngineOptions(), journal)
+        run(make_grid("small", lengths=[40]), EngineOptions(), journal)
     assert not journal.exists()
 
 
 def test_an_exported_row_is_answered_by_plain_transformers_or_refused(tiny):
     """At half of a short document KeyDiff keeps nearly every fact; ragged heads are no prefix at all."""
-    plan = make_plan(
+    grid = make_grid(
         "small", tasks=["needle"], haystacks=["prose"], lengths=[300], policies=["keydiff", "ada:base=keydiff"],
         ratios=[0.5], documents=4, export=True,
     )  # fmt: skip
-    protocol = Protocol.of(tiny, plan.questions, plan.seed)
+    protocol = Protocol.of(tiny, grid.questions, grid.seed)
     found: dict[tuple[str, bool], list[Outcome]] = {}
-    for unit in plan.units():
+    for unit in grid.units():
         for row, measured in zip(unit.rows, measure_unit(tiny, unit, protocol), strict=True):
             found.setdefault((row.variant.policy, row.exported), []).append(measured)
     assert [one.exact for one in found["full", True]] == [one.exact for one in found["full", False]]
@@ -119,11 +119,11 @@ def test_an_exported_row_is_answered_by_plain_transformers_or_refused(tiny):
 
 def test_a_line_cut_off_by_a_kill_is_removed_and_the_rest_kept(tmp_path):
     path = tmp_path / "journal.jsonl"
-    with Journal(path) as journal:
+    with ResumeFile(path) as journal:
         journal.append(outcome(1, 0), {"policy": "ü"})
     whole = path.read_bytes()
     path.write_bytes(whole + whole[: len(whole) // 2])
-    with Journal(path) as journal:
+    with ResumeFile(path) as journal:
         assert journal.load() == {"key": outcome(1, 0)}
         journal.append(outcome(1), {})
     assert path.read_bytes().startswith(whole)
@@ -133,11 +133,11 @@ def test_a_line_cut_off_by_a_kill_is_removed_and_the_rest_kept(tmp_path):
 @pytest.mark.parametrize("length", [1, 20, 60])
 def test_a_first_line_cut_off_by_a_kill_is_removed(tmp_path, length):
     path = tmp_path / "journal.jsonl"
-    with Journal(path) as journal:
+    with ResumeFile(path) as journal:
         journal.append(outcome(1), {"policy": "keydiff"})
     whole = path.read_bytes()
     path.write_bytes(whole[:length])
-    with Journal(path) as journal:
+    with ResumeFile(path) as journal:
         assert journal.load() == {}
         journal.append(outcome(1), {"policy": "keydiff"})
     assert path.read_bytes() == whole
@@ -154,25 +154,25 @@ def test_a_file_that_is_no_journal_is_refused_and_left_as_it_is(tmp_path, text):
     path = tmp_path / "journal.jsonl"
     data = text if isinstance(text, bytes) else text.encode()
     path.write_bytes(data)
-    with Journal(path) as journal, pytest.raises(InvalidRequest, match="line 1 of"):
+    with ResumeFile(path) as journal, pytest.raises(InvalidRequest, match="line 1 of"):
         journal.load()
     assert path.read_bytes() == data
 
 
 def test_a_foreign_line_after_good_ones_is_refused_with_its_torn_end_in_place(tmp_path):
     path = tmp_path / "journal.jsonl"
-    with Journal(path) as journal:
+    with ResumeFile(path) as journal:
         journal.append(outcome(1), {})
     data = path.read_bytes() + b"a note\nof two lines"
     path.write_bytes(data)
-    with Journal(path) as journal, pytest.raises(InvalidRequest, match="line 2 of"):
+    with ResumeFile(path) as journal, pytest.raises(InvalidRequest, match="line 2 of"):
         journal.load()
     assert path.read_bytes() == data
 
 
 @pytest.mark.parametrize("place", [".", "nowhere/journal.jsonl", "x" * 300])
 def test_a_place_that_can_hold_no_journal_is_refused(tmp_path, place):
-    with pytest.raises(InvalidRequest, match="--resume"), Journal(tmp_path / place):
+    with pytest.raises(InvalidRequest, match="--resume"), ResumeFile(tmp_path / place):
         pass
 
 
@@ -187,7 +187,7 @@ def test_what_cannot_be_resumed_is_refused_before_the_model_is_loaded(tmp_path, 
 
 def test_two_runs_do_not_write_one_journal(tmp_path):
     path = tmp_path / "journal.jsonl"
-    with Journal(path), pytest.raises(StateConflict, match="another run"), Journal(path):
+    with ResumeFile(path), pytest.raises(StateConflict, match="another run"), ResumeFile(path):
         pass
 
 

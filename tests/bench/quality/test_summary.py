@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from kvshelf.bench.measure import clustered_wilson, wilson
+from kvshelf.bench.quality.grid import Cell, Row, Variant
 from kvshelf.bench.quality.outcome import Outcome
-from kvshelf.bench.quality.plan import Cell, Row, Variant
 from kvshelf.bench.quality.summary import Summary, pareto
 from kvshelf.bench.quality.tables import quality_tables
 

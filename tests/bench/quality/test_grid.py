@@ -1,10 +1,10 @@
-"""What the quality bench plans to measure, and refuses to plan."""
+"""What the quality bench plans to measure, and refuses to grid."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvshelf.bench.quality.plan import SIZES, Block, Plan, Row, Variant, make_plan
+from kvshelf.bench.quality.grid import SIZES, Block, Grid, Row, Variant, make_grid
 from kvshelf.errors import InvalidRequest
 from kvshelf.workers.policies import POLICIES
 
@@ -12,12 +12,12 @@ FULL = Row(Variant("full"), 0.0)
 
 
 def test_every_policy_ratio_and_cell_is_planned_and_the_baseline_in_every_cell():
-    plan = make_plan("default")
-    rows = plan.rows()
+    grid = make_grid("default")
+    rows = grid.rows()
     assert {row.variant.policy for row in rows} == set(POLICIES)
-    for block in plan.blocks:
+    for block in grid.blocks:
         assert FULL in block.rows(export=False)
-    assert {(unit.cell, row) for unit in plan.units() for row in unit.rows} >= {(cell, FULL) for cell in plan.cells()}
+    assert {(unit.cell, row) for unit in grid.units() for row in unit.rows} >= {(cell, FULL) for cell in grid.cells()}
     assert {row.removed for row in rows if row.variant.policy == "keydiff"} == {0.5, 0.75, 0.875, 0.9375}
 
 
@@ -32,7 +32,7 @@ def test_a_prefill_is_planned_once_for_all_codecs_and_blocks():
         (0.5,),
         ("none", "int2"),
     )
-    units = Plan((block, wider)).units()
+    units = Grid((block, wider)).units()
     assert len(units) == len({(unit.cell, unit.document, unit.variant, unit.removed) for unit in units}) == 3 * 2
     first = next(unit for unit in units if unit.variant.policy == "keydiff")
     assert sorted(row.codec for row in first.rows) == ["int2", "int4", "none"]
@@ -41,10 +41,10 @@ def test_a_prefill_is_planned_once_for_all_codecs_and_blocks():
 
 
 def test_given_options_replace_those_of_the_size():
-    plan = make_plan("small", tasks=["vt"], lengths=[512], policies=["lagkv:lag=64,sink=8"], ratios=[0.25], documents=3)
-    assert {cell.task for cell in plan.cells()} == {"vt"}
-    assert [(row.variant.label, row.removed) for row in plan.rows()] == [("full", 0.0), ("lagkv:lag=64,sink=8", 0.25)]
-    assert max(unit.document for unit in plan.units()) == 2
+    grid = make_grid("small", tasks=["vt"], lengths=[512], policies=["lagkv:lag=64,sink=8"], ratios=[0.25], documents=3)
+    assert {cell.task for cell in grid.cells()} == {"vt"}
+    assert [(row.variant.label, row.removed) for row in grid.rows()] == [("full", 0.0), ("lagkv:lag=64,sink=8", 0.25)]
+    assert max(unit.document for unit in grid.units()) == 2
 
 
 @pytest.mark.parametrize(
@@ -64,11 +64,11 @@ def test_given_options_replace_those_of_the_size():
 )
 def test_bad_choices_are_refused_before_any_work(given, param):
     with pytest.raises(InvalidRequest) as refusal:
-        make_plan("small", **given)
+        make_grid("small", **given)
     assert refusal.value.param == param
 
 
 def test_unknown_sizes_are_refused():
     with pytest.raises(InvalidRequest, match="small, default, large"):
-        make_plan("huge")
+        make_grid("huge")
     assert set(SIZES) == {"small", "default", "large"}

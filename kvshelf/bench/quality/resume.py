@@ -1,4 +1,4 @@
-"""The file that keeps outcomes while a run goes on."""
+"""The file from which a killed run of the quality bench resumes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from kvshelf.bench.quality.outcome import Outcome
 from kvshelf.errors import InvalidRequest, StateConflict
 
 _BEGINNING: Final = b'{"bench": "quality", "key": "'
-"""Of every line that is written: so that a first line that was cut off is told from another file's text."""
+"""Starts every line, to tell a first line that was cut off from the text of a foreign file."""
 
 
-class Journal:
-    """A file of outcomes, one JSON object per line, so that a run that was killed goes on where it stopped.
+class ResumeFile:
+    """A file of outcomes, one JSON object per line, for one process at a time.
 
-    Lines are looked up by key: what another model or setting wrote is left alone and never taken for this run's. One
-    process at a time; a line that was cut off by a kill is removed.
+    Lines are looked up by key, so lines of another model or setting stay and are never taken for this run's. A line
+    that a kill cut off is removed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -51,7 +51,7 @@ class Journal:
         self._file.close()
 
     def load(self) -> dict[str, Outcome]:
-        """Every outcome in the file, by key. A file that is no such journal is left as it is: `InvalidRequest`."""
+        """Every outcome in the file, by key. Raises `InvalidRequest` for a foreign file, which stays as it is."""
         assert self._file is not None
         self._file.seek(0)
         whole, newline, torn = self._file.read().rpartition(b"\n")
@@ -70,7 +70,7 @@ class Journal:
         assert self._file is not None
         line = {"bench": "quality", "key": outcome.key, **about, **asdict(outcome)}  # as `_BEGINNING` has it
         self._file.write(json.dumps(line).encode() + b"\n")
-        # The operating system has it: that outlives a killed process. Surviving a power cut would cost an fsync a line.
+        # Flushed to the operating system, a line survives a kill; surviving a power cut would cost an fsync per line.
         self._file.flush()
 
     def _outcome(self, number: int, line: bytes) -> Outcome:

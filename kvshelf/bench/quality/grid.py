@@ -1,14 +1,14 @@
-"""What the quality bench measures: cells, rows, and the units of work that fill the table.
+"""The grid of the quality bench: cells, rows, and the units of work that fill the table.
 
 A *cell* is a kind of document (task, haystack, length). A *row* is a way to keep it (policy with parameters, share
-removed, codec, attached or exported). A *unit* is one prefill: one document of a cell under one policy and ratio, and
-every codec that its cache is then measured under.
+removed, codec, attached or exported). A *unit* is one prefill: one document of a cell under one policy and ratio, with
+all codecs that its cache is measured under.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -19,7 +19,7 @@ from kvshelf.store.artifact.codecs import Codec
 from kvshelf.workers.policies import POLICIES, build
 
 BASELINE = "full"
-"""The policy that keeps everything: what the model itself can do. It is measured in every cell."""
+"""The policy that keeps everything and shows what the model itself can do. Every cell has it."""
 
 RATIOS = (0.5, 0.75, 0.875, 0.9375)
 CODECS = ("none", "int8", "int4", "int2", "mixed")
@@ -27,7 +27,7 @@ FEATURED = ("full", "keydiff", "lagkv", "snapkv", "sage", "sablock", "ems", "kvz
 ENCODED = ("full", "keydiff", "lagkv", "ems", "kvzip")
 EXPORTED = ("full", "keydiff")
 VARIANTS = ("ems:merge=false", "ems:pos=pre", "ada:base=keydiff")
-"""What the default size measures at further lengths, under codecs, exported, and beside the policies as they are."""
+"""Policies of the default size: at further lengths, under codecs, exported, and variants of policies."""
 
 
 @dataclass(frozen=True, order=True)
@@ -86,7 +86,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Unit:
-    """One prefill and all that is asked of its cache."""
+    """One prefill, and the rows measured from its cache."""
 
     cell: Cell
     document: int
@@ -97,8 +97,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Block:
-    """Every cell under every row, `documents` documents a cell. No `policies` means every policy there is, and the
-    `variants`."""
+    """Every cell under every row, `documents` documents a cell. No `policies` means all policies and the `variants`."""
 
     tasks: tuple[TaskName, ...]
     haystacks: tuple[HaystackName, ...]
@@ -115,7 +114,7 @@ class Block:
         return [Cell(tokens, task, haystack) for tokens, task, haystack in chosen if fits(task, haystack)]
 
     def rows(self, *, export: bool) -> list[Row]:
-        """The baseline first, then policy by policy in the order given, and each exported where that is asked for."""
+        """The baseline first, then the policies in the given order, each with its exported row if asked for."""
         variants = list(dict.fromkeys(map(Variant.parse, (BASELINE, *(self.policies or (*POLICIES, *self.variants))))))
         rows = []
         for variant in variants:
@@ -128,8 +127,8 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Blocks that may overlap; what two of them share is measured once."""
+class Grid:
+    """Blocks that may overlap; a unit of two blocks is measured once."""
 
     blocks: tuple[Block, ...]
     questions: int = 4
@@ -146,7 +145,7 @@ class Plan:
         return sorted(rows, key=lambda row: (order[row.variant], row.removed))
 
     def units(self) -> list[Unit]:
-        """Document by document through all cells, so that a run that is stopped has a little of everything."""
+        """Document by document through all cells: a run that is stopped has a little of everything."""
         planned: dict[tuple[int, Cell, Variant, float], dict[Row, None]] = {}
         for document in range(max((block.documents for block in self.blocks), default=0)):
             for block in (block for block in self.blocks if document < block.documents):
@@ -158,7 +157,7 @@ class Plan:
         ]
 
 
-def make_plan(
+def make_grid(
     size: str,
     *,
     tasks: Sequence[TaskName] = (),
@@ -170,8 +169,8 @@ def make_plan(
     codecs: Sequence[str] = (),
     export: bool = False,
     seed: int = 0,
-) -> Plan:
-    """The plan of a size, with whatever is given in place of its own.
+) -> Grid:
+    """The grid of a size, in which the given values replace the size's own.
 
     Given tasks, haystacks or lengths replace all cells by their product, measured under the rows of the first block.
     Raises `InvalidRequest` for anything unknown or out of range, before any work.
@@ -185,26 +184,6 @@ def make_plan(
         blocks = (replace(first, **cells, lengths=tuple(lengths) or first.lengths),)  # type: ignore[arg-type]
     given: dict[str, Any] = {"policies": tuple(policies), "ratios": tuple(ratios), "documents": documents}
     given["codecs"] = tuple(str(Codec.parse(codec)) for codec in codecs)
-    _require_legal(tasks, haystacks, lengths, ratios, documents)
-    blocks = tuple(replace(block, **{key: value for key, value in given.items() if value}) for block in blocks)
-    plan = Plan(blocks, seed=seed, export=export)
-    if not plan.cells():
-        raise InvalidRequest("no cell is left: the task cwe stands in the haystack dense only", param="haystacks")
-    plan.rows()  # parses every policy
-    return plan
-
-
-def length_label(tokens: int) -> str:
-    return f"{tokens // 1024}k" if tokens % 1024 == 0 else f"{tokens}"
-
-
-def _require_legal(
-    tasks: Iterable[str],
-    haystacks: Iterable[str],
-    lengths: Iterable[int],
-    ratios: Iterable[float],
-    documents: int | None,
-) -> None:
     for task in tasks:
         _require(task in TASK_NAMES, "tasks", task, f"one of {', '.join(TASK_NAMES)}")
     for haystack in haystacks:
@@ -214,6 +193,16 @@ def _require_legal(
     for removed in ratios:
         _require(0 <= removed < 1, "ratios", removed, "a fraction removed, from 0 to below 1")
     _require(documents is None or documents >= 1, "documents", documents, "an integer from 1")
+    blocks = tuple(replace(block, **{key: value for key, value in given.items() if value}) for block in blocks)
+    grid = Grid(blocks, seed=seed, export=export)
+    if not grid.cells():
+        raise InvalidRequest("no cell is left: the task cwe stands in the haystack dense only", param="haystacks")
+    grid.rows()  # parses every policy
+    return grid
+
+
+def length_label(tokens: int) -> str:
+    return f"{tokens // 1024}k" if tokens % 1024 == 0 else f"{tokens}"
 
 
 def _require(legal: bool, param: str, value: object, rule: str) -> None:
@@ -232,21 +221,22 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
+_SURE = (
+    Block(("multikey",), HAYSTACK_NAMES, (2048,), 20),
+    Block(("digits32",), ("dense",), (2048,), 20),
+    Block(("digits64",), ("prose",), (2048,), 20),
+)
+"""Documents that the bundled model answers well."""
+
 SIZES: dict[str, tuple[Block, ...]] = {
     # Two minutes on two cores.
     "small": (Block(("multikey",), HAYSTACK_NAMES, (1024,), 4, ratios=(0.5, 0.875)),),
-    # Within an hour on two cores with the bundled model: all policies where it is sure of itself, then a closer look at
-    # some of them: codecs, lengths, and what it cannot do.
+    # Within an hour on two cores with the bundled model: all policies in cells that it answers well, then some policies
+    # with codecs, at other lengths, and in cells that it cannot answer.
     "default": (
-        Block(("multikey",), HAYSTACK_NAMES, (2048,), 20, variants=VARIANTS),
-        Block(("digits32",), ("dense",), (2048,), 20, variants=VARIANTS),
-        Block(("digits64",), ("prose",), (2048,), 20, variants=VARIANTS),
-        Block(("multikey",), HAYSTACK_NAMES, (2048,), 20, ENCODED, codecs=CODECS),
-        Block(("digits32",), ("dense",), (2048,), 20, ENCODED, codecs=CODECS),
-        Block(("digits64",), ("prose",), (2048,), 20, ENCODED, codecs=CODECS),
-        Block(("multikey",), HAYSTACK_NAMES, (2048,), 20, EXPORTED, export=True),
-        Block(("digits32",), ("dense",), (2048,), 20, EXPORTED, export=True),
-        Block(("digits64",), ("prose",), (2048,), 20, EXPORTED, export=True),
+        *(replace(block, variants=VARIANTS) for block in _SURE),
+        *(replace(block, policies=ENCODED, codecs=CODECS) for block in _SURE),
+        *(replace(block, policies=EXPORTED, export=True) for block in _SURE),
         Block(("multikey",), ("prose", "dense"), (1024, 4096), 10, FEATURED, (0.5, 0.875)),
         Block(("multikey",), ("prose",), (8192,), 10, FEATURED, (0.5, 0.875)),
         Block(("multivalue", "multiquery", "vt"), ("prose",), (2048,), 10, FEATURED, (0.5, 0.875)),
