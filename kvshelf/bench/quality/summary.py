@@ -147,7 +147,7 @@ class Summary:
 
 
 def _added(outcomes: Sequence[Outcome], baseline: Sequence[Outcome]) -> float:
-    """See `Entry.compress_share`. Within one prefill if possible: two of them differ by more than most policies take."""
+    """See `Entry.compress_share`. Within one prefill if possible: two differ by more than most policies take."""
     compress_s, prefill_s = (fmean(getattr(one, name) for one in outcomes) for name in ("compress_s", "prefill_s"))
     plain = [outcome.prefill_s for outcome in baseline if outcome.refused is None]
     if not plain or not any(outcome.probe_tokens for outcome in outcomes):
