@@ -1,4 +1,4 @@
-"""What this device can do at most, measured: the rates that everything else is a share of."""
+"""The ceilings of this device, measured: rates that the figures of the benches are a share of."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from kvshelf.bench.measure import cost
 
 _BUFFER_BYTES = {"cpu": 512 << 20, "cuda": 2 << 30}
-"""Beyond every cache: some processors have hundreds of megabytes of it."""
+"""Larger than every processor cache, of which some have hundreds of megabytes."""
 
 _MATMUL_SIZE = {"cpu": 2048, "cuda": 8192}
 _REPEATS = 7
@@ -23,7 +23,7 @@ def read_bandwidth(device: torch.device) -> float:
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second of copying memory, what is read and what is written both counted."""
+    """Bytes per second of copying memory, read and written bytes both counted."""
     source = torch.ones(_BUFFER_BYTES[device.type] // 4, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / _median_s(lambda: target.copy_(source), device)

@@ -1,4 +1,4 @@
-"""What every bench needs: the machine it ran on, medians of interleaved rounds, and an honest interval."""
+"""Shared by all benches: the machine, medians of interleaved rounds, and confidence intervals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ResultT = TypeVar("ResultT")
 
 
 def machine() -> dict[str, Any]:
-    """Where the numbers come from."""
+    """The machine and the versions that the figures belong to."""
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
@@ -38,7 +38,7 @@ def machine() -> dict[str, Any]:
 
 
 def load_warning(where: Mapping[str, Any]) -> str:
-    """What to say of a `machine()` on which more processes want to run than it has cores; empty of any other.
+    """A warning if the load of a `machine()` exceeds its cores, otherwise "".
 
     Process time stays usable then, wall time does not. A refusal would make the bench useless on a shared machine.
     """
@@ -65,7 +65,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one run took. `seconds` are what a bench compares: process time on a CPU, wall time on a GPU."""
+    """The time of one run. Benches compare `seconds`: process time on a CPU, wall time on a GPU."""
 
     seconds: float
     wall_s: float
@@ -83,7 +83,7 @@ def clock(device: torch.device) -> Callable[[], float]:
     """The clock of a device, in seconds.
 
     On a CPU the processor time of all threads of this process, which neighbours hardly disturb. On a GPU the wall
-    clock, read when the GPU has done all that was asked of it: the process itself only waits.
+    clock, read once the GPU has finished all queued work, as the process itself only waits.
     """
     if device.type != "cuda":
         return time.process_time
@@ -107,8 +107,8 @@ def cost(run: Callable[[], object], device: torch.device) -> Cost:
 def interleaved(variants: Mapping[KeyT, Callable[[], ResultT]], rounds: int) -> dict[KeyT, list[ResultT]]:
     """Run every variant once per round, in order, and collect what each returns.
 
-    Interleaved, because a neighbour that slows the machine for a while then slows all variants alike; ratios are taken
-    within a round. One round before the first is thrown away.
+    In interleaved rounds a neighbour that slows the machine for a while slows all variants alike; ratios are taken
+    within a round. One round before the first does not count.
     """
     results: dict[KeyT, list[ResultT]] = {name: [] for name in variants}
     for counted in [False] + [True] * rounds:
@@ -135,12 +135,12 @@ def wilson(hits: float, trials: float) -> tuple[float, float]:
 def clustered_wilson(clusters: Sequence[tuple[int, int]]) -> tuple[float, float]:
     """95 % interval of a share whose trials come in clusters of (hits, trials), such as the questions of a document.
 
-    Answers from one cache stand and fall together, so n questions tell less than n documents would. Wilson's interval
-    is taken at the effective number of trials, n divided by the design effect (Kish, 1965; for Wilson's interval: Dean
-    and Pagano, 2015): the variance of the share as the spread between clusters gives it, over that of n independent
-    trials. It is held between 1 and the size of a cluster, beyond which an estimate from few clusters is noise. Where
-    all answers are right, or all are wrong, no spread can be seen and every trial counts, as is the custom of surveys
-    (NCHS, 2017). A bootstrap over documents has no width at all there, which is where most cells of a good policy are.
+    Answers from one cache are correlated, so n questions tell less than n documents would. Wilson's interval is taken
+    at the effective number of trials, n divided by the design effect (Kish, 1965; for Wilson's interval: Dean and
+    Pagano, 2015): the variance of the share estimated from the spread between clusters, over that of n independent
+    trials. The effect is held between 1 and the size of a cluster, beyond which an estimate from few clusters is noise.
+    If all answers are right, or all wrong, there is no spread and every trial counts, as in surveys (NCHS, 2017). A
+    bootstrap over documents would have no width there, where most cells of a good policy are.
     """
     hits, trials = sum(hit for hit, _ in clusters), sum(size for _, size in clusters)
     share = hits / trials
@@ -165,7 +165,7 @@ def status_bytes(field: str) -> int:
 
 
 def _version(package: str) -> str | None:
-    """Not read from the imported module: the bench of the kernels runs where only torch is installed."""
+    """Not read from the imported module: the bench of the kernels runs with torch alone."""
     try:
         return version(package)
     except PackageNotFoundError:

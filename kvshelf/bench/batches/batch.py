@@ -1,8 +1,8 @@
-"""What a batch costs beside the work itself: a run through Ray against bare loops of `compress` and `put`.
+"""The overhead of a batch: a run through Ray against bare loops of `compress` and `put`.
 
-Both do the same documents on as many processes, each with one thread of torch, without measuring quality (a bare loop
-measures none), into fresh shelves on disk, one after the other in each round. Starting Ray, replicas and processes is
-in neither time; the run's own stages start within its time. Process time is that of all processes, Ray's too.
+Both process the same documents on as many processes, each with one thread of torch, without measuring quality, into
+fresh shelves on disk, one after the other in each round. Neither time includes the start of Ray, replicas or processes;
+the run's own stages start within its time. Process time is that of all processes, Ray's too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass(frozen=True)
 class BatchCost:
-    """Seconds on the clock and of processes, for all documents; tokens are the same for both ways."""
+    """Seconds of the clock and of all processes, for all documents; both ways have the same tokens."""
 
     tokens: int
     wall_s: float
@@ -41,7 +41,7 @@ class BatchCost:
 
 @dataclass(frozen=True)
 class Memory:
-    """Resident bytes of the driver and of the largest other process, with a tenth of the rows done and at the end."""
+    """Resident bytes of the driver and of the largest other process, after a tenth of the rows and at the end."""
 
     driver_early: int
     driver_end: int
@@ -94,7 +94,7 @@ def _loop(bench: Connection, documents: Sequence[list[int]], model: str, store: 
 
 
 def batch_run(corpus: Sequence[list[int]], model: str, replicas: int) -> tuple[BatchCost, Memory, float]:
-    """The same documents through a run; its cost, its memory, and the seconds of the same batch when all is there."""
+    """A run over the same documents: cost, memory, and the seconds of a second run that finds all on the shelf."""
     with TemporaryDirectory() as folder, ray_cluster(None, min_cpus=replicas):
         from kvshelf.workers.cluster import deployment
 
@@ -127,7 +127,7 @@ def _run(corpus: Sequence[list[int]], engines: Any, store: StoreConfig, journal:
 
 
 def _tree() -> list[int]:
-    """This process and all below it."""
+    """This process and its descendants."""
     found = [os.getpid()]
     for pid in found:
         with suppress(OSError):
@@ -137,7 +137,7 @@ def _tree() -> list[int]:
 
 
 def _tree_s() -> float:
-    """Processor seconds of the tree, of children that have ended too."""
+    """Processor seconds of the tree, ended children included."""
     total = 0
     for pid in _tree():
         with suppress(OSError):
@@ -146,7 +146,7 @@ def _tree_s() -> float:
 
 
 def _resident() -> tuple[int, int]:
-    """Bytes of this process, and of the largest below it."""
+    """Resident bytes of this process, and of its largest descendant."""
     sizes = []
     for pid in _tree():
         with suppress(OSError):

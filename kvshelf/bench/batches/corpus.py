@@ -1,6 +1,6 @@
 """The documents of the bench of batches, and how a run reads them.
 
-Apart from the bench, which needs torch: the process that reads a corpus imports this module, and no model.
+Apart from the bench, which needs torch: the process that reads the corpus imports this module and no model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ POLICY: Final = "knorm"
 
 
 def made_corpus(documents: int, seed: int = 0) -> list[list[int]]:
-    """Token ids that mean nothing."""
+    """Random token ids."""
     chance = random.Random(seed)
     low, high = math.log(SHORTEST), math.log(LONGEST)
     return [

@@ -102,7 +102,7 @@ def make_facts(rng: random.Random, digits: Sequence[int]) -> list[Fact]:
 
 
 def distinct_facts(rng: random.Random, digits: Iterable[int]) -> Iterator[Fact]:
-    """The facts of `make_facts`, each drawn when it is asked for, so that `digits` may have no end."""
+    """The facts of `make_facts`, drawn lazily: `digits` may be endless."""
     things: set[str] = set()
     values: set[str] = set()
     for length in digits:

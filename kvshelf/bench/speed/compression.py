@@ -1,4 +1,4 @@
-"""What compression adds to the prefill it runs in, policy by policy, with kvpress beside it."""
+"""The time that compression adds to its prefill, policy by policy, beside kvpress."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ONE_PASS = (
     "streaming_llm", "knorm", "keydiff", "tova", "snapkv", "pyramidkv", "chunkkv", "lagkv", "expected_attention", "h2o",
     "ems",
 )  # fmt: skip
-"""The policies that add nothing to the forward pass but their own work."""
+"""The policies without a forward pass of their own."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,7 @@ class CompressionCost:
 
 @dataclass(frozen=True)
 class CompressionCosts:
-    """The rows of one length. `same`: the plain prefill over itself, run twice a round: what lies within its range is
-    noise."""
+    """The rows of one length. `same`: the plain prefill over itself, run twice a round; its range is noise."""
 
     tokens: int
     same: Spread
@@ -91,7 +90,7 @@ def compression_costs(
 
 
 def plain_prefill(subject: Subject, ids: Sequence[int]) -> Cost:
-    """The model under its own attention, keeping its cache, as anyone without a shelf runs it."""
+    """The model under its own attention, keeping its cache, as without a shelf."""
     model = subject.engine.model
     given = torch.tensor([ids], device=model.device)
     with torch.no_grad():
@@ -143,9 +142,9 @@ class _HookTime:
 
 @contextmanager
 def _hook_time(engine: Engine, device: torch.device) -> Iterator[_HookTime]:
-    """Inside the block, what every `ForwardContext` of the engine takes after each layer's attention is added up.
+    """Inside the block, adds up the time of every `ForwardContext` of the engine after each layer's attention.
 
-    `Compression.compress_s` is wall time; this is the same stretch under the bench's clock, taken as kvpress's hook is.
+    `Compression.compress_s` is the same stretch in wall time; this is under the bench's clock, as kvpress's hook is.
     """
     spent = _HookTime()
 
@@ -162,7 +161,7 @@ def _hook_time(engine: Engine, device: torch.device) -> Iterator[_HookTime]:
 
 
 class _TimedContext:
-    """A `ForwardContext` around another, which adds up the seconds spent in it."""
+    """A `ForwardContext` around another one that adds up the seconds spent in it."""
 
     def __init__(self, inner: ForwardContext, spent: _HookTime, now: Callable[[], float]) -> None:
         self.probe_lengths = inner.probe_lengths

@@ -1,4 +1,4 @@
-"""How many tokens per second many questions get together, beside one question after the other."""
+"""New tokens per second of many questions at once, beside one question after the other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DOCUMENT_TOKENS = 2048
 NEW_TOKENS = 64
 
 _ALONE = 8
-"""At most so many questions are answered one at a time for the comparison: their rate does not depend on how many."""
+"""Most questions answered one at a time for the comparison, as their rate does not depend on their number."""
 
 _Count = tuple[str, int]
 
@@ -59,7 +59,7 @@ class Decodings:
 def decodings(
     subject: Subject, questions: Sequence[int], rounds: int, progress: Callable[[], None] = lambda: None
 ) -> Decodings:
-    """Every number of `questions`, on as many documents and on one that all share."""
+    """Every number of `questions`, on a document each and on one shared document."""
     bandwidth = read_bandwidth(subject.device)
     engine = subject.engine
     caches = [engine.compress(subject.tokens(DOCUMENT_TOKENS, seed=10 + i)) for i in range(max(questions))]
@@ -75,7 +75,7 @@ def decodings(
 
 @contextmanager
 def _endless_answers(subject: Subject) -> Iterator[None]:
-    """Inside the block no token ends an answer, so that all are equally long."""
+    """Inside the block no token ends an answer: all are equally long."""
     config = subject.engine.model.generation_config
     before, config.eos_token_id = config.eos_token_id, []
     try:
@@ -161,7 +161,7 @@ def _question(subject: Subject, i: int) -> list[int]:
 def _step_bytes(subject: Subject, documents: Sequence[CompressedCache], rows: int) -> int:
     """Bytes that a decode step of `rows` answers must read: weights, one cache per document, one suffix per row."""
     model = subject.engine.model
-    # The embedding is read one row per token; where it is tied it is the head as well, and then it is read in full.
+    # The embedding is read one row per token; a tied one is the head as well, and read in full.
     embedding = model.get_input_embeddings().weight
     tied = model.get_output_embeddings().weight is embedding
     weights = sum(int(parameter.nbytes) for parameter in model.parameters()) - (0 if tied else int(embedding.nbytes))

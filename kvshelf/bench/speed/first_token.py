@@ -1,4 +1,4 @@
-"""What an answer's first token costs from the shelf, beside prefilling the document again."""
+"""The cost of an answer's first token from the shelf, beside prefilling the document again."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.base import Store
 
 LEVELS = (("full", 0.0), ("keydiff", 0.75), ("keydiff", 0.875))
-"""Policies and the fraction each removes. Which entries stay does not matter here, only how many."""
+"""Policies and the fraction each removes. Only the number of kept entries matters here."""
 
 _ASKED = 5
-"""Times that one way asks in its turn, after one that does not count."""
+"""Questions of one way in its turn, after one that does not count."""
 
 _AGAIN, _AGAIN_TWICE, _ALONE = "again", "again, a second time", "alone"
 
@@ -60,7 +60,7 @@ class FirstToken:
 @dataclass(frozen=True)
 class FirstTokens:
     """The rows of one length. again_s: the model alone on document and question; `same`: that over itself, run twice a
-    round. alone: the model on the question without any document, which nothing can be faster than."""
+    round. alone: the model on the question without a document, the limit of all ways."""
 
     tokens: int
     again_s: Spread
@@ -78,11 +78,11 @@ def first_tokens(
 ) -> FirstTokens:
     """Every level from every place, interleaved with prefilling again.
 
-    The question is always `QUESTION_TOKENS` long. Files are in the page cache: they have just been written. Each way
-    asks six times in its turn, and the median of the last five counts: the weights of a replica that answers questions
-    are in the processor's cache, after the prefills of the same round they are not; and a few dozen milliseconds vary
-    by half where a prefill's many seconds do not. The stores may be somebody's: a cache that was not there before is
-    deleted in the end.
+    The question is always `QUESTION_TOKENS` long. Files have just been written and are in the page cache. Each way asks
+    six times in its turn, and the median of the last five counts: a replica that answers questions has its weights in
+    the processor's cache, which the prefills of the same round fill with other data; and a few dozen milliseconds vary
+    by half while a prefill's many seconds do not. The stores may be in use: only caches that the bench added are
+    deleted.
     """
     document, question = subject.tokens(tokens, seed=2), subject.tokens(QUESTION_TOKENS, seed=3)
     variants: dict[tuple[str, float, str], Callable[[], _Asked]] = {
@@ -147,7 +147,7 @@ def _ways(
     question: list[int],
     cleanup: ExitStack,
 ) -> Iterator[tuple[str, Callable[[], _Asked]]]:
-    """The places that `cache` can come from, and how to ask after it has come from there. Puts it there."""
+    """Puts `cache` in every place that it can come from, and says how to ask from there."""
     yield "memory", lambda: _ask(subject, lambda: cache, question)
     for name, store in stores.items():
         cache_id = _put(store, cache, cleanup)
@@ -164,7 +164,7 @@ def _ways(
 
 
 def _put(store: Store, cache: CompressedCache, cleanup: ExitStack) -> str:
-    """Returns its id. Unless it was there before, `cleanup` deletes it, also when putting it is interrupted."""
+    """Returns the id. Unless the cache was there before, `cleanup` deletes it, also after an interrupted put."""
     cache_id = store.cache_id(cache.identity)
     try:
         store.stat(cache_id)
@@ -195,7 +195,7 @@ def _ask_model(
     fetch: Callable[[], DynamicCache | None] = lambda: None,
     positions: Tensor | None = None,
 ) -> _Asked:
-    """The model under its own attention, as anyone without a shelf runs it."""
+    """The model under its own attention, as without a shelf."""
     model = subject.engine.model
     given = torch.tensor([ids], device=subject.device)
 

@@ -1,4 +1,4 @@
-"""Shelves that the bench makes for itself, and the same bytes on the same medium without kvshelf."""
+"""Shelves of the bench's own, and the same bytes on the same medium without kvshelf."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ _DRAIN: Final = 1000  # keys that are removed at once
 class Bare(abc.ABC):
     """The bytes of a blob on a medium, written and read without kvshelf.
 
-    `writes` and `reads` are the ways to do it; the one that is called `limit` is what reading through kvshelf is a
-    share of, `peer`, if there is one, what one would use instead. `remove` comes before each of `writes`, outside its
-    time: `put` is timed where no cache is, too.
+    `writes` and `reads` are the ways to do it. Reading through kvshelf is a share of the way `limit`; `peer`, if any,
+    is what one would use instead of kvshelf. `remove` precedes each of `writes`, outside its time, as `put` is timed
+    without the cache on the shelf, too.
     """
 
     writes: Ways
@@ -56,7 +56,7 @@ class Bare(abc.ABC):
 
     @abc.abstractmethod
     def remove(self) -> None:
-        """Remove what `writes` write, if it is there."""
+        """Remove the bytes that `writes` write, if present."""
 
 
 class Home(abc.ABC):
@@ -67,7 +67,7 @@ class Home(abc.ABC):
 
     @abc.abstractmethod
     def open(self) -> tuple[Index, Blobs]:
-        """The two halves of a `Shelf`, apart: so that manifests can be published without writing caches."""
+        """The two halves of a `Shelf`, to publish manifests without writing caches."""
 
     @abc.abstractmethod
     def bare(self, packed: PackedBlob) -> Bare:
@@ -75,7 +75,7 @@ class Home(abc.ABC):
 
     @abc.abstractmethod
     def remove(self) -> None:
-        """Remove all that was made."""
+        """Remove everything that this home made."""
 
     def translated(self) -> AbstractContextManager[None]:
         """Inside the block, errors of the medium's own client are those of a store."""
@@ -86,7 +86,7 @@ class Home(abc.ABC):
 def made_in(url: str | None) -> Iterator[Home]:
     """A home in the place of a URL, `disk:///folder` or `redis://host`; without one, in a temporary folder.
 
-    It is removed when the block ends; what else is there is left alone. Raises `InvalidRequest`.
+    It is removed when the block ends; everything else in the place stays. Raises `InvalidRequest`.
     """
     home = DiskHome(Path(tempfile.gettempdir())) if url is None else _home(url)
     with home.translated():
@@ -131,14 +131,14 @@ class DiskHome(Home):
 
 
 class BareFile(Bare):
-    """A file. It has just been written, so it is read from the page cache."""
+    """A file, just written and so read from the page cache."""
 
     limit = DISK_LIMIT
 
     def __init__(self, path: Path, packed: PackedBlob) -> None:
         self._path = path
         self._buffers = list(packed.buffers)
-        self._sizes = [sum(map(len, part)) for part in packed.parts]  # what a shelf reads and digests at once
+        self._sizes = [sum(map(len, part)) for part in packed.parts]  # a shelf reads and digests one at a time
         self._reused = memoryview(bytearray(packed.nbytes))
         self._write()
         self.writes = {"file, fsync": self._write}
@@ -179,7 +179,7 @@ class RedisHome(Home):
         parts = urlsplit(url)
         query = dict(parse_qsl(parts.query)) | {"prefix": self._prefix}
         self.url = parts._replace(query=urlencode(query)).geturl()
-        address.parse(url)  # as it was given: what is wrong with it must not be hidden by what was done to it
+        address.parse(url)  # the given URL: the changes above must not hide what is wrong with it
         self._address = address.parse(self.url)
         self._client = self._connected()
 
@@ -211,7 +211,7 @@ class RedisHome(Home):
         return translated(self._address)
 
     def _connected(self) -> redis.Redis:
-        """A plain client of redis-py, as one would write it without kvshelf."""
+        """A plain client of redis-py, as written without kvshelf."""
         import redis
 
         place = self._address
@@ -232,7 +232,7 @@ class RedisHome(Home):
 
 
 class BareValues(Bare):
-    """The bytes in chunks of the shelf's size, and as one value where Redis takes that."""
+    """The bytes in chunks of the shelf's size, and as one value if Redis takes that."""
 
     limit = REDIS_LIMIT
 
@@ -262,11 +262,11 @@ class BareValues(Bare):
         self._client.delete(self._key)
 
     def _read(self) -> None:
-        """All chunks are asked for at once, and each is digested as it is there: what a client can do at best."""
+        """Asks for all chunks at once and digests each as it arrives: the best that a client can do."""
         pool = self._client.connection_pool
         connection = pool.get_connection()
         try:
-            # redis-py connects and authenticates; it has no name for the socket without an underscore.
+            # redis-py connects and authenticates; only a private name gives its socket.
             sock: socket.socket = connection._sock  # type: ignore[assignment]
             sock.sendall(b"".join(b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(k), k.encode()) for k in self._chunks))
             rest = self._reused

@@ -1,4 +1,4 @@
-"""How long a shelf with very many caches takes to open, to list and to be kept in order."""
+"""The time to open, list and maintain a shelf with very many caches."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Manifests:
 
 
 def manifests(home: Home, count: int, rounds: int, progress: Callable[[], None] = lambda: None) -> Manifests:
-    """Publish `count` caches, then ask a process of its own. `progress` is called for each."""
+    """Publish `count` caches, calling `progress` for each, then measure in a fresh process."""
     index, blobs = home.open()
     template = _template(index.key)
     try:
@@ -63,7 +63,7 @@ def manifests(home: Home, count: int, rounds: int, progress: Callable[[], None] 
 
 
 def _template(key: bytes) -> Manifest:
-    """A manifest as a model of 32 layers has it."""
+    """A manifest of a model of 32 layers."""
     cache = random_cache(0.0, _LAYERS)
     return describe(
         cache,
@@ -87,7 +87,7 @@ def _numbered(template: Manifest, number: int) -> Manifest:
 
 
 def _publish(index: Index, blobs: Blobs, manifest: Manifest) -> None:
-    content = memoryview(manifest.id.encode())  # not a blob: nobody reads it here
+    content = memoryview(manifest.id.encode())  # not a blob, as nothing reads it here
     writing = Writing(new_name(manifest.id), manifest.id, manifest.tenant, len(content))
     index.begin(writing, Quota())
     blobs.write(writing.name, [content], len(content), on_step=_ignored)
@@ -100,12 +100,12 @@ def _ignored(step: str) -> None:
 
 def _ask(url: str, middle: Manifest, rounds: int) -> tuple[dict[str, Spread], int]:
     """Seconds of each call, and the bytes by which this process grew. Runs in a process of its own."""
-    open_store(url).close()  # loads what is to be loaded
+    open_store(url).close()  # imports happen here
     before = status_bytes("VmHWM")
     calls_s = {"open, first stat": _spread([_opened(url, middle.id) for _ in range(rounds)])}
     with open_store(url) as store:
         for name, call in _calls(store, middle).items():
-            call()  # as with every measurement, the first does not count
+            call()  # the first call does not count
             calls_s[name] = _spread([timed(call) for _ in range(rounds)])
     return calls_s, status_bytes("VmHWM") - before
 

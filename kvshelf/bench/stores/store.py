@@ -1,4 +1,4 @@
-"""What it costs to put a cache on a shelf and to get it back, beside the same bytes without kvshelf."""
+"""The cost of putting a cache on a shelf and getting it back, beside the same bytes without kvshelf."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ STEPS: Final[Mapping[str, str]] = {
     "verified": "read back",
     "published": "publish",
 }
-"""The steps of a write as a home tells them, and what was done between the step before and this one. "begin" is
-laying out and digesting the blob, and registering the write."""
+"""The steps that a home reports during a write, and the work between the previous step and this one. "begin" lays out
+and digests the blob, and registers the write."""
 
 _Timed = dict[str, Callable[[], Cost]]
 
@@ -51,7 +51,7 @@ _Timed = dict[str, Callable[[], Cost]]
 class Way:
     """One way to write or read the bytes. wall_s, cpu_s: seconds of a call, the latter of this process alone.
 
-    ours, ours_cpu: how many times as fast `put` or `get` is within a round, by either clock; of them themselves 1.
+    ours, ours_cpu: how many times as fast `put` or `get` is within a round, by either clock; 1 for these themselves.
     """
 
     wall_s: Spread
@@ -62,7 +62,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Throughput:
-    """One size on one home. steps_s: what `put` consists of, seconds by the clock. limit, peer: names among `ways`."""
+    """One size on one home. steps_s: seconds by the clock of each step of `put`. limit, peer: names among `ways`."""
 
     home: str
     nbytes: int
@@ -99,7 +99,7 @@ def throughput(home: Home, megabytes: float, layers: int, rounds: int) -> Throug
 
 
 def random_cache(megabytes: float, layers: int, *, seed: int = 0) -> CompressedCache:
-    """A cache of about so many millions of bytes: bfloat16, every head with an eighth of the document's entries."""
+    """A cache of about `megabytes` million bytes: bfloat16, in each head an eighth of the document's entries."""
     kept = max(1, round(megabytes * 1e6 / (layers * KV_HEADS * _ENTRY_BYTES)))
     tokens = round(kept / (1 - _REMOVED))
     generator = torch.Generator().manual_seed(seed)
@@ -121,7 +121,7 @@ def random_cache(megabytes: float, layers: int, *, seed: int = 0) -> CompressedC
 
 
 def _layer(kept: int, tokens: int, generator: torch.Generator) -> Kept:
-    def numbers() -> torch.Tensor:  # any bits: to draw a normal distribution takes several times as long
+    def numbers() -> torch.Tensor:  # random bits: a normal distribution takes several times as long to draw
         bits = torch.randint(-(1 << 15), 1 << 15, (KV_HEADS * kept, HEAD_DIM), dtype=torch.int16, generator=generator)
         return bits.view(torch.bfloat16)
 
@@ -135,7 +135,7 @@ def _layer(kept: int, tokens: int, generator: torch.Generator) -> Kept:
 
 
 def timed(run: Callable[[], object]) -> Cost:
-    """Time one call. What it returns is let go of after that: a caller would keep it."""
+    """Time one call. Its result is freed outside the time, as a caller would keep it."""
     started_wall, started = time.perf_counter(), time.process_time()
     result = run()
     found = Cost(time.process_time() - started, time.perf_counter() - started_wall)
@@ -144,7 +144,7 @@ def timed(run: Callable[[], object]) -> Cost:
 
 
 class _Steps:
-    """Hears the steps of puts, and keeps how long each took."""
+    """Observes the steps of puts, and records the time of each."""
 
     def __init__(self) -> None:
         self._last = 0.0
@@ -160,7 +160,7 @@ class _Steps:
             self._last = now
 
     def spreads(self, rounds: int) -> dict[str, Spread]:
-        """Of the last so many puts."""
+        """Of the last `rounds` puts."""
         return {name: Spread.of(seconds[-rounds:]) for name, seconds in self._taken.items()}
 
 
@@ -177,7 +177,7 @@ def _write(bare: Bare, run: Callable[[], object]) -> Cost:
 
 
 def _first_layer(store: Store, cache_id: str) -> Cost:
-    """As a question does it: one thread reads, another waits for the first layer. The rest is read outside the time."""
+    """As for a question: one thread reads, another waits for the first layer. The rest is read outside the time."""
     with ThreadPoolExecutor(1) as reader:
 
         def wait() -> None:
