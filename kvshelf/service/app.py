@@ -126,7 +126,7 @@ async def _take_stock(store: Store) -> None:
     """Logs once what the store contains. A background task, because checking a large store takes a while."""
     try:
         usage = await asyncio.to_thread(store.usage)
-        unfinished = await asyncio.to_thread(store.ledger.unfinished)
+        unfinished = await asyncio.to_thread(store.requests.unfinished)
         health = await asyncio.to_thread(store.health)
         problems = await asyncio.to_thread(store.check)
     except KvshelfError as error:

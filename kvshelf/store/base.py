@@ -14,7 +14,7 @@ from kvshelf.store.artifact.identity import Identity
 from kvshelf.store.blobs import Health
 from kvshelf.store.jobs.batches import Batches
 from kvshelf.store.jobs.files import Files
-from kvshelf.store.jobs.ledger import Ledger
+from kvshelf.store.jobs.requests import Requests
 from kvshelf.store.manifest import Judgement, Manifest, Usage
 from kvshelf.store.types import UNSET, BlobFile, Page, Receipt, Scrubbed, Swept, Unset
 
@@ -26,7 +26,7 @@ class Store(abc.ABC):
     same `CacheNotFound`, word for word. Every method may raise `StoreUnavailable` when the home does not work.
     """
 
-    ledger: Ledger
+    requests: Requests
     files: Files
     batches: Batches
 

@@ -17,8 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from kvshelf.errors import QuotaExceeded, StorageFull, StoreUnavailable
-from kvshelf.store.jobs.ledger import Ledger
-from kvshelf.store.jobs.table import Docket
+from kvshelf.store.jobs.table import JobTable
 from kvshelf.store.manifest import Manifest, Usage
 
 EntryState = Literal["ready", "corrupt", "expired", "evicted", "deleted"]
@@ -165,9 +164,7 @@ class Index(abc.ABC):
     key: bytes
     """32 secret bytes that key the content addresses of this home."""
 
-    ledger: Ledger
-
-    docket: Docket
+    jobs: JobTable
 
     write_lease_s: float
     """How long a writer may be silent; usually `WRITE_LEASE_S`."""

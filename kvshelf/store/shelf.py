@@ -19,7 +19,9 @@ from kvshelf.store.base import Store
 from kvshelf.store.blobs import Blobs, Health, Step
 from kvshelf.store.index import KEEP_ENDED_S, Entry, Index, Query
 from kvshelf.store.jobs.batches import Batches
+from kvshelf.store.jobs.bodies import Bodies
 from kvshelf.store.jobs.files import Files
+from kvshelf.store.jobs.requests import Requests
 from kvshelf.store.manifest import Judgement, Manifest, Usage, describe, source_digest
 from kvshelf.store.reader import Reader, require_root
 from kvshelf.store.rules import Rules
@@ -40,15 +42,16 @@ class Shelf(Store):
         on_step: Step = lambda _: None,
     ) -> None:
         """now: the wall clock, Unix seconds. on_step: called at each step of a write, see `Blobs.write`."""
-        self.ledger = index.ledger
         self._index = index
         self._blobs = blobs
         self._rules = rules or Rules()
         self._now = now
         self._reader = Reader(index, blobs, self._rules, now)
         self._writer = Writer(index, blobs, self._rules, now, on_step)
-        self.files = Files(index.docket, index, blobs, self._writer, self._rules, now)
-        self.batches = Batches(index.docket)
+        bodies = Bodies(index, blobs, self._writer, self._rules)
+        self.files = Files(index.jobs, bodies, now)
+        self.requests = Requests(index.jobs, bodies, now)
+        self.batches = Batches(index.jobs)
 
     def close(self) -> None:
         self._index.close()
@@ -301,7 +304,7 @@ class Shelf(Store):
             expired=housekeeping.expire(self._index, self._blobs, now),
             orphans=orphans,
             tombstones=self._index.forget(now - KEEP_ENDED_S),
-            requests=self.ledger.forget(now - KEEP_ENDED_S),
+            requests=self.requests.forget(now),
             files=self.files.sweep(now),
             batches=self.batches.forget(now),
         )

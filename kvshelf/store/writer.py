@@ -106,20 +106,24 @@ class Writer:
         return True
 
     def put_file(
-        self, key: str, tenant: str, content: Content, keep: Callable[[str, int], None], *, quota: Quota
+        self, key: str, tenant: str, content: Content, keep: Callable[[str, int], bool], *, quota: Quota
     ) -> None:
-        """Store bytes that belong to no cache. `keep` is told their name and size, and must hold them (`Docket.add`).
+        """Store bytes that belong to no cache.
 
-        key: under which the write is registered, of the form of a cache's id. quota: in place of that of the rules.
+        keep: is told their name and size; it has an item of the job table hold them and returns True, or False if they
+        are to be removed. key: the write is registered under it; it has the form of a cache's id. quota: used in place
+        of that of the rules.
         """
         with self._writing(key, tenant, [content], source_only=True, quota=quota) as writing:
-            # For ever: an item of the docket ends with a sweep, whatever the server thinks of the time.
+            # Forever: an item of the job table ends with a sweep, whatever the server's clock says.
             self._keep_until(writing, None)
         try:
-            keep(writing.name, writing.source_bytes)
+            kept = keep(writing.name, writing.source_bytes)
         except StorageFull:
             self._discard(writing)
             raise
+        if not kept:
+            self._discard(writing)
 
     def would_seal_alike(self, entry: Entry) -> bool:
         """Whether an entry is sealed with the current sealing key; without a key, whether it is plain."""

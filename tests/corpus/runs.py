@@ -56,7 +56,7 @@ def until_at_rest(shelf: Store, tenant: str, seconds: float = 3) -> None:
 
     def at_rest() -> bool:
         nonlocal since
-        if any(record.tenant == tenant for record in shelf.ledger.unfinished()):
+        if any(record.tenant == tenant for record in shelf.requests.unfinished()):
             since = time.monotonic()
         return time.monotonic() - since > seconds
 
@@ -80,4 +80,4 @@ def require_order(crew: Crew, tenant: str = "me") -> None:
     """Nothing is left behind on the shelf or in the ledger."""
     with crew.store.open() as shelf:
         assert list(shelf.check()) == []
-        assert [record for record in shelf.ledger.unfinished() if record.tenant == tenant] == []
+        assert [record for record in shelf.requests.unfinished() if record.tenant == tenant] == []

@@ -1,4 +1,4 @@
-"""Homes of both kinds, for tests of what all homes promise: an index, a ledger, and a clock that goes on."""
+"""Homes of both kinds, for tests of what all homes promise: an index, bytes, and a clock that goes on."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from typing import Any
 
 import redis
 
-from kvshelf.store.blobs import new_name
+from kvshelf.store.blobs import WRITE_LEASE_S, Blobs, new_name
 from kvshelf.store.disk.database import Database
+from kvshelf.store.disk.folder import Folder
 from kvshelf.store.disk.index import SqliteIndex
 from kvshelf.store.index import Entry, Index, Quota, Writing
 from kvshelf.store.manifest import Manifest
 from kvshelf.store.redis import address
+from kvshelf.store.redis.blobs import RedisBlobs
 from kvshelf.store.redis.index import RedisIndex
 from kvshelf.store.redis.link import RedisLink
+from kvshelf.store.shelf import Shelf
 from tests.store.redis.servers import ValkeyServer
 
 NOW = time.time() + 1e6
@@ -31,6 +34,7 @@ class Home:
     ticks, whose length is tick_s."""
 
     connect: Callable[[float], Index]
+    blobs: Callable[[], Blobs]
     now: Callable[[], float]
     wait: Callable[[float], None]
     tick_s: float
@@ -38,6 +42,9 @@ class Home:
     def open(self, lease_ticks: float = 1000) -> Index:
         """As often as wanted. Who does not wait for leases gets long ones: the machine may be busy."""
         return self.connect(lease_ticks * self.tick_s)
+
+    def shelf(self, **options: Any) -> Shelf:
+        return Shelf(self.open(), self.blobs(), now=self.now, **options)
 
 
 class Clock:
@@ -59,7 +66,7 @@ def disk_home(folder: Path) -> Home:
         database = Database(folder, 30.0)
         return SqliteIndex(database, database.create(None), clock, lease_s)
 
-    return Home(connect, clock, clock.wait, 1.0)
+    return Home(connect, lambda: Folder.open_in(folder), clock, clock.wait, 1.0)
 
 
 def redis_home(url: str, tick_s: float = 0.2) -> Home:
@@ -67,7 +74,11 @@ def redis_home(url: str, tick_s: float = 0.2) -> Home:
         place = address.parse(url)
         return RedisIndex.open(RedisLink(place), place.prefix, write_lease_s=lease_s)
 
-    return Home(connect, time.time, lambda ticks: time.sleep(ticks * tick_s), tick_s)
+    def blobs() -> Blobs:
+        place = address.parse(url)
+        return RedisBlobs(RedisLink(place), place.prefix, WRITE_LEASE_S)
+
+    return Home(connect, blobs, time.time, lambda ticks: time.sleep(ticks * tick_s), tick_s)
 
 
 def empty_redis_home(server: ValkeyServer) -> Home:

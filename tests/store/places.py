@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,10 @@ class Place(abc.ABC):
         """The names of all bytes that lie here and can be read."""
 
     @abc.abstractmethod
+    def contents(self) -> Iterator[bytes]:
+        """All bytes that lie here: of caches, of the index, of jobs."""
+
+    @abc.abstractmethod
     def change(self, manifest: Manifest, how: Callable[[bytearray], bytearray | None]) -> None:
         """Change the stored bytes of a cache behind the store's back; None removes them. A source is left alone."""
 
@@ -63,6 +67,9 @@ class DiskPlace(Place):
 
     def names(self) -> set[str]:
         return {path.stem for path in (self.folder / "blobs").iterdir()}
+
+    def contents(self) -> Iterator[bytes]:
+        return (path.read_bytes() for path in self.folder.rglob("*") if path.is_file())
 
     def change(self, manifest: Manifest, how: Callable[[bytearray], bytearray | None]) -> None:
         files = (self.folder / "blobs").glob(f"{manifest.id.removeprefix('kvs_')}-*")
@@ -97,6 +104,21 @@ class RedisPlace(Place):
         keys = client.keys(f"{{{self.prefix}/*}}:[0-9]*")
         stay = [key for key in keys if not _goes_by_itself(client, key)]
         return {key.decode().partition("/")[2].partition("}")[0] for key in stay}
+
+    def contents(self) -> Iterator[bytes]:
+        client = self.server.client()
+        for key in client.keys(f"{{{self.prefix}[/}}]*"):
+            match client.type(key):
+                case b"string":
+                    yield client.get(key)
+                case b"hash":
+                    yield b"".join(client.hvals(key))
+                case b"list":
+                    yield b"".join(client.lrange(key, 0, -1))
+                case b"zset":
+                    yield b"".join(client.zrange(key, 0, -1))
+                case other:
+                    raise AssertionError(f"a key of type {other!r}")
 
     def change(self, manifest: Manifest, how: Callable[[bytearray], bytearray | None]) -> None:
         """The cache's bytes must fit into one chunk."""

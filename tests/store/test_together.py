@@ -153,12 +153,12 @@ def test_threads_share_a_store(place: Place) -> None:
 
 def test_one_of_many_gets_the_lease(place: Place, tmp_path: Path) -> None:
     with place.open() as store:
-        store.ledger.open_request("req_1", tenant="me", body=b"x")
+        store.requests.open("req_1", tenant="me", body=b"x")
 
     def work(number: int) -> None:
         with place.open() as store:
             try:
-                store.ledger.start_attempt("req_1", worker=f"w{number}", lease_s=60)
+                store.requests.start("req_1", worker=f"w{number}", lease_s=60)
                 (tmp_path / f"won{number}").touch()
             except StateConflict:
                 pass
@@ -166,4 +166,4 @@ def test_one_of_many_gets_the_lease(place: Place, tmp_path: Path) -> None:
     at_once(6, work)
     assert len(list(tmp_path.glob("won*"))) == 1
     with place.open() as store:
-        assert store.ledger.get_request("req_1", tenant="me").attempts == 1
+        assert store.requests.get("req_1", tenant="me").attempts == 1

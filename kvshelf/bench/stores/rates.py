@@ -22,7 +22,6 @@ from kvshelf.corpus.run.journal import FileJournal
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.identity import digest
 from kvshelf.store.disk.database import FILE_NAME
-from kvshelf.store.index import Index
 from kvshelf.store.redis.address import parse
 from kvshelf.store.redis.link import RedisLink
 from kvshelf.store.shelf import Shelf
@@ -38,7 +37,7 @@ _TICK_S: Final = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True)
 class HomeRates:
-    """Of one home. Seconds per document with a small cache, its ledger entries and manifest included.
+    """Of one home. Seconds per document with a small cache, its request and manifest included.
 
     clock_s: by the clock, one writer. process_s: processor time of the writer. server_s: of the Redis server, None for
     a folder. server_s_per_mb: what a megabyte of blob adds to that. index_bytes: kept per document besides its blob,
@@ -55,17 +54,16 @@ class HomeRates:
 
 
 def home_rates(home: Home, documents: int) -> HomeRates:
-    """Take so many rows through the ledger and put their caches."""
+    """Record so many rows as requests and put their caches."""
     small, large = random_cache(SMALL_MB, _LAYERS), random_cache(LARGE_MB, _LAYERS)
     small_bytes, fewer = small.pack().nbytes, max(8, documents // 50)
-    index, blobs = home.open()
-    with Shelf(index, blobs) as store:
-        _put(store, index, "warm", documents // 10 + 1, small)
+    with Shelf(*home.open()) as store:
+        _put(store, "warm", documents // 10 + 1, small)
         (server, kept), started, busy = _usage(home), time.perf_counter(), time.process_time()
-        _put(store, index, "small", documents, small)
+        _put(store, "small", documents, small)
         clock_s, process_s = time.perf_counter() - started, time.process_time() - busy
         server_small, kept_small = _usage(home)
-        _put(store, index, "large", fewer, large)
+        _put(store, "large", fewer, large)
         server_large, _ = _usage(home)
     each_small, each_large = (server_small - server) / documents, (server_large - server_small) / fewer
     per_mb = (each_large - each_small) / (large.pack().nbytes - small_bytes) * 1e6
@@ -81,15 +79,15 @@ def home_rates(home: Home, documents: int) -> HomeRates:
     )
 
 
-def _put(store: Shelf, index: Index, name: str, count: int, template: CompressedCache) -> None:
+def _put(store: Shelf, name: str, count: int, template: CompressedCache) -> None:
     """Put caches of `count` different documents as a replica does for rows: count the attempt, put, finish."""
     for number in range(count):
         request = f"row_{name}_{number}"
-        index.ledger.open_request(request, tenant="default", body=b"")
-        attempt = index.ledger.start_attempt(request, worker="bench", lease_s=_LEASE_S)
+        store.requests.open(request, tenant="default", body=b"")
+        attempt = store.requests.start(request, worker="bench", lease_s=_LEASE_S)
         identity = replace(template.identity, document=digest("bench.document", name, str(number)))
         manifest = store.put(replace(template, identity=identity))
-        index.ledger.finish(request, attempt, cache_ids=[manifest.id])
+        store.requests.finish(request, attempt, cache_ids=[manifest.id])
 
 
 def _usage(home: Home) -> tuple[float, float]:

@@ -35,7 +35,7 @@ from kvshelf.errors import (
 )
 from kvshelf.store.artifact.identity import canonical_json, digest
 from kvshelf.store.base import Store
-from kvshelf.store.jobs.ledger import RequestRecord
+from kvshelf.store.jobs.requests import RequestRecord
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.cluster.remote import RemoteEngine
 from kvshelf.workers.replica.attempts import LEASE_S, Standing, give_up
@@ -167,19 +167,19 @@ class Caller:
             case Standing.HELD:
                 return _POLL_S
             case Standing.SPENT:
-                await asyncio.to_thread(give_up, self._store.ledger, record)
+                await asyncio.to_thread(give_up, self._store.requests, record)
                 return 0.0
             case Standing.DUE:
                 return await self._attempt(call, record)
 
     def _record(self, call: _Call) -> RequestRecord:
         """The row in the ledger; written there if it is not, or if what an earlier run left is no end."""
-        ledger, tenant = self._store.ledger, self._options.tenant
+        requests, tenant = self._store.requests, self._options.tenant
         try:
-            record = ledger.get_request(call.id, tenant=tenant)
+            record = requests.get(call.id, tenant=tenant)
         except RequestNotFound:
             call.found = True
-            return ledger.open_request(call.id, tenant=tenant, body=b"")
+            return requests.open(call.id, tenant=tenant, body=b"")
         if record.state == "running" and record.attempts == call.lost:
             return self._excused(record)
         if call.found:
@@ -188,14 +188,14 @@ class Caller:
         code = None if record.error is None else record.error.code
         again = record.state == "failed" and (self._options.retry_failed or code in _NO_END)
         if again or (record.state == "done" and not self._manifests(record)):
-            return ledger.open_request(call.id, tenant=tenant, body=b"", again=True)
+            return requests.open(call.id, tenant=tenant, body=b"", again=True)
         return record
 
     def _excused(self, record: RequestRecord) -> RequestRecord:
         """The store took an attempt along when it went: nobody is at it, and it is not to count."""
-        ledger, lost = self._store.ledger, StoreUnavailable("the store was gone when this attempt ended")
-        ledger.fail(record.id, record.attempts, code=lost.code, message=lost.message, final=False, counted=False)
-        return ledger.get_request(record.id, tenant=record.tenant)
+        requests, lost = self._store.requests, StoreUnavailable("the store was gone when this attempt ended")
+        requests.fail(record.id, record.attempts, code=lost.code, message=lost.message, final=False, counted=False)
+        return requests.get(record.id, tenant=record.tenant)
 
     def _ended(self, call: _Call, record: RequestRecord) -> Result | float:
         if record.error is not None:
@@ -256,9 +256,9 @@ class Caller:
         return 0.0
 
     def _fail(self, call: _Call, error: KvshelfError, *, counted: bool = True) -> None:
-        ledger = self._store.ledger
-        attempt = ledger.start_attempt(call.id, worker="batch", lease_s=LEASE_S)
-        ledger.fail(call.id, attempt, code=error.code, message=error.message, final=True, counted=counted)
+        requests = self._store.requests
+        attempt = requests.start(call.id, worker="batch", lease_s=LEASE_S)
+        requests.fail(call.id, attempt, code=error.code, message=error.message, final=True, counted=counted)
 
     async def _drop(self, call: _Call) -> Result | None:
         """End a row in the ledger that nobody will work on: its replica lets go of it within a layer.
@@ -283,7 +283,7 @@ class Caller:
 
     def _dropped(self, call: _Call) -> RequestRecord:
         """The row as it was in the ledger, where it has ended now unless a replica holds it."""
-        record = self._store.ledger.get_request(call.id, tenant=self._options.tenant)
+        record = self._store.requests.get(call.id, tenant=self._options.tenant)
         if Standing.of(record) is Standing.DUE:
             self._fail(call, Cancelled("the batch was cancelled"), counted=False)
         return record

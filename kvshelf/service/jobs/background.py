@@ -1,7 +1,7 @@
-"""Creations that were accepted with 202. They are in the ledger before the answer goes out, and survive a restart.
+"""Creations accepted with 202. They are in the store before the answer goes out, and survive a restart.
 
-The queues here, one for each model, hold ids only; the ledger has the bodies. An attempt is counted in the ledger by
-the worker before it begins, so that a document that kills its worker is known after `MAX_ATTEMPTS` and given up.
+The queues here, one for each model, hold ids only; the store has the bodies. The worker counts an attempt in the store
+before it starts, so that a document that kills its workers is given up after `MAX_ATTEMPTS`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from kvshelf.api.strict import parse_request
 from kvshelf.errors import (
     CacheError,
     CacheNotFound,
+    InternalError,
     InvalidRequest,
     KvshelfError,
     QueueFull,
@@ -31,7 +32,7 @@ from kvshelf.service.fair_queue import Rounds
 from kvshelf.service.observe.logs import note
 from kvshelf.store.artifact.identity import canonical_json, digest
 from kvshelf.store.base import Store
-from kvshelf.store.jobs.ledger import RequestRecord
+from kvshelf.store.jobs.requests import RequestRecord
 from kvshelf.workers.replica.attempts import LEASE_S, Standing, give_up
 
 log = structlog.get_logger("kvshelf.service")
@@ -47,7 +48,7 @@ _FULL_PAUSE_S = 5.0  # about as long as it takes until one of many documents is 
 
 
 class Background:
-    """Works off the ledger's requests. `start` it on the event loop of the service, `stop` it once."""
+    """Works off the requests of the store. `start` it on the event loop of the service, `stop` it once."""
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class Background:
     async def submit(self, spec: CreateCache, tenant: str) -> RequestRecord:
         """Write a creation down, durably, and queue it. The same creation has the same id and is done once.
 
-        Raises `QueueFull` and `QuotaExceeded` for a new one: bodies that nobody may work on yet would fill the ledger.
+        Raises `QueueFull` and `QuotaExceeded` for a new one: bodies of waiting requests would fill the store.
         """
         body = canonical_json(spec.model_dump(mode="json", exclude_defaults=True))
         key = _Key(_PREFIX + digest("kvshelf.request", tenant, body), tenant, spec.model or "")
@@ -110,17 +111,17 @@ class Background:
     def _there(self, key: _Key) -> RequestRecord | None:
         """The request, unless it is to be opened: as a new one, or again."""
         try:
-            record = self._store.ledger.get_request(key.id, tenant=key.tenant)
+            record = self._store.requests.get(key.id, tenant=key.tenant)
         except RequestNotFound:
             return None
         return record if record.state != "failed" and self._on_shelf(record) else None
 
     def _open(self, key: _Key, body: bytes) -> RequestRecord:
         self._store.admit(key.tenant)
-        ledger = self._store.ledger
-        record = ledger.open_request(key.id, tenant=key.tenant, body=body)
+        requests = self._store.requests
+        record = requests.open(key.id, tenant=key.tenant, body=body)
         if not self._on_shelf(record):
-            record = ledger.open_request(key.id, tenant=key.tenant, body=body, again=True)
+            record = requests.open(key.id, tenant=key.tenant, body=body, again=True)
         return record
 
     def _on_shelf(self, record: RequestRecord) -> bool:
@@ -136,7 +137,7 @@ class Background:
     def _place(self, key: _Key) -> Iterator[None]:
         """One of the places of its tenant, for a request that is being written down. Raises `QueueFull`.
 
-        Counted here, not in the ledger: what other services on this shelf accept is known here within seconds.
+        Counted here, not in the store: requests that other services accept are known here within seconds.
         """
         others = {other for other in (*self._known.values(), *self._arriving) if other[1:] == key[1:]} - {key}
         if len(others) >= self._max_unfinished:
@@ -173,7 +174,7 @@ class Background:
             await asyncio.sleep(_LOOK_S)
 
     async def _look(self) -> None:
-        unfinished = await asyncio.to_thread(self._store.ledger.unfinished)
+        unfinished = await asyncio.to_thread(self._store.requests.unfinished)
         requests = [record for record in unfinished if record.id.startswith(_PREFIX)]  # it has rows of batches, too
         ids = {record.id for record in requests}
         self._elsewhere = {id_: seen for id_, seen in self._elsewhere.items() if id_ in ids}
@@ -193,26 +194,28 @@ class Background:
         """Queue a request if its model is served here; leave it to those who serve it for as long as may be."""
         seen = self._elsewhere.get(record.id)
         if seen is None:
-            model = await asyncio.to_thread(self._model_of, record.id)
+            model = (await asyncio.to_thread(self._spec, record)).model or ""
             if model in self._engines:
                 self._enqueue(_Key(record.id, record.tenant, model))
                 return
             seen = self._elsewhere[record.id] = _Elsewhere(model, time.time())
             log.warning("a request waits for a model that is not served here", request=record.id, model=model)
         if time.time() - max(seen.at, record.updated_at) > self._unclaimed_s:
-            await asyncio.to_thread(self._refuse, record, seen.model)
+            message = f"model {seen.model!r} is not served here, and no other service on this shelf took the request"
+            await asyncio.to_thread(self._refuse, record, InvalidRequest(message, param="model"))
 
-    def _model_of(self, request_id: str) -> str:
-        return self._spec(request_id).model or ""
+    def _spec(self, record: RequestRecord) -> CreateCache:
+        """The request's body. Raises `StateConflict` if it has ended; a lost body ends it too."""
+        try:
+            return parse_request(CreateCache, self._store.requests.body(record.id))
+        except InternalError as error:
+            self._refuse(record, error)
+            raise StateConflict(error.message) from error
 
-    def _spec(self, request_id: str) -> CreateCache:
-        return parse_request(CreateCache, self._store.ledger.body(request_id))
-
-    def _refuse(self, record: RequestRecord, model: str) -> None:
-        message = f"model {model!r} is not served here, and no other service on this shelf took the request"
-        ledger = self._store.ledger
-        attempt = ledger.start_attempt(record.id, worker="front end", lease_s=LEASE_S)
-        ledger.fail(record.id, attempt, code=InvalidRequest.code, message=message, param="model", final=True)
+    def _refuse(self, record: RequestRecord, error: KvshelfError) -> None:
+        requests = self._store.requests
+        attempt = requests.start(record.id, worker="front end", lease_s=LEASE_S)
+        requests.fail(record.id, attempt, code=error.code, message=error.message, param=error.param, final=True)
 
     async def _run(self, waiting: _Backlog) -> None:
         while True:
@@ -223,7 +226,7 @@ class Background:
                 while (pause_s := await self._advance(key, pauses)) is not None:
                     await asyncio.sleep(pause_s)
             except RequestNotFound:
-                log.warning("a request is gone from the ledger", request=key.id)
+                log.warning("a request is gone from the store", request=key.id)
             except Exception:
                 self._set_aside(key.id)
             del self._known[key.id]
@@ -231,7 +234,7 @@ class Background:
     def _set_aside(self, request_id: str) -> None:
         """In the handling of an exception that nobody expected: one request must not be the end of all others.
 
-        It stays in the ledger and is taken up again after a pause, or as soon as somebody asks for it again.
+        It stays in the store and is taken up again after a pause, or as soon as it is submitted again.
         """
         log.exception("background request failed unexpectedly", request=request_id)
         self._paused.add(request_id)
@@ -245,19 +248,19 @@ class Background:
         try:
             return await self._advance_in(key, pauses)
         except StoreError as error:
-            # It stays in the ledger, and so in the queue: an outage ends.
+            # It stays in the store, and so in the queue: an outage ends.
             log.warning("the store cannot be used for a background request", request=key.id, code=error.code)
             return _STORE_PAUSE_S
 
     async def _advance_in(self, key: _Key, pauses: Iterator[float]) -> float | None:
-        record = await asyncio.to_thread(self._store.ledger.get_request, key.id, tenant=key.tenant)
+        record = await asyncio.to_thread(self._store.requests.get, key.id, tenant=key.tenant)
         match Standing.of(record):
             case Standing.ENDED | Standing.HELD:
                 # Held by a worker that this process did not ask, or by one that died: then `_take_up` will find it.
                 return None
             case Standing.SPENT:
                 with suppress(StateConflict):  # another front end did the same at this moment
-                    await asyncio.to_thread(give_up, self._store.ledger, record)
+                    await asyncio.to_thread(give_up, self._store.requests, record)
                 return None
         try:
             await self._try(record, self._engines[key.model])
@@ -266,13 +269,13 @@ class Background:
             log.warning("a background request cannot be stored", request=key.id, code=error.code, pause_s=pause_s)
             return pause_s
         except KvshelfError as error:
-            # What the work itself met, the worker has recorded; the ledger says whether to go on.
+            # The worker has recorded the failure of the work; the store says whether to go on.
             log.info("background attempt failed", request=key.id, code=error.code)
             return float(error.details.get("retry_after_s", _POLL_S))
         return None
 
     async def _try(self, record: RequestRecord, engine: EngineClient) -> None:
-        spec = await asyncio.to_thread(self._spec, record.id)
+        spec = await asyncio.to_thread(self._spec, record)
         created = await engine.create(spec, tenant=record.tenant, deadline_s=self._deadline_s, request_id=record.id)
         log.info("created", cache_ids=[cache.manifest.id for cache in created.caches], existing=created.existing)
 

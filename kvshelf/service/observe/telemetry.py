@@ -82,7 +82,7 @@ def _named(scope: Scope) -> dict[str, str]:
     """The ids in the path, for the log. Nothing else of it: who mistakes a path may have put a key or a text there."""
     params = scope.get("path_params", {}).items() if "route" in scope else ()
     ids = {name: str(value) if _ID.fullmatch(str(value)) else MALFORMED for name, value in params}
-    if "request_id" in ids:  # of the ledger: in the log that name is the HTTP request's own
+    if "request_id" in ids:  # of a background request: in the log that name is the HTTP request's own
         ids["request"] = ids.pop("request_id")
     return ids
 

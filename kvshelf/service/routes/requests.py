@@ -16,7 +16,7 @@ from kvshelf.service.http import openapi
 from kvshelf.service.http.errors import error_json
 from kvshelf.service.http.server import LEAVING
 from kvshelf.service.state import InService, off_loop, until_hangup
-from kvshelf.store.jobs.ledger import Ledger, RequestRecord
+from kvshelf.store.jobs.requests import RequestRecord, Requests
 
 router = APIRouter(prefix="/v1/requests", tags=["requests"], responses=openapi.ERRORS)
 
@@ -35,15 +35,17 @@ async def get_request(
     """How far a creation is. With `wait_s` the answer comes once it has ended, or after that many seconds, or when the
     service is stopped or restarted."""
     leaving = getattr(request.state, LEAVING)
-    record = await until_hangup(request, _wait(service.store.ledger, request_id, caller.tenant, wait_s, leaving))
+    record = await until_hangup(request, _wait(service.store.requests, request_id, caller.tenant, wait_s, leaving))
     return JSONResponse(request_json(record))
 
 
-async def _wait(ledger: Ledger, request_id: str, tenant: str, wait_s: float, leaving: asyncio.Event) -> RequestRecord:
+async def _wait(
+    requests: Requests, request_id: str, tenant: str, wait_s: float, leaving: asyncio.Event
+) -> RequestRecord:
     end = time.monotonic() + wait_s
     pause_s = _FIRST_POLL_S
     while True:
-        record = await off_loop(ledger.get_request, request_id, tenant=tenant)
+        record = await off_loop(requests.get, request_id, tenant=tenant)
         if record.state in ("done", "failed") or time.monotonic() >= end or leaving.is_set():
             return record
         await asyncio.sleep(min(pause_s, max(0.0, end - time.monotonic())))
@@ -51,7 +53,7 @@ async def _wait(ledger: Ledger, request_id: str, tenant: str, wait_s: float, lea
 
 
 def request_json(record: RequestRecord) -> dict[str, Any]:
-    """A request of the ledger as the API shows it."""
+    """A request as the API shows it."""
     error = None
     if record.error is not None:
         kind = by_code().get(record.error.code, InternalError).type

@@ -1,6 +1,6 @@
 """A shelf in one folder: blob files, and an SQLite index that says which of them count.
 
-    <home>/shelf.sqlite3          manifests, ledger, the home's key; WAL, readable by its owner only
+    <home>/shelf.sqlite3          manifests, jobs, the home's key; WAL, readable by its owner only
     <home>/blobs/<digest>-<random>.kvb
     <home>/quarantine/            files found corrupt, kept for inspection until their cache is deleted or put again
 

@@ -1,4 +1,4 @@
-"""The SQLite file of a disk home: manifests and ledger in one place, so that publishing a cache is one transaction."""
+"""The SQLite file of a disk home: manifests and jobs in one place, so that publishing a cache is one transaction."""
 
 from __future__ import annotations
 
@@ -139,17 +139,11 @@ class Database:
                 connection.execute("INSERT INTO meta VALUES ('format', ?)", (str(schema.HOME_FORMAT).encode(),))
                 connection.execute("INSERT INTO meta VALUES ('key', ?)", (key,))
                 connection.execute("COMMIT")
-            elif self._format(connection) == schema.MIGRATED_FROM:
-                connection.executescript(f"BEGIN IMMEDIATE;{schema.MIGRATION}COMMIT;")
             if (found := self._format(connection)) != schema.HOME_FORMAT:
                 raise StoreUnavailable(
                     f"the shelf at {self._home} has home format {found}, this version of kvshelf works with "
                     f"{schema.HOME_FORMAT}: upgrade kvshelf or use another folder"
                 )
-            for table, column, statements in schema.ADDED:
-                known = "SELECT 1 FROM pragma_table_info(?) WHERE name = ?"
-                if not connection.execute(known, (table, column)).fetchone():
-                    connection.executescript(f"BEGIN IMMEDIATE;{statements}COMMIT;")
             return bytes(connection.execute("SELECT value FROM meta WHERE name = 'key'").fetchone()["value"])
         finally:
             connection.close()

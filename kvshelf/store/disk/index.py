@@ -11,8 +11,7 @@ from kvshelf.errors import QuotaExceeded
 from kvshelf.store import eviction
 from kvshelf.store.blobs import WRITE_LEASE_S
 from kvshelf.store.disk.database import Database
-from kvshelf.store.disk.docket import SqliteDocket
-from kvshelf.store.disk.ledger import SqliteLedger
+from kvshelf.store.disk.jobs import SqliteJobs
 from kvshelf.store.index import Entry, Index, Query, Quota, Writing, lapsed, over_budget, over_quota
 from kvshelf.store.manifest import Manifest, Usage
 
@@ -30,8 +29,7 @@ class SqliteIndex(Index):
         self, database: Database, key: bytes, now: Callable[[], float], write_lease_s: float = WRITE_LEASE_S
     ) -> None:
         self.key = key
-        self.ledger = SqliteLedger(database, now)
-        self.docket = SqliteDocket(database, now)
+        self.jobs = SqliteJobs(database, now)
         self._database = database
         self._now = now
         self.write_lease_s = write_lease_s

@@ -1,56 +1,13 @@
-"""The tables of a disk home, and the way here from the format before."""
+"""The tables of a disk home."""
 
 from __future__ import annotations
 
 from typing import Final
 
-HOME_FORMAT: Final = 2
+HOME_FORMAT: Final = 3
 """Raised when the tables change in a way that older versions cannot work with."""
 
-MIGRATED_FROM: Final = 1
-"""The older format that is turned into this one when a home is opened."""
-
-_WRITES = """
--- Writes in progress, and bytes that are to be removed. A writer that is silent until lease_until can publish nothing
--- any more; 0: it was revoked, or its bytes gave way to others.
-CREATE TABLE writes (
-    name TEXT PRIMARY KEY,
-    id TEXT NOT NULL,
-    tenant TEXT NOT NULL,
-    nbytes INTEGER NOT NULL,
-    source TEXT,
-    source_bytes INTEGER NOT NULL,
-    lease_until REAL NOT NULL
-) STRICT;
-CREATE INDEX writes_of_tenant ON writes (tenant);
-CREATE INDEX writes_of_cache ON writes (id);
-"""
-
-# Counted by the database itself, so that a quota costs one row to check and no path can forget to count.
-_USAGE = """
-CREATE TABLE usage (tenant TEXT PRIMARY KEY, caches INTEGER NOT NULL, bytes INTEGER NOT NULL) STRICT, WITHOUT ROWID;
-INSERT INTO usage SELECT tenant, count(*), sum(nbytes + source_bytes) FROM caches WHERE state = 'ready' GROUP BY tenant;
-CREATE TRIGGER usage_of_new AFTER INSERT ON caches WHEN new.state = 'ready' BEGIN
-    INSERT INTO usage VALUES (new.tenant, 1, new.nbytes + new.source_bytes)
-    ON CONFLICT DO UPDATE SET caches = caches + 1, bytes = bytes + excluded.bytes;
-END;
-CREATE TRIGGER usage_of_old AFTER DELETE ON caches WHEN old.state = 'ready' BEGIN
-    UPDATE usage SET caches = caches - 1, bytes = bytes - old.nbytes - old.source_bytes WHERE tenant = old.tenant;
-END;
-CREATE TRIGGER usage_of_changed AFTER UPDATE OF state, nbytes, source_bytes ON caches BEGIN
-    UPDATE usage SET
-        caches = caches + (new.state = 'ready') - (old.state = 'ready'),
-        bytes = bytes + (new.state = 'ready') * (new.nbytes + new.source_bytes)
-                      - (old.state = 'ready') * (old.nbytes + old.source_bytes)
-    WHERE tenant = new.tenant;
-END;
-"""
-
-_EVICTION = """
-CREATE INDEX caches_by_priority ON caches (priority) WHERE state = 'ready' AND pinned = 0;
-"""
-
-TABLES: Final = f"""
+TABLES: Final = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value BLOB NOT NULL) STRICT;
 
 -- One row per id that ever was, until its tombstone is swept. `seq` orders listings: it never repeats and never
@@ -83,7 +40,8 @@ CREATE INDEX caches_of_tenant ON caches (tenant, state, seq);
 CREATE INDEX caches_of_document ON caches (document_id, tenant, seq);
 CREATE INDEX tombstones ON caches (ended_at) WHERE ended_at IS NOT NULL;
 CREATE INDEX caches_by_expiry ON caches (expires_at) WHERE state IN ('ready', 'corrupt') AND expires_at IS NOT NULL;
-{_EVICTION}
+CREATE INDEX caches_by_priority ON caches (priority) WHERE state = 'ready' AND pinned = 0;
+
 CREATE TABLE labels (
     seq INTEGER NOT NULL REFERENCES caches (seq) ON DELETE CASCADE,
     name TEXT NOT NULL,
@@ -91,72 +49,62 @@ CREATE TABLE labels (
     PRIMARY KEY (seq, name)
 ) STRICT, WITHOUT ROWID;
 CREATE INDEX labels_by_value ON labels (name, value);
-{_WRITES}{_USAGE}
-CREATE TABLE requests (
-    id TEXT PRIMARY KEY,
-    tenant TEXT NOT NULL,
-    state TEXT NOT NULL,
-    body BLOB,
-    attempts INTEGER NOT NULL DEFAULT 0,
-    attempts_before INTEGER NOT NULL DEFAULT 0,
-    worker TEXT,
-    lease_until REAL,
-    cache_ids TEXT NOT NULL DEFAULT '[]',
-    error_code TEXT,
-    error_message TEXT,
-    error_param TEXT,
-    created_at REAL NOT NULL,
-    updated_at REAL NOT NULL
-) STRICT;
-CREATE INDEX requests_by_state ON requests (state, created_at);
-"""
 
-_DOCKET = """
--- Files and batches, see kvshelf.store.jobs.table. term: the number of the newest lease.
-CREATE TABLE docket (
+-- Writes in progress, bytes that jobs hold, and bytes that are to be removed. A writer that is silent until lease_until
+-- can publish nothing any more; 0: it was revoked, or its bytes gave way to others.
+CREATE TABLE writes (
+    name TEXT PRIMARY KEY,
+    id TEXT NOT NULL,
+    tenant TEXT NOT NULL,
+    nbytes INTEGER NOT NULL,
+    source TEXT,
+    source_bytes INTEGER NOT NULL,
+    lease_until REAL NOT NULL
+) STRICT;
+CREATE INDEX writes_of_tenant ON writes (tenant);
+CREATE INDEX writes_of_cache ON writes (id);
+
+-- Counted by the database itself, so that a quota costs one row to check and no path can forget to count.
+CREATE TABLE usage (tenant TEXT PRIMARY KEY, caches INTEGER NOT NULL, bytes INTEGER NOT NULL) STRICT, WITHOUT ROWID;
+CREATE TRIGGER usage_of_new AFTER INSERT ON caches WHEN new.state = 'ready' BEGIN
+    INSERT INTO usage VALUES (new.tenant, 1, new.nbytes + new.source_bytes)
+    ON CONFLICT DO UPDATE SET caches = caches + 1, bytes = bytes + excluded.bytes;
+END;
+CREATE TRIGGER usage_of_old AFTER DELETE ON caches WHEN old.state = 'ready' BEGIN
+    UPDATE usage SET caches = caches - 1, bytes = bytes - old.nbytes - old.source_bytes WHERE tenant = old.tenant;
+END;
+CREATE TRIGGER usage_of_changed AFTER UPDATE OF state, nbytes, source_bytes ON caches BEGIN
+    UPDATE usage SET
+        caches = caches + (new.state = 'ready') - (old.state = 'ready'),
+        bytes = bytes + (new.state = 'ready') * (new.nbytes + new.source_bytes)
+                      - (old.state = 'ready') * (old.nbytes + old.source_bytes)
+    WHERE tenant = new.tenant;
+END;
+
+-- Files, batches and requests: the fields of kvshelf.store.jobs.table.Item. `seq` orders listings.
+CREATE TABLE jobs (
     seq INTEGER PRIMARY KEY AUTOINCREMENT,
     kind TEXT NOT NULL,
     id TEXT NOT NULL UNIQUE,
     tenant TEXT NOT NULL,
     text TEXT NOT NULL,
-    version INTEGER NOT NULL,
+    version INTEGER NOT NULL DEFAULT 0,
     open INTEGER NOT NULL,
     due REAL,
+    held TEXT,
     term INTEGER NOT NULL DEFAULT 0,
-    lease_until REAL NOT NULL DEFAULT 0
+    holder TEXT NOT NULL DEFAULT '',
+    lease_until REAL NOT NULL DEFAULT 0,
+    created_at REAL NOT NULL,
+    updated_at REAL NOT NULL
 ) STRICT;
-CREATE INDEX docket_of_tenant ON docket (kind, tenant, seq);
-CREATE INDEX docket_open ON docket (seq) WHERE open = 1;
-CREATE INDEX docket_due ON docket (kind, due) WHERE due IS NOT NULL;
-CREATE TABLE docket_lines (
-    item TEXT NOT NULL REFERENCES docket (id) ON DELETE CASCADE,
+CREATE INDEX jobs_of_tenant ON jobs (kind, tenant, seq);
+CREATE INDEX jobs_open ON jobs (kind, seq) WHERE open = 1;
+CREATE INDEX jobs_due ON jobs (kind, due) WHERE due IS NOT NULL;
+CREATE TABLE journals (
+    item TEXT NOT NULL REFERENCES jobs (id) ON DELETE CASCADE,
     number INTEGER NOT NULL,
     line BLOB NOT NULL,
     PRIMARY KEY (item, number)
 ) STRICT, WITHOUT ROWID;
-"""
-
-ADDED: Final = (
-    ("docket", "id", _DOCKET),
-    ("requests", "error_details", "ALTER TABLE requests ADD COLUMN error_details TEXT;"),
-)
-"""What came later and disturbs no older version: a table, a column by which it is known to be there, and how it is made
-where it is not, in new homes too."""
-
-MIGRATION: Final = f"""
-ALTER TABLE caches RENAME COLUMN file TO name;
-UPDATE caches SET name = substr(name, 1, length(name) - length('.kvb')) WHERE name IS NOT NULL;
-ALTER TABLE caches ADD COLUMN version INTEGER NOT NULL DEFAULT 0;
-ALTER TABLE caches ADD COLUMN source TEXT;
-ALTER TABLE caches ADD COLUMN source_bytes INTEGER NOT NULL DEFAULT 0;
-ALTER TABLE caches ADD COLUMN uses INTEGER NOT NULL DEFAULT 0;
-ALTER TABLE caches ADD COLUMN cost_s REAL NOT NULL DEFAULT 0.001;
-ALTER TABLE caches ADD COLUMN priority REAL NOT NULL DEFAULT 0;
-ALTER TABLE caches ADD COLUMN pinned INTEGER NOT NULL DEFAULT 0;
-UPDATE caches SET pinned = json_extract(manifest, '$.pinned') WHERE manifest IS NOT NULL;
-UPDATE caches SET cost_s = max(
-    cost_s, json_extract(manifest, '$.timings.prefill_s') + json_extract(manifest, '$.timings.compress_s')
-) WHERE manifest IS NOT NULL;
-{_EVICTION}{_WRITES}{_USAGE}
-UPDATE meta SET value = CAST('{HOME_FORMAT}' AS BLOB) WHERE name = 'format';
 """

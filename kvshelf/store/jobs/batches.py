@@ -1,4 +1,4 @@
-"""Batches as a home knows them: what was asked, how far it is, and the journal of what came of each row."""
+"""Batches of a home: the request, the state, and a journal with the result of each row."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import Field
 
 from kvshelf.errors import BatchNotFound
 from kvshelf.store.index import KEEP_ENDED_S
-from kvshelf.store.jobs.table import Docket, Item, overtaken, require_after
+from kvshelf.store.jobs.table import Item, JobTable, overtaken, read, require_after
 from kvshelf.store.manifest import Record
 
 BatchState = Literal[
@@ -28,11 +28,10 @@ BatchState = Literal[
 ENDED: Final = frozenset({"completed", "failed", "expired", "cancelled"})
 
 _LINES: Final = 1000
-_BATCH: Final = 100
 
 
 class BatchCounts(Record):
-    """Rows by what became of them. `reused` ones are among the completed: their caches were on the shelf already."""
+    """Rows by outcome. `completed` includes the `reused` rows, whose caches were on the shelf already."""
 
     total: int = 0
     completed: int = 0
@@ -41,7 +40,7 @@ class BatchCounts(Record):
 
 
 class BatchProblem(Record):
-    """Why a batch could not be begun. `line` counts from 1."""
+    """Why a batch could not start. `line` counts from 1."""
 
     code: str
     message: str
@@ -52,8 +51,8 @@ class BatchProblem(Record):
 class BatchRecord(Record):
     """One batch. Times are Unix seconds.
 
-    body: the request as it was accepted. times: when each state was entered last. attempts: how often it was begun,
-    the retries included; a retry does the failed rows again. progress: numbers of the run for people, JSON types only.
+    body: the request as it was accepted. times: when each state was entered last. attempts: how often it was started,
+    retries included; a retry does the failed rows again. progress: numbers of the run for people, JSON types only.
     version: counts its changes.
     """
 
@@ -82,10 +81,10 @@ class BatchRecord(Record):
 
 
 class Batches:
-    """The batches of one home. Two tenants see nothing of each other. Raises as `Docket` does."""
+    """The batches of one home. Two tenants see nothing of each other. Raises as `JobTable` does."""
 
-    def __init__(self, docket: Docket) -> None:
-        self._docket = docket
+    def __init__(self, table: JobTable) -> None:
+        self._table = table
 
     def create(self, tenant: str, body: dict[str, Any], *, now: float, expires_at: float) -> BatchRecord:
         record = BatchRecord(
@@ -97,12 +96,12 @@ class Batches:
             created_at=now,
             expires_at=expires_at,
         )
-        self._docket.add(_item(record))
+        self._table.add(_item(record))
         return record
 
     def get(self, batch_id: str, *, tenant: str) -> BatchRecord:
         """Raises `BatchNotFound` for an unknown id and for another tenant's, with the same message."""
-        item = self._docket.find(batch_id, tenant)
+        item = self._table.find(batch_id, tenant)
         if item is None or item.kind != "batch":
             raise BatchNotFound(f"there is no batch {batch_id[:80]!r}", param="batch_id")
         return _record(item)
@@ -110,7 +109,7 @@ class Batches:
     def update(
         self, batch_id: str, change: Callable[[BatchRecord], BatchRecord], *, tenant: str, term: int | None = None
     ) -> BatchRecord:
-        """Change a batch as it is now, and again if somebody else was faster; what `change` gives back as it was stays.
+        """Change the batch as it is now, and again if another process was faster; store nothing if it stays as it was.
 
         Raises `BatchNotFound`, what `change` raises, and `StateConflict` if the lease of `term` is over.
         """
@@ -122,51 +121,48 @@ class Batches:
                 return record
             if record.version == tried:
                 raise overtaken(batch_id, term or 0)
-            if self._docket.change(_item(changed), term=term):
-                return changed.model_copy(update={"version": record.version + 1})
+            if (stored := self._table.change(_item(changed), term=term)) is not None:
+                return _record(stored)
             tried = record.version
 
     def unfinished(self) -> list[BatchRecord]:
-        """Those of all tenants that have not ended, oldest first."""
-        return [_record(item) for item in self._docket.open_items()]
+        """Batches of all tenants that have not ended, oldest first."""
+        return [_record(item) for item in self._table.open_items("batch")]
 
     def count_unfinished(self, *, tenant: str) -> int:
-        """How many of one tenant have not ended."""
+        """The number of one tenant's batches that have not ended."""
         return sum(record.tenant == tenant for record in self.unfinished())
 
     def take(self, batch_id: str, *, lease_s: float) -> int | None:
-        """See `Docket.take`: who holds the lease runs the batch."""
-        return self._docket.take(batch_id, lease_s=lease_s)
+        """See `JobTable.take`: the holder of the lease runs the batch."""
+        return self._table.take(batch_id, lease_s=lease_s)
 
     def renew(self, batch_id: str, term: int, *, lease_s: float) -> None:
-        self._docket.renew(batch_id, term, lease_s=lease_s)
+        self._table.renew(batch_id, term, lease_s=lease_s)
 
     def release(self, batch_id: str, term: int) -> None:
-        self._docket.release(batch_id, term)
+        self._table.release(batch_id, term)
 
     def append(self, batch_id: str, term: int, lines: Sequence[bytes]) -> None:
-        """Add to the journal; see `Docket.append`."""
-        self._docket.append(batch_id, term, lines)
+        """Add to the journal; see `JobTable.append`."""
+        self._table.append(batch_id, term, lines)
 
     def journal(self, batch_id: str) -> Iterator[bytes]:
         """All lines of the journal, in the order in which they were added."""
         start = 0
-        while lines := self._docket.lines(batch_id, start, _LINES):
+        while lines := self._table.lines(batch_id, start, _LINES):
             yield from lines
             start += len(lines)
 
     def forget(self, now: float) -> int:
         """Drop batches that ended long ago, with their journals; returns how many."""
-        count = 0
-        while items := self._docket.due("batch", now, _BATCH):
-            count += sum(self._docket.remove(item.id) for item in items)
-        return count
+        return self._table.forget("batch", now)
 
     def list(self, *, tenant: str, limit: int, after: str | None = None) -> tuple[list[BatchRecord], bool]:
         """A tenant's batches, newest first, and whether there are more. Raises `InvalidRequest` for an unknown
         `after`."""
-        require_after(self._docket, tenant, after)
-        found = self._docket.listing("batch", tenant, after, limit + 1)
+        require_after(self._table, tenant, after)
+        found = self._table.listing("batch", tenant, after, limit + 1)
         return [_record(item) for item in found[:limit]], len(found) > limit
 
 
@@ -177,4 +173,4 @@ def _item(record: BatchRecord) -> Item:
 
 
 def _record(item: Item) -> BatchRecord:
-    return BatchRecord.model_validate_json(item.text).model_copy(update={"version": item.version})
+    return read(item, BatchRecord, version=item.version)

@@ -1,7 +1,7 @@
-"""Files that callers upload and batches leave: runs of bytes with a name, streamed in and out, never held in memory.
+"""Files that callers upload and batches leave: bytes with a name, streamed in and out, never held in memory.
 
-The bytes lie in `Blobs` beside those of caches, sealed as they are, and count for the tenant's quota. They get there as
-a cache does: registered, written, read back, and only then made visible, by one step of the docket.
+The bytes lie in `Blobs` beside those of caches, sealed alike, and count for the tenant's quota. They are stored as a
+cache is: registered, written, read back, and only then made visible, by one step of the job table.
 """
 
 from __future__ import annotations
@@ -9,21 +9,18 @@ from __future__ import annotations
 import mmap
 import secrets
 from collections.abc import Callable
-from dataclasses import replace
 from io import BufferedReader, RawIOBase
 from typing import BinaryIO, Final
 
 from blake3 import blake3
 
 from kvshelf.errors import BlobError, FileNotFound
-from kvshelf.store.blobs import Blobs
-from kvshelf.store.index import Index
-from kvshelf.store.jobs.table import Docket, Item, require_after
+from kvshelf.store.jobs.bodies import Bodies
+from kvshelf.store.jobs.table import Item, JobTable, read, require_after
 from kvshelf.store.manifest import Record
-from kvshelf.store.rules import Rules
 from kvshelf.store.sealing import PARTS_LIMIT
 from kvshelf.store.types import BlobFile
-from kvshelf.store.writer import Content, Writer, plain
+from kvshelf.store.writer import Content
 
 FILE_PREFIX: Final = "file:"
 """Tells a sealed file from a sealed cache."""
@@ -53,16 +50,11 @@ class FileRecord(Record):
 
 
 class Files:
-    """The files of one home. Two tenants see nothing of each other. Raises as `Docket` and `Blobs` do."""
+    """The files of one home. Two tenants see nothing of each other. Raises as `JobTable` and `Blobs` do."""
 
-    def __init__(
-        self, docket: Docket, index: Index, blobs: Blobs, writer: Writer, rules: Rules, now: Callable[[], float]
-    ) -> None:
-        self._docket = docket
-        self._index = index
-        self._blobs = blobs
-        self._writer = writer
-        self._rules = rules
+    def __init__(self, table: JobTable, bodies: Bodies, now: Callable[[], float]) -> None:
+        self._table = table
+        self._bodies = bodies
         self._now = now
 
     def create(
@@ -77,10 +69,9 @@ class Files:
     ) -> FileRecord:
         """Keep the content of a file of the operating system. Raises `QuotaExceeded`, `StorageFull`.
 
-        beyond_quota: it is kept where the tenant's quota has no room for it, too, and counts all the same.
+        beyond_quota: accept it even if the tenant's quota has no room for it; it counts all the same.
         """
-        key = secrets.token_hex(20)
-        file_id = f"file_{key}"
+        file_id = f"file_{secrets.token_hex(20)}"
         nbytes = file.seek(0, 2)
         content, digest = _content(file_id, file, nbytes)
         now = self._now()
@@ -96,23 +87,21 @@ class Files:
             created_at=now,
             expires_at=None if ttl_s is None else now + ttl_s,
         )
-        if nbytes == 0:  # the format of sealed bytes has no place for none, and there is nothing to keep
-            self._docket.add(_item(record))
+        if nbytes == 0:  # the sealed format has no form for nothing
+            self._table.add(_item(record))
             return record
 
-        def keep(name: str, stored_bytes: int) -> None:
+        def keep(name: str, stored_bytes: int) -> bool:
             nonlocal record
             record = record.model_copy(update={"name": name, "stored_bytes": stored_bytes})
-            self._docket.add(_item(record), hold=name)
+            return self._table.add(_item(record)) is not None
 
-        quota = self._rules.quota
-        allowed = replace(quota, max_bytes=None) if beyond_quota else quota
-        self._writer.put_file(f"kvs_{key}", tenant, content, keep, quota=allowed)
+        self._bodies.write(tenant, content, keep, beyond_quota=beyond_quota)
         return record
 
     def get(self, file_id: str, *, tenant: str) -> FileRecord:
         """Raises `FileNotFound` for an unknown id, an expired one, and another tenant's, with the same message."""
-        item = self._docket.find(file_id, tenant)
+        item = self._table.find(file_id, tenant)
         if item is None or item.kind != "file" or (item.due is not None and item.due <= self._now()):
             raise FileNotFound(f"there is no file {file_id[:80]!r}", param="file_id")
         return _record(item)
@@ -121,10 +110,10 @@ class Files:
         self, *, tenant: str, limit: int, after: str | None = None, purpose: str | None = None
     ) -> tuple[list[FileRecord], bool]:
         """A tenant's files, newest first, and whether there are more. Raises `InvalidRequest` where `after` is none."""
-        require_after(self._docket, tenant, after)
+        require_after(self._table, tenant, after)
         found: list[FileRecord] = []
         while True:
-            items = self._docket.listing("file", tenant, after, _BATCH)
+            items = self._table.listing("file", tenant, after, _BATCH)
             now = self._now()
             live = (_record(item) for item in items if item.due is None or item.due > now)
             found += (record for record in live if purpose in (None, record.purpose))
@@ -133,7 +122,7 @@ class Files:
             after = items[-1].id
 
     def open(self, file_id: str, *, tenant: str) -> BlobFile:
-        """The content, seekable. It is not verified: whoever reads it to the end can compare its digest (`digest_of`).
+        """The content, seekable. It is not verified: a reader of all of it can compare its digest (`digest_of`).
 
         A reader may finish when the file is deleted meanwhile. Raises `FileNotFound`.
         """
@@ -143,41 +132,28 @@ class Files:
     def _opened(self, record: FileRecord) -> RawIOBase:
         if record.name is None:
             return _Empty()
-        file = self._blobs.open(record.name, record.stored_bytes)
-        if file is None:
-            raise FileNotFound(f"the content of file {record.id} is gone; upload it again", param="file_id")
         try:
-            return plain(file, self._rules, record.stored_bytes, record.tenant, FILE_PREFIX + record.id)[0]
+            return self._bodies.open(record.name, record.stored_bytes, record.tenant, FILE_PREFIX + record.id)
         except BlobError as error:
-            file.close()
             raise FileNotFound(
-                f"the content of file {record.id} is damaged ({error}); upload it again", param="file_id"
+                f"the content of file {record.id} is lost or damaged ({error}); upload it again", param="file_id"
             ) from error
-        except BaseException:
-            file.close()
-            raise
 
     def delete(self, file_id: str, *, tenant: str) -> FileRecord:
         """Raises `FileNotFound`."""
         record = self.get(file_id, tenant=tenant)
-        if not self._remove(record):
-            return self.get(file_id, tenant=tenant)  # somebody was faster
+        # The item first: from then on nobody finds the bytes, and a sweep removes them if this process dies here.
+        if not self._table.remove(record.id):
+            return self.get(file_id, tenant=tenant)  # another caller was faster
+        if record.name is not None:
+            self._bodies.remove(record.name, record.stored_bytes)
         return record
 
     def sweep(self, now: float) -> int:
         """Remove what has expired; returns how many."""
-        count = 0
-        while items := self._docket.due("file", now, _BATCH):
-            count += sum(self._remove(_record(item)) for item in items)
+        count = self._table.forget("file", now)
+        self._bodies.sweep()
         return count
-
-    def _remove(self, record: FileRecord) -> bool:
-        """The item first: from then on nobody finds the bytes, and a sweep removes them if this process dies here."""
-        removed = self._docket.remove(record.id, held=record.name)
-        if removed and record.name is not None:
-            self._blobs.remove(record.name, record.stored_bytes)
-            self._index.abandon(record.name)
-        return removed
 
 
 class _Empty(RawIOBase):
@@ -189,7 +165,7 @@ class _Empty(RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def seek(self, offset: int, whence: int = 0, /) -> int:  # noqa: ARG002 - there is but one place to be
+    def seek(self, offset: int, whence: int = 0, /) -> int:  # noqa: ARG002 - the only place is 0
         return 0
 
     def readinto(self, buffer: object, /) -> int:  # noqa: ARG002
@@ -221,8 +197,8 @@ def digest_of(file: RawIOBase | BinaryIO) -> str:
 
 
 def _item(record: FileRecord) -> Item:
-    return Item("file", record.id, record.tenant, record.model_dump_json(), due=record.expires_at)
+    return Item("file", record.id, record.tenant, record.model_dump_json(), due=record.expires_at, held=record.name)
 
 
 def _record(item: Item) -> FileRecord:
-    return FileRecord.model_validate_json(item.text)
+    return read(item, FileRecord)

@@ -1,28 +1,35 @@
-"""What a home writes down of jobs: uploaded files, and batches with their journals. It knows the meaning of neither.
+"""Job table: versioned items with leases and journals; their texts are opaque.
 
-An item is a text under an id. It is changed by comparing versions, so that of two who saw the same only one succeeds.
-A lease says who works on an item; its term is the fence: a holder whose lease ran out and was taken over holds an old
-term and can do nothing with it.
+An item is changed by comparing versions, so that of two writers who saw the same version one succeeds. A lease says who
+works on an open item. Its term counts the attempts and is the fence: a holder whose lease ran out, and whose item
+another worker took, holds an old term and can change nothing.
 """
 
 from __future__ import annotations
 
 import abc
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
-from kvshelf.errors import InvalidRequest, StateConflict
+from kvshelf.errors import InvalidRequest, StateConflict, StoreUnavailable
+from kvshelf.store.manifest import Record
 
-Kind = Literal["file", "batch"]
+Kind = Literal["file", "batch", "request"]
+
+RecordT = TypeVar("RecordT", bound=Record)
 
 
 @dataclass(frozen=True)
 class Item:
-    """One item of one tenant. `text` is its JSON.
+    """One item of one tenant. Times are Unix seconds on the home's clock, but `due` is on the caller's.
 
-    version: counts its changes. open: somebody has to work on it. due: when it is to be removed (Unix seconds), None:
-    never.
+    text: JSON. version: counts the changes of the item; leases are none. open: there is work to do on it. due: when to
+    forget it, None: never. held: the name in `Blobs` of bytes that belong to it.
+
+    The table sets the rest. term: number of the newest lease, 0 before the first. holder: who took that lease.
+    lease_until: its end, 0 if it was released. updated_at: the last change or lease.
     """
 
     kind: Kind
@@ -32,70 +39,79 @@ class Item:
     version: int = 0
     open: bool = False
     due: float | None = None
+    held: str | None = None
+    term: int = 0
+    holder: str = ""
+    lease_until: float = 0.0
+    created_at: float = 0.0
+    updated_at: float = 0.0
 
 
-class Docket(abc.ABC):
-    """The items of one home. Every method is one atomic step, whoever else works on the home; durable when it returns,
-    where nothing else is said. Leases are on the clock that all of the home's users share.
+class JobTable(abc.ABC):
+    """The items of one home. Every method is one atomic step, whoever else works on the home, and durable when it
+    returns, unless it says otherwise. All users of the home share the clock of its leases.
+
+    `held` of an item names a write in progress (`Index.begin`). Storing the item takes the end off that write's lease,
+    so that its bytes stay and count for the tenant; `StoreUnavailable` if the lease has run out. When the item lets go
+    of the bytes, or is removed, they are among the abandoned ones of the index.
 
     Methods raise `StoreUnavailable` and `StorageFull` when the home does not work.
     """
 
     @abc.abstractmethod
-    def add(self, item: Item, *, hold: str | None = None) -> None:
-        """Write a new item down.
-
-        hold: the name of a write in progress (`Index.begin`) whose bytes belong to the item. Its lease has no end from
-        now on, and so its bytes stay and count for the tenant. Raises `StoreUnavailable` if the lease has run out.
-        """
+    def add(self, item: Item) -> Item | None:
+        """Store a new item; returns it as stored. None if the id is taken."""
 
     @abc.abstractmethod
-    def find(self, item_id: str, tenant: str) -> Item | None:
-        """The item of an id, if it is this tenant's."""
+    def find(self, item_id: str, tenant: str | None) -> Item | None:
+        """The item of an id, if it is this tenant's. tenant None: any tenant's, for the home's own work."""
 
     @abc.abstractmethod
     def listing(self, kind: Kind, tenant: str, after: str | None, limit: int) -> list[Item]:
-        """A tenant's items, newest first, behind the one with the id `after`; none if that is not there."""
+        """A tenant's items, newest first, behind the one with the id `after`; empty if there is no such item."""
 
     @abc.abstractmethod
-    def change(self, item: Item, *, term: int | None = None) -> bool:
-        """Put another text, `open` and `due` in the place of the version that the item has; it gets the next one.
+    def change(self, item: Item, *, term: int | None = None, release: bool = False) -> Item | None:
+        """Replace text, `open`, `due` and `held` of the version that the item has; returns the next version.
 
-        False, and nothing done: it was changed or removed since, or `term` is given and not the newest.
+        release: end the lease too. None, and nothing is changed, if the item was changed or removed since, or if `term`
+        is given and not the newest.
         """
 
     @abc.abstractmethod
-    def remove(self, item_id: str, *, held: str | None = None) -> bool:
-        """Forget an item with its journal. False if there is none. The lease of `held` has run out then: its bytes are
-        among the abandoned ones of the index."""
+    def remove(self, item_id: str) -> bool:
+        """Forget an item with its journal. False if there is none."""
 
     @abc.abstractmethod
-    def due(self, kind: Kind, now: float, limit: int) -> list[Item]:
-        """Items that are to be removed by now."""
+    def forget(self, kind: Kind, now: float) -> int:
+        """Remove the items that are due by now, in several steps if they are many; returns how many."""
 
     @abc.abstractmethod
-    def open_items(self) -> list[Item]:
-        """Those that somebody has to work on, of all tenants, oldest first."""
+    def open_items(self, kind: Kind) -> list[Item]:
+        """Open items of all tenants, oldest first; read in several steps if they are many."""
 
     # Leases
 
     @abc.abstractmethod
-    def take(self, item_id: str, *, lease_s: float) -> int | None:
-        """Take the lease of an item; returns the term. None while another holder's lease lives, or it is gone."""
+    def take(self, item_id: str, *, lease_s: float, holder: str = "") -> int | None:
+        """Lease an open item; returns the term. None if another lease lives, or if there is no such open item."""
 
     @abc.abstractmethod
     def renew(self, item_id: str, term: int, *, lease_s: float) -> None:
-        """Extend the lease from now. Raises `StateConflict` when the term is not the newest."""
+        """Extend the lease from now. Raises `StateConflict` if the term is not the newest or was released.
+
+        Need not survive a power cut, which ends the holder too.
+        """
 
     @abc.abstractmethod
     def release(self, item_id: str, term: int) -> None:
-        """Let others take the item at once. Nothing happens if the term is not the newest."""
+        """Let others take the item at once. Nothing happens if the term is not the newest. Durable as `renew` is."""
 
     # Journals
 
     @abc.abstractmethod
     def append(self, item_id: str, term: int, lines: Sequence[bytes]) -> None:
-        """Add lines to the end of an item's journal. Raises `StateConflict` as `renew` does.
+        """Add lines to the end of an item's journal. Raises `StateConflict` if the term is not the newest.
 
         No line is torn, but after an error the first ones may be there.
         """
@@ -105,11 +121,24 @@ class Docket(abc.ABC):
         """Lines of a journal, from number `start` (counted from 0)."""
 
 
-def require_after(docket: Docket, tenant: str, after: str | None) -> None:
-    """Raise `InvalidRequest` where a listing cannot go on behind `after`: it would end there, and look complete."""
-    if after is not None and docket.find(after, tenant) is None:
+def read(item: Item, record: type[RecordT], **fields: Any) -> RecordT:
+    """The record in an item's text, with some fields from elsewhere. Raises `StoreUnavailable` if it is none."""
+    try:
+        return record.model_validate(json.loads(item.text) | fields)
+    except (ValueError, TypeError) as wrong:
+        text = f"{item.kind} {item.id!r:.80} is not what kvshelf wrote there: {wrong!s:.200}"
+        raise StoreUnavailable(text) from wrong
+
+
+def require_after(table: JobTable, tenant: str, after: str | None) -> None:
+    """Raise `InvalidRequest` for an `after` that is no item: a listing behind it would be empty, and look complete."""
+    if after is not None and table.find(after, tenant) is None:
         raise InvalidRequest(f"after: there is no {after[:80]!r} to continue from", param="after")
 
 
 def overtaken(item_id: str, term: int) -> StateConflict:
-    return StateConflict(f"{item_id} is gone, or worked on by another process by now; term {term} is over")
+    return StateConflict(f"term {term} of {item_id!r:.80} is over: it has ended, or another worker took it")
+
+
+def too_slow() -> StoreUnavailable:
+    return StoreUnavailable("the bytes took longer to write than a writer may be silent; send them again")

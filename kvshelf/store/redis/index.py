@@ -16,7 +16,6 @@ from kvshelf.errors import QuotaExceeded, StoreUnavailable
 from kvshelf.store.blobs import WRITE_LEASE_S
 from kvshelf.store.index import KEEP_ENDED_S, Entry, Index, Query, Quota, Writing, lapsed, over_budget, over_quota
 from kvshelf.store.manifest import Manifest, Usage
-from kvshelf.store.redis.docket import RedisDocket
 from kvshelf.store.redis.entries import (
     listings_of,
     manifest_fields,
@@ -24,7 +23,7 @@ from kvshelf.store.redis.entries import (
     read_writing,
     writing_fields,
 )
-from kvshelf.store.redis.ledger import RedisLedger
+from kvshelf.store.redis.jobs import RedisJobs
 from kvshelf.store.redis.link import RedisLink
 from kvshelf.store.redis.script import Script, Value
 
@@ -57,8 +56,7 @@ class RedisIndex(Index):
     """See `Index`. Made by `open`. Also raises `StoreUnavailable` for foreign values under our keys."""
 
     def __init__(self, link: RedisLink, prefix: str, write_lease_s: float) -> None:
-        self.ledger = RedisLedger(link, prefix)
-        self.docket = RedisDocket(link, prefix)
+        self.jobs = RedisJobs(link, prefix)
         self.write_lease_s = write_lease_s
         self._incarnation = ""
         self._link = link

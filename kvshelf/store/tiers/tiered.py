@@ -57,7 +57,7 @@ class TieredStore(Store):
 
     def __init__(self, home: Shelf, tiers: Sequence[Tier]) -> None:
         """tiers: fastest first. This store closes the home and the tiers."""
-        self.ledger = home.ledger
+        self.requests = home.requests
         self.files = home.files
         self.batches = home.batches
         self._home = home

@@ -21,7 +21,7 @@ from kvshelf.errors import (
     StoreError,
     WorkerCrashed,
 )
-from kvshelf.store.jobs.ledger import Ledger, RequestRecord
+from kvshelf.store.jobs.requests import RequestRecord, Requests
 from kvshelf.workers.replica.calls import Threads
 
 log = structlog.get_logger("kvshelf.workers")
@@ -55,13 +55,13 @@ class Standing(Enum):
         return cls.SPENT if record.tries >= max_attempts else cls.DUE
 
 
-def give_up(ledger: Ledger, record: RequestRecord) -> None:
+def give_up(requests: Requests, record: RequestRecord) -> None:
     """Fail a request that is `SPENT`. Raises `StateConflict` if it no longer is."""
     message = (
         f"each of {record.tries} attempts ended without a word: the worker died, or lost the store. This document may "
         "be the cause"
     )
-    ledger.fail(record.id, record.attempts, code=WorkerCrashed.code, message=message, final=True)
+    requests.fail(record.id, record.attempts, code=WorkerCrashed.code, message=message, final=True)
 
 
 _BLAMELESS = (StoreError, NoWorker, QueueFull, Cancelled)
@@ -82,19 +82,19 @@ def _is_final(error: KvshelfError) -> bool:
 class Attempts:
     """The attempts of one worker, recorded under its name."""
 
-    def __init__(self, ledger: Ledger, worker: str, threads: Threads) -> None:
-        self._ledger = ledger
+    def __init__(self, requests: Requests, worker: str, threads: Threads) -> None:
+        self._requests = requests
         self._worker = worker
         self._threads = threads
 
     @asynccontextmanager
     async def counted(self, request_id: str, tenant: str, *, max_attempts: int = MAX_ATTEMPTS) -> AsyncIterator[int]:
-        """Count an attempt in the ledger, keep its lease alive, and record it if the work inside fails.
+        """Count an attempt in the store, keep its lease alive, and record the failure if the work inside fails.
 
         An attempt does not count if it was stopped, did not begin in time, or met a store that is broken or full. If
         the store is healthy but did not keep the document, the document may be to blame, so the attempt counts.
         """
-        start = self._ledger.start_attempt
+        start = self._requests.start
         attempt = await self._threads.run(start, request_id, worker=self._worker, lease_s=LEASE_S)
         renewing = asyncio.ensure_future(self._renew(request_id, attempt))
         try:
@@ -105,7 +105,7 @@ class Attempts:
             await asyncio.shield(self._record_failure(request_id, attempt, stopped, final=False, counted=False))
             raise
         except KvshelfError as error:
-            record = await self._threads.run(self._ledger.get_request, request_id, tenant=tenant)
+            record = await self._threads.run(self._requests.get, request_id, tenant=tenant)
             counted = _counts(error)
             final = counted and (_is_final(error) or record.tries >= max_attempts)
             await self._record_failure(request_id, attempt, error, final=final, counted=counted)
@@ -117,7 +117,7 @@ class Attempts:
         while True:
             await asyncio.sleep(LEASE_S / 3)
             try:
-                await self._threads.run(self._ledger.renew, request_id, attempt, lease_s=LEASE_S)
+                await self._threads.run(self._requests.renew, request_id, attempt, lease_s=LEASE_S)
             except StoreError:
                 log.warning("a lease could not be renewed; it is tried again", request=request_id, exc_info=True)
 
@@ -126,6 +126,6 @@ class Attempts:
     ) -> None:
         told = {"code": error.code, "message": error.message, "param": error.param, "details": error.details}
         try:
-            await self._threads.run(self._ledger.fail, request_id, attempt, **told, final=final, counted=counted)
+            await self._threads.run(self._requests.fail, request_id, attempt, **told, final=final, counted=counted)
         except StateConflict:
             log.warning("an attempt was taken over by another worker", request=request_id, attempt=attempt)

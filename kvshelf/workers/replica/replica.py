@@ -72,7 +72,7 @@ class Replica:
             questions=questions,
             max_document_tokens=max_document_tokens,
         )
-        self._attempts = Attempts(store.ledger, self.name, self._threads)
+        self._attempts = Attempts(store.requests, self.name, self._threads)
         self._residents = Residents(store, engine.attach, residents or ResidentLimits(), self._threads)
         self._evicting: asyncio.Task[NoReturn] | None = None
 
@@ -132,7 +132,7 @@ class Replica:
             with named_errors():
                 created = await self._creations.create(spec, tenant, deadline_s)
             ids = [cache.manifest.id for cache in created.caches]
-            await self._threads.run(self._store.ledger.finish, request_id, attempt, cache_ids=ids)
+            await self._threads.run(self._store.requests.finish, request_id, attempt, cache_ids=ids)
             return replace(created, worker=self.name)
 
     async def estimate(self, spec: Estimate, *, origin: str = "") -> EstimateObject:

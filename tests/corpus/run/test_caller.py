@@ -132,7 +132,7 @@ async def test_a_row_gets_a_cache_and_its_end_is_in_the_ledger(engine: Flaky, st
     assert result.quality == manifest.quality.model_dump()
     assert result.seconds > 0
     assert result.worker
-    assert store.ledger.unfinished() == []
+    assert store.requests.unfinished() == []
 
 
 async def test_a_row_with_an_error_costs_nothing(engine: Flaky, store: Store) -> None:
@@ -251,9 +251,9 @@ async def test_attempts_that_ended_without_a_word_are_given_up(engine: Flaky, st
     one = caller(engine, store)
     request = one._call(row(), creation(row())).id
     assert request.startswith(PREFIX)
-    store.ledger.open_request(request, tenant="me", body=b"")
+    store.requests.open(request, tenant="me", body=b"")
     for _ in range(3):
-        store.ledger.start_attempt(request, worker="w", lease_s=0.001)
+        store.requests.start(request, worker="w", lease_s=0.001)
         await asyncio.sleep(0.01)
     result = await one.settle(row())
     assert (code(result), result.attempts, engine.calls) == ("worker_crashed", 3, 0)
@@ -308,14 +308,14 @@ async def test_an_attempt_that_went_with_the_store_is_not_counted(
     engine: Flaky, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However often: the replica cannot tell the ledger of it, and the row is free as soon as the store is back."""
-    ledger, put, fail = store.ledger, store.put, store.ledger.fail
+    requests, put, fail = store.requests, store.put, store.requests.fail
 
     def gone(*_: Any, **__: Any) -> Any:
-        monkeypatch.setattr(ledger, "fail", still_gone)
+        monkeypatch.setattr(requests, "fail", still_gone)
         raise StoreUnavailable("away")
 
     def still_gone(*_: Any, **__: Any) -> Any:
-        monkeypatch.setattr(ledger, "fail", fail)
+        monkeypatch.setattr(requests, "fail", fail)
         raise StoreUnavailable("away")
 
     monkeypatch.setattr(attempts, "LEASE_S", 3600)  # nobody could wait for its end
@@ -345,16 +345,16 @@ async def test_a_quota_is_waited_for(store: Store, tiny: Engine, tmp_path: Path)
         results = await asyncio.gather(*work)
     assert [(code(result), result.attempts) for result in results] == [(None, 1)] * 4
     assert one.trouble == ""
-    assert store.ledger.unfinished() == []
+    assert store.requests.unfinished() == []
 
 
 async def test_what_no_quota_was_left_for_is_no_error_of_the_next_run(engine: Flaky, store: Store) -> None:
     """Who waited for room has died: the ledger has a failure, and nobody has to ask for another try."""
     one = caller(engine, store)
     call = one._call(row(), creation(row()))
-    store.ledger.open_request(call.id, tenant="me", body=b"")
-    attempt = store.ledger.start_attempt(call.id, worker="w", lease_s=9)
-    store.ledger.fail(call.id, attempt, code=QuotaExceeded.code, message="no room", final=True)
+    store.requests.open(call.id, tenant="me", body=b"")
+    attempt = store.requests.start(call.id, worker="w", lease_s=9)
+    store.requests.fail(call.id, attempt, code=QuotaExceeded.code, message="no room", final=True)
     assert code(await one.settle(row())) is None
 
 
@@ -370,8 +370,8 @@ async def test_rows_that_failed_once_are_tried_one_at_a_time(engine: Flaky, stor
     rows = [row(number) for number in range(1, 5)]
     for each in rows:
         call = one._call(each, creation(each))
-        store.ledger.open_request(call.id, tenant="me", body=b"")
-        store.ledger.start_attempt(call.id, worker="w", lease_s=0.001)
+        store.requests.open(call.id, tenant="me", body=b"")
+        store.requests.start(call.id, worker="w", lease_s=0.001)
     await asyncio.sleep(0.01)
     results = await asyncio.gather(*(one.settle(each) for each in rows))
     assert [(code(result), result.attempts) for result in results] == [(None, 2)] * 4
@@ -400,7 +400,7 @@ async def test_a_cancelled_row_is_ended_in_the_ledger_and_begun_again_later(
     work.cancel()
     with pytest.raises(asyncio.CancelledError):
         await work
-    assert store.ledger.unfinished() == []
+    assert store.requests.unfinished() == []
     monkeypatch.undo()
     result = await caller(engine, store).settle(row())
     assert (code(result), result.attempts) == (None, 1)

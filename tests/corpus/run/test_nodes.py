@@ -51,6 +51,6 @@ def test_a_node_that_dies_takes_no_row_with_it(tmp_path: Path, tiny_folder: Path
             with StoreConfig(server.url + PATIENT).open() as shelf:
                 assert list(shelf.check()) == []
                 assert shelf.usage().caches == len(rows)
-                assert shelf.ledger.unfinished() == []
+                assert shelf.requests.unfinished() == []
     finally:
         cluster.shutdown()

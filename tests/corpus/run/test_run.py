@@ -149,7 +149,7 @@ def test_a_run_that_is_cancelled_ends_at_once_and_goes_on_later(crew: Crew) -> N
     hopeful = {name: RemoteEngine(each.model, each.app, each.handle, wanted=3) for name, each in crew.engines.items()}
     run = begun(replace(crew, engines=hopeful), lines, journal, how)
     with crew.store.open() as shelf:  # at work as if all replicas ran that are wanted
-        until(lambda: len(shelf.ledger.unfinished()) > IN_FLIGHT_PER_REPLICA)
+        until(lambda: len(shelf.requests.unfinished()) > IN_FLIGHT_PER_REPLICA)
     until(lambda: run.progress().done >= 1)
     asked = time.monotonic()
     run.cancel("enough")

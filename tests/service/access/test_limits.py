@@ -22,7 +22,7 @@ from kvshelf.service.jobs.background import Background
 from kvshelf.service.observe.metrics import Metrics
 from kvshelf.service.settings import Settings
 from kvshelf.store.base import Store
-from kvshelf.store.jobs.ledger import Ledger
+from kvshelf.store.jobs.requests import Requests
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.cluster.remote import RemoteEngine
 from kvshelf.workers.replica.results import Created, Phase, Reply, Stored
@@ -343,20 +343,20 @@ def test_who_waits_too_long_is_told() -> None:
 class Creator:
     """Stands for the workers: remembers whose creations it is asked for, which fail for good."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, requests: Requests) -> None:
         self.asked: list[str] = []
-        self._ledger = ledger
+        self._requests = requests
 
     async def create(self, _: CreateCache, *, tenant: str, request_id: str, **__: Any) -> None:
         self.asked.append(tenant)
-        attempt = self._ledger.start_attempt(request_id, worker="test", lease_s=9)
-        self._ledger.fail(request_id, attempt, code="internal", message="a test", final=True)
+        attempt = self._requests.start(request_id, worker="test", lease_s=9)
+        self._requests.fail(request_id, attempt, code="internal", message="a test", final=True)
         raise InternalError("a test")
 
 
 def test_creations_in_the_background_take_turns_too(tmp_path: Path) -> None:
     async def test(store: Store) -> None:
-        creator = Creator(store.ledger)
+        creator = Creator(store.requests)
         background = Background(store, {"m": cast(EngineClient, creator)}, deadline_s=9, max_unfinished=20)
         for number in range(20):
             await background.submit(CreateCache(model="m", document=str(number)), "a")

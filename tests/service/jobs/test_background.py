@@ -1,5 +1,5 @@
 """Who works off what was accepted, and how much of it there may be. No service is started here: the workers are stood
-in for, the shelf and its ledger are real."""
+in for, the shelf and its requests are real."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvshelf.api import CreateCache
 from kvshelf.errors import NoWorker, QueueFull, StorageFull
 from kvshelf.service.jobs.background import Background
 from kvshelf.store.base import Store
-from kvshelf.store.jobs.ledger import Ledger, RequestRecord
+from kvshelf.store.jobs.requests import RequestRecord, Requests
 from kvshelf.workers.cluster.remote import RemoteEngine
 from kvshelf.workers.replica.attempts import MAX_ATTEMPTS, Standing, give_up
 from kvshelf.workers.replica.results import Created
@@ -38,7 +38,7 @@ class Workers:
     """Stand for those of one model: finish what they are asked for, or raise what they were given."""
 
     def __init__(self, store: Store, *failures: Exception) -> None:
-        self._ledger = store.ledger
+        self._requests = store.requests
         self.failures = list(failures)
         self.asked: list[str | None] = []
 
@@ -46,8 +46,8 @@ class Workers:
         self.asked.append(spec.document)
         if self.failures:
             raise self.failures.pop()
-        attempt = self._ledger.start_attempt(request_id, worker="test", lease_s=9)
-        self._ledger.finish(request_id, attempt, cache_ids=())
+        attempt = self._requests.start(request_id, worker="test", lease_s=9)
+        self._requests.finish(request_id, attempt, cache_ids=())
         return Created(())
 
 
@@ -84,9 +84,9 @@ def test_a_request_for_a_model_that_another_front_end_serves_is_left_to_it(store
         accepted = await theirs.submit(spec("a", "theirs"), "acme")
         await background(store, {"ours": here}).submit(spec("b", "ours"), "acme")  # an earlier process
         ours.start()
-        await until(lambda: here.asked == ["b"])  # which is behind the other one in the ledger
+        await until(lambda: here.asked == ["b"])  # which was opened after the other one
         await ours.stop()
-        left = store.ledger.get_request(accepted.id, tenant="acme")
+        left = store.requests.get(accepted.id, tenant="acme")
         assert (left.state, left.attempts, left.error) == ("queued", 0, None)
         theirs.start()
         await until(lambda: there.asked == ["a"])
@@ -96,29 +96,29 @@ def test_a_request_for_a_model_that_another_front_end_serves_is_left_to_it(store
 
 
 class Watched:
-    """A ledger whose reads are told to `seen`, before who reads has them: so it may be what others do meanwhile."""
+    """Requests whose reads `seen` hears of before the reader has them, so that it can act as others do meanwhile."""
 
-    def __init__(self, ledger: Ledger, seen: Callable[[object], None]) -> None:
-        self._ledger = ledger
+    def __init__(self, requests: Requests, seen: Callable[[object], None]) -> None:
+        self._requests = requests
         self._seen = seen
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._ledger, name)
+        return getattr(self._requests, name)
 
     def body(self, request_id: str) -> bytes:
-        body = self._ledger.body(request_id)
+        body = self._requests.body(request_id)
         self._seen(body)
         return body
 
-    def get_request(self, request_id: str, *, tenant: str) -> RequestRecord:
-        record = self._ledger.get_request(request_id, tenant=tenant)
+    def get(self, request_id: str, *, tenant: str) -> RequestRecord:
+        record = self._requests.get(request_id, tenant=tenant)
         self._seen(record)
         return record
 
 
 def watched(store: Store, seen: Callable[[object], None]) -> Store:
-    ledger = Watched(store.ledger, seen)
-    return cast(Store, SimpleNamespace(ledger=ledger, stat=store.stat, admit=store.admit))
+    requests = Watched(store.requests, seen)
+    return cast(Store, SimpleNamespace(requests=requests, stat=store.stat, admit=store.admit))
 
 
 def test_what_nobody_takes_is_read_once_and_refused_in_the_end(store: Store) -> None:
@@ -129,9 +129,9 @@ def test_what_nobody_takes_is_read_once_and_refused_in_the_end(store: Store) -> 
             watched(store, read.append), {"m": Workers(store)}, unclaimed_s=2.5
         )  # it looks every two seconds
         ours.start()
-        await until(lambda: store.ledger.get_request(lost.id, tenant="acme").state == "failed")
+        await until(lambda: store.requests.get(lost.id, tenant="acme").state == "failed")
         await ours.stop()
-        ended = store.ledger.get_request(lost.id, tenant="acme")
+        ended = store.requests.get(lost.id, tenant="acme")
         assert ended.error is not None
         assert (ended.error.code, ended.error.param) == ("invalid_request", "model")
         assert "'gone'" in ended.error.message
@@ -160,18 +160,18 @@ def test_what_another_front_end_gave_up_first_is_let_go(store: Store) -> None:
     async def test() -> None:
         def overtake(record: object) -> None:
             if isinstance(record, RequestRecord) and Standing.of(record) is Standing.SPENT:
-                give_up(store.ledger, record)
+                give_up(store.requests, record)
 
         workers = Workers(store)
         ours = background(watched(store, overtake), {"m": workers})
         accepted = await ours.submit(spec("a"), "acme")
         for _ in range(MAX_ATTEMPTS):
-            store.ledger.start_attempt(accepted.id, worker="dead", lease_s=0)
+            store.requests.start(accepted.id, worker="dead", lease_s=0)
         with capture_logs() as logged:
             ours.start()
             await until(lambda: ours.counts == {"queued": 0, "running": 0})
         assert logged == []  # nothing unexpected has happened
-        assert store.ledger.get_request(accepted.id, tenant="acme").state == "failed"
+        assert store.requests.get(accepted.id, tenant="acme").state == "failed"
         await ours.submit(spec("a"), "acme")
         await until(lambda: workers.asked == ["a"])
         await ours.stop()
@@ -186,9 +186,9 @@ def test_what_failed_by_a_bug_is_let_go_and_done_when_it_is_asked_for_again(stor
         ours.start()
         accepted = await ours.submit(spec("a"), "acme")
         await until(lambda: workers.asked == ["a"] and ours.counts == {"queued": 0, "running": 0})
-        assert store.ledger.get_request(accepted.id, tenant="acme").state == "queued"
+        assert store.requests.get(accepted.id, tenant="acme").state == "queued"
         await ours.submit(spec("a"), "acme")
-        await until(lambda: store.ledger.get_request(accepted.id, tenant="acme").state == "done")
+        await until(lambda: store.requests.get(accepted.id, tenant="acme").state == "done")
         await ours.stop()
 
     run(test())
@@ -196,7 +196,7 @@ def test_what_failed_by_a_bug_is_let_go_and_done_when_it_is_asked_for_again(stor
 
 def test_a_request_that_cannot_be_read_holds_up_no_other(store: Store) -> None:
     async def test() -> None:
-        store.ledger.open_request("req_bad", tenant="acme", body=b"{")
+        store.requests.open("req_bad", tenant="acme", body=b"{")
         await background(store, {"m": Workers(store)}).submit(spec("a"), "acme")  # an earlier process
         workers = Workers(store)
         ours = background(store, {"m": workers})
@@ -220,7 +220,7 @@ def test_a_full_shelf_is_tried_less_and_less_often(store: Store) -> None:
         ours = background(store, {"m": Full(store, StorageFull("full"), StorageFull("full"))})
         accepted = await ours.submit(spec("a"), "acme")
         ours.start()
-        await until(lambda: store.ledger.get_request(accepted.id, tenant="acme").state == "done")
+        await until(lambda: store.requests.get(accepted.id, tenant="acme").state == "done")
         await ours.stop()
         assert at[1] - at[0] >= 2
         assert at[2] - at[1] >= 4
@@ -236,7 +236,7 @@ def test_of_each_tenant_and_model_so_many_are_accepted(store: Store) -> None:
         refused = [error for error in told if isinstance(error, QueueFull)]
         assert [error.details["retry_after_s"] > 0 for error in refused] == [True] * 7
         accepted = [str(number) for number, record in enumerate(told) if isinstance(record, RequestRecord)]
-        assert len(store.ledger.unfinished()) == 3
+        assert len(store.requests.unfinished()) == 3
 
         for document in accepted:  # the same again is no new one
             assert (await ours.submit(spec(document), "acme")).state == "queued"

@@ -85,15 +85,15 @@ def test_what_another_service_on_the_shelf_accepted_for_its_model_is_left_to_it(
     """This test is that other service."""
     request_id, body = "req_" + "e" * 40, {"document": "Not for you.", "model": "served-elsewhere"}
     with open_store(f"disk://{service.home}/shelf") as store:
-        store.ledger.open_request(request_id, tenant="default", body=json.dumps(body).encode())
+        store.requests.open(request_id, tenant="default", body=json.dumps(body).encode())
         end = time.monotonic() + 30
         while f'"request": "{request_id}"' not in service.log.read_text():
             assert time.monotonic() < end, "the service has not seen the request"
             time.sleep(0.1)
         request = http.get(f"/v1/requests/{request_id}").json()
         assert (request["state"], request["attempts"], request["error"]) == ("queued", 0, None)
-        attempt = store.ledger.start_attempt(request_id, worker="elsewhere", lease_s=9)
-        store.ledger.finish(request_id, attempt, cache_ids=())
+        attempt = store.requests.start(request_id, worker="elsewhere", lease_s=9)
+        store.requests.finish(request_id, attempt, cache_ids=())
     assert ended(http, {"id": request_id})["state"] == "done"
 
 

@@ -5,175 +5,18 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import pytest
 
-from kvshelf.errors import BatchNotFound, FileNotFound, InvalidRequest, QuotaExceeded, StateConflict, StoreUnavailable
+from kvshelf.errors import BatchNotFound, FileNotFound, InvalidRequest, QuotaExceeded, StateConflict
 from kvshelf.store.base import Store
-from kvshelf.store.blobs import new_name
-from kvshelf.store.index import KEEP_ENDED_S, Index, Quota, Writing
+from kvshelf.store.index import KEEP_ENDED_S, Quota
 from kvshelf.store.jobs.batches import BatchRecord
 from kvshelf.store.jobs.files import digest_of
-from kvshelf.store.jobs.table import Docket, Item
 from kvshelf.store.rules import Rules
 from kvshelf.store.sealing.keyring import Keyring
-from tests.store.indexes import Home, disk_home, empty_redis_home
 from tests.store.places import Clock, Place
-from tests.store.test_index import race
-
-
-@pytest.fixture(params=["disk", "redis"])
-def home(request: pytest.FixtureRequest, tmp_path: Path) -> Home:
-    if request.param == "disk":
-        return disk_home(tmp_path / "home")
-    return empty_redis_home(request.getfixturevalue("shared_valkey"))
-
-
-@pytest.fixture
-def index(home: Home) -> Iterator[Index]:
-    index = home.open()
-    yield index
-    index.close()
-
-
-@pytest.fixture
-def docket(index: Index) -> Docket:
-    return index.docket
-
-
-def item(number: int = 1, **fields: Any) -> Item:
-    values: dict[str, Any] = {"kind": "batch", "id": f"batch_{number}", "tenant": "me", "text": "{}"}
-    return Item(**values | fields)
-
-
-def test_an_item_is_changed_only_as_it_was_seen(docket: Docket) -> None:
-    docket.add(item(text='{"ü": 1}', open=True, due=5.5))
-    seen = docket.find("batch_1", "me")
-    assert seen == item(text='{"ü": 1}', open=True, due=5.5)
-    assert docket.change(item(text='{"a": 2}'))
-    assert docket.find("batch_1", "me") == item(text='{"a": 2}', version=1)
-    assert not docket.change(item(text="stale"))
-    assert docket.find("batch_1", "me") == item(text='{"a": 2}', version=1)
-    assert not docket.change(item(9))
-
-
-def test_of_two_processes_that_saw_the_same_one_succeeds(docket: Docket, home: Home) -> None:
-    for number in range(20):
-        docket.add(item(number))
-    assert race(home, 20, lambda index, number: index.docket.change(item(number, text="mine"))) == [1] * 20
-
-
-def test_of_two_processes_one_gets_the_lease(docket: Docket, home: Home) -> None:
-    for number in range(20):
-        docket.add(item(number))
-    taken = race(home, 20, lambda index, number: index.docket.take(f"batch_{number}", lease_s=600) is not None)
-    assert taken == [1] * 20
-
-
-def test_listings_go_from_the_newest_to_the_oldest_of_one_tenant(docket: Docket) -> None:
-    for number in range(5):
-        docket.add(item(number))
-    docket.add(item(7, tenant="other"))
-    docket.add(item(8, kind="file"))
-    assert [found.id for found in docket.listing("batch", "me", None, 3)] == ["batch_4", "batch_3", "batch_2"]
-    assert [found.id for found in docket.listing("batch", "me", "batch_2", 3)] == ["batch_1", "batch_0"]
-    for after in ("batch_7", "batch_8", "nothing"):
-        assert docket.listing("batch", "me", after, 3) == []
-    assert docket.find("batch_7", "me") is None
-
-
-def test_open_items_and_those_that_are_due(docket: Docket) -> None:
-    for number in range(3):
-        docket.add(item(number, open=True, due=10.0 + number))
-    assert [found.id for found in docket.open_items()] == ["batch_0", "batch_1", "batch_2"]
-    assert docket.change(item(1, open=False, due=None))
-    assert [found.id for found in docket.open_items()] == ["batch_0", "batch_2"]
-    assert [found.id for found in docket.due("batch", 12.0, 10)] == ["batch_0", "batch_2"]
-    assert docket.due("batch", 9.0, 10) == docket.due("file", 99.0, 10) == []
-    assert docket.remove("batch_0")
-    assert not docket.remove("batch_0")
-    assert [found.id for found in docket.open_items()] == ["batch_2"]
-
-
-def test_the_term_is_the_fence(docket: Docket, home: Home) -> None:
-    docket.add(item())
-    brief, lease_s = 3 * home.tick_s, 1000 * home.tick_s
-    assert docket.take("batch_1", lease_s=lease_s) == 1
-    assert docket.take("batch_1", lease_s=lease_s) is None
-    docket.append("batch_1", 1, [b"one"])
-    assert docket.change(item(text="first"), term=1)
-    docket.renew("batch_1", 1, lease_s=brief)
-    home.wait(2)
-    docket.renew("batch_1", 1, lease_s=lease_s)
-    home.wait(2)
-    assert docket.take("batch_1", lease_s=lease_s) is None, "it was renewed"
-    docket.renew("batch_1", 1, lease_s=brief)
-    home.wait(4)
-    assert docket.take("batch_1", lease_s=lease_s) == 2
-    for late in (
-        lambda: docket.renew("batch_1", 1, lease_s=lease_s),
-        lambda: docket.append("batch_1", 1, [b"late"]),
-    ):
-        with pytest.raises(StateConflict, match="term 1 is over"):
-            late()
-    assert not docket.change(item(text="late", version=1), term=1)
-    docket.release("batch_1", 1)
-    assert docket.take("batch_1", lease_s=lease_s) is None, "the first holder released nothing"
-    docket.release("batch_1", 2)
-    assert docket.take("batch_1", lease_s=lease_s) == 3
-    assert docket.take("nothing", lease_s=lease_s) is None
-
-
-def test_a_journal_is_read_from_any_line(docket: Docket) -> None:
-    docket.add(item())
-    assert docket.take("batch_1", lease_s=60) == 1
-    lines = [b"%d \0\xff" % number + b"x" * 100 for number in range(1203)]
-    docket.append("batch_1", 1, lines[:3])
-    docket.append("batch_1", 1, [])
-    docket.append("batch_1", 1, lines[3:])
-    assert docket.lines("batch_1", 0, 2000) == lines
-    assert docket.lines("batch_1", 1000, 5) == lines[1000:1005]
-    assert docket.lines("batch_1", 1203, 5) == []
-    docket.remove("batch_1")
-    assert docket.lines("batch_1", 0, 5) == []
-
-
-def test_bytes_that_an_item_holds_stay_and_count(index: Index, home: Home) -> None:
-    key = secrets.token_hex(20)
-    name = new_name(f"kvs_{key}")
-    writing = Writing(name, f"kvs_{key}", "me", 0, name, 600)
-    briefly = home.open(10)
-    briefly.begin(writing, Quota(max_bytes=1000))
-    index.docket.add(item(kind="file"), hold=name)
-    home.wait(11)
-    assert index.abandoned() == []
-    assert index.knows(name)
-    with pytest.raises(QuotaExceeded):
-        index.begin(Writing(new_name("kvs_" + "1" * 40), "kvs_" + "1" * 40, "me", 500), Quota(max_bytes=1000))
-    assert index.problems() == []
-    assert index.docket.remove("batch_1", held=name)
-    assert [found.name for found in index.abandoned()] == [name]
-    index.begin(Writing(new_name("kvs_" + "1" * 40), "kvs_" + "1" * 40, "me", 500), Quota(max_bytes=1000))
-    index.abandon(name)
-    assert not index.knows(name)
-    assert index.problems() == []
-    briefly.close()
-
-
-def test_an_item_cannot_hold_what_a_silent_writer_wrote(index: Index, home: Home) -> None:
-    key = secrets.token_hex(20)
-    name = new_name(f"kvs_{key}")
-    briefly = home.open(2)
-    briefly.begin(Writing(name, f"kvs_{key}", "me", 0, name, 600), Quota())
-    home.wait(4)
-    with pytest.raises(StoreUnavailable, match="silent"):
-        index.docket.add(item(kind="file"), hold=name)
-    assert index.docket.find("batch_1", "me") is None
-    briefly.close()
-
-
-# Batches and files, as callers of a store see them
 
 
 @pytest.fixture
@@ -350,7 +193,7 @@ def test_what_is_written_and_not_kept_is_swept(place: Place, clock: Clock, tmp_p
             raise Died
 
     writer = place.open(now=clock, on_step=die)
-    writer.files._writer._discard = lambda _: None  # type: ignore[method-assign]  # dead processes undo nothing
+    writer.files._bodies._writer._discard = lambda _: None  # type: ignore[method-assign]  # dead processes undo nothing
     with pytest.raises(Died):
         writer.files.create(given(tmp_path, b"lost"), tenant="me", filename="", purpose="batch")
     place.let_leases_run_out(clock)
@@ -365,7 +208,7 @@ def test_what_is_written_and_not_kept_is_swept(place: Place, clock: Clock, tmp_p
 def test_a_file_whose_bytes_are_gone_says_so(store: Store, place: Place, tmp_path: Path) -> None:
     record = store.files.create(given(tmp_path, b"rows"), tenant="me", filename="", purpose="batch")
     assert record.name is not None
-    store.files._blobs.remove(record.name, record.stored_bytes)
+    store._blobs.remove(record.name, record.stored_bytes)
     with pytest.raises(FileNotFound, match="upload it again"):
         store.files.open(record.id, tenant="me")
     assert place.names() == set()

@@ -636,7 +636,7 @@ def test_what_is_read_only_works_on_without_the_home(far: Node, server: ValkeySe
         lambda: far.store.check(),
         lambda: far.store.sweep(),
         lambda: list(far.store.scrub()),
-        lambda: far.store.ledger.unfinished(),
+        lambda: far.store.requests.unfinished(),
     ]
     assert [fate(call) for call in refused] == ["store_unavailable"] * len(refused)
     require_equal(make_cache(), far.store.get(manifest.id))

@@ -13,7 +13,7 @@ from kvshelf.api import CreateCache
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.select import importance_of
 from kvshelf.store.disk import DiskStore
-from kvshelf.store.jobs.ledger import RequestRecord
+from kvshelf.store.jobs.requests import RequestRecord
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.engine.inputs.job import Level
 from kvshelf.workers.policies import POLICIES
@@ -98,14 +98,14 @@ def refused_creation(engine: Engine, home: Path, **fields: Any) -> tuple[PolicyU
         replica.start()
         await replica.create(spec, tenant="default", request_id="req_1")
 
-    store.ledger.open_request("req_1", tenant="default", body=b"{}")
+    store.requests.open("req_1", tenant="default", body=b"{}")
     try:
         with pytest.raises(PolicyUnsupported) as refused:
             anyio.run(create)
     finally:
         replica.stop()
     assert store.list(tenant="default").data == ()
-    return refused.value, store.ledger.get_request("req_1", tenant="default")
+    return refused.value, store.requests.get("req_1", tenant="default")
 
 
 @pytest.mark.parametrize(("name", "params"), [("snapkv", {}), ("layer_defensivekv", {}), ("lagkv", CHUNKED)])

@@ -22,14 +22,14 @@ pytestmark = pytest.mark.anyio
 async def attempted(tmp_path: Path) -> AsyncIterator[Callable[..., object]]:
     """Does some work as an attempt at a request; returns how the request stands then."""
     with DiskStore.open(tmp_path / "ledger") as store, Threads() as threads:
-        attempts = Attempts(store.ledger, "w", threads)
-        store.ledger.open_request("req_1", tenant="me", body=b"")
+        attempts = Attempts(store.requests, "w", threads)
+        store.requests.open("req_1", tenant="me", body=b"")
 
         async def attempt(work: Callable[[], object], error: type[KvshelfError]) -> tuple[str, int]:
             with pytest.raises(error):
                 async with attempts.counted("req_1", "me"):
                     await threads.run(work)
-            record = store.ledger.get_request("req_1", tenant="me")
+            record = store.requests.get("req_1", tenant="me")
             return record.state, record.tries
 
         yield attempt

@@ -248,15 +248,15 @@ async def test_equal_creations_at_once_are_one_piece_of_work(replica: Replica, e
 
 
 async def test_a_request_of_the_ledger_names_every_level(replica: Replica, shelf: Shelf, document: str) -> None:
-    shelf.ledger.open_request("req_levels", tenant="default", body=b"{}")
+    shelf.requests.open("req_levels", tenant="default", body=b"{}")
     spec = CreateCache(document=document, levels=[0.5, 0.75])
     created = await replica.create(spec, tenant="default", request_id="req_levels")
-    record = shelf.ledger.get_request("req_levels", tenant="default")
+    record = shelf.requests.get("req_levels", tenant="default")
     assert (record.state, list(record.cache_ids)) == ("done", ids(created))
-    shelf.ledger.open_request("req_floor", tenant="default", body=b"{}")
+    shelf.requests.open("req_floor", tenant="default", body=b"{}")
     with pytest.raises(QualityBelowFloor):
         await replica.create(spec.model_copy(update={"min_quality": 1.0}), tenant="default", request_id="req_floor")
-    record = shelf.ledger.get_request("req_floor", tenant="default")
+    record = shelf.requests.get("req_floor", tenant="default")
     assert (record.state, record.tries) == ("failed", 1)  # it would come out the same
     assert record.error is not None
     assert record.error.details is not None

@@ -263,10 +263,10 @@ async def test_a_used_up_quota_is_said_before_the_prefill(engine: Watched, tmp_p
         assert engine.runs == runs
         assert (await replica.create(spec(), tenant="default")).existing
         assert not (await replica.create(spec(policy="knorm"), tenant="another")).existing
-        store.ledger.open_request("req_1", tenant="default", body=b"{}")
+        store.requests.open("req_1", tenant="default", body=b"{}")
         with pytest.raises(QuotaExceeded):
             await replica.create(spec(policy="knorm"), tenant="default", request_id="req_1")
-        assert store.ledger.get_request("req_1", tenant="default").state == "failed"  # trying again frees nothing
+        assert store.requests.get("req_1", tenant="default").state == "failed"  # trying again frees nothing
     finally:
         replica.stop()
 
@@ -299,18 +299,18 @@ async def test_a_source_is_kept_once_for_new_and_for_old_caches(replica: Replica
 
 
 async def test_an_attempt_is_counted_before_the_work_and_its_end_recorded(replica: Replica, engine: Watched) -> None:
-    ledger = replica._store.ledger
+    requests = replica._store.requests
     states: list[tuple[str, int]] = []
 
     def on_layer() -> None:
-        record = ledger.get_request("req_1", tenant="default")
+        record = requests.get("req_1", tenant="default")
         states.append((record.state, record.attempts))
 
     engine.on_layer = on_layer
-    ledger.open_request("req_1", tenant="default", body=b"{}")
+    requests.open("req_1", tenant="default", body=b"{}")
     created = await replica.create(spec(), tenant="default", request_id="req_1")
     assert set(states) == {("running", 1)}
-    record = ledger.get_request("req_1", tenant="default")
+    record = requests.get("req_1", tenant="default")
     assert (record.state, record.cache_ids) == ("done", (created.manifest.id,))
     with pytest.raises(StateConflict):
         await replica.create(spec(), tenant="default", request_id="req_1")
@@ -319,11 +319,11 @@ async def test_an_attempt_is_counted_before_the_work_and_its_end_recorded(replic
 async def test_a_failure_of_the_caller_is_final_and_one_of_ours_is_tried_again(
     replica: Replica, engine: Watched
 ) -> None:
-    ledger = replica._store.ledger
-    ledger.open_request("req_bad", tenant="default", body=b"{}")
+    requests = replica._store.requests
+    requests.open("req_bad", tenant="default", body=b"{}")
     with pytest.raises(DocumentTooShort):
         await replica.create(spec(document=""), tenant="default", request_id="req_bad")
-    record = ledger.get_request("req_bad", tenant="default")
+    record = requests.get("req_bad", tenant="default")
     assert record.error is not None
     assert (record.state, record.error.code) == ("failed", "document_too_short")
 
@@ -332,12 +332,12 @@ async def test_a_failure_of_the_caller_is_final_and_one_of_ours_is_tried_again(
 
     engine.on_layer = broken
     for _ in range(2):  # asked for once more it has all its tries again
-        ledger.open_request("req_bug", tenant="default", body=b"{}")
+        requests.open("req_bug", tenant="default", body=b"{}")
         seen = []
         for _ in range(3):
             with pytest.raises(InternalError):
                 await replica.create(spec(), tenant="default", request_id="req_bug")
-            seen.append(ledger.get_request("req_bug", tenant="default").state)
+            seen.append(requests.get("req_bug", tenant="default").state)
         assert seen == ["queued", "queued", "failed"]
 
 

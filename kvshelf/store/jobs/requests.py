@@ -1,0 +1,240 @@
+"""Background requests: each request, and each attempt before it starts, is recorded durably.
+
+A document that kills its worker is therefore counted too. The number of the attempt is the term of the item's lease and
+the fence. The body is sealed as a file is; it is durable before the request is visible, and dropped when that ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from io import RawIOBase
+from typing import Any, Final
+
+from blake3 import blake3
+
+from kvshelf.api.strict import RequestState
+from kvshelf.errors import BlobError, InternalError, RequestNotFound, StateConflict
+from kvshelf.store.index import KEEP_ENDED_S
+from kvshelf.store.jobs.bodies import Bodies
+from kvshelf.store.jobs.table import Item, JobTable, overtaken, read
+from kvshelf.store.manifest import Record
+from kvshelf.store.writer import Content
+
+REQUEST_PREFIX: Final = "request:"
+"""Tells a sealed body of a request from a sealed cache or file."""
+
+_STORED: Final = {"state", "attempts_before", "cache_ids", "error", "body"}
+"""The fields of a record that are in its item's text; the others are fields of the item."""
+
+
+class RequestError(Record):
+    """Why an attempt failed, in the words of the wire. `details` as those of a `KvshelfError`: JSON types only."""
+
+    code: str
+    message: str
+    param: str | None = None
+    details: dict[str, Any] | None = None
+
+
+class Body(Record):
+    """Where the body lies in `Blobs`, and its BLAKE3 digest in hex."""
+
+    name: str
+    stored_bytes: int
+    digest: str
+
+
+class RequestRecord(Record):
+    """One request. Times are Unix seconds. `error` is the last attempt's, also while another attempt is to come.
+
+    attempts: the number of the last attempt. Numbers never begin anew, not even when an ended request is queued again:
+    `attempts_before` says how many came before that, or do not count. body: None for an empty or dropped one.
+    """
+
+    id: str
+    tenant: str
+    state: RequestState
+    attempts: int = 0
+    attempts_before: int = 0
+    worker: str | None = None
+    lease_until: float | None = None
+    cache_ids: tuple[str, ...] = ()
+    error: RequestError | None = None
+    created_at: float = 0.0
+    updated_at: float = 0.0
+    body: Body | None = None
+    version: int = 0
+
+    @property
+    def tries(self) -> int:
+        """Attempts that count, since the request was last queued anew."""
+        return self.attempts - self.attempts_before
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ("done", "failed")
+
+
+class Requests:
+    """The requests of one home. Durable when a method returns. Raises as `JobTable` and `Blobs` do, too."""
+
+    def __init__(self, table: JobTable, bodies: Bodies, now: Callable[[], float]) -> None:
+        self._table = table
+        self._bodies = bodies
+        self._now = now
+
+    def open(self, request_id: str, *, tenant: str, body: bytes, again: bool = False) -> RequestRecord:
+        """Queue a request; opening it twice changes nothing.
+
+        A failed request is queued anew. A finished one is returned as it is, unless `again` says that its caches are
+        gone and it is to be done once more. Raises `StateConflict` for an id that another tenant holds: ids must be
+        hashes that include the tenant.
+        """
+        while True:
+            found = self._table.find(request_id, None)
+            if found is None:
+                new = RequestRecord(id=request_id, tenant=tenant, state="queued")
+                stored = self._queue(new, body, self._table.add)
+            elif found.tenant != tenant or found.kind != "request":
+                raise StateConflict(f"request id {request_id!r} is taken", param="request_id")
+            else:
+                record = _record(found)
+                if record.state != "failed" and not (record.state == "done" and again):
+                    return record
+                anew = {"state": "queued", "attempts_before": record.attempts, "cache_ids": (), "error": None}
+                stored = self._queue(record.model_copy(update=anew), body, self._table.change)
+            if stored is not None:  # else another caller was faster
+                return _record(stored)
+
+    def _queue(self, record: RequestRecord, body: bytes, store: Callable[[Item], Item | None]) -> Item | None:
+        if not body:  # the sealed format has no form for nothing
+            return store(self._item(record))
+        stored = None
+        digest = blake3(body).hexdigest()
+
+        def same(file: RawIOBase, nbytes: int) -> bool:
+            return blake3(file.read(nbytes) or b"").hexdigest() == digest
+
+        def keep(name: str, stored_bytes: int) -> bool:
+            nonlocal stored
+            held = Body(name=name, stored_bytes=stored_bytes, digest=digest)
+            stored = store(self._item(record.model_copy(update={"body": held})))
+            return stored is not None
+
+        content = Content(REQUEST_PREFIX + record.id, [[memoryview(body)]], len(body), same)
+        self._bodies.write(record.tenant, content, keep, beyond_quota=True)
+        return stored
+
+    def start(self, request_id: str, *, worker: str, lease_s: float) -> int:
+        """Count an attempt and take the lease; returns the attempt's number, 1 for the first.
+
+        A running request whose lease ran out is taken over. Raises `StateConflict` when another worker's lease lives or
+        the request has ended, `RequestNotFound`.
+        """
+        while (attempt := self._table.take(request_id, lease_s=lease_s, holder=worker)) is None:
+            record = self._find(request_id)
+            if record.ended:
+                raise StateConflict(f"request {request_id!r} has ended ({record.state}); there is nothing to do")
+            if record.state == "running":
+                raise StateConflict(f"request {request_id!r} is held by worker {record.worker!r}")
+        return attempt
+
+    def renew(self, request_id: str, attempt: int, *, lease_s: float) -> None:
+        """Extend the lease from now. Raises `StateConflict` when the attempt no longer holds the request."""
+        self._table.renew(request_id, attempt, lease_s=lease_s)
+
+    def finish(self, request_id: str, attempt: int, *, cache_ids: Sequence[str]) -> None:
+        """The work is done, its caches are stored; the body is dropped. Raises `StateConflict` for a stale holder."""
+        self._end_attempt(request_id, attempt, {"state": "done", "cache_ids": tuple(cache_ids), "error": None})
+
+    def fail(
+        self,
+        request_id: str,
+        attempt: int,
+        *,
+        code: str,
+        message: str,
+        param: str | None = None,
+        details: Mapping[str, Any] | None = None,
+        final: bool,
+        counted: bool = True,
+    ) -> None:
+        """The attempt failed. `final`: for good, the body is dropped; otherwise the request is queued again.
+
+        `counted` False: the request is not to blame, so `tries` is as if there had been no such attempt. Raises
+        `StateConflict` for a stale holder.
+        """
+        told = dict(details) if details else None
+        error = RequestError(code=code, message=message, param=param, details=told)
+        changes = {"state": "failed" if final else "queued", "error": error}
+        self._end_attempt(request_id, attempt, changes, uncounted=not counted)
+
+    def _end_attempt(
+        self, request_id: str, attempt: int, changes: Mapping[str, Any], *, uncounted: bool = False
+    ) -> None:
+        stored = None
+        while stored is None:  # a failure of an earlier attempt may come between
+            record = self._find(request_id)
+            if record.state != "running" or record.attempts != attempt:
+                raise overtaken(request_id, attempt)
+            before = record.attempts_before + uncounted
+            changed = record.model_copy(update={"attempts_before": before, **changes})
+            dropped = {"body": None} if changed.ended else {}
+            item = self._item(changed.model_copy(update=dropped))
+            stored = self._table.change(item, term=attempt, release=True)
+        if changed.ended and record.body is not None:
+            self._bodies.remove(record.body.name, record.body.stored_bytes)
+
+    def get(self, request_id: str, *, tenant: str) -> RequestRecord:
+        """Raises `RequestNotFound` for an unknown id and for another tenant's, with the same message."""
+        return self._find(request_id, tenant)
+
+    def body(self, request_id: str) -> bytes:
+        """The request as it was given to `open`.
+
+        Raises `StateConflict` once it was dropped, `InternalError` if it is lost or damaged.
+        """
+        record = self._find(request_id)
+        try:
+            if not record.ended:
+                return b"" if record.body is None else self._read(record, record.body)
+        except BlobError as error:
+            if not self._find(request_id).ended:
+                raise InternalError(f"the body of {request_id!r} is lost or damaged: {error}") from error
+        raise StateConflict(f"request {request_id!r} has ended and its body was dropped")
+
+    def _read(self, record: RequestRecord, body: Body) -> bytes:
+        with self._bodies.open(body.name, body.stored_bytes, record.tenant, REQUEST_PREFIX + record.id) as file:
+            data = file.read()
+        if blake3(data).hexdigest() != body.digest:
+            raise BlobError("other bytes came back", reason="digest_mismatch")
+        return data
+
+    def unfinished(self) -> list[RequestRecord]:
+        """Requests queued or running, of all tenants, oldest first; bodies are fetched one by one with `body`."""
+        return [_record(item) for item in self._table.open_items("request")]
+
+    def forget(self, now: float) -> int:
+        """Drop requests that ended long ago; returns how many."""
+        return self._table.forget("request", now)
+
+    def _find(self, request_id: str, tenant: str | None = None) -> RequestRecord:
+        item = self._table.find(request_id, tenant)
+        if item is None or item.kind != "request":
+            raise RequestNotFound(f"there is no request {request_id[:80]!r}", param="request_id")
+        return _record(item)
+
+    def _item(self, record: RequestRecord) -> Item:
+        due = self._now() + KEEP_ENDED_S if record.ended else None
+        held = record.body.name if record.body else None
+        text = record.model_dump_json(include=_STORED)
+        return Item("request", record.id, record.tenant, text, record.version, not record.ended, due, held)
+
+
+def _record(item: Item) -> RequestRecord:
+    kept = {name: getattr(item, name) for name in ("id", "tenant", "version", "created_at", "updated_at")}
+    record = read(item, RequestRecord, attempts=item.term, **kept)
+    if not item.open or not item.lease_until:
+        return record
+    running = {"state": "running", "worker": item.holder, "lease_until": item.lease_until}
+    return record.model_copy(update=running)

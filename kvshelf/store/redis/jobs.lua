@@ -1,0 +1,183 @@
+-- The job table of a Redis home. One call of this script is one operation, and so one atomic step. Called by jobs.py.
+--
+-- KEYS[1] is `{prefix}:jobs`; the other keys begin with `{prefix}:` too, so that a cluster keeps them on one node and
+-- the script may make up their names. ARGV: the operation, then names and values in turn; None is left out. The reply
+-- begins with a word. Times are the server's, but for `due`: seconds; in lease_until milliseconds.
+--
+--   jobs              the last seq that was given
+--   j:<id>            hash: the fields of an Item; seq
+--   jt:<kind>:<tenant>  ids of a tenant's items by seq
+--   open:<kind>       ids of open items by seq
+--   due:<kind>        ids by the time when they are to be forgotten
+--   jl:<id>           list: the lines of the journal
+--   writes            of the index: names of writes by the end of their lease
+--
+-- A server without memory refuses the first write of a script or none. An operation that gives memory back, or that ends
+-- or renews a lease, begins with a write that is always granted (ZREM, HDEL): no finished work is lost on a full server.
+
+local call = redis.call
+local SEQ = KEYS[1]
+local BASE = SEQ:sub(1, -5)
+local WRITES = BASE .. 'writes'
+local FOREVER = '9000000000000000'
+
+local a = {}
+for i = 2, #ARGV, 2 do a[ARGV[i]] = ARGV[i + 1] end
+
+local function item_key(id) return BASE .. 'j:' .. id end
+
+local function lines_key(id) return BASE .. 'jl:' .. id end
+
+local function listing_key(kind, tenant) return BASE .. 'jt:' .. kind .. ':' .. tenant end
+
+local function open_key(kind) return BASE .. 'open:' .. kind end
+
+local function due_key(kind) return BASE .. 'due:' .. kind end
+
+local KEY = a.id and item_key(a.id)
+
+local operations = {}
+
+local function whole(number) return string.format('%.0f', number) end
+
+local function server_ms()
+  local time = call('TIME')
+  return time[1] * 1000 + math.floor(time[2] / 1000)
+end
+
+local function get(field) return call('HGET', KEY, field) end
+
+-- In the order of the fields of Item.
+local function show(id)
+  return call('HMGET', item_key(id), 'kind', 'id', 'tenant', 'text', 'version', 'open', 'due', 'held', 'term', 'holder',
+    'lease_until', 'created_at', 'updated_at')
+end
+
+local function show_all(ids)
+  local found = {}
+  for _, id in ipairs(ids) do
+    local shown = show(id)
+    if shown[2] then found[#found + 1] = shown end
+  end
+  return {'items', found}
+end
+
+local function may_hold() return not a.held or tonumber(call('ZSCORE', WRITES, a.held) or 0) > server_ms() end
+
+-- To the index, a write of bytes that nothing holds any more is a writer who fell silent long ago: it revokes that.
+local function let_go(name)
+  if name and call('ZSCORE', WRITES, name) then call('ZADD', WRITES, '1', name) end
+end
+
+local function set(field, value)
+  if value then call('HSET', KEY, field, value) else call('HDEL', KEY, field) end
+end
+
+local function write(kind, seq)
+  local held = get('held')
+  if a.held then call('ZADD', WRITES, FOREVER, a.held) end
+  if held ~= a.held then let_go(held) end
+  set('due', a.due)
+  set('held', a.held)
+  call('HSET', KEY, 'text', a.text, 'open', a.open, 'updated_at', whole(server_ms()))
+  if a.open == '1' then call('ZADD', open_key(kind), seq, a.id) else call('ZREM', open_key(kind), a.id) end
+  if a.due then call('ZADD', due_key(kind), a.due, a.id) else call('ZREM', due_key(kind), a.id) end
+end
+
+local function remove(id)
+  local kind, tenant, held = unpack(call('HMGET', item_key(id), 'kind', 'tenant', 'held'))
+  if not kind then return 0 end
+  call('ZREM', open_key(kind), id)
+  call('ZREM', due_key(kind), id)
+  call('ZREM', listing_key(kind, tenant), id)
+  call('UNLINK', item_key(id), lines_key(id))
+  let_go(held)
+  return 1
+end
+
+function operations.add()
+  if call('EXISTS', KEY) == 1 then return {'none'} end
+  if not may_hold() then return {'too_slow'} end
+  local seq = tostring(call('INCR', SEQ))
+  call('HSET', KEY, 'kind', a.kind, 'id', a.id, 'tenant', a.tenant, 'version', '0', 'seq', seq, 'term', '0',
+    'holder', '', 'lease_until', '0', 'created_at', whole(server_ms()))
+  call('ZADD', listing_key(a.kind, a.tenant), seq, a.id)
+  write(a.kind, seq)
+  return {'item', show(a.id)}
+end
+
+function operations.find()
+  local tenant = get('tenant')
+  if not tenant or (a.tenant and tenant ~= a.tenant) then return {'none'} end
+  return {'item', show(a.id)}
+end
+
+function operations.listing()
+  local listing, first = listing_key(a.kind, a.tenant), '+inf'
+  if a.after then
+    local seq = call('ZSCORE', listing, a.after)
+    if not seq then return {'items', {}} end
+    first = '(' .. seq
+  end
+  return show_all(call('ZREVRANGEBYSCORE', listing, first, '-inf', 'LIMIT', 0, a.limit))
+end
+
+function operations.change()
+  if get('version') ~= a.version or (a.term and get('term') ~= a.term) then return {'none'} end
+  if a.held ~= (get('held') or nil) and not may_hold() then return {'too_slow'} end
+  if a.release == '1' then
+    call('HDEL', KEY, 'lease_until')
+    call('HSET', KEY, 'lease_until', '0')
+  end
+  if a.open == '0' then call('ZREM', open_key(get('kind')), a.id) end
+  call('HINCRBY', KEY, 'version', 1)
+  write(get('kind'), get('seq'))
+  return {'item', show(a.id)}
+end
+
+function operations.remove() return {'removed', tostring(remove(a.id))} end
+
+function operations.forget()
+  local ids = call('ZRANGEBYSCORE', due_key(a.kind), '-inf', a.now, 'LIMIT', 0, a.limit)
+  local count = 0
+  for _, id in ipairs(ids) do
+    call('ZREM', due_key(a.kind), id)
+    count = count + remove(id)
+  end
+  return {'forgotten', tostring(count), tostring(#ids)}
+end
+
+function operations.open() return {'ids', call('ZRANGE', open_key(a.kind), 0, -1)} end
+
+-- The ids stand between zero bytes.
+function operations.items()
+  local ids = {}
+  for id in (a.ids .. '\0'):gmatch('(.-)%z') do ids[#ids + 1] = id end
+  return show_all(ids)
+end
+
+function operations.take()
+  local now = server_ms()
+  if get('open') ~= '1' or tonumber(get('lease_until')) > now then return {'none'} end
+  call('HSET', KEY, 'holder', a.holder, 'lease_until', whole(now + a.lease_ms), 'updated_at', whole(now))
+  return {'taken', tostring(call('HINCRBY', KEY, 'term', 1))}
+end
+
+function operations.lease()
+  if get('term') ~= a.term or get('lease_until') == '0' then return {'none'} end
+  local now = server_ms()
+  call('HDEL', KEY, 'lease_until')
+  call('HSET', KEY, 'lease_until', a.lease_ms == '0' and '0' or whole(now + a.lease_ms), 'updated_at', whole(now))
+  return {'leased'}
+end
+
+-- The lines are the values of '1', '2', ...
+function operations.append()
+  if get('term') ~= a.term then return {'none'} end
+  for i = 1, tonumber(a.count) do call('RPUSH', lines_key(a.id), a[tostring(i)]) end
+  return {'appended'}
+end
+
+function operations.lines() return {'lines', call('LRANGE', lines_key(a.id), a.start, a.start + a.limit - 1)} end
+
+return operations[ARGV[1]]()

@@ -1,0 +1,133 @@
+"""The job table of a Redis home: a hash for each item, changed by `jobs.lua`, which the server runs as one step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, cast
+
+from kvshelf.errors import StoreUnavailable
+from kvshelf.store.jobs.table import Item, JobTable, Kind, overtaken, too_slow
+from kvshelf.store.redis.link import RedisLink
+from kvshelf.store.redis.script import Script, Value
+
+_FIELDS: Final = (
+    *("kind", "id", "tenant", "text", "version", "open", "due", "held"),
+    *("term", "holder", "lease_until", "created_at", "updated_at"),
+)
+"""In the order in which `jobs.lua` shows an item."""
+
+_REPLIES: Final = {
+    **dict.fromkeys(("none", "too_slow", "leased", "appended"), 0),
+    **dict.fromkeys(("item", "items", "ids", "removed", "taken", "lines"), 1),
+    "forgotten": 2,
+}
+"""The words that replies of the script begin with, and how many parts follow each."""
+
+_BATCH: Final = 500
+
+_ARGUMENT_BYTES: Final = 4 << 20
+"""In one call: a script copies its arguments, and the server does nothing else meanwhile."""
+
+
+class RedisJobs(JobTable):
+    """See `JobTable`. Leases are on the server's clock."""
+
+    def __init__(self, link: RedisLink, prefix: str) -> None:
+        self._run = Script(link, "jobs.lua", f"{{{prefix}}}:jobs", _REPLIES).run
+
+    def add(self, item: Item) -> Item | None:
+        return _stored(self._run("add", kind=item.kind, tenant=item.tenant, **_changing(item)))
+
+    def find(self, item_id: str, tenant: str | None) -> Item | None:
+        return _stored(self._run("find", id=item_id, tenant=tenant))
+
+    def listing(self, kind: Kind, tenant: str, after: str | None, limit: int) -> list[Item]:
+        return _items(self._run("listing", kind=kind, tenant=tenant, after=after, limit=limit))
+
+    def change(self, item: Item, *, term: int | None = None, release: bool = False) -> Item | None:
+        return _stored(self._run("change", version=item.version, term=term, release=release, **_changing(item)))
+
+    def remove(self, item_id: str) -> bool:
+        return bool(self._run("remove", id=item_id)[1] == b"1")
+
+    def forget(self, kind: Kind, now: float) -> int:
+        count, looked_at = 0, _BATCH
+        while looked_at == _BATCH:
+            _, removed, due = self._run("forget", kind=kind, now=now, limit=_BATCH)
+            count, looked_at = count + int(removed), int(due)
+        return count
+
+    def open_items(self, kind: Kind) -> list[Item]:
+        ids: list[bytes] = self._run("open", kind=kind)[1]
+        found: list[Item] = []
+        for start in range(0, len(ids), _BATCH):
+            found += _items(self._run("items", ids=b"\0".join(ids[start : start + _BATCH])))
+        return [item for item in found if item.open]  # an item may have ended since its id was read
+
+    def take(self, item_id: str, *, lease_s: float, holder: str = "") -> int | None:
+        reply = self._run("take", id=item_id, holder=holder, lease_ms=round(lease_s * 1000))
+        return int(reply[1]) if reply[0] == "taken" else None
+
+    def renew(self, item_id: str, term: int, *, lease_s: float) -> None:
+        if self._run("lease", id=item_id, term=term, lease_ms=round(lease_s * 1000)) == ["none"]:
+            raise overtaken(item_id, term)
+
+    def release(self, item_id: str, term: int) -> None:
+        self._run("lease", id=item_id, term=term, lease_ms=0)
+
+    def append(self, item_id: str, term: int, lines: Sequence[bytes]) -> None:
+        for part in _parts(lines):
+            numbered = {str(number): line for number, line in enumerate(part, 1)}
+            if self._run("append", id=item_id, term=term, count=len(part), **numbered) == ["none"]:
+                raise overtaken(item_id, term)
+
+    def lines(self, item_id: str, start: int, limit: int) -> list[bytes]:
+        return list(self._run("lines", id=item_id, start=start, limit=limit)[1])
+
+
+def _parts(lines: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
+    """Lines in portions that one call can carry."""
+    start, size = 0, 0
+    for end, line in enumerate(lines):
+        if end > start and (size + len(line) > _ARGUMENT_BYTES or end - start >= _BATCH):
+            yield lines[start:end]
+            start, size = end, 0
+        size += len(line)
+    if lines:
+        yield lines[start:]
+
+
+def _changing(item: Item) -> dict[str, Value]:
+    return {"id": item.id, "text": item.text, "open": item.open, "due": item.due, "held": item.held}
+
+
+def _stored(reply: Sequence[Any]) -> Item | None:
+    if reply[0] == "too_slow":
+        raise too_slow()
+    return _item(reply[1]) if reply[0] == "item" else None
+
+
+def _items(reply: Sequence[Any]) -> list[Item]:
+    return [_item(shown) for shown in reply[1]]
+
+
+def _item(shown: Sequence[bytes | None]) -> Item:
+    try:
+        found = {name: value.decode() for name, value in zip(_FIELDS, shown, strict=True) if value is not None}
+        return Item(
+            kind=cast(Kind, found["kind"]),
+            id=found["id"],
+            tenant=found["tenant"],
+            text=found["text"],
+            version=int(found["version"]),
+            open=found["open"] == "1",
+            due=float(found["due"]) if "due" in found else None,
+            held=found.get("held"),
+            term=int(found["term"]),
+            holder=found["holder"],
+            lease_until=int(found["lease_until"]) / 1000,
+            created_at=int(found["created_at"]) / 1000,
+            updated_at=int(found["updated_at"]) / 1000,
+        )
+    except (AttributeError, KeyError, TypeError, ValueError) as wrong:
+        raise StoreUnavailable(f"an item in Redis is not what kvshelf wrote there: {wrong!s:.200}") from wrong
