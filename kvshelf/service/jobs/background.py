@@ -38,13 +38,13 @@ from kvshelf.workers.replica.attempts import LEASE_S, Standing, give_up
 log = structlog.get_logger("kvshelf.service")
 
 _PREFIX = "req_"
-_RUNNERS_PER_MODEL = 2  # one document is being prefilled while the next is tokenized and the last one stored
+_RUNNERS_PER_MODEL = 2  # one document is prefilled while the next one is tokenized and the last one stored
 _POLL_S = 0.5
 _STORE_PAUSE_S = 2.0
-_STORE_PAUSE_LIMIT_S = 60.0  # a full disk may stay full all night, and each attempt may be a prefill for nothing
+_STORE_PAUSE_LIMIT_S = 60.0  # a full disk may stay full all night, and each attempt may waste a prefill
 _LOOK_S = 2.0
-_MISHAP_PAUSE_S = 60.0  # what met a bug of ours most likely meets it again, and each time a traceback is logged
-_FULL_PAUSE_S = 5.0  # about as long as it takes until one of many documents is done
+_MISHAP_PAUSE_S = 60.0  # a request that met a bug most likely meets it again, and logs a traceback each time
+_FULL_PAUSE_S = 5.0  # about the time until one of many documents is done
 
 
 class Background:
@@ -59,15 +59,15 @@ class Background:
         max_unfinished: int,
         unclaimed_s: float = 86_400.0,
     ) -> None:
-        """max_unfinished: how many requests of one tenant and model are accepted before one of them has ended.
-        unclaimed_s: after so long a request of a model that is not served here is refused, if nobody else takes it.
+        """max_unfinished: the unfinished requests that one tenant may have for one model.
+        unclaimed_s: how long a request for a model that is not served here waits for another service before it fails.
         """
         self._store = store
         self._engines = engines
         self._deadline_s = deadline_s
         self._max_unfinished = max_unfinished
         self._unclaimed_s = unclaimed_s
-        # Runners of their own for each model: one without workers would hold all that are shared, until it has some.
+        # Each model has its own runners: shared ones would all wait for a model without workers.
         self._waiting = {model: _Backlog() for model in engines}
         self._known: dict[str, _Key] = {}
         self._arriving: list[_Key] = []
@@ -76,7 +76,7 @@ class Background:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Begin to work, with what an earlier process left unfinished."""
+        """Start to work, first on requests that an earlier process left unfinished."""
         runners = [self._run(waiting) for waiting in self._waiting.values() for _ in range(_RUNNERS_PER_MODEL)]
         self._tasks = [asyncio.ensure_future(work) for work in (self._take_up(), *runners)]
 
@@ -93,7 +93,7 @@ class Background:
         return {"queued": queued, "running": len(self._known) - queued}
 
     async def submit(self, spec: CreateCache, tenant: str) -> RequestRecord:
-        """Write a creation down, durably, and queue it. The same creation has the same id and is done once.
+        """Record a creation durably and queue it. Equal creations have one id and are done once.
 
         Raises `QueueFull` and `QuotaExceeded` for a new one: bodies of waiting requests would fill the store.
         """
@@ -109,7 +109,7 @@ class Background:
         return record
 
     def _there(self, key: _Key) -> RequestRecord | None:
-        """The request, unless it is to be opened: as a new one, or again."""
+        """The request, unless it must be opened, as a new one or again."""
         try:
             record = self._store.requests.get(key.id, tenant=key.tenant)
         except RequestNotFound:
@@ -125,7 +125,7 @@ class Background:
         return record
 
     def _on_shelf(self, record: RequestRecord) -> bool:
-        """Whether all caches are there that the request is known to have made."""
+        """Whether all caches that the request made are on the shelf."""
         try:
             for cache_id in record.cache_ids:
                 self._store.stat(cache_id, tenant=record.tenant)
@@ -135,7 +135,7 @@ class Background:
 
     @contextmanager
     def _place(self, key: _Key) -> Iterator[None]:
-        """One of the places of its tenant, for a request that is being written down. Raises `QueueFull`.
+        """Take one of the places of a tenant while a request is being recorded. Raises `QueueFull`.
 
         Counted here, not in the store: requests that other services accept are known here within seconds.
         """
@@ -158,10 +158,10 @@ class Background:
             self._waiting[key.model].put_nowait(key)
 
     async def _take_up(self) -> None:
-        """Queue what nobody works on: an earlier process left it, or another one on this shelf that ends or dies.
+        """Queue the requests that no process works on: an earlier process or a dead one on this shelf left them.
 
-        Looked for now and then, not at the start alone: a process that is being replaced accepts requests until the
-        one in its place is ready.
+        It looks repeatedly, not only at the start: a process that is being replaced accepts requests until its
+        successor is ready.
         """
         while True:
             try:
@@ -169,13 +169,13 @@ class Background:
             except StoreError as error:
                 log.warning("unfinished requests cannot be read yet", code=error.code, message=error.message)
             except Exception:
-                # A bug of ours must not be the end of all taking up.
+                # A bug of kvshelf must not stop this loop.
                 log.exception("unfinished requests cannot be read")
             await asyncio.sleep(_LOOK_S)
 
     async def _look(self) -> None:
         unfinished = await asyncio.to_thread(self._store.requests.unfinished)
-        requests = [record for record in unfinished if record.id.startswith(_PREFIX)]  # it has rows of batches, too
+        requests = [record for record in unfinished if record.id.startswith(_PREFIX)]  # not rows of batches
         ids = {record.id for record in requests}
         self._elsewhere = {id_: seen for id_, seen in self._elsewhere.items() if id_ in ids}
         for record in requests:
@@ -184,14 +184,14 @@ class Background:
             try:
                 await self._claim(record)
             except (RequestNotFound, StateConflict):
-                continue  # it has ended since, or somebody is at it
+                continue  # it has ended since, or a worker holds it
             except StoreError:
                 raise
             except Exception:
                 self._set_aside(record.id)
 
     async def _claim(self, record: RequestRecord) -> None:
-        """Queue a request if its model is served here; leave it to those who serve it for as long as may be."""
+        """Queue a request if its model is served here; leave it to other services for up to `unclaimed_s`."""
         seen = self._elsewhere.get(record.id)
         if seen is None:
             model = (await asyncio.to_thread(self._spec, record)).model or ""
@@ -232,7 +232,7 @@ class Background:
             del self._known[key.id]
 
     def _set_aside(self, request_id: str) -> None:
-        """In the handling of an exception that nobody expected: one request must not be the end of all others.
+        """Handle an unexpected exception: one request must not stop all others.
 
         It stays in the store and is taken up again after a pause, or as soon as it is submitted again.
         """
@@ -241,9 +241,9 @@ class Background:
         asyncio.get_running_loop().call_later(_MISHAP_PAUSE_S, self._paused.discard, request_id)
 
     async def _advance(self, key: _Key, pauses: Iterator[float]) -> float | None:
-        """Try a request once, if it is time. Returns the seconds until the next try, None when it has ended.
+        """Try a request once, if it is due. Returns the seconds until the next try, None when it has ended.
 
-        pauses: how long to wait each time that the store takes nothing when all work is done.
+        pauses: how long to wait each time the store refuses the finished work.
         """
         try:
             return await self._advance_in(key, pauses)
@@ -256,7 +256,7 @@ class Background:
         record = await asyncio.to_thread(self._store.requests.get, key.id, tenant=key.tenant)
         match Standing.of(record):
             case Standing.ENDED | Standing.HELD:
-                # Held by a worker that this process did not ask, or by one that died: then `_take_up` will find it.
+                # A worker that this process did not ask holds it. If that dies, `_take_up` finds the request.
                 return None
             case Standing.SPENT:
                 with suppress(StateConflict):  # another front end did the same at this moment
@@ -281,7 +281,7 @@ class Background:
 
 
 def _growing(first_s: float, limit_s: float) -> Iterator[float]:
-    """Pauses, each twice as long as the one before."""
+    """Pauses in seconds, each twice as long as the one before, up to `limit_s`."""
     while True:
         yield first_s
         first_s = min(2 * first_s, limit_s)
@@ -294,14 +294,14 @@ class _Key(NamedTuple):
 
 
 class _Elsewhere(NamedTuple):
-    """A model that is not served here, and since when (Unix seconds) a request for it is known to wait."""
+    """A model that is not served here, and since when (Unix seconds) a request waits for it."""
 
     model: str
     at: float
 
 
 class _Backlog(asyncio.Queue[_Key]):
-    """Gives out requests of tenants in turn, by the three methods that `asyncio.Queue` has for being overridden."""
+    """Hands out requests of tenants in turn, by the three methods of `asyncio.Queue` made to be overridden."""
 
     def _init(self, _maxsize: int) -> None:
         self._queue: Rounds[_Key] = Rounds()

@@ -1,4 +1,4 @@
-"""What a batch reads before its work and writes after it: the input as a whole, and the files of results."""
+"""The files of a batch: the check of its input before the work, the files of results after it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PIECE: Final = 1 << 20
 
 
 class BadInput(Exception):
-    """The input cannot be worked on at all."""
+    """No row of the input can be worked on."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -28,7 +28,7 @@ class BadInput(Exception):
 
 
 def count_rows(store: Store, file_id: str, tenant: str, max_rows: int) -> int:
-    """The lines of an input, which is read to its end and found sound. Raises `BadInput`, `FileNotFound`."""
+    """The number of lines of an input, read to its end and verified. Raises `BadInput`, `FileNotFound`."""
     try:
         with store.files.open(file_id, tenant=tenant) as opened:
             rows = _lines(opened.file)
@@ -56,10 +56,10 @@ def _lines(file: BinaryIO) -> int:
 
 
 def write_results(store: Store, record: BatchRecord, term: int) -> BatchCounts:
-    """Make the two files of a batch out of its journal: rows that have a cache, and rows that have an error.
+    """Write the two files of a batch from its journal: rows with a cache, and rows with an error.
 
-    Each is named in the batch as soon as it is there: so one that is there when the other finds no room is replaced
-    by the next try, and not left behind. Raises `StateConflict` if the lease of `term` is over, `StoreError`.
+    The batch names each file as soon as it is stored. If the other one then finds no room, the next try replaces the
+    first file and leaves none behind. Raises `StateConflict` if the lease of `term` is over, `StoreError`.
     """
     found: Counter[str] = Counter()
     with room_for("the results of a batch"), TemporaryFile() as output, TemporaryFile() as errors:
@@ -73,7 +73,7 @@ def write_results(store: Store, record: BatchRecord, term: int) -> BatchCounts:
 
 
 def _keep(store: Store, record: BatchRecord, term: int, file: BinaryIO, name: str, field: str) -> None:
-    """Store a file of results, and put it in the place of the one that the record names in `field`."""
+    """Store a file of results; it replaces the file that the record names in `field`."""
     file.flush()
     kept = store.files.create(
         file,
@@ -81,7 +81,7 @@ def _keep(store: Store, record: BatchRecord, term: int, file: BinaryIO, name: st
         filename=f"{record.id}_{name}.jsonl",
         purpose="batch_output",
         ttl_s=record.body["output_keep_s"],
-        beyond_quota=True,  # they are little beside the caches, and without them the work could never end
+        beyond_quota=True,  # results are small beside the caches, and the batch cannot end without them
     )
     stale = kept.id  # until the record names it
     try:
@@ -100,12 +100,12 @@ def _write_line(file: BinaryIO, result: Result) -> None:
 
 
 def outcome(record: BatchRecord, counts: BatchCounts) -> tuple[BatchState, tuple[BatchProblem, ...]]:
-    """How a batch ends with these rows, and what its callers are told about it as a whole."""
+    """The state in which a batch with these rows ends, and the problems of the batch as a whole."""
     if record.problems:
         return "failed", record.problems
     if record.state == "cancelling":
         return "cancelled", ()
-    if not counts.total or counts.completed + counts.failed < counts.total:  # none: nobody had looked through it yet
+    if not counts.total or counts.completed + counts.failed < counts.total:  # 0: its input was not checked yet
         return "expired", ()
     if counts.completed == 0:
         return "failed", (BatchProblem(code="no_success", message="no row succeeded; the error file says why"),)

@@ -1,4 +1,4 @@
-"""One batch at work, for as long as this process holds its lease."""
+"""One batch at work, while this process holds its lease."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ log = structlog.get_logger("kvshelf.service")
 Update = Callable[[BatchRecord], BatchRecord]
 
 LEASE_S: Final = 15.0
-"""How long after its last sign of life a front end's batch may be taken over by another."""
+"""How long after a front end's last renewal another one may take its batch over."""
 
 _STEER_S: Final = 0.5
 _STORE_PAUSE_S: Final = 2.0
@@ -41,7 +41,7 @@ _ENDING: Final = ("cancelling", "finalizing")
 
 
 def rest_reason(record: BatchRecord, now: float) -> str:
-    """Why nobody works on a batch now although it has not ended; "" if somebody should."""
+    """Why an unfinished batch rests now; "" if it should run."""
     if now >= record.expires_at and record.state not in _ENDING:
         return ""
     if record.state == "paused":
@@ -57,8 +57,8 @@ def rest_reason(record: BatchRecord, now: float) -> str:
 
 
 def waiting(record: BatchRecord, reason: str, now: float) -> BatchRecord:
-    """The record of a batch that leaves its place to others and is taken up again after a pause. This grows until the
-    batch gets on; a change of state ends it."""
+    """The record of a batch that gives up its place and is taken up again after a pause. The pause grows until the
+    batch makes progress; a change of state ends it."""
     pause_s = min(max(_PAUSE_S, 2 * record.progress.get("pause_s", 0.0)), _MAX_PAUSE_S)
     told = {**record.progress, "waits_for": reason, "waits_from": now, "pause_s": pause_s}
     return record.model_copy(update={"progress": told})
@@ -72,13 +72,13 @@ def _waits_until(record: BatchRecord) -> float:
 
 
 def stuck(progress: Progress, now: float) -> str:
-    """What a run has been waiting for so long that it is not to keep its place; "" if it gets on."""
+    """Why a run has waited too long to keep its place; "" if it makes progress."""
     since = progress.times.get(RunState.WAITING, now)
     return progress.reason if progress.state is RunState.WAITING and now - since >= _PATIENCE_S else ""
 
 
 class BatchWork:
-    """`run` it once. All that comes of it stands in the store."""
+    """`run` it once. The results are in the store."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class BatchWork:
         metrics: Metrics,
         others_wait: Callable[[], bool],
     ) -> None:
-        """term: of the lease, which is this process's. others_wait: whether batches of other tenants want its place."""
+        """term: of this process's lease. others_wait: whether batches of other tenants want its place."""
         self._id = record.id
         self._tenant = record.tenant
         self._term = term
@@ -100,11 +100,11 @@ class BatchWork:
         self._settings = settings
         self._metrics = metrics
         self._others_wait = others_wait
-        self._let_go = False  # the run was cancelled so that the batch rests
-        self._waits_for = ""  # why it was let go, if nobody wanted that
+        self._let_go = False  # the run was cancelled to let the batch rest
+        self._waits_for = ""  # why it was let go, if no caller asked for it
 
     async def run(self) -> None:
-        """Work until the batch has ended or rests, or until the lease is lost. Raises nothing."""
+        """Work until the batch ends or rests, or the lease is lost. Raises nothing."""
         renewing = asyncio.create_task(self._renew())
         working = asyncio.create_task(self._advance())
         unexpected = False
@@ -115,7 +115,7 @@ class BatchWork:
         except StateConflict:
             log.warning("a batch was taken over by another process", batch=self._id)
         except Exception:
-            # It stays in the store. The lease stays as well, so that what fails at once is not tried every second.
+            # The batch stays in the store, and so does the lease: a batch that fails at once is not tried every second.
             log.exception("a batch failed unexpectedly", batch=self._id)
             unexpected = True
         finally:
@@ -127,7 +127,7 @@ class BatchWork:
                     await asyncio.to_thread(self._batches.release, self._id, self._term)
 
     async def _renew(self) -> None:
-        """Keep the lease; ends when another process has it."""
+        """Keep the lease; end when another process has it."""
         while True:
             await asyncio.sleep(LEASE_S / 3)
             try:
@@ -138,7 +138,7 @@ class BatchWork:
                 log.warning("the lease of a batch could not be renewed", batch=self._id, code=error.code)
 
     async def _advance(self) -> None:
-        """From whatever state the batch is in to its end, or to where it rests."""
+        """Bring the batch from its state to its end, or to a rest."""
         record = await self._change(_as_it_is)
         log.info("batch taken up", batch=self._id, state=record.state, attempt=record.attempts)
         try:
@@ -174,7 +174,7 @@ class BatchWork:
         return bool(reason)
 
     async def _validate(self, record: BatchRecord) -> BatchRecord:
-        """Look through the whole input before any work; what is wrong with one row is that row's own end."""
+        """Check the whole input before any work; a fault in one row ends that row alone."""
         file_id, limit = record.body["input_file_id"], self._settings.max_batch_rows
         total = await asyncio.to_thread(count_rows, self._store, file_id, self._tenant, limit)
 
@@ -185,7 +185,7 @@ class BatchWork:
         return await self._change(begin)
 
     async def _work(self, record: BatchRecord) -> Summary:
-        """Run it until nothing is left to do, or nothing more may be done now."""
+        """Run it until no row is left, or no more work is allowed now."""
         run = await asyncio.to_thread(self._made, record)
         run.start()
         told = Progress(RunState.RUNNING)
@@ -213,7 +213,7 @@ class BatchWork:
         return Run(StoredFile(shard), self._engines, config, journal, _options(record))
 
     async def _steer(self, run: Run, progress: Progress, before: BatchRecord) -> None:
-        """Tell the store how the run goes on, and the run what its callers want of it."""
+        """Store the progress of the run, and pass the wishes of callers to the run."""
         record = await asyncio.to_thread(self._change_now, lambda record: with_progress(record, progress, before))
         if progress.state not in _AT_WORK:
             return
@@ -225,12 +225,12 @@ class BatchWork:
             self._let_go = True
             run.cancel(reason)
         elif self._others_wait() and (reason := stuck(progress, time.time())):
-            # Not without need: to begin anew costs seconds, and makes again what was deleted to make room.
+            # Only if needed: a new start costs seconds, and makes caches again that were deleted to make room.
             self._let_go, self._waits_for = True, reason
             run.cancel(reason)
 
     def _after(self, record: BatchRecord, summary: Summary) -> BatchRecord:
-        """The record after a run. One that was cancelled by nobody has used up its hours: so the batch ends."""
+        """The record after a run. A run that no caller cancelled has used up its hours, so the batch ends."""
         if summary.state != RunState.CANCELLED or _is_to_end(record):
             return record
         if self._let_go:
@@ -239,7 +239,7 @@ class BatchWork:
         return record.entered("cancelling", time.time(), progress=reason)
 
     async def _end(self, problems: tuple[BatchProblem, ...]) -> None:
-        """Write the files of results, from the journal alone; with them the batch has ended."""
+        """Write the files of results from the journal; then the batch has ended."""
         record = await self._change(lambda record: _ending(record, problems))
         counts = await asyncio.to_thread(write_results, self._store, record, self._term)
 
@@ -252,7 +252,7 @@ class BatchWork:
         log.info("batch results written", batch=self._id, state=ended.state, **ended.counts.model_dump())
 
     async def _change(self, update: Update) -> BatchRecord:
-        """Change the record, however long the store takes: else nobody could even be told that the batch waits."""
+        """Change the record, however long the store is down: callers must be able to see that the batch waits."""
         while True:
             try:
                 return await asyncio.to_thread(self._change_now, update)
@@ -269,7 +269,7 @@ def _as_it_is(record: BatchRecord) -> BatchRecord:
 
 
 def _options(record: BatchRecord) -> RunOptions:
-    """How it is run. Its window is not among them: outside of it the batch rests, and another one has its place."""
+    """Options of its run. The window is not among them: outside its window the batch rests and gives up its place."""
     body = record.body
     limit = body["max_gpu_hours"]
     return RunOptions(
@@ -283,9 +283,9 @@ def _options(record: BatchRecord) -> RunOptions:
 
 
 def with_progress(record: BatchRecord, progress: Progress, before: BatchRecord) -> BatchRecord:
-    """The record with the numbers of a run, which found the batch as in `before`. Nothing changes for time alone.
+    """The record with the progress of a run that started from `before`. Elapsed time alone changes nothing.
 
-    A run that goes on comes by the rows of earlier ones again, as reused: callers are told of no step back.
+    A resumed run revisits finished rows as reused; reported counts never decrease.
     """
     had, past = before.counts, before.progress
     counts = BatchCounts(
@@ -320,7 +320,7 @@ def _is_to_end(record: BatchRecord) -> bool:
 
 
 def _problems(record: BatchRecord, summary: Summary) -> tuple[BatchProblem, ...]:
-    """Why a run has failed before it had tried every row."""
+    """Why a run failed before it tried every row."""
     if summary.state != RunState.FAILED or summary.done + summary.failed >= record.counts.total:
         return ()
     return (BatchProblem(code="run_failed", message=summary.reason),)

@@ -1,8 +1,8 @@
 """Batches: taken from the store under a lease, and run on the replicas that answer online.
 
-All that a batch is stands in the store. Who works on one looks there for what its callers want of it, callers of other
-front ends, too, and writes there how far it is: so any front end can tell, and when one dies its lease runs out and
-another goes on where the journal ends.
+The store holds the whole state of a batch. The front end that runs it reads the wishes of callers there, whichever
+front end they asked, and writes its progress there. When it dies, its lease runs out and another front end continues
+where the journal ends.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class BatchRunner:
     """Runs the batches of the store. `start` it on the event loop of the service, `stop` it once."""
 
     def __init__(self, store: Store, engines: Mapping[str, RemoteEngine], settings: Settings, metrics: Metrics) -> None:
-        """engines: without what observes them, because they travel to the processes that call replicas."""
+        """engines: without observers, because they travel to the processes that call replicas."""
         self._store = store
         self._engines = engines
         self._settings = settings
@@ -45,7 +45,7 @@ class BatchRunner:
         self._looking: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Take up what nobody works on, now and whenever there is room."""
+        """Take up idle batches, now and whenever a place is free."""
         self._looking = asyncio.create_task(self._look())
 
     async def stop(self) -> None:
@@ -56,12 +56,12 @@ class BatchRunner:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def nudge(self) -> None:
-        """There is a batch to take up: look at once."""
+        """Look for batches at once."""
         self._wanted.set()
 
     @property
     def counts(self) -> dict[str, int]:
-        """Batches that this process runs, and others of the store that could be run."""
+        """Batches that this process runs, and idle ones in the store that may run."""
         return {"running": len(self._running), "waiting": len(self._idle)}
 
     async def _look(self) -> None:
@@ -72,14 +72,14 @@ class BatchRunner:
             except StoreError as error:
                 log.warning("batches cannot be read", code=error.code, message=error.message)
             except Exception:
-                # A bug of ours must not be the end of all batches.
+                # A bug of kvshelf must not stop all batches.
                 log.exception("looking for batches failed unexpectedly")
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LOOK_S):
                     await self._wanted.wait()
 
     async def _take_up(self) -> None:
-        """Take as many as may run; those of the tenant of whom the fewest run first."""
+        """Take as many as may run; first those of the tenant with the fewest running."""
         unfinished = await asyncio.to_thread(self._store.batches.unfinished)
         now = time.time()
         idle = [each for each in unfinished if each.id not in self._running and not rest_reason(each, now)]
