@@ -42,15 +42,17 @@ check: setup  ## format, lint, types and the import rule
 # Python keeps what it has compiled, whatever the environment says: each service of a test is three processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Three at a time on two cores, for many tests wait: for a process to start, a lease to end, a server to be back.
-TOGETHER = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder
+# Most tests of these packages compute on one core and start no service, so they run two at a time. All others start
+# services, wait for them, and measure how long they take: one after the other.
+IN_PAIRS := tests/kernels tests/store tests/workers tests/client
+TOGETHER = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 test: setup  ## all tests
-	$(TOGETHER) -m "not alone"
-	$(BIN)/python -m pytest -m alone
+	$(TOGETHER) $(IN_PAIRS)
+	$(BIN)/python -m pytest $(addprefix --ignore=,$(IN_PAIRS))
 
 test-fast: setup  ## the tests of units, in two minutes
-	$(TOGETHER) -m "unit and not alone"
+	$(TOGETHER) -m unit
 
 soak: setup  ## all tests with their full counts: kill loops, fuzzing, load
 	KVSHELF_SOAK=1 $(BIN)/python -m pytest --timeout 7200

@@ -36,11 +36,8 @@ prepare_environment(None)
 hypothesis.settings.register_profile("kvshelf", deadline=None)
 hypothesis.settings.load_profile("kvshelf")
 
-# Each is started once, for all its tests run in one process. Those of jobs, which wait most, have a service apart.
-_SHARED = ("crew", "bundled_service", "service")
-
-# What a unit does without: it starts no service, no Ray and no browser, and interprets no kernel.
-_STARTING = {*_SHARED, "start_service", "browser", "begin"}
+# A unit starts no service, no Ray and no browser, and interprets no kernel.
+_STARTING = {"crew", "bundled_service", "service", "start_service", "browser", "begin"}
 _NO_UNITS = re.compile(
     r"tests/(bench/|kernels/|corpus/run/|workers/(cluster|engine|policies)/|test_(demo|docs|extend)|client/test_typing"
     r"|deploy/test_(wheel|address|compose|image)|service/process/test_rolling|store/test_(crash|state_machine|sealing|life)"
@@ -48,28 +45,12 @@ _NO_UNITS = re.compile(
 )
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Which tests run in one process (xdist's groups), longest groups first; and which are units."""
+    """Mark the units, which `make test-fast` runs."""
     for item in items:
         assert isinstance(item, pytest.Function)
-        item.add_marker(pytest.mark.xdist_group(_group(item)))
         if not _STARTING & set(item.fixturenames) and not _NO_UNITS.match(item.location[0]):
             item.add_marker(pytest.mark.unit)
-    items.sort(key=_turn)
-
-
-def _group(item: pytest.Function) -> str:
-    path = item.location[0]
-    shared = next((name for name in _SHARED if name in item.fixturenames), path)
-    return "jobs" if shared == "service" and path.startswith("tests/service/jobs/") else shared
-
-
-def _turn(item: pytest.Function) -> int:
-    """Shared services first, then what starts its own, so that the short tests fill the cores at the end."""
-    if any(name in item.fixturenames for name in _SHARED):
-        return 0
-    return 1 if _STARTING & set(item.fixturenames) else 2
 
 
 TOKENIZER = Path(__file__).parent.parent / "kvshelf" / "models" / "kvshelf-tiny"

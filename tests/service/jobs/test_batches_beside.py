@@ -82,7 +82,6 @@ def require_whole(service: LiveService, batch: dict[str, Any], count: int) -> No
         assert sorted(cache["id"] for cache in shelf) == sorted(row["cache_id"] for row in done)
 
 
-@pytest.mark.alone
 @pytest.mark.timeout(600)
 def test_a_batch_yields_to_questions(http: httpx.Client, cache: dict[str, Any]) -> None:
     """While a batch has the replica, a question waits for a layer of a document and no more. The model has two of them:

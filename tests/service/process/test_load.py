@@ -32,7 +32,6 @@ from kvshelf.workers.engine.decode.generation import Sampling
 if TYPE_CHECKING:
     from tests.conftest import LiveService
 
-pytestmark = pytest.mark.alone
 
 DOCUMENTS = 24
 FACTS = 2
