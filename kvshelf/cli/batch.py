@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,14 +19,15 @@ from kvshelf.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from kvshelf.corpus.input.files import FileSource
+    from kvshelf.corpus.output.results import Result
     from kvshelf.corpus.run.progress import Summary
 
 STOPPED = 6
-"""The exit code of a batch that was ended before its last row."""
+"""Exit code of a batch that ended before its last row."""
 
 EPILOG = """
 Exit codes: 0 every document is on the shelf; 1 some or all failed, the output says why; 2 refused before any work;
-6 stopped before the end: run the same command again to go on.
+6 stopped before the end: run the same command again to continue.
 """
 
 _Input = Annotated[
@@ -37,30 +38,36 @@ _Output = Annotated[Path, typer.Option(help="One line per document, as .jsonl or
 _Policy = Annotated[str | None, typer.Option(help="One of `kvshelf policies`.")]
 _CompressionRatio = Annotated[float | None, typer.Option(help="Fraction of the entries REMOVED, 0.75 say.")]
 _BudgetTokens = Annotated[int | None, typer.Option(help="Entries kept per layer and head, instead.")]
-_Level = Annotated[list[float] | None, typer.Option(help="A ratio of several for each document. Repeat it.")]
-_MinQuality = Annotated[float | None, typer.Option(help="Least agreement with the full cache, 0.98 say.")]
+_Level = Annotated[
+    list[float] | None, typer.Option(help="A compression ratio. Repeat it to make several caches of each document.")
+]
+_MinQuality = Annotated[float | None, typer.Option(help="Minimum agreement with the full cache, 0.98 say.")]
 _Param = Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="A parameter of the policy.")]
 _Layout = Annotated[str | None, typer.Option(help="chat or plain.")]
 _Codec = Annotated[str | None, typer.Option(help="none, int8, int4, int2 or mixed.")]
-_Ttl = Annotated[str | None, typer.Option(help="How long to keep the caches: 90s, 15m, 2h, 7d.")]
+_Ttl = Annotated[str | None, typer.Option(help="Lifetime of the caches: 90s, 15m, 2h, 7d.")]
 _KeepSource = Annotated[bool, typer.Option("--keep-source", help="Keep the texts beside the caches.")]
-_ExpectedQuestion = Annotated[list[str] | None, typer.Option(help="A question to come. May be repeated.")]
+_ExpectedQuestion = Annotated[list[str] | None, typer.Option(help="A question you expect. May be repeated.")]
 _Window = Annotated[str | None, typer.Option(help="Work only at this time of day: 22:00-06:00.")]
-_MaxGpuHours = Annotated[float | None, typer.Option(min=0, help="Stop when the replicas have worked so long.")]
-_DocumentTimeout = Annotated[str, typer.Option(help="For each attempt at one document: 90s, 15m, 2h.")]
-_MaxAttempts = Annotated[int, typer.Option(min=1, max=100, help="Before a document is given up.")]
-_RetryFailed = Annotated[bool, typer.Option("--retry-failed", help="Try again what failed in an earlier run.")]
+_MaxGpuHours = Annotated[float | None, typer.Option(min=0, help="Stop when the replicas have worked this long.")]
+_DocumentTimeout = Annotated[str, typer.Option(help="Time limit of one attempt at one document: 90s, 15m, 2h.")]
+_MaxAttempts = Annotated[int, typer.Option(min=1, max=100, help="Attempts before a document is given up.")]
+_RetryFailed = Annotated[bool, typer.Option("--retry-failed", help="Retry rows that failed in an earlier run.")]
 _Report = Annotated[Path | None, typer.Option(help="Also write a report with pictures, as .html.")]
 _Model = Annotated[list[str] | None, typer.Option(help="As for `kvshelf serve`; the first is the default.")]
 _Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda.")]
 _Dtype = Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")]
 _Replicas = Annotated[int | None, typer.Option(help="Replicas of each model.")]
-_Address = Annotated[str | None, typer.Option(help="Of a running Ray cluster; auto finds it.  [default: a local one]")]
-_Url = Annotated[str | None, typer.Option("--url", envvar="KVSHELF_URL", help="A running service that is to do it.")]
+_Address = Annotated[
+    str | None, typer.Option(help="Address of a running Ray cluster; auto finds it.  [default: a local one]")
+]
+_Url = Annotated[
+    str | None, typer.Option("--url", envvar="KVSHELF_URL", help="URL of a running service that runs the batch.")
+]
 
 
 _OF_ITS_OWN = ("store", "encryption_key_file", "device", "dtype", "replicas", "address")
-"""Options of a batch that the command does itself. A service has its own."""
+"""Options of a batch that runs here. A service has its own settings."""
 
 
 def batch(
@@ -95,11 +102,11 @@ def batch(
     url: _Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compress a corpus: many documents in, one line out for each, with its cache id or what went wrong.
+    """Compress a corpus: many documents in, one line out for each, with its cache id or its error.
 
-    With --url a running service does it, unless --store is given. Without, this command starts the model itself and
-    writes into --store. Run the same command again after it was stopped, or to look for new documents: what is on the
-    shelf is not done again.
+    With --url, unless --store is given, a running service runs the batch. Otherwise this command starts the model and
+    writes to --store. Run the same command again after a stop, or to add new documents: documents on the shelf are not
+    compressed again.
     """
     with _common.named_errors(as_json=as_json):
         remote = _is_remote(context)
@@ -127,26 +134,25 @@ def batch(
         }
         job = _Job(input, output, report, fields, options, as_json)
         if remote:
-            from kvshelf.cli.batch_remote import run_remote
-
             assert url is not None
-            raise typer.Exit(run_remote(url, job))
-        with needs_extra("serve", purpose="kvshelf batch"):
-            code = job.run(
-                store=store,
-                encryption_key_file=None if encryption_key_file is None else str(encryption_key_file),
-                models=tuple(model) if model else None,
-                device=device,
-                dtype=dtype,
-                replicas=replicas,
-                address=address,
-            )
+            code = job.run_at(url)
+        else:
+            with needs_extra("serve", purpose="kvshelf batch"):
+                code = job.run(
+                    store=store,
+                    encryption_key_file=None if encryption_key_file is None else str(encryption_key_file),
+                    models=tuple(model) if model else None,
+                    device=device,
+                    dtype=dtype,
+                    replicas=replicas,
+                    address=address,
+                )
     raise typer.Exit(code)
 
 
 @dataclass(frozen=True)
 class _Job:
-    """What is to be done. fields: of `CreateCache`, for all rows; options: of `RunOptions`, the window as text."""
+    """One call of the command. fields: of `CreateCache`, for all rows; options: of `RunOptions`, the window as text."""
 
     input: str
     output: Path
@@ -160,7 +166,7 @@ class _Job:
         return self.output.with_name(self.output.name + ".journal")
 
     def source(self) -> FileSource:
-        """The corpus. What the batch writes may lie in the same folder and is no part of it."""
+        """The corpus. Files that the batch itself writes may lie in the same folder; they are left out."""
         from kvshelf.atomic import partial_of
         from kvshelf.corpus.input.files import FileSource
 
@@ -168,10 +174,7 @@ class _Job:
         return FileSource(self.input, self.fields, without=[self._journal, *written, *map(partial_of, written)])
 
     def run(self, **settings: Any) -> int:
-        """Do it here; returns the exit code. What can be refused at once is refused before anything is started."""
-        from kvshelf.corpus.input.rows import require_defaults
-        from kvshelf.corpus.output.files import require_format, write_output
-        from kvshelf.corpus.output.report import require_report, write_report
+        """Run the batch here; returns the exit code. Bad options are refused before anything is started."""
         from kvshelf.corpus.run.journal import FileJournal
         from kvshelf.corpus.run.progress import RunOptions, RunState, Window
         from kvshelf.service.process.standalone import TENANT, run_standalone
@@ -180,32 +183,63 @@ class _Job:
         from kvshelf.workers.replica.create.spec import require_policy
 
         loaded = load_settings(**settings)
-        require_format(self.output)
-        if self.report is not None:
-            require_report(self.report)
-        require_policy(require_defaults(self.fields))
-        options = {**self.options, "window": Window.parse(self.options["window"]) if self.options["window"] else None}
+        require_policy(self._defaults())
+        window = self.options["window"]
+        options = {**self.options, "window": Window.parse(window) if window else None}
         source = self.source()
         where = self.input if "://" in self.input else str(Path(self.input).absolute())
         about = {"input": where, "output": str(self.output.absolute()), "fields": self.fields, "dtype": loaded.dtype}
-        # Of the run's own id the models' fingerprints are a part, and its ledger is in the store.
+        # The run's id depends on the models' fingerprints, and the store holds its ledger.
         to = {"models": list(loaded.models), "store": without_secret(loaded.store)}
-        with FileJournal(self._journal, {**about, **to}) as kept:
-            # Ray prints what happens on its nodes to standard output, which is for results.
+        with FileJournal(self._journal, {**about, **to}) as journal:
+            # Ray prints events of its nodes to standard output, which is for results.
             with redirect_stdout(sys.stderr), _progress.shown(quiet=self.as_json) as show:
                 summary = run_standalone(
-                    loaded, source, kept, about, lambda batch_id: RunOptions(TENANT, batch_id, **options), show
+                    loaded, source, journal, about, lambda batch_id: RunOptions(TENANT, batch_id, **options), show
                 )
             completed = summary.state is RunState.COMPLETED
-            write_output(self.output, kept.finished(of_this_run=completed), file=source.several)
-            if self.report is not None:
-                write_report(self.report, summary, kept.finished(of_this_run=completed))
+            code = self._end(summary, lambda: journal.finished(of_this_run=completed), several=source.several)
             if completed:
-                kept.delete()
-        return self.told(summary)
+                journal.delete()
+        return code
 
-    def told(self, summary: Summary) -> int:
-        """Say how it ended; returns the exit code."""
+    def run_at(self, url: str) -> int:
+        """Upload the corpus to a service, wait for the batch to end, write the output; returns the exit code.
+
+        Ctrl-C cancels the batch and writes the finished rows. Caches on the shelf are reused by the next run.
+        """
+        from kvshelf.client import Client
+        from kvshelf.corpus.run.remote import run_at
+
+        self._defaults()
+        source = self.source()
+        # A batch of a service is always a new one: it tries again what failed in an earlier one.
+        options = {name: value for name, value in self.options.items() if name != "retry_failed"}
+        options["document_timeout_s"] = options.pop("document_deadline_s")
+        with Client(url) as client, _progress.shown(quiet=self.as_json) as show:
+            summary, results = run_at(client, source, options, self.input, show)
+        return self._end(summary, lambda: results, several=source.several)
+
+    def _defaults(self) -> dict[str, Any]:
+        """The spec that rows start from. Raises `InvalidRequest` for options of which no row could be made, and for
+        files that cannot be written."""
+        from kvshelf.corpus.input.rows import require_defaults
+        from kvshelf.corpus.output.files import require_format
+        from kvshelf.corpus.output.report import require_report
+
+        require_format(self.output)
+        if self.report is not None:
+            require_report(self.report)
+        return require_defaults(self.fields)
+
+    def _end(self, summary: Summary, results: Callable[[], Iterable[Result]], *, several: bool) -> int:
+        """Write the output and the report, and say how the batch ended; returns the exit code."""
+        from kvshelf.corpus.output.files import write_output
+        from kvshelf.corpus.output.report import write_report
+
+        write_output(self.output, results(), file=several)
+        if self.report is not None:
+            write_report(self.report, summary, results())
         if self.as_json:
             print(json.dumps(asdict(summary) | {"output": str(self.output)}))
         else:
@@ -229,7 +263,7 @@ def _sentence(summary: Summary) -> str:
 
 
 def _is_remote(context: typer.Context) -> bool:
-    """Whether a running service is to do it. Raises `InvalidRequest` for options that would have no effect there."""
+    """Whether a service runs the batch. Raises `InvalidRequest` for options that would have no effect there."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
     given = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
     url = context.params["url"]
@@ -239,15 +273,15 @@ def _is_remote(context: typer.Context) -> bool:
         if name in given:
             option = "--" + name.replace("_", "-")
             raise InvalidRequest(
-                f"{option} is for a batch that this command does itself, and the service at {url} is to do this one; "
-                f"leave {option} out, or --url and KVSHELF_URL",
+                f"{option} is for a batch that this command runs itself, and the service at {url} runs this one; leave "
+                f"{option} out, or --url and KVSHELF_URL",
                 param=option,
             )
     return True
 
 
 def _only(models: list[str] | None) -> str | None:
-    """The model of the rows that name none."""
+    """The model of rows that name none."""
     if models is not None and len(models) > 1:
         raise InvalidRequest(
             f"--model is given {len(models)} times, and a service's batch has one; rows may name others",

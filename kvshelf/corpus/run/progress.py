@@ -15,7 +15,6 @@ class RunState(StrEnum):
     """`waiting`: by itself, for what `Progress.reason` says. The last three are ends."""
 
     RUNNING = "running"
-    PAUSED = "paused"
     WAITING = "waiting"
     CANCELLING = "cancelling"
     CANCELLED = "cancelled"

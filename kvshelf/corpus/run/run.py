@@ -65,7 +65,6 @@ class Run:
         self._state = RunState.RUNNING
         self._reason = ""
         self._times = {RunState.RUNNING.value: time.time()}
-        self._paused = False
         self._cancelled: str | None = None
         self._left_rows = False
         self._failure: KvshelfError | None = None
@@ -76,14 +75,6 @@ class Run:
     def start(self) -> None:
         """Begin on a thread of its own."""
         threading.Thread(target=self._run, name=f"run-{self._options.batch_id}", daemon=True).start()
-
-    def pause(self) -> None:
-        """Begin no more rows; those at work are finished."""
-        self._paused = True
-
-    def resume(self) -> None:
-        """Go on after `pause`."""
-        self._paused = False
 
     def cancel(self, reason: str = "cancelled") -> None:
         """End within a layer of the model. What is done stays done."""
@@ -192,8 +183,6 @@ class Run:
             self.cancel(f"{options.max_gpu_hours:g} GPU hours are used up")
         if self._cancelled is not None:
             return Order.STOP, RunState.CANCELLING, self._cancelled
-        if self._paused:
-            return Order.HOLD, RunState.PAUSED, ""
         if options.window is not None and not options.window.open_at(datetime.datetime.now().time()):
             return Order.HOLD, RunState.WAITING, f"it works in its window {options.window} only"
         if trouble is not None:

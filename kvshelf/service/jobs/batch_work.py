@@ -36,7 +36,7 @@ _STOP_S: Final = 5.0
 _PATIENCE_S: Final = 10.0  # with a run that waits: time for some tries
 _PAUSE_S: Final = 5.0
 _MAX_PAUSE_S: Final = 300.0
-_AT_WORK: Final = (RunState.RUNNING, RunState.PAUSED, RunState.WAITING)
+_AT_WORK: Final = (RunState.RUNNING, RunState.WAITING)
 _ENDING: Final = ("cancelling", "finalizing")
 
 

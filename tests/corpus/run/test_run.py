@@ -163,7 +163,7 @@ def test_a_run_that_is_cancelled_ends_at_once_and_goes_on_later(crew: Crew) -> N
     assert len(journal.results) == len(lines)
 
 
-def test_a_run_pauses_and_waits_and_says_so(crew: Crew) -> None:
+def test_a_run_outside_its_window_waits_and_says_so(crew: Crew) -> None:
     now = datetime.datetime.now()
     later = Window((now + datetime.timedelta(hours=2)).time(), (now + datetime.timedelta(hours=3)).time())
     journal = Remembered()
@@ -174,28 +174,11 @@ def test_a_run_pauses_and_waits_and_says_so(crew: Crew) -> None:
     run.cancel()
     assert ended(run).state is RunState.CANCELLED
 
-    lines = [document(number, kind=SLOW) for number in range(2100, 2106)]
-    run = begun(crew, lines, journal, options(tenant="pauses", in_flight=1))
-    until(lambda: run.progress().done >= 1)
-    run.pause()
-    until(lambda: run.progress().state is RunState.PAUSED)
-    with crew.store.open() as shelf:
-        until_at_rest(shelf, "pauses")
-        held = shelf.usage(tenant="pauses").caches
-        time.sleep(5)
-        assert shelf.usage(tenant="pauses").caches == held < 6
-    until(lambda: run.progress().done == held)
-    assert run.progress().state is RunState.PAUSED
-    run.resume()
-    summary = ended(run)
-    assert (summary.state, summary.done) == (RunState.COMPLETED, 6)
-    assert {"running", "paused", "completed"} <= summary.times.keys()
-
 
 def test_a_window_that_closes_holds_the_run_and_one_that_opens_lets_it_go_on(crew: Crew, soak: bool) -> None:
     """It is closed for some seconds, beginning when the run is in the midst of its rows."""
     if not soak:
-        pytest.skip("it takes a minute, by the clock of the wall; pausing, which is the same for rows, is tested above")
+        pytest.skip("it takes a minute of wall clock; a journal without room holds rows in the same way, tested below")
     closes = datetime.datetime.now() + datetime.timedelta(seconds=25)
     opens = closes + datetime.timedelta(seconds=5 * SLOW_S)
     window = Window(begin=opens.time(), end=closes.time())
@@ -215,14 +198,23 @@ def test_a_window_that_closes_holds_the_run_and_one_that_opens_lets_it_go_on(cre
 
 
 def test_a_journal_that_has_no_room_holds_the_run_up_and_loses_nothing(crew: Crew) -> None:
+    """No row begins while results cannot be recorded; rows at work are finished, and the run continues with room."""
     journal = Remembered()
+    lines = [document(number, kind=SLOW) for number in range(2100, 2106)]
+    run = begun(crew, lines, journal, options(tenant="held", in_flight=1))
+    until(lambda: run.progress().done >= 1)
     journal.refuse = StorageFull("no room for results")
-    run = begun(crew, corpus(30), journal, options())
-    until(lambda: run.progress().state is RunState.WAITING)
-    assert run.progress().reason == "no room for results"
+    until_waiting(run, "no room for results")
+    with crew.store.open() as shelf:
+        until_at_rest(shelf, "held")
+        held = shelf.usage(tenant="held").caches
+        time.sleep(5)
+        assert shelf.usage(tenant="held").caches == held < len(lines)
+    assert run.progress().state is RunState.WAITING
     journal.refuse = None
     summary = ended(run)
-    assert (summary.state, summary.done, len(journal.results)) == (RunState.COMPLETED, 30, 30)
+    assert (summary.state, summary.done, len(journal.results)) == (RunState.COMPLETED, 6, 6)
+    assert {"running", "waiting", "completed"} <= summary.times.keys()
 
 
 def test_a_run_stops_when_its_gpu_hours_are_used_up(crew: Crew) -> None:
