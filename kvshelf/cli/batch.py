@@ -18,8 +18,9 @@ from kvshelf.cli._common import AsJson, KeyFile, Labels, Store
 from kvshelf.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from kvshelf.corpus.input.files import FileSource
-    from kvshelf.corpus.output.results import Result
+    from kvshelf.api import CreateCache
+    from kvshelf.corpus.input.files import FileCorpus
+    from kvshelf.corpus.row import Row
     from kvshelf.corpus.run.progress import Summary
 
 STOPPED = 6
@@ -165,13 +166,13 @@ class _Job:
     def _journal(self) -> Path:
         return self.output.with_name(self.output.name + ".journal")
 
-    def source(self) -> FileSource:
+    def corpus(self) -> FileCorpus:
         """The corpus. Files that the batch itself writes may lie in the same folder; they are left out."""
         from kvshelf.atomic import partial_of
-        from kvshelf.corpus.input.files import FileSource
+        from kvshelf.corpus.input.files import FileCorpus
 
         written = [self.output] if self.report is None else [self.output, self.report]
-        return FileSource(self.input, self.fields, without=[self._journal, *written, *map(partial_of, written)])
+        return FileCorpus(self.input, self.fields, without=[self._journal, *written, *map(partial_of, written)])
 
     def run(self, **settings: Any) -> int:
         """Run the batch here; returns the exit code. Bad options are refused before anything is started."""
@@ -186,7 +187,8 @@ class _Job:
         require_policy(self._defaults())
         window = self.options["window"]
         options = {**self.options, "window": Window.parse(window) if window else None}
-        source = self.source()
+        corpus = self.corpus()
+        shards = corpus.shards()
         where = self.input if "://" in self.input else str(Path(self.input).absolute())
         about = {"input": where, "output": str(self.output.absolute()), "fields": self.fields, "dtype": loaded.dtype}
         # The run's id depends on the models' fingerprints, and the store holds its ledger.
@@ -195,10 +197,10 @@ class _Job:
             # Ray prints events of its nodes to standard output, which is for results.
             with redirect_stdout(sys.stderr), _progress.shown(quiet=self.as_json) as show:
                 summary = run_standalone(
-                    loaded, source, journal, about, lambda batch_id: RunOptions(TENANT, batch_id, **options), show
+                    loaded, shards, journal, about, lambda batch_id: RunOptions(TENANT, batch_id, **options), show
                 )
             completed = summary.state is RunState.COMPLETED
-            code = self._end(summary, lambda: journal.finished(of_this_run=completed), several=source.several)
+            code = self._end(summary, lambda: journal.finished(of_this_run=completed), several=corpus.several)
             if completed:
                 journal.delete()
         return code
@@ -212,16 +214,16 @@ class _Job:
         from kvshelf.corpus.run.remote import run_at
 
         self._defaults()
-        source = self.source()
+        corpus = self.corpus()
         # A batch of a service is always a new one: it tries again what failed in an earlier one.
         options = {name: value for name, value in self.options.items() if name != "retry_failed"}
         options["document_timeout_s"] = options.pop("document_deadline_s")
         with Client(url) as client, _progress.shown(quiet=self.as_json) as show:
-            summary, results = run_at(client, source, options, self.input, show)
-        return self._end(summary, lambda: results, several=source.several)
+            summary, rows = run_at(client, corpus.shards(), options, self.input, show)
+        return self._end(summary, lambda: rows, several=corpus.several)
 
-    def _defaults(self) -> dict[str, Any]:
-        """The spec that rows start from. Raises `InvalidRequest` for options of which no row could be made, and for
+    def _defaults(self) -> CreateCache:
+        """The creation that rows start from. Raises `InvalidRequest` for options of which no row could be made, and for
         files that cannot be written."""
         from kvshelf.corpus.input.rows import require_defaults
         from kvshelf.corpus.output.files import require_format
@@ -232,14 +234,14 @@ class _Job:
             require_report(self.report)
         return require_defaults(self.fields)
 
-    def _end(self, summary: Summary, results: Callable[[], Iterable[Result]], *, several: bool) -> int:
+    def _end(self, summary: Summary, rows: Callable[[], Iterable[Row]], *, several: bool) -> int:
         """Write the output and the report, and say how the batch ended; returns the exit code."""
         from kvshelf.corpus.output.files import write_output
         from kvshelf.corpus.output.report import write_report
 
-        write_output(self.output, results(), file=several)
+        write_output(self.output, rows(), file=several)
         if self.report is not None:
-            write_report(self.report, summary, results())
+            write_report(self.report, summary, rows())
         if self.as_json:
             print(json.dumps(asdict(summary) | {"output": str(self.output)}))
         else:

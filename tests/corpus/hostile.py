@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from kvshelf.corpus.input.rows import parse_jsonl
-from kvshelf.corpus.input.sources import Shard, Source
-from kvshelf.corpus.output.results import Journal, Result
+from kvshelf.corpus.row import Journal, Row, Shard
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.engine.inputs.job import Level
 from kvshelf.workers.replica import replica
@@ -86,26 +85,22 @@ class Lines(Shard):
         return parse_jsonl(io.BytesIO(self.data), self.name, {})
 
 
-class Given(Source):
-    """Lines as a source, cut into shards of `each`."""
-
-    def __init__(self, lines: Sequence[dict[str, Any] | bytes], each: int = 1000) -> None:
-        texts = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
-        self._parts = [b"".join(text + b"\n" for text in texts[at : at + each]) for at in range(0, len(texts), each)]
-
-    def shards(self) -> list[Shard]:
-        return [Lines(data, f"part-{number}.jsonl") for number, data in enumerate(self._parts)]
+def shards(lines: Sequence[dict[str, Any] | bytes], each: int = 1000) -> list[Shard]:
+    """Lines, cut into shards of `each`."""
+    texts = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
+    cut = [b"".join(text + b"\n" for text in texts[at : at + each]) for at in range(0, len(texts), each)]
+    return [Lines(data, f"part-{number}.jsonl") for number, data in enumerate(cut)]
 
 
 class Remembered(Journal):
     """Results in memory. `refuse` raises what a place that does not work raises."""
 
     def __init__(self) -> None:
-        self.results: dict[tuple[str, int], Result] = {}
+        self.results: dict[tuple[str, int], Row] = {}
         self.refuse: Exception | None = None
         self.appended = 0
 
-    def append(self, results: Sequence[Result]) -> None:
+    def append(self, results: Sequence[Row]) -> None:
         if self.refuse is not None:
             raise self.refuse
         self.appended += len(results)
@@ -114,5 +109,5 @@ class Remembered(Journal):
     def finished(self) -> Any:
         return iter(self.results.values())
 
-    def by_id(self) -> dict[str | None, Result]:
+    def by_id(self) -> dict[str | None, Row]:
         return {result.custom_id: result for result in self.results.values()}

@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kvshelf.corpus.output.results import Result
+from kvshelf.corpus.row import Row
 from kvshelf.corpus.run.progress import RunOptions, RunState, Summary
 from kvshelf.corpus.run.run import Run
 from kvshelf.store.base import Store
 from tests.conftest import _descendants, _title
 from tests.corpus.conftest import Crew
-from tests.corpus.hostile import Given, Remembered
+from tests.corpus.hostile import Remembered, shards
 
 
 def options(*, tenant: str = "me", **fields: Any) -> RunOptions:
@@ -22,7 +22,7 @@ def options(*, tenant: str = "me", **fields: Any) -> RunOptions:
 
 
 def begun(crew: Crew, lines: list[Any], journal: Remembered, how: RunOptions, **source: Any) -> Run:
-    run = Run(Given(lines, **source), crew.engines, crew.store, journal, how)
+    run = Run(shards(lines, **source), crew.engines, crew.store, journal, how)
     run.start()
     return run
 
@@ -67,7 +67,7 @@ def processes(title: str) -> list[int]:
     return [pid for pid in _descendants(os.getpid()) if title in _title(pid)]
 
 
-def digests(crew: Crew, results: list[Result]) -> dict[str, tuple[str, ...]]:
+def digests(crew: Crew, results: list[Row]) -> dict[str, tuple[str, ...]]:
     """The caches of results and their segments, from the shelf, each of them read."""
     with crew.store.open() as shelf:
         ids = [result.cache_id for result in results if result.cache_id]

@@ -153,7 +153,7 @@ def test_what_the_command_writes_beside_its_input_is_no_input_of_the_next_run(
     for name in ("one.txt", "jsonl", *written):
         Path(name).write_text("x")
     job = _Job(".", Path("out.jsonl"), Path("morning.html"), {}, {}, as_json=False)
-    assert [file.name for file in job.source().files] == ["jsonl", "one.txt"]
+    assert [file.name for file in job.corpus().files] == ["jsonl", "one.txt"]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-from kvshelf.bench.batches.corpus import POLICY, Corpus
+from kvshelf.bench.batches.corpus import POLICY, shard_of
 from kvshelf.bench.processes import processes, received
 from kvshelf.corpus.run.journal import FileJournal
 from kvshelf.corpus.run.progress import RunOptions, RunState
@@ -111,7 +111,7 @@ def _run(corpus: Sequence[list[int]], engines: Any, store: StoreConfig, journal:
     from kvshelf.corpus.run.run import Run
 
     with FileJournal(journal, {}) as kept:
-        run = Run(Corpus(corpus), engines, store, kept, RunOptions("bench", "batch_bench"))
+        run = Run([shard_of(corpus)], engines, store, kept, RunOptions("bench", "batch_bench"))
         early: tuple[int, int] | None = None
         before, started = _tree_s(), time.perf_counter()
         run.start()

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvshelf.corpus.input.rows import Row, parse_jsonl
-from kvshelf.corpus.input.sources import Shard, Source
+from kvshelf.corpus.input.rows import parse_jsonl
+from kvshelf.corpus.row import Row, Shard
 
 SHORTEST: Final = 200
 LONGEST: Final = 6000
@@ -47,12 +47,7 @@ class Lines(Shard):
         return parse_jsonl(io.BytesIO(self.data), "corpus", {"policy": POLICY})
 
 
-class Corpus(Source):
+def shard_of(corpus: Sequence[list[int]]) -> Lines:
     """All documents in one shard."""
-
-    def __init__(self, corpus: Sequence[list[int]]) -> None:
-        lines = [json.dumps({"custom_id": str(number), "token_ids": ids}) for number, ids in enumerate(corpus)]
-        self._shard = Lines("\n".join(lines).encode(), len(lines))
-
-    def shards(self) -> Sequence[Shard]:
-        return [self._shard]
+    lines = [json.dumps({"custom_id": str(number), "token_ids": ids}) for number, ids in enumerate(corpus)]
+    return Lines("\n".join(lines).encode(), len(lines))

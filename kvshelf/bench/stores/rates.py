@@ -17,7 +17,7 @@ from urllib.parse import unquote
 
 from kvshelf.bench.stores.homes import Home
 from kvshelf.bench.stores.store import random_cache
-from kvshelf.corpus.output.results import Result
+from kvshelf.corpus.row import Row
 from kvshelf.corpus.run.journal import FileJournal
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.identity import digest
@@ -109,7 +109,7 @@ def _usage(home: Home) -> tuple[float, float]:
 
 def journal_s(results: int) -> float:
     """Processor seconds that the process which runs a batch spends to record one result durably."""
-    like = Result(
+    like = Row(
         "corpus.jsonl", 0, "row-0", "kvs_" + "0" * 40, "doc_" + "0" * 40, 4096, 1024, 10**9, 10**8,
         {"agreement": 0.97, "kl": 0.02, "tokens": 64}, 1, 2.0, worker="replica-1", policy="keydiff",
     )  # fmt: skip

@@ -8,7 +8,7 @@ import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Final, cast
 
@@ -18,16 +18,8 @@ import pyarrow.parquet as pq
 from fsspec.utils import glob_translate
 
 from kvshelf.api import CreateCache
-from kvshelf.corpus.input.rows import (
-    DOCUMENTS,
-    MAX_DOCUMENT_BYTES,
-    Row,
-    RowError,
-    parse_jsonl,
-    read_row,
-    without_duplicates,
-)
-from kvshelf.corpus.input.sources import Shard, Source
+from kvshelf.corpus.input.rows import DOCUMENTS, MAX_DOCUMENT_BYTES, parse_jsonl, read_row, without_duplicates
+from kvshelf.corpus.row import Row, Shard
 from kvshelf.errors import BodyTooLarge, FileNotFound, InvalidRequest, KvshelfError, StateConflict
 
 JSONL: Final = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".jsonl.zst", ".ndjson.zst")
@@ -39,17 +31,15 @@ _BUFFER_BYTES: Final = 1 << 20
 _PARQUET_ROWS: Final = 64
 _NAME_CHARS: Final = 256
 _NO_VALUE: Final = (ValueError, LookupError, ArithmeticError, pa.ArrowException)
-"""What pyarrow raises for text that is no UTF-8, a map with a key twice, a time beyond the year 9999, and the like."""
+"""What pyarrow raises for text that is not UTF-8, a repeated key in a map, a time after the year 9999 and the like."""
 _URL: Final = re.compile(r"[a-z][a-z0-9+.-]*://")
 _FIELDS: Final = {"custom_id", *CreateCache.model_fields}
 
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file that was found. `name` is what people know it by: its path below the folder that was given.
-
-    modified: nanoseconds, None where the file system does not say.
-    """
+    """A file of the corpus. name: its path below the given folder, for messages. modified: nanoseconds, None if the
+    file system does not say."""
 
     path: str
     name: str
@@ -57,57 +47,66 @@ class InputFile:
     modified: int | None
 
 
-class FileSource(Source):
-    """Files at a path, in a folder, or that match a pattern; local, or by an s3:// or gs:// URL.
+class FileCorpus:
+    """The corpus in a file, a folder, or the files that match a pattern; local, or by an s3:// or gs:// URL.
 
-    What ends in .jsonl has a row in each line, also where it is compressed; what ends in .parquet, a row in each row.
-    Every other file is the text of one document, and its name is the row's custom id. `defaults` are fields of
-    `CreateCache` for rows that do not say otherwise. Hidden files are left out, and those local ones of `without`:
-    what an earlier run of the same batch has written.
+    A .jsonl file, compressed or not, has a row per line, and a .parquet file a row per row. Any other file is the text
+    of one document, and its name is the row's custom id. defaults: fields of `CreateCache` for rows that do not give
+    them. Hidden files are left out, and the local files `without`: those that the same batch writes. several: there is
+    more than one file, so each line of the output must name its own.
     """
 
     def __init__(self, where: str, defaults: Mapping[str, Any], *, without: Iterable[Path] = ()) -> None:
-        """Raises `InvalidRequest` for a URL that no file system is known for, or where nothing is found."""
+        """Raises `InvalidRequest` if the URL has no known file system, or if no file is found."""
         self._system, path, pattern = _opened(where)
         self._defaults = dict(defaults)
-        self.local = isinstance(self._system, pafs.LocalFileSystem)
         with _named_errors(where):
             found = tuple(_found(self._system, path, pattern))
-        self.files = tuple(_besides(without, found)) if self.local else found
+        self.files = tuple(_besides(without, found)) if isinstance(self._system, pafs.LocalFileSystem) else found
         if not self.files:
             but = " but what this batch writes itself" if found else ""
             raise InvalidRequest(f"there is no file at {where!r}{but}", param="input")
         self.several = len(self.files) > 1
 
-    def shards(self) -> Sequence[Shard]:
+    def shards(self) -> list[Shard]:
+        """JSONL and Parquet files have a shard each; text files share some."""
         texts: list[InputFile] = []
         shards: list[Shard] = []
         for file in self.files:
             if file.name.lower().endswith(PARQUET):
-                shards.append(ParquetShard(self._system, file, self._defaults))
+                shards.append(ParquetShard(self._system, [file], self._defaults))
             elif file.name.lower().endswith(JSONL):
-                shards.append(JsonlShard(self._system, file, self._defaults))
+                shards.append(JsonlShard(self._system, [file], self._defaults))
             else:
                 texts.append(file)
         return [*shards, *(TextShard(self._system, group, self._defaults) for group in _groups(texts))]
 
 
-class TextShard(Shard):
-    """Some text files, each of them one document."""
+class _FileShard(Shard):
+    """Files of one file system, a `pyarrow.fs.FileSystem`."""
 
     def __init__(self, system: Any, files: Sequence[InputFile], defaults: Mapping[str, Any]) -> None:
         self._system = system
         self._files = tuple(files)
+        self._file = self._files[0]
         self._defaults = defaults
         self.nbytes = sum(file.nbytes for file in files)
-        self.rows = len(files)
+        self.local = isinstance(system, pafs.LocalFileSystem)
+
+
+class TextShard(_FileShard):
+    """Some text files, each of them one document."""
+
+    def __init__(self, system: Any, files: Sequence[InputFile], defaults: Mapping[str, Any]) -> None:
+        super().__init__(system, files, defaults)
+        self.rows = len(self._files)
 
     def read(self) -> Iterator[Row]:
         for file in self._files:
             try:
                 text = self._text(file)
             except KvshelfError as error:
-                yield Row(file.name, 1, file.name, nbytes=file.nbytes, error=RowError.of(error))
+                yield Row(file.name, 1, file.name, nbytes=file.nbytes).failed(error)
             else:
                 values = {"custom_id": file.name, "document": text, "name": PurePosixPath(file.name).name[:_NAME_CHARS]}
                 yield read_row(values, self._defaults, source=file.name, line=1, nbytes=file.nbytes)
@@ -131,14 +130,8 @@ class TextShard(Shard):
         return text
 
 
-class JsonlShard(Shard):
+class JsonlShard(_FileShard):
     """One JSONL file."""
-
-    def __init__(self, system: Any, file: InputFile, defaults: Mapping[str, Any]) -> None:
-        self._system = system
-        self._file = file
-        self._defaults = defaults
-        self.nbytes = file.nbytes
 
     def read(self) -> Iterator[Row]:
         return _to_the_end(self._system, self._file, self._rows())
@@ -149,15 +142,8 @@ class JsonlShard(Shard):
             yield from parse_jsonl(cast(BinaryIO, lines), self._file.name, self._defaults)
 
 
-class ParquetShard(Shard):
-    """One Parquet file. Its columns are called as the fields of a creation, and `custom_id`; other columns are not
-    read, as corpora have many of their own."""
-
-    def __init__(self, system: Any, file: InputFile, defaults: Mapping[str, Any]) -> None:
-        self._system = system
-        self._file = file
-        self._defaults = defaults
-        self.nbytes = file.nbytes
+class ParquetShard(_FileShard):
+    """One Parquet file. Its columns are named as the fields of a creation, and `custom_id`; others are not read."""
 
     def read(self) -> Iterator[Row]:
         return _to_the_end(self._system, self._file, without_duplicates(self._rows()))
@@ -178,23 +164,23 @@ class ParquetShard(Shard):
                     yield self._row(batch, at, line, share)
 
     def _row(self, batch: Any, at: int, line: int, nbytes: int) -> Row:
-        """One row of a record batch, value by value: one that Python has nothing for is this row's own error."""
+        """One row of a record batch, read value by value: a value that Python cannot hold is this row's error."""
         given: dict[str, Any] = {}
-        bad: RowError | None = None
+        bad: InvalidRequest | None = None
         for name, column in zip(batch.schema.names, batch.columns, strict=True):
             try:
                 value = column[at].as_py(maps_as_pydicts="strict")
             except _NO_VALUE as error:
-                bad = RowError.of(InvalidRequest(f"{name}: this value cannot be read: {error!s:.200}"))
+                bad = InvalidRequest(f"{name}: this value cannot be read: {error!s:.200}")
                 continue
             if value is not None:
                 given[name] = value
         row = read_row(given, self._defaults, source=self._file.name, line=line, nbytes=nbytes)
-        return row if bad is None else replace(row, spec=None, error=bad)
+        return row if bad is None else row.failed(bad)
 
 
 def _to_the_end(system: Any, file: InputFile, rows: Iterator[Row]) -> Iterator[Row]:
-    """Rows of a file. Where it cannot be read on, an error row stands for the rest of it."""
+    """The rows of a file. If reading fails midway, one error row stands for the rest."""
     line = 0
     try:
         with _named_errors(file.name):
@@ -203,18 +189,18 @@ def _to_the_end(system: Any, file: InputFile, rows: Iterator[Row]) -> Iterator[R
                 yield row
             _require_unchanged(system, file)
     except KvshelfError as error:
-        yield Row(file.name, line + 1, error=RowError.of(error))
+        yield Row(file.name, line + 1).failed(error)
 
 
 def _require_unchanged(system: Any, file: InputFile) -> None:
-    """A file that is being written while it is read gives rows that it may never have had."""
+    """A file that is written while it is read may give rows that it never had."""
     info = system.get_file_info(file.path)
     if info.type is not pafs.FileType.File or (info.size, info.mtime_ns) != (file.nbytes, file.modified):
         raise StateConflict(f"{file.name} has changed since the batch began; run the batch again when it is complete")
 
 
 def _opened(where: str) -> tuple[Any, str, str | None]:
-    """The file system of a path, URL or pattern; the path there, of a file or folder; the pattern below it, if any."""
+    """The file system of a path, URL or pattern; the path of a file or folder there; the pattern below it, if any."""
     url = _URL.match(where) is not None
     plain, mark, query = where.partition("?") if url else (where, "", "")
     wild = re.search(r"[*\[]" if url else r"[*?\[]", plain)
@@ -232,7 +218,7 @@ def _opened(where: str) -> tuple[Any, str, str | None]:
 
 
 def _found(system: Any, path: str, pattern: str | None) -> Iterator[InputFile]:
-    """The files at a path, in the order of their names. Hidden ones are left out."""
+    """The files at a path, sorted by name, without hidden ones."""
     here = system.get_file_info(path)
     if here.type is pafs.FileType.File and pattern is None:
         yield InputFile(path, here.base_name, here.size, here.mtime_ns)
@@ -247,7 +233,7 @@ def _found(system: Any, path: str, pattern: str | None) -> Iterator[InputFile]:
 
 
 def _besides(without: Iterable[Path], files: Iterable[InputFile]) -> Iterator[InputFile]:
-    """These files, but for some. Only those that have the name of one are resolved: a corpus may have millions."""
+    """These files except some. Only files of the same name are resolved: a corpus may have millions."""
     left_out = {os.path.realpath(path) for path in without}
     names = {os.path.basename(path) for path in left_out}
     for file in files:
@@ -262,8 +248,8 @@ def _walk_remote(system: Any, top: str) -> Iterator[InputFile]:
 
 
 def _walk_local(_system: Any, top: str) -> Iterator[InputFile]:
-    """As `_walk_remote`. pyarrow would give up the whole tree for one name that is not UTF-8 or one folder that it may
-    not read; here they are files, which cannot be read in their turn."""
+    """As `_walk_remote`. A name that is not UTF-8 or a closed folder would make pyarrow give up the whole tree; here
+    they become files, which then are error rows."""
     closed: list[str] = []
     for folder, _, names in os.walk(top, onerror=lambda error: closed.append(error.filename)):
         for path in (os.path.join(folder, name) for name in names):
@@ -282,7 +268,7 @@ def _shown(path: str, top: str) -> str:
 
 
 def _groups(files: Sequence[InputFile]) -> Iterator[list[InputFile]]:
-    """Text files for one shard each: not too many, and not too much."""
+    """Text files in groups for one shard each, bounded in number and bytes."""
     group: list[InputFile] = []
     for file in files:
         if group and (len(group) >= _TEXTS_PER_SHARD or sum(f.nbytes for f in group) + file.nbytes > _SHARD_BYTES):
@@ -295,7 +281,7 @@ def _groups(files: Sequence[InputFile]) -> Iterator[list[InputFile]]:
 
 @contextmanager
 def _named_errors(name: str) -> Iterator[None]:
-    """What pyarrow and the operating system say about a file, as errors of ours. Both raise `OSError` for most."""
+    """Translate errors of pyarrow and the operating system. Both raise `OSError` for most."""
     try:
         yield
     except FileNotFoundError as error:

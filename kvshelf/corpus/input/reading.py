@@ -1,10 +1,11 @@
 """The reading stage of a run: the rows of a shard in small pieces, long documents first.
 
-It runs in processes of its own, which import neither torch nor the model's side of kvshelf.
+It runs in its own processes, which import neither torch nor kvshelf's model side.
 """
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -13,38 +14,37 @@ from typing import Final
 import pyarrow as pa
 import structlog
 
-from kvshelf.corpus.input.rows import Row
-from kvshelf.corpus.input.sources import Shard
+from kvshelf.corpus.row import Row, Shard
 from kvshelf.errors import StoreError
 
 log = structlog.get_logger("kvshelf.corpus")
 
 PIECE_ROWS: Final = 16
 PIECE_CHARS: Final = 256 << 10
-"""What one task of a caller gets at most, but always one row: little, so that the last ones keep every replica busy."""
+"""Limits of the piece that one task of a caller gets, at least one row. Small, so that the end keeps replicas busy."""
 
 SORTED_ROWS: Final = 4096
 SORTED_CHARS: Final = 8 << 20
-"""Of so many consecutive rows the longest come first: so no long document is left for the end alone."""
+"""Within this many consecutive rows the longest go first, so that no long document runs alone at the end."""
 
 _READ_AGAIN_S: Final = 2.0
 
 
 def reader(shard: Shard) -> Callable[[], Iterator[pa.Table]]:
-    """A function that gives the rows of a shard as they go to callers, in tables of one line.
+    """A function that reads a shard for callers: tables of one row, which holds a pickled piece.
 
-    It has a name, unlike a partial one: of a shard that is large itself, Ray tells the function's name in a warning.
+    A named function, not a partial one: Ray's warning about a large shard prints the function's name.
     """
 
     def read_shard() -> Iterator[pa.Table]:
         for rows in packed(_patiently(shard)):
-            yield pa.table({"rows": pa.array([[row.to_json() for row in rows]], pa.list_(pa.large_binary()))})
+            yield pa.table({"rows": pa.array([pickle.dumps(rows)], pa.large_binary())})
 
     return read_shard
 
 
 def _patiently(shard: Shard) -> Iterator[Row]:
-    """The rows of a shard, whatever becomes of the store meanwhile: a shard may lie there."""
+    """The rows of a shard, through outages of the store, which may hold the shard."""
     done = 0
     while True:
         try:
@@ -58,14 +58,14 @@ def _patiently(shard: Shard) -> Iterator[Row]:
 
 
 def packed(rows: Iterator[Row]) -> Iterator[list[Row]]:
-    """The rows in pieces; of each `SORTED_CHARS` of them the longest first."""
+    """The rows in pieces, sorted within `SORTED_CHARS`: the longest first."""
     for group in _cut(rows, max_rows=SORTED_ROWS, max_chars=SORTED_CHARS):
         group.sort(key=lambda row: row.length, reverse=True)
         yield from _cut(iter(group), max_rows=PIECE_ROWS, max_chars=PIECE_CHARS)
 
 
 def _cut(rows: Iterator[Row], *, max_rows: int, max_chars: int) -> Iterator[list[Row]]:
-    """Runs of rows that stay within both limits; one row alone may be beyond."""
+    """Groups of rows within both limits; a single row may exceed them."""
     piece: list[Row] = []
     chars = 0
     for row in rows:

@@ -1,10 +1,10 @@
-"""A row of a corpus: one document to compress, checked before any work; and lines of JSON as rows."""
+"""Rows from JSON: each is one document to compress, checked before any work."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, BinaryIO, Final
 
@@ -12,78 +12,28 @@ import pydantic_core
 
 from kvshelf.api import CreateCache
 from kvshelf.api.strict import parse_request
+from kvshelf.corpus.row import Row
 from kvshelf.errors import BodyTooLarge, InvalidRequest, KvshelfError
 
 MAX_DOCUMENT_BYTES: Final = 64 << 20
-"""Of one line, one text file, or one document of a Parquet file: far above what any model reads."""
+"""Limit of a line, a text file, or a document of a Parquet file: far above what any model reads."""
 
 MAX_CUSTOM_ID: Final = 512
 """Characters."""
 
 DOCUMENTS: Final = ("document", "messages", "token_ids")
-"""The fields of which a row gives exactly one."""
+"""A row gives exactly one of these fields."""
 
-_CHARS_PER_TOKEN: Final = 4
 _ENDPOINT: Final = "/v1/caches"
 _OPENAI_FIELDS: Final = {"custom_id", "method", "url", "body"}
 _ALTERNATIVES: Final = (("compression_ratio", "budget_tokens", "levels"), ("ttl_s", "expires_at"))
-"""A row that gives one of these does without the batch's default for the others."""
-
-
-@dataclass(frozen=True)
-class RowError:
-    """Why a row has no cache. `code` is one of `kvshelf.errors`."""
-
-    code: str
-    message: str
-
-    @classmethod
-    def of(cls, error: KvshelfError) -> RowError:
-        return cls(error.code, error.message)
-
-
-@dataclass(frozen=True)
-class Row:
-    """One document of a corpus, or what is wrong with it: either `spec` or `error` is there.
-
-    source: the input it stands in, as people know it; a file's path. line: 1-based; 1 for a file that is one document.
-    spec: the creation; its `model` may be None, which means the first one served. nbytes: of the input that this row
-    takes.
-    """
-
-    source: str
-    line: int
-    custom_id: str | None = None
-    spec: CreateCache | None = None
-    nbytes: int = 0
-    error: RowError | None = None
-
-    @property
-    def length(self) -> int:
-        """About the characters of its document, to know long ones from short ones."""
-        if self.spec is None:
-            return 0
-        if self.spec.messages is not None:
-            return sum(len(message.content) for message in self.spec.messages)
-        return len(self.spec.document or "") + _CHARS_PER_TOKEN * len(self.spec.token_ids or ())
-
-    def to_json(self) -> bytes:
-        spec = None if self.spec is None else self.spec.model_dump(mode="json", exclude_unset=True)
-        return pydantic_core.to_json({**vars(self), "spec": spec})
-
-    @classmethod
-    def from_json(cls, data: bytes) -> Row:
-        """The inverse of `to_json`."""
-        values = pydantic_core.from_json(data)
-        values["spec"] = None if values["spec"] is None else parse_request(CreateCache, values["spec"])
-        values["error"] = None if values["error"] is None else RowError(**values["error"])
-        return cls(**values)
+"""A row that gives one field of a group drops the batch's defaults for the others."""
 
 
 def require_defaults(defaults: Mapping[str, Any]) -> CreateCache:
-    """The creation of a row that brings a document and nothing else. None means: not given.
+    """The creation of a row that gives a document and nothing else. None means: not given.
 
-    Raises `InvalidRequest` for fields that no row could be made with.
+    Raises `InvalidRequest` for fields that no row can have.
     """
     for name in DOCUMENTS:
         if defaults.get(name) is not None:
@@ -96,7 +46,7 @@ def read_row(
 ) -> Row:
     """A row from JSON values: the fields of a creation and `custom_id`, or a line of OpenAI's batches.
 
-    `custom_id`, where given, is for values that have none.
+    custom_id: for values that have none.
     """
     row = Row(source, line, custom_id, nbytes=nbytes)
     try:
@@ -108,16 +58,16 @@ def read_row(
             fields = _openai_body(fields)
         return replace(row, spec=parse_request(CreateCache, _merged(defaults, fields)))
     except KvshelfError as error:
-        return replace(row, error=RowError.of(error))
+        return row.failed(error)
 
 
 def parse_jsonl(
     stream: BinaryIO, source: str, defaults: Mapping[str, Any], *, max_line_bytes: int = MAX_DOCUMENT_BYTES
 ) -> Iterator[Row]:
-    """The rows of a JSONL stream, one for each line, whatever is in it.
+    """The rows of a JSONL stream, one per line.
 
-    A longer line is skipped without being held. A line that repeats a custom id of this stream is an error row, as are
-    empty lines and lines that are no UTF-8 or no JSON.
+    A line over the limit is skipped without being held in memory. It becomes an error row, as does a line that is
+    empty, not UTF-8, not JSON, or repeats a custom id of this stream.
     """
     return without_duplicates(
         _parse_line(text, nbytes, source, number, defaults, max_line_bytes)
@@ -126,7 +76,7 @@ def parse_jsonl(
 
 
 def without_duplicates(rows: Iterable[Row]) -> Iterator[Row]:
-    """These rows of one input, in their order; one that repeats a custom id becomes an error row."""
+    """The rows of one input in order; a row that repeats a custom id becomes an error row."""
     seen: set[bytes] = set()
     for row in rows:
         if row.custom_id is None or row.error is not None:
@@ -136,13 +86,13 @@ def without_duplicates(rows: Iterable[Row]) -> Iterator[Row]:
         key = blake2b(row.custom_id.encode(), digest_size=16).digest()
         if key in seen:
             repeated = InvalidRequest(f"custom_id: {row.custom_id!r:.80} stands in an earlier row of this input, too")
-            row = replace(row, spec=None, error=RowError.of(repeated))
+            row = row.failed(repeated)
         seen.add(key)
         yield row
 
 
 def _lines(stream: BinaryIO, limit: int) -> Iterator[tuple[bytes | None, int]]:
-    """Lines without their ends, and how many bytes each had; None for one beyond the limit."""
+    """Lines without their line ends, and the bytes each had; None for a line over the limit."""
     while piece := stream.readline(limit + 1):
         if piece.endswith(b"\n") or len(piece) <= limit:
             yield piece.rstrip(b"\r\n"), len(piece)
@@ -161,12 +111,12 @@ def _parse_line(
         if text is None:
             raise BodyTooLarge(f"this line has {nbytes} bytes, and a line may have {limit}")
         if line == 1:
-            text = text.removeprefix(b"\xef\xbb\xbf")  # the mark that some programs put before UTF-8
+            text = text.removeprefix(b"\xef\xbb\xbf")  # the byte order mark
         if not text.strip():
             raise InvalidRequest("this line is empty")
         values = _json(text)
     except KvshelfError as error:
-        return Row(source, line, nbytes=nbytes, error=RowError.of(error))
+        return Row(source, line, nbytes=nbytes).failed(error)
     return read_row(values, defaults, source=source, line=line, nbytes=nbytes)
 
 
@@ -190,7 +140,7 @@ def _custom_id(value: Any) -> str | None:
 
 
 def _openai_body(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What a line in the shape of OpenAI's batches asks for."""
+    """The fields of a creation in a line of OpenAI's batches."""
     unknown = sorted(fields.keys() - _OPENAI_FIELDS)
     if unknown:
         raise InvalidRequest(f"{unknown[0]}: unknown beside method, url and body; it may belong into body")
@@ -206,10 +156,10 @@ def _openai_body(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _merged(defaults: Mapping[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-    """A row's fields, and the batch's defaults where they still make sense beside them. Labels are joined."""
+    """A row's fields, and those defaults of the batch that fit beside them. Labels are joined."""
     merged = _given(defaults)
     if fields.get("policy") is not None:
-        merged.pop("policy_params", None)  # they were another policy's
+        merged.pop("policy_params", None)  # they belong to another policy
     for group in _ALTERNATIVES:
         if any(fields.get(name) is not None for name in group):
             merged = {name: value for name, value in merged.items() if name not in group}

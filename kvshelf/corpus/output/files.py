@@ -1,4 +1,4 @@
-"""The results of a batch as one file: a line or a row for each document, whatever became of it."""
+"""The output of a batch: one file with a line or Parquet row per document, compressed or failed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from kvshelf import atomic
-from kvshelf.corpus.output.results import Result
+from kvshelf.corpus.row import Row
 from kvshelf.errors import InvalidRequest, StorageFull
 
 JSON_LINES: Final = (".jsonl", ".ndjson")
@@ -20,7 +20,7 @@ _ROWS_AT_ONCE: Final = 4096
 
 
 def require_format(path: Path) -> None:
-    """Raises `InvalidRequest` for a name that does not tell how to write the file, or a folder that is not there."""
+    """Raises `InvalidRequest` unless the name ends in a known format and its folder exists."""
     if path.suffix.lower() not in (*JSON_LINES, *PARQUET):
         raise InvalidRequest(
             f"{path}: the name of the output ends in {', '.join((*JSON_LINES, *PARQUET))}", param="--output"
@@ -29,12 +29,12 @@ def require_format(path: Path) -> None:
         raise InvalidRequest(f"{path}: there is no folder {path.absolute().parent}", param="--output")
 
 
-def write_output(path: Path, results: Iterable[Result], *, file: bool) -> int:
-    """Write all results, as JSON lines or Parquet by the name's ending; returns how many. `file` as `Result.output`.
+def write_output(path: Path, rows: Iterable[Row], *, file: bool) -> int:
+    """Write all rows as JSON lines or Parquet, by the name's ending; returns how many. file: as in `Row.output`.
 
     The file gets its name when it is complete. Memory does not grow with it.
     """
-    lines = (result.output(file=file) for result in results)
+    lines = (row.output(file=file) for row in rows)
     with written(path) as target:
         return _write_parquet(target, lines) if path.suffix.lower() in PARQUET else _write_jsonl(target, lines)
 
@@ -74,7 +74,7 @@ def _write_parquet(target: IO[bytes], lines: Iterator[dict[str, Any]]) -> int:
 
 @contextmanager
 def written(path: Path) -> Iterator[IO[bytes]]:
-    """As `atomic.written`. Raises `StorageFull` where the file cannot be written."""
+    """As `atomic.written`. Raises `StorageFull` if the file cannot be written."""
     try:
         with atomic.written(path) as target:
             yield target

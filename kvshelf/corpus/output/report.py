@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from kvshelf.corpus.output.files import written
-from kvshelf.corpus.output.results import Result
+from kvshelf.corpus.row import Row
 from kvshelf.corpus.run.progress import Summary
 from kvshelf.errors import InvalidRequest
 
@@ -38,7 +38,7 @@ def require_report(path: Path) -> None:
         raise InvalidRequest(f"{path}: there is no folder {path.absolute().parent}", param="--report")
 
 
-def write_report(path: Path, summary: Summary, results: Iterable[Result]) -> None:
+def write_report(path: Path, summary: Summary, results: Iterable[Row]) -> None:
     """Write the report. `results` are read once, in any order; memory does not grow with their number.
 
     The page runs no script, loads nothing, and tells the browser to allow neither. Raises as `require_report` does,
@@ -140,13 +140,13 @@ class _Findings:
     stored: Histogram = field(default_factory=Histogram.shares)
     agreement: Histogram = field(default_factory=Histogram.shares)
     failures: Counter[str] = field(default_factory=Counter)
-    examples: dict[str, list[Result]] = field(default_factory=lambda: defaultdict(list))
-    slowest: list[tuple[float, Result]] = field(default_factory=list)
-    worst: list[tuple[float, Result]] = field(default_factory=list)
+    examples: dict[str, list[Row]] = field(default_factory=lambda: defaultdict(list))
+    slowest: list[tuple[float, Row]] = field(default_factory=list)
+    worst: list[tuple[float, Row]] = field(default_factory=list)
     reused_tokens: int = 0
     repeated: int = 0
 
-    def add(self, result: Result) -> None:
+    def add(self, result: Row) -> None:
         if result.error is not None:
             self.failures[result.error.code] += 1
             if len(examples := self.examples[result.error.code]) < _EXAMPLES:
@@ -166,7 +166,7 @@ class _Findings:
         self.repeated += result.attempts > 1
 
 
-def _keep(extremes: list[tuple[float, Result]], rank: float, result: Result) -> None:
+def _keep(extremes: list[tuple[float, Row]], rank: float, result: Row) -> None:
     """Keep the results of the lowest ranks; among equals the earlier ones."""
     insort(extremes, (rank, result), key=lambda item: item[0])
     del extremes[_EXTREMES:]
@@ -320,7 +320,7 @@ def _text(text: str) -> str:
     )
 
 
-def _which(result: Result) -> tuple[str, str]:
+def _which(result: Row) -> tuple[str, str]:
     return f"{result.source}, line {result.line}", result.custom_id or ""
 
 

@@ -1,4 +1,4 @@
-"""While the store is gone, or has no room, rows try it one at a time."""
+"""A circuit breaker: while the store is down or full, one row at a time tries it."""
 
 from __future__ import annotations
 
@@ -10,25 +10,27 @@ from typing import Final
 from kvshelf.errors import QuotaExceeded, StoreError
 
 TROUBLE: Final = (StoreError, QuotaExceeded)
-"""No row's fault: the store does not work, or has no room for this tenant or at all. Error rows would say so of each
-document in turn, and be of no use when there is room again."""
+"""No row is to blame: the store is down, full, or the tenant's quota is used up. Such rows wait; error rows would be
+useless once there is room."""
 
 _PAUSE_S = 2.0
 _MAX_PAUSE_S = 30.0
 
 
-class Calm:
-    """Rows go on freely until the store is in trouble. Then one at a time tries, after a pause that grows, until one
-    has come to its end: a document that finds the store full has been computed for nothing."""
+class Breaker:
+    """Closed, rows go on freely. `TROUBLE` opens it: one row at a time tries, after a growing pause, until one ends.
+
+    A document that finds the store full was computed in vain, so the others wait.
+    """
 
     def __init__(self) -> None:
         self.trouble: StoreError | QuotaExceeded | None = None
         self._pause_s = _PAUSE_S
-        self._one = asyncio.Lock()
+        self._probe = asyncio.Lock()
 
     @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
-        async with self._one if self.trouble else nullcontext():
+    async def attempt(self) -> AsyncIterator[None]:
+        async with self._probe if self.trouble else nullcontext():
             trying = self.trouble is not None
             if trying:
                 await asyncio.sleep(self._pause_s)
@@ -36,10 +38,11 @@ class Calm:
                 yield
             except TROUBLE as error:
                 self.trouble = error
-                if trying:  # those that were under way when it began fail together, and count for nothing
+                if trying:  # rows under way at the start fail together, and do not count
                     self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S)
                 raise
 
-    def restored(self) -> None:
+    def close(self) -> None:
+        """A row has ended: the store works."""
         self.trouble = None
         self._pause_s = _PAUSE_S

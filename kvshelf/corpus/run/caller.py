@@ -1,4 +1,4 @@
-"""One row's way to its end: attempts by replicas, counted in the ledger, until there is a cache or an error."""
+"""Brings one row to its end: attempts by replicas, counted in the ledger, until there is a cache or an error."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from typing import Any, Final
 import structlog
 
 from kvshelf.api import CreateCache
-from kvshelf.corpus.input.rows import Row, RowError
-from kvshelf.corpus.output.results import Result, failed
-from kvshelf.corpus.run.breaker import TROUBLE, Calm
+from kvshelf.corpus.row import Row, RowError
+from kvshelf.corpus.run.breaker import TROUBLE, Breaker
 from kvshelf.corpus.run.progress import RunOptions
 from kvshelf.errors import (
     CacheError,
@@ -43,20 +42,20 @@ from kvshelf.workers.replica.attempts import LEASE_S, Standing, give_up
 log = structlog.get_logger("kvshelf.corpus")
 
 PREFIX: Final = "row_"
-"""Begins the ids of rows in the ledger: these requests are a batch's, and nobody else takes them up."""
+"""Prefix of rows' ids in the ledger: these requests belong to a batch, and no other worker takes them up."""
 
 _POLL_S = 0.5
 _DROP_S = 3.0
 _COME_AGAIN = (NoWorker, QueueFull, StateConflict, Cancelled)
-"""Nothing was tried: there is no room or no replica, or another one is at it, or was stopped."""
+"""Nothing was tried: no room, no replica, or another worker has the row or was stopped."""
 _NO_END = (Cancelled.code, QuotaExceeded.code)
-"""Of failures in the ledger, those that are to be tried again without being asked."""
+"""Failures in the ledger that are retried without being asked."""
 
 
 @dataclass
 class _Call:
-    """A row on its way. uncounted: attempts of which the ledger knows nothing. lost: the number of an attempt of which
-    the ledger may not know that it ended. spent_s: in attempts that failed."""
+    """A row at work; its `spec` names its model. uncounted: attempts unknown to the ledger. lost: the number of an
+    attempt whose end the ledger may not know. spent_s: in failed attempts."""
 
     row: Row
     id: str
@@ -69,12 +68,12 @@ class _Call:
 
 
 class Caller:
-    """Puts rows to the engines, `slots` at a time, for the callers of one event loop.
+    """Sends rows to the engines, `slots` at a time, on one event loop.
 
-    A row of which an attempt has failed is tried while no other such row is. Rows that died together would otherwise go
-    on to die together, and a document that kills its worker would take with it those that happened to be beside it.
+    Rows with a failed attempt are tried one at a time. Otherwise rows that died together would die together again, and
+    a document that kills its worker would take innocent rows with it.
 
-    began: when the run began, Unix seconds; a cache that is older was there already. going: set while rows may begin.
+    began: start of the run, Unix seconds; older caches count as reused. going: set while rows may begin.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class Caller:
         self._options = options
         self._began = began
         self._slots = asyncio.Semaphore(slots)
-        self._calm = Calm()
+        self._breaker = Breaker()
         self._suspects = asyncio.Lock()
         self._begun: Counter[str] = Counter()  # by model
         self.going = asyncio.Event()
@@ -97,23 +96,22 @@ class Caller:
 
     @property
     def trouble(self) -> str:
-        """What keeps rows waiting: the store does not work, or has no room, or no replica runs; "" if nothing does."""
-        if self._calm.trouble is not None:
-            return self._calm.trouble.message
+        """Why rows wait: the store is down or full, or no replica runs; "" if they do not wait."""
+        if self._breaker.trouble is not None:
+            return self._breaker.trouble.message
         models = sorted(+self._begun)
         if not models or any(self._engines[model].running for model in models):
             return ""
         return f"no worker of {', '.join(models)} runs; the batch goes on when one does"
 
-    async def settle(self, row: Row) -> Result:
-        """How a row ends. Raises nothing but its own cancellation."""
+    async def settle(self, row: Row) -> Row:
+        """Bring a row to its end. Raises nothing but its own cancellation."""
+        if row.spec is None:
+            return row
         try:
-            if row.spec is None:
-                assert row.error is not None
-                return failed(row, row.error)
             call = self._call(row, row.spec)
         except KvshelfError as error:
-            return failed(row, RowError.of(error))
+            return row.failed(error)
         async with self._slots:
             await self.going.wait()
             model = call.spec.model or ""
@@ -128,7 +126,7 @@ class Caller:
             except Exception as exc:
                 log.exception("a row failed unexpectedly", source=row.source, line=row.line)
                 bug = InternalError(f"this is a bug of kvshelf ({type(exc).__name__}); the log has the details")
-                return failed(row, RowError.of(bug))
+                return row.failed(bug)
             finally:
                 self._begun[model] -= 1
 
@@ -137,29 +135,29 @@ class Caller:
         if model not in self._engines:
             raise InvalidRequest(f"model: {model!r:.80} is not served here; there is {', '.join(self._engines)}")
         options = self._options
-        # The document is part of the id: a line that was mended is a row that nobody has tried.
+        # The document is part of the id: a corrected line is a new row.
         body = canonical_json(spec.model_dump(mode="json"))
         id_ = PREFIX + digest("kvshelf.row", options.tenant, options.batch_id, row.source, str(row.line), body)
         return _Call(row, id_, self._engines[model], spec.model_copy(update={"model": model}))
 
-    async def _end(self, call: _Call) -> Result:
+    async def _end(self, call: _Call) -> Row:
         while True:
             await self.going.wait()
             try:
-                async with self._calm.turn():
+                async with self._breaker.attempt():
                     step = await self._step(call)
             except TROUBLE as error:
                 log.warning("the store keeps a row waiting", code=error.code, message=error.message)
                 continue
-            except StateConflict:  # another worker has it, or its last one only just let go of it
+            except StateConflict:  # another worker has it, or only just let go of it
                 step = _POLL_S
-            if isinstance(step, Result):
-                self._calm.restored()
+            if isinstance(step, Row):
+                self._breaker.close()
                 return step
             await asyncio.sleep(step)
 
-    async def _step(self, call: _Call) -> Result | float:
-        """One step towards the end: the end itself, or seconds until the next step."""
+    async def _step(self, call: _Call) -> Row | float:
+        """One step towards the end: the row as it ended, or seconds until the next step."""
         record = await asyncio.to_thread(self._record, call)
         match Standing.of(record, max_attempts=self._options.max_attempts):
             case Standing.ENDED:
@@ -173,7 +171,7 @@ class Caller:
                 return await self._attempt(call, record)
 
     def _record(self, call: _Call) -> RequestRecord:
-        """The row in the ledger; written there if it is not, or if what an earlier run left is no end."""
+        """The row's request in the ledger; opened if there is none, or if an earlier run left no valid end."""
         requests, tenant = self._store.requests, self._options.tenant
         try:
             record = requests.get(call.id, tenant=tenant)
@@ -192,30 +190,30 @@ class Caller:
         return record
 
     def _excused(self, record: RequestRecord) -> RequestRecord:
-        """The store took an attempt along when it went: nobody is at it, and it is not to count."""
+        """An attempt was lost with the store: no worker has it, and it does not count."""
         requests, lost = self._store.requests, StoreUnavailable("the store was gone when this attempt ended")
         requests.fail(record.id, record.attempts, code=lost.code, message=lost.message, final=False, counted=False)
         return requests.get(record.id, tenant=record.tenant)
 
-    def _ended(self, call: _Call, record: RequestRecord) -> Result | float:
+    def _ended(self, call: _Call, record: RequestRecord) -> Row | float:
         if record.error is not None:
             error = RowError(record.error.code, record.error.message)
-            return failed(call.row, error, attempts=record.tries, seconds=call.spent_s)
+            return call.row.failed(error, attempts=record.tries, seconds=call.spent_s)
         manifests = self._manifests(record)
-        if not manifests:  # deleted since, while this row waited
+        if not manifests:  # deleted while this row waited
             call.found = False
             return 0.0
         reused = all(manifest.created_at < self._began for manifest in manifests)
-        return _success(call.row, manifests, attempts=record.tries, reused=reused)
+        return _made(call.row, manifests, attempts=record.tries, reused=reused)
 
     def _manifests(self, record: RequestRecord) -> list[Manifest]:
-        """Those of the row's caches, if all of them are on the shelf."""
+        """The manifests of the row's caches, empty unless all are on the shelf."""
         try:
             return [self._store.stat(cache_id, tenant=record.tenant) for cache_id in record.cache_ids]
         except (CacheNotFound, CacheError):
             return []
 
-    async def _attempt(self, call: _Call, record: RequestRecord) -> Result | float:
+    async def _attempt(self, call: _Call, record: RequestRecord) -> Row | float:
         options, started = self._options, time.monotonic()
         try:
             async with self._suspects if record.tries else nullcontext():
@@ -227,16 +225,16 @@ class Caller:
                     max_attempts=options.max_attempts,
                 )
         except TROUBLE as error:
-            if error.details.get("fits") is False:  # the document's fault, and recorded as that
+            if error.details.get("fits") is False:  # the document is to blame, and recorded so
                 return 0.0
             call.lost = record.attempts + 1
             if isinstance(error, QuotaExceeded):
-                call.found = False  # the ledger has it for an end
+                call.found = False  # the ledger recorded an end
             raise
         except _COME_AGAIN as error:
             return float(error.details.get("retry_after_s", _POLL_S))
         except KvshelfError as error:
-            if error.details.get("begun") is False:  # it was late before its turn came
+            if error.details.get("begun") is False:  # it was late before it began
                 return _POLL_S
             call.spent_s += time.monotonic() - started
             lost = isinstance(error, DeadlineExceeded) and "begun" not in error.details  # the replica said nothing
@@ -244,11 +242,11 @@ class Caller:
             return await self._uncounted(call, error) if lost or now.tries == record.tries else 0.0
         manifests = [cache.manifest for cache in created.caches]
         worked_s = sum(phase.seconds for phase in created.phases if phase.name != "queue")
-        done = _success(call.row, manifests, attempts=record.tries + 1, reused=created.existing)
+        done = _made(call.row, manifests, attempts=record.tries + 1, reused=created.existing)
         return replace(done, seconds=worked_s, worker=created.worker)
 
     async def _uncounted(self, call: _Call, error: KvshelfError) -> float:
-        """An attempt failed before the ledger heard of it. As often as may be, and then the row has failed."""
+        """Count an attempt that failed before the ledger knew of it; after the last one the row has failed."""
         call.uncounted += 1
         if call.uncounted < self._options.max_attempts:
             return _POLL_S
@@ -260,18 +258,18 @@ class Caller:
         attempt = requests.start(call.id, worker="batch", lease_s=LEASE_S)
         requests.fail(call.id, attempt, code=error.code, message=error.message, final=True, counted=counted)
 
-    async def _drop(self, call: _Call) -> Result | None:
-        """End a row in the ledger that nobody will work on: its replica lets go of it within a layer.
+    async def _drop(self, call: _Call) -> Row | None:
+        """End a cancelled row in the ledger; its replica lets go of it within a layer.
 
-        Returns its result if it was done before that, which the next run would take for an earlier one's.
+        Returns the row if it was done before that; the next run would count it as reused.
         """
         end = time.monotonic() + _DROP_S
         while time.monotonic() < end:
             try:
                 record = await asyncio.to_thread(self._dropped, call)
                 if record.state == "done":
-                    result = await asyncio.to_thread(self._ended, call, record)
-                    return result if isinstance(result, Result) else None
+                    ended = await asyncio.to_thread(self._ended, call, record)
+                    return ended if isinstance(ended, Row) else None
                 if Standing.of(record) is not Standing.HELD:
                     return None
             except StateConflict:
@@ -282,21 +280,20 @@ class Caller:
         return None
 
     def _dropped(self, call: _Call) -> RequestRecord:
-        """The row as it was in the ledger, where it has ended now unless a replica holds it."""
+        """The row's request before this call, which ends it unless a replica holds it."""
         record = self._store.requests.get(call.id, tenant=self._options.tenant)
         if Standing.of(record) is Standing.DUE:
             self._fail(call, Cancelled("the batch was cancelled"), counted=False)
         return record
 
 
-def _success(row: Row, manifests: Sequence[Manifest], *, attempts: int, reused: bool) -> Result:
-    """A row with these caches on the shelf. Its seconds are those of the manifests, if it was made in this run."""
+def _made(row: Row, manifests: Sequence[Manifest], *, attempts: int, reused: bool) -> Row:
+    """The row with these caches on the shelf. Its seconds are those of the manifests, 0 if reused."""
     first = manifests[0]
     took = sum(each.timings.prefill_s + each.timings.compress_s + each.timings.store_s for each in manifests)
-    return Result(
-        row.source,
-        row.line,
-        row.custom_id,
+    return replace(
+        row,
+        spec=None,
         cache_id=first.id,
         document_id=first.document_id,
         tokens=first.num_tokens,
@@ -308,7 +305,6 @@ def _success(row: Row, manifests: Sequence[Manifest], *, attempts: int, reused: 
         seconds=0.0 if reused else took,
         reused=reused,
         policy=first.policy,
-        nbytes=row.nbytes,
         levels=tuple(_level(each) for each in manifests) if len(manifests) > 1 else (),
     )
 

@@ -1,4 +1,4 @@
-"""Between a run and its callers, which are other processes: may they begin rows, and how do they get on?"""
+"""Control of a run's callers, which are other processes: orders go to them, reports come back."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from enum import StrEnum
 from typing import Final
 
 STALE_S: Final = 5.0
-"""A caller that was silent for so long is taken for gone."""
+"""A caller silent for this long is taken for dead."""
 
 
 class Order(StrEnum):
-    """What callers are to do with rows: begin them; begin no more; end them where they are."""
+    """What callers do with rows: begin them; begin no more; stop them at once."""
 
     GO = "go"
     HOLD = "hold"
@@ -21,22 +21,21 @@ class Order(StrEnum):
 
 @dataclass(frozen=True)
 class Report:
-    """What callers say. at_work: rows they have begun. trouble: what keeps all of those waiting, or ""."""
+    """State of callers. at_work: rows they have begun. trouble: what keeps all of those waiting, or ""."""
 
     at_work: int = 0
     trouble: str = ""
 
 
-class Gate:
-    """One for each run, in a process of its own. It may die: the run gives its order again and again, and callers that
-    do not reach it keep the last one."""
+class Control:
+    """An actor, one per run. It may die: the run repeats its order, and callers that cannot reach it keep the last."""
 
     def __init__(self) -> None:
         self._order = Order.HOLD
         self._reports: dict[str, tuple[float, Report]] = {}
 
     def give(self, order: Order) -> Report:
-        """The run's order; what the callers have said lately, taken together."""
+        """Set the order; returns the recent reports of all callers, added up."""
         self._order = order
         now = time.monotonic()
         self._reports = {name: (at, said) for name, (at, said) in self._reports.items() if now - at < STALE_S}
@@ -45,6 +44,6 @@ class Gate:
         return Report(sum(said.at_work for said in reports), trouble)
 
     def take(self, caller: str, report: Report) -> Order:
-        """A caller's report, for the order as it is."""
+        """Take a caller's report; returns the current order."""
         self._reports[caller] = (time.monotonic(), report)
         return self._order

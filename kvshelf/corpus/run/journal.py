@@ -8,28 +8,27 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from hashlib import blake2b
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Final, Self
 
 import pydantic_core
 
-from kvshelf.corpus.output.results import Journal, Result
+from kvshelf.corpus.row import Journal, Row, last_ends
 from kvshelf.errors import InvalidRequest, StateConflict, StorageFull, StoreUnavailable
 
 _FORMAT: Final = 1
 _FIRST: Final = 2
-"""The line of the first result."""
+"""The number of the first line that holds a row."""
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class FileJournal(Journal):
-    """JSON lines: the first one says which batch it is, each other one is a result. For one process at a time.
+    """JSON lines: the first one identifies the batch, each other one is a row that ended. For one process at a time.
 
-    `about` names the input and the options of the batch, where its caches go and which models make them, as plain JSON
-    values; a journal of another batch is refused. A last line that a kill cut off is dropped.
+    about: the batch's input, options, store and models as plain JSON values; the journal of another batch is refused. A
+    last line that a kill cut off is dropped.
     """
 
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
@@ -40,8 +39,8 @@ class FileJournal(Journal):
         self._first = _FIRST  # line of this run
 
     def __enter__(self) -> Self:
-        """Open or begin it. Raises `StateConflict` if it is another batch's or in use, `InvalidRequest` if it is no
-        journal."""
+        """Open or create it. Raises `StateConflict` if it is in use or another batch's, `InvalidRequest` if the file is
+        no journal."""
         with self._named_errors():
             file = open(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644), "r+b", buffering=0)
         self._file = file
@@ -57,22 +56,17 @@ class FileJournal(Journal):
     ) -> None:
         self._open().close()
 
-    def append(self, results: Sequence[Result]) -> None:
-        self._write(b"".join(_line(result.to_dict()) for result in results))
+    def append(self, rows: Sequence[Row]) -> None:
+        self._write(b"".join(_line(row.to_dict()) for row in rows))
 
-    def finished(self, *, of_this_run: bool = False) -> Iterator[Result]:
-        """`of_this_run`: without what earlier runs alone have. A run that came to its end has come by every row; those
-        that it has not come by are no rows any more."""
+    def finished(self, *, of_this_run: bool = False) -> Iterator[Row]:
+        """of_this_run: without rows that only earlier runs have. A run that completed has met every row of the input;
+        other rows are no longer part of it."""
         since = self._first if of_this_run else _FIRST
-        last: dict[bytes, int] = {}
-        for number, result in self._results(since):
-            last[_digest(result)] = number
-        for number, result in self._results(since):
-            if last[_digest(result)] == number:
-                yield result
+        return last_ends(lambda: self._rows(since))
 
     def delete(self) -> None:
-        """Remove it: all that is in it is in the output."""
+        """Remove it: the output holds everything."""
         self._path.unlink(missing_ok=True)
 
     def _take(self, file: BinaryIO) -> None:
@@ -85,7 +79,7 @@ class FileJournal(Journal):
         with self._named_errors():
             first = file.readline()
             header = _line(self._about)
-            if first != header and header.startswith(first):  # new, or begun and not got far
+            if first != header and header.startswith(first):  # new, or killed while the header was written
                 self._write(header)
                 return
             if self._parsed(1, first) != self._about:
@@ -99,7 +93,7 @@ class FileJournal(Journal):
                 self._first += 1
 
     def _write(self, data: bytes) -> None:
-        """Behind the last whole line: what failed before may have left part of one."""
+        """Write after the last whole line: a failed write may have left part of a line."""
         file = self._open()
         with self._named_errors():
             file.seek(self._end)
@@ -110,20 +104,18 @@ class FileJournal(Journal):
             os.fsync(file.fileno())
         self._end += len(data)
 
-    def _results(self, since: int) -> Iterator[tuple[int, Result]]:
+    def _rows(self, since: int) -> Iterator[Row]:
         with self._named_errors():
             for number, line in enumerate(self._lines(0), 1):
                 if number >= since:
-                    yield number, self._result(number, line)
-
-    def _result(self, number: int, line: bytes) -> Result:
-        try:
-            return Result.from_dict(self._parsed(number, line))
-        except (TypeError, KeyError) as error:
-            raise self._foreign(number) from error
+                    values = self._parsed(number, line)
+                    try:
+                        yield Row.from_dict(values)
+                    except (TypeError, KeyError) as error:
+                        raise self._foreign(number) from error
 
     def _lines(self, start: int) -> Iterator[bytes]:
-        """The whole lines from a place on."""
+        """The whole lines from an offset on."""
         with self._path.open("rb") as file:
             file.seek(start)
             for line in file:
@@ -159,8 +151,3 @@ class FileJournal(Journal):
 
 def _line(values: Mapping[str, Any]) -> bytes:
     return pydantic_core.to_json(dict(values)) + b"\n"
-
-
-def _digest(result: Result) -> bytes:
-    """Stands for `Result.key`: of a million rows the names of their files would take more memory."""
-    return blake2b(f"{result.line} {result.source}".encode(), digest_size=16).digest()

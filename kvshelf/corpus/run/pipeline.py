@@ -1,16 +1,16 @@
-"""The pipeline of a run, as Ray Data streams it: shards are read into pieces of rows, and callers put them to the
-engines. Keys and values never travel: a row goes in, and a few hundred bytes of result come out.
+"""The pipeline of a run, streamed by Ray Data: shards are read into pieces of rows, and callers send them to the
+engines. Keys and values never travel: a row goes in, and it comes out ended, in a few hundred bytes.
 
-Ray repeats what was in a process that died, and takes what it has already seen of it as the same. So each stage gives
-the same blocks in the same order each time: a piece has one result for each of its rows, in their order. Whether a row
-has ended is in the ledger, so that repeating it costs a look.
+Ray repeats the work of a process that died, and takes blocks it has already seen as the same. So each stage yields the
+same blocks in the same order each time: a piece gives one block per row, in order. The ledger records whether a row has
+ended, so that repeating it costs one look-up.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
+import pickle
 import secrets
 import threading
 import time
@@ -28,9 +28,7 @@ from ray.data.block import BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
 
 from kvshelf.corpus.input.reading import reader
-from kvshelf.corpus.input.rows import Row
-from kvshelf.corpus.input.sources import Shard, Source
-from kvshelf.corpus.output.results import Result
+from kvshelf.corpus.row import Row, Shard
 from kvshelf.corpus.run.caller import Caller
 from kvshelf.corpus.run.control import Order, Report
 from kvshelf.corpus.run.progress import RunOptions
@@ -48,49 +46,46 @@ _TELL_S: Final = 0.5
 _WATCH_S: Final = 2.0
 
 READ_AHEAD_BYTES: Final = 1 << 30
-"""Of rows that have been read and wait for a caller, on all nodes together; then reading waits."""
+"""Rows read and waiting for a caller, on all nodes together; beyond that, reading waits."""
 
 _UNSEEN_BLOCKS: Final = 8
-"""That a task may have yielded before the driver looks at the first of them, which it does ten times a second: with
-Ray's own 2, a slot brings no more than some ten rows a second, and a batch that is all on the shelf is slow. Ray has no
-public name for it; where it does not know this one, it takes its own."""
+"""Blocks a task may buffer before the driver reads one, which it does ten times a second: with Ray's default of 2, a
+slot gives about ten rows a second, and a batch that is all on the shelf is slow. Ray has no public name for it; a Ray
+that does not know this one uses its default."""
 
 _CPUS: Final = 0
-"""Of the processes of a stage: they compute little. With a share of a CPU they would wait for ever where replicas hold
-them all."""
+"""CPUs reserved by a stage's processes: they compute little, and would wait for ever if replicas hold all CPUs."""
 
 
 @dataclass(frozen=True)
-class Calls:
-    """What callers are made of; it travels to their processes. `gate` is Ray's handle of the run's `Gate`."""
+class CallerSetup:
+    """The arguments of a caller, which travel to its process. control: Ray's handle of the run's `Control`."""
 
     engines: Mapping[str, RemoteEngine]
     store: StoreConfig
     options: RunOptions
     began: float
-    gate: Any
+    control: Any
 
 
-def stream(
-    source: Source, shards: Sequence[Shard], calls: Calls, *, in_flight: int
-) -> Generator[Result | None, None, None]:
-    """The results of all rows of these shards of the source, as they come; None for rows that the run has stopped.
+def stream(shards: Sequence[Shard], setup: CallerSetup, *, in_flight: int) -> Generator[Row | None, None, None]:
+    """The rows of these shards as they end; None for a row that the run has stopped.
 
-    Close it to end the work. Raises Ray's errors where the pipeline itself breaks.
+    Close it to end the work. Raises Ray's errors if the pipeline itself breaks.
     """
     callers = -(-in_flight // SLOTS_PER_CALLER)
     slots = -(-in_flight // callers)
     with ray.data.DataContext.current(_context()):
         rows = ray.data.read_datasource(
-            _Corpus(shards),
+            _Shards(shards),
             override_num_blocks=len(shards),
             concurrency=min(_READERS, len(shards)),
-            label_selector=_where(source),
+            label_selector=_where(shards),
             num_cpus=_CPUS,
         )
-        results = rows.map_batches(
+        ended = rows.map_batches(
             _Callers,
-            fn_constructor_kwargs={"calls": calls, "slots": slots},
+            fn_constructor_kwargs={"setup": setup, "slots": slots},
             batch_size=1,
             batch_format="pyarrow",
             compute=ray.data.ActorPoolStrategy(
@@ -101,31 +96,32 @@ def stream(
             ),
             num_cpus=_CPUS,
         )
-    blocks = results.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
+    blocks = ended.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
     with closing(iter(blocks)) as arriving:
         for block in arriving:
-            for text in block.column("result").to_pylist():
-                yield None if text is None else Result.from_dict(json.loads(text))
+            for data in block.column("row").to_pylist():
+                yield pickle.loads(data)
 
 
 def _context() -> ray.data.DataContext:
-    logging.getLogger("ray.data").setLevel(logging.ERROR)  # its plans and statistics are no news
+    logging.getLogger("ray.data").setLevel(logging.ERROR)  # it logs plans and statistics
     context = ray.data.DataContext.get_current().copy()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     context.execution_options.resource_limits = ray.data.ExecutionResources(object_store_memory=READ_AHEAD_BYTES)
-    context.target_max_block_size = 1  # what a stage yields goes on at once, and is not gathered into larger blocks
+    context.target_max_block_size = 1  # pass each block on at once
     context._max_num_blocks_in_streaming_gen_buffer = _UNSEEN_BLOCKS
     return context
 
 
-def _where(source: Source) -> dict[str, str] | None:
-    """Files of one machine are read there; this is the label that Ray gives to its node."""
-    return {"ray.io/node-id": ray.get_runtime_context().get_node_id()} if source.local else None
+def _where(shards: Sequence[Shard]) -> dict[str, str] | None:
+    """Ray's label of this node if it alone can read the shards, else None."""
+    local = any(shard.local for shard in shards)
+    return {"ray.io/node-id": ray.get_runtime_context().get_node_id()} if local else None
 
 
-class _Corpus(Datasource):  # type: ignore[misc]  # Ray's class has no types
-    """The shards of a source, one task each."""
+class _Shards(Datasource):  # type: ignore[misc]  # Ray's class has no types
+    """Shards, one task each."""
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         super().__init__()
@@ -145,7 +141,7 @@ class _Corpus(Datasource):  # type: ignore[misc]  # Ray's class has no types
 
 
 def _opened(config: StoreConfig) -> Store:
-    """The store, as soon as it can be had: a caller that did not start would end the whole run."""
+    """The store, once it can be opened: a caller that fails to start would end the whole run."""
     while True:
         try:
             return config.open()
@@ -155,27 +151,25 @@ def _opened(config: StoreConfig) -> Store:
 
 
 class _Callers:
-    """One process of the pipeline: its pieces come on threads, its rows run on one event loop."""
+    """One process of the pipeline: pieces arrive on threads, rows run on one event loop."""
 
-    def __init__(self, calls: Calls, slots: int) -> None:
+    def __init__(self, setup: CallerSetup, slots: int) -> None:
         self._name = secrets.token_hex(8)
-        self._calls = calls
+        self._setup = setup
         self._stopped = False
         self._loop = asyncio.new_event_loop()
-        self._caller = Caller(calls.engines, _opened(calls.store), calls.options, began=calls.began, slots=slots)
-        self._rows: set[asyncio.Task[Result]] = set()
+        self._caller = Caller(setup.engines, _opened(setup.store), setup.options, began=setup.began, slots=slots)
+        self._rows: set[asyncio.Task[Row]] = set()
         threading.Thread(target=self._run, daemon=True, name="caller").start()
 
     def __call__(self, piece: pa.Table) -> Iterator[pa.Table]:
-        rows = [Row.from_json(data) for data in piece.column("rows")[0].as_py()]
+        rows: list[Row] = pickle.loads(piece.column("rows")[0].as_py())
         ends = [asyncio.run_coroutine_threadsafe(self._settled(row), self._loop) for row in rows]
         for end in ends:
-            result = end.result()
-            text = None if result is None else json.dumps(result.to_dict())
-            yield pa.table({"result": pa.array([text], pa.string())})
+            yield pa.table({"row": pa.array([pickle.dumps(end.result())], pa.binary())})
 
-    async def _settled(self, row: Row) -> Result | None:
-        """None: the run was stopped before the row's end."""
+    async def _settled(self, row: Row) -> Row | None:
+        """The row as it ended; None if the run was stopped before."""
         if self._stopped:
             return None
         task = asyncio.ensure_future(self._caller.settle(row))
@@ -190,17 +184,17 @@ class _Callers:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.create_task(self._obey())
-        self._loop.create_task(watch(self._calls.engines.values(), interval_s=_WATCH_S))
+        self._loop.create_task(watch(self._setup.engines.values(), interval_s=_WATCH_S))
         self._loop.run_forever()
 
     async def _obey(self) -> None:
-        """Tell the run how it goes here, and do what it says."""
+        """Report to the run, and follow its orders."""
         while True:
             report = Report(self._caller.at_work, self._caller.trouble)
             try:
-                order = await self._calls.gate.take.remote(self._name, report)
+                order = await self._setup.control.take.remote(self._name, report)
             except ray_errors.RayError:
-                order = None  # it is being started again; until then the last order holds
+                order = None  # it restarts; until then the last order holds
             self._follow(order)
             await asyncio.sleep(_TELL_S)
 

@@ -1,4 +1,4 @@
-"""What is known of a run while it goes on, and when it has ended."""
+"""Options, states and progress of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvshelf.errors import InvalidRequest
 
 
 class RunState(StrEnum):
-    """`waiting`: by itself, for what `Progress.reason` says. The last three are ends."""
+    """`waiting`: on its own, for `Progress.reason`. The last three are ends."""
 
     RUNNING = "running"
     WAITING = "waiting"
@@ -28,7 +28,7 @@ class RunState(StrEnum):
 
 @dataclass(frozen=True)
 class Window:
-    """The time of day in which a batch may work, on the clock of the machine that runs it. It may span midnight."""
+    """The time of day in which a batch may work, by the clock of its machine. It may span midnight."""
 
     begin: datetime.time
     end: datetime.time
@@ -75,7 +75,7 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class WorkerProgress:
-    """What one replica has made. `seconds` is its work for this run."""
+    """The caches one replica has made. seconds: its work for this run."""
 
     done: int = 0
     tokens: int = 0
@@ -84,13 +84,12 @@ class WorkerProgress:
 
 @dataclass(frozen=True)
 class Progress:
-    """A snapshot. `done` rows have succeeded in this run or were `reused`; `failed` ones have an error row.
+    """A snapshot. `done` rows succeeded in this run or were `reused`; `failed` ones have an error row.
 
-    total: rows of the input; None until it is known. reason: why it is paused, waiting or has failed. tokens, bytes_*:
-    of the caches that are done, the reused ones too; tokens_per_s of new ones only. elapsed_s: at work, without pauses
-    and waiting. eta_s: seconds of work that are left, None while unknown. fraction: of the input, 0 to 1.
-    gpu_hours: of replicas' work in this run. workers: by the replica's name. times: Unix seconds at which each state
-    was entered last.
+    total: rows of the input, None until known. reason: why it waits or has failed. tokens, bytes_*: of all done caches,
+    reused ones included; tokens_per_s: of new ones only. elapsed_s: time at work, without waiting. eta_s: seconds of
+    work left, None while unknown. fraction: of the input, 0 to 1. gpu_hours: of replicas' work in this run. workers: by
+    the replica's name. times: Unix seconds at which each state was last entered.
     """
 
     state: RunState
@@ -113,4 +112,4 @@ class Progress:
 
 @dataclass(frozen=True)
 class Summary(Progress):
-    """The last snapshot of a run that has ended; the results are in its journal."""
+    """The last snapshot of a run that has ended; its rows are in the journal."""

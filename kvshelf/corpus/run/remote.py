@@ -1,4 +1,4 @@
-"""A corpus that a running service compresses: uploaded, followed, and brought back as results of its rows."""
+"""A corpus that a running service compresses: upload its rows, follow the batch, fetch the rows as they ended."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ import structlog
 
 from kvshelf.api.batches import BatchObject
 from kvshelf.client import Client
-from kvshelf.corpus.input.rows import MAX_DOCUMENT_BYTES, Row, RowError
-from kvshelf.corpus.input.sources import Source
-from kvshelf.corpus.output.results import Result, failed
+from kvshelf.corpus.input.rows import MAX_DOCUMENT_BYTES
+from kvshelf.corpus.row import Row, RowError, Shard
 from kvshelf.corpus.run.progress import Progress, RunState, Summary, WorkerProgress
 from kvshelf.errors import BodyTooLarge, ConnectionFailed, NoWorker
 
@@ -36,47 +35,45 @@ _STATES: Final = {
 
 
 def run_at(
-    client: Client, source: Source, options: Mapping[str, Any], about: str, show: Show
-) -> tuple[Summary, list[Result]]:
-    """How the batch ended, and the result of every row, of those as well that cannot be sent.
+    client: Client, shards: Sequence[Shard], options: Mapping[str, Any], about: str, show: Show
+) -> tuple[Summary, list[Row]]:
+    """Run a batch at a service; returns how it ended, and every row as it ended, those that cannot be sent included.
 
-    options: of `client.batches.create`, for how it is run. about: what the service is told of where the rows are from.
-    A service that is restarted meanwhile is waited for; KeyboardInterrupt cancels the batch. In the end nothing of it
-    is left there but the caches.
+    options: of `client.batches.create`. about: the origin of the rows, as the service shows it. A service that restarts
+    is waited for; KeyboardInterrupt cancels the batch. In the end only the caches are left at the service.
     """
     with TemporaryFile() as upload:
-        rows = list(_written(source, upload))
-        results = [failed(row, row.error) for row in rows if row.error is not None]
-        if len(results) == len(rows):
+        rows = list(_written(shards, upload))
+        ended = [row for row in rows if row.error is not None]
+        if len(ended) == len(rows):
             reason = f"none of the {len(rows)} rows can be compressed"
-            return Summary(RunState.FAILED, reason, total=len(rows), failed=len(rows)), results
+            return Summary(RunState.FAILED, reason, total=len(rows), failed=len(rows)), ended
         upload.seek(0)
         file = client.files.create(file=("corpus.jsonl", upload))
     batch = client.batches.create(input_file_id=file.id, metadata={"input": about[-512:]}, **options)
-    refused = len(results)
+    refused = len(ended)
     batch = _followed(client, batch, lambda now: show(_snapshot(Progress, now, refused)), show)
     for file_id in (batch.output_file_id, batch.error_file_id):
-        results += _results(client, file_id, rows)
+        ended += _ended(client, file_id, rows)
     for file_id in (file.id, batch.output_file_id, batch.error_file_id):
         if file_id is not None:
             client.files.delete(file_id)
-    return _snapshot(Summary, batch, refused), results
+    return _snapshot(Summary, batch, refused), ended
 
 
-def _written(source: Source, upload: BinaryIO) -> Iterator[Row]:
-    """Write the rows that can be sent, each known by its number; yields all of them, without their documents."""
-    number = 0
-    for shard in source.shards():
-        for row in shard.read():
-            if row.spec is not None:
-                spec = row.spec.model_dump(mode="json", exclude_unset=True, exclude_none=True)
-                line = json.dumps({"custom_id": str(number), **spec}, ensure_ascii=False).encode()
-                if len(line) > MAX_DOCUMENT_BYTES:  # which the service would not read, so not know whose it is
-                    row = replace(row, error=RowError.of(_too_large(len(line))))
-                else:
-                    upload.write(line + b"\n")
-            yield replace(row, spec=None)
-            number += 1
+def _written(shards: Sequence[Shard], upload: BinaryIO) -> Iterator[Row]:
+    """Write the rows that can be sent, identified by their numbers; yields all of them, without their documents."""
+    for number, row in enumerate(row for shard in shards for row in shard.read()):
+        if row.spec is None:
+            yield row
+            continue
+        spec = row.spec.model_dump(mode="json", exclude_unset=True, exclude_none=True)
+        line = json.dumps({"custom_id": str(number), **spec}, ensure_ascii=False).encode()
+        if len(line) > MAX_DOCUMENT_BYTES:  # the service would not read it, and could not say which row it is
+            yield row.failed(_too_large(len(line)))
+            continue
+        upload.write(line + b"\n")
+        yield replace(row, spec=None)
 
 
 def _too_large(nbytes: int) -> BodyTooLarge:
@@ -87,7 +84,7 @@ def _too_large(nbytes: int) -> BodyTooLarge:
 
 
 def _followed(client: Client, batch: BatchObject, told: Callable[[BatchObject], None], show: Show) -> BatchObject:
-    """The batch as it ended."""
+    """Follow the batch to its end, through restarts of the service."""
     lost_at: float | None = None
     while not batch.ended:
         try:
@@ -105,42 +102,35 @@ def _followed(client: Client, batch: BatchObject, told: Callable[[BatchObject], 
     return batch
 
 
-def _results(client: Client, file_id: str | None, rows: Sequence[Row]) -> Iterator[Result]:
+def _ended(client: Client, file_id: str | None, rows: Sequence[Row]) -> Iterator[Row]:
+    """The rows of a file of results, None for no file."""
     if file_id is None:
         return
     by_id = {str(number): row for number, row in enumerate(rows)}
     by_line = dict(enumerate((row for row in rows if row.error is None), 1))
     for text in client.files.content(file_id).splitlines():
         line = json.loads(text)
-        # What the service could not read has no custom id, but its place in what was sent.
+        # A line that the service could not read has no custom id, but its number in the upload.
         row = by_id.get(line["custom_id"]) or by_line.get(line.get("line"))
         if row is None:
             log.warning("the service has a result of a row that it was not sent", result=line)
             continue
         if "error" in line:
-            yield failed(row, RowError(**line["error"]), attempts=line["attempts"])
+            yield row.failed(RowError(**line["error"]), attempts=line["attempts"])
             continue
-        yield Result(
-            row.source,
-            row.line,
-            row.custom_id,
-            cache_id=line["cache_id"],
-            document_id=line["document_id"],
+        yield replace(
+            row,
+            **{name: line[name] for name in ("cache_id", "document_id", "quality", "attempts", "seconds", "reused")},
             tokens=line["tokens"]["document"],
             kept=line["tokens"]["kept"],
             bytes_full=line["bytes"]["full"],
             bytes_stored=line["bytes"]["stored"],
-            quality=line["quality"],
-            attempts=line["attempts"],
-            seconds=line["seconds"],
-            reused=line["reused"],
             levels=tuple(line.get("levels", ())),
-            nbytes=row.nbytes,
         )
 
 
 def _snapshot(kind: Callable[..., Any], batch: BatchObject, refused: int) -> Any:
-    """A batch of a service as the progress of a run. refused: rows that were never sent."""
+    """A batch of a service as the progress of a run. refused: rows that were not sent."""
     counts, told = batch.request_counts, batch.progress
     problems = [] if batch.errors is None else [error.message for error in batch.errors.data]
     reason = "its completion window is over" if batch.status == "expired" else "; ".join(problems) or told.reason

@@ -1,4 +1,4 @@
-"""One batch from its first row to its last: started, watched, paused and ended from any thread."""
+"""One batch from its first row to its last: started, watched and cancelled from any thread."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ import ray
 import ray.exceptions as ray_errors
 import structlog
 
-from kvshelf.corpus.input.sources import Shard, Source
-from kvshelf.corpus.output.results import Journal, Result
-from kvshelf.corpus.run.control import Gate, Order, Report
-from kvshelf.corpus.run.pipeline import Calls, stream
+from kvshelf.corpus.row import Journal, Row, Shard
+from kvshelf.corpus.run.control import Control, Order, Report
+from kvshelf.corpus.run.pipeline import CallerSetup, stream
 from kvshelf.corpus.run.progress import Progress, RunOptions, RunState, Summary
 from kvshelf.corpus.run.tally import Tally
 from kvshelf.errors import InternalError, KvshelfError, StoreError
@@ -28,39 +27,39 @@ log = structlog.get_logger("kvshelf.corpus")
 ProgressT = TypeVar("ProgressT", bound=Progress)
 
 IN_FLIGHT_PER_REPLICA: Final = 3
-"""One document is being prefilled while the next one is tokenized and the last one is stored."""
+"""One document is in prefill while the next one is tokenized and the last one stored."""
 
 _TICK_S: Final = 0.5
 _LET_GO_S: Final = 1.5
 _STOP_S: Final = 60.0
-"""How long a cancelled pipeline has for its end. What it does after that, nobody waits for."""
+"""How long a cancelled pipeline may take to end. After that the run no longer waits for it."""
 
 
 class Run:
     """A batch at work. `start` it once; Ray must be connected. Every method may be called from any thread.
 
-    engines: by the name a row's `model` gives; the first one is for rows that name none. store: how every process
-    opens the shelf that the engines write to.
+    engines: by model name; the first one serves rows that name none. store: how every process opens the shelf that the
+    engines write to.
 
-    One thread takes the pipeline's results; another one gives orders, keeps the results in the journal and counts them.
-    So a journal that cannot be written holds up the rows, and no result is lost.
+    One thread takes ended rows from the pipeline; another one gives orders, records the rows in the journal and counts
+    them. So a journal that cannot be written holds up the batch, and no row is lost.
     """
 
     def __init__(
         self,
-        source: Source,
+        shards: Sequence[Shard],
         engines: Mapping[str, RemoteEngine],
         store: StoreConfig,
         journal: Journal,
         options: RunOptions,
     ) -> None:
-        self._source = source
+        self._shards = shards
         self._engines = engines
         self._store = store
         self._journal = journal
         self._options = options
         self._lock = threading.Lock()
-        self._arrived: list[Result] = []
+        self._arrived: list[Row] = []
         self._tally = Tally()
         self._state = RunState.RUNNING
         self._reason = ""
@@ -73,30 +72,30 @@ class Run:
         self._ended = threading.Event()
 
     def start(self) -> None:
-        """Begin on a thread of its own."""
+        """Begin on a new thread."""
         threading.Thread(target=self._run, name=f"run-{self._options.batch_id}", daemon=True).start()
 
     def cancel(self, reason: str = "cancelled") -> None:
-        """End within a layer of the model. What is done stays done."""
+        """End within a layer of the model. Finished rows stay finished."""
         self._cancelled = self._cancelled or reason
 
     def progress(self) -> Progress:
-        """Where it stands. Cheap."""
+        """A snapshot. Cheap."""
         return self._snapshot(Progress)
 
     def wait(self, timeout: float | None = None) -> Summary | None:
-        """How it ended, or None if it has not within `timeout` seconds. Raises nothing: a failure is a state."""
+        """How it ended, or None if it has not within `timeout` seconds. A failure is a state, not an exception."""
         return self._snapshot(Summary) if self._ended.wait(timeout) else None
 
     def _snapshot(self, kind: type[ProgressT]) -> ProgressT:
         with self._lock:
             return kind(state=self._state, reason=self._reason, times=dict(self._times), **self._tally.counts())
 
-    # What follows runs on the run's own threads.
+    # Everything below runs on the run's own threads.
 
     def _run(self) -> None:
         try:
-            self._work(self._source.shards())
+            self._work()
         except Exception as exc:
             self._failure = _named(exc)
         self._leave.set()
@@ -104,26 +103,26 @@ class Run:
         log.info("batch ended", batch=self._options.batch_id, state=self._state, reason=self._reason)
         self._ended.set()
 
-    def _work(self, shards: Sequence[Shard]) -> None:
-        self._tally.expect(shards)
-        gate = ray.remote(num_cpus=0, max_restarts=-1)(Gate).remote()
-        calls = Calls(self._engines, self._store, self._options, time.time(), gate)
-        threading.Thread(target=self._take, args=(shards, calls), name="pipeline", daemon=True).start()
+    def _work(self) -> None:
+        self._tally.expect(self._shards)
+        control = ray.remote(num_cpus=0, max_restarts=-1)(Control).remote()
+        setup = CallerSetup(self._engines, self._store, self._options, time.time(), control)
+        threading.Thread(target=self._take, args=(setup,), name="pipeline", daemon=True).start()
         try:
-            self._follow(gate)
+            self._follow(control)
         finally:
-            ray.kill(gate)  # Ray keeps of an ended pipeline what holds its handle: its process would stay with ours
+            ray.kill(control)  # Ray keeps parts of an ended pipeline, and they hold a handle: the actor would stay
 
-    def _follow(self, gate: Any) -> None:
-        """Give orders and keep results until the pipeline has ended, or was told to and does not."""
+    def _follow(self, control: Any) -> None:
+        """Give orders and record rows until the pipeline has ended, or was stopped and does not end."""
         stopped: float | None = None
         while True:
-            drained = self._drained.is_set()  # asked before the results are taken: then none can come after them
+            drained = self._drained.is_set()  # read before the rows are taken, so that none can arrive after them
             trouble = self._keep()
             if drained and trouble is None:
                 return
             order, state, reason = self._orders(trouble)
-            said = _told(gate, order)
+            said = _told(control, order)
             if state is RunState.RUNNING and said.trouble:
                 state, reason = RunState.WAITING, said.trouble
             self._enter(state, reason)
@@ -137,19 +136,19 @@ class Run:
             time.sleep(_TICK_S) if drained else self._drained.wait(_TICK_S)
             self._tally.tick(_TICK_S if state is RunState.RUNNING else 0.0)
 
-    def _take(self, shards: Sequence[Shard], calls: Calls) -> None:
-        """Take what the pipeline brings until its end."""
+    def _take(self, setup: CallerSetup) -> None:
+        """Take ended rows from the pipeline until it ends."""
         try:
-            results = stream(self._source, shards, calls, in_flight=self._in_flight())
-            with closing(results):
-                for result in results:
-                    if result is None or self._leave.is_set():
+            rows = stream(self._shards, setup, in_flight=self._in_flight())
+            with closing(rows):
+                for row in rows:
+                    if row is None or self._leave.is_set():
                         self._left_rows = True
                     if self._leave.is_set():
                         break
-                    if result is not None:
+                    if row is not None:
                         with self._lock:
-                            self._arrived.append(result)
+                            self._arrived.append(row)
         except Exception as exc:
             self._failure = _named(exc)
         self._drained.set()
@@ -157,11 +156,11 @@ class Run:
     def _in_flight(self) -> int:
         if self._options.in_flight is not None:
             return self._options.in_flight
-        # Not those that run now: a run begins with the first of them, and the pipeline keeps its width to the end.
+        # Not `running`: a run begins with the first replica, and the pipeline keeps its width to the end.
         return IN_FLIGHT_PER_REPLICA * sum(engine.wanted for engine in self._engines.values())
 
     def _keep(self) -> StoreError | None:
-        """Put what has arrived into the journal, or say why that cannot be done now."""
+        """Record the rows that have arrived in the journal, or return why that fails now."""
         with self._lock:
             new, self._arrived = self._arrived, []
         try:
@@ -172,12 +171,12 @@ class Run:
                 self._arrived = new + self._arrived
             return error
         with self._lock:
-            for result in new:
-                self._tally.add(result)
+            for row in new:
+                self._tally.add(row)
         return None
 
     def _orders(self, trouble: StoreError | None) -> tuple[Order, RunState, str]:
-        """What the callers are to do now, and what that makes of the run."""
+        """The order for the callers now, and the run's state with its reason."""
         options = self._options
         if options.max_gpu_hours is not None and self._tally.seconds >= options.max_gpu_hours * 3600:
             self.cancel(f"{options.max_gpu_hours:g} GPU hours are used up")
@@ -207,16 +206,16 @@ class Run:
         return RunState.COMPLETED, ""
 
 
-def _told(gate: Any, order: Order) -> Report:
+def _told(control: Any, order: Order) -> Report:
     try:
-        said: Report = ray.get(gate.give.remote(order), timeout=5)
+        said: Report = ray.get(control.give.remote(order), timeout=5)
     except ray_errors.RayError:
-        return Report()  # it is being started again, and will hear the order in the next round
+        return Report()  # it restarts, and gets the order in the next round
     return said
 
 
 def _named(exc: Exception) -> KvshelfError:
-    """What broke a run, as one of ours."""
+    """The exception that broke a run, as an error of kvshelf."""
     if isinstance(exc, KvshelfError):
         return exc
     log.error("a run broke", exc_info=exc)

@@ -1,4 +1,4 @@
-"""A batch that is kept in the home: its input is a file there, its results are a journal there."""
+"""A batch of a service: its input is a file in the store, and its journal is there too."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from typing import Any
 
 import pydantic_core
 
-from kvshelf.corpus.input.rows import Row, RowError, parse_jsonl
-from kvshelf.corpus.input.sources import Shard, Source
-from kvshelf.corpus.output.results import Journal, Result
+from kvshelf.corpus.input.rows import parse_jsonl
+from kvshelf.corpus.row import Journal, Row, RowError, Shard, last_ends
 from kvshelf.store.jobs.batches import Batches
 from kvshelf.store.url import StoreConfig
 
 
 @dataclass(frozen=True)
 class StoredShard(Shard):
-    """The whole of one uploaded JSONL file. Each process that reads it opens the store itself."""
+    """One uploaded JSONL file, read in one go: reading is cheap beside the work. Its reader opens the store itself."""
 
     store: StoreConfig
     tenant: str
@@ -32,20 +31,10 @@ class StoredShard(Shard):
             yield from parse_jsonl(opened.file, self.filename, self.defaults)
 
 
-class StoredFile(Source):
-    """One uploaded file as the input of a batch. Its rows are not spread: reading them is little beside the work."""
-
-    def __init__(self, shard: StoredShard) -> None:
-        self._shard = shard
-
-    def shards(self) -> Sequence[Shard]:
-        return [self._shard]
-
-
 class HomeJournal(Journal):
-    """See `Journal`. One line of JSON for each result; who has lost the lease of the batch can add none.
+    """One line of JSON for each row that ended. After the batch's lease is lost, `append` raises `StateConflict`.
 
-    A run that goes on brings the ends of earlier rows again, then as reused: what the journal has of these stays.
+    A resumed run revisits finished rows as reused; their first end stays in the journal.
     """
 
     def __init__(self, batches: Batches, batch_id: str, term: int) -> None:
@@ -54,44 +43,35 @@ class HomeJournal(Journal):
         self._term = term
         self._ends: dict[tuple[str, int], _End] | None = None
 
-    def append(self, results: Sequence[Result]) -> None:
+    def append(self, rows: Sequence[Row]) -> None:
         if self._ends is None:
-            self._ends = {result.key: _end_of(result) for result in self._read()}
+            self._ends = {row.key: _end_of(row) for row in _recorded(self._batches, self._batch_id)}
         known = self._ends
-        new = [result for result in results if not _says_nothing_new(result, known.get(result.key))]
+        new = [row for row in rows if not _is_known(row, known.get(row.key))]
         self._batches.append(self._batch_id, self._term, [pydantic_core.to_json(each.to_dict()) for each in new])
-        known.update((result.key, _end_of(result)) for result in new)
+        known.update((row.key, _end_of(row)) for row in new)
 
-    def finished(self) -> Iterator[Result]:
+    def finished(self) -> Iterator[Row]:
         return last_results(self._batches, self._batch_id)
-
-    def _read(self) -> Iterator[Result]:
-        return map(_parsed, self._batches.journal(self._batch_id))
 
 
 _End = tuple[str | None, RowError | None, int]
 
 
-def _end_of(result: Result) -> _End:
-    return result.cache_id, result.error, result.attempts
+def _end_of(row: Row) -> _End:
+    return row.cache_id, row.error, row.attempts
 
 
-def _says_nothing_new(result: Result, known: _End | None) -> bool:
+def _is_known(row: Row, known: _End | None) -> bool:
     if known is None:
         return False
-    return known[0] == result.cache_id if result.reused else result.error is not None and known == _end_of(result)
+    return known[0] == row.cache_id if row.reused else row.error is not None and known == _end_of(row)
 
 
-def last_results(batches: Batches, batch_id: str) -> Iterator[Result]:
-    """Each row's last result, in the order in which they came. Read twice, so that none but its number is held."""
-    last: dict[tuple[str, int], int] = {}
-    for number, line in enumerate(batches.journal(batch_id)):
-        last[_parsed(line).key] = number
-    kept = set(last.values())
-    for number, line in enumerate(batches.journal(batch_id)):
-        if number in kept:
-            yield _parsed(line)
+def last_results(batches: Batches, batch_id: str) -> Iterator[Row]:
+    """Each row's last end, in the order of the journal."""
+    return last_ends(lambda: _recorded(batches, batch_id))
 
 
-def _parsed(line: bytes) -> Result:
-    return Result.from_dict(pydantic_core.from_json(line))
+def _recorded(batches: Batches, batch_id: str) -> Iterator[Row]:
+    return (Row.from_dict(pydantic_core.from_json(line)) for line in batches.journal(batch_id))

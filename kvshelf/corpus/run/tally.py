@@ -1,17 +1,16 @@
-"""The numbers of a run, counted as its results come in."""
+"""The numbers of a run, counted as its rows end."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
-from kvshelf.corpus.input.sources import Shard
-from kvshelf.corpus.output.results import Result
+from kvshelf.corpus.row import Row, Shard
 from kvshelf.corpus.run.progress import WorkerProgress
 
 
 class Tally:
-    """Adds up results; its size does not grow with their number."""
+    """Adds up rows; its size does not grow with their number."""
 
     def __init__(self) -> None:
         self.done = 0
@@ -30,43 +29,41 @@ class Tally:
         self._workers: dict[str, WorkerProgress] = {}
 
     def expect(self, shards: Iterable[Shard]) -> None:
-        """What is to come."""
+        """Announce the input."""
         for shard in shards:
             self._input_bytes += shard.nbytes
         rows = [shard.rows for shard in shards]
         self._total = None if None in rows else sum(row for row in rows if row is not None)
 
     def complete(self) -> None:
-        """All rows have come: now it is known how many they were."""
+        """All rows have arrived, so their number is known."""
         self._total = self.done + self.failed
         self._input_bytes = self._input_done
 
     def tick(self, seconds: float) -> None:
-        """So long the run has been at work."""
+        """Add time at work."""
         self._active_s += seconds
 
-    def add(self, result: Result) -> None:
-        self.seconds += result.seconds
-        self._input_done += result.nbytes
-        if result.error is not None:
+    def add(self, row: Row) -> None:
+        self.seconds += row.seconds
+        self._input_done += row.nbytes
+        if row.error is not None:
             self.failed += 1
             return
         self.done += 1
-        self._tokens += result.tokens
-        self._bytes_full += result.bytes_full
-        self._bytes_stored += result.bytes_stored
-        if result.reused:
+        self._tokens += row.tokens
+        self._bytes_full += row.bytes_full
+        self._bytes_stored += row.bytes_stored
+        if row.reused:
             self._reused += 1
-            self._input_reused += result.nbytes
+            self._input_reused += row.nbytes
             return
-        self._new_tokens += result.tokens
-        had = self._workers.get(result.worker, WorkerProgress())
-        self._workers[result.worker] = WorkerProgress(
-            had.done + 1, had.tokens + result.tokens, had.seconds + result.seconds
-        )
+        self._new_tokens += row.tokens
+        had = self._workers.get(row.worker, WorkerProgress())
+        self._workers[row.worker] = WorkerProgress(had.done + 1, had.tokens + row.tokens, had.seconds + row.seconds)
 
     def counts(self) -> dict[str, Any]:
-        """The fields of `Progress` that are numbers."""
+        """The numeric fields of `Progress`."""
         return {
             "total": self._total,
             "done": self.done,
@@ -89,7 +86,7 @@ class Tally:
         return min(1.0, self._input_done / self._input_bytes) if self._input_bytes else 0.0
 
     def _eta_s(self) -> float | None:
-        """By the bytes of the input; the reused rows cost next to nothing and say nothing about the others."""
+        """By the bytes of the input. Reused rows cost next to nothing, so they do not count."""
         worked_off = self._input_done - self._input_reused
         if worked_off <= 0:
             return None

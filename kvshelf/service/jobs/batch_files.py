@@ -8,7 +8,7 @@ from contextlib import suppress
 from tempfile import TemporaryFile
 from typing import Any, BinaryIO, Final
 
-from kvshelf.corpus.output.results import Result
+from kvshelf.corpus.row import Row
 from kvshelf.corpus.run.stored import last_results
 from kvshelf.errors import BlobError, FileNotFound, StoreError
 from kvshelf.service.storage import room_for
@@ -94,8 +94,8 @@ def _keep(store: Store, record: BatchRecord, term: int, file: BinaryIO, name: st
                 store.files.delete(stale, tenant=record.tenant)
 
 
-def _write_line(file: BinaryIO, result: Result) -> None:
-    line: dict[str, Any] = result.output(file=False)
+def _write_line(file: BinaryIO, row: Row) -> None:
+    line: dict[str, Any] = row.output(file=False)
     file.write(json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
 
 

@@ -13,7 +13,7 @@ import structlog
 
 from kvshelf.corpus.run.progress import Progress, RunOptions, RunState, Summary, Window
 from kvshelf.corpus.run.run import Run
-from kvshelf.corpus.run.stored import HomeJournal, StoredFile, StoredShard
+from kvshelf.corpus.run.stored import HomeJournal, StoredShard
 from kvshelf.errors import FileNotFound, StateConflict, StoreError
 from kvshelf.service.jobs.batch_files import BadInput, count_rows, outcome, write_results
 from kvshelf.service.observe.metrics import Metrics
@@ -210,7 +210,7 @@ class BatchWork:
             config, self._tenant, file.id, file.filename, record.body["options"], file.nbytes, record.counts.total
         )
         journal = HomeJournal(self._batches, self._id, self._term)
-        return Run(StoredFile(shard), self._engines, config, journal, _options(record))
+        return Run([shard], self._engines, config, journal, _options(record))
 
     async def _steer(self, run: Run, progress: Progress, before: BatchRecord) -> None:
         """Store the progress of the run, and pass the wishes of callers to the run."""

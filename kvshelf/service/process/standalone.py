@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import kvshelf
-from kvshelf.corpus.input.sources import Source
-from kvshelf.corpus.output.results import Journal
+from kvshelf.corpus.row import Journal, Shard
 from kvshelf.corpus.run.progress import Progress, RunOptions, Summary
 from kvshelf.service.observe import logs
 from kvshelf.service.settings import Settings
@@ -34,7 +33,7 @@ INTERRUPTED = "interrupted"
 
 def run_standalone(
     settings: Settings,
-    source: Source,
+    shards: Sequence[Shard],
     journal: Journal,
     about: Mapping[str, Any],
     options: Callable[[str], RunOptions],
@@ -61,7 +60,7 @@ def run_standalone(
 
             await_replicas(settings, engines)
             batch_id = "batch_" + digest("kvshelf.batch", canonical_json(_made_under(engines, about)))
-            run = Run(source, engines, shelf, journal, options(batch_id))
+            run = Run(shards, engines, shelf, journal, options(batch_id))
             run.start()
             with _cancelled_by_signals(run):
                 while (summary := run.wait(_LOOK_S)) is None:

@@ -9,7 +9,7 @@ import pytest
 from kvshelf.bench.stores import rates
 from kvshelf.bench.stores.homes import made_in
 from kvshelf.bench.stores.rates import home_rates, journal_s
-from kvshelf.corpus.output.results import Result
+from kvshelf.corpus.row import Row
 from kvshelf.corpus.run.journal import FileJournal
 
 
@@ -30,7 +30,7 @@ def test_a_journal_is_given_as_many_results_as_it_is_divided_by(monkeypatch: pyt
     given: list[int] = []
 
     class Counting(FileJournal):
-        def append(self, results: list[Result]) -> None:  # type: ignore[override]
+        def append(self, results: list[Row]) -> None:  # type: ignore[override]
             given.append(len(results))
             super().append(results)
 

@@ -14,14 +14,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from kvshelf.corpus.input import files
-from kvshelf.corpus.input.files import FileSource
-from kvshelf.corpus.input.rows import Row
+from kvshelf.corpus.input.files import FileCorpus
+from kvshelf.corpus.row import Row
 from kvshelf.errors import InvalidRequest
 
 
 def read(where: object, **defaults: Any) -> list[Row]:
     """All rows, each shard read in the state in which it reaches another process."""
-    shards = FileSource(str(where), defaults).shards()
+    shards = FileCorpus(str(where), defaults).shards()
     return [row for shard in shards for row in pickle.loads(pickle.dumps(shard)).read()]
 
 
@@ -64,7 +64,7 @@ def test_a_folder_is_read_with_all_that_is_below_it(corpus: Path) -> None:
         "p2": "two",
     }
     assert errors(rows) == []
-    assert FileSource(str(corpus), {}).several
+    assert FileCorpus(str(corpus), {}).several
 
 
 @pytest.mark.parametrize(
@@ -98,17 +98,17 @@ def test_what_a_batch_writes_into_its_own_folder_is_no_part_of_it(
     (corpus / "c").write_text("another c")
     monkeypatch.chdir(corpus)
     for where in (".", str(corpus), f"file://{corpus}", str(corpus / "**"), str(corpus / "deep" / "..")):
-        found = {file.name for file in FileSource(where, {}, without=[Path("a.txt"), corpus / "alias/er/c"]).files}
+        found = {file.name for file in FileCorpus(where, {}, without=[Path("a.txt"), corpus / "alias/er/c"]).files}
         assert found == {"c", "deep/b.md", "lines.jsonl", "packed.jsonl.gz", "table.parquet"}
     with pytest.raises(InvalidRequest, match="but what this batch writes itself"):
-        FileSource("a.txt", {}, without=[corpus / "a.txt"])
+        FileCorpus("a.txt", {}, without=[corpus / "a.txt"])
 
 
 @pytest.mark.parametrize("where", ["none", "*.none", "s4://bucket/x", "empty"])
 def test_an_input_without_a_file_is_refused_whole(corpus: Path, where: str) -> None:
     (corpus / "empty").mkdir()
     with pytest.raises(InvalidRequest):
-        FileSource(where if "://" in where else str(corpus / where), {})
+        FileCorpus(where if "://" in where else str(corpus / where), {})
 
 
 def test_a_text_s_name_is_its_custom_id_and_the_cache_s_name(corpus: Path) -> None:
@@ -135,7 +135,7 @@ def test_a_file_that_is_no_text_is_an_error_row(
 ) -> None:
     monkeypatch.setattr(files, "MAX_DOCUMENT_BYTES", 2000)
     (tmp_path / "x.txt").write_bytes(data)
-    (row,) = (row for shard in FileSource(str(tmp_path), {}).shards() for row in shard.read())
+    (row,) = (row for shard in FileCorpus(str(tmp_path), {}).shards() for row in shard.read())
     assert row.error is not None
     assert (row.custom_id, row.line, row.error.code) == ("x.txt", 1, code)
     assert message in row.error.message
@@ -179,7 +179,7 @@ def test_a_corpus_that_changes_while_it_is_read(
     corpus: Path, name: str, change: Callable[[Path], None], code: str
 ) -> None:
     """What was found at the start is gone or another file when its turn comes: an error row, and all else is read."""
-    shards = FileSource(str(corpus), {}).shards()
+    shards = FileCorpus(str(corpus), {}).shards()
     change(corpus / name)
     rows = [row for shard in shards for row in shard.read()]
     assert (name, code) in [(source, found) for source, _, found in errors(rows)]
@@ -260,7 +260,7 @@ def test_a_missing_column_and_a_broken_file_are_error_rows(tmp_path: Path) -> No
 def test_many_texts_are_cut_into_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(600):
         (tmp_path / f"{number:03}.txt").write_text(f"text {number}")
-    shards = FileSource(str(tmp_path), {}).shards()
+    shards = FileCorpus(str(tmp_path), {}).shards()
     assert [shard.rows for shard in shards] == [256, 256, 88]
     monkeypatch.setattr(files, "_SHARD_BYTES", 100)
-    assert all(shard.nbytes <= 100 for shard in FileSource(str(tmp_path), {}).shards())
+    assert all(shard.nbytes <= 100 for shard in FileCorpus(str(tmp_path), {}).shards())

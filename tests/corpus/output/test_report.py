@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from kvshelf.corpus.input.rows import RowError
 from kvshelf.corpus.output.report import Histogram, require_report, write_report
-from kvshelf.corpus.output.results import Result
+from kvshelf.corpus.row import Row, RowError
 from kvshelf.corpus.run.progress import RunState, Summary, WorkerProgress
 from kvshelf.errors import InvalidRequest
 
@@ -31,8 +30,8 @@ HOSTILE = [
 ]  # fmt: skip
 
 
-def done(number: int, **changes: object) -> Result:
-    result = Result(
+def done(number: int, **changes: object) -> Row:
+    result = Row(
         source="corpus.jsonl", line=number, custom_id=f"row-{number}", cache_id="kvs_x", document_id="doc_x",
         tokens=1000, kept=250, bytes_full=4000, bytes_stored=1000, quality={"agreement": 0.95, "kl": 0.1, "tokens": 64},
         attempts=1, seconds=2.0, worker="replica-1",
@@ -40,8 +39,8 @@ def done(number: int, **changes: object) -> Result:
     return replace(result, **changes)  # type: ignore[arg-type]
 
 
-def failed(number: int, code: str = "worker_crashed", message: str = "it died", **changes: object) -> Result:
-    return replace(Result("corpus.jsonl", number, attempts=3, error=RowError(code, message)), **changes)  # type: ignore[arg-type]
+def failed(number: int, code: str = "worker_crashed", message: str = "it died", **changes: object) -> Row:
+    return replace(Row("corpus.jsonl", number, attempts=3, error=RowError(code, message)), **changes)  # type: ignore[arg-type]
 
 
 SUMMARY = Summary(
@@ -51,7 +50,7 @@ SUMMARY = Summary(
 )  # fmt: skip
 
 
-def report(tmp_path: Path, results: list[Result], summary: Summary = SUMMARY) -> str:
+def report(tmp_path: Path, results: list[Row], summary: Summary = SUMMARY) -> str:
     path = tmp_path / "report.html"
     write_report(path, summary, results)
     assert [found.name for found in tmp_path.iterdir()] == [path.name]
@@ -138,7 +137,7 @@ def test_a_name_that_cannot_be_written_is_refused(tmp_path: Path, name: str) -> 
 
 
 def test_memory_does_not_grow_with_the_results(tmp_path: Path, soak: bool) -> None:
-    def results(count: int) -> Iterator[Result]:
+    def results(count: int) -> Iterator[Row]:
         numbers = random.Random(1)
         for n in range(count):
             yield done(n, tokens=numbers.randrange(1, 10**6), seconds=numbers.random() * 100) if n % 50 else failed(n)

@@ -11,10 +11,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from kvshelf.corpus.input.rows import Row
-from kvshelf.corpus.input.sources import Shard
 from kvshelf.corpus.output.files import require_format, write_output
-from kvshelf.corpus.output.results import Result
+from kvshelf.corpus.row import Row, Shard
 from kvshelf.corpus.run.journal import FileJournal
 from kvshelf.corpus.run.progress import Window
 from kvshelf.corpus.run.tally import Tally
@@ -25,7 +23,7 @@ ABOUT = {"input": "in.jsonl", "fields": {"policy": "knorm"}}
 LEVELS = ({"cache_id": "kvs_1", "compression_ratio": 0.5}, {"cache_id": "kvs_2", "compression_ratio": 0.75})
 
 
-def kept(path: Path) -> dict[int, Result]:
+def kept(path: Path) -> dict[int, Row]:
     with FileJournal(path, ABOUT) as journal:
         found = list(journal.finished())
     assert len({result.key for result in found}) == len(found)
@@ -64,7 +62,7 @@ def test_what_a_run_has_not_come_by_is_left_out_when_it_is_over(tmp_path: Path) 
 
 def test_rows_of_two_files_are_two_rows(tmp_path: Path) -> None:
     with FileJournal(tmp_path / "j", ABOUT) as journal:
-        journal.append([Result("a", 1), Result("b", 1)])
+        journal.append([Row("a", 1), Row("b", 1)])
         assert {result.key for result in journal.finished()} == {("a", 1), ("b", 1)}
 
 
@@ -129,7 +127,7 @@ def test_a_full_disk_leaves_the_journal_whole(tmp_path: Path) -> None:
                 journal.append([success(2, custom_id="x" * 1000)])
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        journal.append([Result("in.jsonl", 2)])  # shorter than what was left behind
+        journal.append([Row("in.jsonl", 2)])  # shorter than what was left behind
     assert kept(path).keys() == {1, 2}
     assert path.read_bytes().count(b"\n") == 3
     assert path.read_bytes().endswith(b"}\n")
@@ -259,5 +257,5 @@ def test_a_window_that_is_none_is_refused(text: str) -> None:
 
 def test_a_result_crosses_processes_as_it_is() -> None:
     for result in (success(1, levels=LEVELS, quality={"agreement": 1.0}), failure(2)):
-        assert Result.from_dict(json.loads(json.dumps(result.to_dict()))) == result
+        assert Row.from_dict(json.loads(json.dumps(result.to_dict()))) == result
     assert Row("s", 1).error is None

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from kvshelf.api import CreateCache
-from kvshelf.corpus.input.rows import Row, read_row
-from kvshelf.corpus.output.results import Result
+from kvshelf.corpus.input.rows import read_row
+from kvshelf.corpus.row import Row
 from kvshelf.corpus.run import breaker
 from kvshelf.corpus.run import caller as caller_module
 from kvshelf.corpus.run.caller import PREFIX, Caller
@@ -117,7 +117,7 @@ def row(number: int = 1, **fields: Any) -> Row:
     return read_row({**document(number), **fields}, {}, source="in.jsonl", line=number, nbytes=10)
 
 
-def code(result: Result) -> str | None:
+def code(result: Row) -> str | None:
     return None if result.error is None else result.error.code
 
 

@@ -10,11 +10,12 @@ import httpx
 import pytest
 
 from kvshelf.client import Client
-from kvshelf.corpus.input.rows import Row, parse_jsonl
+from kvshelf.corpus.input.rows import parse_jsonl
+from kvshelf.corpus.row import Row
 from kvshelf.corpus.run import remote
 from kvshelf.corpus.run.progress import RunState
 from kvshelf.corpus.run.remote import _written, run_at
-from tests.corpus.hostile import Given
+from tests.corpus.hostile import shards
 from tests.corpus.results import failure, success
 
 FILE = {"id": "file_input", "object": "file", "bytes": 4, "created_at": 1, "filename": "c.jsonl", "purpose": "batch"}
@@ -32,7 +33,7 @@ BATCH = {
 
 def sent(lines: list[Any]) -> tuple[list[Row], bytes]:
     upload = io.BytesIO()
-    return list(_written(Given(lines), upload)), upload.getvalue()
+    return list(_written(shards(lines), upload)), upload.getvalue()
 
 
 def test_a_line_that_the_service_would_not_read_is_an_error_row_and_is_not_sent(
@@ -68,7 +69,7 @@ def test_every_result_that_the_service_has_is_brought_whatever_one_of_them_is() 
         return httpx.Response(200, json=FILE if kind == "files" else BATCH)
 
     with Client("http://service.test:1", transport=httpx.MockTransport(service)) as client:
-        summary, results = run_at(client, Given(lines), {}, "rows.jsonl", lambda _: None)
+        summary, results = run_at(client, shards(lines), {}, "rows.jsonl", lambda _: None)
     assert summary.state is RunState.COMPLETED
     assert {(result.line, result.custom_id): result.error and result.error.code for result in results} == {
         (1, "a"): None,

@@ -17,7 +17,7 @@ from kvshelf.corpus.run.run import IN_FLIGHT_PER_REPLICA
 from kvshelf.errors import StorageFull
 from kvshelf.workers.cluster.remote import RemoteEngine
 from tests.corpus.conftest import Crew
-from tests.corpus.hostile import HANGS, KILLS, KINDS, SLOW, SLOW_S, SWELLS, Given, Remembered, corpus, document
+from tests.corpus.hostile import HANGS, KILLS, KINDS, SLOW, SLOW_S, SWELLS, Remembered, corpus, document, shards
 from tests.corpus.runs import (
     begun,
     digests,
@@ -52,7 +52,7 @@ def undisturbed(crew: Crew, count: int) -> tuple[RunOptions, list[Any], Summary,
 
 def test_an_ended_run_leaves_no_process_of_its_own(undisturbed: Any) -> None:
     del undisturbed
-    until(lambda: not processes("ray::Gate"))
+    until(lambda: not processes("ray::Control"))
 
 
 def test_every_row_has_an_end(undisturbed: Any, count: int, crew: Crew) -> None:
@@ -116,7 +116,9 @@ def test_a_document_that_is_too_large_is_tried_once(crew: Crew) -> None:
     require_order(crew)
 
 
-@pytest.mark.parametrize(("victim", "first"), [("ServedReplica", 10_000), ("MapWorker", 20_000), ("ray::Gate", 30_000)])
+@pytest.mark.parametrize(
+    ("victim", "first"), [("ServedReplica", 10_000), ("MapWorker", 20_000), ("ray::Control", 30_000)]
+)
 def test_a_process_that_dies_changes_nothing_of_the_end(crew: Crew, soak: bool, victim: str, first: int) -> None:
     """The same ids as are on the shelf in the end hold the same segments as without it."""
     wanted = 400 if soak else 40  # from `first` on: what another test has left on the shelf would cost no time
@@ -235,7 +237,7 @@ def test_a_batch_without_a_success_has_failed(crew: Crew) -> None:
 def test_long_documents_come_first_and_pieces_are_small() -> None:
     from kvshelf.corpus.input.reading import PIECE_CHARS, PIECE_ROWS, packed
 
-    rows = [row for shard in Given(corpus(100, tokens=(1, 5000))).shards() for row in shard.read()]
+    rows = [row for shard in shards(corpus(100, tokens=(1, 5000))) for row in shard.read()]
     pieces = list(packed(iter(rows)))
     lengths = [row.length for piece in pieces for row in piece]
     assert lengths == sorted(lengths, reverse=True)
@@ -258,7 +260,7 @@ def test_a_run_under_fire_ends_as_an_undisturbed_one(crew: Crew, soak: bool) -> 
     run = begun(crew, lines, journal, options(document_deadline_s=60))
     kills = 0
     while (summary := run.wait(20)) is None:
-        victims = [pid for title in ("ServedReplica", "MapWorker", "ray::Gate") for pid in processes(title)]
+        victims = [pid for title in ("ServedReplica", "MapWorker", "ray::Control") for pid in processes(title)]
         if victims:
             os.kill(chance.choice(victims), signal.SIGKILL)
             kills += 1

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvshelf.corpus.input.rows import RowError
-from kvshelf.corpus.output.results import Result
-from kvshelf.corpus.run.stored import HomeJournal, StoredFile, StoredShard, last_results
+from kvshelf.corpus.row import Row, RowError
+from kvshelf.corpus.run.stored import HomeJournal, StoredShard, last_results
 from kvshelf.errors import FileNotFound, StateConflict
 from kvshelf.store.base import Store
 from kvshelf.store.url import StoreConfig
@@ -39,12 +38,12 @@ def taken(store: Store, batch_id: str) -> HomeJournal:
     return HomeJournal(store.batches, batch_id, term)
 
 
-def made(line: int, cache_id: str = "kvs_1", **fields: object) -> Result:
-    return Result("rows.jsonl", line, f"row-{line}", cache_id=cache_id, attempts=1, **fields)  # type: ignore[arg-type]
+def made(line: int, cache_id: str = "kvs_1", **fields: object) -> Row:
+    return Row("rows.jsonl", line, f"row-{line}", cache_id=cache_id, attempts=1, **fields)  # type: ignore[arg-type]
 
 
-def lost(line: int, code: str, attempts: int = 3) -> Result:
-    return Result("rows.jsonl", line, f"row-{line}", error=RowError(code, "why"), attempts=attempts)
+def lost(line: int, code: str, attempts: int = 3) -> Row:
+    return Row("rows.jsonl", line, f"row-{line}", error=RowError(code, "why"), attempts=attempts)
 
 
 def test_the_last_end_of_a_row_counts(store: Store, batch_id: str) -> None:
@@ -85,12 +84,11 @@ def test_a_file_of_the_home_is_a_source(store: Store, config: StoreConfig, tmp_p
     with path.open("rb") as given:
         file = store.files.create(given, tenant="me", filename="rows.jsonl", purpose="batch")
     shard = StoredShard(config, "me", file.id, file.filename, {"policy": "lagkv"}, file.nbytes, 3)
-    (found,) = StoredFile(shard).shards()
-    rows = list(pickle.loads(pickle.dumps(found)).read())
+    rows = list(pickle.loads(pickle.dumps(shard)).read())
     assert [(row.source, row.line, row.custom_id, row.error is None) for row in rows] == [
         ("rows.jsonl", 1, "a", True), ("rows.jsonl", 2, None, False), ("rows.jsonl", 3, None, True)
     ]  # fmt: skip
     assert [row.spec.policy for row in rows if row.spec is not None] == ["lagkv", "full"]
     store.files.delete(file.id, tenant="me")
     with pytest.raises(FileNotFound):
-        list(found.read())
+        list(shard.read())

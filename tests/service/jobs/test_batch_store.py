@@ -15,8 +15,7 @@ from typing import Any
 import pydantic_core
 import pytest
 
-from kvshelf.corpus.input.rows import RowError
-from kvshelf.corpus.output.results import Result
+from kvshelf.corpus.row import Row, RowError
 from kvshelf.errors import StateConflict
 from kvshelf.service.jobs.batch_files import write_results
 from kvshelf.service.jobs.batch_work import rest_reason
@@ -33,8 +32,8 @@ from kvshelf.store.rules import Rules
 from kvshelf.store.sealing.keyring import Keyring
 from tests.store.redis.servers import PATIENT, ValkeyServer
 
-DONE = Result("rows.jsonl", 1, "a", cache_id="kvs_1", attempts=1)
-FAILED = Result("rows.jsonl", 2, "b", error=RowError("worker_crashed", "why"), attempts=3)
+DONE = Row("rows.jsonl", 1, "a", cache_id="kvs_1", attempts=1)
+FAILED = Row("rows.jsonl", 2, "b", error=RowError("worker_crashed", "why"), attempts=3)
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +64,7 @@ def begun(store: Store, file_id: str, tenant: str = "me", *, lasts_s: float = 36
     return store.batches.create(tenant, body, now=now, expires_at=now + lasts_s)
 
 
-def finalizing(store: Store, results: Sequence[Result] = (DONE, FAILED)) -> BatchRecord:
+def finalizing(store: Store, results: Sequence[Row] = (DONE, FAILED)) -> BatchRecord:
     """A batch of which all rows have ended, and whose files nobody has written."""
     batch = begun(store, "file_1")
     term = store.batches.take(batch.id, lease_s=0.0)
@@ -161,7 +160,7 @@ def test_results_are_written_where_the_quota_of_their_tenant_is_used_up(tmp_path
 
 def test_results_that_find_no_room_keep_no_place_and_leave_no_file_behind(tmp_path: Path) -> None:
     """There is room for the one file and not for the other, each time that it is tried."""
-    many = [Result("rows.jsonl", 3 + n, error=FAILED.error, attempts=3) for n in range(60)]
+    many = [Row("rows.jsonl", 3 + n, error=FAILED.error, attempts=3) for n in range(60)]
     with DiskStore.open(tmp_path / "home", rules=Rules(quota=Quota(budget_bytes=100_000))) as store:
         filler = kept(store, tmp_path, bytes(98_000), "other")
         batch = finalizing(store, [DONE, *many])

@@ -1,0 +1,156 @@
+"""A corpus row, one type from the input file to the output; the shards that rows are read from, and their journal."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from hashlib import blake2b
+from typing import Any, Final
+
+from kvshelf.api import CreateCache
+from kvshelf.errors import KvshelfError
+
+_CHARS_PER_TOKEN: Final = 4
+
+
+@dataclass(frozen=True)
+class RowError:
+    """Why a row has no cache. `code` is one of `kvshelf.errors`."""
+
+    code: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One document of a corpus. Until it ends it has `spec`, or `error` if it is no document; then a cache or `error`.
+
+    source: the input that holds it, by the name users know; a file's path. line: 1-based; 1 for a file that is one
+    document. nbytes: of the input. spec: the creation; its `model` may be None, which means the first one served.
+    tokens: of the document; kept: of those, per layer and KV head. bytes_full: of the uncompressed KV. seconds: of a
+    replica, for the attempt that ended it; 0 if there was nothing to do. reused: the cache was on the shelf already.
+    worker: the replica that made the cache, "" if none did. levels: all caches of a row that asked for several, the
+    first included; `bytes_stored` is their sum.
+    """
+
+    source: str
+    line: int
+    custom_id: str | None = None
+    cache_id: str | None = None
+    document_id: str | None = None
+    tokens: int = 0
+    kept: int = 0
+    bytes_full: int = 0
+    bytes_stored: int = 0
+    quality: Mapping[str, Any] | None = None
+    attempts: int = 0
+    seconds: float = 0.0
+    reused: bool = False
+    error: RowError | None = None
+    worker: str = ""
+    policy: str = ""
+    nbytes: int = 0
+    levels: tuple[Mapping[str, Any], ...] = ()
+    spec: CreateCache | None = None
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Identifies a row within its batch."""
+        return self.source, self.line
+
+    @property
+    def length(self) -> int:
+        """About the characters of its document, to tell long ones from short ones."""
+        if self.spec is None:
+            return 0
+        if self.spec.messages is not None:
+            return sum(len(message.content) for message in self.spec.messages)
+        return len(self.spec.document or "") + _CHARS_PER_TOKEN * len(self.spec.token_ids or ())
+
+    def failed(self, error: KvshelfError | RowError, *, attempts: int = 0, seconds: float = 0.0) -> Row:
+        """This row as it ended with an error."""
+        error = error if isinstance(error, RowError) else RowError(error.code, error.message)
+        return replace(self, spec=None, error=error, attempts=attempts, seconds=seconds)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A row that has ended, as plain JSON values for a journal."""
+        values = vars(self) | {"error": None if self.error is None else asdict(self.error)}
+        del values["spec"]
+        return values
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Row:
+        """The inverse of `to_dict`. Raises `TypeError` or `KeyError` for other values."""
+        error = None if values["error"] is None else RowError(**values["error"])
+        return cls(**{**values, "error": error, "levels": tuple(values["levels"])})
+
+    def output(self, *, file: bool) -> dict[str, Any]:
+        """The line of the output. file: name the input, because there are several."""
+        where: dict[str, Any] = {"file": self.source} if file else {}
+        if self.error is not None:
+            error = asdict(self.error)
+            return {"custom_id": self.custom_id, **where, "line": self.line, "error": error, "attempts": self.attempts}
+        if self.custom_id is None:
+            where["line"] = self.line  # the line alone identifies this row
+        return {
+            "custom_id": self.custom_id,
+            **where,
+            "cache_id": self.cache_id,
+            "document_id": self.document_id,
+            "tokens": {"document": self.tokens, "kept": self.kept},
+            "bytes": {"full": self.bytes_full, "stored": self.bytes_stored},
+            "quality": None if self.quality is None else dict(self.quality),
+            "attempts": self.attempts,
+            "seconds": round(self.seconds, 4),
+            "reused": self.reused,
+            **({"levels": [dict(level) for level in self.levels]} if self.levels else {}),
+        }
+
+
+class Shard(abc.ABC):
+    """A part of the input that is read in one go. It travels to the process that reads it, so it must be picklable.
+
+    nbytes: about how much there is to read. rows: how many rows it has, None if unknown. local: only the machine that
+    made the shard can read it.
+    """
+
+    nbytes: int
+    rows: int | None = None
+    local: bool = False
+
+    @abc.abstractmethod
+    def read(self) -> Iterator[Row]:
+        """Its rows, the same ones in the same order each time, in bounded memory.
+
+        Bad input gives error rows, never an exception. Errors of kvshelf say that nothing can be read now, such as
+        `StoreUnavailable`.
+        """
+
+
+class Journal(abc.ABC):
+    """The rows of one batch that have ended. If a row ends again later, the last end counts.
+
+    Every method may raise `StoreUnavailable` or `StorageFull`; the caller then appends the same rows again.
+    """
+
+    @abc.abstractmethod
+    def append(self, rows: Sequence[Row]) -> None:
+        """Record these rows; durable when it returns. A row of the same `key` as an earlier one replaces it."""
+
+    @abc.abstractmethod
+    def finished(self) -> Iterator[Row]:
+        """Each row's last end, in any order. Call nothing else until it is read."""
+
+
+def last_ends(read: Callable[[], Iterator[Row]]) -> Iterator[Row]:
+    """Each row's last end, in the order of the journal. `read` is called twice, so that only numbers are in memory."""
+    last = {_digest(row): number for number, row in enumerate(read())}
+    for number, row in enumerate(read()):
+        if last[_digest(row)] == number:
+            yield row
+
+
+def _digest(row: Row) -> bytes:
+    """Stands for `Row.key`: the file names of a million rows would take more memory."""
+    return blake2b(f"{row.line} {row.source}".encode(), digest_size=16).digest()
