@@ -1,4 +1,4 @@
-"""How a batch is shown while it runs: a live display for a person, a line now and then for a log."""
+"""Shows the progress of a batch: a live display in a terminal, a line a minute in a log."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MOST_WORKERS: Final = 16
 
 @contextmanager
 def shown(*, quiet: bool) -> Iterator[Callable[[Progress], None]]:
-    """Gives what to call with each snapshot. Everything goes to standard error."""
+    """Gives a function to call with each snapshot. All output goes to standard error."""
     if quiet:
         yield lambda _: None
     elif _common.notes.is_terminal:
@@ -40,7 +40,7 @@ class _Lines:
         self._state = ""
 
     def show(self, progress: Progress) -> None:
-        """Print a line when the state changes, and else once a minute."""
+        """Print a line when the state changes, otherwise once a minute."""
         if progress.state == self._state and time.monotonic() < self._next:
             return
         self._state, self._next = progress.state, time.monotonic() + _LINE_EVERY_S

@@ -1,5 +1,5 @@
-"""The room of the corpora: many documents in, one row out for each, a cache or an error.
+"""Batches: a corpus of documents in, one line out for each, with its cache or its error.
 
-`rows` are documents to compress, `sources` where they come from, `results` what became of them, `progress` what is
-known meanwhile, and `run` is the work. Only `run`, `pipeline` and `callers` import Ray.
+`row` has the row, the shards it is read from and the journal; `input` makes rows of files, `run` compresses them,
+`output` writes what became of them; `plan` computes what a corpus takes. Only `run.run` and `run.pipeline` import Ray.
 """
