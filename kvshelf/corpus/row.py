@@ -9,6 +9,7 @@ from hashlib import blake2b
 from typing import Any, Final
 
 from kvshelf.api import CreateCache
+from kvshelf.api.strict import parse_request
 from kvshelf.errors import KvshelfError
 
 _CHARS_PER_TOKEN: Final = 4
@@ -74,16 +75,19 @@ class Row:
         return replace(self, spec=None, error=error, attempts=attempts, seconds=seconds)
 
     def to_dict(self) -> dict[str, Any]:
-        """A row that has ended, as plain JSON values for a journal."""
+        """All fields as plain JSON values, for a journal or another process; `spec` only until the row ends."""
         values = vars(self) | {"error": None if self.error is None else asdict(self.error)}
         del values["spec"]
+        if self.spec is not None:
+            values["spec"] = self.spec.model_dump(mode="json", exclude_unset=True)
         return values
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Row:
         """The inverse of `to_dict`. Raises `TypeError` or `KeyError` for other values."""
         error = None if values["error"] is None else RowError(**values["error"])
-        return cls(**{**values, "error": error, "levels": tuple(values["levels"])})
+        spec = parse_request(CreateCache, values["spec"]) if "spec" in values else None
+        return cls(**{**values, "error": error, "levels": tuple(values["levels"]), "spec": spec})
 
     def output(self, *, file: bool) -> dict[str, Any]:
         """The line of the output. file: name the input, because there are several."""

@@ -5,13 +5,13 @@ It runs in its own processes, which import neither torch nor kvshelf's model sid
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Final
 
 import pyarrow as pa
+import pydantic_core
 import structlog
 
 from kvshelf.corpus.row import Row, Shard
@@ -31,14 +31,16 @@ _READ_AGAIN_S: Final = 2.0
 
 
 def reader(shard: Shard) -> Callable[[], Iterator[pa.Table]]:
-    """A function that reads a shard for callers: tables of one row, which holds a pickled piece.
+    """A function that reads a shard for callers: tables of one row, which holds a piece as JSON.
 
     A named function, not a partial one: Ray's warning about a large shard prints the function's name.
     """
 
     def read_shard() -> Iterator[pa.Table]:
         for rows in packed(_patiently(shard)):
-            yield pa.table({"rows": pa.array([pickle.dumps(rows)], pa.large_binary())})
+            yield pa.table(
+                {"rows": pa.array([pydantic_core.to_json([row.to_dict() for row in rows])], pa.large_binary())}
+            )
 
     return read_shard
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import pickle
 import secrets
 import threading
 import time
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import pyarrow as pa
+import pydantic_core
 import ray
 import ray.data
 import ray.exceptions as ray_errors
@@ -100,7 +100,7 @@ def stream(shards: Sequence[Shard], setup: CallerSetup, *, in_flight: int) -> Ge
     with closing(iter(blocks)) as arriving:
         for block in arriving:
             for data in block.column("row").to_pylist():
-                yield pickle.loads(data)
+                yield None if data is None else Row.from_dict(pydantic_core.from_json(data))
 
 
 def _context() -> ray.data.DataContext:
@@ -163,10 +163,12 @@ class _Callers:
         threading.Thread(target=self._run, daemon=True, name="caller").start()
 
     def __call__(self, piece: pa.Table) -> Iterator[pa.Table]:
-        rows: list[Row] = pickle.loads(piece.column("rows")[0].as_py())
+        rows = map(Row.from_dict, pydantic_core.from_json(piece.column("rows")[0].as_py()))
         ends = [asyncio.run_coroutine_threadsafe(self._settled(row), self._loop) for row in rows]
         for end in ends:
-            yield pa.table({"row": pa.array([pickle.dumps(end.result())], pa.binary())})
+            row = end.result()
+            data = None if row is None else pydantic_core.to_json(row.to_dict())
+            yield pa.table({"row": pa.array([data], pa.binary())})
 
     async def _settled(self, row: Row) -> Row | None:
         """The row as it ended; None if the run was stopped before."""
