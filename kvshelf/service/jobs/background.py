@@ -1,6 +1,6 @@
-"""Creations accepted with 202. They are in the store before the answer goes out, and survive a restart.
+"""Background creations, accepted with 202. The store has them before the answer is sent, so they survive a restart.
 
-The queues here, one for each model, hold ids only; the store has the bodies. The worker counts an attempt in the store
+The queues here, one per model, hold only ids; the store holds the bodies. A worker records each attempt in the store
 before it starts, so that a document that kills its workers is given up after `MAX_ATTEMPTS`.
 """
 
@@ -38,17 +38,17 @@ from kvshelf.workers.replica.attempts import LEASE_S, Standing, give_up
 log = structlog.get_logger("kvshelf.service")
 
 _PREFIX = "req_"
-_RUNNERS_PER_MODEL = 2  # one document is prefilled while the next one is tokenized and the last one stored
+_RUNNERS_PER_MODEL = 2  # so that one document is prefilled while another is tokenized or stored
 _POLL_S = 0.5
 _STORE_PAUSE_S = 2.0
 _STORE_PAUSE_LIMIT_S = 60.0  # a full disk may stay full all night, and each attempt may waste a prefill
 _LOOK_S = 2.0
-_MISHAP_PAUSE_S = 60.0  # a request that met a bug most likely meets it again, and logs a traceback each time
-_FULL_PAUSE_S = 5.0  # about the time until one of many documents is done
+_MISHAP_PAUSE_S = 60.0  # the next try most likely meets the same bug and logs another traceback
+_FULL_PAUSE_S = 5.0  # roughly the time until one of many documents is done
 
 
 class Background:
-    """Works off the requests of the store. `start` it on the event loop of the service, `stop` it once."""
+    """Runs the background requests in the store. `start` it on the event loop of the service, `stop` it once."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Background:
         max_unfinished: int,
         unclaimed_s: float = 86_400.0,
     ) -> None:
-        """max_unfinished: the unfinished requests that one tenant may have for one model.
+        """max_unfinished: limit on the unfinished requests of one tenant for one model.
         unclaimed_s: how long a request for a model that is not served here waits for another service before it fails.
         """
         self._store = store
@@ -76,12 +76,12 @@ class Background:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Start to work, first on requests that an earlier process left unfinished."""
+        """Start working, first on requests that an earlier process left unfinished."""
         runners = [self._run(waiting) for waiting in self._waiting.values() for _ in range(_RUNNERS_PER_MODEL)]
         self._tasks = [asyncio.ensure_future(work) for work in (self._take_up(), *runners)]
 
     async def stop(self) -> None:
-        """Leave the rest to the next start."""
+        """Stop working. Unfinished requests stay in the store for the next start."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -95,7 +95,7 @@ class Background:
     async def submit(self, spec: CreateCache, tenant: str) -> RequestRecord:
         """Record a creation durably and queue it. Equal creations have one id and are done once.
 
-        Raises `QueueFull` and `QuotaExceeded` for a new one: bodies of waiting requests would fill the store.
+        Raises `QueueFull` and `QuotaExceeded` for a new request: without limits, waiting bodies would fill the store.
         """
         body = canonical_json(spec.model_dump(mode="json", exclude_defaults=True))
         key = _Key(_PREFIX + digest("kvshelf.request", tenant, body), tenant, spec.model or "")
@@ -109,7 +109,7 @@ class Background:
         return record
 
     def _there(self, key: _Key) -> RequestRecord | None:
-        """The request, unless it must be opened, as a new one or again."""
+        """The request's record; None if the request is new or must be done again."""
         try:
             record = self._store.requests.get(key.id, tenant=key.tenant)
         except RequestNotFound:
@@ -135,9 +135,9 @@ class Background:
 
     @contextmanager
     def _place(self, key: _Key) -> Iterator[None]:
-        """Take one of the places of a tenant while a request is being recorded. Raises `QueueFull`.
+        """Reserve a place in the tenant's limit while a request is being recorded. Raises `QueueFull`.
 
-        Counted here, not in the store: requests that other services accept are known here within seconds.
+        Counts in this process, not in the store; requests accepted by other services are known here within seconds.
         """
         others = {other for other in (*self._known.values(), *self._arriving) if other[1:] == key[1:]} - {key}
         if len(others) >= self._max_unfinished:
@@ -158,10 +158,10 @@ class Background:
             self._waiting[key.model].put_nowait(key)
 
     async def _take_up(self) -> None:
-        """Queue the requests that no process works on: an earlier process or a dead one on this shelf left them.
+        """Queue the requests that no process works on, because their process has ended or died.
 
-        It looks repeatedly, not only at the start: a process that is being replaced accepts requests until its
-        successor is ready.
+        Looks repeatedly, not only at the start: a process that is being replaced accepts requests until its successor
+        is ready.
         """
         while True:
             try:
@@ -184,7 +184,7 @@ class Background:
             try:
                 await self._claim(record)
             except (RequestNotFound, StateConflict):
-                continue  # it has ended since, or a worker holds it
+                continue  # it has ended meanwhile, or a worker holds it
             except StoreError:
                 raise
             except Exception:
@@ -205,7 +205,7 @@ class Background:
             await asyncio.to_thread(self._refuse, record, InvalidRequest(message, param="model"))
 
     def _spec(self, record: RequestRecord) -> CreateCache:
-        """The request's body. Raises `StateConflict` if it has ended; a lost body ends it too."""
+        """The request's body. Raises `StateConflict` if the request has ended; a lost body ends it."""
         try:
             return parse_request(CreateCache, self._store.requests.body(record.id))
         except InternalError as error:
@@ -232,23 +232,23 @@ class Background:
             del self._known[key.id]
 
     def _set_aside(self, request_id: str) -> None:
-        """Handle an unexpected exception: one request must not stop all others.
+        """Handle an unexpected exception, so that one request cannot stop the others.
 
-        It stays in the store and is taken up again after a pause, or as soon as it is submitted again.
+        The request stays in the store. It is queued again after a pause, or at once if it is submitted again.
         """
         log.exception("background request failed unexpectedly", request=request_id)
         self._paused.add(request_id)
         asyncio.get_running_loop().call_later(_MISHAP_PAUSE_S, self._paused.discard, request_id)
 
     async def _advance(self, key: _Key, pauses: Iterator[float]) -> float | None:
-        """Try a request once, if it is due. Returns the seconds until the next try, None when it has ended.
+        """Try a request once, if it is due. Returns the seconds until the next try; None if there is none.
 
-        pauses: how long to wait each time the store refuses the finished work.
+        pauses: seconds to wait, each time the store refuses a finished cache.
         """
         try:
             return await self._advance_in(key, pauses)
         except StoreError as error:
-            # It stays in the store, and so in the queue: an outage ends.
+            # The request stays in the store, so keep it queued: the outage will end.
             log.warning("the store cannot be used for a background request", request=key.id, code=error.code)
             return _STORE_PAUSE_S
 
@@ -256,10 +256,10 @@ class Background:
         record = await asyncio.to_thread(self._store.requests.get, key.id, tenant=key.tenant)
         match Standing.of(record):
             case Standing.ENDED | Standing.HELD:
-                # A worker that this process did not ask holds it. If that dies, `_take_up` finds the request.
+                # If another process's worker holds it and dies, `_take_up` finds the request.
                 return None
             case Standing.SPENT:
-                with suppress(StateConflict):  # another front end did the same at this moment
+                with suppress(StateConflict):  # another front end has just done the same
                     await asyncio.to_thread(give_up, self._store.requests, record)
                 return None
         try:
@@ -269,7 +269,7 @@ class Background:
             log.warning("a background request cannot be stored", request=key.id, code=error.code, pause_s=pause_s)
             return pause_s
         except KvshelfError as error:
-            # The worker has recorded the failure of the work; the store says whether to go on.
+            # The worker has recorded the failure; the store knows whether another attempt is due.
             log.info("background attempt failed", request=key.id, code=error.code)
             return float(error.details.get("retry_after_s", _POLL_S))
         return None
@@ -294,14 +294,14 @@ class _Key(NamedTuple):
 
 
 class _Elsewhere(NamedTuple):
-    """A model that is not served here, and since when (Unix seconds) a request waits for it."""
+    """A model that is not served here, and the Unix time since when a request waits for it."""
 
     model: str
     at: float
 
 
 class _Backlog(asyncio.Queue[_Key]):
-    """Hands out requests of tenants in turn, by the three methods of `asyncio.Queue` made to be overridden."""
+    """A queue that serves tenants in turn. Overrides the three methods that `asyncio.Queue` offers for this."""
 
     def _init(self, _maxsize: int) -> None:
         self._queue: Rounds[_Key] = Rounds()

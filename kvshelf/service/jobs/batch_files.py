@@ -1,4 +1,4 @@
-"""The files of a batch: the check of its input before the work, the files of results after it."""
+"""The files of a batch: checks its input before the work and writes its result files after it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PIECE: Final = 1 << 20
 
 
 class BadInput(Exception):
-    """No row of the input can be worked on."""
+    """The input file as a whole is unusable."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -28,7 +28,7 @@ class BadInput(Exception):
 
 
 def count_rows(store: Store, file_id: str, tenant: str, max_rows: int) -> int:
-    """The number of lines of an input, read to its end and verified. Raises `BadInput`, `FileNotFound`."""
+    """The number of lines in an input file. Reads and verifies all of it. Raises `BadInput`, `FileNotFound`."""
     try:
         with store.files.open(file_id, tenant=tenant) as opened:
             rows = _lines(opened.file)
@@ -56,10 +56,10 @@ def _lines(file: BinaryIO) -> int:
 
 
 def write_results(store: Store, record: BatchRecord, term: int) -> BatchCounts:
-    """Write the two files of a batch from its journal: rows with a cache, and rows with an error.
+    """Write a batch's two result files from its journal: rows with a cache, and rows with an error.
 
-    The batch names each file as soon as it is stored. If the other one then finds no room, the next try replaces the
-    first file and leaves none behind. Raises `StateConflict` if the lease of `term` is over, `StoreError`.
+    The record names each file as soon as it is stored. If the store has no space for the second one, the next try
+    replaces the first, so no file is orphaned. Raises `StateConflict` if the lease of `term` is over, `StoreError`.
     """
     found: Counter[str] = Counter()
     with room_for("the results of a batch"), TemporaryFile() as output, TemporaryFile() as errors:
@@ -73,7 +73,7 @@ def write_results(store: Store, record: BatchRecord, term: int) -> BatchCounts:
 
 
 def _keep(store: Store, record: BatchRecord, term: int, file: BinaryIO, name: str, field: str) -> None:
-    """Store a file of results; it replaces the file that the record names in `field`."""
+    """Store a result file in place of the one that the record names in `field`."""
     file.flush()
     kept = store.files.create(
         file,
@@ -105,7 +105,7 @@ def outcome(record: BatchRecord, counts: BatchCounts) -> tuple[BatchState, tuple
         return "failed", record.problems
     if record.state == "cancelling":
         return "cancelled", ()
-    if not counts.total or counts.completed + counts.failed < counts.total:  # 0: its input was not checked yet
+    if not counts.total or counts.completed + counts.failed < counts.total:  # total is 0 before the input is checked
         return "expired", ()
     if counts.completed == 0:
         return "failed", (BatchProblem(code="no_success", message="no row succeeded; the error file says why"),)

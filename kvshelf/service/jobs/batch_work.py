@@ -1,4 +1,4 @@
-"""One batch at work, while this process holds its lease."""
+"""Runs one batch while this process holds its lease."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ log = structlog.get_logger("kvshelf.service")
 Update = Callable[[BatchRecord], BatchRecord]
 
 LEASE_S: Final = 15.0
-"""How long after a front end's last renewal another one may take its batch over."""
+"""How long after the last renewal another front end may take over the batch."""
 
 _STEER_S: Final = 0.5
 _STORE_PAUSE_S: Final = 2.0
 _STOP_S: Final = 5.0
-_PATIENCE_S: Final = 10.0  # with a run that waits: time for some tries
+_PATIENCE_S: Final = 10.0  # how long a run may wait before it loses its place: time for some tries
 _PAUSE_S: Final = 5.0
 _MAX_PAUSE_S: Final = 300.0
 _AT_WORK: Final = (RunState.RUNNING, RunState.WAITING)
@@ -57,8 +57,8 @@ def rest_reason(record: BatchRecord, now: float) -> str:
 
 
 def waiting(record: BatchRecord, reason: str, now: float) -> BatchRecord:
-    """The record of a batch that gives up its place and is taken up again after a pause. The pause grows until the
-    batch makes progress; a change of state ends it."""
+    """The record of a batch that gives up its place for a pause. Each pause is longer than the last until the batch
+    makes progress; a change of state ends the pause."""
     pause_s = min(max(_PAUSE_S, 2 * record.progress.get("pause_s", 0.0)), _MAX_PAUSE_S)
     told = {**record.progress, "waits_for": reason, "waits_from": now, "pause_s": pause_s}
     return record.model_copy(update={"progress": told})
@@ -78,7 +78,7 @@ def stuck(progress: Progress, now: float) -> str:
 
 
 class BatchWork:
-    """`run` it once. The results are in the store."""
+    """The work on one batch. `run` it once; the results go to the store."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class BatchWork:
         metrics: Metrics,
         others_wait: Callable[[], bool],
     ) -> None:
-        """term: of this process's lease. others_wait: whether batches of other tenants want its place."""
+        """term: the term of this process's lease. others_wait: whether batches of other tenants wait for a place."""
         self._id = record.id
         self._tenant = record.tenant
         self._term = term
@@ -100,8 +100,8 @@ class BatchWork:
         self._settings = settings
         self._metrics = metrics
         self._others_wait = others_wait
-        self._let_go = False  # the run was cancelled to let the batch rest
-        self._waits_for = ""  # why it was let go, if no caller asked for it
+        self._let_go = False  # whether the run was cancelled to let the batch rest
+        self._waits_for = ""  # the reason, if no caller asked for the rest
 
     async def run(self) -> None:
         """Work until the batch ends or rests, or the lease is lost. Raises nothing."""
@@ -115,7 +115,7 @@ class BatchWork:
         except StateConflict:
             log.warning("a batch was taken over by another process", batch=self._id)
         except Exception:
-            # The batch stays in the store, and so does the lease: a batch that fails at once is not tried every second.
+            # Keep the lease until it expires, so that a batch that fails at once is not retried every second.
             log.exception("a batch failed unexpectedly", batch=self._id)
             unexpected = True
         finally:
@@ -127,7 +127,7 @@ class BatchWork:
                     await asyncio.to_thread(self._batches.release, self._id, self._term)
 
     async def _renew(self) -> None:
-        """Keep the lease; end when another process has it."""
+        """Renew the lease until another process has it."""
         while True:
             await asyncio.sleep(LEASE_S / 3)
             try:
@@ -138,7 +138,7 @@ class BatchWork:
                 log.warning("the lease of a batch could not be renewed", batch=self._id, code=error.code)
 
     async def _advance(self) -> None:
-        """Bring the batch from its state to its end, or to a rest."""
+        """Work on the batch until it ends or rests."""
         record = await self._change(_as_it_is)
         log.info("batch taken up", batch=self._id, state=record.state, attempt=record.attempts)
         try:
@@ -160,7 +160,7 @@ class BatchWork:
                 summary = await self._work(before)
                 record = await self._change(lambda record: self._after(with_progress(record, summary, before), summary))
                 if summary.state == RunState.CANCELLED and self._let_go and not _is_to_end(record):
-                    return  # to be taken up again when it is time, perhaps at once
+                    return  # it is taken up again when it is due, perhaps at once
                 problems = _problems(record, summary)
         except BadInput as bad:
             problems = (bad.problem,)
@@ -185,13 +185,13 @@ class BatchWork:
         return await self._change(begin)
 
     async def _work(self, record: BatchRecord) -> Summary:
-        """Run it until no row is left, or no more work is allowed now."""
+        """Run the batch until no row is left or no more work is allowed now."""
         run = await asyncio.to_thread(self._made, record)
         run.start()
         told = Progress(RunState.RUNNING)
         try:
             while (summary := await asyncio.to_thread(run.wait, _STEER_S)) is None:
-                with suppress(StoreError):  # the run itself waits for the store
+                with suppress(StoreError):  # the run itself waits until the store is back
                     progress = run.progress()
                     await self._steer(run, progress, record)
                     self._metrics.batch_advanced(told, progress)
@@ -213,7 +213,7 @@ class BatchWork:
         return Run([shard], self._engines, config, journal, _options(record))
 
     async def _steer(self, run: Run, progress: Progress, before: BatchRecord) -> None:
-        """Store the progress of the run, and pass the wishes of callers to the run."""
+        """Store the progress of the run, and cancel the run if a caller or a limit demands it."""
         record = await asyncio.to_thread(self._change_now, lambda record: with_progress(record, progress, before))
         if progress.state not in _AT_WORK:
             return
@@ -225,7 +225,7 @@ class BatchWork:
             self._let_go = True
             run.cancel(reason)
         elif self._others_wait() and (reason := stuck(progress, time.time())):
-            # Only if needed: a new start costs seconds, and makes caches again that were deleted to make room.
+            # Only for another tenant: a restart costs seconds and remakes caches that were deleted to make room.
             self._let_go, self._waits_for = True, reason
             run.cancel(reason)
 
@@ -239,7 +239,7 @@ class BatchWork:
         return record.entered("cancelling", time.time(), progress=reason)
 
     async def _end(self, problems: tuple[BatchProblem, ...]) -> None:
-        """Write the files of results from the journal; then the batch has ended."""
+        """Write the result files from the journal and end the batch."""
         record = await self._change(lambda record: _ending(record, problems))
         counts = await asyncio.to_thread(write_results, self._store, record, self._term)
 
@@ -252,7 +252,7 @@ class BatchWork:
         log.info("batch results written", batch=self._id, state=ended.state, **ended.counts.model_dump())
 
     async def _change(self, update: Update) -> BatchRecord:
-        """Change the record, however long the store is down: callers must be able to see that the batch waits."""
+        """Change the record. Retries while the store is down, because callers must see that the batch waits."""
         while True:
             try:
                 return await asyncio.to_thread(self._change_now, update)
@@ -269,7 +269,7 @@ def _as_it_is(record: BatchRecord) -> BatchRecord:
 
 
 def _options(record: BatchRecord) -> RunOptions:
-    """Options of its run. The window is not among them: outside its window the batch rests and gives up its place."""
+    """The options of the batch's run, without its window: outside the window the batch rests and gives up its place."""
     body = record.body
     limit = body["max_gpu_hours"]
     return RunOptions(

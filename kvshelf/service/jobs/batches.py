@@ -1,8 +1,8 @@
-"""Batches: taken from the store under a lease, and run on the replicas that answer online.
+"""Takes batches from the store under a lease and runs them on the replicas that also answer queries.
 
-The store holds the whole state of a batch. The front end that runs it reads the wishes of callers there, whichever
-front end they asked, and writes its progress there. When it dies, its lease runs out and another front end continues
-where the journal ends.
+The store holds the whole state of a batch. The front end that runs a batch writes its progress there, and reads there
+what callers want, whichever front end they asked. If it dies, its lease expires and another front end continues where
+the journal ends.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class BatchRunner:
     """Runs the batches of the store. `start` it on the event loop of the service, `stop` it once."""
 
     def __init__(self, store: Store, engines: Mapping[str, RemoteEngine], settings: Settings, metrics: Metrics) -> None:
-        """engines: without observers, because they travel to the processes that call replicas."""
+        """engines: without observers, because they are sent to the processes that call replicas."""
         self._store = store
         self._engines = engines
         self._settings = settings
@@ -49,7 +49,7 @@ class BatchRunner:
         self._looking = asyncio.create_task(self._look())
 
     async def stop(self) -> None:
-        """Leave the rest to the next start, or to another front end."""
+        """Stop working. Unfinished batches stay in the store for the next start or another front end."""
         tasks = [task for task in (self._looking, *(task for _, task in self._running.values())) if task is not None]
         for task in tasks:
             task.cancel()
@@ -79,7 +79,7 @@ class BatchRunner:
                     await self._wanted.wait()
 
     async def _take_up(self) -> None:
-        """Take as many as may run; first those of the tenant with the fewest running."""
+        """Start as many idle batches as may run, those of the tenant with the fewest running ones first."""
         unfinished = await asyncio.to_thread(self._store.batches.unfinished)
         now = time.time()
         idle = [each for each in unfinished if each.id not in self._running and not rest_reason(each, now)]
@@ -88,7 +88,7 @@ class BatchRunner:
             record = min(idle, key=lambda each: (busy[each.tenant], each.created_at))
             idle.remove(record)
             term = await asyncio.to_thread(self._store.batches.take, record.id, lease_s=LEASE_S)
-            if term is not None:  # else another front end runs it
+            if term is not None:  # None: another front end runs it
                 self._begin(record, term)
         self._idle = idle
 

@@ -155,7 +155,7 @@ class Metrics:
             _observe(self._answer_s, model, reply.phases)
 
     def read_queues(self, queues: Mapping[str, Mapping[str, int]], background: Mapping[str, int]) -> None:
-        """Set how much waits: `queues` by model and kind of work, `background` requests by state."""
+        """Sets the numbers of waiting requests: `queues` by model and kind of work, `background` by state."""
         for model, waiting in queues.items():
             for kind, count in waiting.items():
                 self._waiting.labels(model, kind).set(count)
@@ -202,7 +202,7 @@ def result_of(exc: BaseException) -> str:
     """The result of failed work as a label: an error code, `internal` or `cancelled`."""
     if isinstance(exc, KvshelfError):
         return exc.code
-    return "internal" if isinstance(exc, Exception) else "cancelled"  # its task, or the stream that it was
+    return "internal" if isinstance(exc, Exception) else "cancelled"  # its task or its stream was cancelled
 
 
 def _miss(exc: BaseException) -> str | None:

@@ -1,4 +1,4 @@
-"""Each HTTP request is counted, timed, traced and logged here; calls of replicas are in `service.engines`."""
+"""Counts, times, traces and logs each HTTP request. For calls of replicas see `service.engines`."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from kvshelf.service.observe.metrics import Metrics
 log = structlog.get_logger("kvshelf.service")
 
 NO_ROUTE = "unmatched"
-"""The route of requests for paths that do not exist: what they ask for is any text, and no label."""
+"""The route label of requests for unknown paths, because such a path may be any text."""
 
 MALFORMED = "malformed"
-"""In the log, in place of an id that is none."""
+"""Replaces a malformed id in the log."""
 
 _ID = re.compile(r"(kvs|req|file|batch)_[0-9a-f]{16,64}")
 _QUESTION = re.compile(r"/v1/caches/[^/]+/query|/v1/chat/completions")
@@ -32,9 +32,9 @@ _AT_THE_DOOR = (Forbidden.code, RateLimited.code, Unauthorized.code)
 
 
 class ObservedRequests:
-    """ASGI middleware: counts, times and traces each request, and writes its one line in the log.
+    """ASGI middleware: counts, times and traces each request, and writes its log line.
 
-    Outside of all others, so that what they answer themselves counts as well.
+    It is the outermost middleware, so that it also sees the answers of the others.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, tracer: Tracer) -> None:
@@ -70,7 +70,7 @@ class ObservedRequests:
 
     @contextmanager
     def _span(self, scope: Scope) -> Iterator[Span]:
-        """The span of a request, below the caller's where a `traceparent` names that (W3C Trace Context)."""
+        """The span of a request; a `traceparent` header names its parent (W3C Trace Context)."""
         parent = TraceContextTextMapPropagator().extract(Headers(scope=scope))
         with self._tracer.start_as_current_span(
             scope["method"], parent, SpanKind.SERVER, record_exception=False, set_status_on_exception=False
@@ -79,10 +79,10 @@ class ObservedRequests:
 
 
 def _named(scope: Scope) -> dict[str, str]:
-    """The ids in the path, for the log. Nothing else of it: who mistakes a path may have put a key or a text there."""
+    """The ids in the path, for the log. Malformed ones are replaced, because a caller may put a key or text there."""
     params = scope.get("path_params", {}).items() if "route" in scope else ()
     ids = {name: str(value) if _ID.fullmatch(str(value)) else MALFORMED for name, value in params}
-    if "request_id" in ids:  # of a background request: in the log that name is the HTTP request's own
+    if "request_id" in ids:  # in the log, `request_id` is the id of the HTTP request
         ids["request"] = ids.pop("request_id")
     return ids
 

@@ -1,4 +1,4 @@
-"""Where traces go: to an OpenTelemetry collector by OTLP over HTTP, or nowhere."""
+"""Sends traces to an OpenTelemetry collector by OTLP over HTTP, if one is configured."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 log = structlog.get_logger("kvshelf.service")
 
 _STANDARD = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-_EXPORT_S = 3.0  # for one batch; bounds how long a hanging collector can delay the end of the service
+_EXPORT_S = 3.0  # per export; limits how long a hanging collector can delay the end of the service
 
 
 @contextmanager
 def tracer_to(endpoint: str | None) -> Iterator[Tracer]:
     """A tracer for the duration of a block; the end of the block sends the remaining spans.
 
-    endpoint: address of the collector, such as http://host:4318/v1/traces. Without it OpenTelemetry's own variables
-    apply; without those there are no traces. Raises `MissingExtra` for an endpoint if the extra is not installed.
+    endpoint: address of the collector, such as http://host:4318/v1/traces. Without it OpenTelemetry's own environment
+    variables apply; without those nothing is traced. Raises `MissingExtra` if `endpoint` is set but the extra absent.
     """
     if endpoint is None and not any(os.environ.get(name) for name in _STANDARD):
         yield NoOpTracer()
@@ -41,7 +41,7 @@ def tracer_to(endpoint: str | None) -> Iterator[Tracer]:
     except MissingExtra as error:
         if endpoint is not None:
             raise
-        # The variable may be meant for other programs on this machine, so it is no error.
+        # Not an error: the variable may be meant for other programs on this machine.
         log.warning("no traces are sent", message=error.message)
         yield NoOpTracer()
         return

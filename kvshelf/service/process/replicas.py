@@ -1,4 +1,4 @@
-"""The replicas that settings ask for, on the Ray cluster this process is connected to."""
+"""Deploys the replicas that the settings ask for on the connected Ray cluster."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from kvshelf.workers.replica.residents import ResidentLimits
 
 @contextmanager
 def deployed_replicas(settings: Settings, shelf: StoreConfig, *, local: bool) -> Iterator[dict[str, RemoteEngine]]:
-    """Inside the block each model has a deployment, whose replicas may still be starting: see `await_replicas`.
+    """Deploys each model for the duration of the block. Its replicas may still be starting: see `await_replicas`.
 
-    `local`: the cluster is this process's own.
+    local: whether this process started the cluster.
     """
     configs = [_config(settings, shelf, model, local=local) for model in settings.models]
     limits = deployment.DeploymentLimits(settings.replicas, settings.max_ongoing_requests, settings.max_queued_requests)
@@ -29,12 +29,12 @@ def deployed_replicas(settings: Settings, shelf: StoreConfig, *, local: bool) ->
     try:
         yield engines
     finally:
-        if not local:  # a cluster of one's own goes down as a whole
+        if not local:  # a local cluster is shut down as a whole
             deployment.undeploy(engines.values())
 
 
 def await_replicas(settings: Settings, engines: Mapping[str, RemoteEngine]) -> None:
-    """Wait until each model has a replica that takes requests. Raises what kept one from starting, or `NoWorker`."""
+    """Wait until each model has a replica that takes requests. Raises the error of a failed start, or `NoWorker`."""
     deployment.await_running(engines.values(), deadline_s=settings.startup_deadline_s)
 
 

@@ -1,7 +1,7 @@
-"""The service proper: bring up the store, Ray, the workers and the HTTP server; down in reverse.
+"""The service itself: starts the store, Ray, the replicas and the HTTP server, and stops them in reverse order.
 
-The store is opened, and what it needs is imported, while Ray's processes start; the routes while the workers load their
-models.
+While Ray starts, the store is opened and its modules are imported. While the replicas load their models, the routes are
+imported.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ log = structlog.get_logger("kvshelf.service")
 
 
 def serve(settings: Settings, place: Place) -> None:
-    """Run the service until SIGINT, SIGTERM or until another takes its place, then take down what was started.
+    """Run the service until SIGINT, SIGTERM or the supervisor ends it, then stop everything it started.
 
-    Raises errors of kvshelf when a part does not come up: a store that does not work, an unknown model.
+    Raises a `KvshelfError` if a part does not start, for example if the store fails or a model is unknown.
     """
     logs.configure(settings.log_level)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it is meant for the supervisor, whoever else gets it
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # for the supervisor, even if the process group gets it
     place.require(settings.host, settings.port)
     prepare_environment(settings.address)
     keys = None if settings.api_key_file is None else LiveKeys(KeyFile(settings.api_key_file))
@@ -56,14 +56,14 @@ def serve(settings: Settings, place: Place) -> None:
 
 @contextmanager
 def _opening_store(settings: Settings) -> Iterator[Callable[[], Store]]:
-    """Opens the store on a thread; gives what waits for it. Closed at the end of the block."""
-    import ray  # noqa: F401 - whole, before two threads import parts of it
+    """Opens the store on a thread. Yields a function that waits for the store; the end of the block closes it."""
+    import ray  # noqa: F401 - import all of it before two threads import parts of it
 
     def open_store() -> Store:
         from kvshelf.service.storage import store_config
 
         store = store_config(settings).open()
-        import_module("kvshelf.service.process.replicas")  # needed next, and Ray may still be starting
+        import_module("kvshelf.service.process.replicas")  # needed next; Ray may still be starting
         return store
 
     with ThreadPoolExecutor(1, thread_name_prefix="store") as thread:
@@ -78,7 +78,7 @@ def _opening_store(settings: Settings) -> Iterator[Callable[[], Store]]:
 def _serve_on(
     place: Place, settings: Settings, store: Store, tracer: Tracer, keys: LiveKeys | None, *, local: bool
 ) -> None:
-    # Imported here because they import ray, which reads the environment prepared above.
+    # These modules import ray, which must see the environment prepared above.
     from kvshelf.service.process.replicas import await_replicas, deployed_replicas
     from kvshelf.service.storage import store_config
 
@@ -92,14 +92,14 @@ def _serve_on(
 
 
 class _Leave(BaseException):
-    """A signal asked the service to stop. No `Exception`, so that nothing on the way mistakes it for a failure."""
+    """A signal asked the service to stop. Not an `Exception`, so that no handler mistakes it for a failure."""
 
 
 @contextmanager
 def _stopped_by_signals() -> Iterator[None]:
-    """Inside the block SIGINT and SIGTERM unwind the stack to its end, so that everything that was started is stopped.
+    """Inside the block, SIGINT and SIGTERM unwind the stack to the end of the block, which stops everything started.
 
-    Nested once more inside Ray, which puts its own handlers.
+    Used a second time inside `ray_cluster`, because Ray installs its own handlers.
     """
 
     def leave(_number: int, _frame: FrameType | None) -> NoReturn:

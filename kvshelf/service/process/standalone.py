@@ -1,4 +1,4 @@
-"""A batch without a service: replicas of its own for as long as one run takes."""
+"""A batch without a service: starts replicas for one run."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ def run_standalone(
     options: Callable[[str], RunOptions],
     show: Callable[[Progress], None],
 ) -> Summary:
-    """Bring up what the settings say, run one batch, and take it down again.
+    """Start the replicas that the settings ask for, run one batch, and stop the replicas.
 
-    `about` says which batch this is, as plain JSON values: the same one gets the same id, and so goes on where an
-    earlier run ended; `options` are made for that id. `show` gets the progress, twice a second. SIGINT and SIGTERM
-    cancel the run; another SIGINT ends it where it stands.
+    `about` identifies the batch in JSON values: an equal `about` gives the same batch id, so the run resumes an earlier
+    one. `options` makes the options for that id. `show` gets the progress twice a second. SIGINT and SIGTERM cancel the
+    run; a second SIGINT ends it at once.
     """
     logs.configure("warning")
     prepare_environment(settings.address)
     shelf = store_config(settings)
     with shelf.open():
-        pass  # before Ray, which takes seconds: what can be refused at once is
+        pass  # Ray takes seconds to start, so an unusable store is reported first
     replicas = settings.replicas * len(settings.models)
     with ray_cluster(settings.address, min_cpus=replicas) as local:
-        # Imported here because they import ray, which reads the environment prepared above.
+        # These modules import ray, which must see the environment prepared above.
         from kvshelf.service.process.replicas import await_replicas, deployed_replicas
 
         with deployed_replicas(settings, shelf, local=local) as engines:
@@ -69,7 +69,7 @@ def run_standalone(
 
 
 def _made_under(engines: Mapping[str, RemoteEngine], about: Mapping[str, Any]) -> dict[str, Any]:
-    """What tells a batch from others: with another model or version, rows that are done are not done any more."""
+    """The identity of a batch. It includes models and version, because rows done under other ones must be redone."""
 
     async def fingerprints() -> list[str]:
         described = [await engine.describe(deadline_s=_DESCRIBE_S) for engine in engines.values()]

@@ -1,11 +1,11 @@
-"""`kvshelf serve`: a small process that holds the listening socket, and the service itself as its child.
+"""`kvshelf serve`: a small process that holds the listening socket and runs the service as its child.
 
-On SIGHUP another child is started on the same socket, with the code and the settings of now. Once it is ready, the one
-before is told to accept no more, to finish what is open and to leave. No connection is lost: those that nobody has
-accepted yet wait in the queue of the socket, which both children share. A child that does not come up changes nothing.
+On SIGHUP it starts a new child on the same socket, with the current code and settings. Once the new child is ready, the
+old one stops accepting, finishes its open requests and exits. No connection is lost: both children share the socket's
+queue, in which connections wait until a child accepts them. If the new child does not start, nothing changes.
 
-The alternative, to replace Ray Serve's replicas one by one, would leave the front end and its settings as they were.
-This module imports neither torch nor ray: what never computes should take no memory.
+The alternative, replacing Ray Serve's replicas one by one, would keep the front end's old code and settings.
+This module imports neither torch nor ray, to save memory.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ log = structlog.get_logger("kvshelf.service")
 
 @dataclass(frozen=True)
 class Place:
-    """What a child inherits: the socket that it accepts from, and its end of a line to the supervisor.
+    """What a child inherits: the listening socket, and its end of a line to the supervisor.
 
-    The child sends one byte when it is ready. The line ends when the child is no longer wanted, or its supervisor dead.
+    The child sends one byte when it is ready. The line closes when the child must leave or the supervisor has died.
     """
 
     listener: socket.socket
@@ -44,18 +44,18 @@ class Place:
     @classmethod
     @contextmanager
     def inherited(cls, numbers: str) -> Iterator[Place]:
-        """The place that the supervisor passed on as text; closed at the end of the block."""
+        """The place that the supervisor passed as text (see `__str__`). The end of the block closes it."""
         listener, line = (socket.socket(fileno=int(number)) for number in numbers.split(","))
         with listener, line:
             for each in (listener, line):
-                each.set_inheritable(False)  # it is nothing for the processes of Ray
+                each.set_inheritable(False)  # Ray's processes must not inherit it
             line.setblocking(False)
             yield cls(listener, line)
 
     def require(self, host: str, port: int) -> None:
-        """Raise `InvalidRequest` if the settings name another address: it is the one thing a restart cannot change.
+        """Raise `InvalidRequest` if the settings name another address: a restart cannot change the address.
 
-        Were it passed over, a service without API keys, which may be on loopback only, could find itself elsewhere.
+        Otherwise a service without API keys, which must listen on loopback only, could keep listening elsewhere.
         """
         (_, _, _, _, wanted), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         have = self.listener.getsockname()
@@ -68,9 +68,9 @@ class Place:
 
 
 def supervise(settings: Settings, command: Sequence[str]) -> int:
-    """Run the service until SIGINT or SIGTERM, or until it ends by itself; returns its exit code.
+    """Run the service until SIGINT or SIGTERM, or until it ends by itself. Returns its exit code.
 
-    `command` starts the service proper, once `--place` is added to it. Raises `InvalidRequest` for a port in use.
+    `command` plus a `--place` option starts a child. Raises `InvalidRequest` if it cannot listen on the address.
     """
     logs.configure(settings.log_level)
     with _bound(settings.host, settings.port) as listener:
@@ -79,7 +79,7 @@ def supervise(settings: Settings, command: Sequence[str]) -> int:
 
 @contextmanager
 def _bound(host: str, port: int) -> Iterator[socket.socket]:
-    """A socket that holds the port but does not listen yet: until the service is ready, connections are refused."""
+    """A socket bound to the port. It does not listen yet, so connections are refused until the service is ready."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
@@ -101,7 +101,7 @@ class _Child:
 
 
 class _Supervisor:
-    """At most one child is coming up at a time; the one that came up last is the one that serves."""
+    """Starts at most one child at a time. The last child to become ready serves."""
 
     def __init__(self, command: Sequence[str], listener: socket.socket) -> None:
         self._command = command
@@ -116,7 +116,7 @@ class _Supervisor:
         self._in_terminal = os.isatty(0)
 
     async def run(self) -> int:
-        """See `supervise`. It ends when no child is left: one that comes up takes the place of one that has died."""
+        """See `supervise`. Ends when no child is left: a starting child may replace one that died."""
         loop = asyncio.get_running_loop()
         async with self._lives:
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -131,14 +131,14 @@ class _Supervisor:
             child.process.send_signal(number)
 
     def _replace(self) -> None:
-        if self._in_terminal and not os.isatty(0):  # the other meaning of SIGHUP: the window was closed
+        if self._in_terminal and not os.isatty(0):  # here SIGHUP means that the terminal was closed
             self._stop(signal.SIGTERM)
             return
         self._asked = True
         self._start_if_asked()
 
     def _start_if_asked(self) -> None:
-        """Start a child if one was asked for since the last was started; if one is on its way, that is awaited."""
+        """Start a child if a restart was requested since the last start, but not while another child is starting."""
         if self._asked and self._coming is None and not self._stopping:
             self._asked = False
             log.info("restarting")
@@ -151,7 +151,7 @@ class _Supervisor:
         ours, theirs = socket.socketpair()
         with theirs:
             place = Place(self._listener, theirs)
-            # In a session of its own: Ctrl-C reaches the supervisor alone, so that a child gets each signal once.
+            # A new session: Ctrl-C reaches only the supervisor, which passes it on, so a child gets each signal once.
             process = subprocess.Popen(
                 [*self._command, f"--place={place}"],
                 pass_fds=(place.listener.fileno(), place.line.fileno()),
@@ -163,7 +163,7 @@ class _Supervisor:
         self._lives.create_task(self._live(child))
 
     async def _live(self, child: _Child) -> None:
-        ready = await asyncio.get_running_loop().sock_recv(child.line, 1)  # nothing, if it ended before
+        ready = await asyncio.get_running_loop().sock_recv(child.line, 1)  # empty if the child died before that
         self._coming = None
         if ready:
             self._hand_over(child)
@@ -172,7 +172,7 @@ class _Supervisor:
         child.line.close()
         self._children.remove(child)
         if self._serving in (None, child):
-            self._exit_code = code if code >= 0 else 128 - code  # as shells name those that a signal ended
+            self._exit_code = code if code >= 0 else 128 - code  # what shells return after a signal
         if self._stopping:
             return
         if child is self._serving:

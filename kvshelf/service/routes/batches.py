@@ -1,4 +1,4 @@
-"""/v1/batches: compress every row of an uploaded file. In OpenAI's shapes, and with its states."""
+"""/v1/batches: compress every row of an uploaded file, with the shapes and states of OpenAI's batches."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ _EVENTS: Final[dict[int | str, dict[str, Any]]] = {
 
 @router.post("", openapi_extra=openapi.body_of(CreateBatch))
 async def create_batch(request: Request, service: InService, caller: Writer) -> BatchObject:
-    """Begin a batch. The request is checked here; the file is looked through before any work, and what is wrong with
-    it as a whole ends the batch as `failed`."""
+    """Create a batch. Only the request is checked now. The whole file is checked before any work; if it is unusable,
+    the batch ends as `failed`."""
     body = await read_json(request, CreateBatch, service.settings)
     service.engine(body.model)
     require_policy(require_defaults(body.options()))
@@ -75,7 +75,7 @@ def _created(service: Service, tenant: str, body: CreateBatch) -> BatchRecord:
 
 
 def _body(body: CreateBatch) -> dict[str, Any]:
-    """What is kept of the request."""
+    """The parts of the request that the batch's record keeps."""
     own = {"endpoint", "input_file_id", "completion_window", "metadata", "window", "max_gpu_hours", "max_attempts"}
     keep = body.output_expires_after
     return body.model_dump(mode="json", include=own | {"document_timeout_s"}) | {
@@ -90,7 +90,7 @@ def _window_s(body: CreateBatch) -> float:
 
 @router.get("", openapi_extra=openapi.query_of(ListBatches))
 async def list_batches(request: Request, service: InService, caller: Reader) -> BatchList:
-    """Batches, newest first. They are known for 30 days after their end."""
+    """Batches, newest first. A batch is listed until 30 days after its end."""
     asked = read_query(request, ListBatches)
     list_ = service.store.batches.list
     found, has_more = await off_loop(list_, tenant=caller.tenant, limit=asked.limit, after=asked.after)
@@ -101,13 +101,13 @@ async def list_batches(request: Request, service: InService, caller: Reader) -> 
 
 @router.get("/{batch_id}")
 async def get_batch(batch_id: str, service: InService, caller: Reader) -> BatchObject:
-    """How far a batch is."""
+    """A batch and its progress."""
     return batch_object(await off_loop(service.store.batches.get, batch_id, tenant=caller.tenant))
 
 
 @router.post("/{batch_id}/cancel")
 async def cancel_batch(batch_id: str, service: InService, caller: Writer) -> BatchObject:
-    """End a batch within a layer of the model. What is done stays done, and stands in its files."""
+    """Cancel a batch. Running rows stop after their current layer; finished rows stay and are in the result files."""
 
     def cancel(record: BatchRecord) -> BatchRecord:
         if record.state in ("cancelling", "cancelled"):
@@ -119,7 +119,7 @@ async def cancel_batch(batch_id: str, service: InService, caller: Writer) -> Bat
 
 @router.post("/{batch_id}/pause")
 async def pause_batch(batch_id: str, service: InService, caller: Writer) -> BatchObject:
-    """Stop working on a batch until it is resumed. Its completion window goes on."""
+    """Pause a batch until it is resumed. Its completion window keeps running."""
 
     def pause(record: BatchRecord) -> BatchRecord:
         if record.state == "paused":
@@ -131,7 +131,7 @@ async def pause_batch(batch_id: str, service: InService, caller: Writer) -> Batc
 
 @router.post("/{batch_id}/resume")
 async def resume_batch(batch_id: str, service: InService, caller: Writer) -> BatchObject:
-    """Go on with a batch that was paused."""
+    """Resume a paused batch."""
 
     def resume(record: BatchRecord) -> BatchRecord:
         if record.state == "in_progress":
@@ -143,7 +143,7 @@ async def resume_batch(batch_id: str, service: InService, caller: Writer) -> Bat
 
 @router.post("/{batch_id}/retry")
 async def retry_batch(batch_id: str, service: InService, caller: Writer) -> BatchObject:
-    """Go on with a batch that has ended: its failed rows are tried again, and those that were never tried are done."""
+    """Run a batch that has ended again: its failed rows, and the rows that were never tried."""
     record = await off_loop(service.store.batches.get, batch_id, tenant=caller.tenant)
     await off_loop(service.store.files.get, record.body["input_file_id"], tenant=caller.tenant)
 
@@ -162,10 +162,10 @@ async def retry_batch(batch_id: str, service: InService, caller: Writer) -> Batc
 async def batch_events(
     batch_id: str, request: Request, service: InService, caller: Reader, last_event_id: Annotated[str, Header()] = ""
 ) -> Response:
-    """The batch as server-sent events: as it is, then each time that it has changed, at last as it ended.
+    """The batch as server-sent events: its current state, each change, and its final state.
 
-    Each has an id. Who comes back with `Last-Event-ID` hears of the next change, or of the end: the stream of a batch
-    that goes on ends too when the service is stopped or restarted.
+    The stream also ends when the service is stopped or restarted. Each event has an id: to continue, reconnect with
+    `Last-Event-ID`, and the next event is the next change or the end.
     """
     leaving = getattr(request.state, LEAVING)
     return await event_stream(request, _snapshots(service, caller, batch_id, last_event_id, leaving))
@@ -201,14 +201,14 @@ def _require_unended(record: BatchRecord, to_be: str) -> BatchRecord:
 async def _changed(
     service: Service, caller: Caller, batch_id: str, change: Callable[[BatchRecord], BatchRecord]
 ) -> BatchObject:
-    """Change a batch. Whoever works on it looks for that every moment."""
+    """Change a batch in the store. The process that runs it sees the change within moments."""
     record = await off_loop(service.store.batches.update, batch_id, change, tenant=caller.tenant)
     service.batches.nudge()
     return batch_object(record)
 
 
 def batch_object(record: BatchRecord) -> BatchObject:
-    """A batch as the API shows it. One that waits by itself is shown as paused, and says for what."""
+    """A batch as the API shows it. A batch that waits on its own appears as paused, with the reason."""
     body, told = record.body, record.progress
     waits = told.get("waits_for", "")
     if record.state in ("in_progress", "paused"):

@@ -33,8 +33,8 @@ _BLOB = {"content": {BLOB_TYPE: {"schema": {"type": "string", "format": "binary"
     openapi_extra=openapi.query_of(ImportCache) | {"requestBody": {"required": True} | _BLOB},
 )
 async def import_cache(request: Request, service: InService, caller: Writer) -> Response:
-    """Store a blob that was downloaded or exported. It keeps its codec; its id is the one it has on this shelf.
-    `label.<key>=<value>` sets a label, and may be given several times."""
+    """Store a blob that was downloaded or exported. The cache keeps its codec and gets the id that this shelf gives it.
+    `label.<key>=<value>` sets a label and may be repeated."""
     about = read_query(request, ImportCache)
     await off_loop(service.store.expiry, about.ttl_s, about.expires_at)
     async with received_blob(request, service.settings) as file:
@@ -43,14 +43,14 @@ async def import_cache(request: Request, service: InService, caller: Writer) -> 
 
 
 def _import(service: Service, file: BinaryIO, about: ImportCache, tenant: str) -> tuple[Manifest, bool]:
-    """The manifest of the cache in a file, and whether it was on the shelf already."""
+    """Stores the cache in a file. Returns its manifest, and whether the shelf already had it."""
     cache = CompressedCache.from_bytes(_mapped(file))
     service.serving(cache.identity.model)
     store = service.store
     try:
         cache_id = store.cache_id(cache.identity, tenant=tenant, codec=cache.codec)
         there = store.stat(cache_id, tenant=tenant)
-    except (CacheNotFound, CacheError):  # or of no use any more: then it is replaced
+    except (CacheNotFound, CacheError):  # a cache that is there but unusable is replaced
         manifest = store.put(
             cache,
             tenant=tenant,
@@ -64,14 +64,14 @@ def _import(service: Service, file: BinaryIO, about: ImportCache, tenant: str) -
 
 
 def _mapped(file: BinaryIO) -> memoryview:
-    """The content of a file as memory that need not be there at once. It stays when the file is closed."""
+    """The content of a file as a memory map: pages are read when used. It stays valid when the file is closed."""
     size = file.seek(0, 2)
     return memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else b"")
 
 
 @router.post("/{cache_id}/verify")
 async def verify(cache_id: str, service: InService, caller: Writer) -> Verification:
-    """Read a stored cache to its end and check every digest. One that is corrupt is set aside, and `ok` is false."""
+    """Read a whole stored cache and check every digest. A corrupt cache is quarantined, and `ok` is false."""
     return await in_turn(service, caller, _verification, service.store, cache_id, caller.tenant)
 
 
@@ -79,7 +79,7 @@ def _verification(store: Store, cache_id: str, tenant: str) -> Verification:
     try:
         with store.open_blob(cache_id, tenant=tenant) as blob:
             nbytes = blob.nbytes
-        store.open_cache(cache_id, tenant=tenant).close()  # compares its content address
+        store.open_cache(cache_id, tenant=tenant).close()  # checks the content address
         if store.stat(cache_id, tenant=tenant).has_source:
             nbytes += len(store.source(cache_id, tenant=tenant).encode())
     except CacheCorrupt as error:
@@ -93,6 +93,6 @@ def _verification(store: Store, cache_id: str, tenant: str) -> Verification:
     responses={200: {"description": "the blob"} | _BLOB, 206: {"description": "the range asked for"} | _BLOB},
 )
 async def download_blob(cache_id: str, service: InService, caller: Reader, wanted: InDownload) -> Response:
-    """The stored bytes, for `CompressedCache.from_bytes`. One byte range is honoured; several get the whole blob."""
+    """The stored bytes, for `CompressedCache.from_bytes`. Honours one byte range; several ranges get the whole blob."""
     blob = await in_turn(service, caller, service.store.open_blob, cache_id, tenant=caller.tenant)
     return download(blob, wanted, BLOB_TYPE)

@@ -55,12 +55,13 @@ _ACCEPTED: dict[int | str, dict[str, Any]] = {
 async def create(
     request: Request, service: InService, caller: Writer, prefer: Annotated[str, Header()] = ""
 ) -> Response:
-    """Compress a document once and store it. The same document, model and policy give the same id.
+    """Compress a document once and store its cache. The same document, model and policy give the same id.
 
-    With `levels`, as many caches in a list. With `min_quality` or the policy "auto" the smallest that is good enough.
+    With `levels`, the answer lists one cache per level. With `min_quality` or the policy "auto", the service stores the
+    smallest cache that is good enough.
 
-    A form has the document as its part `file` and the other fields beside it: text as it is (`policy=full`), all else
-    as JSON (`compression_ratio=0.75`, `labels={"team": "law"}`, `levels=[0.5, 0.75]`).
+    In a form, the part `file` holds the document; the other parts are the fields. Text is sent plain (`policy=full`),
+    every other type as JSON (`compression_ratio=0.75`, `labels={"team": "law"}`, `levels=[0.5, 0.75]`).
     """
     body = await read_create(request, service, caller)
     engine = service.engine(body.model)
@@ -85,7 +86,7 @@ def _level_list(created: Created) -> dict[str, Any]:
 
 
 def require_tokenizer(service: Service, model: str, body: CreateCache) -> None:
-    """Raises `InvalidRequest` where token ids come of another tokenizer than the model's: they would be other text."""
+    """Raises `InvalidRequest` if token ids come from a tokenizer other than the model's: they would mean other text."""
     ours = service.identities[model].tokenizer
     if body.tokenizer not in (None, ours):
         raise InvalidRequest(
@@ -97,7 +98,7 @@ def require_tokenizer(service: Service, model: str, body: CreateCache) -> None:
 
 @router.get("", openapi_extra=openapi.query_of(ListCaches))
 async def list_caches(request: Request, service: InService, caller: Reader) -> CacheList:
-    """Caches on the shelf, newest first. `label.<key>=<value>` filters by label, and may be given several times."""
+    """Caches on the shelf, newest first. `label.<key>=<value>` filters by label and may be repeated."""
     filters = read_query(request, ListCaches)
     page = await off_loop(
         service.store.list,
@@ -119,7 +120,7 @@ async def list_caches(request: Request, service: InService, caller: Reader) -> C
 async def get_cache(
     cache_id: str, service: InService, caller: Reader, if_none_match: Annotated[str, Header()] = ""
 ) -> Response:
-    """What the shelf knows about one cache."""
+    """The metadata of one cache."""
     manifest = await off_loop(service.store.stat, cache_id, tenant=caller.tenant)
     if not {"*", etag_of(manifest)}.isdisjoint(tag.removeprefix("W/") for tag in _tags(if_none_match)):
         return Response(status_code=304, headers={"etag": etag_of(manifest)})
@@ -130,7 +131,7 @@ async def get_cache(
 async def update_cache(
     cache_id: str, request: Request, service: InService, caller: Writer, if_match: Annotated[str, Header()] = ""
 ) -> Response:
-    """Change how long a cache is kept, its name, its labels, or whether it is pinned; all else stays as it is."""
+    """Change the expiry, name, labels or pin of a cache. Absent fields stay as they are."""
     body = await read_json(request, UpdateCache, service.settings)
     condition = {"tenant": caller.tenant, "if_revision": _seen(if_match)}
     manifest = await off_loop(service.store.update, cache_id, **condition, **body.changes())
@@ -141,7 +142,7 @@ async def update_cache(
 async def delete_cache(
     cache_id: str, service: InService, caller: Writer, if_match: Annotated[str, Header()] = ""
 ) -> Deleted:
-    """Remove a cache. Downloads and answers that have begun are completed."""
+    """Delete a cache. Downloads and answers in progress are completed."""
     condition = {"tenant": caller.tenant, "if_revision": _seen(if_match)}
     receipt = await off_loop(service.store.delete, cache_id, **condition)
     return Deleted(id=receipt.id)
@@ -157,7 +158,7 @@ def _tags(header: str) -> list[str]:
 
 
 def _seen(if_match: str) -> list[str] | None:
-    """The revisions that a caller of a change has seen; None: any. A weak tag names none, the comparison is strong."""
+    """The revisions that If-Match names; None: any. The comparison is strong, so weak tags match no revision."""
     if not if_match or "*" in _tags(if_match):
         return None
     return [tag[1:-1] for tag in _tags(if_match) if tag[:1] == tag[-1:] == '"']

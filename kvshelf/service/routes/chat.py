@@ -1,4 +1,4 @@
-"""/v1/chat/completions: OpenAI's shapes, with a stored cache as the beginning of the conversation."""
+"""/v1/chat/completions: OpenAI's shapes; a stored cache is the beginning of the conversation."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ router = APIRouter(prefix="/v1/chat", tags=["chat"], responses=openapi.ERRORS)
     dependencies=[TAKES_TOKENS],
 )
 async def complete(request: Request, service: InService, caller: Reader) -> Response:
-    """Continue the conversation that a stored cache begins."""
+    """Continue a conversation that begins with a stored cache."""
     body = await read_json(request, ChatCompletionRequest, service.settings)
     assert body.cache_id is not None  # the type refuses a body without it
     with service.metrics.asking():
@@ -78,7 +78,7 @@ class _Head:
         choice = ChunkChoice(delta=delta, finish_reason=finish_reason)
         chunk = ChatCompletionChunk(id=self.id, created=self.created, model=self.model, choices=[choice])
         wire = chunk.model_dump(mode="json", exclude={"usage"})
-        # OpenAI's deltas hold only what is new: a delta without content has no content, not a null one.
+        # OpenAI's deltas hold only new fields: absent content is left out, not null.
         wire["choices"][0]["delta"] = delta.model_dump(exclude_none=True)
         return wire
 
@@ -90,7 +90,7 @@ class _Head:
 async def _events(
     replies: AsyncGenerator[str | Reply, None], head: _Head, *, with_usage: bool
 ) -> AsyncGenerator[dict[str, Any], None]:
-    # With usage asked for, every chunk but the last says that it has none: so OpenAI's streams do.
+    # If usage is requested, every chunk but the last has a null `usage`, as in OpenAI's streams.
     extra: dict[str, Any] = {"usage": None} if with_usage else {}
     started = False
     async with aclosing(replies):

@@ -1,4 +1,4 @@
-"""/v1/estimate: what a creation would take, before any work."""
+"""/v1/estimate: the cost of a creation, without doing it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ router = APIRouter(prefix="/v1/estimate", tags=["caches"], responses=openapi.ERR
 
 @router.post("", openapi_extra=openapi.body_of(Estimate))
 async def estimate(request: Request, service: InService, caller: Reader) -> EstimateObject:
-    """Tokens, and by policy the entries kept, the bytes stored and the seconds it would take. Nothing is compressed."""
+    """The document's tokens and, for each policy, the kept entries, stored bytes and seconds. Nothing is compressed."""
     body = await read_json(request, Estimate, service.settings)
     if body.policy is not None:
         require_policy(body)

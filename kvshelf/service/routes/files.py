@@ -20,7 +20,7 @@ from kvshelf.store.jobs.files import FileRecord
 router = APIRouter(prefix="/v1/files", tags=["files"], responses=openapi.ERRORS)
 
 KEEP_S: Final = 30 * 86400.0
-"""How long a file is kept where nothing is said."""
+"""The default lifetime of a file."""
 
 _TYPE: Final = "application/octet-stream"
 _FORM: Final[dict[str, Any]] = {
@@ -40,7 +40,7 @@ _CONTENT: Final = {"content": {_TYPE: {"schema": {"type": "string", "format": "b
     "", openapi_extra={"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}}
 )
 async def create_file(request: Request, service: InService, caller: Writer) -> FileObject:
-    """Upload the input of a batch, as a multipart form. It counts for the tenant's quota until it is deleted."""
+    """Upload the input of a batch as a multipart form. It counts towards the tenant's quota until it is deleted."""
     async with received_file(request, service.settings, CreateFile) as (about, filename, file):
         ttl_s = KEEP_S if about.expires_after is None else float(about.expires_after.seconds)
         create = service.store.files.create
@@ -51,7 +51,7 @@ async def create_file(request: Request, service: InService, caller: Writer) -> F
 
 @router.get("", openapi_extra=openapi.query_of(ListFiles))
 async def list_files(request: Request, service: InService, caller: Reader) -> FileList:
-    """Files, newest first: those that were uploaded, and what batches left."""
+    """Uploaded files and result files of batches, newest first."""
     asked = read_query(request, ListFiles)
     found, has_more = await off_loop(
         service.store.files.list, tenant=caller.tenant, limit=asked.limit, after=asked.after, purpose=asked.purpose
@@ -63,7 +63,7 @@ async def list_files(request: Request, service: InService, caller: Reader) -> Fi
 
 @router.get("/{file_id}")
 async def get_file(file_id: str, service: InService, caller: Reader) -> FileObject:
-    """What is known of one file."""
+    """The metadata of one file."""
     return file_object(await off_loop(service.store.files.get, file_id, tenant=caller.tenant))
 
 
@@ -73,14 +73,14 @@ async def get_file(file_id: str, service: InService, caller: Reader) -> FileObje
     responses={200: {"description": "the file"} | _CONTENT, 206: {"description": "the range asked for"} | _CONTENT},
 )
 async def get_content(file_id: str, service: InService, caller: Reader, wanted: InDownload) -> Response:
-    """The bytes of a file. One byte range is honoured; several get the whole file."""
+    """The bytes of a file. Honours one byte range; several ranges get the whole file."""
     opened = await off_loop(service.store.files.open, file_id, tenant=caller.tenant)
     return download(opened, wanted, _TYPE)
 
 
 @router.delete("/{file_id}")
 async def delete_file(file_id: str, service: InService, caller: Writer) -> FileDeleted:
-    """Remove a file. Downloads that have begun are completed; the input of a batch that goes on stays (409)."""
+    """Delete a file. Downloads in progress are completed. The input of an unfinished batch cannot be deleted (409)."""
     await off_loop(_delete, service.store, file_id, caller.tenant)
     return FileDeleted(id=file_id)
 
@@ -88,7 +88,7 @@ async def delete_file(file_id: str, service: InService, caller: Writer) -> FileD
 def _delete(store: Store, file_id: str, tenant: str) -> None:
     users = [record.id for record in store.batches.unfinished() if record.body["input_file_id"] == file_id]
     if users:
-        store.files.get(file_id, tenant=tenant)  # of another tenant: then there is no such file
+        store.files.get(file_id, tenant=tenant)  # raises `FileNotFound` if the file belongs to another tenant
         raise StateConflict(f"file {file_id} is the input of {users[0]}, which has not ended; cancel that first")
     store.files.delete(file_id, tenant=tenant)
 

@@ -23,7 +23,7 @@ FirstLayer = Annotated[int, Query(ge=0, lt=2**31, description="the first layer w
 async def kept(
     cache_id: str, request: Request, service: InService, caller: Reader, first_layer: FirstLayer = 0
 ) -> KeptTokens:
-    """Which tokens of its kept source a cache kept, by layer and head; `source_not_kept` where there is none."""
+    """Which tokens of its document a cache kept, by layer and head. `source_not_kept` if the source is not stored."""
     return await _kept(request, service, caller, cache_id, None, first_layer)
 
 
@@ -31,7 +31,7 @@ async def kept(
 async def kept_of(
     cache_id: str, request: Request, service: InService, caller: Reader, first_layer: FirstLayer = 0
 ) -> KeptTokens:
-    """As GET, for the caller's own copy of the document; `state_conflict` where it is another one."""
+    """As GET, with the caller's own copy of the document. `state_conflict` if that is a different document."""
     body = await read_json(request, KeptOf, service.settings)
     return await _kept(request, service, caller, cache_id, document_of(body), first_layer)
 
@@ -41,7 +41,7 @@ async def _kept(
 ) -> KeptTokens:
     manifest = await off_loop(service.store.stat, cache_id, tenant=caller.tenant)
     engine = service.engine_for(manifest)
-    # A replica reads the whole cache for this, and holds it until it has answered.
+    # A replica reads the whole cache and holds it until it has answered.
     async with service.whole.turn(caller.tenant, service.settings.request_deadline_s) as left_s:
         work = engine.remote.inspect(
             cache_id, document, tenant=caller.tenant, first_layer=first_layer, deadline_s=left_s

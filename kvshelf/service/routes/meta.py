@@ -1,4 +1,4 @@
-"""What this service is and how it does: models, policies, limits, health."""
+"""About this service: models, policies, limits, health."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def policies(_: Reader) -> PolicyList:
 
 @router.get("/v1/limits")
 async def limits(service: InService, caller: Reader) -> Limits:
-    """What one request may ask of this service, and how much of its limits the caller's tenant has used."""
+    """The limits of one request, and how much of its limits the caller's tenant has used."""
     settings = service.settings
     return Limits(
         max_body_bytes=settings.max_body_bytes,
@@ -61,7 +61,7 @@ async def _allowances(service: Service, tenant: str) -> TenantAllowances:
         caches, nbytes = usage.caches, usage.bytes
         batches = await off_loop(service.store.batches.count_unfinished, tenant=tenant)
     except StoreUnavailable:
-        caches, nbytes, batches = None, None, None  # the limits are known all the same
+        caches, nbytes, batches = None, None, None  # the limits are known even so
     return TenantAllowances(
         caches=allowance(settings.tenant_max_caches, caches),
         bytes=allowance(settings.tenant_max_bytes, nbytes),
@@ -74,13 +74,13 @@ async def _allowances(service: Service, tenant: str) -> TenantAllowances:
 
 @router.get("/livez", response_class=Response, responses={200: {"description": "this process answers"}})
 async def livez() -> Response:
-    """Whether the front end answers at all. It says nothing about workers and store: a restart would not help them."""
+    """Whether the front end answers. Workers and store are not checked, because a restart would not help them."""
     return Response("ok\n", media_type="text/plain")
 
 
 @router.get("/readyz", response_model=Readiness, responses={503: {"model": Readiness, "description": "not ready"}})
 async def readyz(service: InService) -> Response:
-    """Whether work that is sent now would be done; names each part that stands in its way."""
+    """Whether the service can do work now, and the state of each part."""
     probes = [
         _store(service),
         *(_workers(engine.remote, service.settings.replicas) for engine in service.engines.values()),
@@ -103,15 +103,15 @@ async def _store(service: Service) -> ReadyPart:
 
 
 async def _workers(engine: RemoteEngine, wanted: int) -> ReadyPart:
-    """What Ray says, and what a replica says: Ray notices a death at its next health check only."""
+    """Asks both Ray and a replica, because Ray notices a death only at its next health check."""
     name = f"workers:{engine.model}"
     running = await _running(engine)
     try:
         await engine.describe(deadline_s=_PROBE_S)
     except QueueFull:
-        pass  # busy, and therefore at work
+        pass  # busy, and therefore running
     except DeadlineExceeded:
-        # So busy that the question waits in the queue, or dead: by now Ray knows which.
+        # The replicas are too busy to answer, or dead; by now Ray knows which.
         running = None if running is None else await _running(engine)
         if running is None:
             return ReadyPart(name=name, ready=False, reason=f"neither a replica nor Ray answers within {_PROBE_S:g} s")
@@ -127,7 +127,7 @@ async def _workers(engine: RemoteEngine, wanted: int) -> ReadyPart:
 
 
 async def _running(engine: RemoteEngine) -> int | None:
-    """How many replicas take requests; None if Ray does not say in time."""
+    """The number of replicas that take requests; None if Ray does not answer in time."""
     try:
         async with asyncio.timeout(_PROBE_S):
             return await engine.refresh()

@@ -1,4 +1,4 @@
-"""/metrics: what the service counts and times, as Prometheus reads it."""
+"""/metrics: counters and timers of the service, for Prometheus."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ router = APIRouter(tags=["service"], responses=openapi.ERRORS)
     responses={200: {"description": "the numbers", "content": {"text/plain": {"schema": {"type": "string"}}}}},
 )
 async def metrics(_: Admin, service: InService, accept: Annotated[str, Header()] = "") -> Response:
-    """All numbers of this service, in the text format of Prometheus, or in OpenMetrics where that is asked for."""
+    """All metrics of this service, in Prometheus' text format, or as OpenMetrics if the caller accepts it."""
     service.metrics.read_workers(
         {m: engine.remote.running for m, engine in service.engines.items()}, service.settings.replicas
     )

@@ -1,4 +1,4 @@
-"""The page for people at `/`, and its files. They are in the package as they are served: there is no build step."""
+"""The web page at `/` and its files. The package holds them as they are served; there is no build step."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _FILES: Final = StaticFiles(directory=FOLDER)
 
 @router.api_route("/", methods=["GET", "HEAD"])
 async def index(request: Request) -> Response:
-    """The one document of the page. It needs no key: it asks for one where the service has keys."""
+    """The page's HTML. It needs no API key: if the service has keys, the page asks for one."""
     return await _file("index.html", request)
 
 
 @router.api_route("/page/{path:path}", methods=["GET", "HEAD"])
 async def file(path: str, request: Request) -> Response:
-    """A file of the page. Its policy, which forbids all scripts but these, is on every answer of the service."""
+    """A file of the page. Every answer has the content security policy that allows only these scripts."""
     return await _file(path, request)
 
 
 async def _file(path: str, request: Request) -> Response:
     response = await _FILES.get_response(path, request.scope)
-    response.headers["cache-control"] = "no-cache"  # asked for again each time: an upgrade is seen at once
+    response.headers["cache-control"] = "no-cache"  # browsers revalidate each time, so an upgrade is seen at once
     return response

@@ -1,4 +1,4 @@
-"""/v1/caches/{id}/query: ask a stored cache."""
+"""/v1/caches/{id}/query: questions about a stored cache."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ router = APIRouter(prefix="/v1/caches", tags=["queries"], responses=openapi.ERRO
     dependencies=[TAKES_TOKENS],
 )
 async def query(cache_id: str, request: Request, service: InService, caller: Reader) -> Response:
-    """Answer one or several prompts from a stored cache, without prefilling its document again."""
+    """Answer one or more prompts from a stored cache, without prefilling its document again."""
     body = await read_json(request, Query, service.settings)
     asking = await _Asking.begin(service, caller, cache_id, body)
     if body.stream:
@@ -44,7 +44,7 @@ async def query(cache_id: str, request: Request, service: InService, caller: Rea
 
 
 class _Asking:
-    """One query. `original` is None where a miss is an error and nothing is compared."""
+    """One query. `original` is None if a miss is an error and nothing is compared."""
 
     def __init__(
         self, service: Service, caller: Caller, body: Query, manifest: Manifest, original: Original | None
@@ -52,7 +52,7 @@ class _Asking:
         self._service = service
         self._tenant = caller.tenant
         self._deadline_s = service.settings.request_deadline_s
-        # Answers that are compared are drawn by the same numbers: what differs is then the cache and not chance.
+        # Compared answers share one seed, so that they differ by their caches and not by chance.
         seeded = body.compare and body.seed is None
         self._query = body.model_copy(update={"seed": secrets.randbits(63)}) if seeded else body
         self._manifest = manifest
@@ -60,7 +60,7 @@ class _Asking:
 
     @classmethod
     async def begin(cls, service: Service, caller: Caller, cache_id: str, body: Query) -> _Asking:
-        """Look the cache up. Raises as `Store.stat` does, or as `Original.find`."""
+        """Look up the cache. Raises the errors of `Store.stat` or `Original.find`."""
         if body.compare or body.on_miss == "recompute":
             original = await Original.find(service, caller, cache_id, recompute=body.on_miss == "recompute")
             return cls(service, caller, body, original.manifest, original)
@@ -69,7 +69,7 @@ class _Asking:
         return cls(service, caller, body, manifest, None)
 
     async def answers(self) -> list[AnswerObject]:
-        """The answer to each prompt, with those of the full cache beside them where they are asked for."""
+        """The answer to each prompt, each with the full cache's answer if the caller wants to compare."""
         manifest, reason = self._manifest, None
         try:
             replies = await self._replies(manifest)
@@ -85,7 +85,7 @@ class _Asking:
         return [answer.model_copy(update={"compare": found}) for answer, found in zip(answers, compared, strict=True)]
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
-        """The one answer as events: its pieces, then the whole."""
+        """The answer as events: its pieces, then the whole answer."""
         begun = False
         try:
             async with aclosing(self._pieces(self._manifest)) as events:
@@ -126,15 +126,15 @@ def _comparison(ours: Reply, full: Reply) -> Comparison:
 
 
 def agreement(ours: Sequence[int], theirs: Sequence[int]) -> float:
-    """The fraction of positions at which two answers have the same token, up to where the first of them ends.
+    """The fraction of positions at which two answers have the same token, up to the end of the shorter one.
 
-    An end token counts as a token, so that an answer that stops too early disagrees there.
+    End tokens count, so that an answer that stops too early disagrees at its end.
     """
     pairs = list(zip(ours, theirs, strict=False))
     return sum(a == b for a, b in pairs) / len(pairs) if pairs else float(len(ours) == len(theirs))
 
 
 def _wire(answer: AnswerObject) -> dict[str, Any]:
-    """An answer as JSON. `compare` and `recomputed` are there only when they say something."""
+    """An answer as JSON, without `compare` and `recomputed` if they are None."""
     silent = {name for name in ("compare", "recomputed") if getattr(answer, name) is None}
     return answer.model_dump(mode="json", exclude=silent)

@@ -1,4 +1,4 @@
-"""/v1/requests: creations in the background."""
+"""/v1/requests: background creations."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ async def get_request(
     caller: Reader,
     wait_s: Annotated[float, Query(ge=0, le=MAX_WAIT_S, allow_inf_nan=False)] = 0.0,
 ) -> Response:
-    """How far a creation is. With `wait_s` the answer comes once it has ended, or after that many seconds, or when the
-    service is stopped or restarted."""
+    """The state of a background creation. With `wait_s`, the answer comes when the creation ends, after that many
+    seconds, or when the service is stopped or restarted."""
     leaving = getattr(request.state, LEAVING)
     record = await until_hangup(request, _wait(service.store.requests, request_id, caller.tenant, wait_s, leaving))
     return JSONResponse(request_json(record))
