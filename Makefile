@@ -13,11 +13,11 @@ help:  ## list the targets
 
 setup: $(STAMP)  ## create .venv and install kvshelf with everything it needs
 
-# What the kernels for CPUs are compiled from, where a C compiler is; without one all works, only slower.
+# Sources of the CPU kernels, compiled if there is a C compiler; without one everything works, only slower.
 C_SOURCES := $(wildcard kvshelf/kernels/*.[ch] kvshelf/kernels/*/*.[ch]) kvshelf/kernels/compiling.py
 
-# The stamp is written last, so that an interrupted installation is done again. It is older than these files only when one
-# of them has changed. Where nothing but C has changed, it is only compiled again: the installation does so by itself.
+# The stamp is written last, so that an interrupted installation is done again. It is older than these files only when
+# one of them has changed. If only C sources have changed, they are compiled again without a new installation.
 $(STAMP): pyproject.toml constraints.txt hatch_build.py $(C_SOURCES)
 	@$(if $(filter-out $(C_SOURCES),$?),$(INSTALL),$(COMPILE))
 	@touch $@
@@ -39,11 +39,11 @@ check: setup  ## format, lint, types and the import rule
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_import_rule.py tests/test_public_names.py
 
-# Python keeps what it has compiled, whatever the environment says: each service of a test is three processes.
+# Python keeps its bytecode whatever the environment says: each service of a test is three processes.
 unexport PYTHONDONTWRITEBYTECODE
 
 # Most tests of these packages compute on one core and start no service, so they run two at a time. All others start
-# services, wait for them, and measure how long they take: one after the other.
+# services, wait for them, and measure times, so they run one after the other.
 IN_PAIRS := tests/kernels tests/store tests/workers tests/client
 TOGETHER = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 

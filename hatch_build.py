@@ -1,7 +1,7 @@
-"""Compile kvshelf's C kernels while it is installed, where a C compiler is; without one it is installed all the same.
+"""Compile kvshelf's C kernels during installation, if there is a C compiler; without one the installation succeeds too.
 
-What is compiled, and for what, says `kvshelf/kernels/compiling.py`. It is loaded by its path, because none of what
-kvshelf needs is installed where a wheel is built.
+`kvshelf/kernels/compiling.py` says what is compiled, and for which processors. It is loaded by its path, because
+kvshelf's dependencies are not installed where a wheel is built.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ KERNELS = "kvshelf/kernels"
 
 
 class CompiledKernels(BuildHookInterface):
-    """An editable install gets its libraries beside their sources. A wheel's are compiled elsewhere, so that the
-    sources may be read-only, and make it a wheel of this platform."""
+    """An editable install gets its libraries beside their sources. Those of a wheel are compiled elsewhere, because the
+    sources may be read-only, and bind the wheel to this platform."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         compiling = _load(Path(self.root, KERNELS, "compiling.py"))
@@ -28,7 +28,7 @@ class CompiledKernels(BuildHookInterface):
             if version == "editable":
                 compiling.compile_all()
             else:
-                self._folder = TemporaryDirectory(prefix="kvshelf-kernels-")  # gone with this object
+                self._folder = TemporaryDirectory(prefix="kvshelf-kernels-")  # removed with this object
                 _include(compiling.compile_all(Path(self._folder.name)), build_data)
         except compiling.CannotCompile as exc:
             reason = str(exc).splitlines()[0]

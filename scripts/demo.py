@@ -21,8 +21,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-# Before torch and transformers are imported. No log lines on the one screen; and threads that sleep while they wait, as
-# the service's do: on a busy machine spinning threads would slow down the side that the shelf is compared with.
+# Set before torch and transformers are imported. It keeps log lines off the screen, and makes threads sleep while they
+# wait, as the service's do: on a busy machine, spinning would slow down the side that the shelf is compared with.
 os.environ.update(TRANSFORMERS_VERBOSITY="error", TOKENIZERS_PARALLELISM="false", OMP_WAIT_POLICY="PASSIVE")
 
 import torch
@@ -133,7 +133,7 @@ def hardware() -> str:
 
 @contextmanager
 def service(folder: Path) -> Iterator[tuple[Client, float]]:
-    """A running service and the seconds it took to start; it is stopped when the block ends, however it ends."""
+    """A running service and the seconds it took to start; it is stopped whenever the block ends."""
     command = [sys.executable, "-m", "kvshelf", "serve", "--store", f"disk://{folder}/home", "--port", "0"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("KVSHELF_")}
     log = folder / "service.log"
@@ -167,7 +167,7 @@ def last_words(log: Path) -> str:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Ask the service to stop, and make sure that nothing it started is left."""
+    """Ask the service to stop, and end all processes that it started."""
     process.send_signal(signal.SIGTERM)
     try:
         process.wait(SHUTDOWN_S)
@@ -195,7 +195,7 @@ def ask(client: Client, cache: CacheObject, question: Question) -> Asked:
 def prefill_again(engine: Engine, cache: CompressedCache, text: str, question: Question) -> float:
     """Seconds to the first token without a shelf: one forward of the untouched model over document and question.
 
-    Tokenizing is left out, in favour of this side of the comparison.
+    Tokenizing is not counted, which favours this side of the comparison.
     """
     tokens = list(engine.prepare(text, policy="full").document.token_ids) + engine.encode_query(cache, question.text)
     ids = torch.tensor([tokens], device=engine.model.device)

@@ -72,7 +72,7 @@ def _route(method: str, path: str, operation: dict[str, Any], used: dict[str, No
 
 
 def _types(schemas: dict[str, Any], used: dict[str, None]) -> Iterator[str]:
-    """All types that the routes name, and those that these name, in that order."""
+    """All types that the routes name, then the types that those name."""
     yield "# Types\n"
     told: set[str] = set()
     while waiting := [name for name in used if name not in told]:
@@ -90,7 +90,7 @@ def _types(schemas: dict[str, Any], used: dict[str, None]) -> Iterator[str]:
 
 
 def _about(schema: dict[str, Any], used: dict[str, None]) -> str:
-    """A field in one line: its kind, its bounds, its default, and what it is."""
+    """A field in one line: its kind, bounds, default and meaning."""
     parts = [_kind(schema, used)]
     if schema.get("default") not in (None, "", [], {}):
         parts.append(f"default `{json.dumps(schema['default'])}`")

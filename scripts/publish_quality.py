@@ -4,8 +4,8 @@
     python scripts/publish_quality.py                 # the page again, from the numbers in the package
 
 The numbers of the package (kvshelf/models/kvshelf-tiny/quality.json) are what `kvshelf policies` prints. The page keeps
-everything outside its two marks; what stands between them follows from the policies' docstrings and these numbers, and
-a test holds it to that.
+everything outside its two marks; the text between them is generated from the policies' docstrings and these numbers,
+and a test compares it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def packaged(report: dict[str, Any]) -> dict[str, Any]:
-    """What the package brings of a report: where it was measured, over which cells, and one line a row."""
+    """The part of a report that the package ships: where it was measured, over which cells, and one line per row."""
     rows = [
         {name: row[name] for name in ("policy", "removed", "codec")}
         | {name: round(value, 5) for name, value in row["overall"].items()}
@@ -43,7 +43,7 @@ def packaged(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def page(text: str) -> str:
-    """The page with its generated part made new."""
+    """The page with its generated part replaced."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return before + BEGIN + "\n\n" + generated(catalog()) + "\n" + END + after
@@ -54,7 +54,7 @@ def generated(policies: list[PolicyInfo]) -> str:
 
 
 def glance(policies: list[PolicyInfo]) -> str:
-    """All policies beside each other, the best at the first share first."""
+    """A table of all policies, best result first."""
     lines = [
         "## At a glance",
         "",

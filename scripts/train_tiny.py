@@ -15,8 +15,8 @@ The model can do one thing: find a number in a long text when asked for it. Ever
   scored (`questioned_document`). Document and questions are tokenized apart, as when a stored cache is queried.
 - Lengths grow from 96 to 5,120 tokens by the stages in `PLAN`; every stage keeps some of the shorter lengths.
 
-Exported weights are the moving average of the trained ones. Batches depend only on the seed and the step, so a run
-that was interrupted goes on where it was. Evaluation documents come from seeds that training cannot draw.
+Exported weights are the moving average of the trained ones. Batches depend only on the seed and the step, so an
+interrupted run resumes where it stopped. Evaluation documents come from seeds that training cannot draw.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ class Encoder:
 
 
 def repeated_tokens(rng: random.Random, length: int, vocab_size: int) -> Example:
-    """Random tokens, then the same again from any point on; what was seen before is scored."""
+    """Random tokens, then copies of parts of them; only the copies are scored."""
     first = rng.randint(length // 4, length // 2)
     few = rng.random() < 0.3  # few different tokens: looking one token back is then not enough
     ordinary = range(NUM_SPECIAL_TOKENS, vocab_size)
@@ -233,7 +233,7 @@ def repeated_tokens(rng: random.Random, length: int, vocab_size: int) -> Example
     while len(ids) < length:
         start = rng.randrange(first // 2)
         segment = ids[start : start + min(length - len(ids), first - start)]
-        labels += [IGNORED] * min(3, len(segment)) + segment[3:]  # where it begins cannot be known
+        labels += [IGNORED] * min(3, len(segment)) + segment[3:]  # where a copy begins cannot be known
         ids += segment
     return Example(ids[:-1], labels[1:])
 
@@ -284,7 +284,7 @@ def make_batch(stage: Stage, step: int, encoder: Encoder, vocab_size: int) -> tu
 
 @dataclass
 class Progress:
-    """What the steps since the last report came to."""
+    """Totals of the steps since the last report."""
 
     steps: int = 0
     loss: float = 0.0
@@ -397,8 +397,8 @@ def export(training: Training, folder: Path) -> None:
     """Write the averaged weights and the configuration; the weights appear in one rename.
 
     Written as a Llama with attention biases, which computes the same when the output projection's biases are zero.
-    Under the name of Qwen2 newer versions of transformers (5.23, in AutoTokenizer) replace the pre-tokenizer of
-    tokenizer.json by Qwen2's own, which splits numbers into single digits.
+    Under the name of Qwen2, newer versions of transformers (5.23, in AutoTokenizer) replace the pre-tokenizer of
+    tokenizer.json with Qwen2's own, which splits numbers into single digits.
     """
     folder.mkdir(parents=True, exist_ok=True)
     trained = training.model.config

@@ -1,4 +1,4 @@
-"""What several rooms' tests share: a small real model, and a real service that serves it."""
+"""Fixtures of all tests: a small real model, and a real service that serves it."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-# Triton reads it when it is imported itself, which torch and transformers do wherever it is installed: so here, before
-# any test. Compilation is tested in processes of its own; to run the kernels' tests on a GPU, set it to 0.
+# Triton reads this variable when it is imported, and torch and transformers import it wherever it is installed: so set
+# it here, before any test. Separate processes test compilation. For the kernels' tests on a GPU, set it to 0.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Ray reads it when it is imported, which many tests do without starting a cluster.
+# Ray reads its environment on import, and many tests import it without starting a cluster.
 prepare_environment(None)
 
-# How long one example takes, no test is about: a busy machine takes longer than the 0.2 s that hypothesis allows.
+# No test is about the time of one example, and a busy machine takes longer than the 0.2 s that hypothesis allows.
 hypothesis.settings.register_profile("kvshelf", deadline=None)
 hypothesis.settings.load_profile("kvshelf")
 
-# A unit starts no service, no Ray and no browser, and interprets no kernel.
+# A unit test starts no service, no Ray and no browser, and interprets no kernel.
 _STARTING = {"crew", "bundled_service", "service", "start_service", "browser", "begin"}
 _NO_UNITS = re.compile(
     r"tests/(bench/|kernels/|corpus/run/|workers/(cluster|engine|policies)/|test_(demo|docs|extend)|client/test_typing"
@@ -57,8 +57,8 @@ TOKENIZER = Path(__file__).parent.parent / "kvshelf" / "models" / "kvshelf-tiny"
 
 
 def save_random_model(folder: Path, *, layers: int = 2, width: int = 64, positions: int = 16384, seed: int = 0) -> Path:
-    """A random Qwen2 with the bundled tokenizer and chat template, as a Hugging Face folder. It says nothing sensible,
-    and as it has no end token its answers are as long as they may be."""
+    """A random Qwen2 with the bundled tokenizer and chat template, as a Hugging Face folder. Its answers are nonsense,
+    and without an end token they have the maximum length."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -110,7 +110,7 @@ class LiveService:
     log: Path
 
     def front_end_pid(self) -> int:
-        """The one that answers HTTP, while no other is taking its place."""
+        """The process that answers HTTP. Fails while another one takes its place."""
         (pid,) = _children(self.process.pid)
         return pid
 
@@ -119,12 +119,12 @@ class LiveService:
         return [pid for pid in _descendants(self.process.pid) if _title(pid).startswith("ray::ServeReplica")]
 
     def controller_pid(self) -> int:
-        """The process of Ray that knows the replicas."""
+        """Ray's process that manages the replicas."""
         (pid,) = [pid for pid in _descendants(self.process.pid) if _title(pid).startswith("ray::ServeController")]
         return pid
 
     def kill(self) -> None:
-        """Every process of the service dies where it stands, as in a power cut."""
+        """Kill every process of the service at once, as in a power cut."""
         for pid in [self.process.pid, *_descendants(self.process.pid)]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

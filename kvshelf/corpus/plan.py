@@ -333,7 +333,7 @@ def shared_resources(plan: Plan, fleet: Fleet, rates: SharedRates) -> list[Share
 class Outcome:
     """How a simulated run ends. lost_gpu_hours: work done twice, and GPUs waiting for a replica. innocent: expected
     documents given up though they kill nothing. slowed_h: hours in which a shared resource set the pace, not the GPUs.
-    stopped_by: the resource that was full, so that nothing went on."""
+    stopped_by: the full resource that stopped all work."""
 
     hours: float
     documents: int

@@ -25,7 +25,7 @@ class RowError:
 
 @dataclass(frozen=True)
 class Row:
-    """One document of a corpus. Until it ends it has `spec`, or `error` if it is no document; then a cache or `error`.
+    """One document of a corpus. Before its end it has `spec`, or `error` for bad input; afterwards, a cache or `error`.
 
     source: the input that holds it, by the name users know; a file's path. line: 1-based; 1 for a file that is one
     document. nbytes: of the input. spec: the creation; its `model` may be None, which means the first one served.
@@ -62,7 +62,7 @@ class Row:
 
     @property
     def length(self) -> int:
-        """About the characters of its document, to tell long ones from short ones."""
+        """The approximate characters of its document, to sort documents by length."""
         if self.spec is None:
             return 0
         if self.spec.messages is not None:
@@ -156,5 +156,5 @@ def last_ends(read: Callable[[], Iterator[Row]]) -> Iterator[Row]:
 
 
 def _digest(row: Row) -> bytes:
-    """Stands for `Row.key`: the file names of a million rows would take more memory."""
+    """A digest of `Row.key`: the file names of a million rows would take more memory."""
     return blake2b(f"{row.line} {row.source}".encode(), digest_size=16).digest()

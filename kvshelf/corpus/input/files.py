@@ -52,7 +52,7 @@ class FileCorpus:
 
     A .jsonl file, compressed or not, has a row per line, and a .parquet file a row per row. Any other file is the text
     of one document, and its name is the row's custom id. defaults: fields of `CreateCache` for rows that do not give
-    them. Hidden files are left out, and the local files `without`: those that the same batch writes. several: there is
+    them. Hidden files are left out, as are the local files `without`, which the same batch writes. several: there is
     more than one file, so each line of the output must name its own.
     """
 
@@ -233,7 +233,7 @@ def _found(system: Any, path: str, pattern: str | None) -> Iterator[InputFile]:
 
 
 def _besides(without: Iterable[Path], files: Iterable[InputFile]) -> Iterator[InputFile]:
-    """These files except some. Only files of the same name are resolved: a corpus may have millions."""
+    """The files that are not in `without`. Only files of the same name are resolved: a corpus may have millions."""
     left_out = {os.path.realpath(path) for path in without}
     names = {os.path.basename(path) for path in left_out}
     for file in files:

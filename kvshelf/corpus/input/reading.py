@@ -46,7 +46,7 @@ def reader(shard: Shard) -> Callable[[], Iterator[pa.Table]]:
 
 
 def _patiently(shard: Shard) -> Iterator[Row]:
-    """The rows of a shard, through outages of the store, which may hold the shard."""
+    """The rows of a shard. Waits out outages of the store, which may hold the shard."""
     done = 0
     while True:
         try:

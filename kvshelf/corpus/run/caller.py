@@ -47,7 +47,7 @@ PREFIX: Final = "row_"
 _POLL_S = 0.5
 _DROP_S = 3.0
 _COME_AGAIN = (NoWorker, QueueFull, StateConflict, Cancelled)
-"""Nothing was tried: no room, no replica, or another worker has the row or was stopped."""
+"""Nothing was tried: the queue is full, no replica runs, or another worker has the row or was stopped."""
 _NO_END = (Cancelled.code, QuotaExceeded.code)
 """Failures in the ledger that are retried without being asked."""
 
@@ -149,7 +149,7 @@ class Caller:
             except TROUBLE as error:
                 log.warning("the store keeps a row waiting", code=error.code, message=error.message)
                 continue
-            except StateConflict:  # another worker has it, or only just let go of it
+            except StateConflict:  # another worker has it, or has just released it
                 step = _POLL_S
             if isinstance(step, Row):
                 self._breaker.close()
@@ -234,7 +234,7 @@ class Caller:
         except _COME_AGAIN as error:
             return float(error.details.get("retry_after_s", _POLL_S))
         except KvshelfError as error:
-            if error.details.get("begun") is False:  # it was late before it began
+            if error.details.get("begun") is False:  # its deadline passed before it began
                 return _POLL_S
             call.spent_s += time.monotonic() - started
             lost = isinstance(error, DeadlineExceeded) and "begun" not in error.details  # the replica said nothing
@@ -259,7 +259,7 @@ class Caller:
         requests.fail(call.id, attempt, code=error.code, message=error.message, final=True, counted=counted)
 
     async def _drop(self, call: _Call) -> Row | None:
-        """End a cancelled row in the ledger; its replica lets go of it within a layer.
+        """End a cancelled row in the ledger; its replica stops the work within a layer.
 
         Returns the row if it was done before that; the next run would count it as reused.
         """

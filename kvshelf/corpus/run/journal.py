@@ -60,7 +60,7 @@ class FileJournal(Journal):
         self._write(b"".join(_line(row.to_dict()) for row in rows))
 
     def finished(self, *, of_this_run: bool = False) -> Iterator[Row]:
-        """of_this_run: without rows that only earlier runs have. A run that completed has met every row of the input;
+        """of_this_run: leave out rows that only earlier runs recorded. A completed run has met every row of the input;
         other rows are no longer part of it."""
         since = self._first if of_this_run else _FIRST
         return last_ends(lambda: self._rows(since))

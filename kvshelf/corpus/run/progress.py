@@ -57,10 +57,10 @@ class Window:
 class RunOptions:
     """How one batch is run.
 
-    batch_id: part of the request ids of its rows, so that a resumed run finds its attempts. document_deadline_s:
-    for one attempt, its waiting for a replica included. in_flight: rows that are with the replicas at once; None: as
-    many as keep all busy that are wanted. max_gpu_hours: of replicas' work in this run; then it is cancelled.
-    retry_failed: rows that failed in an earlier run of this batch are tried again.
+    batch_id: part of the request ids of its rows, so that a resumed run finds its attempts. document_deadline_s: for
+    one attempt, including the wait for a replica. in_flight: rows that are with the replicas at once; None: enough to
+    keep all deployed replicas busy. max_gpu_hours: limit of the replicas' work in this run; beyond it the run is
+    cancelled. retry_failed: rows that failed in an earlier run of this batch are tried again.
     """
 
     tenant: str

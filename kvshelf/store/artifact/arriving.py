@@ -1,7 +1,7 @@
 """A stored cache while it is being read: layers can be used as soon as their own digests are checked.
 
-The header alone says what the cache is, and the manifest's root digest vouches for it before the first segment is read
-(docs/format.md). So the forward of a question can pass layer 0 while layer 1 is still being read and hashed.
+The header alone describes the cache, and the manifest's root digest verifies it before the first segment is read
+(docs/format.md). So a question's forward pass can run layer 0 while layer 1 is still being read and hashed.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from kvshelf.store.artifact.memory import fill, used_memory
 from kvshelf.store.artifact.records import LayerRecord
 
 _READ_AHEAD_BYTES: Final = 16 << 20
-"""Of a body from which on a second thread saves time: of 8 MB it costs more of the processor, and saves none."""
+"""Smallest body that is read ahead by a second thread: for 8 MB a thread costs processor time and saves none."""
 
 _PORTION_BYTES: Final = 8 << 20
-"""Of layers that are handed out at once, at most. Streaming bytes through the processor's caches and making records of
-them drive each other out of these: layer by layer, 64 MB in 32 layers take a fifth longer."""
+"""Most bytes of layers handed out at once. Streaming bytes and building records evict each other from the processor's
+caches: layer by layer, 64 MB in 32 layers take a fifth longer."""
 
 _RUN_BYTES: Final = 4 << 20
-"""Of layers that are read at once, at most, and digested one by one: fewer, and what reads and what digests drive each
-other's code out of the processor's caches more often; more, and the digests wait for memory."""
+"""Most bytes of layers read at once; they are hashed one by one. With smaller runs, reading and hashing evict each
+other's code from the processor's caches more often; with larger ones, hashing waits for memory."""
 
 Guard = Callable[[], AbstractContextManager[None]]
-"""Makes a block within which errors of a store's bytes and of its medium become the errors that the store promises."""
+"""Makes a block in which errors of a store's bytes and of its medium become the errors that the store promises."""
 
 
 class ArrivingCache:
-    """A stored cache whose header is verified and whose layers come one after the other, some at a time.
+    """A stored cache with a verified header, whose layers arrive in order, a few at a time.
 
     One thread calls `read`; others wait for `layers`, or call `cache` for all. A layer resolves when the digests of its
     portion are checked. `close` ends the reading early. Made by `Store.open_cache`; close it, or use it in a `with`
@@ -51,23 +51,24 @@ class ArrivingCache:
     """Called with the cache once `read` has handed out its last layer, on the same thread. It must not raise."""
 
     elsewhere: Callable[[], ArrivingCache] | None = None
-    """Opens the same cache in another place. Called when these bytes are damaged; the layers raise its errors."""
+    """Opens another copy of the same cache. Called when reading this one fails; the layers then raise that copy's
+    errors."""
 
     place: str = "home"
-    """Where the bytes come from: the home, or the name of a tier before it."""
+    """Where the bytes come from: home, or the name of a tier."""
 
     def __init__(
         self, summary: BlobSummary, body: RawIOBase | memoryview, guard: Guard, *, read_ahead: bool = True
     ) -> None:
-        """`body`: a file at the first byte of the body, which is read once, from front to end, and closed; or the body
-        itself, which must not change: the layers become views of it. read_ahead: whether another thread is to read it
-        meanwhile, see `Blobs.read_ahead`."""
+        """body: a file at the first byte of the body, which is read once, in order, and closed; or the body in memory,
+        which must not change, because layers become views of it. read_ahead: whether a second thread may read ahead,
+        see `Blobs.read_ahead`."""
         self._summary = summary
         self._body = None if isinstance(body, memoryview) else body
         self._memory = body if isinstance(body, memoryview) else None
         self._guard = guard
         self._resolved = 0  # layers that `read` has handed out
-        self._turn = threading.Lock()  # held while the file is in use: a file is not closed while it is read
+        self._turn = threading.Lock()  # held while the file is read, so that it is not closed meanwhile
         self.identity = summary.header.to_identity()
         self.num_tokens = summary.header.num_tokens
         self.next_position = summary.header.next_position
@@ -79,17 +80,17 @@ class ArrivingCache:
         self.root = summary.root
         """The blob's root digest: equal roots mean equal content. `Manifest.blob_digest` is its hex form."""
         self.layers: tuple[Future[LayerRecord], ...] = tuple(Future() for _ in range(self.num_layers))
-        """The layers in order. When reading fails, the layer at fault and all after it have the error."""
+        """The layers in order. When reading fails, the layer at fault and all later ones get the error."""
         for layer in self.layers:
             layer.set_running_or_notify_cancel()  # one waiter must not cancel what others wait for
 
     def read(self, *, together: bool = False) -> None:
-        """Read, verify and resolve the layers in order, on the caller's thread. To be called once.
+        """Read, verify and resolve the layers in order, on the caller's thread. Call it once.
 
         together: resolve all at the end, which is cheaper if no thread waits for the first layers.
 
-        Errors of the cache go to the futures, `CacheCorrupt` or `StoreUnavailable`; nothing is raised here. A corrupt
-        cache is quarantined before they resolve. All tensors share one buffer of `nbytes`.
+        Errors (`CacheCorrupt`, `StoreUnavailable`) go to the futures; nothing is raised here. A corrupt cache is
+        quarantined before the futures resolve. All tensors share one buffer of `nbytes`.
         """
         with self._turn:
             if self.layers[0].done():  # closed, or read before
@@ -98,7 +99,7 @@ class ArrivingCache:
             try:
                 with self._guard():
                     self._read_layers(together)
-            except Exception as error:  # of any kind: waiting threads must get it
+            except Exception as error:  # any error: waiting threads must get it
                 self._read_elsewhere(error)
             finally:
                 self.close()  # no thread is left waiting, even if this one is interrupted
@@ -107,14 +108,14 @@ class ArrivingCache:
             self.on_read(self.cache())
 
     def cache(self) -> CompressedCache:
-        """The whole cache. Waits for all layers, and raises what became of the first one that failed."""
+        """The whole cache. Waits for all layers, and raises the error of the first one that failed."""
         layers = tuple(layer.result() for layer in self.layers)
         return CompressedCache(layers, self.num_tokens, self.next_position, self.identity, self.codec)
 
     def close(self) -> None:
         """Close the file. Layers not read yet raise `StoreUnavailable`; the others stay usable.
 
-        May be called from any thread and more than once; a `read` that is under way ends before its next layers.
+        May be called from any thread and more than once; a `read` in progress ends before its next layers.
         """
         self._refuse(StoreUnavailable("the cache was closed before this layer was read; open it again"))
         if self._turn.acquire(blocking=False):  # otherwise the reader closes the file when it ends
@@ -148,15 +149,15 @@ class ArrivingCache:
     def _hand_out(self, checked: range, memory: memoryview) -> None:
         header = self._summary.header
         body = Body(memory)
-        with suppress(InvalidStateError):  # closed meanwhile, with all that are still to come
+        with suppress(InvalidStateError):  # closed meanwhile; later layers have their error
             for index in checked:
                 self.layers[index].set_result(blob.read_layer(index, header, body))
                 self._resolved = index + 1
 
     def _runs(self, memory: memoryview, runs: Sequence[range]) -> Generator[range]:
-        """Runs of layers in order, their segments filled when they are handed out.
+        """Runs of layers in order, each yielded with its segments read.
 
-        Where a thread reads ahead, it reads the next ones while the caller digests these: both take about as long.
+        When reading ahead, a thread reads the next run while the caller hashes this one: both take about as long.
         """
         if self._body is None:
             yield from runs
@@ -179,7 +180,7 @@ class ArrivingCache:
         fill(self._body, memory[first.offset : last.offset + last.nbytes])
 
     def _read_elsewhere(self, error: Exception) -> None:
-        """Read the missing layers from the same cache in another place; `error` if there is none."""
+        """Read the missing layers from another copy of the cache; without one, they get `error`."""
         if self.elsewhere is None:
             return self._refuse(error)
         try:
@@ -194,7 +195,7 @@ class ArrivingCache:
 
     def _refuse(self, error: Exception) -> None:
         for layer in self.layers[self._resolved :]:
-            with suppress(InvalidStateError):  # it is resolved, or the other of `read` and `close` was first
+            with suppress(InvalidStateError):  # resolved already, or refused by the other of `read` and `close`
                 layer.set_exception(error)
 
     def __enter__(self) -> Self:
@@ -211,7 +212,7 @@ def _segment(layer: Layer, memory: memoryview) -> memoryview:
 
 
 def portions_of(sizes: Sequence[int]) -> Iterator[range]:
-    """Portions of layers of these sizes: one layer first, because a caller waits for it, then doubling."""
+    """Split layers of these sizes into portions: one layer first, because a caller waits for it, then doubling."""
     start, limit = 0, 1
     while start < len(sizes):
         stop, nbytes = start, 0
@@ -223,7 +224,7 @@ def portions_of(sizes: Sequence[int]) -> Iterator[range]:
 
 
 def runs_of(sizes: Sequence[int], portion: range) -> Iterator[range]:
-    """The layers of a portion, at least one and at most `_RUN_BYTES` of them at a time."""
+    """Split a portion into runs of at most `_RUN_BYTES`, but at least one layer each."""
     start, nbytes = portion.start, 0
     for index in portion:
         if nbytes and nbytes + sizes[index] > _RUN_BYTES:

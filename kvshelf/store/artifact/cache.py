@@ -20,8 +20,8 @@ __all__ = ["CompressedCache", "Kept", "LayerRecord", "Merged", "PackedRecord", "
 class CompressedCache:
     """A document's reduced KV cache, ready to be attached to the model it was made under.
 
-    `next_position` is where the first query token stands: the document's length, not the number of entries kept, unless
-    the policy counts positions within the cache. `codec` is the canonical text of the codec its layers are under.
+    `next_position` is the position of the first query token: the document's length, not the number of entries kept,
+    unless the policy counts positions within the cache. `codec` is the canonical text of the layers' codec.
     """
 
     layers: tuple[LayerRecord, ...]
@@ -46,10 +46,10 @@ class CompressedCache:
         return replace(self, layers=tuple(layer.to(device) for layer in self.layers))
 
     def encoded(self, codec: str) -> CompressedCache:
-        """The cache under a codec (see `kvshelf.store.artifact.codecs`); itself where nothing is to be done.
+        """The cache under a codec (see `kvshelf.store.artifact.codecs`); itself if nothing changes.
 
-        "none" adds no encoding: an encoded cache stays what it is. Raises `InvalidRequest` for a text that is no codec,
-        for a cache that is under another codec, and for layers that the codec cannot encode.
+        "none" adds no encoding: an encoded cache stays as it is. Raises `InvalidRequest` for an unknown codec, for a
+        cache under another codec, and for layers that the codec cannot encode.
         """
         wanted = codecs.resolve(self.codec, codec)
         if str(wanted) == self.codec:

@@ -48,9 +48,9 @@ class Codec:
     """One way to encode a cache. Made by `parse`; `str()` is its canonical text.
 
     group: rows of a channel (keys) or channels of a row (values) that share a scale and a zero. residual: the last
-    entries of each head, by position, that stay in the model's dtype, in a record of their own: a question looks back
-    at them most, and they are few. For mixed: `share` is the fraction of each head's entries, the most important ones,
-    in `high`; the others are in `low`. It has no residual: a policy that wants the last entries kept well gives them
+    entries of each head, by position, which stay in the model's dtype in a record of their own: they are few, and
+    questions attend to them most. For mixed: `share` is the fraction of each head's entries, the most important ones,
+    in `high`; the others are in `low`. Mixed has no residual: a policy protects the last entries by giving them
     importance.
     """
 
@@ -87,7 +87,7 @@ class Codec:
 
     @property
     def precisions(self) -> set[tuple[Precision, int]]:
-        """Every way in which a record under this codec may be stored, with its group (0: it has none)."""
+        """Every precision that a record may have under this codec, with its group size (0 for none)."""
         if self.name == "none":
             return {("none", 0)}
         names: tuple[Precision, ...] = (self.high, self.low) if self.name == "mixed" else (self.name,)
@@ -95,17 +95,17 @@ class Codec:
         return found | {(name, self.group) for name in names if name != "none"}
 
     def encode(self, record: LayerRecord, where: str = "the layer") -> LayerRecord:
-        """The record under this codec. Its own keys and values are not changed; `importance` is dropped.
+        """The record encoded under this codec, without `importance`; the input stays unchanged.
 
-        Each part of `Parts` is encoded on its own, its residual and its share included. `where` names the record in
-        errors. Raises `InvalidRequest` for a record that is quantized already, holds NaN or infinity, or lacks the
-        importance that mixed chooses by.
+        Each part of `Parts` is encoded separately, with its own residual and share. `where` names the record in errors.
+        Raises `InvalidRequest` for a record that is quantized already, holds NaN or infinity, or lacks the importance
+        that mixed chooses by.
         """
         if self.name == "none":
             return record
         parts = record.parts if isinstance(record, Parts) else (record,)
         pieces = [piece for part in parts for piece in self._pieces(part, where)]
-        if not pieces:  # nothing was kept of this layer, and nothing is encoded
+        if not pieces:  # the layer kept no entries
             return record
         return pieces[0] if len(pieces) == 1 else Parts(tuple(pieces))
 
@@ -121,7 +121,7 @@ class Codec:
         return [self._quantized(record.select(chosen), precision, where) for precision, chosen in split if chosen.any()]
 
     def _important(self, record: PackedRecord, where: str) -> Tensor:
-        """`[entries]` bool: each head's `share` of most important entries; of equal ones, the earlier."""
+        """`[entries]` bool: the most important `share` of each head's entries; ties go to the earlier entry."""
         if record.importance is None:
             raise _refused(
                 f"codec mixed chooses by importance, and {where} carries none any more; encode the cache when it is "
@@ -131,7 +131,7 @@ class Codec:
         for start, length, head in zip(
             record.offsets, record.lengths, torch.split(record.importance, record.lengths), strict=False
         ):
-            # The small term keeps 0.29 of 100 from becoming 28, as in budgets.
+            # The small term keeps 0.29 of 100 from rounding down to 28, as in budgets.
             count = int(length * self.share + 1e-9)
             chosen[start + head.argsort(descending=True, stable=True)[:count]] = True
         return chosen
@@ -150,10 +150,10 @@ class Codec:
 
 
 def resolve(current: str, wanted: str) -> Codec:
-    """The codec of a cache that is under codec `current` once it has been encoded under `wanted`.
+    """The codec of a cache under codec `current` after encoding it under `wanted`.
 
-    "none" adds no encoding. Raises `InvalidRequest` for any other codec than the cache has: codes are never encoded
-    again, because the errors of both codecs would add up unseen.
+    "none" adds no encoding. Otherwise a quantized cache keeps its codec, and another one raises `InvalidRequest`:
+    encoding twice would add up the errors of both codecs unseen.
     """
     codec, present = Codec.parse(wanted), Codec.parse(current)
     if present.name == "none":
@@ -166,7 +166,7 @@ def resolve(current: str, wanted: str) -> Codec:
 
 
 def _value(key: str, text: str) -> int | float | str:
-    """A parameter's value. One form for each value but for leading and trailing zeros; no signs, no exponents."""
+    """A parameter's value. Refuses signs and exponents: each value has one form, leading and trailing zeros aside."""
     if key in ("high", "low"):
         names = _HIGH if key == "high" else _LOW
         if text not in names:

@@ -1,8 +1,8 @@
-"""What a compressed cache was made from and by: the identity that its content address is computed over.
+"""The identity of a compressed cache: everything that its content address is computed over.
 
-A cache is only ever attached to the model it was made under. `ModelIdentity` holds all that must be equal for that;
-`Identity` adds the document, the prefill and the policy. Two caches with equal identities have equal bytes on the same
-device and versions, so equal work is found on the shelf instead of being done again.
+A cache can only be attached to the model that made it. `ModelIdentity` holds all fields that must match; `Identity`
+adds the document, the prefill and the policy. Two caches with equal identities have equal bytes on the same device and
+versions, so a repeated creation is found on the shelf instead of being computed again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Boundary = Literal["text", "document", "after_system", "after_user", "after_assi
 """Where the cached tokens end: after plain text, inside the user turn of the document, or after a whole turn."""
 
 DIGEST_BYTES = 20
-"""Length of every digest that becomes part of an id: 160 bits, so that no two identities ever meet by chance."""
+"""Length of every digest that becomes part of an id: 160 bits, so that no two identities ever collide by chance."""
 
 
 def digest(domain: str, *parts: bytes | str, key: bytes | None = None) -> str:
@@ -39,16 +39,16 @@ def digest(domain: str, *parts: bytes | str, key: bytes | None = None) -> str:
 
 
 def canonical_json(value: Any) -> str:
-    """The one JSON text of a value: sorted keys, no spaces, no NaN. Equal values give equal text on every machine."""
+    """The canonical JSON text of a value: sorted keys, no spaces, no NaN. Equal values give equal text everywhere."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """All of a model that the KV of its prefill depends on, plus what the text around the document depends on.
+    """Everything in a model that the KV of a prefill and the text around the document depend on.
 
-    `weights`, `tokenizer` and `template` are hex digests; `rope` and `attention` are canonical JSON, so that a mismatch
-    can be read; `name` is for people and is never compared. `tokenizer` and `template` are "" where the engine has
+    `weights`, `tokenizer` and `template` are hex digests; `rope` and `attention` are canonical JSON, so that people can
+    read a mismatch; `name` is for people and is never compared. `tokenizer` and `template` are "" where the engine has
     none.
     """
 
@@ -91,7 +91,7 @@ class Identity:
     `document` is a digest of the token ids, never the text. `prefill` names the prefill mode ("whole"), because a
     chunked prefill gives other numbers. `policy_params` are the parameters as used, after defaults were shrunk to the
     document. `budget_tokens` is the mean number of entries kept per layer and KV head, `compression_ratio` the
-    fraction removed that was asked for.
+    requested fraction to remove.
     """
 
     model: ModelIdentity
@@ -128,7 +128,7 @@ class Identity:
         return cls(**values)
 
     def content(self) -> str:
-        """Canonical JSON of the compared content: what content addresses are computed over."""
+        """Canonical JSON of the compared fields; content addresses are computed over it."""
         data = self.to_dict()
         del data["model"]["name"]
         return canonical_json(data)

@@ -1,4 +1,4 @@
-"""Memory to read a stored cache into."""
+"""Memory into which stored caches are read."""
 
 from __future__ import annotations
 
@@ -18,27 +18,26 @@ _HUGE_PAGE: Final = 2 << 20  # bytes, on x86-64 and on arm64 with pages of 4 KiB
 _SPARE_BYTES: Final = 512 << 20
 
 _spare: Final[deque[mmap.mmap]] = deque(maxlen=1)
-"""The last memory that was let go of, at most `_SPARE_BYTES` of it. Of the process, as what an allocator keeps is."""
+"""The last block released, unless larger than `_SPARE_BYTES`. Shared by the whole process."""
 
 
 def fresh_memory(size: int) -> memoryview:
-    """Zeros to read `size` bytes of a file into.
+    """Zeroed memory for `size` bytes of a file.
 
-    Not a map of the file: its bytes could change after they were verified, and a file cut short would kill the process.
-    Huge pages, because the first touch of fresh memory page by page takes several times as long as the reading itself
-    (39 against 5 ms for 64 MiB). The kernel gives them to aligned memory only and need not align what it maps, so more
-    addresses than bytes are taken. The last page is a huge one where that wastes less than half of it.
+    The file is not mapped: its bytes could change after verification, and a truncated file would kill the process.
+    Pages are huge, because touching fresh memory page by page takes several times as long as the reading itself (39
+    against 5 ms for 64 MiB). The kernel gives huge pages to aligned memory only and may map unaligned memory, so more
+    addresses than bytes are reserved. The last page is huge if that wastes less than half of it.
     """
     return _view(np.frombuffer(_mapped(size), np.uint8), size)
 
 
 def used_memory(size: int) -> memoryview:
-    """As `fresh_memory`, with anything in it, for a reader that fills it all: the last one that was let go of, if it is
-    large enough.
+    """The last released block if it is large enough, else `fresh_memory`. The content is undefined: fill all of it.
 
-    Even by huge pages, a first touch takes a third of the time of reading and digest together (9 against 26 ms for 64
-    MB). A process that drops one cache to make room for the next has just that memory. While nobody uses it, the kernel
-    may take its pages back.
+    Even with huge pages, a first touch takes a third of the time of reading and hashing together (9 against 26 ms for
+    64 MB). A process that drops one cache to make room for the next has such a block. While it is unused, the kernel
+    may reclaim its pages.
     """
     block = _taken(size) or _mapped(size)
     owner = np.frombuffer(block, np.uint8)  # alive for as long as anything views it
@@ -47,7 +46,7 @@ def used_memory(size: int) -> memoryview:
 
 
 def fill(file: RawIOBase, buffer: memoryview) -> None:
-    """Read on in a file until the buffer is full. Raises `BlobError` where the file ends before."""
+    """Read from a file until the buffer is full. Raises `BlobError` if the file ends first."""
     done = 0
     while done < len(buffer):
         count = file.readinto(buffer[done:])
@@ -61,14 +60,14 @@ def _mapped(size: int) -> mmap.mmap:
     start = _start(np.frombuffer(block, np.uint8))
     huge = round(size / _HUGE_PAGE) * _HUGE_PAGE
     if huge and hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
-        with suppress(OSError):  # a kernel without them; they are never needed
+        with suppress(OSError):  # a kernel without huge pages, which only save time
             block.madvise(mmap.MADV_HUGEPAGE, start, huge)
     return block
 
 
 def _taken(size: int) -> mmap.mmap | None:
-    """The spare block, if `size` bytes fit in. Pages that they do not need go back to the kernel."""
-    # No lock here: `_keep` runs wherever Python finds that a view was the last one, between these lines too.
+    """The spare block, if `size` bytes fit. Pages beyond them go back to the kernel."""
+    # No lock: `_keep` runs whenever Python drops the last view, possibly between these lines.
     try:
         block = _spare.pop()
     except IndexError:
@@ -96,5 +95,5 @@ def _view(owner: npt.NDArray[np.uint8], size: int) -> memoryview:
 
 
 def _start(owner: npt.NDArray[np.uint8]) -> int:
-    """Where in a block its first huge page begins."""
+    """Offset of the first huge page in a block."""
     return -owner.ctypes.data % _HUGE_PAGE

@@ -1,4 +1,4 @@
-"""What every record that holds entries has: rows packed by head, and where they stood in the document."""
+"""The base of all records that hold entries: rows packed by head, and their positions in the document."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ class HeadView(NamedTuple):
 class Packed:
     """Entries of a layer, packed by head. Head h owns rows `offsets[h]` to `offsets[h + 1]`.
 
-    Packed instead of padded: heads that keep different numbers of entries cost no fake keys, on disk or in memory, and
-    equal heads can still be viewed as `[kv_heads, kept, D]` without a copy.
+    Rows are not padded: heads of different lengths need no fake keys on disk or in memory, and heads of equal length
+    can still be viewed as `[kv_heads, kept, D]` without a copy.
 
     keys: `[entries, D]` and values: `[entries, Dv]`, in the model's dtype, contiguous, each head's rows in ascending
-    position; or the same as `QuantizedRows`. entries_at: `[entries]` int32, what `entry_positions` gives, or a function
-    that makes it when it is first asked for and cannot fail: to expand the bitmaps of a 64 MB cache takes half as long
-    as to receive it, and attention needs no position. Two threads may each call it; they make the same. `rope_mode`
+    position; or the same as `QuantizedRows`. entries_at: `[entries]` int32, the value of `entry_positions`, or a
+    function that computes it on first use and cannot fail: expanding the bitmaps of a 64 MB cache takes half as long as
+    receiving it, and attention needs no positions. Two threads may both call it; the results are equal. `rope_mode`
     says whether the rotation of RoPE is in the keys ("baked") or still to be applied ("pre").
 
-    importance: `[entries]` fp32, higher is more important, or None: what codec `mixed` chooses by. It lives in memory
-    only: never in a blob, and not in `nbytes`.
+    importance: `[entries]` fp32, higher is more important, or None; codec `mixed` chooses entries by it. It exists in
+    memory only, not in blobs, and does not count in `nbytes`.
     """
 
     keys: Rows
@@ -112,12 +112,13 @@ class Packed:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held in memory: everything but `importance`, positions as tensors."""
+        """Bytes held in memory, with positions expanded and without `importance`."""
         held: int = sum(getattr(self, name).nbytes for name in self._tensors())
         return held + self.entries * torch.int32.itemsize
 
     def heads(self) -> list[tuple[Tensor, Tensor]]:
-        """Keys `[kept_h, D]` and values `[kept_h, Dv]` of each KV head, as views. Quantized records have none."""
+        """Keys `[kept_h, D]` and values `[kept_h, Dv]` of each KV head, as views. Raises `StateConflict` for a
+        quantized record."""
         if not isinstance(self.keys, Tensor) or not isinstance(self.values, Tensor):
             raise StateConflict("a quantized record has no views of its keys and values; use dense() or prefixes()")
         return list(zip(torch.split(self.keys, self.lengths), torch.split(self.values, self.lengths), strict=True))
@@ -151,7 +152,7 @@ class Packed:
         return replace(self, **moved, entries_at=self.entry_positions.to(device), importance=importance)
 
     def _tensors(self) -> tuple[str, ...]:
-        """Names of the fields that hold tensors and belong to the artifact, but for the positions of the entries."""
+        """Names of the artifact's tensor fields, except the positions of the entries."""
         return ("keys", "values")
 
     def _selected(self, chosen: Tensor) -> dict[str, Any]:
@@ -169,12 +170,12 @@ class Packed:
 
 
 def offsets_of(lengths: Sequence[int]) -> tuple[int, ...]:
-    """Where each head's rows begin and the last one's end: one number more than there are heads."""
+    """The first row of each head, then the end of the last head: heads + 1 numbers."""
     return tuple(accumulate(lengths, initial=0))
 
 
 def padded(keys: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """One tensor each for all heads, rows past a head's own length zero, and which rows are valid."""
+    """Keys and values of all heads, padded with zeros to the longest head, and the mask of valid rows."""
     lengths = [head.shape[0] for head in keys]
     widest = max(lengths)
     all_keys = keys[0].new_zeros(len(keys), widest, keys[0].shape[1])
@@ -187,7 +188,7 @@ def padded(keys: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[Tensor, Te
 
 
 def rotation(rope_mode: RopeMode, rotate: Rotate | None) -> Rotate | None:
-    """The rotation these keys still need, None if they carry it. Raises `StateConflict` if they need one in vain."""
+    """The rotation the keys still need, None if they carry it. Raises `StateConflict` if the model has none."""
     if rope_mode == "baked":
         return None
     if rotate is None:

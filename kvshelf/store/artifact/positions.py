@@ -1,11 +1,11 @@
-"""Original positions of a layer's kept entries, as few bytes as the simplest three encodings allow.
+"""Original positions of a layer's kept entries, stored in the smallest of three simple encodings.
 
     range    every head keeps 0 .. N-1: no bytes at all
     bitmap   N bits per head, least significant bit first, each head padded to a whole byte
     delta    one LEB128 varint per entry: the first position of a head, then each gap minus one
 
-The smallest encoding is taken, the first of this list where two are equal, so equal positions have equal bytes. The
-bitmap wins from about one entry in eight; int64 positions would cost 64 times the bitmap at full length.
+The smallest encoding is chosen, on a tie the first in this list, so equal positions have equal bytes. The bitmap is
+smallest from about one token kept in eight; int64 positions would cost 64 times the bitmap at full length.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def choose(positions: Ints, lengths: Sequence[int], num_tokens: int) -> Encoding
 
 
 def decode(name: Encoding, data: memoryview, lengths: Sequence[int], num_tokens: int) -> Callable[[], Ints]:
-    """The inverse of `encode`: a function that gives the positions, `[sum(lengths)]`, and cannot fail.
+    """The inverse of `encode`: returns a function that expands the positions, `[sum(lengths)]`, and cannot fail.
 
-    Raises `BlobError` at once for bytes that `encode` cannot have written. To check a bitmap takes a tenth of the time
-    of expanding it, and few readers need that.
+    Raises `BlobError` at once for bytes that `encode` cannot have written. Expansion is deferred: it takes ten times as
+    long as checking a bitmap, and few readers need positions.
     """
     raw: Bytes = np.frombuffer(data, np.uint8)
     if name == "range":
@@ -84,8 +84,7 @@ def _all_kept(lengths: Sequence[int], num_tokens: int) -> bool:
 
 
 def _bitmap_wins(lengths: Sequence[int], num_tokens: int) -> bool:
-    """Whether the bitmap is the writer's choice, wherever in the document the entries stand: a varint takes at least a
-    byte."""
+    """Whether the writer chooses the bitmap whatever the positions are: a varint takes at least one byte per entry."""
     return not _all_kept(lengths, num_tokens) and len(lengths) * _bitmap_stride(num_tokens) <= sum(lengths)
 
 
@@ -94,13 +93,13 @@ def _bitmap_stride(num_tokens: int) -> int:
 
 
 def _starts(lengths: Sequence[int]) -> Ints:
-    """Index of each head's first entry, heads without entries left out."""
+    """Index of the first entry of each head that has entries."""
     ends = np.cumsum(np.asarray(lengths, np.int64))
     return (ends - lengths)[np.asarray(lengths) > 0]
 
 
 def _gaps(positions: Ints, lengths: Sequence[int]) -> Ints:
-    """First position of each head as it is; after that, the number of positions skipped between two entries."""
+    """The first position of each head, then the number of positions skipped between consecutive entries."""
     gaps = np.diff(positions, prepend=0) - 1
     first = _starts(lengths)
     gaps[first] = positions[first]
@@ -147,15 +146,15 @@ def _check_bitmap(raw: Bytes, lengths: Sequence[int], num_tokens: int) -> None:
 
 
 def _from_bitmap(raw: Bytes, lengths: Sequence[int], num_tokens: int) -> Ints:
-    # The index in the flat array, less where its head begins: several times as fast as a search in two dimensions.
+    # The index in the flat array minus the start of its head: several times faster than a two-dimensional search.
     found = np.flatnonzero(np.unpackbits(raw, bitorder="little").view(np.bool_))
     return found - np.repeat(np.arange(len(lengths)) * (_bitmap_stride(num_tokens) * 8), lengths)
 
 
 def _from_varints(raw: Bytes, lengths: Sequence[int], num_tokens: int) -> Ints:
     gaps = _read_varints(raw, sum(lengths))
-    # A running sum over all heads, less what it was before the head began. Sums stay below 2**63: at most 2**28 gaps
-    # (the bytes are there) of at most 2**35 each.
+    # A running sum over all heads, minus its value before the head. Sums stay below 2**63: at most 2**28 gaps (each has
+    # a stored byte) of at most 2**35 each.
     steps = gaps + 1
     running = np.cumsum(steps)
     first = _starts(lengths)
@@ -194,7 +193,7 @@ def _read_varints(raw: Bytes, count: int) -> Ints:
     if raw.size and not ends[-1]:
         raise BlobError("the position deltas end within a varint", reason="positions_malformed")
     found = int(np.count_nonzero(ends))
-    if found != count:  # before an index is made of them: it takes eight bytes for each
+    if found != count:  # before building an index, which takes eight bytes for each
         raise BlobError(f"{found} position deltas are stored for {count} entries", reason="positions_count")
     last = np.flatnonzero(ends)
     starts = np.concatenate(([0], last[:-1] + 1)) if last.size else last

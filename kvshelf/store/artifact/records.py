@@ -1,4 +1,4 @@
-"""Layer records: what remains of one layer of a KV cache, and how attention reads it.
+"""Layer records: the entries kept of one layer of a KV cache, and how attention reads them.
 
 `Kept`     some of the entries, unchanged
 `Merged`   classes of merged entries, and the slots that say which tokens a class stands for, after EMS
@@ -50,8 +50,8 @@ class Kept(Packed):
     def prefixes(self, rotate: Rotate | None = None) -> tuple[Prefix, ...]:
         """The prefixes of this layer for attention. `rotate` is needed for keys that carry no rotation yet.
 
-        Rows are read in place, quantized or not; un-rotated keys are made, and thrown away, a block of rows at a time.
-        Raises `StateConflict` when the model has no rotation to apply.
+        Rows are read in place, quantized or not; keys without rotation are rotated a block of rows at a time, and not
+        kept. Raises `StateConflict` when the model has no rotation to apply.
         """
         rotate = rotation(self.rope_mode, rotate)
         lengths = tuple(self.lengths)
@@ -73,8 +73,8 @@ class Merged(Packed):
     keys[slot_classes[i]]`, its value `values[slot_classes[i]]`. A token that is its own class has scale 1 and its own
     key. Tokens that were evicted have no slot: a slot with a zero key would still take part of the softmax.
 
-    With rope_mode "baked" slots are as they stand; with "pre" the keys carry no rotation, and each slot is rotated to
-    its own position when attended to.
+    With rope_mode "baked", slots need no rotation; with "pre", the keys carry none, and attention rotates each slot to
+    its own position.
 
     slot_scales: `[slots]` fp32. slot_classes: `[slots]` int32, the class's index within its head. slot_positions:
     `[slots]` int32, ascending within a head. slot_offsets: head h owns slots `slot_offsets[h]` to
@@ -98,7 +98,7 @@ class Merged(Packed):
 
     @property
     def slots(self) -> int:
-        """Tokens that the classes of all heads stand for. A budget counts `entries`."""
+        """Slots over all heads. A budget counts `entries` instead."""
         return self.slot_offsets[-1]
 
     @property
@@ -107,10 +107,10 @@ class Merged(Packed):
         return [end - start for start, end in zip(self.slot_offsets, self.slot_offsets[1:], strict=False)]
 
     def prefixes(self, rotate: Rotate | None = None) -> tuple[Prefix, ...]:
-        """What this layer shows to attention: its slots. See `Kept.prefixes`.
+        """The slots of this layer, as prefixes for attention. See `Kept.prefixes`.
 
-        Where slots need no rotation, those of a class differ by a factor only and are never expanded. Otherwise they
-        are made a block of rows at a time.
+        If slots need no rotation, those of a class differ only by a factor and are never expanded. Otherwise they are
+        expanded a block of rows at a time.
         """
         rotate = rotation(self.rope_mode, rotate)
         lengths, slot_lengths = tuple(self.lengths), tuple(self.slot_lengths)
@@ -134,7 +134,7 @@ class Merged(Packed):
         rows = starts[slot_heads] + self.slot_classes  # each slot's class as a row of `keys`
         slots = chosen[rows]
         selected = self._selected(chosen)
-        # A class's new index within its head: chosen rows before it, less those before its head begins.
+        # A class's new index within its head: the chosen rows before it, minus those before its head.
         before = torch.cat([chosen.new_zeros(1, dtype=torch.int64), chosen.cumsum(0)])
         classes = before[rows] - before[starts][slot_heads]
         return Merged(
@@ -155,7 +155,7 @@ PackedRecord = Kept | Merged
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """One layer as several records with the same heads whose tokens are disjoint. Attention sums over all of them."""
+    """One layer as several records with the same heads and disjoint tokens. Attention sums over all of them."""
 
     kind: ClassVar[Literal["parts"]] = "parts"
 
@@ -202,7 +202,7 @@ class Parts:
         return sum(part.nbytes for part in self.parts)
 
     def dense(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys, values and valid as of `Packed.dense`, the entries of all parts in ascending position."""
+        """As `Packed.dense`, with the entries of all parts in ascending position."""
         order = [head.argsort() for head in self._together([part.positions for part in self.parts])]
         keys = self._together([part.plain_heads()[0] for part in self.parts])
         values = self._together([part.plain_heads()[1] for part in self.parts])
@@ -212,7 +212,7 @@ class Parts:
         )
 
     def prefixes(self, rotate: Rotate | None = None) -> tuple[Prefix, ...]:
-        """What this layer shows to attention: the prefixes of all its parts. See `Kept.prefixes`."""
+        """The prefixes of all parts, for attention. See `Kept.prefixes`."""
         return tuple(prefix for part in self.parts for prefix in part.prefixes(rotate))
 
     def to(self, device: torch.device | str) -> Parts:
@@ -222,7 +222,7 @@ class Parts:
 
     @staticmethod
     def _together(parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """One tensor per head out of one per part and head."""
+        """Concatenate the parts' tensors, head by head."""
         return [torch.cat(heads) for heads in zip(*parts, strict=True)]
 
 

@@ -40,10 +40,10 @@ class DiskStore(Shelf):
         now: Callable[[], float] = time.time,
         on_step: Step = lambda _: None,
     ) -> Self:
-        """Open the shelf in a folder; both are made if they are missing. Raises `StoreUnavailable`, `StorageFull`.
+        """Open the shelf in a folder; both are created if missing. Raises `StoreUnavailable`, `StorageFull`.
 
-        key: for content addresses, where the folder is new (32 bytes; a random one if None). busy_s: how long a writer
-        waits for its turn. write_lease_s: how long it may be silent. now: the wall clock, Unix seconds. Open it after
+        key: the key of content addresses for a new folder (32 bytes; random if None). busy_s: how long a writer waits
+        for the lock. write_lease_s: how long it may be silent. now: the wall clock, Unix seconds. Open it after
         forking: connections do not survive a fork.
         """
         with translated(home):

@@ -20,14 +20,14 @@ FILE_NAME = "shelf.sqlite3"
 
 
 def known_key(home: Path) -> bytes | None:
-    """The key of the home in a folder, None where there is no home yet. Nothing is made or changed."""
+    """The key of the home in a folder, None if there is no home yet. Changes nothing."""
     path = home / FILE_NAME
     with translated(home):
         if not path.exists():
             return None
         with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as connection:
             if not connection.execute("SELECT 1 FROM sqlite_schema WHERE name = 'meta'").fetchone():
-                return None  # whoever began to make it has not got further
+                return None  # its creation is not finished
             row = connection.execute("SELECT value FROM meta WHERE name = 'key'").fetchone()
     return None if row is None else bytes(row[0])
 
@@ -35,8 +35,8 @@ def known_key(home: Path) -> bytes | None:
 class Database:
     """Connections to the index of one home. A connection is never used by two threads at once.
 
-    Connections are lent from a pool rather than bound to threads: a server's worker threads come and go, and a
-    connection that outlives its thread would be found by nobody.
+    Connections are lent from a pool rather than bound to threads: a server's worker threads come and go, and nobody
+    would find a connection that outlives its thread.
     """
 
     def __init__(self, home: Path, busy_s: float) -> None:
@@ -49,7 +49,7 @@ class Database:
     def create(self, key: bytes | None) -> bytes:
         """Make the tables if they are missing; returns the home's secret key: `key` in a new home, or a random one.
 
-        Two processes may start at once: the folder itself is locked meanwhile, and the kernel lets the lock go when a
+        Two processes may start at once: the folder itself is locked meanwhile, and the kernel releases the lock when a
         process dies.
         """
         with translated(self._home):
@@ -73,9 +73,9 @@ class Database:
 
     @contextmanager
     def write(self, *, durable: bool = True) -> Iterator[sqlite3.Connection]:
-        """A transaction that holds the write lock from its start. On the disk on return, undone on any exception.
+        """A transaction that holds the write lock from its start. On the disk on return, rolled back on any exception.
 
-        Not `durable`: it may be lost in a power cut (never torn), and saves the wait for the disk.
+        durable False saves the wait for the disk; a power cut may then lose the transaction, but never tear it.
         """
         with self.read() as connection:
             connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
@@ -96,7 +96,7 @@ class Database:
                 return
 
     def _borrow(self) -> sqlite3.Connection:
-        # An open connection goes on working on a file that was deleted, and what it acknowledges is lost.
+        # An open connection keeps working on a deleted file, and what it acknowledges is lost.
         if os.stat(self._path).st_ino != self._inode:
             raise StoreUnavailable(f"{self._path} was replaced while it was in use; open the shelf again")
         try:
@@ -119,8 +119,8 @@ class Database:
 
     def _require_private_file(self) -> None:
         """The index holds the key: a regular file that only its owner may read. SQLite gives its WAL the same mode."""
-        # An existing file is only looked at. To open and close it would drop the locks that other connections of this
-        # process hold on it: POSIX locks belong to the process, not to the descriptor.
+        # An existing file is only inspected: opening and closing it would drop the locks that other connections of this
+        # process hold on it, because POSIX locks belong to the process, not to the descriptor.
         with suppress(FileExistsError):
             os.close(os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         found = os.lstat(self._path)

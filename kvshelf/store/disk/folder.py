@@ -25,8 +25,8 @@ _SUFFIX = ".kvb"
 class Folder(Blobs):
     """See `Blobs`. A file that is open stays readable when its name is removed: the kernel holds the lease.
 
-    A reader also takes a shared lock on its file, so that other processes can see that it is read; the kernel lets go
-    of it when the reader closes the file or dies.
+    A reader also takes a shared lock on its file, so that other processes see that it is in use; the kernel releases
+    the lock when the reader closes the file or dies.
     """
 
     home = "disk"
@@ -34,8 +34,7 @@ class Folder(Blobs):
     read_ahead = True
 
     def __init__(self, path: Path, blobs: int, quarantine: int) -> None:
-        """blobs, quarantine: descriptors of the two folders: files are found relative to them, whatever happens to
-        their paths."""
+        """blobs, quarantine: descriptors of the two folders; files are found through them even if the paths change."""
         self.path = path
         self._blobs = blobs
         self._quarantine = quarantine
@@ -59,7 +58,7 @@ class Folder(Blobs):
                 _write_all(file, buffer)
             on_step("written")
             os.fsync(file.fileno())
-            os.fsync(self._blobs)  # the file's content is durable by now, its name only with the folder
+            os.fsync(self._blobs)  # the content is durable by now; the name becomes so with the folder
         on_step("synced")
 
     def renew(self, name: str, nbytes: int) -> None:
@@ -68,13 +67,13 @@ class Folder(Blobs):
     def open(self, name: str, nbytes: int, *, once: bool = False) -> RawIOBase | None:  # noqa: ARG002 - the kernel knows
         with self._translated():
             try:
-                file = self._file(name, os.O_RDONLY | os.O_NONBLOCK)  # a planted pipe must not make the opening wait
+                file = self._file(name, os.O_RDONLY | os.O_NONBLOCK)  # must not block on a planted pipe
             except OSError as error:
                 if error.errno in (errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENXIO):
                     return None
-                raise  # anything else, too many open files for one, says nothing about the cache
+                raise  # other errors, such as too many open files, say nothing about the cache
             if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                with suppress(OSError):  # a file system without locks: eviction then sees no readers, who are safe
+                with suppress(OSError):  # a file system without locks: eviction sees no readers, who are safe
                     fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 return file
             file.close()
@@ -137,7 +136,7 @@ class Folder(Blobs):
             yield
 
     def _entries(self) -> Iterator[tuple[str, float]]:
-        """All that lies in the folders, with the time of the last change (Unix seconds)."""
+        """Everything in the folders, with the time of its last change (Unix seconds)."""
         for folder in (self._blobs, self._quarantine):
             for name in os.listdir(folder):
                 with suppress(FileNotFoundError):  # removed since it was listed
@@ -153,7 +152,7 @@ class Folder(Blobs):
 
 
 class _BlobFile(FileIO):
-    """A file whose errors while reading are those of the store."""
+    """A file that raises the store's errors when it is read."""
 
     place: Path
 
@@ -187,7 +186,7 @@ def _unlink(file: str, folder: int) -> bool:
 
 
 def _write_all(file: FileIO, buffer: memoryview) -> None:
-    """Write a buffer whole: one call writes at most 2 GiB."""
+    """Write a whole buffer: one system call writes at most 2 GiB."""
     done = 0
     while done < len(buffer):
         done += file.write(buffer[done:]) or 0

@@ -231,7 +231,7 @@ def _find(connection: sqlite3.Connection, cache_id: str, tenant: str) -> Entry |
 
 
 def _taken(connection: sqlite3.Connection, cache_id: str, tenant: str | None) -> tuple[int, int]:
-    """Caches and bytes, ready or being written, of one tenant or all; without those of one cache id."""
+    """Caches and bytes, ready or being written, of one tenant or all, except those of one cache id."""
     mine, values = ("", ()) if tenant is None else ("AND tenant = ?", (tenant,))
     row = connection.execute(
         f"SELECT coalesce(sum(caches), 0) AS caches, coalesce(sum(bytes), 0) AS bytes FROM ("
@@ -281,7 +281,7 @@ def _register(connection: sqlite3.Connection, writing: Writing, lease_until: flo
 
 
 def _doom(connection: sqlite3.Connection, where: str, values: tuple[Any, ...]) -> None:
-    """Note the names of entries that are about to give way, as those of writes that were abandoned."""
+    """Record the names of entries that are about to be removed, like those of abandoned writes."""
     connection.execute(
         "INSERT INTO writes SELECT name, id, tenant, nbytes, source, source_bytes, 0 FROM caches "
         f"WHERE name IS NOT NULL AND {where}",

@@ -12,7 +12,7 @@ from kvshelf.store.jobs.table import Item, JobTable, Kind, overtaken, too_slow
 _FIELDS: Final = "kind, id, tenant, text, version, open, due, held, term, holder, lease_until, created_at, updated_at"
 
 _FOREVER: Final = 9e15
-"""The end of a lease that has none: a number, not NULL, so that everything else about leases holds for it too."""
+"""The end of a lease that never ends: a number, not NULL, so that all comparisons of leases work for it too."""
 
 
 class SqliteJobs(JobTable):

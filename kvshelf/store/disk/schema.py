@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 HOME_FORMAT: Final = 3
-"""Raised when the tables change in a way that older versions cannot work with."""
+"""Incremented when the tables change in a way that older versions cannot work with."""
 
 TABLES: Final = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value BLOB NOT NULL) STRICT;

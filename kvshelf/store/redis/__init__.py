@@ -35,10 +35,10 @@ class RedisStore(Shelf):
         now: Callable[[], float] = time.time,
         on_step: Step = lambda _: None,
     ) -> Self:
-        """Open the shelf at a URL (`kvshelf.store.redis.address`), and make it if it is not there.
+        """Open the shelf at a URL (`kvshelf.store.redis.address`), or create it.
 
-        key: for content addresses, where the home is empty (32 bytes; a random one if None). write_lease_s: how long a
-        writer may be silent. now: the wall clock, Unix seconds. Open it after forking. Raises `InvalidRequest`,
+        key: the key of content addresses for an empty home (32 bytes; random if None). write_lease_s: how long a writer
+        may be silent. now: the wall clock, Unix seconds. Open it after forking. Raises `InvalidRequest`,
         `StoreUnavailable`.
         """
         place = address.parse(url)

@@ -1,4 +1,4 @@
-"""What a Redis URL means.
+"""URLs of shelves in Redis.
 
     redis://[user:password@]host[:6379][/db]
     redis-sentinel://[user:password@]host1[:26379],host2[:26379]/service[/db]
@@ -35,10 +35,9 @@ _PORTS: Final[dict[Kind, int]] = {"single": 6379, "sentinel": 26379, "cluster": 
 class RedisAddress:
     """Where a shelf in Redis is. Made by `parse`; its text is the URL without user and password.
 
-    hosts: host and port of the server, the Sentinels, or some nodes of the cluster. service: what the Sentinels call
-    the server. timeout_s: seconds without progress on a socket after which the server counts as unreachable. prefix:
-    what all keys begin with, so that several shelves share one Redis. ca: a file of certificates to trust instead of
-    the system's.
+    hosts: host and port of the server, the Sentinels, or some nodes of the cluster. service: the Sentinels' name for
+    the server. timeout_s: seconds without progress on a socket after which the server counts as unreachable. prefix: of
+    all keys, so that several shelves can share one Redis. ca: a file of certificates to trust instead of the system's.
     """
 
     kind: Kind
@@ -65,7 +64,7 @@ def location(host: str, port: int) -> str:
 
 
 def parse(url: str) -> RedisAddress:
-    """Raises `InvalidRequest` for anything but a URL of this module's docstring; never with the password in it."""
+    """Parse a URL of one of these forms. Raises `InvalidRequest` for any other text, never with the password in it."""
     try:
         parts = urlsplit(url)
         scheme = _SCHEME.fullmatch(parts.scheme)
@@ -79,7 +78,7 @@ def parse(url: str) -> RedisAddress:
     kind: Kind = scheme[2] or "single"  # type: ignore[assignment]
     tls = scheme[1] == "rediss"
     credentials, _, places = parts.netloc.rpartition("@")
-    hosts = _hosts(kind, places)  # before the rest: a password with a bare '?' or '/' in it is stopped here
+    hosts = _hosts(kind, places)  # first, because it refuses a password with an unescaped '?' or '/'
     user, password = _credentials(credentials)
     service, db = _path(kind, parts.path)
     ca, prefix, timeout_s = _parameters(query, tls)
@@ -139,5 +138,5 @@ def _seconds(text: str) -> float:
 
 
 def _refused(why: str) -> InvalidRequest:
-    # The URL itself is not repeated: whatever is wrong with it, a password may be in it.
+    # The message does not repeat the URL, because a wrong URL may still contain a password.
     return InvalidRequest(f"the URL of the Redis store is not usable: {why}; {_SUPPORTED}", param="store")

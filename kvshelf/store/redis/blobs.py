@@ -2,10 +2,10 @@
 
     {<prefix>/<name>}:<n>          chunk n, from 0; the last one is shorter, and no bytes at all are one empty chunk
     {<prefix>/<name>}:aside:<n>    the same, set aside
-    {<prefix>/<name>}:readers      sorted set: token of a reader -> until when it reads, in ms by the server's clock
+    {<prefix>/<name>}:readers      sorted set: a reader's token -> the end of its lease, in ms by the server's clock
 
 A blob is not one value, because Redis takes at most 512 MB and reads large values slowly. Every chunk has an expiry
-from its first moment, so that the leftovers of dead writers and readers expire by themselves.
+from the start, so that leftovers of dead writers and readers expire by themselves.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ CHUNK: Final = 4 << 20
 """Bytes. Part of the format: another size does not find existing chunks."""
 
 READ_LEASE_S: Final = 60.0
-"""How long a removed name stays readable for a reader that does not read on."""
+"""How long a removed name stays readable for a reader that has gone silent."""
 
-_UNANSWERED: Final = 2  # chunks that are sent before the answer to the first is awaited
+_UNANSWERED: Final = 2  # chunks sent before waiting for the answer to the first
 
 _CLOCK: Final = """
 local time = redis.call('TIME')
@@ -65,8 +65,8 @@ return found
 """
 )
 
-# KEYS: chunks. ARGV: until when to keep them in Unix ms or '', then the length of each. Returns whether all exist.
-# Never shortens the lifetime of a chunk: readers may need it.
+# KEYS: chunks. ARGV: their expiry in Unix ms or '', then the length of each. Returns whether all exist. Never shortens
+# the lifetime of a chunk: readers may need it.
 _KEEP: Final = (
     _CLOCK
     + """
@@ -82,7 +82,7 @@ return 1
 """
 )
 
-# KEYS: chunks, of which some may not be there yet. ARGV: lease in ms.
+# KEYS: chunks, some of which may not exist yet. ARGV: lease in ms.
 _RENEW: Final = """
 for i = 1, #KEYS do
     local left = redis.call('PTTL', KEYS[i])
@@ -91,7 +91,7 @@ end
 return 1
 """
 
-# Returns how many chunks existed. Chunks with readers stay until these are done or dead.
+# Returns how many chunks existed. Chunks with readers stay until the readers finish or die.
 _REMOVE: Final = (
     _READERS
     + """
@@ -150,7 +150,7 @@ class RedisBlobs(Blobs):
             writer.end()
         loan.give_back()
         on_step("written")
-        on_step("synced")  # how soon Redis puts it on a disk is a setting of the server
+        on_step("synced")  # when Redis writes to disk is a setting of the server
 
     def renew(self, name: str, nbytes: int) -> None:
         self._link.script(_RENEW, self._chunks(name, nbytes), [_ms(self._write_lease_s)])
@@ -207,7 +207,7 @@ class RedisBlobs(Blobs):
         return bool(self._link.script(_IS_READ, [self._key(name, "readers")], []))
 
     def found(self) -> Iterator[tuple[str, float]]:
-        """The seconds since a chunk was last written or read: Redis records no other time."""
+        """Times are seconds since a chunk was last written or read: Redis records no other time."""
         seen: set[str] = set()
         for keys in self._link.scan(f"{{{self._prefix}/*}}:*"):
             fresh: dict[str, bytes] = {}

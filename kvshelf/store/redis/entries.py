@@ -77,7 +77,7 @@ def read_writing(name: bytes, record: bytes) -> Writing:
 def read_entry(shown: tuple[bytes, bytes | None], *, as_kept: bool = False) -> Entry:
     """An entry from the reply of `show` in `index.lua`: the fields, and the manifest if there is one.
 
-    A ready entry without a manifest has expired if its time has come, else it is corrupt. as_kept: it stays ready, as
+    A ready entry without a manifest is expired if its expiry has passed, else corrupt. as_kept: it stays ready, as
     sweeps need it.
     """
     try:

@@ -1,4 +1,4 @@
-"""A file whose bytes come in pieces from Redis, straight into the reader's memory."""
+"""A file in Redis, received in pieces straight into the reader's memory."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from kvshelf.store.redis.link import RedisLink
 from kvshelf.store.redis.server import Loan
 from kvshelf.store.redis.wire import Command, Reply, Wire
 
-_AHEAD: Final = 4  # pieces that are asked for before they are read: the server works while the reader hashes
-_SMALL: Final = 256 << 10  # bytes; a read of less fetches just that, unless it continues where the last one ended
+_AHEAD: Final = 4  # pieces requested ahead: the server works while the reader hashes
+_SMALL: Final = 256 << 10  # bytes; a smaller read fetches only its own bytes, unless it continues the last read
 _HEAD: Final = 12 << 10  # bytes at the beginning that come with the lease: the headers of most blobs
-_TAIL: Final = 64  # bytes at the end that do: what stands there says whether the whole is sound
+_TAIL: Final = 64  # bytes at the end that come with the lease: the trailer verifies the blob
 _FIRST: Final = 1 << 20  # bytes of a stream's first answer
 _DRAIN: Final = 64 << 10  # bytes; fewer than these are read and thrown away, to keep a connection
 
@@ -36,9 +36,10 @@ class Piece:
 class RedisFile(io.RawIOBase):
     """Seekable and read-only; `readinto` fills the whole buffer or reaches the end. For one thread at a time.
 
-    Raises `BlobError` (reason "missing") for a piece that is gone or has another length, `StoreUnavailable`. It holds a
-    lease on the server for `lease_s`, which `renew` prolongs while it is read and the command `release` ends. `ends`:
-    the server's answers to `ends_of(pieces)`. once: the lease may end with the last piece; later reads have none.
+    Raises `BlobError` (reason "missing") for a piece that is gone or has another length, and `StoreUnavailable`. The
+    file holds a lease on the server for `lease_s`; `renew` prolongs it during reads, and the command `release` ends it.
+    `ends`: the server's answers to `ends_of(pieces)`. once: the lease may end with the last piece; later reads have
+    none.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class RedisFile(io.RawIOBase):
         self._lease_s = lease_s
         self._renew_at = time.monotonic() + lease_s / 3
         self._position = 0
-        self._last_end = 0  # where the last read ended; a read at the beginning counts as reading on
+        self._last_end = 0  # where the last read ended; a read at the beginning counts as a continuation
         self._head, self._tail = (_sound(span, data) for span, data in zip(ends_of(pieces), ends, strict=True))
         self._stream: _Stream | None = None
 
@@ -125,11 +126,11 @@ class RedisFile(io.RawIOBase):
         return len(view)
 
     def _offset(self, index: int, position: int) -> int:
-        """Where in a piece that is."""
+        """The offset within a piece of a position in the file."""
         return position - self._ends[index] + self._pieces[index].nbytes
 
     def _start_after_head(self) -> None:
-        """A reader of the beginning reads on: let the server work meanwhile."""
+        """A reader of the head usually reads on, so request the rest now."""
         if self._stream is None and len(self._head) < self.nbytes:
             self._begin_stream(len(self._head))
 
@@ -141,7 +142,7 @@ class RedisFile(io.RawIOBase):
         view[:] = data
 
     def _stream_into(self, view: memoryview, position: int) -> int:
-        """Read from the stream at a position, a new one if it stands elsewhere. Returns how many bytes came."""
+        """Read from the stream at a position, or from a new one if it is elsewhere. Returns how many bytes came."""
         if self._stream is None or self._stream.position != position:
             self._end_stream()
             self._begin_stream(position)
@@ -178,14 +179,14 @@ class _Stream:
         self._last = last
         self._link = link
         self._spans = deque(_spans(pieces, skip))  # not asked for yet
-        self._asked: deque[Span] = deque()  # and not received
-        self._left = 0  # bytes to come of the first of them; 0: it has not begun
+        self._asked: deque[Span] = deque()  # requested, not received
+        self._left = 0  # bytes to come of the first requested span; 0: it has not begun
         self._loan: Loan = link.borrow(pieces[0].key)
         with link.talking(self._loan) as wire:
             self._ask(wire, 2)
 
     def read(self, view: memoryview) -> int:
-        """Fill the buffer or its beginning; it ends within the piece. Returns how many bytes came."""
+        """Fill the buffer, at most to the end of the piece. Returns how many bytes came."""
         with self._link.talking(self._loan) as wire:
             if not self._left:
                 self._begin(wire)
@@ -213,9 +214,9 @@ class _Stream:
                 self._loan.give_back()
 
     def _begin(self, wire: Wire) -> None:
-        """Begin to receive the next span, and ask for those after it before it is received.
+        """Begin to receive the next span, and request the spans after it before reading its bytes.
 
-        For several at once: to send a command takes as long as to receive 400 kB.
+        Several are requested at once: sending a command takes as long as receiving 400 kB.
         """
         span = self._asked[0]
         if wire.bulk() != span.nbytes:
@@ -228,7 +229,7 @@ class _Stream:
             self.has_said_last = True
 
     def _ask(self, wire: Wire, count: int) -> None:
-        """Ask until so many spans are to come."""
+        """Request spans until `count` are outstanding."""
         commands: list[Command] = []
         while self._spans and len(self._asked) < count:
             self._asked.append(self._spans.popleft())
@@ -258,7 +259,7 @@ class Span:
 
     @property
     def bounded_command(self) -> Command:
-        """As `command`, but the answer is at most one byte too long, even of a piece that is much too long."""
+        """As `command`, but the answer has at most one byte too many, however long the piece is."""
         end = self.stop if self.stop == self.piece.nbytes else self.stop - 1
         return ("GETRANGE", self.piece.key, self.start, end)
 
@@ -270,7 +271,7 @@ def ends_of(pieces: Sequence[Piece]) -> tuple[Span, Span]:
 
 
 def _spans(pieces: Sequence[Piece], skip: int) -> Iterator[Span]:
-    """From byte `skip` of the first piece on. The first one is short: while it is read, the server makes the next."""
+    """Spans from byte `skip` of the first piece on; the first is short, so that the server soon prepares the next."""
     first, *others = pieces
     cut = min(skip + _FIRST, first.nbytes)
     yield Span(first, skip, cut)
@@ -285,7 +286,7 @@ def _sound(span: Span, data: Reply) -> bytes:
 
 
 def _copy(data: bytes, offset: int, view: memoryview) -> memoryview:
-    """Fill as much of the view as the data reaches, and return that."""
+    """Copy the data from `offset` on into the view, and return the filled part of the view."""
     found = memoryview(data)[offset : offset + len(view)]
     view[: len(found)] = found
     return view[: len(found)]

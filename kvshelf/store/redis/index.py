@@ -1,8 +1,8 @@
 """The index of a Redis home: every method is one call of `index.lua`, which the server runs as one atomic step.
 
 The head of `index.lua` lists the keys. Leases are on the server's clock. Expiry is set on the server as well, so that a
-manifest expires by itself. `RedisLink` sends nothing twice; still, `begin`, `publish` and `swap` can be repeated,
-because a caller who lost the answer would otherwise undo them.
+manifest expires by itself. `RedisLink` never resends; still, `begin`, `publish` and `swap` may be repeated, because a
+caller that lost the answer would otherwise undo them.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from kvshelf.store.redis.link import RedisLink
 from kvshelf.store.redis.script import Script, Value
 
 HOME_FORMAT: Final = 1
-"""Raised when the keys change in a way that older versions cannot read."""
+"""Incremented when the keys change in a way that older versions cannot read."""
 
 _BATCH: Final = 100
-"""Entries in one call: some hundred KB of manifests, and a few milliseconds in which the server does nothing else."""
+"""Entries per call: some hundred KB of manifests, which block the server for a few milliseconds."""
 
 _STEPS: Final = 1000
-"""Simple look-ups in one call: about as long."""
+"""Simple look-ups per call, which block the server for about as long."""
 
 _ATTEMPTS: Final = 3
 
@@ -49,7 +49,7 @@ _REPLIES: Final = {
     **dict.fromkeys(("known", "forgotten", "counts", "home"), 1),
     **dict.fromkeys(("listing", "walked"), 2),
 }
-"""What replies of the script begin with, and how many parts follow."""
+"""The first word of each kind of reply, and how many parts follow it."""
 
 
 class RedisIndex(Index):
@@ -67,10 +67,10 @@ class RedisIndex(Index):
     def open(
         cls, link: RedisLink, prefix: str, key: bytes | None = None, *, write_lease_s: float = WRITE_LEASE_S
     ) -> Self:
-        """Connect to the home of a prefix; an empty one is made.
+        """Connect to the home of a prefix, or create it.
 
-        key: the key that an empty home gets, as a tier remembers it; a random one if None. With a key, a home that is
-        out of reach is entered later, by the first operation that reaches it.
+        key: for an empty home, as a tier remembers it; random if None. With a key, an unreachable home is entered
+        later, by the first operation that reaches it.
         """
         index = cls(link, prefix, write_lease_s)
         try:
@@ -148,7 +148,7 @@ class RedisIndex(Index):
 
     def stored(self) -> Iterator[Entry]:
         for batch in self._walk("stored"):
-            # One that the server has ended is left to the sweep.
+            # The sweep handles entries that the server has expired.
             yield from (entry for entry in map(read_entry, batch) if entry.stored)
 
     def knows(self, name: str) -> bool:
@@ -203,7 +203,7 @@ class RedisIndex(Index):
     def problems(self) -> list[str]:
         """Compares every stored entry with all places that record it, then the sizes of those places with the sums.
 
-        Others change the home meanwhile, so a count is a problem only if it is off by the same amount twice.
+        Others may change the home meanwhile, so a count is a problem only if it is off by the same amount twice.
         """
         found, once = self._recount()
         twice = self._recount()[1] if any(once.values()) else once
@@ -214,7 +214,7 @@ class RedisIndex(Index):
         self._link.close()
 
     def _run(self, operation: str, **values: Value) -> list[Any]:
-        """The reply of an operation. Makes a home that is gone again, with our key."""
+        """The reply of an operation. Creates a home that is gone again, with our key."""
         for _ in range(_ATTEMPTS):
             reply = self._script.run(operation, self._incarnation, **values)
             if reply[0] != "lost":
@@ -223,7 +223,7 @@ class RedisIndex(Index):
         raise StoreUnavailable("the shelf in Redis is emptied again and again; see who else uses this server")
 
     def _enter(self, key: bytes) -> tuple[bytes, str]:
-        """Key and incarnation of the home, which is made with `key` if it is empty. The first of several makes it."""
+        """Key and incarnation of the home. The first caller creates an empty home, with `key`."""
         fresh: dict[str, Value] = {"format": HOME_FORMAT, "key": key, "incarnation": secrets.token_hex(8)}
         home_format, found, incarnation = self._script.run("open", "", **fresh)[1]
         if home_format != str(HOME_FORMAT).encode():

@@ -21,12 +21,12 @@ _REPLIES: Final = {
     **dict.fromkeys(("item", "items", "ids", "removed", "taken", "lines"), 1),
     "forgotten": 2,
 }
-"""The words that replies of the script begin with, and how many parts follow each."""
+"""The first word of each kind of reply, and how many parts follow it."""
 
 _BATCH: Final = 500
 
 _ARGUMENT_BYTES: Final = 4 << 20
-"""In one call: a script copies its arguments, and the server does nothing else meanwhile."""
+"""Most argument bytes per call: a script copies its arguments, which blocks the server."""
 
 
 class RedisJobs(JobTable):
@@ -86,7 +86,7 @@ class RedisJobs(JobTable):
 
 
 def _parts(lines: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
-    """Lines in portions that one call can carry."""
+    """Lines in portions for one call each."""
     start, size = 0, 0
     for end, line in enumerate(lines):
         if end > start and (size + len(line) > _ARGUMENT_BYTES or end - start >= _BATCH):

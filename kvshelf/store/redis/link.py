@@ -1,10 +1,10 @@
 """The connection to Redis, with a limit on every wait and one family of errors.
 
-- A command is sent once. Idle connections that the server has closed are found before they are used; what is sent on
-  one that breaks may have been done, so it is not sent again. Only what the server itself declares undone is: a key
-  that moved in a cluster, a script it has forgotten.
-- Every wait on a socket ends after `timeout_s` without progress. After that the server is left alone for a second, in
-  which every call fails at once; then one caller tries it, and its success lets all in again.
+- A command is sent once. Idle connections that the server has closed are detected before they are used; a command sent
+  on a connection that then breaks may have been executed, so it is not sent again. Only commands that the server itself
+  declares undone are repeated: their key moved in a cluster, or the server forgot the script.
+- Every wait on a socket ends after `timeout_s` without progress. After that the server's circuit breaker is open for a
+  second, in which every call fails at once; then one caller tries, and its success closes the breaker.
 - A connection on which anything went wrong is closed.
 """
 
@@ -28,7 +28,7 @@ _ASK_AGAIN: Final = {"MOVED", "READONLY", "MASTERDOWN", "CLUSTERDOWN"}
 """Answers of a server that is no longer the right one."""
 
 _KEY_AT: Final = {"OBJECT": 2}
-"""Which word of a command is its key, where it is not the second."""
+"""Index of the key in commands where it is not the second word."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,9 @@ class RedisLink:
         return self._ask(_key(command), [command])[0]
 
     def pipeline(self, commands: Sequence[Command]) -> list[Reply]:
-        """Commands in one round trip, in a cluster in one for each node. Their answers in order.
+        """Send commands in one round trip (in a cluster, one per node); returns their answers in order.
 
-        It is no transaction: when one is refused, its error is raised, and the others have been done.
+        This is not a transaction: if a command is refused, its error is raised, and the others have been executed.
         """
         with self._translated():
             groups: dict[Server, list[int]] = {}
@@ -97,14 +97,14 @@ class RedisLink:
             return _accepted(replies)
 
     def script(self, source: str, keys: Sequence[str], args: Sequence[Part]) -> Reply:
-        """Run a Lua script; `keys`, at least one, must lie in one slot. Whether it has run once or not at all is not
-        known after `StoreUnavailable`."""
+        """Run a Lua script; `keys`, at least one, must lie in one slot. After `StoreUnavailable` it may have run once
+        or not at all."""
         return self.script_and_read(source, keys, args, [])[0]
 
     def script_and_read(
         self, source: str, keys: Sequence[str], args: Sequence[Part], reads: Sequence[Command]
     ) -> list[Reply]:
-        """`script`, and after it in the same round trip commands that read keys in its slot. Its reply, then theirs.
+        """Run `script`, then commands that read keys in its slot, in one round trip; returns all replies in order.
 
         The reply of a refused command is a `Refused`; a caller that needs it asks again and gets the error.
         """
@@ -118,7 +118,7 @@ class RedisLink:
             return _accepted(replies[:1]) + replies[1:]
 
     def scan(self, pattern: str) -> Iterator[list[bytes]]:
-        """The keys that match a pattern, portion by portion, some twice; what comes or goes meanwhile may be missed."""
+        """Keys that match a pattern, in portions, some twice. Keys added or removed meanwhile may be missed."""
         with self._translated():
             servers = self._route.primaries()
         for server in servers:
@@ -153,7 +153,7 @@ class RedisLink:
             yield loan.wire
         except BaseException as error:
             loan.drop(error)
-            with self._translated():  # here and not around it all: a large cache is read in many blocks
+            with self._translated():  # only on errors, to save time: a large cache is read in many blocks
                 raise
 
     def close(self) -> None:
@@ -168,7 +168,7 @@ class RedisLink:
         return [self._follow(command, reply) for command, reply in zip(commands, replies, strict=True)]
 
     def _follow(self, command: Command, reply: Reply) -> Reply:
-        """Ask where the server sends us: in a cluster keys move from node to node."""
+        """Follow redirections: in a cluster, keys move from node to node."""
         for _ in range(_REDIRECTS):
             if not isinstance(reply, Refused) or reply.code not in ("MOVED", "ASK"):
                 break

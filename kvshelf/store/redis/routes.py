@@ -1,8 +1,8 @@
 """Which server has a key: the only one, the one the Sentinels name, or one of a cluster.
 
 redis-py has clients for Sentinels and clusters too, but they ask one server after the other, each with its own timeout,
-behind one lock: with three servers that hang, twenty threads wait half a minute. What is asked of the servers is small,
-so it is asked here, within one timeout, and not again of those that failed a moment ago.
+behind one lock: with three hanging servers, twenty threads wait half a minute. The questions are small, so this module
+asks them itself, within one timeout, and skips servers that failed a moment ago.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One Redis server: its connections, and whether it is worth asking."""
+"""One Redis server: its connections and its circuit breaker."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from kvshelf.store.redis.faults import REFUSALS, NoServer, Resting, is_unreachab
 from kvshelf.store.redis.wire import Command, Refused, Reply, Wire
 
 REST_S: Final = 1.0
-"""How long a server that failed is left alone."""
+"""How long a server is left alone after a failure."""
 
 _CONNECTIONS: Final = 512
-"""At most so many at once; a service has far fewer threads."""
+"""Most connections at once; a service has far fewer threads."""
 
 
 class Breaker:
@@ -40,7 +40,7 @@ class Breaker:
                 return
             if time.monotonic() < self._resting_until:
                 raise Resting(f"{self._reason}, a moment ago")
-            # We try; other calls are refused meanwhile, and one of them tries next if this one never returns.
+            # We try; other calls are refused meanwhile, and one of them tries next if this try never returns.
             self._resting_until = time.monotonic() + REST_S + self._patience_s
 
     @property
@@ -67,8 +67,8 @@ class Server:
         self._breaker = Breaker(2 * timeout_s)
 
     def borrow(self) -> Loan:
-        """A connection, opened if none is idle. The pool finds out which of the idle ones the server has closed
-        before anything is sent on them, so nothing need ever be sent twice."""
+        """A connection, opened if none is idle. The pool detects idle connections that the server has closed before
+        anything is sent on them, so nothing needs to be sent twice."""
         self._breaker.enter()
         try:
             return Loan(self, self._pool.get_connection())
@@ -111,7 +111,7 @@ class Server:
     def _note(self, error: BaseException) -> None:
         if is_unreachable(error):
             self._breaker.failed(error)
-            self._pool.disconnect(inuse_connections=False)  # they lead to where this one led
+            self._pool.disconnect(inuse_connections=False)  # they lead to the same place
 
 
 def _is_demoted(reply: Reply) -> bool:
@@ -147,8 +147,8 @@ class Loan:
 
 
 class _Greeting:
-    """What redis-py does with `Wire` instead of its own reader while it opens and lends connections: that one believes
-    any length a peer claims, and with hiredis sets memory aside for it."""
+    """Makes redis-py open and check connections through `Wire`. Its own reader trusts any length a peer claims, and
+    with hiredis allocates memory for it."""
 
     def __init__(self, *, primary: bool = False, **options: Any) -> None:
         self._primary = primary
@@ -160,7 +160,7 @@ class _Greeting:
             for command in self._greetings():
                 wire.send(command)
                 reply = wire.receive()
-                if isinstance(reply, Refused) and command[0] != "PING":  # which a user need not be allowed
+                if isinstance(reply, Refused) and command[0] != "PING":  # a user may lack the right to PING
                     raise reply
             if self._primary and (not isinstance(reply, list) or reply[:1] != [b"master"]):
                 raise NoServer(f"{location(self.host, self.port)} is no primary")
@@ -173,8 +173,8 @@ class _Greeting:
             yield ("AUTH", self.password) if self.username is None else ("AUTH", self.username, self.password)
         if self.db:
             yield "SELECT", self.db
-        # One round trip at least: after it TLS has had its say, and what can be read is a reason to close.
-        # Sentinels may be behind, and a primary that comes back as a replica still takes reads.
+        # At least one round trip: after it TLS has nothing more to say, so any readable bytes are a reason to close.
+        # ROLE, because Sentinels may be outdated, and a former primary that returns as a replica still answers reads.
         yield ("ROLE",) if self._primary else ("PING",)
 
     def can_read(self: Any, timeout: float = 0) -> bool:
@@ -208,10 +208,9 @@ def connection_options(address: RedisAddress, *, credentials: bool = True, prima
 
 
 def first_answer(servers: Sequence[Server], command: Command, patience_s: float) -> tuple[Server, Reply]:
-    """The first server that answers, and what. Those that failed last time come last; those after one that hung are
-    left for the next time.
+    """The first server that answers, and its answer. Servers that failed last time are asked last.
 
-    Raises what the last one failed with.
+    After `patience_s` no further server is asked. Raises the error of the last one asked.
     """
     ends_at = time.monotonic() + patience_s
     failure: Exception = Resting("no server is known")

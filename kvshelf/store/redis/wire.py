@@ -1,9 +1,8 @@
 """The protocol of Redis (RESP2) on a socket that redis-py has opened and secured.
 
-Why not redis-py's own reader and writer: they make a fresh bytes object of every value (0.3 GB/s for 64 MiB, where the
-first touch of its memory costs more than the transfer), believe any length a peer claims, and may send again what was
-done already. Here a value goes straight into the caller's memory, lengths are bounded before anything is allocated,
-and what was sent is never sent again.
+redis-py's own reader and writer copy every value into a new bytes object (0.3 GB/s for 64 MiB: the first touch of its
+memory costs more than the transfer), trust any length a peer claims, and may resend a command that was executed. Here a
+value goes straight into the caller's memory, lengths are bounded before any allocation, and nothing is sent twice.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Refused(Exception):
 
 
 class Garbled(Exception):
-    """What came is not the protocol, or not an answer to what was asked. The connection is of no use any more."""
+    """The bytes received are not valid protocol, or do not answer the command. The connection is unusable."""
 
 
 class Wire:
@@ -46,7 +45,7 @@ class Wire:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._inbox = bytearray(_INBOX)
-        self._start = self._end = 0  # of what has come and is not read yet
+        self._start = self._end = 0  # of the bytes received and not read yet
         self._outbox = bytearray()
 
     # Sending
@@ -66,7 +65,7 @@ class Wire:
         self._outbox += b"$%d\r\n" % size
 
     def put(self, piece: memoryview) -> None:
-        """Send a piece of a value. It is not used any more when this returns."""
+        """Send a piece of a value. Its memory may be reused on return."""
         if len(piece) < _SMALL:
             self._outbox += piece
             if len(self._outbox) >= _SMALL:
@@ -88,7 +87,7 @@ class Wire:
         self._send(memoryview(ready))
 
     def _send(self, data: memoryview) -> None:
-        while data:  # not `sendall`, whose timeout is for all of it: a slow network is no hung server
+        while data:  # not `sendall`, whose timeout covers all data: a slow network is no hung server
             data = data[self._sock.send(data) :]
 
     # Receiving

@@ -32,7 +32,7 @@ class Copies:
 
     @contextmanager
     def tolerant(self, tier: Tier) -> Iterator[None]:
-        """Logs an error of a tier in the block and ends the block: no copy is ever needed."""
+        """Logs an error of a tier in the block and ends the block: copies are optional."""
         try:
             yield
         except (KvshelfError, OSError, MemoryError) as error:

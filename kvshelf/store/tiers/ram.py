@@ -1,4 +1,4 @@
-"""Copies of caches in the memory of one process, least recently used first to leave."""
+"""Copies of caches in the memory of one process; the least recently used are dropped first."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ default interval of sweeps, so that a deleted cache is not served for longer tha
 
 
 PER_COPY: Final = 16 << 10
-"""Bytes of the objects that describe a copy, beside its blob, so that many small caches count as what they take. With
-many layers it is about ten times as much, but then a small part of the blob."""
+"""Bytes of the objects that describe a copy, besides its blob, so that many small caches count in full. With many
+layers these objects take about ten times as much, but then little compared with the blob."""
 
-_LEAST_MAPPED: Final = 2 << 20  # bytes; smaller ones share pages: a process may have only some 65,000 maps
+_LEAST_MAPPED: Final = 2 << 20  # bytes; smaller copies share pages: a process may have only some 65,000 maps
 
 
 @dataclass(frozen=True)

@@ -68,12 +68,12 @@ class DiskTier(Tier):
     ) -> Self:
         """Open the tier in a folder, or make it in an empty one.
 
-        key: the home's. Raises `StoreUnavailable`, also for a folder that is a home, or before another one.
+        key: the home's. Raises `StoreUnavailable`, also for a folder that is a home or belongs to another one.
         """
         cls.known_key(folder)
         with translated(folder):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            (folder / _NOTE).touch()  # before there is a key: a folder with a key and without a note is a home
+            (folder / _NOTE).touch()  # before the key: a folder with a key and no note is a home
         rules = Rules(quota=Quota(budget_bytes=max_bytes), keyring=keyring)
         store = DiskStore.open(folder, key=key, rules=rules, now=now)
         if store.key != key:
@@ -97,8 +97,8 @@ class DiskTier(Tier):
     def keep(self, manifest: Manifest, cache: CompressedCache) -> None:
         if manifest.bytes_stored > self.max_bytes or self._has(manifest):
             return
-        with self._keeping, suppress(BlobError):  # the manifest is another one's
-            self.drop(manifest.id, manifest.tenant)  # of another blob, or bad
+        with self._keeping, suppress(BlobError):  # the cache is not the manifest's
+            self.drop(manifest.id, manifest.tenant)  # a copy of another blob, or a damaged one
             self._store.adopt(cache, manifest)
 
     def keep_source(self, manifest: Manifest, text: str) -> None:
@@ -171,6 +171,6 @@ class DiskTier(Tier):
             return None
         try:
             return read()
-        except (CacheNotFound, CacheError):  # it gave way meanwhile, or it is bad
+        except (CacheNotFound, CacheError):  # dropped meanwhile, or damaged
             self.drop(manifest.id, manifest.tenant)
             return None

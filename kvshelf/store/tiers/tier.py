@@ -31,7 +31,7 @@ class Tier(abc.ABC):
 
     @abc.abstractmethod
     def keep(self, manifest: Manifest, cache: CompressedCache) -> None:
-        """Take a copy, and drop others for it. Does nothing if the copy is here already, is larger than the whole
+        """Keep a copy, dropping others to make room. Does nothing if the copy is here already, is larger than the whole
         budget, or belongs to another manifest."""
 
     @abc.abstractmethod

@@ -1,7 +1,7 @@
 """Tiers before a home: local copies make reads faster and bridge an outage of the home.
 
-The home decides. Every read asks it for the manifest first, one round trip that reveals expiry and deletion; only the
-bytes come from a copy of the same blob. A copy's own manifest counts in three cases:
+The home is authoritative. Every read asks it for the manifest first, one round trip that reveals expiry and deletion;
+only the bytes come from a copy of the same blob. A copy's own manifest counts in three cases:
 
     the home cannot be reached          reads are answered from copies
     the home has lost everything        (its incarnation changed) it gets back the copies that it does not know

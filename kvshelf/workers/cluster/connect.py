@@ -12,11 +12,12 @@ from kvshelf.errors import NoWorker
 
 
 def prepare_environment(address: str | None) -> None:
-    """Set what Ray and torch read when they start. Call before the first import of ray; what is set already stays.
+    """Set the variables that Ray and torch read when they start. Call it before the first import of ray; variables that
+    are set already stay.
 
-    A local cluster listens on the machine's network address, whatever one asks of it, and whoever reaches it can run
-    code. So it asks for a token, made up here and known to this process and its children alone. (Without a mode Ray
-    would write a token to the home folder and print a banner.) Nothing is reported to Ray's makers.
+    A local cluster always listens on the machine's network address, and anyone who reaches it could run code. So it
+    asks for a token, generated here and known only to this process and its children. (Without a mode Ray would write a
+    token to the home folder and print a banner.) Nothing is reported to Ray's makers.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if address is not None:
@@ -24,21 +25,21 @@ def prepare_environment(address: str | None) -> None:
     if "RAY_AUTH_MODE" not in os.environ:
         os.environ["RAY_AUTH_MODE"] = "token"
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-    # Ray starts its workers with a niceness of 15, so that they give way to everything else. These are the service.
+    # Ray starts its workers with a niceness of 15, so that they yield to everything else. Here they are the service.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    # Workers that Ray starts ahead import it while they wait for work: each of ours needs it, and it takes a second.
+    # Workers that Ray starts ahead import ray.serve while they wait: all of ours need it, and importing takes 1 s.
     os.environ.setdefault("RAY_preload_python_modules", "ray.serve")
-    # Threads that spin while they wait for each other hold the core that the other one needs. On two cores that were
-    # busy with other work besides, a query took 266 ms with spinning and 12 ms with sleeping threads.
+    # Threads that spin while they wait for each other hold the core that the other needs. On two cores busy with other
+    # work, a query took 266 ms with spinning and 12 ms with sleeping threads.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 @contextmanager
 def ray_cluster(address: str | None, *, min_cpus: int) -> Iterator[bool]:
-    """Inside the block Ray is connected; gives whether the cluster is this process's own.
+    """Connect to Ray for the block; yields whether this process started the cluster.
 
-    `min_cpus` are declared on a local cluster even if the machine has fewer: replicas are placed by declared CPUs, and
-    on a machine with one CPU two of them shall share it, not wait for ever.
+    A local cluster declares at least `min_cpus`, even if the machine has fewer: replicas are placed by declared CPUs,
+    and two of them on a machine with one CPU should share it, not wait for ever.
     """
     import ray  # here, because it reads the environment when it is imported
 
@@ -60,7 +61,7 @@ def ray_cluster(address: str | None, *, min_cpus: int) -> Iterator[bool]:
 
 @contextmanager
 def _named_errors(address: str | None) -> Iterator[None]:
-    """Raises `NoWorker` where Ray cannot be had. A node that does not come up is a bare `Exception` of Ray."""
+    """Raises `NoWorker` if Ray is unavailable. For a node that does not start, Ray raises a bare `Exception`."""
     try:
         yield
     except Exception as error:

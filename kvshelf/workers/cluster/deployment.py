@@ -33,12 +33,11 @@ from kvshelf.workers.replica.scheduler import Scheduler, SchedulerLimits
 
 @dataclass(frozen=True)
 class ReplicaConfig:
-    """What each replica of one model is made of.
+    """The configuration of each replica of one model.
 
-    model: bundled name, folder or hub id. threads: CPU threads for torch; None leaves Ray's choice. questions: by how
-    many the quality of each new cache is measured. max_document_tokens: the longest document it compresses; None leaves
-    it to the model. begin: called in the replica's process before anything else, for what that process is to do
-    besides: its logs.
+    model: bundled name, folder or hub id. threads: CPU threads for torch; None leaves Ray's choice. questions: how many
+    measure the quality of each new cache. max_document_tokens: the longest document it compresses; None leaves it to
+    the model. begin: called first in the replica's process, for example to set up its logs.
     """
 
     model: str
@@ -55,7 +54,7 @@ class ReplicaConfig:
 
 @dataclass(frozen=True)
 class DeploymentLimits:
-    """`max_ongoing_requests` per replica, `max_queued_requests` per model wait in the front end for one."""
+    """`max_ongoing_requests`: per replica. `max_queued_requests`: per model, waiting in the front end for a replica."""
 
     replicas: int = 1
     max_ongoing_requests: int = 64
@@ -63,7 +62,7 @@ class DeploymentLimits:
 
 
 class ServedReplica(Replica):
-    """A `Replica` that makes its own parts: Ray constructs it in the process it will live in."""
+    """A `Replica` that makes its own parts, because Ray constructs it in the replica's process."""
 
     def __init__(self, config: ReplicaConfig) -> None:
         config.begin()
@@ -71,7 +70,7 @@ class ServedReplica(Replica):
             torch.set_num_threads(config.threads)
         model, tokenizer = models.load(config.model, device=config.device, dtype=config.dtype)
         engine = Engine(model, tokenizer, name=served_name(config.model))
-        prepack(model)  # after the engine has digested the weights: read anew, they would be laid out as before
+        prepack(model)  # after the engine has digested the weights: reading them again would restore their layout
         super().__init__(
             engine,
             config.store.open(),
@@ -87,19 +86,19 @@ class ServedReplica(Replica):
 
 
 def served_name(model: str) -> str:
-    """The name a model goes by in the API: a folder's own name without the path, which is nobody's business."""
+    """A model's name in the API. For a folder, its own name without the path, which stays private."""
     return Path(model).expanduser().name if Path(model).expanduser().is_dir() else model
 
 
 def deploy(configs: Sequence[ReplicaConfig], limits: DeploymentLimits) -> dict[str, RemoteEngine]:
-    """Start a deployment for each model, without waiting until they run; returns their callers by served name.
+    """Start a deployment for each model, without waiting until they run; returns their engines by served name.
 
-    A replica takes one GPU or one CPU, as its device says; with the device "auto" a GPU where the cluster has one now.
+    A replica takes one GPU or one CPU, by its device; with the device "auto", a GPU if the cluster has one now.
     """
     names = [served_name(config.model) for config in configs]
     if len(set(names)) != len(names):
         raise InvalidRequest(f"two models go by one name: {', '.join(sorted(names))}", param="models")
-    logging.getLogger("ray.serve").setLevel(logging.ERROR)  # each replica that starts is no news
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)  # it logs each start of a replica
     serve.start(proxy_location="Disabled")
     orphans.remove_orphans()  # before anything is placed: they hold GPUs
     deployment = serve.deployment(ServedReplica).options(
@@ -109,7 +108,7 @@ def deploy(configs: Sequence[ReplicaConfig], limits: DeploymentLimits) -> dict[s
         health_check_period_s=1.0,
         health_check_timeout_s=30.0,
         graceful_shutdown_timeout_s=5.0,
-        max_constructor_retry_count=1,  # at the start, what fails once fails again; later Serve goes on trying anyway
+        max_constructor_retry_count=1,  # at the start, a second try would fail too; later, Serve keeps trying anyway
     )
     job = orphans.job_id()
     targets = [
@@ -128,7 +127,8 @@ def deploy(configs: Sequence[ReplicaConfig], limits: DeploymentLimits) -> dict[s
 
 
 def await_running(engines: Iterable[RemoteEngine], *, deadline_s: float) -> None:
-    """Block until each model has a replica that takes requests. Raises what kept one from starting, or `NoWorker`."""
+    """Block until each model has a replica that takes requests. Raises the error that kept a replica from starting, or
+    `NoWorker`."""
     end = time.monotonic() + deadline_s
     for engine in engines:
         while replicas_running(engine.app) == 0:
@@ -163,6 +163,6 @@ def _resources(device: str) -> dict[str, float]:
 
 
 def _app_name(model: str, job: str) -> str:
-    # Readable in Ray's tools, never that of another service on the same cluster, and it tells whose it is.
+    # Readable in Ray's tools, unique among the services on a cluster, and with the job that owns it.
     readable = re.sub(r"[^A-Za-z0-9]+", "-", served_name(model)).strip("-")
     return f"kvshelf-{readable[:40]}-job{job}-{secrets.token_hex(4)}"

@@ -34,11 +34,11 @@ from kvshelf.workers.replica.attempts import MAX_ATTEMPTS
 from kvshelf.workers.replica.queues import Pace
 from kvshelf.workers.replica.results import Created, Reply
 
-if TYPE_CHECKING:  # who asks for a creation needs no transformers: it would take a caller 5 s and 200 MB
+if TYPE_CHECKING:  # callers need no transformers, which would cost them 5 s and 200 MB
     from kvshelf.workers.engine.inputs.encode import Document
 
 RESTART_S = 5.0
-"""About how long Ray needs to replace a dead replica: what callers are told to wait."""
+"""About how long Ray needs to replace a dead replica; callers are told to wait this long."""
 
 _UNREACHABLE = (
     ray_errors.ActorUnavailableError,
@@ -46,13 +46,13 @@ _UNREACHABLE = (
     serve_errors.ReplicaUnavailableError,
 )
 
-_GRACE_S = 5.0  # the replica keeps deadlines itself; this is for one that no longer answers
+_GRACE_S = 5.0  # the replica enforces deadlines itself; this covers one that no longer answers
 
 
 class RemoteEngine:
     """The replicas of one model. Methods are those of `Replica`; cancelling the caller's task cancels their work.
 
-    running: replicas that take requests, as last reported by Ray; `watch` updates it. While it is 0 requests are
+    running: replicas that take requests, as last reported by Ray; `watch` updates it. While it is 0, requests are
     refused, because Ray would let them wait for ever. wanted: replicas that were deployed. app, handle: Ray's.
     """
 
@@ -128,8 +128,8 @@ class RemoteEngine:
     async def refresh(self) -> int:
         """Ask Ray how many replicas take requests. Ray notices a death only at its next health check.
 
-        Ray's answer has no deadline. Concurrent callers share one request, so a controller that hangs costs one thread,
-        and none of the threads for the store. A caller that stops waiting cancels nothing for the others.
+        Ray's answer has no deadline. Concurrent callers share one request, so a hanging controller costs one thread,
+        and none of the store's threads. A caller that stops waiting does not cancel the request for the others.
         """
         if self._counting is None or self._counting.done():
             thread = ThreadPoolExecutor(1, thread_name_prefix="replicas")
@@ -150,7 +150,7 @@ class RemoteEngine:
                 async with asyncio.timeout(limit_s):
                     result = await response
             except (asyncio.CancelledError, TimeoutError):
-                response.cancel()  # awaiting it is all that was cancelled; the work would go on
+                response.cancel()  # only the waiting was cancelled; the work would go on
                 raise
         self._pace.record(time.monotonic() - started)
         return result

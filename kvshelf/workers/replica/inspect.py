@@ -1,7 +1,7 @@
 """Which tokens of its document a stored cache kept, by layer and head, beside the text of each token.
 
-A cache holds positions and no text. The tokens are made again, from the kept source or from the caller's own text, and
-are shown only where they are the document's, by its id.
+A cache holds positions, not text. The kept source or the caller's own text is tokenized again, and shown only if its
+document id matches the cache's.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvshelf.workers.engine.inputs.encode import Document
 from kvshelf.workers.policies.view import DocumentView
 
 BITMAP_BYTES: Final = 4 << 20
-"""Of bitmaps in one answer: 80 layers of 8 heads have twice as many for 100,000 tokens, which then come in pages."""
+"""Most bytes of bitmaps in one answer: for 100,000 tokens, 80 layers of 8 heads have twice that, in pages."""
 
 _OWN = "A kept token has its own key and value in the cache, of which a codec may have fewer bits."
 _MERGED = (
@@ -53,8 +53,8 @@ def kept_tokens(
 ) -> KeptTokens:
     """Which tokens a cache kept, with the bitmaps of the layers from `first_layer` on.
 
-    `document` None: the kept source. Raises as `Store.get` and `Engine.prepare` do, `SourceNotKept`, `ModelMismatch`,
-    `StateConflict` for what is not the cache's document, and `InvalidRequest` for a layer that is not there.
+    `document` None stands for the kept source. Raises as `Store.get` and `Engine.prepare` do; also `SourceNotKept`,
+    `ModelMismatch`, `StateConflict` for a document other than the cache's, and `InvalidRequest` for a missing layer.
     """
     manifest = store.stat(cache_id, tenant=tenant)
     identity = Identity.from_dict(manifest.identity)
@@ -91,7 +91,7 @@ def kept_tokens(
 
 
 def marks_of(record: LayerRecord, num_tokens: int) -> Marks:
-    """Which tokens have an entry in a layer, and which only live on in another one's."""
+    """Which tokens have an entry in a layer, and which are only merged into another token's entry."""
     own = np.zeros((record.kv_heads, num_tokens), np.bool_)
     in_class = np.zeros_like(own)
     for part in record.parts if isinstance(record, Parts) else (record,):
@@ -104,10 +104,10 @@ def marks_of(record: LayerRecord, num_tokens: int) -> Marks:
 
 
 def pieces(decoder: Tokenizer, token_ids: Sequence[int]) -> list[str]:
-    """The text of each token, control tokens written out; joined, the document. Of a character that takes several
-    tokens, the last one has it and the others are empty.
+    """The text of each token, with control tokens written out; joined, they are the document. A character that takes
+    several tokens is the text of the last one; the others are empty.
 
-    Tokens that are no text (a character cut in two, say) show as U+FFFD, and a document's own run of them may grow.
+    Tokens that are no text (such as half a character) show as U+FFFD, and a run of U+FFFD in the document may grow.
     """
     text = Detokenizer(decoder, skip_special_tokens=False)
     found = [text.push(token) for token in token_ids]
@@ -128,7 +128,7 @@ def _kept_source(store: Store, manifest: Manifest, identity: Identity) -> Docume
 def _same_document(
     engine: Engine, store: Store, manifest: Manifest, identity: Identity, document: Document
 ) -> DocumentView:
-    """The tokens of a document, which must be the one that the cache was made of."""
+    """The tokens of a document, which must be the cache's own."""
     of_ids = not isinstance(document, str) and not (len(document) and isinstance(document[0], dict))
     job = engine.prepare(document, layout=None if of_ids else identity.layout, policy="full")
     document_id = store.document_id(job.identity, tenant=manifest.tenant)
@@ -162,7 +162,7 @@ def _bitmaps(marks: npt.NDArray[np.bool_]) -> list[str]:
 
 
 def _counts(cache: CompressedCache) -> dict[str, Any]:
-    """In how many of all heads each token is kept, and in how many it is merged into another."""
+    """For each token, the number of heads that keep it, and of heads that merge it into another."""
     own = np.zeros(cache.num_tokens, np.int64)
     merged = np.zeros(cache.num_tokens, np.int64)
     for layer in cache.layers:

@@ -6,7 +6,7 @@
     trailer      total length, root digest                                   40 bytes
 
 Each segment's digest lies in the header, and the root digest covers the fixed part, the header, its padding and the
-total length. So every byte is covered, and hashed once; hashing the whole blob again would double the time of a read.
+total length. So every byte is covered and hashed once; hashing the whole blob again would double the time of a read.
 The digests also let a reader use a layer before the next one has arrived.
 """
 
@@ -53,12 +53,12 @@ __all__ = [
     "verify_file",
 ]
 
-_CHUNK = 1 << 20  # stays in the cache between reading and hashing
+_CHUNK = 1 << 20  # fits the processor's cache between reading and hashing
 
 
 @dataclass(frozen=True)
 class PackedBlob:
-    """A blob as the buffers it consists of, not yet joined: a writer hands them to the file one after the other.
+    """A blob as a sequence of buffers, which a writer writes one after the other.
 
     `parts` are the head, one segment per layer, and the trailer; each is a run of buffers. The buffers share memory
     with the cache's tensors wherever these are contiguous and on the CPU.
@@ -71,7 +71,7 @@ class PackedBlob:
 
     @property
     def buffers(self) -> Iterator[memoryview]:
-        """All of it, from the first byte to the last."""
+        """All buffers, from the first byte to the last."""
         return chain.from_iterable(self.parts)
 
 
@@ -80,8 +80,7 @@ def decode(data: Buffer) -> tuple[Header, tuple[LayerRecord, ...]]:
 
     Raises `BlobError` for any bytes that `pack` does not write.
 
-    The tensors are views of `data`, which they keep alive and which must not change afterwards; they must not be
-    written to either.
+    The tensors are views of `data` and keep it alive. Neither `data` nor the tensors may be changed afterwards.
     """
     header = inspect(data).header
     view = _view(data)[-header.body_bytes - TRAILER.size :]
@@ -92,7 +91,7 @@ def decode(data: Buffer) -> tuple[Header, tuple[LayerRecord, ...]]:
 
 
 def check_segment(index: int, layer: Layer, segment: memoryview) -> None:
-    """Raise `BlobError` unless the segment of a layer has its digest and zeros for padding."""
+    """Raise `BlobError` unless a layer's segment matches its digest and its padding is zero."""
     _require_digest(f"segment {index}", blake3(segment).digest(), layer.digest)
     for span in (span for spans in layer.arrays for span in spans.values()):
         end = span.offset + span.nbytes
@@ -117,7 +116,7 @@ def open_file(file: BinaryIO, size: int) -> BlobSummary:
     trailer = _read_at(file, max(0, size - TRAILER.size), min(size, TRAILER.size))
     file.seek(0)
     fixed = _read(file, min(size, FIXED.size))
-    rest = _read(file, body_offset(fixed, size) - len(fixed))  # read on, so that one stream may carry it all
+    rest = _read(file, body_offset(fixed, size) - len(fixed))  # without a seek, so that one stream carries it
     return open_frame(fixed + rest, trailer, size)
 
 

@@ -17,11 +17,11 @@ class Body:
         self._numbers: dict[torch.dtype, Tensor] = {}
 
     def tensor(self, offset: int, dtype: torch.dtype, *shape: int) -> Tensor:
-        """`shape`, of one or two dimensions: the numbers from byte `offset` on, a multiple of their size."""
+        """The numbers from byte `offset` on, a multiple of their size. `shape` has one or two dimensions."""
         numbers = self._numbers.get(dtype)
         if numbers is None:
             numbers = self._numbers[dtype] = self._as_numbers(dtype)
-        # In one step: to slice and then to shape a view takes three times as long, and a cache has many.
+        # In one step: slicing and then shaping a view takes three times as long, and a cache has many tensors.
         return numbers.as_strided(shape, (shape[1], 1) if len(shape) == 2 else (1,), offset // dtype.itemsize)
 
     def _as_numbers(self, dtype: torch.dtype) -> Tensor:
@@ -40,8 +40,8 @@ def as_tensor(memory: memoryview) -> Tensor:
 class _SharedBytes:
     """Presents bytes to numpy as an array that torch takes without a copy.
 
-    torch warns when it is handed read-only memory, once per process and in the caller's face; copying the blob instead
-    would cost more than verifying it. The tensors are documented as not to be written to.
+    Given read-only memory, torch prints a warning, once per process; copying the blob instead would cost more than
+    verifying it. The documentation forbids writing to the tensors.
     """
 
     def __init__(self, data: memoryview) -> None:

@@ -1,4 +1,4 @@
-"""The frame of a blob: what stands before and after the segments, and how it is checked.
+"""The frame of a blob: the bytes before and after the segments, and their check.
 
 The root digest in the trailer covers the fixed part, the header, its padding and the total length.
 """
@@ -28,7 +28,7 @@ Buffer = bytes | bytearray | memoryview
 
 @dataclass(frozen=True)
 class BlobSummary:
-    """What a verified blob says about itself. `root` is its root digest."""
+    """The verified header of a blob, with its root digest."""
 
     header: Header
     root: bytes
@@ -36,7 +36,7 @@ class BlobSummary:
 
 
 def close_frame(packed_header: bytes, body: int) -> tuple[bytes, bytes]:
-    """All that stands before a body of `body` bytes, and all that stands after it."""
+    """The bytes before and after a body of `body` bytes."""
     fixed = FIXED.pack(MAGIC, FORMAT_MAJOR, FORMAT_MINOR, len(packed_header)) + packed_header
     head = fixed.ljust(aligned(len(fixed)), b"\0")
     total = len(head) + body + TRAILER.size

@@ -100,8 +100,8 @@ def parse_header(data: bytes) -> Header:
         )
     _check_codec(header)  # before the layout, which divides by the groups
     _check_layout(header)
-    # Packs the fields as they were read: `_unique` has seen that they are sorted, those of the model are not. The model
-    # also takes a whole number for a float.
+    # Packs the fields as they were read, which `_unique` has checked to be sorted; the model's are not. The model also
+    # accepts an integer for a float.
     is_float = isinstance(fields["identity"]["compression_ratio"], float)
     if not is_float or msgpack.packb(fields, use_bin_type=True) != data:
         raise _not_canonical()
@@ -140,7 +140,7 @@ def _unpack(data: bytes) -> Any:
 
 def _unique(pairs: list[tuple[str | bytes, Any]]) -> dict[str | bytes, Any]:
     fields = dict(pairs)
-    if not _STRINGS.issuperset(map(type, fields)):  # msgpack itself takes bytes for a key too
+    if not _STRINGS.issuperset(map(type, fields)):  # msgpack also accepts bytes as a key
         raise BlobError("the header has a key that is no string", reason="header_malformed")
     if len(fields) != len(pairs):
         # msgpack itself keeps the last one silently: two readers could then see two different caches.
@@ -186,7 +186,7 @@ def _refuse_foreign_scalar(item: Any) -> None:
 
 
 def _named(error: ValidationError) -> BlobError:
-    """One reason for what pydantic found first."""
+    """The first error that pydantic found, as a `BlobError`."""
     first = error.errors(include_url=False, include_input=True)[0]
     where = ".".join(str(part) for part in first["loc"])[:_SHOWN] or "the header"
     name = str(first["loc"][-1]) if first["loc"] else ""
@@ -231,7 +231,7 @@ def _check_codec(header: Header) -> None:
 
 
 def _check_layout(header: Header) -> None:
-    """Segments follow each other with no byte between them, and each has the size that its records make."""
+    """Check that segments follow each other without gaps, each with the size of its records."""
     end = 0
     for index, layer in enumerate(header.layers):
         begins = f"segment {index} begins at byte {layer.offset}"

@@ -1,4 +1,4 @@
-"""What a blob's header says of one layer, and the sizes of all its arrays, which follow from that."""
+"""One layer in a blob's header, and the sizes of its arrays, which follow from it."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Layer(Strict):
 
     @cached_property
     def arrays(self) -> list[dict[str, Span]]:
-        """For each record, the places of its arrays by name, in the order in which they lie in the segment."""
+        """For each record, the spans of its arrays by name, in segment order."""
         end = 0
         found: list[dict[str, Span]] = []
         for record in self.records:
@@ -125,7 +125,7 @@ class Layer(Strict):
         return found
 
     def check(self, index: int, num_tokens: int) -> None:
-        """Raise `BlobError` unless the records agree with each other and make a segment of this size."""
+        """Raise `BlobError` unless the records agree with each other and fill a segment of this size."""
         if len({len(record.lengths) for record in self.records}) > 1:
             raise BlobError(f"the records of layer {index} have different numbers of heads", reason="inconsistent")
         for record in self.records:
@@ -136,10 +136,9 @@ class Layer(Strict):
 
 
 def array_sizes(record: RecordHeader, dims: Dims) -> dict[str, int | None]:
-    """Bytes that each array of a record must have, in the order in which they lie in the segment. None for positions,
-    whose size depends on the data.
+    """Bytes that each array of a record must have, in segment order; None for positions, which depend on the data.
 
-    Python's unbounded integers: no product of dimensions overflows.
+    Python's integers are unbounded: no product of dimensions overflows.
     """
     sizes: dict[str, int | None] = dict(_row_sizes("keys", record, dims.dtype, dims.key_dim))
     sizes |= _row_sizes("values", record, dims.dtype, dims.value_dim)
@@ -153,7 +152,7 @@ def array_sizes(record: RecordHeader, dims: Dims) -> dict[str, int | None]:
 
 
 def class_bytes(lengths: list[int]) -> int:
-    """Bytes of one class index: two, unless a head has more classes than they can count."""
+    """Bytes of one class index: two, unless a head has more classes than two bytes can count."""
     return 2 if max(lengths) <= 1 << 16 else 4
 
 

@@ -1,7 +1,7 @@
 """Segments: the arrays of one layer as bytes, and back.
 
-Keys and values of a plain record are one array each; of a quantized one, codes, scales and zeros. What the header
-cannot vouch for is checked here, on the way in and on the way out: what is written can be read.
+Keys and values of a plain record are one array each; of a quantized one, codes, scales and zeros. This module checks
+what the header cannot show, both when writing and when reading, so that everything written can be read.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Arrays = dict[str, memoryview]
 
 
 def write_layer(record: LayerRecord, num_tokens: int) -> tuple[Dims, list[tuple[RecordHeader, Arrays]]]:
-    """Describe a layer and give the bytes of its arrays, shared with its tensors where these are contiguous.
+    """A layer's dimensions, record headers and array bytes, which share memory with contiguous tensors.
 
     Raises `InvalidRequest` for a record that the format cannot hold.
     """
@@ -60,7 +60,7 @@ def write_layer(record: LayerRecord, num_tokens: int) -> tuple[Dims, list[tuple[
 
 
 def read_layer(index: int, header: Header, body: Body) -> LayerRecord:
-    """A layer whose segment `check_segment` has accepted. Its tensors are views of the body.
+    """Read a layer whose segment `check_segment` has accepted. Its tensors are views of the body.
 
     Raises `BlobError` for what no digest can reveal: bytes that `write_layer` does not write.
     """
@@ -116,7 +116,7 @@ def _sizes(arrays: Arrays) -> list[int]:
 
 
 def _precision(record: PackedRecord) -> tuple[Precision, int]:
-    """Codec and group of a record, which are those of its keys and its values."""
+    """Codec and group of a record, which its keys and values must share."""
     keys, values = record.keys, record.values
     if isinstance(keys, Tensor) and isinstance(values, Tensor):
         return "none", 0
@@ -202,13 +202,13 @@ class _Reader:
         return self.body.memory[start : start + span.nbytes]
 
     def _positions(self, name: str, encoding: positions.Encoding, lengths: list[int]) -> Callable[[], Tensor]:
-        """Checks the positions; the result expands them when called."""
+        """Check the positions; returns a function that expands them."""
         expand = positions.decode(encoding, self._bytes(name), lengths, self.num_tokens)
         return lambda: torch.from_numpy(expand().astype(np.int32))
 
 
 def _require_sound(where: str, record: LayerRecord) -> None:
-    """Refuse what would be attended to wrongly: codes that stand for no number, slots of no class, tokens twice."""
+    """Refuse records that attention would misread: codes without a number, slots without a class, repeated tokens."""
     parts = record.parts if isinstance(record, Parts) else (record,)
     for part in parts:
         for rows in (part.keys, part.values):
@@ -250,12 +250,12 @@ def _require_classes(classes: Ints, lengths: list[int], slot_lengths: list[int])
 
 
 def _by_head(found: Tensor, lengths: list[int]) -> Ints:
-    """Positions as numbers that differ between heads; ascending."""
+    """Positions as numbers that are distinct across heads, ascending."""
     return _ints(found) + np.repeat(np.arange(len(lengths), dtype=np.int64) << 31, lengths)
 
 
 def _require_disjoint(where: str, parts: list[Ints]) -> None:
-    """No position of a head is in two parts. Sorted, not marked: the header would say how large the marks are."""
+    """Refuse a head's position that is in two parts. By sorting: the header would determine the size of a bitmap."""
     together = np.sort(np.concatenate(parts), kind="stable")  # linear, because each part is an ascending run
     twice = together[1:][np.diff(together) == 0]
     if twice.size:
