@@ -75,6 +75,7 @@ def test_top_p_cuts_the_tail_and_keeps_the_first():
     draws = lambda top_p: {  # noqa: E731
         _Sampler(Sampling(temperature=1.0, top_p=top_p, seed=seed)).choose(logits) for seed in range(300)
     }
+    assert draws(1e-320) == {0}  # as a float32 it is 0
     assert draws(0.01) == {0}
     assert draws(0.8) == {0, 1}
     assert draws(0.9) == {0, 1, 2}

@@ -171,8 +171,11 @@ class _Sampler:
         scaled = (logits - logits.max()) / max(self._sampling.temperature, _LEAST_TEMPERATURE)
         probabilities = torch.softmax(scaled, dim=-1)
         ranked, order = probabilities.sort(descending=True, stable=True)
-        # A token stays while the mass before it is short of top_p, so that the first one always stays.
-        ranked[ranked.cumsum(0) - ranked >= self._sampling.top_p] = 0
+        # A token stays while the mass before it is short of top_p. The first one always stays: a top_p below the
+        # smallest number of float32 is 0 beside the masses.
+        cut = ranked.cumsum(0) - ranked >= self._sampling.top_p
+        cut[0] = False
+        ranked[cut] = 0
         return int(order[torch.multinomial(ranked, 1, generator=self._generator)])
 
 
