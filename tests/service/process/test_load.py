@@ -27,7 +27,6 @@ import torch
 
 from kvshelf import CompressedCache, Engine
 from kvshelf.bench.quality.tasks import make_facts, write_document
-from kvshelf.workers.engine.decode.generation import Sampling
 
 if TYPE_CHECKING:
     from tests.conftest import LiveService
@@ -183,10 +182,7 @@ def equally_good(engine: Engine, http: httpx.Client, known: Known, text: str) ->
     """Whether an answer leaves the one given alone at a token that another one equalled."""
     cache = CompressedCache.from_bytes(http.get(f"/v1/caches/{known.cache_id}/blob").content)
     query = engine.encode_query(cache, known.prompt)
-    alone = engine.start(cache, query, Sampling(MAX_TOKENS))
-    while not alone.finished:
-        alone.step()
-    ids = alone.answer().token_ids
+    ids = engine.answer(cache, known.prompt, max_new_tokens=MAX_TOKENS).token_ids
     with engine.attached(cache) as past, torch.no_grad():
         logits = engine.model(torch.tensor([query + ids[:-1]]), past_key_values=past).logits[0]
     best = logits[len(query) - 1 :].float().topk(2).values.tolist()
