@@ -17,7 +17,7 @@ from tests.store.redis.servers import wait_until
 
 WANTS_RAY = """
 from kvshelf.errors import NoWorker
-from kvshelf.workers.cluster import prepare_environment, ray_cluster
+from kvshelf.workers.cluster.connect import prepare_environment, ray_cluster
 
 prepare_environment(None)
 try:
