@@ -1,15 +1,14 @@
 """The service itself: starts the store, Ray, the replicas and the HTTP server, and stops them in reverse order.
 
-While Ray starts, the store is opened and its modules are imported. While the replicas load their models, the routes are
-imported.
+While Ray starts, the modules of the replicas are imported; while the replicas load their models, the routes are.
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib import import_module
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
@@ -17,7 +16,6 @@ from typing import TYPE_CHECKING, NoReturn
 import structlog
 from opentelemetry.trace import Tracer
 
-from kvshelf.errors import KvshelfError
 from kvshelf.service.access.keyfile import KeyFile
 from kvshelf.service.access.keys import LiveKeys
 from kvshelf.service.http.server import HttpServer, cut_off_unread
@@ -43,36 +41,31 @@ def serve(settings: Settings, place: Place) -> None:
     place.require(settings.host, settings.port)
     prepare_environment(settings.address)
     keys = None if settings.api_key_file is None else LiveKeys(KeyFile(settings.api_key_file))
+    from kvshelf.service.storage import store_config
+
     with (
         _stopped_by_signals(),
+        store_config(settings).open() as store,  # before Ray, so that a bad store is refused at once
         tracer_to(settings.otel_endpoint) as tracer,
-        _opening_store(settings) as opened_store,
     ):
         log.info("starting", models=settings.models, store=settings.redacted()["store"])
         replicas = settings.replicas * len(settings.models)
-        with ray_cluster(settings.address, min_cpus=replicas) as local, _stopped_by_signals():
-            _serve_on(place, settings, opened_store(), tracer, keys, local=local)
+        with (
+            _importing("kvshelf.service.process.replicas"),
+            ray_cluster(settings.address, min_cpus=replicas) as local,
+            _stopped_by_signals(),
+        ):
+            _serve_on(place, settings, store, tracer, keys, local=local)
 
 
 @contextmanager
-def _opening_store(settings: Settings) -> Iterator[Callable[[], Store]]:
-    """Opens the store on a thread. Yields a function that waits for the store; the end of the block closes it."""
+def _importing(module: str) -> Iterator[None]:
+    """Imports a module on a thread during the block. If that fails, the statement that needs the module fails too."""
     import ray  # noqa: F401 - import all of it before two threads import parts of it
 
-    def open_store() -> Store:
-        from kvshelf.service.storage import store_config
-
-        store = store_config(settings).open()
-        import_module("kvshelf.service.process.replicas")  # needed next; Ray may still be starting
-        return store
-
-    with ThreadPoolExecutor(1, thread_name_prefix="store") as thread:
-        opening = thread.submit(open_store)
-        try:
-            yield opening.result
-        finally:
-            with suppress(KvshelfError):
-                opening.result().close()
+    with ThreadPoolExecutor(1, thread_name_prefix="imports") as thread:
+        thread.submit(import_module, module)
+        yield
 
 
 def _serve_on(
