@@ -42,17 +42,16 @@ check: setup  ## format, lint, types and the import rule
 # Python keeps its bytecode whatever the environment says: each service of a test is three processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Most tests of these packages compute on one core and start no service, so they run two at a time. All others start
-# services, wait for them, and measure times, so they run one after the other.
-IN_PAIRS := tests/kernels tests/store tests/workers tests/client
-TOGETHER = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+# Most tests compute on one core, so they run two at a time. Those with a service wait for it and measure times, so they
+# run one after the other.
+IN_PAIRS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 test: setup  ## all tests
-	$(TOGETHER) $(IN_PAIRS)
-	$(BIN)/python -m pytest $(addprefix --ignore=,$(IN_PAIRS))
+	$(IN_PAIRS) -m "not service"
+	$(BIN)/python -m pytest -m service
 
 test-fast: setup  ## the tests of units, in two minutes
-	$(TOGETHER) -m unit
+	$(IN_PAIRS) -m unit
 
 soak: setup  ## all tests with their full counts: kill loops, fuzzing, load
 	KVSHELF_SOAK=1 $(BIN)/python -m pytest --timeout 7200

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ def written(path: Path, *, private: bool = False) -> Iterator[BinaryIO]:
     """A file that takes the place of `path` when the block ends well: a reader finds the old content or the new.
 
     The new content is durable then. private: only its owner may read it, and several may write it at once. Raises
-    `OSError`; then the old content is still there.
+    `OSError`; then the old content is still there, unless the disk failed at the very last step.
     """
     if private:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
@@ -38,8 +39,19 @@ def written(path: Path, *, private: bool = False) -> Iterator[BinaryIO]:
         with suppress(OSError):
             partial.unlink()
         raise
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    _make_names_durable(path.parent)
+
+
+def _make_names_durable(folder: Path) -> None:
+    """As far as possible: some file systems cannot sync a folder, and one that may be written may be unreadable."""
     try:
-        os.fsync(folder)
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except PermissionError:
+        return
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
-        os.close(folder)
+        os.close(handle)

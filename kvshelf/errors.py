@@ -49,6 +49,7 @@ package may import it. The client raises the same classes as the service.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, ClassVar
 
 
@@ -72,11 +73,7 @@ class KvshelfError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         # Errors travel between processes (from a replica to the front end). The default would call the constructor with
         # `args` alone and lose the keywords.
-        return _rebuild, (type(self), self.message, self.param, self.details)
-
-
-def _rebuild(cls: type[KvshelfError], message: str, param: str | None, details: dict[str, Any]) -> KvshelfError:
-    return cls(message, param=param, **details)
+        return partial(type(self), self.message, param=self.param, **self.details), ()
 
 
 class CallerError(KvshelfError):

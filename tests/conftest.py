@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
+import structlog
 
 from kvshelf.workers.cluster.connect import prepare_environment
 
 if TYPE_CHECKING:
     from kvshelf.workers.engine.engine import Engine
+    from tests.collector import Collector
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -36,6 +38,14 @@ prepare_environment(None)
 hypothesis.settings.register_profile("kvshelf", deadline=None)
 hypothesis.settings.load_profile("kvshelf")
 
+# By default structlog shows the locals of every frame of an error, which takes seconds where they are tensors.
+structlog.configure(
+    processors=[
+        *structlog.get_config()["processors"][:-1],
+        structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback),
+    ]
+)
+
 # A unit test starts no service, no Ray and no browser, and interprets no kernel.
 _STARTING = {"crew", "bundled_service", "service", "start_service", "browser", "begin"}
 _NO_UNITS = re.compile(
@@ -43,14 +53,34 @@ _NO_UNITS = re.compile(
     r"|deploy/test_(wheel|address|compose|image)|service/process/test_rolling|store/test_(crash|state_machine|sealing|life)"
     r"|store/artifact/test_fuzz|store/redis/)"
 )
+_OWN_SERVICES = re.compile(
+    r"tests/(corpus/(test_command|run/)|deploy/test_(address|image)|test_(cli_live|demo|docs|extend)"
+    r"|service/process/test_(rolling|supervisor)|client/test_live|bench/batches/)"
+)
+
+_SHARED = ("crew", "service", "bundled_service")
+"""Fixtures that are one service or cluster for many tests. The tests of `crew` kill processes by their names, so they
+run while no other service does."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the units, which `make test-fast` runs."""
+    """Mark the units, which `make test-fast` runs, and the tests with a service, which `make test` runs one by one.
+
+    The tests of a shared service come last, and together: a Ray cluster takes processor time even while it idles.
+    """
+
+    def turn(item: pytest.Item) -> int:
+        assert isinstance(item, pytest.Function)
+        return max((1 + _SHARED.index(name) for name in _SHARED if name in item.fixturenames), default=0)
+
     for item in items:
         assert isinstance(item, pytest.Function)
-        if not _STARTING & set(item.fixturenames) and not _NO_UNITS.match(item.location[0]):
+        starts = bool(_STARTING & set(item.fixturenames))
+        if starts or _OWN_SERVICES.match(item.location[0]):
+            item.add_marker(pytest.mark.service)
+        if not starts and not _NO_UNITS.match(item.location[0]):
             item.add_marker(pytest.mark.unit)
+    items.sort(key=turn)
 
 
 TOKENIZER = Path(__file__).parent.parent / "kvshelf" / "models" / "kvshelf-tiny"
@@ -197,13 +227,23 @@ def start_service() -> Callable[..., AbstractContextManager[LiveService]]:
 
 
 @pytest.fixture(scope="session")
-def service(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveService]:
+def collector() -> Iterator[Collector]:
+    """The collector that `service` sends its traces to."""
+    from tests.collector import Collector
+
+    with Collector() as running, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")  # milliseconds until a span is sent
+        yield running
+
+
+@pytest.fixture(scope="session")
+def service(tiny_folder: Path, collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveService]:
     """One service for the whole test run. Its caps are small, so that tests can go beyond them."""
     home = tmp_path_factory.mktemp("service")
     caps = {"max_body_bytes": 1 << 20, "max_import_bytes": 4 << 20, "max_file_bytes": 8 << 20, "upload_grace_s": 1}
     caps |= {"max_batch_rows": 200}
     caps |= {"max_ongoing_requests": 16, "max_queued_requests": 24}
-    with live_service(home, tiny_folder, sweep_interval_s=1, **caps) as running:
+    with live_service(home, tiny_folder, sweep_interval_s=1, otel_endpoint=collector.url, **caps) as running:
         yield running
 
 

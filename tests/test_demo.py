@@ -1,4 +1,4 @@
-"""`make demo` as its reader sees it: one screen, no noise, and nothing left behind."""
+"""`make demo`: one screen of output, no noise, no files or processes left."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "kvshelf"
 
 FLOORS: list[set[str]] = [
-    {"errors", "atomic", "workers"},  # of `workers` itself there is only a docstring
+    {"errors", "atomic", "backoff", "workers"},  # of `workers` itself there is only a docstring
     {"_extras", "api", "kernels"},
     {"client", "store.artifact"},
     {"store", "workers.model"},
@@ -50,6 +51,7 @@ NOT_BELOW = {
 ONLY_FOREIGN = {
     "errors": set[str](),
     "atomic": set[str](),
+    "backoff": set[str](),
     "_extras": set[str](),
     "": set[str](),
     "kernels": {"torch", "triton"},
@@ -292,3 +294,13 @@ def test_the_rule_sees_what_it_forbids(module: str, source: str) -> None:
 )
 def test_the_rule_sees_dangerous_calls(source: str) -> None:
     assert len(dangerous_calls(source)) == 1
+
+
+def test_stores_and_callers_of_replicas_need_no_torch() -> None:
+    """It takes seconds and 200 MiB, in the front end before Ray starts and in every process that advances a batch."""
+    program = """
+import sys, kvshelf.client, kvshelf.corpus.run.pipeline, kvshelf.service.jobs.background, kvshelf.store.url
+print({"torch", "transformers"} & set(sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=240)
+    assert done.stdout == "set()\n"

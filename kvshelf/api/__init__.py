@@ -9,75 +9,42 @@ fields are in `strict`. Import the types of `openai` and `batches` (in OpenAI's 
 
 from __future__ import annotations
 
-from kvshelf.api.caches import (
-    ByteCounts,
-    CacheList,
-    CacheObject,
-    Deleted,
-    ImportCache,
-    LevelList,
-    ListCaches,
-    Quality,
-    Timings,
-    TokenCounts,
-    Tried,
-    UpdateCache,
-    Verification,
-)
-from kvshelf.api.creation import CacheOptions, CreateCache, Estimate, EstimateObject, PolicyEstimate, RequestObject
-from kvshelf.api.errors import ErrorBody, ErrorEnvelope
-from kvshelf.api.queries import AnswerDelta, AnswerList, AnswerObject, Comparison, Query, Usage
-from kvshelf.api.service import (
-    Allowance,
-    Limits,
-    ModelList,
-    ModelObject,
-    PolicyList,
-    PolicyObject,
-    Readiness,
-    ReadyPart,
-    TenantAllowances,
-)
-from kvshelf.api.strict import Message, MessageList, QueryString
-
-__all__ = [
-    "Allowance",
-    "AnswerDelta",
-    "AnswerList",
-    "AnswerObject",
-    "ByteCounts",
-    "CacheList",
-    "CacheObject",
-    "CacheOptions",
-    "Comparison",
-    "CreateCache",
-    "Deleted",
-    "ErrorBody",
-    "ErrorEnvelope",
-    "Estimate",
-    "EstimateObject",
-    "ImportCache",
-    "LevelList",
-    "Limits",
-    "ListCaches",
-    "Message",
-    "MessageList",
-    "ModelList",
-    "ModelObject",
-    "PolicyEstimate",
-    "PolicyList",
-    "PolicyObject",
-    "Quality",
-    "Query",
-    "QueryString",
-    "Readiness",
-    "ReadyPart",
-    "RequestObject",
-    "TenantAllowances",
-    "Timings",
-    "TokenCounts",
-    "Tried",
-    "UpdateCache",
-    "Usage",
-    "Verification",
-]
+from kvshelf.api.caches import ByteCounts as ByteCounts
+from kvshelf.api.caches import CacheList as CacheList
+from kvshelf.api.caches import CacheObject as CacheObject
+from kvshelf.api.caches import Deleted as Deleted
+from kvshelf.api.caches import ImportCache as ImportCache
+from kvshelf.api.caches import LevelList as LevelList
+from kvshelf.api.caches import ListCaches as ListCaches
+from kvshelf.api.caches import Quality as Quality
+from kvshelf.api.caches import Timings as Timings
+from kvshelf.api.caches import TokenCounts as TokenCounts
+from kvshelf.api.caches import Tried as Tried
+from kvshelf.api.caches import UpdateCache as UpdateCache
+from kvshelf.api.caches import Verification as Verification
+from kvshelf.api.creation import CacheOptions as CacheOptions
+from kvshelf.api.creation import CreateCache as CreateCache
+from kvshelf.api.creation import Estimate as Estimate
+from kvshelf.api.creation import EstimateObject as EstimateObject
+from kvshelf.api.creation import PolicyEstimate as PolicyEstimate
+from kvshelf.api.creation import RequestObject as RequestObject
+from kvshelf.api.errors import ErrorBody as ErrorBody
+from kvshelf.api.errors import ErrorEnvelope as ErrorEnvelope
+from kvshelf.api.queries import AnswerDelta as AnswerDelta
+from kvshelf.api.queries import AnswerList as AnswerList
+from kvshelf.api.queries import AnswerObject as AnswerObject
+from kvshelf.api.queries import Comparison as Comparison
+from kvshelf.api.queries import Query as Query
+from kvshelf.api.queries import Usage as Usage
+from kvshelf.api.service import Allowance as Allowance
+from kvshelf.api.service import Limits as Limits
+from kvshelf.api.service import ModelList as ModelList
+from kvshelf.api.service import ModelObject as ModelObject
+from kvshelf.api.service import PolicyList as PolicyList
+from kvshelf.api.service import PolicyObject as PolicyObject
+from kvshelf.api.service import Readiness as Readiness
+from kvshelf.api.service import ReadyPart as ReadyPart
+from kvshelf.api.service import TenantAllowances as TenantAllowances
+from kvshelf.api.strict import Message as Message
+from kvshelf.api.strict import MessageList as MessageList
+from kvshelf.api.strict import QueryString as QueryString

@@ -1,4 +1,4 @@
-"""Shared by all benches: the machine, medians of interleaved rounds, and confidence intervals."""
+"""Shared by all benches: the machine and its ceilings, medians of interleaved rounds, and confidence intervals."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 
 from kvshelf.errors import InvalidRequest
 from kvshelf.kernels.dispatch import cpu_form
+
+CPU: Final = torch.device("cpu")
 
 KeyT = TypeVar("KeyT", bound=Hashable)
 ResultT = TypeVar("ResultT")
@@ -95,13 +97,46 @@ def clock(device: torch.device) -> Callable[[], float]:
     return when_done
 
 
-def cost(run: Callable[[], object], device: torch.device) -> Cost:
-    """Time one call on a device."""
+def cost(run: Callable[[], object], device: torch.device = CPU) -> Cost:
+    """Time one call on a device. Its result is freed outside the time, as a caller would keep it."""
     now = clock(device)
     started_wall, started = time.perf_counter(), now()
-    run()
-    seconds = now() - started
-    return Cost(seconds, time.perf_counter() - started_wall)
+    result = run()
+    found = Cost(now() - started, time.perf_counter() - started_wall)
+    del result
+    return found
+
+
+_BUFFER_BYTES = {"cpu": 512 << 20, "cuda": 2 << 30}
+"""Larger than every processor cache, of which some have hundreds of megabytes."""
+
+_MATMUL_SIZE = {"cpu": 2048, "cuda": 8192}
+_REPEATS = 7
+
+
+def read_bandwidth(device: torch.device) -> float:
+    """Bytes per second of reading memory once, with torch's threads: a dot product of a vector with itself."""
+    values = torch.ones(_BUFFER_BYTES[device.type] // 4, device=device)
+    return values.nbytes / _median_s(lambda: torch.dot(values, values), device)
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second of copying memory, read and written bytes both counted."""
+    source = torch.ones(_BUFFER_BYTES[device.type] // 4, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / _median_s(lambda: target.copy_(source), device)
+
+
+def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP per second of a large square matrix product; 2 n^3 are counted."""
+    size = _MATMUL_SIZE[device.type]
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return 2 * size**3 / _median_s(lambda: torch.matmul(left, right), device)
+
+
+def _median_s(run: Callable[[], object], device: torch.device) -> float:
+    run()  # the first call touches fresh memory
+    return median(cost(run, device).seconds for _ in range(_REPEATS))
 
 
 def interleaved(variants: Mapping[KeyT, Callable[[], ResultT]], rounds: int) -> dict[KeyT, list[ResultT]]:
@@ -153,6 +188,12 @@ def clustered_wilson(clusters: Sequence[tuple[int, int]]) -> tuple[float, float]
         spread = sum((hit - share * size) ** 2 for hit, size in clusters) * count / (count - 1)
         effect = min(max(spread / (trials * share * (1 - share)), 1.0), largest)
     return wilson(hits / effect, trials / effect)
+
+
+def processor_s(pid: int, *, children: bool = False) -> float:
+    """Processor seconds of a process so far, by proc(5): of all its threads, and of its ended children if wanted."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11 : 15 if children else 13])) / os.sysconf("SC_CLK_TCK")
 
 
 def status_bytes(field: str) -> int:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -50,6 +51,8 @@ Output = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
+NumberT = TypeVar("NumberT", int, float)
+
 _PIPE_WIDTH = 120
 
 
@@ -63,13 +66,25 @@ def choices(text: str, known: tuple[Any, ...], option: str) -> list[Any]:
 
 def numbers(text: str, option: str = "--lengths") -> list[int]:
     """Whole numbers from 1 on, separated by commas."""
-    try:
-        found = [int(word) for word in text.split(",")]
-    except ValueError as error:
-        raise typer.BadParameter(f"{text!r} is not a list of numbers", param_hint=option) from error
+    found = _parsed(int, text, option)
     if min(found) < 1:
         raise InvalidRequest(f"{option} {text}: each number must be at least 1", param=option.removeprefix("--"))
     return found
+
+
+def decimals(text: str, option: str, low: float, high: float) -> list[float]:
+    """Numbers from `low` to `high`, separated by commas."""
+    found = _parsed(float, text, option)
+    if not all(low <= number <= high for number in found):
+        raise typer.BadParameter(f"{text!r} has a number outside {low:g} to {high:g}", param_hint=option)
+    return found
+
+
+def _parsed(kind: Callable[[str], NumberT], text: str, option: str) -> list[NumberT]:
+    try:
+        return [kind(word) for word in text.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is not a list of numbers", param_hint=option) from error
 
 
 def ratio(spread: Spread) -> str:

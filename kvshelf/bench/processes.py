@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -33,12 +33,19 @@ def processes(
         yield found
 
 
-def received(connection: Connection, process: BaseProcess, advice: str = "") -> Any:
-    """The next object from a process. Raises `WorkerCrashed`, with `advice`, if the process has died."""
-    try:
-        return connection.recv()
-    except (EOFError, ConnectionResetError) as error:
-        process.join()
-        raise WorkerCrashed(
-            f"a process of the bench ended with exit code {process.exitcode}; its own message stands above{advice}"
-        ) from error
+def arriving(busy: dict[Connection, BaseProcess], advice: str = "") -> Iterator[tuple[Connection, Any]]:
+    """One object from each process of `busy`, as they come; the caller puts a process back for its next object.
+
+    Raises `WorkerCrashed`, with `advice`, as soon as one of them has died, whatever the others do.
+    """
+    while busy:
+        for connection in wait(list(busy)):
+            assert isinstance(connection, Connection)
+            process = busy.pop(connection)
+            try:
+                found = connection.recv()
+            except (EOFError, ConnectionResetError) as error:
+                process.join()
+                said = f"a process of the bench ended with exit code {process.exitcode}; its own message stands above"
+                raise WorkerCrashed(said + advice) from error
+            yield connection, found

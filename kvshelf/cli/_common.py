@@ -1,20 +1,22 @@
-"""Options, exit codes and output shared by the commands.
+"""Exit codes and output shared by the commands.
 
 Results go to stdout, everything else to stderr, so that `ID=$(kvshelf put report.txt)` works.
 """
 
 from __future__ import annotations
 
+import datetime
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from kvshelf import atomic
 from kvshelf.errors import (
@@ -46,35 +48,6 @@ _EXIT_OF: list[tuple[type[KvshelfError], int]] = [
     (KvshelfError, 1),
 ]
 
-Url = Annotated[
-    str | None,
-    typer.Option("--url", envvar="KVSHELF_URL", help="Address of the service.  [default: http://127.0.0.1:8765]"),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print API objects and errors as JSON, one per line.")]
-Store = Annotated[str | None, typer.Option("--store", help="URL of the store, such as disk:///var/lib/kvshelf.")]
-KeyFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--encryption-key-file",
-        envvar="KVSHELF_ENCRYPTION_KEY_FILE",
-        help="File with the store's encryption keys, one per line. The first key seals new caches.",
-    ),
-]
-Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
-Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
-Labels = Annotated[list[str] | None, typer.Option("--label", metavar="KEY=VALUE", help="A label. May be repeated.")]
-
-Parameters = Annotated[
-    list[str] | None, typer.Option("--param", metavar="NAME=VALUE", help="A parameter of the policy. May be repeated.")
-]
-
-RATIO_HELP = "Fraction of the entries to REMOVE, such as 0.75."
-BUDGET_HELP = "Entries to keep per layer and head, instead of a ratio."
-MODEL_HELP = "One of the service's models.  [default: its first]"
-LAYOUT_HELP = "chat or plain."
-TTL_HELP = "Lifetime of the cache: 90s, 15m, 2h, 7d."
-NAME_HELP = "Display name.  [default: the file's name]"
-
 # Names, labels and messages may contain square brackets, which must not be read as markup.
 notes = Console(stderr=True, highlight=False, markup=False)
 
@@ -82,6 +55,16 @@ notes = Console(stderr=True, highlight=False, markup=False)
 def table_console() -> Console:
     """A console for tables on stdout: as wide as the terminal; in a pipe wide enough for every id."""
     return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200)
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Collection[int] = ()) -> Table:
+    """A table without lines; the columns `numbers` are aligned right. Cells are never wrapped."""
+    made = Table(box=None, header_style="bold", pad_edge=False)
+    for place, heading in enumerate(headings):
+        made.add_column(heading, justify="right" if place in numbers else "left", no_wrap=True)
+    for row in rows:
+        made.add_row(*row)
+    return made
 
 
 def exit_code(error: KvshelfError) -> int:
@@ -182,6 +165,13 @@ def standard_input() -> str:
             f"standard input is not UTF-8 (byte {error.start}: {error.reason}); convert it or name a file instead",
             param="document",
         ) from error
+
+
+def local_time(time_s: float | None, timespec: str) -> str:
+    """Unix seconds as local time, to the second or minute; None is never."""
+    if time_s is None:
+        return "never"
+    return datetime.datetime.fromtimestamp(time_s).astimezone().isoformat(sep=" ", timespec=timespec)
 
 
 def megabytes(size_bytes: int) -> str:

@@ -69,13 +69,12 @@ def _numbers(progress: Progress) -> str:
 
 
 def _workers(progress: Progress) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim", style="dim")
-    table.add_column("WORKER")
-    for heading in ("DOCUMENTS", "TOKENS/S"):
-        table.add_column(heading, justify="right")
+    rows = []
     for name, worker in sorted(progress.workers.items())[:_MOST_WORKERS]:
         rate = worker.tokens / worker.seconds if worker.seconds else 0.0
-        table.add_row(name, f"{worker.done:,}", f"{rate:,.0f}")
+        rows.append((name, f"{worker.done:,}", f"{rate:,.0f}"))
+    table = _common.table(("WORKER", "DOCUMENTS", "TOKENS/S"), rows, numbers=(1, 2))
+    table.style = table.header_style = "dim"
     return table
 
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvshelf._extras import needs_extra
-from kvshelf.cli import _common, _progress
-from kvshelf.cli._common import AsJson, KeyFile, Labels, Store
+from kvshelf.cli import _common, _options, _progress
 from kvshelf.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -36,32 +35,12 @@ _Input = Annotated[
     typer.Argument(metavar="INPUT", help="A JSONL or Parquet file, a folder of texts, or a pattern like 'd/*.md'."),
 ]
 _Output = Annotated[Path, typer.Option(help="One line per document, as .jsonl or .parquet.")]
-_Policy = Annotated[str | None, typer.Option(help="One of `kvshelf policies`.")]
-_CompressionRatio = Annotated[float | None, typer.Option(help="Fraction of the entries REMOVED, 0.75 say.")]
-_BudgetTokens = Annotated[int | None, typer.Option(help="Entries kept per layer and head, instead.")]
-_Level = Annotated[
-    list[float] | None, typer.Option(help="A compression ratio. Repeat it to make several caches of each document.")
-]
-_MinQuality = Annotated[float | None, typer.Option(help="Minimum agreement with the full cache, 0.98 say.")]
-_Param = Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="A parameter of the policy.")]
-_Layout = Annotated[str | None, typer.Option(help="chat or plain.")]
-_Codec = Annotated[str | None, typer.Option(help="none, int8, int4, int2 or mixed.")]
-_Ttl = Annotated[str | None, typer.Option(help="Lifetime of the caches: 90s, 15m, 2h, 7d.")]
-_KeepSource = Annotated[bool, typer.Option("--keep-source", help="Keep the texts beside the caches.")]
-_ExpectedQuestion = Annotated[list[str] | None, typer.Option(help="A question you expect. May be repeated.")]
 _Window = Annotated[str | None, typer.Option(help="Work only at this time of day: 22:00-06:00.")]
 _MaxGpuHours = Annotated[float | None, typer.Option(min=0, help="Stop when the replicas have worked this long.")]
 _DocumentTimeout = Annotated[str, typer.Option(help="Time limit of one attempt at one document: 90s, 15m, 2h.")]
 _MaxAttempts = Annotated[int, typer.Option(min=1, max=100, help="Attempts before a document is given up.")]
 _RetryFailed = Annotated[bool, typer.Option("--retry-failed", help="Retry rows that failed in an earlier run.")]
 _Report = Annotated[Path | None, typer.Option(help="Also write a report with pictures, as .html.")]
-_Model = Annotated[list[str] | None, typer.Option(help="As for `kvshelf serve`; the first is the default.")]
-_Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda.")]
-_Dtype = Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")]
-_Replicas = Annotated[int | None, typer.Option(help="Replicas of each model.")]
-_Address = Annotated[
-    str | None, typer.Option(help="Address of a running Ray cluster; auto finds it.  [default: a local one]")
-]
 _Url = Annotated[
     str | None, typer.Option("--url", envvar="KVSHELF_URL", help="URL of a running service that runs the batch.")
 ]
@@ -75,33 +54,33 @@ def batch(
     context: typer.Context,
     input: _Input,
     output: _Output,
-    policy: _Policy = None,
-    compression_ratio: _CompressionRatio = None,
-    budget_tokens: _BudgetTokens = None,
-    level: _Level = None,
-    min_quality: _MinQuality = None,
-    param: _Param = None,
-    layout: _Layout = None,
-    codec: _Codec = None,
-    ttl: _Ttl = None,
-    label: Labels = None,
-    keep_source: _KeepSource = False,
-    expected_question: _ExpectedQuestion = None,
+    policy: _options.Policy = None,
+    compression_ratio: _options.CompressionRatio = None,
+    budget_tokens: _options.BudgetTokens = None,
+    level: _options.Levels = None,
+    min_quality: _options.MinQuality = None,
+    param: _options.Parameters = None,
+    layout: _options.Layout = None,
+    codec: _options.Codec = None,
+    ttl: _options.Ttl = None,
+    label: _options.Labels = None,
+    keep_source: _options.KeepSource = False,
+    expected_question: _options.ExpectedQuestions = None,
     window: _Window = None,
     max_gpu_hours: _MaxGpuHours = None,
     document_timeout: _DocumentTimeout = "1h",
     max_attempts: _MaxAttempts = 3,
     retry_failed: _RetryFailed = False,
     report: _Report = None,
-    store: Store = None,
-    encryption_key_file: KeyFile = None,
-    model: _Model = None,
-    device: _Device = None,
-    dtype: _Dtype = None,
-    replicas: _Replicas = None,
-    address: _Address = None,
+    store: _options.Store = None,
+    encryption_key_file: _options.KeyFile = None,
+    model: _options.Models = None,
+    device: _options.ServiceDevice = None,
+    dtype: _options.ServiceDtype = None,
+    replicas: _options.Replicas = None,
+    address: _options.Address = None,
     url: _Url = None,
-    as_json: AsJson = False,
+    as_json: _options.AsJson = False,
 ) -> None:
     """Compress a corpus: many documents in, one line out for each, with its cache id or its error.
 
@@ -111,21 +90,22 @@ def batch(
     """
     with _common.named_errors(as_json=as_json):
         remote = _is_remote(context)
-        fields = _given(
-            model=_only(model) if remote else None,
-            policy=policy,
-            policy_params=_common.parameters(param) or None,
-            compression_ratio=compression_ratio,
-            budget_tokens=budget_tokens,
-            levels=level or None,
-            min_quality=min_quality,
-            layout=layout,
-            codec=codec,
-            ttl_s=_common.seconds(ttl),
-            labels=_common.pairs(label, "--label") or None,
-            keep_source=keep_source or None,
-            expected_questions=expected_question or None,
-        )
+        fields = {
+            "model": _only(model) if remote else None,
+            "policy": policy,
+            "policy_params": _common.parameters(param) or None,
+            "compression_ratio": compression_ratio,
+            "budget_tokens": budget_tokens,
+            "levels": level or None,
+            "min_quality": min_quality,
+            "layout": layout,
+            "codec": codec,
+            "ttl_s": _common.seconds(ttl),
+            "labels": _common.pairs(label, "--label") or None,
+            "keep_source": keep_source or None,
+            "expected_questions": expected_question or None,
+        }
+        given = {name: value for name, value in fields.items() if value is not None}
         options = {
             "window": window,
             "max_gpu_hours": max_gpu_hours,
@@ -133,22 +113,14 @@ def batch(
             "max_attempts": max_attempts,
             "retry_failed": retry_failed,
         }
-        job = _Job(input, output, report, fields, options, as_json)
+        job = _Job(input, output, report, given, options, as_json)
         if remote:
             assert url is not None
-            code = job.run_at(url)
-        else:
-            with needs_extra("serve", purpose="kvshelf batch"):
-                code = job.run(
-                    store=store,
-                    encryption_key_file=None if encryption_key_file is None else str(encryption_key_file),
-                    models=tuple(model) if model else None,
-                    device=device,
-                    dtype=dtype,
-                    replicas=replicas,
-                    address=address,
-                )
-    raise typer.Exit(code)
+            raise typer.Exit(job.run_at(url))
+        key_file, models = str(encryption_key_file) if encryption_key_file else None, tuple(model) if model else None
+        here = {"device": device, "dtype": dtype, "replicas": replicas, "address": address}
+        with needs_extra("serve", purpose="kvshelf batch"):
+            raise typer.Exit(job.run(store=store, encryption_key_file=key_file, models=models, **here))
 
 
 @dataclass(frozen=True)
@@ -191,7 +163,7 @@ class _Job:
         shards = corpus.shards()
         where = self.input if "://" in self.input else str(Path(self.input).absolute())
         about = {"input": where, "output": str(self.output.absolute()), "fields": self.fields, "dtype": loaded.dtype}
-        # The run's id depends on the models' fingerprints, and the store holds its ledger.
+        # The run's id depends on the models' fingerprints, and the store holds its job table.
         to = {"models": list(loaded.models), "store": without_secret(loaded.store)}
         with FileJournal(self._journal, {**about, **to}) as journal:
             # Ray prints events of its nodes to standard output, which is for results.
@@ -243,7 +215,7 @@ class _Job:
         if self.report is not None:
             write_report(self.report, summary, rows())
         if self.as_json:
-            print(json.dumps(asdict(summary) | {"output": str(self.output)}))
+            print(json.dumps(asdict(summary) | {"output": str(self.output)}, default=vars))
         else:
             print(self.output)
             _common.notes.print(_sentence(summary), soft_wrap=True, style="red" if summary.state == "failed" else None)
@@ -290,10 +262,6 @@ def _only(models: list[str] | None) -> str | None:
             param="--model",
         )
     return models[0] if models else None
-
-
-def _given(**fields: Any) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _timeout(text: str) -> float:

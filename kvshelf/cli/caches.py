@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import datetime
 import itertools
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
-from kvshelf.cli import _common
-from kvshelf.cli._common import (
-    BUDGET_HELP,
-    LAYOUT_HELP,
-    MODEL_HELP,
-    NAME_HELP,
-    RATIO_HELP,
-    TTL_HELP,
-    AsJson,
-    Labels,
-    Parameters,
-    Url,
-    connected,
-)
+from kvshelf.cli import _common, _options
+from kvshelf.cli._common import connected
 from kvshelf.errors import KvshelfError
 
 if TYPE_CHECKING:
@@ -41,42 +29,22 @@ Id = Annotated[str, typer.Argument(metavar="ID", help="A cache id (kvs_...), as 
 
 def put(
     files: Files,
-    policy: Annotated[
-        str | None, typer.Option(help="A policy of `kvshelf policies`, or auto: it chooses policy, ratio and codec.")
-    ] = None,
-    compression_ratio: Annotated[float | None, typer.Option(help=RATIO_HELP)] = None,
-    budget_tokens: Annotated[int | None, typer.Option(help=BUDGET_HELP)] = None,
-    level: Annotated[
-        list[float] | None,
-        typer.Option(help="A compression ratio. Repeat it to make several caches from one prefill."),
-    ] = None,
-    min_quality: Annotated[
-        float | None,
-        typer.Option(
-            help="Least agreement with the full cache, such as 0.98. Keeps the smallest level that reaches it, or none."
-        ),
-    ] = None,
-    param: Parameters = None,
-    model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,
-    layout: Annotated[str | None, typer.Option(help=LAYOUT_HELP)] = None,
-    codec: Annotated[
-        str | None,
-        typer.Option(
-            help="Storage format: none, int8, int4, int2 or mixed. Parameters follow: int4:group=64,residual=128."
-        ),
-    ] = None,
-    ttl: Annotated[str | None, typer.Option(help=TTL_HELP)] = None,
-    name: Annotated[str | None, typer.Option(help=NAME_HELP)] = None,
-    label: Labels = None,
-    keep_source: Annotated[
-        bool, typer.Option("--keep-source", help="Store the document's text beside the cache.")
-    ] = False,
-    expected_question: Annotated[
-        list[str] | None,
-        typer.Option(help="A question you expect, for policies that use questions. May be repeated."),
-    ] = None,
-    url: Url = None,
-    as_json: AsJson = False,
+    policy: _options.Policy = None,
+    compression_ratio: _options.CompressionRatio = None,
+    budget_tokens: _options.BudgetTokens = None,
+    level: _options.Levels = None,
+    min_quality: _options.MinQuality = None,
+    param: _options.Parameters = None,
+    model: _options.ServiceModel = None,
+    layout: _options.Layout = None,
+    codec: _options.Codec = None,
+    ttl: _options.Ttl = None,
+    name: _options.Name = None,
+    label: _options.Labels = None,
+    keep_source: _options.KeepSource = False,
+    expected_question: _options.ExpectedQuestions = None,
+    url: _options.Url = None,
+    as_json: _options.AsJson = False,
 ) -> None:
     """Compress documents and put them on the shelf. Prints one cache id per file, or one per level.
 
@@ -139,8 +107,8 @@ def ask(
     top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens with this total probability.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer. May be repeated.")] = None,
-    url: Url = None,
-    as_json: AsJson = False,
+    url: _options.Url = None,
+    as_json: _options.AsJson = False,
 ) -> None:
     """Ask a stored document one or several independent questions. The document is not prefilled again."""
     fields: Any = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop}
@@ -170,10 +138,10 @@ def ls(
     policy: Annotated[str | None, typer.Option(help="Only caches of this policy.")] = None,
     model: Annotated[str | None, typer.Option(help="Only caches of this model.")] = None,
     document_id: Annotated[str | None, typer.Option(help="Only caches of this document (doc_...).")] = None,
-    label: Labels = None,
+    label: _options.Labels = None,
     limit: Annotated[int, typer.Option(min=1, help="How many to list, newest first.")] = 100,
-    url: Url = None,
-    as_json: AsJson = False,
+    url: _options.Url = None,
+    as_json: _options.AsJson = False,
 ) -> None:
     """List the caches on the shelf."""
     with connected(url, as_json=as_json) as client:
@@ -190,25 +158,20 @@ def ls(
 
 
 def _table(caches: list[CacheObject]) -> Table:
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("ID", no_wrap=True)
-    table.add_column("POLICY", no_wrap=True)
-    for heading in ("KEPT", "OF", "SIZE", "QUALITY"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("NAME", overflow="ellipsis", no_wrap=True)
+    rows = []
     for cache in caches:
         size = _common.megabytes(cache.bytes.stored)
         quality = "-" if cache.quality is None else f"{cache.quality.agreement:.3f}"
         kept, whole = str(cache.tokens.kept), str(cache.tokens.document)
-        table.add_row(cache.id, cache.policy, kept, whole, size, quality, cache.name)
-    return table
+        rows.append((cache.id, cache.policy, kept, whole, size, quality, cache.name))
+    return _common.table(("ID", "POLICY", "KEPT", "OF", "SIZE", "QUALITY", "NAME"), rows, numbers=range(2, 6))
 
 
 def show(
     id: Id,
     output: Annotated[Path | None, typer.Option(help="Also write the blob of the cache to this file.")] = None,
-    url: Url = None,
-    as_json: AsJson = False,
+    url: _options.Url = None,
+    as_json: _options.AsJson = False,
 ) -> None:
     """Show one cache. With --output, also fetch it for `CompressedCache.from_bytes` in your own program."""
     with connected(url, as_json=as_json) as client:
@@ -224,11 +187,7 @@ def show(
 
 
 def _details(cache: CacheObject) -> Table:
-    def when(time_s: float | None) -> str:
-        if time_s is None:
-            return "never"
-        return datetime.datetime.fromtimestamp(time_s).astimezone().isoformat(sep=" ", timespec="seconds")
-
+    when = partial(_common.local_time, timespec="seconds")
     used = ", ".join(f"{name}={value}" for name, value in cache.policy_params.items())
     rows = {
         "id": cache.id,
@@ -264,8 +223,8 @@ def _quality(cache: CacheObject) -> str:
 
 def rm(
     ids: Annotated[list[str], typer.Argument(metavar="ID...")],
-    url: Url = None,
-    as_json: AsJson = False,
+    url: _options.Url = None,
+    as_json: _options.AsJson = False,
 ) -> None:
     """Delete caches from the shelf. Prints each deleted id."""
     failure = 0

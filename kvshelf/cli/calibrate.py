@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from kvshelf._extras import needs_extra
-from kvshelf.cli import _common
-from kvshelf.cli._common import AsJson, Device, Dtype
+from kvshelf.bench.options import progress_bar
+from kvshelf.cli import _common, _options
 
 
 def calibrate(
@@ -20,9 +20,9 @@ def calibrate(
     ] = None,
     documents: Annotated[int, typer.Option(min=1, help="Number of test documents, each hides one sentence.")] = 60,
     tokens: Annotated[int, typer.Option(min=128, help="Length of each test document, in tokens.")] = 1024,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    as_json: AsJson = False,
+    device: _options.Device = "auto",
+    dtype: _options.Dtype = "auto",
+    as_json: _options.AsJson = False,
 ) -> None:
     """Measure which query heads retrieve and which layers suffer from compression, for the policy compresskv.
 
@@ -39,13 +39,9 @@ def calibrate(
         count = engine.require_text("model").count_tokens
         path = output or calibration.data_folder() / f"{engine.identity.weights}.json"
         calibration.require_writable(path)
-        with Progress(
-            "{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=_common.notes
-        ) as progress:
-            bar = progress.add_task(model, total=2 * documents)
-            found = head_search.calibrate(
-                engine, list(needles(documents, tokens, count)), lambda: progress.advance(bar)
-            )
+        with progress_bar() as progress:
+            step = partial(progress.advance, progress.add_task(model, total=2 * documents))
+            found = head_search.calibrate(engine, list(needles(documents, tokens, count)), step)
         calibration.save(found, path)
     if as_json:
         print(found.model_dump_json())

@@ -15,8 +15,7 @@ import typer
 
 import kvshelf
 from kvshelf._extras import needs_extra
-from kvshelf.cli import _common, stores
-from kvshelf.cli._common import AsJson, Device, Dtype, KeyFile, Store, Url
+from kvshelf.cli import _common, _options, stores
 from kvshelf.errors import InvalidRequest, KvshelfError, MissingExtra, NoWorker
 
 NEEDLE_TOKENS = 1024
@@ -29,8 +28,8 @@ Check = tuple[str, Callable[[], str]]
 
 
 def doctor(
-    store: Store = None,
-    encryption_key_file: KeyFile = None,
+    store: _options.Store = None,
+    encryption_key_file: _options.KeyFile = None,
     scrub: Annotated[
         bool, typer.Option("--scrub", help="Read every cache of --store and set corrupt ones aside.")
     ] = False,
@@ -38,10 +37,10 @@ def doctor(
         bool, typer.Option("--reseal", help="Seal every cache of --store with the first key of the key file.")
     ] = False,
     model: Annotated[str, typer.Option(help="Model to load and ask.")] = BUNDLED,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    url: Url = None,
-    as_json: AsJson = False,
+    device: _options.Device = "auto",
+    dtype: _options.Dtype = "auto",
+    url: _options.Url = None,
+    as_json: _options.AsJson = False,
 ) -> None:
     """Check versions, device and model; with --store a store, with --url a service. Exits with 1 if a check fails."""
     with _common.named_errors(as_json=as_json):

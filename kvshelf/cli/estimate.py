@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from kvshelf.cli import _common
-from kvshelf.cli._common import BUDGET_HELP, LAYOUT_HELP, MODEL_HELP, RATIO_HELP, AsJson, Parameters, Url, connected
+from kvshelf.cli import _common, _options
+from kvshelf.cli._common import connected
 
 if TYPE_CHECKING:
     from kvshelf.api import EstimateObject, PolicyEstimate
@@ -20,17 +20,17 @@ def estimate(
     policy: Annotated[
         str | None, typer.Option(help="Estimate only this policy; auto: the ones it would try.  [default: all]")
     ] = None,
-    compression_ratio: Annotated[float | None, typer.Option(help=RATIO_HELP)] = None,
-    budget_tokens: Annotated[int | None, typer.Option(help=BUDGET_HELP)] = None,
-    level: Annotated[list[float] | None, typer.Option(help="A compression ratio. May be repeated.")] = None,
-    param: Parameters = None,
-    model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,
-    layout: Annotated[str | None, typer.Option(help=LAYOUT_HELP)] = None,
+    compression_ratio: _options.CompressionRatio = None,
+    budget_tokens: _options.BudgetTokens = None,
+    level: _options.Levels = None,
+    param: _options.Parameters = None,
+    model: _options.ServiceModel = None,
+    layout: _options.Layout = None,
     codec: Annotated[
         str | None, typer.Option(help="Estimate only this codec.  [default: the five without parameters]")
     ] = None,
-    url: Url = None,
-    as_json: AsJson = False,
+    url: _options.Url = None,
+    as_json: _options.AsJson = False,
 ) -> None:
     """Estimate the tokens, bytes and seconds of a `put`, by policy and codec. Nothing is compressed or stored."""
     fields: dict[str, Any] = {
@@ -54,14 +54,10 @@ def estimate(
 
 
 def _table(found: EstimateObject) -> Table:
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("POLICY", no_wrap=True)
     codecs = list(dict.fromkeys(codec for row in found.policies for codec in row.bytes_stored or ()))
-    for heading in ("KEPT", "SECONDS", *codecs):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in found.policies:
-        table.add_row(row.policy, *_cells(row, codecs))
-    return table
+    headings = ("POLICY", "KEPT", "SECONDS", *codecs)
+    rows = ((row.policy, *_cells(row, codecs)) for row in found.policies)
+    return _common.table(headings, rows, numbers=range(1, len(headings)))
 
 
 def _cells(row: PolicyEstimate, codecs: list[str]) -> list[str]:

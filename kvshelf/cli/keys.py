@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
 from kvshelf._extras import needs_extra
-from kvshelf.cli import _common
+from kvshelf.cli import _common, _options
+
+if TYPE_CHECKING:
+    from kvshelf.service.access.keyfile import KeyFile
 
 app = typer.Typer(help="Create, list and revoke the API keys of a service.", no_args_is_help=True)
 
@@ -18,6 +20,13 @@ File = Annotated[
     Path,
     typer.Option("--file", envvar="KVSHELF_API_KEY_FILE", help="The key file; `create` makes it if it is missing."),
 ]
+
+
+def _opened(file: Path) -> KeyFile:
+    with needs_extra("serve", purpose="kvshelf keys"):
+        from kvshelf.service.access.keyfile import KeyFile
+
+    return KeyFile(file)
 
 
 @app.command()
@@ -34,11 +43,8 @@ def create(
 ) -> None:
     """Create a key and print it once. The file stores only its digest."""
     with _common.named_errors():
-        with needs_extra("serve", purpose="kvshelf keys"):
-            from kvshelf.service.access.keyfile import KeyFile
-
         scopes = [part.strip() for part in scope.split(",") if part.strip()]
-        record, key = KeyFile(file).create(tenant, scopes, name=name, ttl_s=_common.seconds(ttl))
+        record, key = _opened(file).create(tenant, scopes, name=name, ttl_s=_common.seconds(ttl))
     _common.notes.print(
         f"key {record.id} of tenant {record.tenant}: {', '.join(record.scopes)}. Save it: it is not shown again"
     )
@@ -46,21 +52,18 @@ def create(
 
 
 @app.command("list")
-def list_keys(file: File, as_json: _common.AsJson = False) -> None:
+def list_keys(file: File, as_json: _options.AsJson = False) -> None:
     """List the keys with their tenants and scopes. The keys themselves are not stored."""
     with _common.named_errors(as_json=as_json):
-        with needs_extra("serve", purpose="kvshelf keys"):
-            from kvshelf.service.access.keyfile import KeyFile
-
-        records = KeyFile(file).read()
+        records = _opened(file).read()
     if as_json:
         for record in records:
             print(record.model_dump_json(exclude={"sha256"}))
         return
     table = Table("ID", "TENANT", "SCOPES", "CREATED", "EXPIRES", "NAME", box=None, header_style="bold", pad_edge=False)
     for record in records:
-        expires = "never" if record.expires_at is None else _when(record.expires_at)
-        table.add_row(record.id, record.tenant, ",".join(record.scopes), _when(record.created_at), expires, record.name)
+        created, expires = (_common.local_time(at, "minutes") for at in (record.created_at, record.expires_at))
+        table.add_row(record.id, record.tenant, ",".join(record.scopes), created, expires, record.name)
     _common.table_console().print(table)
 
 
@@ -68,12 +71,5 @@ def list_keys(file: File, as_json: _common.AsJson = False) -> None:
 def revoke(id: Annotated[str, typer.Argument(help="A key id, as shown by `list`.")], file: File) -> None:
     """Remove a key from the file. A running service refuses it within a second."""
     with _common.named_errors():
-        with needs_extra("serve", purpose="kvshelf keys"):
-            from kvshelf.service.access.keyfile import KeyFile
-
-        record = KeyFile(file).revoke(id)
+        record = _opened(file).revoke(id)
     _common.notes.print(f"key {record.id} of tenant {record.tenant} is revoked")
-
-
-def _when(time_s: float) -> str:
-    return datetime.datetime.fromtimestamp(time_s).astimezone().isoformat(sep=" ", timespec="minutes")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,35 +12,30 @@ import typer
 from rich.table import Table
 
 from kvshelf._extras import needs_extra
-from kvshelf.cli import _common
-from kvshelf.cli._common import AsJson
+from kvshelf.cli import _common, _options
 from kvshelf.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from kvshelf.corpus.plan import Fleet, Outcome, Plan, SharedResource
 
 _MODELS = "llama-3.1-8b, mistral-7b, qwen2.5-7b, qwen3-8b, kvshelf-tiny, a folder or a hub id."
-_LENGTHS = "A file with a document length per line, optionally followed by a count; replaces --tokens."
 _SPEED = "Output of `kvshelf bench speed --parts compression --output FILE`; replaces --tokens-per-s."
-_SHARED = "Output of `kvshelf bench rates --output FILE`.  [default: as documented]"
 
 
 def plan(
-    documents: Annotated[
-        int | None, typer.Option(min=1, help="Number of documents.  [default: 1,000,000, or as in --lengths]")
-    ] = None,
+    documents: Annotated[int | None, typer.Option(min=1, help="How many.  [default: 1000000, or by --lengths]")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Length of each document.")] = 4096,
-    lengths: Annotated[Path | None, typer.Option(help=_LENGTHS)] = None,
+    lengths: Annotated[Path | None, typer.Option(help="A file: a length, or a length and a count, per line.")] = None,
     model: Annotated[str, typer.Option(help=_MODELS)] = "llama-3.1-8b",
     policy: Annotated[str, typer.Option(help="As in `kvshelf put`.")] = "keydiff",
-    compression_ratio: Annotated[float | None, typer.Option(help="Fraction of the entries REMOVED, 0.75 say.")] = None,
-    budget_tokens: Annotated[int | None, typer.Option(help="Entries kept per layer and head, instead.")] = None,
+    compression_ratio: _options.CompressionRatio = None,
+    budget_tokens: _options.BudgetTokens = None,
     codec: Annotated[str, typer.Option(help="none, int8, int4, int2 ...")] = "none",
     gpus: Annotated[int | None, typer.Option(min=1, help="Number of GPUs; or give --hours.")] = None,
     hours: Annotated[float | None, typer.Option(min=0.01, help="Hours available; the plan says how many GPUs.")] = None,
     tokens_per_s: Annotated[float | None, typer.Option(min=0.001, help="Of one GPU, compression included.")] = None,
     rates: Annotated[Path | None, typer.Option(help=_SPEED)] = None,
-    shared_rates: Annotated[Path | None, typer.Option(help=_SHARED)] = None,
+    shared_rates: Annotated[Path | None, typer.Option(help="From `kvshelf bench rates`.  [default: built in]")] = None,
     home: Annotated[str, typer.Option(help="redis or disk.")] = "redis",
     simulate: Annotated[bool, typer.Option("--simulate", help="Simulate a run with failures.")] = False,
     servers: Annotated[int, typer.Option(min=1, help="Redis servers.")] = 1,
@@ -54,7 +48,7 @@ def plan(
     node_mtbf_h: Annotated[float, typer.Option(min=0.1, help="Hours between two failures of a node.")] = 6300.0,
     poison: Annotated[float, typer.Option(min=0, max=0.1, help="Share of documents that kill their worker.")] = 1e-5,
     seed: Annotated[int, typer.Option(help="Seed of the simulation.")] = 0,
-    as_json: AsJson = False,
+    as_json: _options.AsJson = False,
 ) -> None:
     """Say what a corpus takes: documents an hour, GPUs, bytes, Redis memory, network. Nothing is run.
 
@@ -71,11 +65,10 @@ def plan(
             raise InvalidRequest("a shelf in a folder is one machine's; --simulate is of a Redis home", param="--home")
         shape = paper.shape_of(model)
         shared = paper.MEASURED if shared_rates is None else paper.SharedRates.read(shared_rates)
-        corpus = paper.Corpus(((tokens, documents or 1_000_000),))
-        corpus = corpus if lengths is None else paper.Corpus.read(lengths, documents)
-        work = paper.Work(policy, compression_ratio, budget_tokens, codec)
+        corpus = paper.read_lengths(lengths, documents) if lengths else ((tokens, documents or 1_000_000),)
+        work = paper.Work(policy, compression_ratio, budget_tokens, codec, home)
         speed = paper.Speed.of(shape, policy, tokens_per_s, rates)
-        found = paper.make_plan(corpus, shape, work, speed, shared, home=home, gpus=gpus, hours=hours)
+        found = paper.make_plan(corpus, shape, work, speed, shared, gpus, hours)
         report: dict[str, Any] = {"plan": asdict(found)}
         tables = [_plan_table(found)]
         if simulate:
@@ -85,8 +78,7 @@ def plan(
             )  # fmt: skip
             resources = {each: each.full_at(found.gpus) for each in paper.shared_resources(found, fleet, shared)}
             outcome = paper.simulate(found, fleet, shared, seed=seed)
-            full = ((each, round(at) if math.isfinite(at) else None) for each, at in resources.items())
-            parts = [asdict(each) | {"breaks_at_gpus": at} for each, at in full]
+            parts = [asdict(each) | {"breaks_at_gpus": at} for each, at in resources.items()]
             report |= {"fleet": asdict(fleet), "parts": parts, "outcome": asdict(outcome)}
             tables += [_resources_table(resources), _outcome_table(outcome, fleet)]
     if as_json:
@@ -99,7 +91,6 @@ def plan(
 
 
 def _plan_table(found: Plan) -> Table:
-    memory = found.redis_memory_bytes
     rows = [
         ("documents", f"{found.documents:,}"),
         ("tokens", f"{found.tokens:,}"),
@@ -110,19 +101,19 @@ def _plan_table(found: Plan) -> Table:
         ("documents an hour", f"{found.documents_per_hour:,.0f}"),
         ("full KV", _size(found.bytes_full)),
         ("stored", f"{_size(found.bytes_stored)}, {_size(found.bytes_stored / found.documents)} a document"),
-        ("manifests, index, ledger", _size(found.home_bytes)),
-        ("memory of Redis", "none" if memory is None else _size(memory)),
+        ("manifests, index, job table", _size(found.home_bytes)),
+        ("memory of Redis", "none" if found.redis_memory_bytes is None else _size(found.redis_memory_bytes)),
         ("network to the home", f"{_size(found.network_bytes_per_s)} a second"),
     ]
-    return _table(("", ""), rows)
+    return _common.table(("", ""), rows, numbers=[1])
 
 
-def _resources_table(resources: dict[SharedResource, float]) -> Table:
+def _resources_table(resources: dict[SharedResource, int | None]) -> Table:
     rows = []
     for each, at in resources.items():
         used = f"{100 * each.used:,.3g} %" if each.used < 10 else f"{each.used:,.0f} times"
-        rows.append((each.name, used, f"{at:,.0f}" if math.isfinite(at) else "-", each.move))
-    return _table(("WHAT ALL SHARE", "USED", "FULL AT GPUS", "WHAT MOVES IT"), rows)
+        rows.append((each.name, used, "-" if at is None else f"{at:,}", each.move))
+    return _common.table(("WHAT ALL SHARE", "USED", "FULL AT GPUS", "WHAT MOVES IT"), rows, numbers=[1, 2])
 
 
 def _outcome_table(outcome: Outcome, fleet: Fleet) -> Table:
@@ -137,17 +128,7 @@ def _outcome_table(outcome: Outcome, fleet: Fleet) -> Table:
         ("GPU hours lost", f"{outcome.lost_gpu_hours:,.1f}"),
         ("innocent documents given up, expected", f"{outcome.innocent:.1e}"),
     ]
-    return _table(("A RUN ON PAPER", ""), rows)
-
-
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Numbers, in the second and third column, are aligned right."""
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for number, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if number in (1, 2) else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    return table
+    return _common.table(("A RUN ON PAPER", ""), rows, numbers=[1])
 
 
 def _size(count: float) -> str:

@@ -8,8 +8,7 @@ import typer
 from rich.table import Table
 
 from kvshelf._extras import needs_extra
-from kvshelf.cli import _common
-from kvshelf.cli._common import AsJson, Url
+from kvshelf.cli import _common, _options
 from kvshelf.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -22,8 +21,8 @@ def policies(
     name: Annotated[
         str | None, typer.Argument(metavar="[NAME]", help="Show only this policy, with its parameters.")
     ] = None,
-    url: Url = None,
-    as_json: AsJson = False,
+    url: _options.Url = None,
+    as_json: _options.AsJson = False,
 ) -> None:
     """List the compression policies, when to choose each, and what they cost on the bundled model.
 

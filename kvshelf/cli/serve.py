@@ -10,12 +10,11 @@ from typing import Annotated
 import typer
 
 from kvshelf._extras import needs_extra
-from kvshelf.cli import _common
-from kvshelf.cli._common import Store
+from kvshelf.cli import _common, _options
 
 
 def serve(
-    store: Store = None,
+    store: _options.Store = None,
     encryption_key_file: Annotated[
         Path | None, typer.Option(help="Encrypt stored caches with the first key of this file, one key per line.")
     ] = None,
@@ -23,17 +22,12 @@ def serve(
         Path | None,
         typer.Option(help="API keys of those who may use the service; see `kvshelf keys`.  [default: everybody]"),
     ] = None,
-    model: Annotated[
-        list[str] | None,
-        typer.Option(help="A bundled name, a folder or a hub id. May be repeated; the first is the default."),
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
-    replicas: Annotated[int | None, typer.Option(help="Replicas per model.")] = None,
+    model: _options.Models = None,
+    device: _options.ServiceDevice = None,
+    dtype: _options.ServiceDtype = None,
+    replicas: _options.Replicas = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads per replica.")] = None,
-    address: Annotated[
-        str | None, typer.Option(help="Address of a running Ray cluster.  [default: start a local one]")
-    ] = None,
+    address: _options.Address = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,

@@ -7,9 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-
 from kvshelf._extras import needs_extra
+from kvshelf.bench.options import progress_bar
 from kvshelf.cli import _common
 from kvshelf.errors import CacheCorrupt, InvalidRequest, StoreUnavailable
 
@@ -66,9 +65,7 @@ def _walked(store: Store, found: Iterator[Scrubbed], doing: str, done: str) -> s
     """Walks all caches with a progress bar. A damaged cache does not stop the walk."""
     count = nbytes = 0
     problems: list[str] = []
-    with Progress(
-        "{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=_common.notes
-    ) as progress:
+    with progress_bar() as progress:
         bar = progress.add_task(doing, total=store.usage().caches)
         for cache in found:
             progress.advance(bar)

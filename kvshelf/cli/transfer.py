@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvshelf.cli import _common, stores
-from kvshelf.cli._common import NAME_HELP, TTL_HELP, AsJson, KeyFile, Labels, Store, Url
+from kvshelf.cli import _common, _options, stores
 from kvshelf.cli.caches import Id
 from kvshelf.errors import InvalidRequest
 
@@ -22,10 +21,10 @@ if TYPE_CHECKING:
 def export_cache(
     id: Id,
     output: Annotated[Path, typer.Option(help="File to write.")],
-    store: Store = None,
-    encryption_key_file: KeyFile = None,
-    url: Url = None,
-    as_json: AsJson = False,
+    store: _options.Store = None,
+    encryption_key_file: _options.KeyFile = None,
+    url: _options.Url = None,
+    as_json: _options.AsJson = False,
 ) -> None:
     """Write a cache to a file, for `kvshelf import` elsewhere or `CompressedCache.from_bytes`. Prints the file name.
 
@@ -54,13 +53,13 @@ def export_cache(
 
 def import_cache(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A file written by `kvshelf export`.")],
-    ttl: Annotated[str | None, typer.Option(help=TTL_HELP)] = None,
-    name: Annotated[str | None, typer.Option(help=NAME_HELP)] = None,
-    label: Labels = None,
-    store: Store = None,
-    encryption_key_file: KeyFile = None,
-    url: Url = None,
-    as_json: AsJson = False,
+    ttl: _options.Ttl = None,
+    name: _options.Name = None,
+    label: _options.Labels = None,
+    store: _options.Store = None,
+    encryption_key_file: _options.KeyFile = None,
+    url: _options.Url = None,
+    as_json: _options.AsJson = False,
 ) -> None:
     """Put an exported cache on a shelf and print its id. Every digest is checked first.
 

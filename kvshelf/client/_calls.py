@@ -253,10 +253,8 @@ def query_cache(
     `stop`, `compare`, `on_miss`. Raises `CacheNotFound`, `CacheExpired`, `CacheCorrupt`, `ModelMismatch`,
     `SourceNotKept`, ...
     """
-    path, body = (
-        _cache_path(id) + "/query",
-        {"json": checked(api.Query, {**fields, "prompt": prompt, "messages": messages})},
-    )
+    path = _cache_path(id) + "/query"
+    body = {"json": checked(api.Query, {**fields, "prompt": prompt, "messages": messages})}
     if isinstance(prompt, list | tuple):
         return Call("POST", path, _answers, body=body)
     return Call("POST", path, parse_as(api.AnswerObject), body=body)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -16,8 +15,9 @@ from typing import Any, Generic, Protocol, TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
+from kvshelf.backoff import backoff_s
 from kvshelf.client import _failures
-from kvshelf.client._config import Connection, Retries
+from kvshelf.client._config import Connection
 from kvshelf.errors import KvshelfError
 
 T_co = TypeVar("T_co", covariant=True)
@@ -25,6 +25,7 @@ MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 _RETRIED_STATUSES = frozenset({429, 503})
+_SPREAD = 0.25
 
 # Waiting a few seconds does not free a quota. A call is repeated after a worker's crash: most calls that a worker takes
 # with it are innocent, and the service gives up a document after a few crashes.
@@ -114,12 +115,9 @@ class Attempts:
         if self.made >= retries.max_retries or (asked_s is not None and asked_s > retries.max_wait_s):
             raise error
         self.made += 1
-        return backoff_s(retries, self.made - 1) if asked_s is None else asked_s
-
-
-def backoff_s(retries: Retries, repeat: int) -> float:
-    """The pause before repeat number `repeat`, counted from 0: exponential, up to a quarter less by chance."""
-    return min(retries.backoff_s * 2.0**repeat, retries.max_backoff_s) * random.uniform(0.75, 1.0)
+        if asked_s is not None:
+            return asked_s
+        return backoff_s(self.made - 1, retries.backoff_s, retries.max_backoff_s, spread=_SPREAD)
 
 
 def parse_as(cls: type[ModelT]) -> Callable[[httpx.Response], ModelT]:

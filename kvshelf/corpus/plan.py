@@ -6,6 +6,7 @@ import heapq
 import json
 import math
 import random
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -34,7 +35,6 @@ ATTEMPTS: Final = 3
 """Attempts at a document that kills its worker each time."""
 _IN_FLIGHT: Final = 2
 """Documents a replica has begun: one in prefill, one being written."""
-_GBIT: Final = 1e9 / 8
 FOLDERS: Final = "file system, were it a folder on each node"
 
 
@@ -49,7 +49,7 @@ class SharedRates:
     record one result; Ray Data's own work excluded. docs/scale.md describes the measurement behind the defaults.
     """
 
-    redis_document_s: float = 1.40e-3
+    redis_document_s: float = 1.55e-3
     redis_mb_s: float = 0.852e-3
     redis_document_bytes: float = 5376
     disk_document_s: float = 13.7e-3
@@ -81,56 +81,43 @@ def _output_of(command: str, path: Path, option: str) -> Iterator[Any]:
         raise InvalidRequest(f"{path} is no output of `{command} --output FILE`: {error!r}", param=option) from error
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """Documents by length: (tokens, count), whole numbers from 1."""
-
-    lengths: tuple[tuple[int, int], ...]
-
-    @property
-    def documents(self) -> int:
-        return sum(count for _, count in self.lengths)
-
-    @property
-    def tokens(self) -> int:
-        return sum(tokens * count for tokens, count in self.lengths)
-
-    @classmethod
-    def read(cls, path: Path, documents: int | None) -> Corpus:
-        """A file with a length in tokens per line, optionally followed by a count.
-
-        documents: scale the counts to this total; every length keeps at least one. Raises `InvalidRequest`.
-        """
-        try:
-            lines = path.read_text().splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise InvalidRequest(f"{path} cannot be read: {error}", param="--lengths") from error
-        corpus = cls(tuple(_length(path, number, line) for number, line in enumerate(lines, 1) if line.strip()))
-        if not corpus.lengths:
-            raise InvalidRequest(f"{path} has no lengths", param="--lengths")
-        factor = 1 if documents is None else documents / corpus.documents
-        return cls(tuple((tokens, max(1, round(count * factor))) for tokens, count in corpus.lengths))
+Lengths = tuple[tuple[int, int], ...]
+"""Documents by length: (tokens, count), whole numbers from 1."""
 
 
-def _length(path: Path, number: int, line: str) -> tuple[int, int]:
+def read_lengths(path: Path, documents: int | None) -> Lengths:
+    """A file with a length in tokens per line, optionally followed by a count.
+
+    documents: scale the counts to this total; every length keeps at least one. Raises `InvalidRequest`.
+    """
     try:
-        tokens, count, *more = (int(word) for word in (*line.replace(",", " ").split(), "1"))
-    except ValueError:
-        tokens, count, more = 0, 0, []
-    if tokens < 1 or count < 1 or more not in ([], [1]):
-        wrong = f"{path}, line {number}: {line!r:.80} is neither a length in tokens nor a length and a count"
-        raise InvalidRequest(wrong, param="--lengths")
-    return tokens, count
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"{path} cannot be read: {error}", param="--lengths") from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        match = re.fullmatch(r"(\d+)(?:[\s,]+(\d+))?", line.strip())
+        tokens, count = (int(match[1]), int(match[2] or 1)) if match else (0, 0)
+        if tokens and count:
+            found.append((tokens, count))
+        elif line.strip():
+            wrong = f"{path}, line {number}: {line!r:.80} is neither a length in tokens nor a length and a count"
+            raise InvalidRequest(wrong, param="--lengths")
+    if not found:
+        raise InvalidRequest(f"{path} has no lengths", param="--lengths")
+    factor = 1 if documents is None else documents / sum(count for _, count in found)
+    return tuple((tokens, max(1, round(count * factor))) for tokens, count in found)
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is done with each document; fields as in `CreateCache`."""
+    """What is done with each document, fields as in `CreateCache`; home: where its cache goes, redis or disk."""
 
     policy: str = "keydiff"
     compression_ratio: float | None = None
     budget_tokens: int | None = None
     codec: str = "none"
+    home: str = "redis"
 
     def kept(self, num_tokens: int) -> int:
         """Entries that each head keeps of a document. Raises as a creation does."""
@@ -138,6 +125,13 @@ class Work:
             return num_tokens
         ratio, tokens = self.compression_ratio, self.budget_tokens
         return Budget.resolve(num_tokens, compression_ratio=ratio, budget_tokens=tokens).tokens
+
+
+_ASSUMED: Final = (
+    f"ASSUMED: a GPU does {ASSUMED_FLOPS['cuda']:.0e} operations a second, low on purpose, two for each weight and "
+    "token. Measure with `kvshelf bench speed --parts compression --output FILE` and give --rates FILE, or give "
+    "--tokens-per-s."
+)
 
 
 @dataclass(frozen=True)
@@ -158,13 +152,7 @@ class Speed:
         if tokens_per_s is not None:
             return cls(tokens_per_s, f"{tokens_per_s:,g} tokens a second for each GPU, as given.")
         if measured is None:
-            flops = ASSUMED_FLOPS["cuda"]
-            basis = (
-                f"ASSUMED: a GPU does {flops:.0e} operations a second, low on purpose, two for each weight and token. "
-                "Measure with `kvshelf bench speed --parts compression --output FILE` and give --rates FILE, or give "
-                "--tokens-per-s."
-            )
-            return cls(flops / shape.flops, basis)
+            return cls(ASSUMED_FLOPS["cuda"] / shape.flops, _ASSUMED)
         with _output_of("kvshelf bench speed --parts compression", measured, "--rates") as report:
             rows = [row for length in report["compression"] for row in length["rows"]]
             taken = [row for row in rows if row["policy"] == policy]
@@ -181,7 +169,7 @@ class Speed:
 class Plan:
     """What a corpus takes: `gpus` GPUs for `hours` hours. Figures per second hold while all GPUs work.
 
-    home_bytes: of manifests, index and ledger.
+    home_bytes: of manifests, index and job table.
     """
 
     documents: int
@@ -207,58 +195,44 @@ def shape_of(model: str) -> Shape:
 
 
 def make_plan(
-    corpus: Corpus,
-    shape: Shape,
-    work: Work,
-    speed: Speed,
-    rates: SharedRates,
-    *,
-    home: str,
-    gpus: int | None,
-    hours: float | None,
+    lengths: Lengths, shape: Shape, work: Work, speed: Speed, rates: SharedRates, gpus: int | None, hours: float | None
 ) -> Plan:
-    """Compute a plan. home: redis or disk. Raises `InvalidRequest` for a bad policy, ratio or codec, or for both
-    `gpus` and `hours`."""
-    if home not in ("redis", "disk"):
-        raise InvalidRequest(f"--home {home!r} is no home to plan with; redis or disk", param="--home")
+    """Compute a plan. Raises `InvalidRequest` for a bad policy, ratio, codec or home, or both `gpus` and `hours`."""
+    if work.home not in ("redis", "disk"):
+        raise InvalidRequest(f"--home {work.home!r} is no home to plan with; redis or disk", param="--home")
     if gpus is not None and hours is not None:
         raise InvalidRequest("--gpus and --hours answer each other; give one", param="--hours")
     Codec.parse(work.codec)
-    full = sum(count * shape.full_bytes(tokens) for tokens, count in corpus.lengths)
-    stored = sum(count * shape.stored_bytes(tokens, work.kept(tokens), work.codec) for tokens, count in corpus.lengths)
-    gpu_hours = corpus.tokens / speed.tokens_per_s / 3600
+    documents, all_tokens = sum(count for _, count in lengths), sum(tokens * count for tokens, count in lengths)
+    stored = sum(count * shape.stored_bytes(tokens, work.kept(tokens), work.codec) for tokens, count in lengths)
+    gpu_hours = all_tokens / speed.tokens_per_s / 3600
     gpus = gpus or (1 if hours is None else max(1, math.ceil(gpu_hours / hours)))
-    took = gpu_hours / gpus
-    in_redis = home == "redis"
-    document_bytes = rates.redis_document_bytes if in_redis else rates.disk_document_bytes
-    index = corpus.documents * document_bytes
+    in_redis, took = work.home == "redis", gpu_hours / gpus
+    index = documents * (rates.redis_document_bytes if in_redis else rates.disk_document_bytes)
+    assumptions = [
+        speed.basis,
+        "A GPU's tokens per second do not depend on the length: longer documents than those measured take longer.",
+        f"{index / documents:,.0f} bytes of index, manifest and job table for each document: {rates.basis}",
+        "Sizes are those of docs/format.md; every head keeps as many entries.",
+        "No document fails, none is a copy of another, and GPUs never wait: `--simulate` tells what stands in the way.",
+    ]
+    if len(lengths) == 1:
+        assumptions.append("All documents are of one length; `--lengths FILE` takes a histogram.")
     return Plan(
-        documents=corpus.documents,
-        tokens=corpus.tokens,
+        documents=documents,
+        tokens=all_tokens,
         tokens_per_s=speed.tokens_per_s,
         gpus=gpus,
         hours=took,
         gpu_hours=gpu_hours,
-        documents_per_hour=corpus.documents / took,
-        bytes_full=full,
+        documents_per_hour=documents / took,
+        bytes_full=sum(count * shape.full_bytes(tokens) for tokens, count in lengths),
         bytes_stored=stored,
         home_bytes=index,
         redis_memory_bytes=stored + index if in_redis else None,
         network_bytes_per_s=stored / took / 3600 if in_redis else 0.0,
-        assumptions=_assumptions(corpus, speed.basis, f"{document_bytes:,.0f} bytes", rates.basis),
+        assumptions=tuple(assumptions),
     )
-
-
-def _assumptions(corpus: Corpus, speed: str, document_bytes: str, rates: str) -> tuple[str, ...]:
-    found = (
-        speed,
-        "A GPU's tokens per second do not depend on the length: longer documents than those measured take longer.",
-        f"{document_bytes} of index, manifest and ledger for each document: {rates}",
-        "Sizes are those of docs/format.md; every head keeps as many entries.",
-        "No document fails, none is a copy of another, and GPUs never wait: `--simulate` tells what stands in the way.",
-    )
-    one = "All documents are of one length; `--lengths FILE` takes a histogram."
-    return (*found, one) if len(corpus.lengths) == 1 else found
 
 
 @dataclass(frozen=True)
@@ -297,29 +271,25 @@ class SharedResource:
     by_rate: bool = True
     per_node: bool = False
 
-    def full_at(self, gpus: int) -> float:
-        """The GPUs that fill it; infinity if an amount fills it, or if each node brings its own."""
-        return gpus / self.used if self.used and self.by_rate and not self.per_node else math.inf
+    def full_at(self, gpus: int) -> int | None:
+        """The GPUs that fill it; None if an amount fills it, or if each node brings its own."""
+        return round(gpus / self.used) if self.used and self.by_rate and not self.per_node else None
 
 
 def shared_resources(plan: Plan, fleet: Fleet, rates: SharedRates) -> list[SharedResource]:
     """The fullest first. The plan must have a home in Redis and as many GPUs as the fleet."""
-    rate = plan.documents_per_hour / 3600
-    mb_per_s = plan.bytes_stored / plan.documents * rate / 1e6
+    rate, mb_per_s = plan.documents_per_hour / 3600, plan.bytes_stored / plan.hours / 3600 / 1e6
     nodes = math.ceil(fleet.gpus / fleet.gpus_per_node)
     memory = (plan.bytes_stored + plan.home_bytes) / (fleet.servers * fleet.server_memory_bytes)
-    wire = mb_per_s * 1e6 / _GBIT
+    wire = mb_per_s * 8e-3  # Gbit a second
     heads = fleet.gpus / fleet.services
     clusters = "several Ray clusters, each with a part of the corpus"
+    index_s = rate * rates.redis_document_s / fleet.shelves
     found: list[tuple[Any, ...]] = [
         ("memory of the Redis servers", memory, "more of it removed, --codec int4, more servers", False),
         ("network of the Redis servers", wire / (fleet.servers * fleet.server_gbit), "more servers: redis-cluster://"),
         ("threads of the Redis servers, for bytes", mb_per_s * rates.redis_mb_s / fleet.servers, "more servers"),
-        (
-            "thread of the Redis server with the index",
-            rate * rates.redis_document_s / fleet.shelves,
-            "several shelves: ?prefix=a, ?prefix=b",
-        ),
+        ("thread of the Redis server with the index", index_s, "several shelves: ?prefix=a, ?prefix=b"),
         ("network of a node", wire / (nodes * fleet.node_gbit), "fewer GPUs in a node", True, True),
         ("Serve's controller", heads * rates.controller_replica_s, clusters),
         ("GCS of the Ray head", heads * rates.gcs_replica_s, clusters),
@@ -361,9 +331,6 @@ def simulate(plan: Plan, fleet: Fleet, rates: SharedRates, *, seed: int = 0) -> 
     nodes = poison = 0
     down: list[tuple[float, int]] = []  # (when they are back, GPUs)
 
-    def until(per_hour: float) -> float:
-        return chance.expovariate(per_hour) if per_hour > 0 else math.inf
-
     def fail(gpus: int, away_h: float, times: int = 1) -> float:
         heapq.heappush(down, (now + times * away_h, gpus))
         return times * gpus * (away_h + _IN_FLIGHT * each_h / 2)
@@ -372,7 +339,8 @@ def simulate(plan: Plan, fleet: Fleet, rates: SharedRates, *, seed: int = 0) -> 
         up = max(0, fleet.gpus - sum(gpus for _, gpus in down))
         alone = up / each_h  # documents an hour if no resource limited them
         rate = min(alone, plan.documents_per_hour / max(slowest.used, 1e-12))
-        to_node, to_poison = until(up / fleet.gpus_per_node / fleet.node_mtbf_h), until(rate * fleet.poison)
+        per_hour = up / fleet.gpus_per_node / fleet.node_mtbf_h, rate * fleet.poison
+        to_node, to_poison = (chance.expovariate(each) if each > 0 else math.inf for each in per_hour)
         to_back = down[0][0] - now if down else math.inf
         to_end = (end - done) / rate if rate else math.inf
         passed = min(to_node, to_poison, to_back, to_end)

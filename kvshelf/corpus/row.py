@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from kvshelf.api import CreateCache
 from kvshelf.api.strict import parse_request
 from kvshelf.errors import KvshelfError
+
+ItemT = TypeVar("ItemT")
 
 _CHARS_PER_TOKEN: Final = 4
 
@@ -145,6 +147,20 @@ class Journal(abc.ABC):
     @abc.abstractmethod
     def finished(self) -> Iterator[Row]:
         """Each row's last end, in any order. Call nothing else until it is read."""
+
+
+def cut(items: Iterable[ItemT], size_of: Callable[[ItemT], int], *, most: int, size: int) -> Iterator[list[ItemT]]:
+    """Consecutive groups of at most `most` items and `size` together; a single item may be larger."""
+    group: list[ItemT] = []
+    held = 0
+    for item in items:
+        if group and (len(group) >= most or held + size_of(item) > size):
+            yield group
+            group, held = [], 0
+        group.append(item)
+        held += size_of(item)
+    if group:
+        yield group
 
 
 def last_ends(read: Callable[[], Iterator[Row]]) -> Iterator[Row]:

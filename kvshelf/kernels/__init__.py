@@ -2,7 +2,8 @@
 
 One folder per operation. Its `__init__.py` defines the operation, with the least bytes and FLOPs it takes, and checks
 its input; `reference.py` is the naive form, written to be read, and the oracle of the tests; `eager.py` uses torch's
-own operations and runs on any device; `triton.py` holds the fused kernels for CUDA. Where torch's operations are slow
-on a CPU, `native.c` is the operation in C and `native.py` its caller. `compiling.py` compiles the C; without a compiler
-`eager` runs instead. `dispatch.py` chooses the form. Nothing here knows a model, a store or a process.
+own operations and runs on any device; `triton.py` holds fused kernels for CUDA, where they gain something. Where
+torch's operations are slow on a CPU, `native.c` is the operation in C and `native.py` its caller. `compiling.py`
+compiles the C; without a compiler `eager` runs instead. `dispatch.py` chooses the form. Nothing here knows a model, a
+store or a process.
 """

@@ -1,10 +1,10 @@
-"""Chooses the form of an operation: Triton on CUDA; on a CPU the C form, if there is one and it was compiled when
-kvshelf was installed; torch's own operations elsewhere.
+"""Chooses the form of an operation: Triton on CUDA; on a CPU the C form, if it was compiled when kvshelf was installed;
+torch's own operations elsewhere, and for operations without such a form.
 
-`KVSHELF_KERNELS` forces one form for every operation of a process: `eager`, torch's own; `native`, the C form, or
-torch's own for operations without one; `reference`, the naive oracle of the tests; or `triton`, which without a GPU
-runs under Triton's interpreter (`TRITON_INTERPRET=1`, set before the first import). The last two are for finding
-faults: they are thousands of times slower than the forms they replace.
+`KVSHELF_KERNELS` forces one form for every operation of a process: `eager`, torch's own; `native`, the C form;
+`reference`, the naive oracle of the tests; or `triton`, which without a GPU runs under Triton's interpreter
+(`TRITON_INTERPRET=1`, set before the first import). The last two are for finding faults: they are thousands of times
+slower than the forms they replace.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def cpu_form() -> str:
 def _module(operation: str, device_type: str, forced: str) -> ModuleType:
     if forced and forced not in FORMS:
         raise InternalError(f"KVSHELF_KERNELS is {forced!r}; it must be one of {', '.join(FORMS)}, or unset")
-    form = forced or _fastest(operation, device_type)
+    form = forced or _fastest(device_type)
     if form == "triton" and device_type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise InternalError(
             f"Triton's kernels were forced on a {device_type} tensor, and they run on CUDA; set TRITON_INTERPRET=1 to "
@@ -49,17 +49,12 @@ def _module(operation: str, device_type: str, forced: str) -> ModuleType:
             f"compiled kernels were forced on a {device_type} tensor, and none were compiled for it; run `python -m "
             "kvshelf.kernels.compiling` on a machine with a C compiler, or unset KVSHELF_KERNELS"
         )
-    if form == "native" and not _has(operation, form):
-        form = "eager"
-    return import_module(f"kvshelf.kernels.{operation}.{form}")
+    there = find_spec(f"kvshelf.kernels.{operation}.{form}") is not None
+    return import_module(f"kvshelf.kernels.{operation}.{form if there else 'eager'}")
 
 
-def _fastest(operation: str, device_type: str) -> str:
-    """The fastest form there is. Torch's own runs on any device: without Triton or a compiler all is only slower."""
+def _fastest(device_type: str) -> str:
+    """The fastest form on a device. Torch's own runs on any: without Triton or a compiler all is only slower."""
     if device_type == "cuda" and find_spec("triton") is not None:
         return "triton"
-    return "native" if device_type == "cpu" and _has(operation, "native") and library() is not None else "eager"
-
-
-def _has(operation: str, form: str) -> bool:
-    return find_spec(f"kvshelf.kernels.{operation}.{form}") is not None
+    return "native" if device_type == "cpu" and library() is not None else "eager"

@@ -78,6 +78,21 @@ INLINE int any(Ints mask) {
 
 INLINE Floats spread(float x) { return (Floats){0} + x; }
 
+/* Query rows that stay in registers; how many bytes memory is asked for in advance. */
+enum { FEW_ROWS = 8, AHEAD = 4096 };
+
+/* Ask memory for what comes `AHEAD` bytes behind a row of `width` bytes. step: bytes from row to row. */
+INLINE void look_ahead(const char *row, const int64_t step, const int64_t width) {
+    const int64_t ahead = AHEAD / width * step;
+    for (int64_t line = 0; line < width; line += 64) __builtin_prefetch(row + ahead + line);
+}
+
+INLINE float dot(const Floats *a, const Floats *b, const int parts) {
+    Floats product = a[0] * b[0];
+    for (int p = 1; p < parts; p++) product += a[p] * b[p];
+    return sum(product);
+}
+
 /* The larger of two in each lane; `old` where either is NaN. */
 INLINE Floats larger(Floats new, Floats old) {
 #if defined(__AVX512F__)

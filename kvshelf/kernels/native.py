@@ -17,6 +17,9 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1}
 LANES = 16
 """Numbers of a vector in C."""
 
+FEW_ROWS = 8
+"""Query rows that C keeps in registers."""
+
 WIDTHS = range(LANES, 257, LANES)
 """Head sizes that C forms hold in whole vectors."""
 

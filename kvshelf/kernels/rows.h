@@ -5,8 +5,8 @@
 
 #include "native.h"
 
-/* Rows of a block, which is one thread's; and how many bytes memory is asked for in advance. */
-enum { BLOCK_ROWS = 256, AHEAD = 4096 };
+/* Rows of a block, which is one thread's. */
+enum { BLOCK_ROWS = 256 };
 
 /* States [heads, rows, dim] of a type, strides in bytes. */
 typedef struct {
@@ -16,12 +16,6 @@ typedef struct {
 } States;
 
 INLINE int64_t blocks_of(const States *a) { return (a->rows + BLOCK_ROWS - 1) / BLOCK_ROWS; }
-
-/* Ask memory for what comes `AHEAD` bytes behind a row. */
-INLINE void look_ahead(const States *a, const char *row, const int64_t width) {
-    const int64_t ahead = AHEAD / width * a->row_stride;
-    for (int64_t line = 0; line < width; line += 64) __builtin_prefetch(row + ahead + line);
-}
 
 /* A vector of a row from channel `c` on; zeros for those that it does not have. */
 INLINE Floats part_of(const char *row, const int64_t c, const int64_t dim, const int type) {

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 
 import structlog
 from fastapi import FastAPI
@@ -15,7 +16,7 @@ from opentelemetry.trace import Tracer
 import kvshelf
 from kvshelf.api import ModelObject
 from kvshelf.errors import KvshelfError
-from kvshelf.service.access.keys import Access, LiveKeys
+from kvshelf.service.access.keys import REREAD_S, Access, LiveKeys
 from kvshelf.service.access.limits import TenantLimits
 from kvshelf.service.engines import EngineClient
 from kvshelf.service.fair_queue import FairQueue
@@ -23,6 +24,7 @@ from kvshelf.service.http import errors, openapi
 from kvshelf.service.http.extract import Extractor
 from kvshelf.service.jobs.background import Background
 from kvshelf.service.jobs.batches import BatchRunner
+from kvshelf.service.loops import repeat
 from kvshelf.service.observe.metrics import Metrics
 from kvshelf.service.observe.telemetry import ObservedRequests
 from kvshelf.service.routes import (
@@ -32,7 +34,7 @@ from kvshelf.service.routes import (
     chat,
     estimate,
     files,
-    kept,
+    inspect,
     meta,
     metrics,
     page,
@@ -65,9 +67,14 @@ def create_app(
         threads = ThreadPoolExecutor(THREADS, thread_name_prefix="service")
         asyncio.get_running_loop().set_default_executor(threads)
         service = app.state.service = await _service(settings, workers, engines, store, numbers, limits)
-        jobs = [watch(list(workers.values())), _take_stock(store), _sweep(store, settings.sweep_interval_s)]
+        engines_watched, nap = partial(watch, list(workers.values())), partial(asyncio.sleep, 1.0)
+        jobs = [
+            _take_stock(store),
+            repeat("watch over the replicas", engines_watched, nap),
+            repeat("sweep", partial(_sweep, store), partial(asyncio.sleep, settings.sweep_interval_s)),
+        ]
         if keys is not None:
-            jobs.append(keys.follow())
+            jobs.append(repeat("reading of the API keys", keys.reread, partial(asyncio.sleep, REREAD_S)))
         beside = [asyncio.create_task(job) for job in jobs]
         service.background.start()
         service.batches.start()
@@ -81,7 +88,7 @@ def create_app(
             await asyncio.gather(*beside, return_exceptions=True)
 
     app = FastAPI(title="kvshelf", version=kvshelf.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    resources = (caches, blobs, queries, kept, requests, estimate, chat, files, batches, meta, metrics, page)
+    resources = (caches, blobs, queries, inspect, requests, estimate, chat, files, batches, meta, metrics, page)
     routers = [resource.router for resource in resources]
     for router in routers:
         app.include_router(router)
@@ -132,6 +139,9 @@ async def _take_stock(store: Store) -> None:
     except KvshelfError as error:
         log.warning("store not available", code=error.code, message=error.message)
         return
+    except Exception:
+        log.exception("the store could not be checked")
+        return
     log.info(
         "store opened",
         caches=usage.caches,
@@ -142,15 +152,6 @@ async def _take_stock(store: Store) -> None:
     )
 
 
-async def _sweep(store: Store, interval_s: float) -> None:
-    """Removes expired caches every `interval_s`. A failed sweep is repeated at the next interval."""
-    while True:
-        try:
-            swept = await asyncio.to_thread(store.sweep)
-            log.debug("swept", **swept.model_dump())
-        except KvshelfError as error:
-            log.warning("sweep failed", code=error.code, message=error.message)
-        except Exception:
-            # A bug must not end all future sweeps.
-            log.exception("sweep failed unexpectedly")
-        await asyncio.sleep(interval_s)
+async def _sweep(store: Store) -> None:
+    swept = await asyncio.to_thread(store.sweep)
+    log.debug("swept", **swept.model_dump())

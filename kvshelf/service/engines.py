@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, nullcontext
+from typing import Any
 
 from opentelemetry.trace import Span, Status, StatusCode, Tracer
 
@@ -50,34 +51,30 @@ class EngineClient:
         self._metrics = metrics
         self._tracer = tracer
         self._spend = spend
-        questions = settings.replicas * min(settings.max_open_generations, settings.max_ongoing_requests)
-        waiting = settings.max_queued_requests
-        self._questions = FairQueue(f"questions to {self.model!r}", questions, waiting)
-        self._creations = FairQueue(f"creations by {self.model!r}", CREATIONS_PER_REPLICA * settings.replicas, waiting)
-        self._estimates = FairQueue(f"estimates by {self.model!r}", ESTIMATES_PER_REPLICA * settings.replicas, waiting)
+        replicas, waiting = settings.replicas, settings.max_queued_requests
+        questions = replicas * min(settings.max_open_generations, settings.max_ongoing_requests)
+        self._queues = {
+            "question": FairQueue(f"questions to {self.model!r}", questions, waiting),
+            "creation": FairQueue(f"creations by {self.model!r}", CREATIONS_PER_REPLICA * replicas, waiting),
+            "estimate": FairQueue(f"estimates by {self.model!r}", ESTIMATES_PER_REPLICA * replicas, waiting),
+        }
 
     @property
     def waiting(self) -> dict[str, int]:
         """How many requests wait, by kind of work."""
-        return {
-            "question": self._questions.waiting,
-            "creation": self._creations.waiting,
-            "estimate": self._estimates.waiting,
-        }
+        return {kind: queue.waiting for kind, queue in self._queues.items()}
 
     async def estimate(self, spec: Estimate, *, tenant: str, deadline_s: float) -> EstimateObject:
-        async with self._estimates.turn(tenant, deadline_s) as left_s:
+        async with self._queues["estimate"].turn(tenant, deadline_s) as left_s:
             return await self.remote.estimate(spec, deadline_s=left_s)
 
-    async def create(
-        self, spec: CreateCache, *, tenant: str, deadline_s: float, request_id: str | None = None
-    ) -> Created:
-        """With `request_id`, an accepted request of the ledger, which has waited its turn in the background."""
-        turn = self._creations.turn(tenant, deadline_s) if request_id is None else nullcontext(deadline_s)
+    async def create(self, spec: CreateCache, *, tenant: str, deadline_s: float, **recorded: Any) -> Created:
+        """With `request_id` and `max_attempts`, a recorded request, which has waited its turn in the background."""
+        turn = nullcontext(deadline_s) if recorded else self._queues["creation"].turn(tenant, deadline_s)
         async with turn as left_s:
             with self._metrics.creating(self.model, spec.policy), self._observed("create") as span:
                 began_ns = time.time_ns()
-                created = await self.remote.create(spec, tenant=tenant, deadline_s=left_s, request_id=request_id)
+                created = await self.remote.create(spec, tenant=tenant, deadline_s=left_s, **recorded)
                 add_phases(self._tracer, span, began_ns, created.phases)
         self._metrics.created(self.model, spec.policy, created)
         note(cache_id=created.manifest.id, tokens=created.manifest.num_tokens, existing=created.existing)
@@ -101,21 +98,25 @@ class EngineClient:
         pieces: asyncio.Queue[str | Reply | None] = asyncio.Queue()
 
         async def fetch() -> None:
+            used = 0  # a reader that leaves early has used one token for each piece, as far as is known
             async with (
                 self._answering("stream", tenant, deadline_s) as (left_s, span),
                 aclosing(self.remote.stream(cache_id, query, tenant=tenant, deadline_s=left_s)) as answer,
-                aclosing(self._counted(tenant, answer)) as arriving,
             ):
                 began_ns = time.time_ns()
-                async for piece in arriving:
-                    if pieces.qsize() >= MAX_UNREAD_PIECES:
-                        raise RequestTimeout(
-                            f"{MAX_UNREAD_PIECES} pieces of the answer wait to be read, as many as may; read the "
-                            "stream faster, or ask without streaming"
-                        )
-                    if isinstance(piece, Reply):
-                        self._answered([piece], span, began_ns)
-                    pieces.put_nowait(piece)
+                try:
+                    async for piece in answer:
+                        used = used + 1 if isinstance(piece, str) else _used(piece)
+                        if pieces.qsize() >= MAX_UNREAD_PIECES:
+                            raise RequestTimeout(
+                                f"{MAX_UNREAD_PIECES} pieces of the answer wait to be read, as many as may; read the "
+                                "stream faster, or ask without streaming"
+                            )
+                        if isinstance(piece, Reply):
+                            self._answered([piece], span, began_ns)
+                        pieces.put_nowait(piece)
+                finally:
+                    self._spend(tenant, used)
 
         fetching = asyncio.create_task(fetch())
         fetching.add_done_callback(lambda _: pieces.put_nowait(None))
@@ -127,23 +128,11 @@ class EngineClient:
             fetching.cancel()
             await asyncio.gather(fetching, return_exceptions=True)
 
-    async def _counted(
-        self, tenant: str, answer: AsyncGenerator[str | Reply, None]
-    ) -> AsyncGenerator[str | Reply, None]:
-        """The pieces of an answer. A reader that leaves early has used one token for each piece, as far as is known."""
-        used = 0
-        try:
-            async for piece in answer:
-                used = used + 1 if isinstance(piece, str) else _used(piece)
-                yield piece
-        finally:
-            self._spend(tenant, used)
-
     @asynccontextmanager
     async def _answering(self, name: str, tenant: str, deadline_s: float) -> AsyncIterator[tuple[float, Span]]:
         """A slot for a question: the seconds left once it is there, and the span of the call."""
         with self._metrics.asking():
-            async with self._questions.turn(tenant, deadline_s) as left_s:
+            async with self._queues["question"].turn(tenant, deadline_s) as left_s:
                 with self._observed(name) as span:
                     yield left_s, span
 

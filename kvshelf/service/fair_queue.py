@@ -94,7 +94,7 @@ class FairQueue:
             self._free -= 1
             return
         if len(self._waiting) >= self._max_waiting:
-            self._make_room(tenant)
+            self._shed(tenant)
         place = asyncio.get_running_loop().create_future()
         self._waiting.add(tenant, place)
         try:
@@ -116,7 +116,7 @@ class FairQueue:
                 return
         self._free += 1
 
-    def _make_room(self, tenant: str) -> None:
+    def _shed(self, tenant: str) -> None:
         refusal = QueueFull(
             f"too many requests wait for {self._what}: {len(self._waiting)}",
             retry_after_s=round(max(0.5, self._pace.estimate(1 + len(self._waiting) / self._slots)), 3),

@@ -1,12 +1,13 @@
-"""Recomputes a cache from its kept source, when a query finds it unusable or compares it with the full cache."""
+"""A query as the service works on it, and the caches that it may make again from a kept source."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Final
 
-from kvshelf.api import CreateCache, Message
+from kvshelf.api import CreateCache, Message, Query
 from kvshelf.errors import (
     CacheCorrupt,
     CacheError,
@@ -22,6 +23,7 @@ from kvshelf.service.state import Service, off_loop
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.policies import POLICIES
+from kvshelf.workers.replica.results import Reply
 
 UNUSABLE: Final = (CacheCorrupt, CacheExpired, ModelMismatch)
 """Errors of a cache that is or was on the shelf and cannot be used."""
@@ -33,23 +35,28 @@ _SAME_DOCUMENT = ("model", "document", "layout", "boundary")
 
 
 @dataclass(frozen=True)
-class Original:
-    """A queried cache and its kept source, if it has one: text, or messages as JSON.
+class Question:
+    """A query, its cache, and the cache's kept source if the query may need it: text, or messages as JSON.
 
     The source is read before the cache, even if the cache is known to be corrupt: its bytes are checked separately.
     """
 
     service: Service
     caller: Caller
+    query: Query
     manifest: Manifest
-    source: str | None
+    source: str | None = None
 
     @classmethod
-    async def find(cls, service: Service, caller: Caller, cache_id: str, *, recompute: bool) -> Original:
-        """Raises as `Store.stat` does; with `recompute`, `SourceNotKept` for a cache lost together with its source."""
+    async def find(cls, service: Service, caller: Caller, cache_id: str, query: Query) -> Question:
+        """Look up the cache. Raises as `Store.stat` does; if it may be recomputed, `SourceNotKept` for a cache lost
+        together with its source."""
+        store, tenant, recompute = service.store, caller.tenant, query.on_miss == "recompute"
+        if not (query.compare or recompute):
+            with service.metrics.asking():
+                return cls(service, caller, query, await off_loop(store.stat, cache_id, tenant=tenant))
         if "write" not in caller.scopes:
             raise Forbidden("on_miss: recompute and compare may store caches; they need a key with the scope 'write'")
-        store, tenant = service.store, caller.tenant
         try:
             with service.metrics.asking():
                 manifest, source = await off_loop(_found, store, cache_id, tenant, recompute=recompute)
@@ -57,10 +64,25 @@ class Original:
             if not recompute:
                 raise
             raise _lost(miss) from miss
-        return cls(service, caller, manifest, source)
+        return cls(service, caller, query, manifest, source)
+
+    async def answers(self, manifest: Manifest) -> list[Reply]:
+        """The answers of one cache."""
+        engine, deadline_s = self.service.engine_for(manifest), self.service.settings.request_deadline_s
+        return await engine.query(manifest.id, self.query, tenant=self.caller.tenant, deadline_s=deadline_s)
+
+    def stream(self, manifest: Manifest) -> AsyncGenerator[str | Reply, None]:
+        """The one answer of a cache in pieces, and then as a whole."""
+        engine, deadline_s = self.service.engine_for(manifest), self.service.settings.request_deadline_s
+        return engine.stream(manifest.id, self.query, tenant=self.caller.tenant, deadline_s=deadline_s)
 
     async def again(self, miss: KvshelfError) -> Manifest:
-        """Compress the document again after a miss, as it was. Under a changed model the cache has another id."""
+        """Compress the document again after a miss, as it was. Under a changed model the cache has another id.
+
+        Raises the miss itself if the query does not ask for this.
+        """
+        if self.query.on_miss == "error":
+            raise miss
         if self.source is None:
             raise _lost(miss) from miss
         made = await self._create(self._spec(self.source))

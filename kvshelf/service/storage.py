@@ -25,7 +25,7 @@ def store_config(settings: Settings) -> StoreConfig:
 
 
 @contextmanager
-def room_for(what: str) -> Iterator[None]:
+def space_for(what: str) -> Iterator[None]:
     """For blocks that write temporary files: turns an error of the full disk into `StorageFull`."""
     try:
         yield

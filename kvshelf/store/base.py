@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from kvshelf.api import Timings
-from kvshelf.store.artifact.arriving import ArrivingCache
-from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.identity import Identity
 from kvshelf.store.blobs import Health
 from kvshelf.store.jobs.batches import Batches
@@ -17,6 +14,10 @@ from kvshelf.store.jobs.files import Files
 from kvshelf.store.jobs.requests import Requests
 from kvshelf.store.manifest import Judgement, Manifest, Usage
 from kvshelf.store.types import UNSET, BlobFile, Page, Receipt, Scrubbed, Swept, Unset
+
+if TYPE_CHECKING:
+    from kvshelf.store.artifact.arriving import ArrivingCache
+    from kvshelf.store.artifact.cache import CompressedCache
 
 
 class Store(abc.ABC):
@@ -204,7 +205,5 @@ class Store(abc.ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -7,12 +7,16 @@ under any other name are the leftovers of a dead writer.
 from __future__ import annotations
 
 import abc
+import os
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from io import RawIOBase
-from typing import ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 Step = Callable[[str], None]
 """Called with the name of each completed step of a write: for tracing, and for tests that stop there."""
@@ -137,3 +141,39 @@ class Blobs(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Let go of files and connections."""
+
+
+class SeekableFile(RawIOBase):
+    """A read-only file of `nbytes` bytes for one thread at a time. `readinto` fills the buffer or reaches the end."""
+
+    nbytes: int
+    _position = 0
+
+    @abc.abstractmethod
+    def _read_some(self, view: memoryview) -> int:
+        """Read at least one byte from `_position` on, which is before the end; returns how many. `view` is not empty
+        and not longer than what is left."""
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.nbytes}[whence]
+        if position < 0:
+            raise ValueError(f"a file has no byte {position}")
+        self._position = position
+        return position
+
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
+        if self.closed:
+            raise ValueError("the file is closed")
+        view = memoryview(buffer).cast("B")[: max(0, self.nbytes - self._position)]
+        done = 0
+        while done < len(view):
+            count = self._read_some(view[done:])
+            self._position += count
+            done += count
+        return done

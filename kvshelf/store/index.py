@@ -22,6 +22,9 @@ from kvshelf.store.manifest import Manifest, Usage
 
 EntryState = Literal["ready", "corrupt", "expired", "evicted", "deleted"]
 
+UNCOUNTED: Final = ""
+"""The tenant of a `Writing` whose bytes count for no quota and no budget."""
+
 KEEP_ENDED_S: Final = 30 * 86400.0
 """How long tombstones and ended requests can still be looked up."""
 
@@ -40,19 +43,19 @@ class Entry:
     tenant: str
     state: EntryState
     version: int
-    name: str | None
-    nbytes: int
-    source: str | None
-    source_bytes: int
-    expires_at: float | None
-    last_used_at: float | None
-    uses: int
-    cost_s: float
-    priority: float
-    pinned: bool
-    ended_at: float | None
-    problem: str | None
-    text: str | None
+    name: str | None = None
+    nbytes: int = 0
+    source: str | None = None
+    source_bytes: int = 0
+    expires_at: float | None = None
+    last_used_at: float | None = None
+    uses: int = 0
+    cost_s: float = 0.0
+    priority: float = 0.0
+    pinned: bool = False
+    ended_at: float | None = None
+    problem: str | None = None
+    text: str | None = None
     """The manifest's JSON."""
 
     @property
@@ -107,7 +110,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Writing:
-    """A write in progress: names in `Blobs` with their sizes, which are reserved for the tenant.
+    """A write in progress: names in `Blobs` with their sizes, which are reserved for the tenant, see `UNCOUNTED`.
 
     `nbytes` is 0 where only a source is written; `name` is then that of the source.
     """
@@ -141,6 +144,21 @@ class Quota:
         caches, nbytes = self.max_caches, self.max_bytes
         return (caches is not None and usage.caches >= caches) or (nbytes is not None and usage.bytes >= nbytes)
 
+    def exceeded(self, limit: str, taken: int, size: int) -> QuotaExceeded | StorageFull:
+        """The error for a write of `size` bytes beyond one of the limits.
+
+        limit: its name. taken: what counts for it already. `fits` in the details of the error: whether the bytes would
+        fit if there were no others, so that the caller may evict and retry.
+        """
+        if limit == "max_caches":
+            text = f"{taken} caches are on the shelf, as many as may be ({self.max_caches}); delete some first"
+            return QuotaExceeded(text)
+        if limit == "max_bytes":
+            text = f"{taken} of {self.max_bytes} bytes are taken and {size} more are needed; delete caches first"
+            return QuotaExceeded(text, fits=self.max_bytes is None or size <= self.max_bytes)
+        text = f"{size} bytes do not fit into the shelf's budget of {self.budget_bytes}"
+        return StorageFull(text, fits=self.budget_bytes is None or size <= self.budget_bytes)
+
 
 @dataclass(frozen=True)
 class Query:
@@ -169,10 +187,8 @@ class Index(abc.ABC):
     write_lease_s: float
     """How long a writer may be silent; usually `WRITE_LEASE_S`."""
 
-    @property
-    def incarnation(self) -> str:
-        """Changes when the home has lost everything, as a server without persistence does at a restart."""
-        return ""
+    incarnation: str = ""
+    """Changes when the home has lost everything, as a server without persistence does at a restart."""
 
     # Writing
 
@@ -291,19 +307,3 @@ def lapsed() -> StoreUnavailable:
     """`stored=False` in its details: the store is healthy but this write failed. Callers give up a document after
     several such failures."""
     return StoreUnavailable("the cache took longer to write than a writer may be silent; put it again", stored=False)
-
-
-def over_quota(size: int, taken: int, max_bytes: int | None) -> QuotaExceeded:
-    """`fits` in its details: whether it would fit if the tenant had nothing else."""
-    return QuotaExceeded(
-        f"{taken} of {max_bytes} bytes are taken and {size} more are needed; delete caches first",
-        fits=max_bytes is None or size <= max_bytes,
-    )
-
-
-def over_budget(size: int, budget_bytes: int | None) -> StorageFull:
-    """`fits` in its details: whether it would fit on an empty shelf, so that the caller may evict and retry."""
-    return StorageFull(
-        f"{size} bytes do not fit into the shelf's budget of {budget_bytes}",
-        fits=budget_bytes is None or size <= budget_bytes,
-    )

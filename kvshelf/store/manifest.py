@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvshelf.api import Quality, Timings, Tried
 from kvshelf.store.artifact.blob import PackedBlob
-from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.identity import canonical_json, digest
+
+if TYPE_CHECKING:
+    from kvshelf.store.artifact.cache import CompressedCache
 
 _REVISED = {"blob_digest", "created_at", "expires_at", "has_source", "labels", "name", "pinned", "quality", "tried"}
 

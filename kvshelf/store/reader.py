@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader, RawIOBase
 
-from kvshelf.errors import BlobError, CacheExpired, SourceNotKept, StoreError
+from kvshelf.errors import BlobError, CacheCorrupt, CacheExpired, SourceNotKept, StoreError
 from kvshelf.store import checks
 from kvshelf.store.blobs import Blobs
 from kvshelf.store.index import Entry, Index
 from kvshelf.store.manifest import source_digest
 from kvshelf.store.rules import Rules
-from kvshelf.store.writer import SOURCE_PREFIX, open_plain, plain
+from kvshelf.store.writer import SOURCE_PREFIX, opened, plain
 
 
 class Reader:
@@ -28,11 +28,11 @@ class Reader:
         """The entry of a readable cache. Raises the error that says why it is not readable."""
         entry = self.kept(cache_id, tenant)
         if entry.state == "corrupt":
-            raise checks.corrupt(cache_id, entry.problem or "unknown", "quarantined")
+            raise _quarantined(entry)
         return entry
 
     def kept(self, cache_id: str, tenant: str) -> Entry:
-        """As `ready`, but returns the entry of a corrupt cache as well."""
+        """As `ready`, but returns the entry of a corrupt cache as well, if it still has its manifest."""
         checks.require_id(cache_id)
         entry = self._index.find(cache_id, tenant)
         if entry is None or entry.state == "deleted":
@@ -47,6 +47,8 @@ class Reader:
             raise CacheExpired(
                 f"cache {cache_id} has expired; compress its document again", param="cache_id", reason="expired"
             )
+        if entry.text is None:
+            raise _quarantined(entry)
         return entry
 
     @contextmanager
@@ -85,8 +87,8 @@ class Reader:
             )
         subject = SOURCE_PREFIX + entry.id
         with self.quarantining(entry, (entry.source, entry.source_bytes)):
-            opened = open_plain(self._blobs, self._rules, entry.source, entry.source_bytes, entry.tenant, subject)
-            with opened as (file, nbytes), BufferedReader(file) as whole:
+            file, nbytes = opened(self._blobs, self._rules, entry.source, entry.source_bytes, entry.tenant, subject)
+            with BufferedReader(file) as whole:
                 text = whole.read(nbytes)
             if source_digest(text) != entry.manifest().source_digest:
                 raise BlobError("its source is not what was written: its digest differs", reason="digest_mismatch")
@@ -107,6 +109,10 @@ class Reader:
                 if self._index.mark_corrupt(entry, error.message):
                     self._blobs.set_aside(*(read or entry.names()[0]))
             raise checks.corrupt(entry.id, error.message, error.reason) from error
+
+
+def _quarantined(entry: Entry) -> CacheCorrupt:
+    return checks.corrupt(entry.id, entry.problem or "unknown", "quarantined")
 
 
 def require_root(entry: Entry, root: bytes) -> None:

@@ -6,14 +6,13 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from io import BufferedReader
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvshelf.api import Timings
 from kvshelf.errors import BlobError, InvalidRequest, KvshelfError, QuotaExceeded
 from kvshelf.store import checks, housekeeping
 from kvshelf.store.artifact import blob, codecs
-from kvshelf.store.artifact.arriving import ArrivingCache
-from kvshelf.store.artifact.cache import CompressedCache
+from kvshelf.store.artifact.blob.frame import FORMAT_MAJOR
 from kvshelf.store.artifact.identity import Identity
 from kvshelf.store.base import Store
 from kvshelf.store.blobs import Blobs, Health, Step
@@ -27,6 +26,10 @@ from kvshelf.store.reader import Reader, require_root
 from kvshelf.store.rules import Rules
 from kvshelf.store.types import UNSET, BlobFile, Page, Receipt, Scrubbed, Swept, Unset
 from kvshelf.store.writer import Content, Writer, blob_content, is_whole, source_content
+
+if TYPE_CHECKING:
+    from kvshelf.store.artifact.arriving import ArrivingCache
+    from kvshelf.store.artifact.cache import CompressedCache
 
 
 class Shelf(Store):
@@ -71,7 +74,7 @@ class Shelf(Store):
 
     def cache_id(self, identity: Identity, *, tenant: str = "default", codec: str = "none") -> str:
         text = str(codecs.Codec.parse(codec))
-        return identity.cache_id(key=self._index.key, tenant=tenant, codec=text, format_major=blob.FORMAT_MAJOR)
+        return identity.cache_id(key=self._index.key, tenant=tenant, codec=text, format_major=FORMAT_MAJOR)
 
     def document_id(self, identity: Identity, *, tenant: str = "default") -> str:
         return identity.document_id(key=self._index.key, tenant=tenant)
@@ -137,8 +140,6 @@ class Shelf(Store):
         Raises as `adopt` and `original` do.
         """
         entry = self._reader.kept(cache_id, tenant)
-        if entry.text is None:
-            raise checks.corrupt(cache_id, entry.problem or "unknown", "quarantined")
         manifest, packed = entry.manifest(), cache.pack()
         if packed.root.hex() != manifest.blob_digest:
             raise BlobError("the copy is another blob", reason="wrong_blob")
@@ -172,15 +173,13 @@ class Shelf(Store):
                 return manifest
 
     def keep_judgement(self, cache_id: str, judged: Judgement, *, tenant: str = "default") -> Manifest:
-        while True:
-            entry = self._reader.ready(cache_id, tenant)
-            manifest = entry.manifest().model_copy(update=dict(judged))
-            if self._index.swap(entry, manifest):  # else it was changed since it was looked up
-                return manifest
+        return self._changed(cache_id, tenant, dict(judged), None)
 
     # Reading
 
     def open_cache(self, cache_id: str, *, tenant: str = "default") -> ArrivingCache:
+        from kvshelf.store.artifact.arriving import ArrivingCache  # here, because it imports torch
+
         with self._reader.opening(cache_id, tenant, once=True) as (entry, file, nbytes):
             summary = blob.open_file(file, nbytes)  # type: ignore[arg-type]
             require_root(entry, summary.root)
@@ -202,8 +201,6 @@ class Shelf(Store):
 
     def original(self, cache_id: str, *, tenant: str = "default") -> tuple[Manifest, str]:
         entry = self._reader.kept(cache_id, tenant)
-        if entry.text is None:
-            raise checks.corrupt(cache_id, entry.problem or "unknown", "quarantined")
         return entry.manifest(), self._reader.source(entry)
 
     def stat(self, cache_id: str, *, tenant: str = "default") -> Manifest:
@@ -260,22 +257,24 @@ class Shelf(Store):
         if not (isinstance(ttl_s, Unset) and isinstance(expires_at, Unset)):
             ttl, at = (None if isinstance(value, Unset) else value for value in (ttl_s, expires_at))
             changes["expires_at"] = self._rules.changed_expiry(ttl, at, self._now())
+        return self._changed(cache_id, tenant, changes, if_revision)
+
+    def _changed(
+        self, cache_id: str, tenant: str, changes: Mapping[str, Any], if_revision: Collection[str] | None
+    ) -> Manifest:
+        """The manifest after a change of some fields. In Redis the chunks must outlive the manifest: extend their
+        expiry first, and never shorten it, because another caller may be extending it."""
         while True:
             entry = self._reader.ready(cache_id, tenant)
             seen = entry.manifest()
             checks.require_revision(seen, if_revision)
             manifest = seen.model_copy(update=changes)
-            if self._change(entry, manifest):  # else it was changed since it was looked up
+            if _later(manifest.expires_at, entry.expires_at):
+                with self._reader.quarantining(entry):
+                    for name, nbytes in entry.names():
+                        self._blobs.keep_until(name, nbytes, manifest.expires_at)
+            if self._index.swap(entry, manifest):  # else it was changed since it was looked up
                 return manifest
-
-    def _change(self, entry: Entry, manifest: Manifest) -> bool:
-        """Put a manifest into an entry. In Redis the chunks must outlive the manifest: extend their expiry first, and
-        never shorten it, because another caller may be extending it."""
-        if _later(manifest.expires_at, entry.expires_at):
-            with self._reader.quarantining(entry):
-                for name, nbytes in entry.names():
-                    self._blobs.keep_until(name, nbytes, manifest.expires_at)
-        return self._index.swap(entry, manifest)
 
     def touch(self, cache_id: str, *, tenant: str = "default") -> None:
         self._index.touch(cache_id, tenant, self._now())
@@ -300,14 +299,17 @@ class Shelf(Store):
         orphans = housekeeping.reclaim(self._index, self._blobs)
         if self._blobs.cheap_to_walk:
             orphans += housekeeping.remove_orphans(self._index, self._blobs)
-        return Swept(
+        jobs = self._index.jobs
+        swept = Swept(
             expired=housekeeping.expire(self._index, self._blobs, now),
             orphans=orphans,
             tombstones=self._index.forget(now - KEEP_ENDED_S),
-            requests=self.requests.forget(now),
-            files=self.files.sweep(now),
-            batches=self.batches.forget(now),
+            requests=jobs.forget("request", now),
+            files=jobs.forget("file", now),
+            batches=jobs.forget("batch", now),
         )
+        housekeeping.reclaim(self._index, self._blobs)  # the bytes that the forgotten jobs held
+        return swept
 
     def usage(self, *, tenant: str | None = None) -> Usage:
         return self._index.usage(tenant)
@@ -323,9 +325,7 @@ class Shelf(Store):
         for entry in self._index.stored():
             problem = entry.problem if entry.state == "corrupt" else self._read_through(entry)
             if problem != _GONE:
-                yield Scrubbed(
-                    id=entry.id, tenant=entry.tenant, bytes=entry.nbytes + entry.source_bytes, problem=problem
-                )
+                yield _scrubbed(entry, problem)
 
     def _read_through(self, entry: Entry) -> str | None:
         """The problem of a cache, None if it is sound, `_GONE` if it ended meanwhile."""
@@ -346,9 +346,7 @@ class Shelf(Store):
         for entry in self._index.stored():
             if entry.state == "ready" and not self._writer.would_seal_alike(entry):
                 problem = self._seal_anew(entry)
-                yield Scrubbed(
-                    id=entry.id, tenant=entry.tenant, bytes=entry.nbytes + entry.source_bytes, problem=problem
-                )
+                yield _scrubbed(entry, problem)
 
     def _seal_anew(self, entry: Entry) -> str | None:
         """Returns the problem, None if there was none or the cache ended meanwhile."""
@@ -373,6 +371,11 @@ class Shelf(Store):
 _SEAL_ROUNDS = 10
 
 _GONE = "gone"
+
+
+def _scrubbed(entry: Entry, problem: str | None) -> Scrubbed:
+    nbytes = entry.nbytes + entry.source_bytes
+    return Scrubbed(id=entry.id, tenant=entry.tenant, bytes=nbytes, problem=problem)
 
 
 def _later(new: float | None, old: float | None) -> bool:

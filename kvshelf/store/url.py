@@ -28,8 +28,8 @@ from kvshelf.store.private import without_secret
 from kvshelf.store.rules import Rules
 from kvshelf.store.sealing.keyring import Keyring
 from kvshelf.store.shelf import Shelf
+from kvshelf.store.tiers.disk import DiskTier
 from kvshelf.store.tiers.ram import RamTier
-from kvshelf.store.tiers.scratch import DiskTier
 from kvshelf.store.tiers.tier import Tier
 from kvshelf.store.tiers.tiered import TieredStore
 
@@ -85,18 +85,18 @@ def _tiered(url: str, tiers: Sequence[str], home_url: str, rules: Rules) -> Tier
     if kinds not in (["ram"], ["disk"], ["ram", "disk"]):
         raise _refused(url, "before the home there may be ram:SIZE, then one disk:///folder?max=SIZE, and nothing else")
     ram_bytes = _size(url, urlsplit(tiers[0]).path) if "ram" in kinds else None
-    scratch = _scratch(tiers[-1]) if "disk" in kinds else None
+    disk = _disk_tier(tiers[-1]) if "disk" in kinds else None
     with ExitStack() as opened:
-        key = None if scratch is None else DiskTier.known_key(scratch[0])
+        key = None if disk is None else DiskTier.known_key(disk[0])
         home = opened.enter_context(_home(home_url, rules, key))
-        copies: list[Tier] = [] if ram_bytes is None else [RamTier(ram_bytes)]
-        if scratch is not None:
-            copies.append(DiskTier.open(*scratch, key=home.key, keyring=rules.keyring))
+        before: list[Tier] = [] if ram_bytes is None else [RamTier(ram_bytes)]
+        if disk is not None:
+            before.append(DiskTier.open(*disk, key=home.key, keyring=rules.keyring))
         opened.pop_all()
-    return TieredStore(home, copies)
+    return TieredStore(home, before)
 
 
-def _scratch(url: str) -> tuple[Path, int]:
+def _disk_tier(url: str) -> tuple[Path, int]:
     """The folder of a tier, and its bytes."""
     rest, budget = _budget(url)
     if budget is None:

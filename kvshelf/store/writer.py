@@ -76,8 +76,8 @@ class Writer:
         started: of `time.perf_counter`; the manifest's `store_s` becomes the time from then until it is published.
         Returns the manifest that is visible then, which is another writer's if that one was first.
         """
-        with self._writing(manifest.id, manifest.tenant, contents) as writing:
-            self._keep_until(writing, manifest.expires_at)
+        with self.writing(manifest.id, manifest.tenant, contents) as writing:
+            self.keep_until(writing, manifest.expires_at)
         made = manifest
         if started is not None:
             timings = manifest.timings.model_copy(update={"store_s": time.perf_counter() - started})
@@ -85,7 +85,7 @@ class Writer:
         try:
             return self._publish(writing, made)
         except StorageFull:
-            self._discard(writing)
+            self.discard(writing)
             raise
         # Any other error leaves the bytes alone: the index may have published them although its answer was lost. If it
         # has not, the lease runs out and a sweep removes them.
@@ -95,35 +95,15 @@ class Writer:
 
         Puts `manifest` in place of the entry's. False: the entry has changed since.
         """
-        with self._writing(entry.id, entry.tenant, contents, source_only=source_only) as writing:
-            self._keep_until(writing, entry.expires_at)
+        with self.writing(entry.id, entry.tenant, contents, source_only=source_only) as writing:
+            self.keep_until(writing, entry.expires_at)
         if not self._index.swap(entry, manifest, writing):
-            self._discard(writing)
+            self.discard(writing)
             return False
         _, gone = entry.swapped(manifest, writing)
         if gone is not None:
-            self._discard(gone)
+            self.discard(gone)
         return True
-
-    def put_file(
-        self, key: str, tenant: str, content: Content, keep: Callable[[str, int], bool], *, quota: Quota
-    ) -> None:
-        """Store bytes that belong to no cache.
-
-        keep: is told their name and size; it has an item of the job table hold them and returns True, or False if they
-        are to be removed. key: the write is registered under it; it has the form of a cache's id. quota: used in place
-        of that of the rules.
-        """
-        with self._writing(key, tenant, [content], source_only=True, quota=quota) as writing:
-            # Forever: an item of the job table ends with a sweep, whatever the server's clock says.
-            self._keep_until(writing, None)
-        try:
-            kept = keep(writing.name, writing.source_bytes)
-        except StorageFull:
-            self._discard(writing)
-            raise
-        if not kept:
-            self._discard(writing)
 
     def would_seal_alike(self, entry: Entry) -> bool:
         """Whether an entry is sealed with the current sealing key; without a key, whether it is plain."""
@@ -131,21 +111,26 @@ class Writer:
         return all(self._is_sealed_with(wanted, name, nbytes) for name, nbytes in entry.names())
 
     @contextmanager
-    def _writing(
+    def writing(
         self,
         cache_id: str,
         tenant: str,
         contents: Sequence[Content],
         *,
         source_only: bool = False,
+        payer: str | None = None,
         quota: Quota | None = None,
     ) -> Iterator[Writing]:
-        """Write and verify the contents. An error here or in the block leaves nothing behind."""
+        """Write and verify contents. An error here or in the block leaves nothing behind.
+
+        cache_id: of the cache, or another key of its form. source_only: there is one content, and it is no blob. payer:
+        for whom the bytes count, `tenant` by default, or `UNCOUNTED`. quota: used in place of that of the rules.
+        """
         sealed = [self._sealed(tenant, content) for content in contents]
         names = [new_name(cache_id) for _ in contents]
         sizes = [nbytes for _, nbytes in sealed]
         if source_only:
-            writing = Writing(names[0], cache_id, tenant, 0, names[0], sizes[0])
+            writing = Writing(names[0], cache_id, tenant if payer is None else payer, 0, names[0], sizes[0])
         else:
             source = (names[1], sizes[1]) if len(contents) > 1 else (None, 0)
             writing = Writing(names[0], cache_id, tenant, sizes[0], *source)
@@ -157,7 +142,7 @@ class Writer:
                     self._read_back(name, nbytes, tenant, content)
                 yield writing
         except BaseException:
-            self._discard(writing)
+            self.discard(writing)
             raise
 
     def _begin(self, writing: Writing, quota: Quota) -> None:
@@ -205,7 +190,8 @@ class Writer:
 
     def _read_back(self, name: str, nbytes: int, tenant: str, content: Content) -> None:
         try:
-            with open_plain(self._blobs, self._rules, name, nbytes, tenant, content.subject) as (file, size):
+            file, size = opened(self._blobs, self._rules, name, nbytes, tenant, content.subject)
+            with file:
                 if size != content.nbytes or not content.verify(file, size):
                     raise BlobError("other bytes came back", reason="digest_mismatch")
         except BlobError as error:
@@ -214,7 +200,8 @@ class Writer:
             ) from error
         self._on_step("verified")
 
-    def _keep_until(self, writing: Writing, expires_at: float | None) -> None:
+    def keep_until(self, writing: Writing, expires_at: float | None) -> None:
+        """Set when the server may drop the bytes of a write."""
         try:
             for name, nbytes in writing.names():
                 self._blobs.keep_until(name, nbytes, expires_at)
@@ -235,11 +222,12 @@ class Writer:
                 return manifest
             assert other is not None, "something stood in the way"
             if is_whole(self._blobs, other):
-                self._discard(writing)
+                self.discard(writing)
                 return other.manifest()
             over = other
 
-    def _discard(self, writing: Writing) -> None:
+    def discard(self, writing: Writing) -> None:
+        """Remove the bytes of a write, then its registration."""
         for name, nbytes in writing.names():
             self._blobs.remove(name, nbytes)
         self._index.abandon(writing.name)
@@ -250,19 +238,19 @@ def is_whole(blobs: Blobs, entry: Entry) -> bool:
     return all(blobs.holds(name, nbytes) for name, nbytes in entry.names())
 
 
-@contextmanager
-def open_plain(
-    blobs: Blobs, rules: Rules, name: str, nbytes: int, tenant: str, subject: str
-) -> Iterator[tuple[RawIOBase, int]]:
-    """The plain content of a name, and its size. Closed when the block ends.
+def opened(blobs: Blobs, rules: Rules, name: str, nbytes: int, tenant: str, subject: str) -> tuple[RawIOBase, int]:
+    """The plain content of a name, open at byte 0, and its size.
 
     Raises `BlobError` (reason "missing") if the name does not exist, and as `sealing.unseal` does.
     """
     file = blobs.open(name, nbytes)
     if file is None:
         raise BlobError("it is gone", reason="missing")
-    with file:
-        yield plain(file, rules, nbytes, tenant, subject)
+    try:
+        return plain(file, rules, nbytes, tenant, subject)
+    except BaseException:
+        file.close()
+        raise
 
 
 def plain(file: RawIOBase, rules: Rules, nbytes: int, tenant: str, subject: str) -> tuple[RawIOBase, int]:

@@ -26,14 +26,14 @@ from kvshelf.workers.replica import replica
 MARK = 6
 KILLS, HANGS, SWELLS, SLOW = 7, 8, 9, 10
 KINDS = {KILLS: "worker_crashed", HANGS: "deadline_exceeded", SWELLS: "document_too_long"}
-"""What becomes of them."""
+"""The error code of each kind."""
 
 SLOW_S = 1.5
 
 
 def vulnerable() -> None:
     """For `ReplicaConfig.begin`: in this replica they do harm, and one that hangs is replaced soon. Not before it has
-    said in the ledger that the document was late, even where the machine is busy."""
+    said in the job table that the document was late, even where the machine is busy."""
     replica.STUCK_S = 3.0
     honest = Engine.run_levels
 

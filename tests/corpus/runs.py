@@ -1,4 +1,4 @@
-"""Runs begun, watched and looked over by tests."""
+"""Helpers that start, await and inspect runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.corpus.hostile import Remembered, shards
 
 
 def options(*, tenant: str = "me", **fields: Any) -> RunOptions:
-    """A batch of its own for each test."""
+    """Options of a new batch."""
     return RunOptions(tenant, f"batch_{time.time_ns()}", **fields)
 
 
@@ -46,12 +46,12 @@ def until(true: Callable[[], bool], seconds: float = 300) -> None:
 
 
 def until_waiting(run: Run, reason: str) -> None:
-    """Until it says that it waits, and why: both in one breath, for it may say something else in the next."""
+    """Until one snapshot has both the state waiting and the reason; the next snapshot may differ."""
     until(lambda: (now := run.progress()).state is RunState.WAITING and reason in now.reason)
 
 
 def until_at_rest(shelf: Store, tenant: str, seconds: float = 3) -> None:
-    """Until no row of a tenant has been at work for some seconds: callers would have begun the next one by then."""
+    """Until no row of a tenant has been at work for `seconds`, in which callers would have begun the next row."""
     since = time.monotonic()
 
     def at_rest() -> bool:
@@ -68,7 +68,7 @@ def processes(title: str) -> list[int]:
 
 
 def digests(crew: Crew, results: list[Row]) -> dict[str, tuple[str, ...]]:
-    """The caches of results and their segments, from the shelf, each of them read."""
+    """The segment digests of the results' caches by cache id; a tenth of the caches is read."""
     with crew.store.open() as shelf:
         ids = [result.cache_id for result in results if result.cache_id]
         for cache_id in ids[:: max(1, len(ids) // 10)]:
@@ -77,7 +77,7 @@ def digests(crew: Crew, results: list[Row]) -> dict[str, tuple[str, ...]]:
 
 
 def require_order(crew: Crew, tenant: str = "me") -> None:
-    """Nothing is left behind on the shelf or in the ledger."""
+    """The shelf has no damage, and the job table no unfinished request."""
     with crew.store.open() as shelf:
         assert list(shelf.check()) == []
         assert [record for record in shelf.requests.unfinished() if record.tenant == tenant] == []

@@ -1,4 +1,4 @@
-"""`kvshelf batch` as people run it: a process of its own, that is stopped, killed and started again."""
+"""`kvshelf batch` as a process that is interrupted, killed and started again."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.fixture
 def rows(tmp_path: Path, soak: bool) -> list[dict[str, Any]]:
-    """A corpus that takes long enough to be killed in."""
+    """A corpus whose batch runs long enough to kill it."""
     found = corpus(400, tokens=(2000, 6000)) if soak else corpus(60, tokens=(1000, 3000))
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found) + "no json\n")
     return found
@@ -59,7 +59,7 @@ def output(path: Path) -> list[dict[str, Any]]:
 
 
 def lines_kept(folder: Path) -> int:
-    """Of results in the journal, whose first line tells of the batch."""
+    """Rows in the journal; its first line identifies the batch."""
     journal = folder / "out.jsonl.journal"
     return journal.read_bytes().count(b"\n") - 1 if journal.exists() else 0
 
@@ -73,7 +73,7 @@ def until_kept(folder: Path, process: subprocess.Popen[str], lines: int) -> None
 
 
 def kill(process: subprocess.Popen[str]) -> None:
-    """Everything dies where it stands, as in a power cut."""
+    """Kill the process and all its descendants, as a power cut would."""
     for pid in [process.pid, *_descendants(process.pid)]:
         try:
             os.kill(pid, signal.SIGKILL)
@@ -83,7 +83,7 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 
 def refused_with_this_journal(folder: Path, model: Path) -> None:
-    """The same output with another model or store, which would mix the caches of both."""
+    """The same output with another model or store is refused: the output would mix two batches."""
     (folder / "other").symlink_to(model)
     shelves = f"disk://{folder}/shelf", f"disk://{folder}/another"
     for chosen, shelf in ((folder / "other", shelves[0]), (model, shelves[1])):

@@ -1,4 +1,4 @@
-"""`kvshelf plan`: sums against sums made by hand, a simulation against what must hold, its page against itself."""
+"""`kvshelf plan`: sums computed by hand, invariants of the simulation, and the output that docs/scale.md shows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from kvshelf.corpus.plan import (
     BUILT_IN,
     FOLDERS,
     MEASURED,
-    Corpus,
     Fleet,
     Plan,
     SharedRates,
@@ -28,6 +27,7 @@ from kvshelf.corpus.plan import (
     Speed,
     Work,
     make_plan,
+    read_lengths,
     shape_of,
     shared_resources,
     simulate,
@@ -44,9 +44,8 @@ SPEED = Speed(10_000.0, "as given")
 
 
 def planned(**changes: Any) -> Plan:
-    given: dict[str, Any] = {"corpus": Corpus(((4096, 1_000_000),)), "work": Work(compression_ratio=0.75)}
-    given |= {"home": "redis", "gpus": 100, "hours": None, "rates": MEASURED} | changes
-    return make_plan(given.pop("corpus"), LLAMA, given.pop("work"), SPEED, given.pop("rates"), **given)
+    given: dict[str, Any] = {"lengths": ((4096, 1_000_000),), "work": Work(compression_ratio=0.75), "rates": MEASURED}
+    return make_plan(shape=LLAMA, speed=SPEED, **{**given, "gpus": 100, "hours": None, **changes})
 
 
 def run(*words: str) -> str:
@@ -77,15 +76,15 @@ def test_hours_give_gpus_and_gpus_hours() -> None:
 
 
 def test_a_folder_takes_no_memory_of_redis_and_no_network() -> None:
-    plan = planned(home="disk")
+    plan = planned(work=Work(compression_ratio=0.75, home="disk"))
     assert plan.redis_memory_bytes is None
     assert plan.network_bytes_per_s == 0
     assert plan.home_bytes == 10**6 * MEASURED.disk_document_bytes
 
 
 def test_lengths_are_added_up_one_by_one() -> None:
-    parts = [planned(corpus=Corpus(((tokens, count),))) for tokens, count in ((1000, 7), (50_000, 3))]
-    both = planned(corpus=Corpus(((1000, 7), (50_000, 3))))
+    parts = [planned(lengths=((tokens, count),)) for tokens, count in ((1000, 7), (50_000, 3))]
+    both = planned(lengths=((1000, 7), (50_000, 3)))
     for name in ("documents", "tokens", "bytes_full", "bytes_stored"):
         assert getattr(both, name) == sum(getattr(part, name) for part in parts)
 
@@ -114,15 +113,15 @@ def test_shapes_are_those_of_the_published_models() -> None:
 def test_a_file_of_lengths_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "lengths").write_text(text)
     with pytest.raises(InvalidRequest) as error:
-        Corpus.read(tmp_path / "lengths", None)
+        read_lengths(tmp_path / "lengths", None)
     assert error.value.param == "--lengths"
     assert "line 3" in error.value.message or text != "100\n\nx 3\n"
 
 
 def test_a_file_of_lengths_is_read_and_scaled(tmp_path: Path) -> None:
     (tmp_path / "lengths").write_text("100 30\n\n2000,10\n50\n")
-    assert Corpus.read(tmp_path / "lengths", None).lengths == ((100, 30), (2000, 10), (50, 1))
-    assert Corpus.read(tmp_path / "lengths", 41_000).lengths == ((100, 30_000), (2000, 10_000), (50, 1000))
+    assert read_lengths(tmp_path / "lengths", None) == ((100, 30), (2000, 10), (50, 1))
+    assert read_lengths(tmp_path / "lengths", 41_000) == ((100, 30_000), (2000, 10_000), (50, 1000))
 
 
 def test_measured_rates_are_used_and_foreign_files_refused(tmp_path: Path) -> None:
@@ -227,13 +226,13 @@ def test_a_resource_is_full_at_the_gpus_that_are_said_and_no_number_of_them_fill
         return {part.name: part for part in found}
 
     at = {name: part.full_at(8000) for name, part in parts(8000).items()}
-    never = {name for name, gpus in at.items() if gpus == math.inf}
+    never = {name for name, gpus in at.items() if gpus is None}
     assert never == {"memory of the Redis servers", "network of a node", FOLDERS}
     for name, gpus in at.items():
-        if name in never:
+        if gpus is None:
             assert parts(16_000)[name].used == pytest.approx(parts(8000)[name].used)
         else:
-            assert parts(round(gpus))[name].used == pytest.approx(1, rel=0.5 / gpus + 1e-9), name
+            assert parts(gpus)[name].used == pytest.approx(1, rel=0.5 / gpus + 1e-9), name
 
 
 def test_what_no_number_of_gpus_fills_is_a_dash_and_no_number() -> None:

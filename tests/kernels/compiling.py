@@ -2,9 +2,7 @@
 
 The interpreter says whether a kernel computes the right numbers; whether it compiles, fits into shared memory and
 keeps its values in registers only the compiler can say. It needs no GPU, but a process in which kernels were not
-decorated for the interpreter:
-
-    python -m tests.kernels.compiling kvshelf.kernels.merge.triton < variants.json
+decorated for the interpreter: `python -m tests.kernels.compiling`, which reads a module and its variants a line.
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -50,20 +49,27 @@ class Compiled:
     shared: int
 
 
-def compile_all(module: str, variants: Sequence[Variant]) -> list[Compiled]:
-    """Compile each variant for each architecture in a fresh process. Raises with its output if one does not compile."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compiling", module],
-        input=json.dumps([asdict(variant) for variant in variants]),
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env=environment,
-        cwd=Path(__file__).parents[2],
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [Compiled(**one) for one in json.loads(done.stdout)]
+class Compiler:
+    """A process that compiles for every architecture, one request after the other: importing takes it seconds."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.kernels.compiling"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "TRITON_INTERPRET": "0"}, cwd=Path(__file__).parents[2],
+        )  # fmt: skip
+
+    def __call__(self, module: str, variants: Sequence[Variant]) -> list[Compiled]:
+        """Compile each variant for each architecture. Raises with its output if one does not compile."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps([module, *map(asdict, variants)]), file=self._process.stdin, flush=True)
+        answer = json.loads(self._process.stdout.readline() or '"the process has ended"')
+        assert isinstance(answer, list), answer
+        return [Compiled(**one) for one in answer]
+
+    def close(self) -> None:
+        self._process.communicate()
 
 
 def require_fits(compiled: Sequence[Compiled]) -> None:
@@ -75,7 +81,7 @@ def require_fits(compiled: Sequence[Compiled]) -> None:
         assert 0 < one.registers <= 255, one
 
 
-def _main(module_name: str) -> None:
+def _compiled(module_name: str, variants: Sequence[Variant]) -> list[Compiled]:
     from importlib import import_module
 
     import triton
@@ -84,8 +90,7 @@ def _main(module_name: str) -> None:
 
     module = import_module(module_name)
     results = []
-    for given in json.load(sys.stdin):
-        variant = Variant(**given)
+    for variant in variants:
         signature = {**variant.signature, **dict.fromkeys(variant.constants, "constexpr")}
         kernel = getattr(module, variant.kernel)
         # torch's allocations are aligned, and a launch tells the compiler so: it then loads 16 bytes at a time.
@@ -96,8 +101,8 @@ def _main(module_name: str) -> None:
             options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
             compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
             registers, spilled = _resources(compiled.asm["cubin"])
-            results.append(asdict(Compiled(variant.kernel, arch, registers, spilled, compiled.metadata.shared)))
-    json.dump(results, sys.stdout)
+            results.append(Compiled(variant.kernel, arch, registers, spilled, compiled.metadata.shared))
+    return results
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
@@ -115,4 +120,10 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1])
+    for request in sys.stdin:
+        asked_module, *asked = json.loads(request)
+        try:
+            told: object = [asdict(one) for one in _compiled(asked_module, [Variant(**each) for each in asked])]
+        except Exception:
+            told = traceback.format_exc()[-4000:]
+        print(json.dumps(told), flush=True)

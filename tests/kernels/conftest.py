@@ -10,6 +10,7 @@ import torch
 
 from kvshelf.kernels import compiling
 from kvshelf.kernels.native import library
+from tests.kernels.compiling import Compiler
 
 
 def pytest_generate_tests(metafunc):
@@ -37,6 +38,13 @@ def poisoned_memory():
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="session")
+def compile_all():
+    compiler = Compiler()
+    yield compiler
+    compiler.close()
 
 
 @pytest.fixture(params=[1, 2])

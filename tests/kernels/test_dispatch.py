@@ -21,7 +21,7 @@ from tests.kernels.tensors import error, random
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 WHOLE_JOB = """
-import json, torch
+import json, os, sys, torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from kvshelf import Engine
 
@@ -30,15 +30,21 @@ model = LlamaForCausalLM(LlamaConfig(
     hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
     head_dim=16, vocab_size=64, max_position_embeddings=256, eos_token_id=None))
 engine = Engine(model.eval())
-document = torch.randint(64, (80,)).tolist()
-results = {}
-for policy, params in {"snapkv": {"window": 8}, "lagkv": {"lag": 8}, "h2o": {}, "ems": {"window": 8, "tau": 0.3},
-                       "ada": {"window": 8}, "keydiff": {}}.items():
-    cache = engine.compress(document, policy=policy, budget_tokens=24, **params)
-    answers = [engine.answer(c, [5, 6, 7], max_new_tokens=3).token_ids for c in (cache, cache.encoded("int4"))]
-    results[policy] = [[head.tolist() for layer in cache.layers for head in layer.positions], answers]
-print(json.dumps(results))
+document = torch.randint(64, (60,)).tolist()
+policies = {"snapkv": {"window": 8}, "lagkv": {"lag": 8}, "h2o": {}, "ems": {"window": 8, "tau": 0.3},
+            "ada": {"window": 8}, "keydiff": {}}
+for form in sys.argv[1:]:
+    name, _, threads = form.partition(" on ")
+    os.environ["KVSHELF_KERNELS"] = name
+    torch.set_num_threads(int(threads or 1))
+    results = {}
+    for policy, params in policies.items():
+        cache = engine.compress(document, policy=policy, budget_tokens=20, **params)
+        answers = [engine.answer(c, [5, 6], max_new_tokens=2).token_ids for c in (cache, cache.encoded("int4"))]
+        results[policy] = [[head.tolist() for layer in cache.layers for head in layer.positions], answers]
+    print(json.dumps(results))
 """
+"""Answers under the kernels of each argument, a line each: a form, or "native on 2", with threads."""
 
 
 def test_cuda_gets_triton_a_cpu_what_was_compiled_and_everything_else_torch():
@@ -73,49 +79,32 @@ def test_what_cannot_be_forced_is_refused_by_name(monkeypatch):
         implementation("prefix_attention", torch.device("meta"))
 
 
-FORMS = {
-    "eager": {},
-    "reference": {},
-    "triton": {"TRITON_INTERPRET": "1"},
-    "native": {},
-    "native for AVX2": {"ATEN_CPU_CAPABILITY": "avx2"},
-    "native on two threads": {"OMP_NUM_THREADS": "2"},
-}
-"""What the whole job is run under, and what each needs beside KVSHELF_KERNELS."""
-
-
-@pytest.fixture(scope="module")
-def eager_results():
-    return _run("eager")
-
-
-@pytest.mark.parametrize("form", [form for form in FORMS if form != "eager"])
-def test_the_whole_job_is_the_same_under_every_form(eager_results, form):
+def test_the_whole_job_is_the_same_under_every_form():
     """Compressed, quantized, attached and asked: the same entries and the same answers from torch's operations, from
-    what was compiled, from the naive references and from Triton's kernels under the interpreter. Each in a process of
-    its own."""
-    if form == "triton" and not _has_triton():
-        pytest.skip("Triton is not installed")
-    if form.startswith("native") and library() is None:
-        pytest.skip("no library was compiled for this CPU")
-    found = _run(form)
-    assert len(eager_results) == 6
-    for policy, result in eager_results.items():
-        assert found[policy] == result, policy
+    what was compiled, on one thread and on two, from the naive references and from Triton's kernels under the
+    interpreter."""
+    compiled = ["native", "native on 2"] if library() is not None else []
+    triton = ["triton"] if _has_triton() else []
+    expected, *others = _run("eager", "reference", *compiled, *triton, TRITON_INTERPRET="1")
+    assert len(expected) == 6
+    if compiled:
+        others += _run("native", ATEN_CPU_CAPABILITY="avx2")
+    for found in others:
+        for policy, result in expected.items():
+            assert found[policy] == result, policy
 
 
-def _run(form):
-    environment = {**os.environ, "KVSHELF_KERNELS": form.partition(" ")[0], **FORMS[form]}
+def _run(*forms, **settings):
     done = subprocess.run(
-        [sys.executable, "-c", WHOLE_JOB],
+        [sys.executable, "-c", WHOLE_JOB, *forms],
         capture_output=True,
         text=True,
         timeout=280,
-        env=environment,
+        env=os.environ | settings,
         cwd=Path(__file__).parents[2],
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
+    return list(map(json.loads, done.stdout.splitlines()))
 
 
 def _has_triton():

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 import kvshelf
 from kvshelf.cli import app
+from kvshelf.kernels import compiling
 from kvshelf.kernels.compiling import FOLDER, CannotCompile, compile_all, levels, library_path
 from kvshelf.kernels.dispatch import implementation
 from kvshelf.kernels.native import architecture, library
@@ -28,11 +29,18 @@ KERNELS = Path("kvshelf/kernels")
 OPERATIONS = sorted(path.parent.name for path in Path(kvshelf.__file__).parent.glob("kernels/*/eager.py"))
 
 CHOSEN = f"""
-import json, torch
+import json, os, torch
+from kvshelf.errors import InternalError
 from kvshelf.kernels import dispatch
 cpu = torch.device("cpu")
-print(json.dumps([dispatch.__file__, dispatch.cpu_form(), [
-    dispatch.implementation(operation, cpu).__name__ for operation in {OPERATIONS}]]))
+told = dispatch.cpu_form()
+forms = [dispatch.implementation(operation, cpu).__name__ for operation in {OPERATIONS}]
+os.environ["KVSHELF_KERNELS"] = "native"
+try:
+    forced = dispatch.implementation("prefix_attention", cpu).__name__
+except InternalError as error:
+    forced = error.message
+print(json.dumps([dispatch.__file__, told, forms, forced]))
 """
 
 TORCH_FAILS = "bfloat16 and (test_packed_prefixes or test_merged_prefix)"
@@ -48,7 +56,15 @@ def test_what_was_checked_out_is_compiled():
 
 
 @needs_compiler
-def test_a_library_for_each_of_the_machines_cpus_is_compiled(tmp_path):
+def test_a_library_for_each_of_the_machines_cpus_is_compiled(tmp_path, monkeypatch):
+    """Of a part of the sources: `test_what_was_checked_out_is_compiled` is about all of them."""
+    part = tmp_path / "sources"
+    for name in ("native.c", "native.h", "rows.h", "row_norms/native.c"):
+        (part / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(FOLDER / name, part / name)
+    monkeypatch.setattr(compiling, "FOLDER", part)
+    tmp_path = tmp_path / "libraries"
+    tmp_path.mkdir()
     (tmp_path / "compiled-x86-64-v3-0123456789abcdef.so").write_bytes(b"of other sources")
     made = compile_all(tmp_path)
     assert sorted(tmp_path.iterdir()) == sorted(made)
@@ -102,10 +118,10 @@ def run(package, *words, code=0, **settings):
 
 
 def chosen(package, **settings):
-    """What a CPU gets: the form that is told of, and the form of each operation."""
-    file, told, modules = json.loads(run(package, "-c", CHOSEN, **settings).stdout)
+    """What a CPU gets: the form that is told of, the form of each operation, and what forcing the compiled one says."""
+    file, told, modules, forced = json.loads(run(package, "-c", CHOSEN, **settings).stdout)
     assert Path(file).is_relative_to(package)
-    return told, dict(zip(OPERATIONS, [name.rpartition(".")[2] for name in modules], strict=True))
+    return told, dict(zip(OPERATIONS, [name.rpartition(".")[2] for name in modules], strict=True)), forced
 
 
 def libraries(package):
@@ -114,7 +130,8 @@ def libraries(package):
 
 @needs_library
 def test_a_cpu_gets_what_was_compiled(package):
-    told, forms = chosen(package)
+    told, forms, forced = chosen(package)
+    assert forced.endswith("prefix_attention.native")
     assert told == f"native ({architecture()})"
     has = {operation for operation in OPERATIONS if (package / KERNELS / operation / "native.py").exists()}
     assert {operation for operation, form in forms.items() if form == "native"} == has
@@ -123,12 +140,15 @@ def test_a_cpu_gets_what_was_compiled(package):
 
 
 def test_without_a_library_everything_is_torchs_own(package):
+    """And doctor names the way to the faster form."""
     for path in libraries(package):
         path.unlink()
-    assert chosen(package) == ("eager", dict.fromkeys(OPERATIONS, "eager"))
-    said = run(package, "-c", CHOSEN, KVSHELF_KERNELS="native", code=1).stderr
+    told, forms, said = chosen(package)
+    assert (told, forms) == ("eager", dict.fromkeys(OPERATIONS, "eager"))
     assert "compiled kernels were forced on a cpu tensor" in said
     assert "python -m kvshelf.kernels.compiling" in said
+    found = finding(run(package, "-m", "kvshelf", *DOCTOR, code=1).stdout)
+    assert ("python -m kvshelf.kernels.compiling" in found) == (architecture() is not None)
 
 
 DOCTOR = ["doctor", "--json", "--model", "./no-model"]
@@ -148,18 +168,17 @@ def test_doctor_names_the_form(monkeypatch):
     assert "eager, set by KVSHELF_KERNELS" in finding(CliRunner().invoke(app, DOCTOR).stdout)
 
 
-def test_doctor_names_the_way_to_the_faster_form(package):
-    for path in libraries(package):
-        path.unlink()
-    found = finding(run(package, "-m", "kvshelf", *DOCTOR, code=1).stdout)
-    assert ("python -m kvshelf.kernels.compiling" in found) == (architecture() is not None)
-
-
 @needs_library
-@pytest.mark.parametrize("changed", ["native.c", "native.h", "prefix_attention/native.c"])
-def test_a_library_of_other_sources_is_not_loaded(package, changed):
-    with (package / KERNELS / changed).open("a") as file:
-        file.write("/* changed since */\n")
+def test_a_library_of_other_sources_is_not_loaded(package, monkeypatch):
+    monkeypatch.setattr(compiling, "FOLDER", package / KERNELS)
+    for changed in ("native.c", "native.h", "prefix_attention/native.c"):
+        own = library_path(architecture())
+        assert own.exists()
+        source = (package / KERNELS / changed).read_text()
+        (package / KERNELS / changed).write_text(source + "/* changed since */\n")
+        assert not library_path(architecture()).exists()
+        if changed != "prefix_attention/native.c":
+            (package / KERNELS / changed).write_text(source)
     assert chosen(package)[0] == "eager"
 
 
@@ -167,7 +186,7 @@ def test_a_library_of_other_sources_is_not_loaded(package, changed):
 def test_a_library_that_the_system_refuses_is_none(package):
     for path in libraries(package):
         path.write_bytes(b"\x7fELF of another machine")
-    assert chosen(package) == ("eager", dict.fromkeys(OPERATIONS, "eager"))
+    assert chosen(package)[:2] == ("eager", dict.fromkeys(OPERATIONS, "eager"))
 
 
 @pytest.mark.skipif(architecture() != "x86-64-v4" or library() is None, reason="tested as this CPU's own form, or not")

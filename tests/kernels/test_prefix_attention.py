@@ -22,6 +22,7 @@ from kvshelf.kernels.prefix_attention import attend as attend_module
 from kvshelf.kernels.prefix_attention.attend import attend, attend_in_blocks, combine
 from kvshelf.kernels.prefix_attention.eager import attend_prefix
 from kvshelf.kernels.quantize.rows import QuantizedRows
+from tests.amounts import amount, pairwise
 from tests.kernels.tensors import TOLERANCE, LargestTensor, error, random
 
 CPU = torch.device("cpu")
@@ -129,9 +130,13 @@ def test_strided_input():
     check(q, [document], one_document(5), 2, 16)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("num_rows", [0, 1, 5, 1023, 1024, 1025, 2048, 3001])
-@pytest.mark.parametrize(("dim", "value_dim"), [(16, 16), (5, 9)])
+@pairwise(
+    {
+        "dtype": TOLERANCE,
+        "num_rows": [0, 1, 5, 1023, 1024, 1025, 2048, 3001],
+        "dim, value_dim": [(16, 16), (5, 9)],
+    }
+)
 def test_streamed_prefix_is_made_in_blocks(dtype, num_rows, dim, value_dim):
     q = random(3, 4, dim, dtype=dtype, seed=1)
     part = streamed([num_rows, 0], dim, value_dim, dtype)
@@ -145,11 +150,20 @@ def test_streamed_prefix_is_made_in_blocks(dtype, num_rows, dim, value_dim):
     assert error(ours, expected) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("new", [1, 200])
-@pytest.mark.parametrize(
-    ("classes", "slots", "dim", "value_dim"),
-    [(7, 29, 16, 16), (1, 1, 16, 16), (1, 50, 3, 5), (40, 7, 16, 16), (12, 12, 8, 24), (5, 0, 8, 8), (0, 0, 8, 8)],
+@pairwise(
+    {
+        "dtype": TOLERANCE,
+        "new": [1, amount(20, 200)],
+        "classes, slots, dim, value_dim": [
+            (7, 29, 16, 16),
+            (1, 1, 16, 16),
+            (1, 50, 3, 5),
+            (40, 7, 16, 16),
+            (12, 12, 8, 24),
+            (5, 0, 8, 8),
+            (0, 0, 8, 8),
+        ],
+    }
 )
 def test_merged_prefix(dtype, new, classes, slots, dim, value_dim):
     q = random(2 * new, 4, dim, dtype=dtype, seed=1)
@@ -190,10 +204,14 @@ def test_quantized_prefix(dtype, bits):
     check(q, [document], one_document(3, rows=2), 2, 24)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("bits", [2, 4, 8])
-@pytest.mark.parametrize(("dim", "group"), [(16, 16), (64, 32), (80, 48), (128, 64), (256, 160)])
-@pytest.mark.parametrize("tokens", [1, 3, 17])
+@pairwise(
+    {
+        "dtype": TOLERANCE,
+        "bits": [2, 4, 8],
+        "dim, group": [(16, 16), (64, 32), (80, 48), (128, 64), (256, 160)],
+        "tokens": [1, 3, 17],
+    }
+)
 def test_quantized_rows_of_whole_vectors(dtype, bits, dim, group, tokens):
     """Several runs of a head, the last tile and the last group of each cut short."""
     document = packed([1100, 0, 33], dim, dim, dtype, bits=bits, group=group)
@@ -263,13 +281,15 @@ def batches(draw):
     return random(first, kv_heads * group, dim, seed=1), prefixes, layout, kv_heads, value_dim
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=amount(40, 120), deadline=None)
 @given(batches())
 def test_any_batch(batch):
-    check(*batch)
+    # With the scale of the other tests a merged prefix has logits of 20 and more, and float32's rounding of such a
+    # logit alone moves a weight by the tolerance: one draw in some thousands failed.
+    check(*batch, scale=0.1)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=amount(20, 40), deadline=None)
 @given(batches(), st.data())
 def test_neighbours_change_nothing(batch, data):
     """What others ask, and what their documents and suffixes hold, is nothing to a token."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvshelf.kernels import quantize
-from kvshelf.kernels.quantize import eager
-from tests.kernels.compiling import Variant, compile_all, require_fits
+from kvshelf.kernels.quantize import dequantize, eager, quantize
+from tests.amounts import pairwise
+from tests.kernels.compiling import Variant, require_fits
 from tests.kernels.tensors import random
 
 pytestmark = pytest.mark.usefixtures("forced_triton")
@@ -16,10 +16,6 @@ BITS = [2, 4, 8]
 AXES = ["tokens", "channels"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [(64, 16, 32), (33, 7, 8), (1, 1, 8), (5, 33, 32), (40, 40, 12), (70, 128, 64)]
-
-
-def quantized(form, axis, x, bits, group):
-    return getattr(form, f"quantize_{axis}")(x, bits, group)
 
 
 def states(num_rows, num_channels, dtype):
@@ -31,27 +27,23 @@ def states(num_rows, num_channels, dtype):
     return x
 
 
-@pytest.mark.parametrize("axis", AXES)
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pairwise({"axis": AXES, "bits": BITS, "dtype": DTYPES})
 def test_codes_scales_and_zeros_are_those_of_the_cpu(axis, bits, dtype):
     for num_rows, num_channels, group in SIZES:
         x = states(num_rows, num_channels, dtype)
-        ours = quantized(quantize, axis, x, bits, group)
-        for mine, theirs in zip(ours, quantized(eager, axis, x, bits, group), strict=True):
+        ours = quantize(x, bits, group, axis)
+        for mine, theirs in zip(ours, eager.quantize(x, bits, group, axis), strict=True):
             assert mine.dtype == theirs.dtype
             assert torch.equal(mine.view(torch.uint8), theirs.contiguous().view(torch.uint8))
 
 
-@pytest.mark.parametrize("axis", AXES)
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pairwise({"axis": AXES, "bits": BITS, "dtype": DTYPES})
 def test_dequantized_is_that_of_the_cpu(axis, bits, dtype):
     for num_rows, num_channels, group in SIZES:
-        stored = quantized(eager, axis, states(num_rows, num_channels, torch.float32), bits, group)
+        stored = eager.quantize(states(num_rows, num_channels, torch.float32), bits, group, axis)
         rows = (num_rows // 3, num_rows - num_rows // 4)  # not on the edges of groups
-        ours = getattr(quantize, f"dequantize_{axis}")(*stored, bits, group, num_channels, dtype, *rows)
-        theirs = getattr(eager, f"dequantize_{axis}")(*stored, bits, group, num_channels, dtype, *rows)
+        ours = dequantize(*stored, bits, group, axis, num_channels, dtype, *rows)
+        theirs = eager.dequantize(*stored, bits, group, axis, num_channels, dtype, *rows)
         assert ours.dtype == dtype
         if dtype == torch.bfloat16:  # the interpreter cuts fp32 to bf16, where a GPU rounds
             assert torch.allclose(ours.float(), theirs.float(), rtol=2**-7, atol=0)
@@ -62,24 +54,22 @@ def test_dequantized_is_that_of_the_cpu(axis, bits, dtype):
 @pytest.mark.parametrize("axis", AXES)
 def test_strides_two_runs_and_no_rows(axis):
     x = random(40, 70).T[::2]  # every other row of a transposed view
-    ours = quantized(quantize, axis, x, 4, 16)
-    for mine, again, theirs in zip(
-        ours, quantized(quantize, axis, x, 4, 16), quantized(eager, axis, x, 4, 16), strict=True
-    ):
+    ours = quantize(x, 4, 16, axis)
+    for mine, again, theirs in zip(ours, quantize(x, 4, 16, axis), eager.quantize(x, 4, 16, axis), strict=True):
         assert torch.equal(mine, again)
         assert torch.equal(mine, theirs)
-    nothing = quantized(quantize, axis, random(0, 8), 4, 8)
+    nothing = quantize(random(0, 8), 4, 8, axis)
     assert [len(part) for part in nothing] == [0, 0, 0]
-    assert getattr(quantize, f"dequantize_{axis}")(*nothing, 4, 8, 8, torch.float32).shape == (0, 8)
+    assert dequantize(*nothing, 4, 8, axis, 8, torch.float32).shape == (0, 8)
 
 
 def test_groups_within_a_byte_are_left_to_torch():
     x = random(9, 10)
-    for mine, theirs in zip(quantize.quantize_channels(x, 2, 1), eager.quantize_channels(x, 2, 1), strict=True):
+    for mine, theirs in zip(quantize(x, 2, 1, "channels"), eager.quantize(x, 2, 1, "channels"), strict=True):
         assert torch.equal(mine, theirs)
 
 
-def test_every_kernel_compiles_and_fits():
+def test_every_kernel_compiles_and_fits(compile_all):
     variants = [variant for dtype in ("bf16", "fp16", "fp32") for variant in _variants(dtype, 4)]
     variants += [_variants("bf16", bits)[1] for bits in (2, 8)]
     long = {"BITS": 4, "ROWS": 1024, "CHANNELS": 16}

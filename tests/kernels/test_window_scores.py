@@ -7,6 +7,7 @@ import torch
 
 from kvshelf.errors import InvalidTensor
 from kvshelf.kernels.window_scores import reference, window_attention, window_scores
+from tests.amounts import pairwise
 from tests.kernels.tensors import LargestTensor, error, random
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -43,12 +44,16 @@ def test_equals_the_reference(dtype, q_heads, kv_heads, rows, tokens, own, dim, 
     assert not tokens or error(ours, expected) < TOLERANCE[dtype]
 
 
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("dim", [16, 64, 80, 128, 272])
-@pytest.mark.parametrize(
-    ("group", "rows", "tokens", "own"), [(1, 1, 1, 0), (3, 1, 511, 1), (4, 2, 513, 2), (2, 4, 1100, 9)]
+@pairwise(
+    {
+        "threads": [1, 2],
+        "dtype": TOLERANCE,
+        "dim": [16, 64, 80, 128, 272],
+        "group, rows, tokens, own": [(1, 1, 1, 0), (3, 1, 511, 1), (4, 2, 513, 2), (2, 4, 1100, 9)],
+    },
+    indirect=["threads"],
 )
+@pytest.mark.usefixtures("threads")
 def test_few_rows_equal_the_reference(dtype, dim, group, rows, tokens, own):
     """The last token of a document, or a few, before as many keys as blocks hold, and more; wide heads are torch's."""
     queries, keys, own_keys = states(2 * group, 2, rows, tokens, own, dim, dtype)

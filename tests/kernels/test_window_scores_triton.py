@@ -6,16 +6,20 @@ import pytest
 import torch
 
 from kvshelf.kernels.window_scores import eager, reference, window_attention, window_scores
-from tests.kernels.compiling import Variant, compile_all, require_fits
+from tests.amounts import SOAK
+from tests.kernels.compiling import Variant, require_fits
 from tests.kernels.tensors import error
-from tests.kernels.test_window_scores import CASES, TOLERANCE, states
+from tests.kernels.test_window_scores import CASES, states
 
 MODULE = "kvshelf.kernels.window_scores.triton"
+DTYPES = [torch.float32, torch.bfloat16, *([torch.float16] if SOAK else [])]
+"""The tiles of fp16 are those of bf16, and it compiles below."""
+
 SPLIT = (2, 2, 1, 1030, 1, 8, "mean", 7, "max")  # several splits, and blocks of keys that meet in the pooling
 
 
 @pytest.mark.usefixtures("forced_triton")
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("q_heads", "kv_heads", "rows", "tokens", "own", "dim", "reduce", "kernel", "pooling"), [*CASES, SPLIT]
 )
@@ -53,7 +57,7 @@ def test_weights_themselves_are_torchs():
     assert torch.equal(ours, eager.window_attention(queries, keys[0], 0.3, own_keys[0]))
 
 
-def test_compiles_for_gpus_without_spilling():
+def test_compiles_for_gpus_without_spilling(compile_all):
     """Llama-3.1-8B's heads, with SnapKV's 64 rows of a group of 4 and with one row; half of its head size."""
     from kvshelf.kernels.window_scores.triton import tiles
 

@@ -26,6 +26,19 @@ MODEL = ModelIdentity(
 )
 
 
+def from_heads(
+    keys: Sequence[Tensor], values: Sequence[Tensor], positions: Sequence[Tensor], rope_mode: RopeMode = "baked"
+) -> Kept:
+    """Pack one tensor per KV head: keys `[kept_h, D]`, values `[kept_h, Dv]`, positions `[kept_h]`."""
+    return Kept(
+        keys=torch.cat(list(keys)),
+        values=torch.cat(list(values)),
+        entries_at=torch.cat(list(positions)).to(torch.int32),
+        offsets=offsets_of([head.shape[0] for head in positions]),
+        rope_mode=rope_mode,
+    )
+
+
 def make_identity(num_tokens: int, **changes: Any) -> Identity:
     identity = Identity(
         model=MODEL,
@@ -174,7 +187,7 @@ def golden_caches() -> dict[str, CompressedCache]:
     def layer(heads: Sequence[Sequence[int]], dims: tuple[int, int], dtype: torch.dtype, rope_mode: RopeMode) -> Kept:
         entries = sum(len(head) for head in heads)
         keys = torch.arange(entries * dims[0], dtype=torch.float32).view(entries, dims[0]) / 8 - 3
-        return Kept.from_heads(
+        return from_heads(
             keys=list(keys.to(dtype).split([len(head) for head in heads])),
             values=[-torch.ones(len(head), dims[1], dtype=dtype) * 0.5 for head in heads],
             positions=[torch.tensor(head, dtype=torch.int64) for head in heads],

@@ -18,7 +18,7 @@ from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.records import Kept, LayerRecord
 from kvshelf.store.artifact.records import Parts as PartsRecord
 from tests.store.bounds import memory_bounded
-from tests.store.caches import make_cache, make_identity, make_layer, make_merged, split_at_random
+from tests.store.caches import from_heads, make_cache, make_identity, make_layer, make_merged, split_at_random
 
 Fields = dict[str, Any]
 
@@ -136,7 +136,7 @@ def kept_blob() -> bytes:
     def record(first: int) -> Kept:
         positions = [torch.arange(first, 30, 2)] * 2
         rows = [torch.ones(15, 2)] * 2
-        return Kept.from_heads(rows, rows, positions)
+        return from_heads(rows, rows, positions)
 
     return replace(make_cache(), layers=(PartsRecord((record(0), record(1))),)).to_bytes()
 

@@ -11,7 +11,7 @@ from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.codecs import Codec
 from kvshelf.store.artifact.identity import Identity
 from kvshelf.store.artifact.records import Kept, LayerRecord
-from tests.store.caches import make_identity, make_layer, make_merged, split_at_random
+from tests.store.caches import from_heads, make_identity, make_layer, make_merged, split_at_random
 
 
 @st.composite
@@ -29,7 +29,7 @@ def caches(draw: st.DrawFn) -> CompressedCache:
         dims = draw(st.tuples(st.integers(1, 9), st.integers(1, 9)))
         lengths = draw(st.lists(st.integers(0, num_tokens) | st.just(num_tokens), min_size=1, max_size=4))
         order = [torch.randperm(num_tokens, generator=generator)[:length].sort().values for length in lengths]
-        return Kept.from_heads(
+        return from_heads(
             keys=[bits(length, dims[0]) for length in lengths],
             values=[bits(length, dims[1]) for length in lengths],
             positions=order,

@@ -276,7 +276,7 @@ class OnDisk(ShelfMachine):
 def run(machine: type[ShelfMachine], soak: bool) -> None:
     """2,000 steps with the full counts, 200 otherwise, in runs of 40."""
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
-        machine, settings=settings(max_examples=50 if soak else 5, stateful_step_count=40, deadline=None)
+        machine, settings=settings(max_examples=50 if soak else 3, stateful_step_count=40, deadline=None)
     )
 
 

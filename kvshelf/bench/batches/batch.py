@@ -9,24 +9,23 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from kvshelf.bench.batches.corpus import POLICY, shard_of
-from kvshelf.bench.processes import processes, received
+from kvshelf.bench.measure import processor_s
+from kvshelf.bench.processes import arriving, processes
 from kvshelf.corpus.run.journal import FileJournal
 from kvshelf.corpus.run.progress import RunOptions, RunState
 from kvshelf.errors import InternalError
 from kvshelf.store.url import StoreConfig
 from kvshelf.workers.cluster.connect import ray_cluster
 
-_TICKS: Final = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -57,25 +56,14 @@ def bare_loops(corpus: Sequence[list[int]], model: str, count: int) -> BatchCost
     with TemporaryDirectory() as folder:
         shares = [(corpus[at::count], model, f"disk://{folder}/shelf") for at in range(count)]
         with processes(_loop, shares) as loops:
-            _answers(loops)
+            list(arriving(dict(loops)))  # all are ready
             started = time.perf_counter()
             for ours in loops:
-                with suppress(BrokenPipeError):  # `_answers` notices a process that has died since
+                with suppress(BrokenPipeError):  # `arriving` notices a process that has died since
                     ours.send("begin")
-            process_s = sum(_answers(loops))
+            process_s = sum(seconds for _, seconds in arriving(dict(loops)))
             wall_s = time.perf_counter() - started
     return BatchCost(sum(map(len, corpus)), wall_s, process_s)
-
-
-def _answers(loops: Mapping[Connection, BaseProcess]) -> list[Any]:
-    """One answer of each loop. A dead process is noticed at once, whatever the others do."""
-    found, silent = [], set(loops)
-    while silent:
-        for connection in wait(list(silent)):
-            assert isinstance(connection, Connection)
-            found.append(received(connection, loops[connection]))
-            silent.remove(connection)
-    return found
 
 
 def _loop(bench: Connection, documents: Sequence[list[int]], model: str, store: str) -> None:
@@ -138,11 +126,11 @@ def _tree() -> list[int]:
 
 def _tree_s() -> float:
     """Processor seconds of the tree, ended children included."""
-    total = 0
+    total = 0.0
     for pid in _tree():
         with suppress(OSError):
-            total += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]))
-    return total / _TICKS
+            total += processor_s(pid, children=True)
+    return total
 
 
 def _resident() -> tuple[int, int]:

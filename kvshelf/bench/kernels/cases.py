@@ -13,11 +13,12 @@ from torch import Tensor
 from kvshelf.bench.kernels import baselines
 from kvshelf.errors import InvalidRequest
 from kvshelf.kernels.column_sums import column_sums
+from kvshelf.kernels.groups import Axis
 from kvshelf.kernels.lag_scores import lag_scores
 from kvshelf.kernels.mean_cosines import mean_cosines
 from kvshelf.kernels.merge import merge_weighted, nearest_pair
 from kvshelf.kernels.prefix_attention import BatchLayout, PackedPrefix, SuffixRows, prefix_attention
-from kvshelf.kernels.quantize import dequantize_channels, dequantize_tokens, quantize_channels, quantize_tokens
+from kvshelf.kernels.quantize import dequantize, quantize
 from kvshelf.kernels.rotate import rotate
 from kvshelf.kernels.row_norms import row_norms
 from kvshelf.kernels.select import pack, select
@@ -147,49 +148,31 @@ def scoring(layer: Layer) -> list[Case]:
     shape, n, scale, kv_bytes = layer.shape, layer.tokens, layer.scale, layer.kv_bytes
     kv_size = 1.0 * shape.kv_heads * n * shape.head_dim
     scored_bytes = kv_bytes + 4 * shape.kv_heads * n
+    rotated_bytes = kv_bytes + (shape.kv_heads + 2) * n * shape.head_dim * 4
     window_flops = 2.0 * shape.q_heads * WINDOW * n * shape.head_dim
     half = torch.arange(shape.head_dim, device=layer.device).roll(shape.head_dim // 2)
     tables = (*torch.rand(2, n, shape.head_dim, device=layer.device), half)  # cos, sin, partners
-
-    def make() -> tuple[Tensor, Tensor]:
-        return layer.states(shape.q_heads, n), *layer.keys()
+    in_three_steps = baselines.column_sums_of_whole_weights
 
     def sums(name: str, run: Callable[..., object], every: int = 1, beside: str = "") -> Case:
         nbytes = kv_bytes * (1 + shape.q_heads / shape.kv_heads / every) + 8 * shape.q_heads * n
         # One causal product. A form that cannot hold a whole row computes a second one for the log-sum-exps.
-        return Case(name, make, run, nbytes, 1.0 * shape.q_heads * n * n * shape.head_dim / every, beside)
+        flops = 1.0 * shape.q_heads * n * n * shape.head_dim / every
+        return Case(name, lambda: (layer.states(shape.q_heads, n), *layer.keys()), run, nbytes, flops, beside)
 
+    def window(queries: Tensor, keys: Tensor, _: Tensor) -> Tensor:
+        return window_scores(queries, keys, scale, kernel=5)
+
+    both, lag = layer.keys_and_values, partial(lag_scores, lag=LAG)
     return [
         sums("column_sums", lambda q, k: column_sums(q, k, scale, WINDOW)),
-        sums(
-            "column sums in three steps",
-            lambda q, k: baselines.column_sums_of_whole_weights(q, k, scale),
-            beside="column_sums",
-        ),
+        sums("column sums in three steps", lambda q, k: in_three_steps(q, k, scale), beside="column_sums"),
         sums("column_sums, every=8", lambda q, k: column_sums(q, k, scale, WINDOW, every=8), every=8),
-        Case(
-            "window_scores",
-            layer.window,
-            lambda q, k, _: window_scores(q, k, scale, kernel=5),
-            scored_bytes,
-            window_flops,
-        ),
-        Case(
-            "lag_scores",
-            layer.keys_and_values,
-            lambda k, v: lag_scores(k, v, LAG),
-            scored_bytes + kv_bytes,
-            18 * kv_size,
-        ),
+        Case("window_scores", layer.window, window, scored_bytes, window_flops),
+        Case("lag_scores", both, lag, scored_bytes + kv_bytes, 18 * kv_size),
         Case("row_norms", layer.keys, row_norms, scored_bytes, 2 * kv_size),
         Case("mean_cosines", layer.keys, mean_cosines, scored_bytes + kv_bytes, 6 * kv_size),
-        Case(
-            "rotate",
-            lambda: (*layer.keys(), *tables),
-            rotate,
-            kv_bytes + (shape.kv_heads + 2) * n * shape.head_dim * 4,
-            3 * kv_size,
-        ),
+        Case("rotate", lambda: (*layer.keys(), *tables), rotate, rotated_bytes, 3 * kv_size),
     ]
 
 
@@ -235,7 +218,7 @@ def snapkv(layer: Layer) -> list[Case]:
 
     def run_int4(queries: Tensor, keys: Tensor, values: Tensor) -> object:
         kept_keys, kept_values = run(queries, keys, values)
-        return quantize_tokens(kept_keys, _BITS, _GROUP), quantize_channels(kept_values, _BITS, _GROUP)
+        return quantize(kept_keys, _BITS, _GROUP, "tokens"), quantize(kept_values, _BITS, _GROUP, "channels")
 
     def run_expanded(queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         return baselines.snapkv_by_expansion(queries, keys, values, layer.kept)
@@ -252,30 +235,21 @@ def merging(layer: Layer) -> list[Case]:
     heads, dim = layer.shape.kv_heads, layer.shape.head_dim
     token_counts, center_counts = [layer.tokens // 2] * heads, layer.counts
     members, centers = sum(token_counts), sum(center_counts)
+    nearest = partial(nearest_pair, token_counts=token_counts, center_counts=center_counts)
 
     def make_pairs() -> tuple[Tensor, ...]:
         return tuple(layer.packed(rows) for rows in (members, members, centers, centers))
 
-    def make_classes() -> tuple[Tensor, ...]:
+    def make_classes() -> tuple[Any, ...]:
         weights = torch.rand(members, device=layer.device) + 0.1
         classes = torch.randint(centers, (members,), device=layer.device)
-        return layer.packed(members), layer.packed(members), weights, classes
+        return layer.packed(members), layer.packed(members), weights, classes, centers
 
+    pair_bytes, pair_flops = 2 * (members + centers) * layer.row_bytes + 12 * members, 4.0 * members * layer.kept * dim
+    merged_bytes = members * (2 * layer.row_bytes + 12) + 8 * centers * dim
     return [
-        Case(
-            "nearest_pair",
-            make_pairs,
-            lambda k, v, center_k, center_v: nearest_pair(k, v, center_k, center_v, token_counts, center_counts),
-            2 * (members + centers) * layer.row_bytes + 12 * members,
-            4.0 * members * layer.kept * dim,
-        ),
-        Case(
-            "merge_weighted",
-            make_classes,
-            lambda k, v, weights, classes: merge_weighted(k, v, weights, classes, centers),
-            members * (2 * layer.row_bytes + 12) + 8 * centers * dim,
-            6.0 * members * dim,
-        ),
+        Case("nearest_pair", make_pairs, nearest, pair_bytes, pair_flops),
+        Case("merge_weighted", make_classes, merge_weighted, merged_bytes, 6.0 * members * dim),
     ]
 
 
@@ -283,20 +257,17 @@ def quantizing(layer: Layer) -> list[Case]:
     """All keys or all values of the document, to int4 and back."""
     rows, size = layer.shape.kv_heads * layer.tokens, 1.0 * layer.shape.kv_heads * layer.tokens * layer.shape.head_dim
     nbytes = layer.kv_bytes + layer.int4_bytes(rows)
-    settings: dict[str, Any] = {"bits": _BITS, "group": _GROUP}
 
-    def both(axis: str, quantize: Callable[..., Any], dequantize: Callable[..., Tensor]) -> list[Case]:
-        store = partial(quantize, **settings)
+    def both(axis: Axis) -> list[Case]:
+        settings: dict[str, Any] = {"bits": _BITS, "group": _GROUP, "axis": axis}
+        store: Callable[..., tuple[Tensor, ...]] = partial(quantize, **settings)
         restore = partial(dequantize, **settings, num_channels=layer.shape.head_dim, dtype=layer.dtype)
         return [
             Case(f"quantize_{axis}", lambda: (layer.packed(rows),), store, nbytes, 8 * size),
             Case(f"dequantize_{axis}", lambda: tuple(store(layer.packed(rows))), restore, nbytes, 2 * size),
         ]
 
-    return [
-        *both("tokens", quantize_tokens, dequantize_tokens),
-        *both("channels", quantize_channels, dequantize_channels),
-    ]
+    return [*both("tokens"), *both("channels")]
 
 
 def attending(layer: Layer) -> list[Case]:

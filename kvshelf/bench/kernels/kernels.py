@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from kvshelf.bench.ceilings import copy_bandwidth, matmul_rate
 from kvshelf.bench.kernels import baselines
 from kvshelf.bench.kernels.cases import LLAMA_8B, PREFILL, Case, Layer, Shape, cases
-from kvshelf.bench.measure import Spread, cost
+from kvshelf.bench.measure import Spread, copy_bandwidth, cost, matmul_rate
 from kvshelf.kernels.column_sums import column_sums
 
 _WARM_UP = 3
@@ -63,31 +62,16 @@ def ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
 
 
 def kernel_times(
-    device: torch.device,
-    dtype: torch.dtype,
-    tokens: int,
-    rounds: int,
-    limits: Ceilings,
-    shape: Shape | None = None,
+    device: torch.device, dtype: torch.dtype, tokens: int, rounds: int, limits: Ceilings, shape: Shape | None = None
 ) -> Iterator[KernelTime]:
     """Every case at one length, one after the other; of `LLAMA_8B` without a `shape`."""
     medians: dict[str, float] = {}
     for case in cases(Layer(shape or LLAMA_8B, tokens, dtype, device)):
-        seconds, extra = _time(case, device, rounds)
-        medians[case.name] = seconds.median
-        yield KernelTime(
-            name=case.name,
-            tokens=tokens,
-            seconds=seconds,
-            nbytes=case.nbytes,
-            flops=case.flops,
-            limit=limits.limit(case),
-            share=limits.floor_s(case) / seconds.median,
-            of_prefill=seconds.median / medians[PREFILL],
-            beside=case.beside,
-            slower=seconds.median / medians[case.beside] if case.beside else None,
-            extra_bytes=extra,
-        )
+        spread, extra = _time(case, device, rounds)
+        medians[case.name] = seconds = spread.median
+        slower = seconds / medians[case.beside] if case.beside else None
+        shares = limits.limit(case), limits.floor_s(case) / seconds, seconds / medians[PREFILL]
+        yield KernelTime(case.name, tokens, spread, case.nbytes, case.flops, *shares, case.beside, slower, extra)
 
 
 def _time(case: Case, device: torch.device, rounds: int) -> tuple[Spread, int | None]:

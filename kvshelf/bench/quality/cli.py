@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
+from itertools import count, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +25,7 @@ from kvshelf.bench.options import (
     Output,
     Threads,
     choices,
+    decimals,
     numbers,
     progress_bar,
     publish,
@@ -29,7 +34,7 @@ from kvshelf.bench.options import (
 from kvshelf.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from kvshelf.bench.quality.grid import Grid, Unit
+    from kvshelf.bench.quality.grid import Unit
 
 _PICTURES = (".png", ".svg", ".pdf")
 
@@ -78,15 +83,14 @@ def quality(
         lengths=numbers(lengths) if lengths else (),
         documents=documents,
         policies=_split(policies),
-        ratios=_fractions(ratios),
+        ratios=decimals(ratios, "--ratios", 0, 1) if ratios else (),
         codecs=_split(codecs),
         export=export,
         seed=seed,
     )
-    with _Bar(grid) as bar:
-        summary = bench.run(
-            grid, EngineOptions(model, device, dtype, threads), resume, processes=processes, progress=bar.done
-        )
+    options = EngineOptions(model, device, dtype, threads)
+    with _bar(grid.units()) as done:
+        summary = bench.run(grid, options, resume, processes=processes, progress=done)
     title = f"{model}: exact answers, the question unknown at compression"
     report: dict[str, Any] = {"bench": "quality", "model": model, "size": size, "seed": seed, "machine": machine()}
     report |= summary.to_dict()
@@ -128,13 +132,10 @@ def memory(
     )
     for row in rows:
         share = f"{row.peak_bytes / rows[0].peak_bytes:.0%}" if rows[0].peak_bytes else ""
-        if row.refused is not None:
-            table.add_row(row.policy, row.phase, f"{row.removed:.0%}", f"refused: {row.refused}")
-            continue
-        cells = (f"{row.peak_bytes / 1e6:,.1f} MB", share, f"{row.cache_bytes / 1e6:,.1f} MB")
-        table.add_row(
-            row.policy, row.phase, f"{row.removed:.0%}", *cells, f"{row.prefill_s:.2f} s", f"{row.compress_s:.2f} s"
-        )
+        cells = [f"{row.peak_bytes / 1e6:,.1f} MB", share, f"{row.cache_bytes / 1e6:,.1f} MB"]
+        cells += [f"{row.prefill_s:.2f} s", f"{row.compress_s:.2f} s"]
+        shown = cells if row.refused is None else [f"refused: {row.refused}"]
+        table.add_row(row.policy, row.phase, f"{row.removed:.0%}", *shown)
     report: dict[str, Any] = {"bench": "memory", "model": model, "machine": machine()}
     publish(report | {"rows": rows}, [table], output, as_json)
 
@@ -158,24 +159,21 @@ def retrieval(
     with needs_extra("serve", "the bench"):
         from kvshelf.bench.engines import EngineOptions
         from kvshelf.bench.measure import machine
-        from kvshelf.bench.quality import retrieval as bench
+        from kvshelf.bench.quality.retrieval import EVALUATION_SEED, measure_cell
+        from kvshelf.bench.quality.tasks import HAYSTACKS, TASKS
 
     engine = EngineOptions(model, device, dtype, threads).load()
     compress: dict[str, Any] = {"policy": policy}
     if compression_ratio is not None:
         compress["compression_ratio"] = compression_ratio
-    chosen = bench.cells(
-        choices(tasks, bench.TASKS, "--tasks"), choices(haystacks, bench.HAYSTACKS, "--haystacks"), numbers(lengths)
-    )
-    results = []
+    around = choices(haystacks, HAYSTACKS, "--haystacks")
+    cells = list(product(numbers(lengths), choices(tasks, TASKS, "--tasks"), around))
+    first, results = EVALUATION_SEED if seed is None else seed, []
     with progress_bar() as progress:
-        bar = progress.add_task(f"{model}, {policy}", total=documents * len(chosen))
-        for task, haystack, tokens in chosen:
-            cell = bench.measure_cell(
-                engine, task, haystack, tokens, documents, compress=compress,
-                seed=bench.EVALUATION_SEED if seed is None else seed, progress=lambda: progress.advance(bar),
-            )  # fmt: skip
-            results.append(cell)
+        step = partial(progress.advance, progress.add_task(f"{model}, {policy}", total=documents * len(cells)))
+        for tokens, task, hay in cells:
+            made = measure_cell(engine, task, hay, tokens, documents, compress=compress, seed=first, progress=step)
+            results.append(made)
     report: dict[str, Any] = {"bench": "retrieval", "model": model, "compress": compress, "machine": machine()}
     report["cells"] = [asdict(cell) | {"share": cell.share} for cell in results]
     table = Table("task", "haystack", "tokens", "documents", "exact", "95 %", title=f"{model}, policy {policy}")
@@ -185,29 +183,19 @@ def retrieval(
     publish(report, [table], output, as_json)
 
 
-class _Bar:
+@contextmanager
+def _bar(units: Sequence[Unit]) -> Iterator[Callable[[Unit, bool], None]]:
     """Progress in tokens to prefill, as units differ by an order of magnitude, with the count of units beside it."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    numbered = count(1)
+    with Progress(*columns, console=Console(stderr=True), speed_estimate_period=300) as progress:
+        bar = progress.add_task("loading", total=sum(map(_cost, units)))
 
-    def __init__(self, grid: Grid) -> None:
-        self._units = grid.units()
-        self._done = 0
-        self._progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
-            console=Console(stderr=True), speed_estimate_period=300,
-        )  # fmt: skip
-        self._task = self._progress.add_task("loading", total=sum(map(_cost, self._units)))
+        def done(unit: Unit, found: bool) -> None:
+            name = f"{next(numbered)}/{len(units)} {unit.variant.label}, {unit.cell.label}"
+            progress.update(bar, advance=_cost(unit), description=name + (" (found)" if found else ""))
 
-    def __enter__(self) -> _Bar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def done(self, unit: Unit, found: bool) -> None:
-        self._done += 1
-        name = f"{self._done}/{len(self._units)} {unit.variant.label}, {unit.cell.label}"
-        self._progress.update(self._task, advance=_cost(unit), description=name + (" (found)" if found else ""))
+        yield done
 
 
 def _cost(unit: Unit) -> int:
@@ -226,12 +214,3 @@ def _require_drawable(picture: Path) -> None:
 def _split(text: str) -> tuple[str, ...]:
     """`int4:group=64,residual=8,none` is two names: a comma before `name=` belongs to the parameters of one."""
     return tuple(part.strip() for part in re.split(r",(?!\s*\w+=)", text) if part.strip())
-
-
-def _fractions(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(map(float, _split(text)))
-    except ValueError as error:
-        raise InvalidRequest(
-            f"--ratios {text!r} is not a list of fractions such as 0.5,0.75", param="ratios"
-        ) from error

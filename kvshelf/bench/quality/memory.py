@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -55,14 +56,12 @@ def peaks(options: EngineOptions, tokens: int, policies: Sequence[str], removed:
         raise InvalidRequest(f"--removed is {removed}; it must be a fraction from 0 to below 1", param="removed")
     for variant in dict.fromkeys(map(Variant.parse, (BASELINE, *policies))):
         share = removed if variant.takes_budget else 0.0
-        phase = _phase(variant)
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as alone:
             try:
                 yield alone.submit(_peak, options, tokens, variant, share).result()
             except BrokenProcessPool:
-                yield Peak(
-                    variant.label, phase, share, tokens, refused="the process was killed: there was not enough memory"
-                )
+                killed = "the process was killed: there was not enough memory"
+                yield Peak(variant.label, _phase(variant), share, tokens, refused=killed)
 
 
 def _peak(options: EngineOptions, tokens: int, variant: Variant, removed: float) -> Peak:
@@ -73,16 +72,8 @@ def _peak(options: EngineOptions, tokens: int, variant: Variant, removed: float)
     except KvshelfError as error:
         return Peak(variant.label, phase, removed, tokens, refused=error.message)
     cache = compression.cache
-    return Peak(
-        variant.label,
-        phase,
-        removed,
-        cache.num_tokens,
-        peak_bytes,
-        cache.nbytes,
-        compression.prefill_s,
-        compression.compress_s,
-    )
+    seconds = compression.prefill_s, compression.compress_s
+    return Peak(variant.label, phase, removed, cache.num_tokens, peak_bytes, cache.nbytes, *seconds)
 
 
 def _phase(variant: Variant) -> str:
@@ -107,6 +98,8 @@ def _with_peak(engine: Engine, run: Callable[[], Any]) -> tuple[Any, int]:
         result = run()
         torch.cuda.synchronize(device)
         return result, torch.cuda.max_memory_allocated(device) - before
+    # Pages that the allocator kept of earlier work would serve `run` without raising the resident set.
+    ctypes.CDLL(None).malloc_trim(0)
     _CLEAR_REFS.write_text(_RESET_PEAK)
     before = status_bytes("VmRSS")
     result = run()

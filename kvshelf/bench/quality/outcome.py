@@ -79,21 +79,11 @@ class Protocol:
 def measure_unit(engine: Engine, unit: Unit, protocol: Protocol) -> list[Outcome]:
     """Compress the document once, without its questions, and ask them of the cache of every row."""
     cell = unit.cell
-    case = make_case(
-        cell.task,
-        cell.haystack,
-        cell.tokens,
-        EVALUATION_SEED + protocol.seed + unit.document,
-        counter(engine),
-        questions=protocol.questions,
-    )
+    seed, count = EVALUATION_SEED + protocol.seed + unit.document, counter(engine)
+    case = make_case(cell.task, cell.haystack, cell.tokens, seed, count, questions=protocol.questions)
+    ratio, params = unit.removed if unit.variant.takes_budget else None, dict(unit.variant.params)
     try:
-        job = engine.prepare(
-            case.text,
-            policy=unit.variant.policy,
-            compression_ratio=unit.removed if unit.variant.takes_budget else None,
-            policy_params=dict(unit.variant.params),
-        )
+        job = engine.prepare(case.text, policy=unit.variant.policy, compression_ratio=ratio, policy_params=params)
         compression = engine.run(job)
     except KvshelfError as error:
         return [Outcome(protocol.key(unit, row), refused=error.message) for row in unit.rows]
@@ -107,7 +97,7 @@ def _measured_row(engine: Engine, compression: Compression, row: Row, asks: Sequ
         started = time.perf_counter()
         cache = compression.cache if row.codec == "none" else compression.cache.encoded(row.codec)
         encode_s = time.perf_counter() - started
-        answers = [(_exported_answer if row.exported else _attached_answer)(engine, cache, ask) for ask in asks]
+        answers = [_answer(engine, cache, ask, exported=row.exported) for ask in asks]
     except KvshelfError as error:
         return Outcome(key, refused=error.message)
     answer_s = time.perf_counter() - started - encode_s
@@ -125,27 +115,19 @@ def _measured_row(engine: Engine, compression: Compression, row: Row, asks: Sequ
     )
 
 
-def _attached_answer(engine: Engine, cache: CompressedCache, ask: Ask) -> str:
-    return engine.answer(cache, ask.text, max_new_tokens=_longest_answer(ask)).text
-
-
-def _exported_answer(engine: Engine, cache: CompressedCache, ask: Ask) -> str:
-    """The answer of plain transformers behind an ordinary prefix: the model's own attention, positions 0, 1, 2 ..."""
+def _answer(engine: Engine, cache: CompressedCache, ask: Ask, *, exported: bool) -> str:
+    """exported: that of plain transformers behind an ordinary prefix: the model's own attention, positions 0, 1 ..."""
+    longest = _SPARE_TOKENS + sum(map(len, ask.references))
+    if not exported:
+        return engine.answer(cache, ask.text, max_new_tokens=longest).text
     past = engine.export(cache, positions="contiguous")
     prefix = past.get_seq_length()
     # generate() takes the whole sequence and skips the ids that the cache covers, whatever they are.
     ids = torch.tensor([[0] * prefix + engine.encode_query(cache, ask.text)], device=engine.model.device)
     with torch.no_grad():
+        mask = torch.ones_like(ids)
         output = engine.model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            past_key_values=past,
-            max_new_tokens=_longest_answer(ask),
-            do_sample=False,
+            ids, attention_mask=mask, past_key_values=past, max_new_tokens=longest, do_sample=False
         )
     text: str = engine.require_text("prompt").decoder().decode(output[0, ids.shape[1] :].tolist())
     return text
-
-
-def _longest_answer(ask: Ask) -> int:
-    return _SPARE_TOKENS + sum(map(len, ask.references))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from textwrap import wrap
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -47,11 +48,8 @@ def draw(summary: Summary, path: Path, title: str) -> bool:
 
     Returns False, and writes no file, if no row has an overall score: the model can answer none of the common cells.
     """
-    points = [
-        _Point(row, overall.bytes_per_token, overall.exact)
-        for row in summary.rows
-        if (overall := summary.overall(row)) is not None
-    ]
+    means = [(row, summary.overall(row)) for row in summary.rows]
+    points = [_Point(row, mean.bytes_per_token, mean.exact) for row, mean in means if mean is not None]
     if not points:
         return False
     shown = summary.cells[:_MOST_PANELS]
@@ -61,9 +59,7 @@ def draw(summary: Summary, path: Path, title: str) -> bool:
     axes = figure.add_subplot(panels[0, :])
     lines = _lines(points)
     _draw_front(axes, points)
-    for line in lines:
-        _draw_line(axes, line)
-    _draw_encoded(axes, points, lines)
+    _draw_lines(axes, points, lines)
     _finish(axes, summary, title)
     _label(axes, lines)
     for place, cell in enumerate(shown):
@@ -109,33 +105,21 @@ def _draw_front(axes: Axes, points: Sequence[_Point]) -> None:
     axes.annotate("Pareto front", front[0], (0, -14), textcoords="offset points", fontsize=8, color="#777777")
 
 
-def _draw_line(axes: Axes, line: _Line) -> None:
-    sizes = [point.bytes_per_token for point in line.points]
-    scores = [point.exact for point in line.points]
-    axes.plot(
-        sizes,
-        scores,
-        color=line.colour,
-        marker=line.marker,
-        markersize=12 if line.marker == "*" else 6,
-        linewidth=1.8 if line.best else 0.9,
-        zorder=3 if line.best else 2,
-    )
-
-
-def _draw_encoded(axes: Axes, points: Sequence[_Point], lines: Sequence[_Line]) -> None:
-    """Points under a codec, hollow and in the colour of their policy."""
+def _draw_lines(axes: Axes, points: Sequence[_Point], lines: Sequence[_Line]) -> None:
+    """The lines, and points under a codec, hollow and in the colour of their policy."""
+    for line in lines:
+        size, (width, over) = 12 if line.marker == "*" else 6, (1.8, 3) if line.best else (0.9, 2)
+        marks: dict[str, Any] = {"marker": line.marker, "markersize": size, "linewidth": width, "zorder": over}
+        axes.plot(*_places(line.points), color=line.colour, **marks)
     colours = {line.name: line.colour for line in lines}
     encoded = [point for point in points if point.row.codec != "none"]
-    axes.scatter(
-        [point.bytes_per_token for point in encoded],
-        [point.exact for point in encoded],
-        s=16,
-        facecolors="none",
-        edgecolors=[colours.get(row_name(point.row), _REST) for point in encoded],
-        linewidths=0.9,
-        zorder=2.5,
-    )
+    edges = [colours.get(row_name(point.row), _REST) for point in encoded]
+    axes.scatter(*_places(encoded), s=16, facecolors="none", edgecolors=edges, linewidths=0.9, zorder=2.5)
+
+
+def _places(points: Sequence[_Point]) -> tuple[list[float], list[float]]:
+    """Bytes and scores."""
+    return [point.bytes_per_token for point in points], [point.exact for point in points]
 
 
 def _draw_panel(axes: Axes, summary: Summary, cell: Cell, lines: Sequence[_Line]) -> None:
@@ -187,17 +171,12 @@ def _label(axes: Axes, lines: Sequence[_Line]) -> None:
     wanted = [(line.points[-1].exact - bottom) / (top - bottom) for line in ends]
     for line, height in zip(ends, spread_down(wanted, _LABEL_HEIGHT), strict=True):
         end = line.points[-1]
+        size, weight, colour = (9, "bold", line.colour) if line.best else (8, "normal", "#666666")
+        arrow = {"arrowstyle": "-", "color": line.colour, "linewidth": 0.5, "alpha": 0.6, "shrinkB": 4}
         axes.annotate(
-            line.name,
-            (end.bytes_per_token, end.exact),
-            (1.02, height),
-            textcoords="axes fraction",
-            va="center",
-            fontsize=9 if line.best else 8,
-            fontweight="bold" if line.best else "normal",
-            color=line.colour if line.best else "#666666",
-            arrowprops={"arrowstyle": "-", "color": line.colour, "linewidth": 0.5, "alpha": 0.6, "shrinkB": 4},
-        )
+            line.name, (end.bytes_per_token, end.exact), (1.02, height), textcoords="axes fraction", va="center",
+            fontsize=size, fontweight=weight, color=colour, arrowprops=arrow,
+        )  # fmt: skip
 
 
 def spread_down(wanted: Sequence[float], distance: float) -> list[float]:

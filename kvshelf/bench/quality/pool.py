@@ -7,10 +7,10 @@ import signal
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 
 from kvshelf.bench.engines import EngineOptions
-from kvshelf.bench.processes import processes, received
+from kvshelf.bench.processes import arriving, processes
 from kvshelf.bench.quality.grid import Unit
 from kvshelf.bench.quality.outcome import Outcome, Protocol, measure_unit
 
@@ -33,14 +33,11 @@ def measured(units: Sequence[Unit], protocol: Protocol, options: EngineOptions, 
         busy = dict(pool)
         for idle in pool:
             idle.send(waiting.popleft())
-        while busy:
-            for connection in wait(list(busy)):
-                assert isinstance(connection, Connection)
-                yield received(connection, busy[connection], "; results are kept, start again to go on")
-                if waiting:
-                    connection.send(waiting.popleft())
-                else:
-                    del busy[connection]
+        for connection, done in arriving(busy, "; results are kept, start again to go on"):
+            if waiting:
+                connection.send(waiting.popleft())
+                busy[connection] = pool[connection]
+            yield done
 
 
 def _work(connection: Connection, options: EngineOptions, protocol: Protocol) -> None:

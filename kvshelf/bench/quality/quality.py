@@ -6,7 +6,7 @@ encode one and the same compressed cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,23 +46,18 @@ def run(
         known = file.load()
         missing = []
         for unit in units:
-            rest = _missing(unit, protocol, known)
-            if rest.rows:
-                missing.append(rest)
+            if rest := tuple(row for row in unit.rows if protocol.key(unit, row) not in known):
+                missing.append(replace(unit, rows=rest))
             else:
                 progress(unit, True)
         for unit, outcomes in _measured(missing, protocol, options, engine, processes):
             for row, outcome in zip(unit.rows, outcomes, strict=True):
-                file.append(outcome, _about(unit, row.codec, row.exported))
+                about = {"cell": unit.cell.label, "document": unit.document, "policy": unit.variant.label}
+                file.append(outcome, about | {"removed": unit.removed, "codec": row.codec, "exported": row.exported})
                 known[outcome.key] = outcome
             progress(unit, False)
     found = ((row, unit.cell, known[protocol.key(unit, row)]) for unit in units for row in unit.rows)
     return Summary.of(grid.cells(), grid.rows(), found)
-
-
-def _missing(unit: Unit, protocol: Protocol, known: Mapping[str, Outcome]) -> Unit:
-    """The unit with its unmeasured rows."""
-    return replace(unit, rows=tuple(row for row in unit.rows if protocol.key(unit, row) not in known))
 
 
 def _measured(
@@ -76,14 +71,3 @@ def _measured(
         return
     for place, outcomes in measured(units, protocol, options, processes):
         yield units[place], outcomes
-
-
-def _about(unit: Unit, codec: str, exported: bool) -> dict[str, object]:
-    return {
-        "cell": unit.cell.label,
-        "document": unit.document,
-        "policy": unit.variant.label,
-        "removed": unit.removed,
-        "codec": codec,
-        "exported": exported,
-    }

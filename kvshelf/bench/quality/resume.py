@@ -7,7 +7,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Final, Self
 
 from kvshelf.bench.quality.outcome import Outcome
@@ -44,9 +43,7 @@ class ResumeFile:
         self._file = file
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         assert self._file is not None
         self._file.close()
 

@@ -6,15 +6,13 @@ the model, every other policy itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from kvshelf.bench.measure import wilson
-from kvshelf.bench.quality.tasks import HAYSTACKS, TASKS, Haystack, Task, make_document
+from kvshelf.bench.quality.tasks import Haystack, Task, make_document
 from kvshelf.workers.engine.engine import Engine
-
-__all__ = ["EVALUATION_SEED", "HAYSTACKS", "TASKS", "Retrieval", "cells", "counter", "measure_cell"]
 
 EVALUATION_SEED = 1_000_000
 """First seed of the documents. Training draws from another generator and never sees these documents."""
@@ -67,10 +65,3 @@ def measure_cell(
 def counter(engine: Engine) -> Callable[[str], int]:
     """Counts the tokens of a text under the engine's tokenizer."""
     return engine.require_text("document").count_tokens
-
-
-def cells(
-    tasks: Sequence[Task], haystacks: Sequence[Haystack], lengths: Sequence[int]
-) -> list[tuple[Task, Haystack, int]]:
-    """Every combination, shortest first."""
-    return [(task, haystack, tokens) for tokens in lengths for task in tasks for haystack in haystacks]

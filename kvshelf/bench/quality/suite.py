@@ -93,7 +93,9 @@ def make_case(
         if task == "cwe":
             made = _common_words(random.Random(f"cwe/{num_tokens}/{seed}"), num_tokens, count_tokens)
         elif haystack != "dense" and task in tasks.TASKS:
-            made = _trained(tasks.make_document(task, haystack, num_tokens, seed, count_tokens), task == "digits32")
+            document = tasks.make_document(task, haystack, num_tokens, seed, count_tokens)
+            asks = (Ask(each.text, (each.answer,), task == "digits32") for each in document.questions)
+            made = Case(document.text, tuple(asks))
         else:
             made = _drafted(task, haystack, num_tokens, seed, count_tokens)
     except ValueError as error:
@@ -101,10 +103,6 @@ def make_case(
             f"task {task!r} at {num_tokens} tokens: {error}; ask for more tokens", param="lengths"
         ) from error
     return Case(made.text, made.asks[:questions])
-
-
-def _trained(document: tasks.TaskDocument, by_place: bool) -> Case:
-    return Case(document.text, tuple(Ask(q.text, (q.answer,), by_place) for q in document.questions))
 
 
 def _drafted(task: TaskName, haystack: HaystackName, num_tokens: int, seed: int, count_tokens: CountTokens) -> Case:
@@ -188,7 +186,8 @@ def _common_words(rng: random.Random, num_tokens: int, count_tokens: CountTokens
         raise ValueError(f"only {items} words fit")
     listed = [word for word in common for _ in range(each)] + [word for word in uncommon[:others] for _ in range(times)]
     rng.shuffle(listed)
-    return Case(_numbered(listed), (Ask(words.COMMON_WORDS_QUESTION.format(n=COMMON_WORDS), tuple(common)),))
+    text = " ".join(f"{number}. {word}" for number, word in enumerate(listed, 1))
+    return Case(text, (Ask(words.COMMON_WORDS_QUESTION.format(n=COMMON_WORDS), tuple(common)),))
 
 
 def _items_that_fit(pool: Sequence[str], num_tokens: int, count_tokens: CountTokens) -> int:
@@ -200,10 +199,6 @@ def _items_that_fit(pool: Sequence[str], num_tokens: int, count_tokens: CountTok
         items, number = number, number + 1
         left -= count_tokens(f" {number}.") + widest
     return items
-
-
-def _numbered(listed: Sequence[str]) -> str:
-    return " ".join(f"{number}. {word}" for number, word in enumerate(listed, 1))
 
 
 def _plain_words() -> list[str]:
@@ -271,7 +266,8 @@ def score(ask: Ask, answer: str) -> Score:
     Unlike RULER's, a reference counts only as a word of its own: values here have three to nine digits, and a short one
     would too easily be found inside a longer, wrong one. A single long number is scored in part by its digits.
     """
-    found = sum(_holds(answer, reference) for reference in ask.references)
+    words_of_their_own = (rf"(?<!\w){re.escape(reference)}(?!\w)" for reference in ask.references)
+    found = sum(re.search(pattern, answer, re.IGNORECASE) is not None for pattern in words_of_their_own)
     share = found / len(ask.references)
     if ask.by_place:
         share = max(share, digits_at_place(ask.references[0], answer))
@@ -283,7 +279,3 @@ def digits_at_place(reference: str, answer: str) -> float:
     longest: str = max(re.findall(r"\d+", answer), key=len, default="")
     right: int = sum(a == b for a, b in zip(reference, longest, strict=False))
     return right / len(reference)
-
-
-def _holds(answer: str, reference: str) -> bool:
-    return re.search(rf"(?<!\w){re.escape(reference)}(?!\w)", answer, re.IGNORECASE) is not None

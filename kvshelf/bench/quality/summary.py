@@ -96,20 +96,16 @@ class Summary:
 
     def common(self) -> list[Cell]:
         """The common cells, which `Overall` is the mean of."""
-        return [
-            cell for cell in self.cells if self.able(cell) and all((row, cell) in self.entries for row in self.rows)
-        ]
+        everywhere = (cell for cell in self.cells if all((row, cell) in self.entries for row in self.rows))
+        return [cell for cell in everywhere if self.able(cell)]
 
     def overall(self, row: Row) -> Overall | None:
         """None if the row was refused in a common cell, or there is no common cell."""
         entries = [self.entries[row, cell] for cell in self.common()]
         if not entries or any(entry.refused is not None for entry in entries):
             return None
-        return Overall(
-            exact=fmean(entry.exact for entry in entries),
-            bytes_per_token=fmean(entry.bytes_per_token for entry in entries),
-            compress_share=fmean(entry.compress_share for entry in entries),
-        )
+        names = ("exact", "bytes_per_token", "compress_share")
+        return Overall(*(fmean(getattr(entry, name) for entry in entries) for name in names))
 
     def refusals(self) -> dict[str, list[tuple[Row, Cell]]]:
         """The places of each reason."""
@@ -121,18 +117,16 @@ class Summary:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON types: the cells with what the model can do, and every row with its entries."""
-        names = {cell: cell.label for cell in self.cells}
         common = self.common()
-        return {
-            "cells": [
-                asdict(cell) | {"name": names[cell], "able": self.able(cell), "common": cell in common}
-                for cell in self.cells
-            ],
-            "rows": [self._row_dict(row, names) for row in self.rows],
-        }
+        cells = [
+            asdict(cell) | {"name": cell.label, "able": self.able(cell), "common": cell in common}
+            for cell in self.cells
+        ]
+        return {"cells": cells, "rows": [self._row_dict(row) for row in self.rows]}
 
-    def _row_dict(self, row: Row, names: Mapping[Cell, str]) -> dict[str, Any]:
+    def _row_dict(self, row: Row) -> dict[str, Any]:
         overall = self.overall(row)
+        measured = [cell for cell in self.cells if (row, cell) in self.entries]
         return {
             "policy": row.variant.policy,
             "policy_params": dict(row.variant.params),
@@ -140,9 +134,7 @@ class Summary:
             "codec": row.codec,
             "exported": row.exported,
             "overall": None if overall is None else asdict(overall),
-            "cells": {
-                names[cell]: asdict(self.entries[row, cell]) for cell in self.cells if (row, cell) in self.entries
-            },
+            "cells": {cell.label: asdict(self.entries[row, cell]) for cell in measured},
         }
 
 

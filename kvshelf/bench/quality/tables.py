@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from statistics import fmean
 from typing import Any
 
 from rich.table import Table
@@ -85,16 +86,9 @@ def _head(summary: Summary, row: Row, entries: Sequence[Entry | None]) -> list[s
     """The first columns: bytes and time over the cells of this table, the mean over the whole row."""
     measured = [entry for entry in entries if entry is not None and entry.refused is None]
     overall = summary.overall(row)
-    stored = sum(entry.bytes_per_token for entry in measured) / len(measured) if measured else None
-    share = sum(entry.compress_share for entry in measured) / len(measured) if measured else None
-    return [
-        row_name(row),
-        removed_label(row),
-        row.codec,
-        "" if stored is None else f"{stored:,.0f}",
-        "" if share is None else f"{share:.1%}",
-        "" if overall is None else f"{overall.exact:.1%}",
-    ]
+    stored = f"{fmean(entry.bytes_per_token for entry in measured):,.0f}" if measured else ""
+    share = f"{fmean(entry.compress_share for entry in measured):.1%}" if measured else ""
+    return [row_name(row), removed_label(row), row.codec, stored, share, f"{overall.exact:.1%}" if overall else ""]
 
 
 def _cell(entry: Entry | None, reasons: dict[str, int]) -> str:
@@ -102,11 +96,7 @@ def _cell(entry: Entry | None, reasons: dict[str, int]) -> str:
         return ""
     if entry.refused is not None:
         return f"refused {reasons[entry.refused]}"
-    return f"{_percent(entry.exact)} ({_percent(entry.low)}-{_percent(entry.high)})"
-
-
-def _percent(share: float) -> str:
-    return f"{share * 100:.0f}"
+    return f"{100 * entry.exact:.0f} ({100 * entry.low:.0f}-{100 * entry.high:.0f})"
 
 
 def _refusals(summary: Summary, reasons: dict[str, int]) -> Table:

@@ -99,13 +99,11 @@ def _opened(urls: list[str]) -> Iterator[dict[str, Store]]:
     from kvshelf.store.url import open_store
 
     with tempfile.TemporaryDirectory(prefix="kvshelf-bench-") as folder, ExitStack() as open_stores:
-        homes = {"disk": open_store(f"disk://{folder}/shelf")}
-        open_stores.callback(homes["disk"].close)
-        named = Counter(homes)
-        for url in urls:
+        homes: dict[str, Store] = {}
+        named = Counter[str]()
+        for url in (f"disk://{folder}/shelf", *urls):
             scheme = url.partition(":")[0]
             named[scheme] += 1
             name = scheme if named[scheme] == 1 else f"{scheme}-{named[scheme]}"
-            homes[name] = open_store(url)
-            open_stores.callback(homes[name].close)
+            homes[name] = open_stores.enter_context(open_store(url))
         yield homes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,21 +73,19 @@ def compression_costs(
 ) -> CompressionCosts:
     """Every policy at `removed`, interleaved with the plain model and, where it knows the method, with kvpress."""
     ids = subject.tokens(tokens, seed=1)
-    peers = [policy for policy in policies if peer is not None and policy in peer.methods]
     variants: dict[tuple[str, str], Callable[[], Hooked]] = {}
     variants["plain", "first"] = variants["plain", "second"] = lambda: Hooked(plain_prefill(subject, ids), 0.0)
     for policy in policies:
-        variants["ours", policy] = lambda policy=policy: compress(subject, ids, policy, removed)  # type: ignore[misc]
-        if peer is not None and policy in peers:
-            variants["peer", policy] = lambda policy=policy: _compress_by(peer, ids, policy, removed)  # type: ignore[misc]
+        variants["ours", policy] = partial(compress, subject, ids, policy, removed)
+        if peer is not None and policy in peer.methods:
+            variants["peer", policy] = partial(_compress_by, peer, ids, policy, removed)
     measured = interleaved(variants, rounds)
-    plain = [run.total.seconds for run in measured["plain", "first"]]
-    again = [run.total.seconds for run in measured["plain", "second"]]
-    rows = []
-    for policy in policies:
-        theirs = measured.get(("peer", policy))
-        rows.append(_row(policy, tokens, removed, measured["plain", "first"], measured["ours", policy], theirs))
-    return CompressionCosts(tokens, ratios(again, plain), rows)
+    plain, again = measured["plain", "first"], measured["plain", "second"]
+    rows = [
+        _row(policy, tokens, removed, plain, measured["ours", policy], measured.get(("peer", policy)))
+        for policy in policies
+    ]
+    return CompressionCosts(tokens, ratios(_totals(again), _totals(plain)), rows)
 
 
 def plain_prefill(subject: Subject, ids: Sequence[int]) -> Cost:
@@ -100,9 +99,9 @@ def plain_prefill(subject: Subject, ids: Sequence[int]) -> Cost:
 def compress(subject: Subject, ids: Sequence[int], policy: str, removed: float) -> Hooked:
     """Compress a document of token ids, and time the policy's part of it."""
     engine = subject.engine
-    with _hook_time(engine, subject.device) as hook:
+    with _hook_seconds(engine, subject.device) as hook_s:
         total = cost(lambda: engine.run(engine.prepare(ids, policy=policy, compression_ratio=removed)), subject.device)
-    return Hooked(total, hook.seconds)
+    return Hooked(total, sum(hook_s))
 
 
 def _compress_by(peer: Peer, ids: Sequence[int], policy: str, removed: float) -> Hooked:
@@ -113,8 +112,7 @@ def _compress_by(peer: Peer, ids: Sequence[int], policy: str, removed: float) ->
 def _row(
     policy: str, tokens: int, removed: float, plain: list[Hooked], ours: list[Hooked], theirs: list[Hooked] | None
 ) -> CompressionCost:
-    plain_s = [run.total.seconds for run in plain]
-    hook_s = [run.hook_s for run in ours]
+    plain_s, hook_s = _totals(plain), [run.hook_s for run in ours]
     peer_s = [run.hook_s for run in theirs] if theirs is not None else None
     return CompressionCost(
         policy=policy,
@@ -123,7 +121,7 @@ def _row(
         plain_s=Spread.of(plain_s),
         hook_s=Spread.of(hook_s),
         share=_share(ours),
-        whole=ratios([run.total.seconds for run in ours], plain_s),
+        whole=ratios(_totals(ours), plain_s),
         whole_wall=ratios([run.total.wall_s for run in ours], [run.total.wall_s for run in plain]),
         peer_s=Spread.of(peer_s) if peer_s is not None else None,
         peer_share=_share(theirs) if theirs is not None else None,
@@ -131,22 +129,21 @@ def _row(
     )
 
 
+def _totals(runs: list[Hooked]) -> list[float]:
+    return [run.total.seconds for run in runs]
+
+
 def _share(runs: list[Hooked]) -> Spread:
     return ratios([run.hook_s for run in runs], [run.prefill_s for run in runs])
 
 
-@dataclass
-class _HookTime:
-    seconds: float = 0.0
-
-
 @contextmanager
-def _hook_time(engine: Engine, device: torch.device) -> Iterator[_HookTime]:
-    """Inside the block, adds up the time of every `ForwardContext` of the engine after each layer's attention.
+def _hook_seconds(engine: Engine, device: torch.device) -> Iterator[list[float]]:
+    """Inside the block, collects the seconds of every `ForwardContext` of the engine after each layer's attention.
 
     `Compression.compress_s` is the same stretch in wall time; this is under the bench's clock, as kvpress's hook is.
     """
-    spent = _HookTime()
+    spent: list[float] = []
 
     def before_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if CONTEXT in kwargs:
@@ -161,13 +158,13 @@ def _hook_time(engine: Engine, device: torch.device) -> Iterator[_HookTime]:
 
 
 class _TimedContext:
-    """A `ForwardContext` around another one that adds up the seconds spent in it."""
+    """A `ForwardContext` around another one that notes the seconds spent in it."""
 
-    def __init__(self, inner: ForwardContext, spent: _HookTime, now: Callable[[], float]) -> None:
+    def __init__(self, inner: ForwardContext, spent: list[float], now: Callable[[], float]) -> None:
         self.probe_lengths = inner.probe_lengths
         self._inner, self._spent, self._now = inner, spent, now
 
     def after_attention(self, layer: Attended) -> None:
         started = self._now()
         self._inner.after_attention(layer)
-        self._spent.seconds += self._now() - started
+        self._spent.append(self._now() - started)

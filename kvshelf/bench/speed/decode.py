@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from kvshelf.bench.ceilings import read_bandwidth
-from kvshelf.bench.measure import Cost, Spread, cost, interleaved
+from kvshelf.bench.measure import Cost, Spread, cost, interleaved, ratios, read_bandwidth
 from kvshelf.bench.speed.subject import QUESTION_TOKENS, Subject
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.workers.engine.decode.generation import Sampling
+from kvshelf.workers.model.loading import head_size, kv_heads
 from kvshelf.workers.replica.scheduler import Scheduler, SchedulerLimits
 
 DOCUMENT_TOKENS = 2048
@@ -114,17 +114,18 @@ def _measure(
         )
     finally:
         scheduler.stop()
-    alone, together, first = runs["alone"], runs["together"], runs["first"]
-    steps = [(a.cost.seconds - b.cost.seconds) / (NEW_TOKENS - 1) for a, b in zip(together, first, strict=True)]
+    together, alone = ([run.rate for run in runs[way]] for way in ("together", "alone"))
+    together_wall, alone_wall = ([run.rate_wall for run in runs[way]] for way in ("together", "alone"))
+    both = zip(runs["together"], runs["first"], strict=True)
+    steps = [(run.cost.seconds - first.cost.seconds) / (NEW_TOKENS - 1) for run, first in both]
     needed = _step_bytes(subject, caches[:documents], len(caches))
-    pairs = list(zip(together, alone, strict=True))
     return Decoding(
         questions=len(caches),
         documents=documents,
-        together=Spread.of([run.rate for run in together]),
-        alone=Spread.of([run.rate for run in alone]),
-        gain=Spread.of([a.rate / b.rate for a, b in pairs]),
-        gain_wall=Spread.of([a.rate_wall / b.rate_wall for a, b in pairs]),
+        together=Spread.of(together),
+        alone=Spread.of(alone),
+        gain=ratios(together, alone),
+        gain_wall=ratios(together_wall, alone_wall),
         step_s=Spread.of(steps),
         step_bytes=needed,
         share=Spread.of([needed / step / bandwidth for step in steps]),
@@ -132,26 +133,29 @@ def _measure(
 
 
 def _one_at_a_time(subject: Subject, caches: Sequence[CompressedCache], new_tokens: int) -> _Answered:
-    produced = 0
+    def ask() -> list[int]:
+        answers = (
+            subject.engine.answer(cache, _question(subject, i), max_new_tokens=new_tokens)
+            for i, cache in enumerate(caches)
+        )
+        return [len(answer.token_ids) for answer in answers]
 
-    def ask() -> None:
-        nonlocal produced
-        for i, cache in enumerate(caches):
-            produced += len(subject.engine.answer(cache, _question(subject, i), max_new_tokens=new_tokens).token_ids)
-
-    return _Answered(cost(ask, subject.device), produced)
+    return _answered(subject, ask)
 
 
 def _together(subject: Subject, scheduler: Scheduler, caches: Sequence[CompressedCache], new_tokens: int) -> _Answered:
-    produced = 0
-
-    def ask() -> None:
-        nonlocal produced
+    def ask() -> list[int]:
         sampling = Sampling(max_tokens=new_tokens)
         tickets = [scheduler.generate(cache, _question(subject, i), sampling) for i, cache in enumerate(caches)]
-        produced = sum(len(ticket.future.result().token_ids) for ticket in tickets)
+        return [len(ticket.future.result().token_ids) for ticket in tickets]
 
-    return _Answered(cost(ask, subject.device), produced)
+    return _answered(subject, ask)
+
+
+def _answered(subject: Subject, ask: Callable[[], list[int]]) -> _Answered:
+    """Time answers; `ask` returns the number of tokens of each."""
+    counts: list[int] = []
+    return _Answered(cost(lambda: counts.extend(ask()), subject.device), sum(counts))
 
 
 def _question(subject: Subject, i: int) -> list[int]:
@@ -166,7 +170,6 @@ def _step_bytes(subject: Subject, documents: Sequence[CompressedCache], rows: in
     tied = model.get_output_embeddings().weight is embedding
     weights = sum(int(parameter.nbytes) for parameter in model.parameters()) - (0 if tied else int(embedding.nbytes))
     config = model.config
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    per_token = 2 * int(config.num_hidden_layers * config.num_key_value_heads * head_dim * embedding.element_size())
+    per_token = 2 * int(config.num_hidden_layers) * kv_heads(config) * head_size(config) * embedding.element_size()
     suffix = rows * math.ceil(QUESTION_TOKENS + NEW_TOKENS / 2) * per_token
-    return weights + sum(cache.nbytes for cache in documents) + suffix
+    return int(weights + sum(cache.nbytes for cache in documents) + suffix)

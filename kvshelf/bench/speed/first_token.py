@@ -85,58 +85,50 @@ def first_tokens(
     deleted.
     """
     document, question = subject.tokens(tokens, seed=2), subject.tokens(QUESTION_TOKENS, seed=3)
-    variants: dict[tuple[str, float, str], Callable[[], _Asked]] = {
-        (_AGAIN, 0.0, ""): lambda: _ask_model(subject, document + question),
-        (_AGAIN_TWICE, 0.0, ""): lambda: _ask_model(subject, document + question),
-        (_ALONE, 0.0, ""): lambda: _settled(lambda: _ask_model(subject, question)),
+    again, alone = partial(_ask_model, subject, document + question), partial(_ask_model, subject, question)
+    ways: dict[tuple[str, float, str], Callable[[], Cost]] = {
+        (_AGAIN, 0.0, ""): again,
+        (_AGAIN_TWICE, 0.0, ""): again,
+        (_ALONE, 0.0, ""): partial(_settled, alone),
     }
+    known: dict[tuple[str, float], tuple[int, int]] = {}
     with tempfile.TemporaryDirectory(prefix="kvshelf-bench-") as folder, ExitStack() as cleanup:
-        sizes = {}
         for policy, removed in levels:
             cache = subject.engine.compress(document, policy=policy, compression_ratio=removed or None)
             file = Path(folder) / f"{policy}-{removed}.safetensors"
-            for tier, ask in _ways(subject, cache, stores, file, question, cleanup):
-                variants[policy, removed, tier] = partial(_settled, ask)
-            sizes[policy, removed] = file.stat().st_size
-        measured = interleaved(variants, rounds)
-    again, second, alone = ([asked.cost for asked in measured[way, 0.0, ""]] for way in (_AGAIN, _AGAIN_TWICE, _ALONE))
+            for place, ask in _ways(subject, cache, stores, file, question, cleanup):
+                ways[policy, removed, place] = partial(_settled, ask)
+            prefilled = subject.engine.answer(cache, question, max_new_tokens=1).usage.prefill_tokens
+            known[policy, removed] = prefilled, file.stat().st_size
+        found = interleaved(ways, rounds)
+    again_costs, second = found[_AGAIN, 0.0, ""], found[_AGAIN_TWICE, 0.0, ""]
+    again_s = [each.seconds for each in again_costs]
     return FirstTokens(
         tokens=tokens,
-        again_s=Spread.of([one.seconds for one in again]),
-        same=ratios([one.seconds for one in second], [one.seconds for one in again]),
-        alone=_tier(alone, again),
-        rows=[_row(level, tokens, size, measured, again) for level, size in sizes.items()],
+        again_s=Spread.of(again_s),
+        same=ratios([each.seconds for each in second], again_s),
+        alone=_tier(found[_ALONE, 0.0, ""], again_s),
+        rows=[
+            FirstToken(*level, tokens, QUESTION_TOKENS, *facts, _tiers(found, level, again_s))
+            for level, facts in known.items()
+        ],
     )
 
 
-@dataclass(frozen=True)
-class _Asked:
-    cost: Cost
-    prefill_tokens: int
+def _tiers(
+    found: Mapping[tuple[str, float, str], list[Cost]], level: tuple[str, float], again_s: list[float]
+) -> dict[str, Tier]:
+    return {place: _tier(costs, again_s) for (*of, place), costs in found.items() if tuple(of) == level}
 
 
-def _row(
-    level: tuple[str, float],
-    tokens: int,
-    entry_bytes: int,
-    measured: Mapping[tuple[str, float, str], list[_Asked]],
-    again: list[Cost],
-) -> FirstToken:
-    tiers = {tier: runs for (*of, tier), runs in measured.items() if tuple(of) == level}
-    return FirstToken(
-        policy=level[0],
-        removed=level[1],
-        tokens=tokens,
-        question_tokens=QUESTION_TOKENS,
-        prefill_tokens=tiers["memory"][0].prefill_tokens,
-        entry_bytes=entry_bytes,
-        tiers={tier: _tier([asked.cost for asked in runs], again) for tier, runs in tiers.items()},
-    )
+def _tier(costs: list[Cost], again_s: list[float]) -> Tier:
+    seconds = [each.seconds for each in costs]
+    return Tier(Spread.of(seconds), Spread.of([each.wall_s for each in costs]), ratios(again_s, seconds))
 
 
-def _settled(ask: Callable[[], _Asked]) -> _Asked:
+def _settled(ask: Callable[[], Cost]) -> Cost:
     ask()
-    return sorted((ask() for _ in range(_ASKED)), key=lambda asked: asked.cost.seconds)[_ASKED // 2]
+    return sorted((ask() for _ in range(_ASKED)), key=lambda each: each.seconds)[_ASKED // 2]
 
 
 def _ways(
@@ -146,7 +138,7 @@ def _ways(
     file: Path,
     question: list[int],
     cleanup: ExitStack,
-) -> Iterator[tuple[str, Callable[[], _Asked]]]:
+) -> Iterator[tuple[str, Callable[[], Cost]]]:
     """Puts `cache` in every place that it can come from, and says how to ask from there."""
     yield "memory", lambda: _ask(subject, lambda: cache, question)
     for name, store in stores.items():
@@ -179,14 +171,8 @@ def _delete(store: Store, cache_id: str) -> None:
         store.delete(cache_id)
 
 
-def _ask(subject: Subject, fetch: Callable[[], CompressedCache], question: list[int]) -> _Asked:
-    prefilled = 0
-
-    def ask() -> None:
-        nonlocal prefilled
-        prefilled = subject.engine.answer(fetch(), question, max_new_tokens=1).usage.prefill_tokens
-
-    return _Asked(cost(ask, subject.device), prefilled)
+def _ask(subject: Subject, fetch: Callable[[], CompressedCache], question: list[int]) -> Cost:
+    return cost(lambda: subject.engine.answer(fetch(), question, max_new_tokens=1), subject.device)
 
 
 def _ask_model(
@@ -194,17 +180,18 @@ def _ask_model(
     ids: list[int],
     fetch: Callable[[], DynamicCache | None] = lambda: None,
     positions: Tensor | None = None,
-) -> _Asked:
+) -> Cost:
     """The model under its own attention, as without a shelf."""
-    model = subject.engine.model
     given = torch.tensor([ids], device=subject.device)
 
     def ask() -> None:
         with torch.no_grad():
-            out = model(input_ids=given, past_key_values=fetch(), position_ids=positions, logits_to_keep=1)
+            out = subject.engine.model(
+                input_ids=given, past_key_values=fetch(), position_ids=positions, logits_to_keep=1
+            )
         int(out.logits[0, -1].argmax())
 
-    return _Asked(cost(ask, subject.device), len(ids))
+    return cost(ask, subject.device)
 
 
 def _loaded(file: Path, subject: Subject) -> DynamicCache:
@@ -212,12 +199,3 @@ def _loaded(file: Path, subject: Subject) -> DynamicCache:
     for i in range(len(states) // 2):
         cache.update(states[f"{i}.keys"], states[f"{i}.values"], i)
     return cache
-
-
-def _tier(runs: list[Cost], again: list[Cost]) -> Tier:
-    seconds = [run.seconds for run in runs]
-    return Tier(
-        first_s=Spread.of(seconds),
-        wall_s=Spread.of([run.wall_s for run in runs]),
-        speedup=ratios([run.seconds for run in again], seconds),
-    )

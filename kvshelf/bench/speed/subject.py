@@ -55,23 +55,16 @@ def load_subject(name: str, device: str, dtype: str, threads: int) -> Iterator[S
     `threads` is for torch; 0 leaves its own choice. The model is as replicas have it, prepacked, for everything that is
     measured, what stands beside kvshelf included.
     """
-    with _engine(EngineOptions(name, device, dtype, threads)) as (engine, source):
+    options, layers = EngineOptions(name, device, dtype, threads), random_layers(name)
+    with tempfile.TemporaryDirectory(prefix="kvshelf-bench-") as folder:
+        if layers is None:
+            engine, source = options.load(), bundled_folder(name) if name in BUNDLED else name
+        else:
+            options.configure()
+            save_random_model(Path(folder), layers)
+            engine, source = Engine(load_random_model(Path(folder), chosen_device(device), dtype), name=name), folder
         prepack(engine.model)
         yield Subject(engine, source)
-
-
-@contextmanager
-def _engine(options: EngineOptions) -> Iterator[tuple[Engine, str]]:
-    name = options.model
-    layers = random_layers(name)
-    if layers is None:
-        yield options.load(), bundled_folder(name) if name in BUNDLED else name
-        return
-    options.configure()
-    with tempfile.TemporaryDirectory(prefix="kvshelf-bench-") as folder:
-        save_random_model(Path(folder), layers)
-        model = load_random_model(Path(folder), chosen_device(options.device), options.dtype)
-        yield Engine(model, name=name), folder
 
 
 def random_layers(name: str) -> int | None:

@@ -53,16 +53,9 @@ def decode_table(found: Decodings) -> Table:
         f"{found.document_tokens}; reading memory {found.read_bandwidth / 1e9:.1f} GB/s"
     )
     for row in found.rows:
-        table.add_row(
-            f"{row.questions}",
-            f"{row.documents}",
-            f"{row.alone.median:,.0f}/s",
-            f"{row.together.median:,.0f}/s",
-            ratio(row.gain),
-            _ms(row.step_s),
-            f"{row.step_bytes / 1e6:,.1f} MB",
-            f"{row.share.median:.0%}",
-        )
+        rates = (f"{row.alone.median:,.0f}/s", f"{row.together.median:,.0f}/s", ratio(row.gain))
+        read = (f"{row.step_bytes / 1e6:,.1f} MB", f"{row.share.median:.0%}")
+        table.add_row(str(row.questions), str(row.documents), *rates, _ms(row.step_s), *read)
     return table
 
 

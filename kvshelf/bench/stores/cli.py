@@ -1,7 +1,8 @@
-"""`kvshelf bench store`."""
+"""`kvshelf bench store` and `kvshelf bench rates`."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,7 +10,7 @@ import typer
 from rich.table import Table
 
 from kvshelf._extras import needs_extra
-from kvshelf.bench.options import Json, Output, Threads, choices, progress_bar, publish, ratio
+from kvshelf.bench.options import Json, Output, Threads, choices, decimals, progress_bar, publish, ratio
 
 if TYPE_CHECKING:
     from kvshelf.bench.measure import Spread
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 PARTS = ("throughput", "manifests")
 
 _MEGABYTES = (0.01, 8000.0)  # so that every layer has an entry, and the caches fit into memory
-_STEP = 100  # manifests
 
 
 def store(
@@ -51,7 +51,7 @@ def store(
         from kvshelf.bench.stores.manifests import manifests as measure_manifests
         from kvshelf.bench.stores.store import throughput
 
-    chosen, megabytes = choices(parts, PARTS, "--parts"), _sizes(sizes)
+    chosen, megabytes = choices(parts, PARTS, "--parts"), decimals(sizes, "--sizes", *_MEGABYTES)
     if threads:
         torch.set_num_threads(threads)
     where, tables = machine(), list[Table]()
@@ -75,17 +75,50 @@ def store(
     publish(report, tables, output, as_json, notes=load_warning(where))
 
 
-def _sizes(text: str) -> list[float]:
-    low, high = _MEGABYTES
-    try:
-        found = [float(word) for word in text.split(",")]
-    except ValueError:
-        found = []
-    if not found or not all(low <= size <= high for size in found):
-        raise typer.BadParameter(
-            f"{text!r} is not a list of megabytes from {low:g} to {high:g}", param_hint="--sizes"
-        ) from None
-    return found
+def rates(
+    redis: Annotated[str, typer.Option("--redis", help="redis://host to make a shelf in.")],
+    folder: Annotated[
+        str | None, typer.Option("--folder", help="disk:///folder to make another in.  [default: a temporary one]")
+    ] = None,
+    documents: Annotated[int, typer.Option("--documents", min=10, help="On each shelf.")] = 1000,
+    replicas: Annotated[
+        int, typer.Option("--replicas", min=3, help="Idle replicas during the measurement of Ray.")
+    ] = 10,
+    seconds: Annotated[float, typer.Option("--seconds", min=1, help="How long to measure Ray.")] = 30.0,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Measure what a document costs the resources that all replicas share, for `kvshelf plan --shared-rates`.
+
+    Processor time of the Redis server, of a writer to a folder, of Serve's controller, Ray's GCS and a batch's journal.
+    """
+    with needs_extra("serve", "the bench"):
+        from kvshelf.bench.measure import load_warning, machine
+        from kvshelf.bench.stores.homes import made_in
+        from kvshelf.bench.stores.rates import controller_s, home_rates, journal_s
+
+    where = machine()
+    with made_in(redis) as home:
+        server = home_rates(home, documents)
+    with made_in(folder) as home:
+        disk = home_rates(home, documents)
+    controller, gcs = controller_s(2, replicas, seconds)
+    found = {
+        "redis_document_s": server.server_s,
+        "redis_mb_s": server.server_s_per_mb,
+        "redis_document_bytes": server.index_bytes,
+        "disk_document_s": disk.process_s,
+        "disk_document_bytes": disk.index_bytes,
+        "controller_replica_s": controller,
+        "gcs_replica_s": gcs,
+        "driver_result_s": journal_s(20 * documents),
+    }
+    table = Table("rate", "measured")
+    for name, value in found.items():
+        if value is not None:
+            table.add_row(name, f"{value:,.0f} bytes" if name.endswith("bytes") else f"{1e3 * value:.4g} ms")
+    report = {"bench": "rates", "machine": where, "homes": [asdict(server), asdict(disk)], "rates": found}
+    publish(report, [table], output, as_json, notes=load_warning(where))
 
 
 def _ways_table(found: list[Throughput]) -> Table:
@@ -97,16 +130,9 @@ def _ways_table(found: list[Throughput]) -> Table:
     table.title = f"{found[0].home}: caches of {found[0].layers} layers, bfloat16, {where}"
     for size in found:
         for name, way in size.ways.items():
-            ours = name in OURS
-            table.add_row(
-                f"{size.nbytes / 1e6:,.1f}",
-                name,
-                "" if name == FIRST_LAYER else f"{size.nbytes / way.wall_s.median / 1e9:.2f}",
-                _ms(way.wall_s),
-                _ms(way.cpu_s),
-                "" if ours else ratio(way.ours),
-                "" if ours else ratio(way.ours_cpu),
-            )
+            rate = "" if name == FIRST_LAYER else f"{size.nbytes / way.wall_s.median / 1e9:.2f}"
+            ours = ("", "") if name in OURS else (ratio(way.ours), ratio(way.ours_cpu))
+            table.add_row(f"{size.nbytes / 1e6:,.1f}", name, rate, _ms(way.wall_s), _ms(way.cpu_s), *ours)
         table.add_section()
     return table
 

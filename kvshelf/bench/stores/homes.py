@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import abc
 import os
 import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
@@ -29,57 +29,12 @@ if TYPE_CHECKING:
 
     import redis
 
-Ways = Mapping[str, Callable[[], object]]
-
-DISK_LIMIT: Final = "file into a reused buffer, digest"
-REDIS_LIMIT: Final = "raw socket GETs of the chunks into a reused buffer, digest"
-REDIS_PEER: Final = "redis-py get of one value"
+Ways = dict[str, Callable[[], object]]
 
 _BUSY_S: Final = 10.0  # of SQLite; nobody else uses the shelf
 _PATIENCE_S: Final = 30.0  # of redis-py's sockets: one value of 256 MB takes seconds on a busy machine
 _VALUE_LIMIT: Final = 512 << 20  # bytes; what Redis takes as one value
 _DRAIN: Final = 1000  # keys that are removed at once
-
-
-class Bare(abc.ABC):
-    """The bytes of a blob on a medium, written and read without kvshelf.
-
-    `writes` and `reads` are the ways to do it. Reading through kvshelf is a share of the way `limit`; `peer`, if any,
-    is what one would use instead of kvshelf. `remove` precedes each of `writes`, outside its time, as `put` is timed
-    without the cache on the shelf, too.
-    """
-
-    writes: Ways
-    reads: Ways
-    limit: str
-    peer: str | None = None
-
-    @abc.abstractmethod
-    def remove(self) -> None:
-        """Remove the bytes that `writes` write, if present."""
-
-
-class Home(abc.ABC):
-    """A shelf of the bench's own, in the place that a URL names. `url` opens it."""
-
-    name: str
-    url: str
-
-    @abc.abstractmethod
-    def open(self) -> tuple[Index, Blobs]:
-        """The two halves of a `Shelf`, to publish manifests without writing caches."""
-
-    @abc.abstractmethod
-    def bare(self, packed: PackedBlob) -> Bare:
-        """Puts the bytes of a blob there, beside the shelf."""
-
-    @abc.abstractmethod
-    def remove(self) -> None:
-        """Remove everything that this home made."""
-
-    def translated(self) -> AbstractContextManager[None]:
-        """Inside the block, errors of the medium's own client are those of a store."""
-        return nullcontext()
 
 
 @contextmanager
@@ -89,7 +44,7 @@ def made_in(url: str | None) -> Iterator[Home]:
     It is removed when the block ends; everything else in the place stays. Raises `InvalidRequest`.
     """
     home = DiskHome(Path(tempfile.gettempdir())) if url is None else _home(url)
-    with home.translated():
+    with nullcontext() if isinstance(home, DiskHome) else home.translated():
         try:
             yield home
         finally:
@@ -108,7 +63,9 @@ def _home(url: str) -> Home:
     )
 
 
-class DiskHome(Home):
+class DiskHome:
+    """A shelf of the bench's own in a folder: `url` opens it, `bare` writes the same bytes beside it."""
+
     name = "disk"
 
     def __init__(self, place: Path) -> None:
@@ -118,6 +75,7 @@ class DiskHome(Home):
         self.url = f"disk://{quote(str(self._folder / 'shelf'))}"
 
     def open(self) -> tuple[Index, Blobs]:
+        """The two halves of a `Shelf`, to publish manifests without writing caches."""
         shelf = self._folder / "shelf"
         shelf.mkdir(mode=0o700, exist_ok=True)
         database = Database(shelf, _BUSY_S)
@@ -127,13 +85,20 @@ class DiskHome(Home):
         return BareFile(self._folder / "bare", packed)
 
     def remove(self) -> None:
+        """Remove everything that this home made."""
         shutil.rmtree(self._folder)
 
 
-class BareFile(Bare):
-    """A file, just written and so read from the page cache."""
+class BareFile:
+    """The bytes of a blob as a file, just written and so read from the page cache.
 
-    limit = DISK_LIMIT
+    `writes` and `reads` are ways without kvshelf. Reading through kvshelf is a share of the way `limit`; `peer`, if
+    any, is what one would use instead of kvshelf. `remove` precedes each of `writes`, outside its time, as `put` is
+    timed without the cache on the shelf, too.
+    """
+
+    limit = "file into a reused buffer, digest"
+    peer = None
 
     def __init__(self, path: Path, packed: PackedBlob) -> None:
         self._path = path
@@ -141,16 +106,15 @@ class BareFile(Bare):
         self._sizes = [sum(map(len, part)) for part in packed.parts]  # a shelf reads and digests one at a time
         self._reused = memoryview(bytearray(packed.nbytes))
         self._write()
-        self.writes = {"file, fsync": self._write}
-        self.reads = {
+        self.writes: Ways = {"file, fsync": self._write}
+        self.reads: Ways = {
             self.limit: lambda: self._read(self._reused),
             "file into a fresh buffer, digest": lambda: self._read(memoryview(bytearray(packed.nbytes))),
             "file into a reused buffer": lambda: self._read(self._reused, digest=False),
         }
 
     def remove(self) -> None:
-        with suppress(FileNotFoundError):
-            self._path.unlink()
+        self._path.unlink(missing_ok=True)
 
     def _write(self) -> None:
         with self._path.open("wb", buffering=0) as file:
@@ -169,7 +133,9 @@ class BareFile(Bare):
         return buffer
 
 
-class RedisHome(Home):
+class RedisHome:
+    """As `DiskHome`, under a prefix of a Redis."""
+
     name = "redis"
 
     def __init__(self, url: str) -> None:
@@ -195,17 +161,13 @@ class RedisHome(Home):
         return BareValues(self._client, f"{{{self._prefix}}}:bare", packed)
 
     def remove(self) -> None:
-        keys: list[bytes] = []
-        for key in self._client.scan_iter(match=f"{{{self._prefix}*", count=_DRAIN):
-            keys.append(key)
-            if len(keys) == _DRAIN:
-                self._client.unlink(*keys)
-                keys.clear()
-        if keys:
+        found = self._client.scan_iter(match=f"{{{self._prefix}*", count=_DRAIN)
+        while keys := list(islice(found, _DRAIN)):
             self._client.unlink(*keys)
         self._client.close()
 
     def translated(self) -> AbstractContextManager[None]:
+        """Inside the block, errors of redis-py are those of a store."""
         from kvshelf.store.redis.faults import translated
 
         return translated(self._address)
@@ -218,23 +180,18 @@ class RedisHome(Home):
         ((host, port),) = place.hosts
         tls: dict[str, Any] = {"ssl": True, "ssl_ca_certs": place.ca} if place.tls else {}
         client = redis.Redis(
-            host=host,
-            port=port,
-            db=place.db,
-            username=place.user,
-            password=place.password,
-            socket_timeout=_PATIENCE_S,
-            **tls,
+            host, port, place.db, place.password, username=place.user, socket_timeout=_PATIENCE_S, **tls
         )
         with self.translated():
             client.ping()
         return client
 
 
-class BareValues(Bare):
-    """The bytes in chunks of the shelf's size, and as one value if Redis takes that."""
+class BareValues:
+    """As `BareFile`, the bytes in chunks of the shelf's size, and as one value if Redis takes that."""
 
-    limit = REDIS_LIMIT
+    limit = "raw socket GETs of the chunks into a reused buffer, digest"
+    peer: str | None = None
 
     def __init__(self, client: redis.Redis, key: str, packed: PackedBlob) -> None:
         from kvshelf.store.redis.blobs import CHUNK
@@ -247,16 +204,16 @@ class BareValues(Bare):
         self._chunks = {f"{key}:{start}": self._whole[start : start + CHUNK] for start in starts}
         for name, chunk in self._chunks.items():
             client.set(name, chunk)
-        self.writes = {}
-        self.reads = {
+        self.writes: Ways = {}
+        self.reads: Ways = {
             self.limit: self._read,
             "redis-py get of the chunks": lambda: [client.get(name) for name in self._chunks],
         }
         if packed.nbytes < _VALUE_LIMIT:
             client.set(key, self._whole)
-            self.peer = REDIS_PEER
-            self.reads |= {REDIS_PEER: lambda: client.get(key)}
-            self.writes |= {"redis-py set of one value": lambda: client.set(key, self._whole)}
+            self.peer = "redis-py get of one value"
+            self.reads[self.peer] = lambda: client.get(key)
+            self.writes["redis-py set of one value"] = lambda: client.set(key, self._whole)
 
     def remove(self) -> None:
         self._client.delete(self._key)
@@ -293,3 +250,7 @@ def _fill(receive: Callable[[memoryview], int], buffer: memoryview) -> None:
         if not count:
             raise RuntimeError(f"{len(buffer)} bytes fewer came than were written")
         buffer = buffer[count:]
+
+
+Home = DiskHome | RedisHome
+Bare = BareFile | BareValues

@@ -6,13 +6,14 @@ import multiprocessing
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Final
 
 from kvshelf.api import Timings
-from kvshelf.bench.measure import Cost, Spread, status_bytes
+from kvshelf.bench.measure import Spread, cost, status_bytes
 from kvshelf.bench.stores.homes import Home
-from kvshelf.bench.stores.store import random_cache, timed
+from kvshelf.bench.stores.store import random_cache
 from kvshelf.store.artifact.identity import digest
 from kvshelf.store.base import Store
 from kvshelf.store.blobs import Blobs, new_name
@@ -46,16 +47,12 @@ class Manifests:
 def manifests(home: Home, count: int, rounds: int, progress: Callable[[], None] = lambda: None) -> Manifests:
     """Publish `count` caches, calling `progress` for each, then measure in a fresh process."""
     index, blobs = home.open()
-    template = _template(index.key)
-    try:
-        started = time.perf_counter()
+    with closing(index), closing(blobs):
+        template, started = _template(index.key), time.perf_counter()
         for number in range(count):
             _publish(index, blobs, _numbered(template, number))
             progress()
         publish_s = (time.perf_counter() - started) / count
-    finally:
-        index.close()
-        blobs.close()
     middle = _numbered(template, count // 2)
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as alone:
         calls_s, grown = alone.submit(_ask, home.url, middle, rounds).result()
@@ -90,35 +87,27 @@ def _publish(index: Index, blobs: Blobs, manifest: Manifest) -> None:
     content = memoryview(manifest.id.encode())  # not a blob, as nothing reads it here
     writing = Writing(new_name(manifest.id), manifest.id, manifest.tenant, len(content))
     index.begin(writing, Quota())
-    blobs.write(writing.name, [content], len(content), on_step=_ignored)
+    blobs.write(writing.name, [content], len(content), on_step=lambda _: None)
     index.publish(writing, manifest, over=None, cost_s=1.0, now=manifest.created_at)
-
-
-def _ignored(step: str) -> None:
-    pass
 
 
 def _ask(url: str, middle: Manifest, rounds: int) -> tuple[dict[str, Spread], int]:
     """Seconds of each call, and the bytes by which this process grew. Runs in a process of its own."""
     open_store(url).close()  # imports happen here
     before = status_bytes("VmHWM")
-    calls_s = {"open, first stat": _spread([_opened(url, middle.id) for _ in range(rounds)])}
+    calls_s = {"open, first stat": Spread.of([_opened_s(url, middle.id) for _ in range(rounds)])}
     with open_store(url) as store:
         for name, call in _calls(store, middle).items():
             call()  # the first call does not count
-            calls_s[name] = _spread([timed(call) for _ in range(rounds)])
+            calls_s[name] = Spread.of([cost(call).wall_s for _ in range(rounds)])
     return calls_s, status_bytes("VmHWM") - before
 
 
-def _opened(url: str, cache_id: str) -> Cost:
-    def answer() -> Store:
-        store = open_store(url)
+def _opened_s(url: str, cache_id: str) -> float:
+    started = time.perf_counter()
+    with open_store(url) as store:
         store.stat(cache_id)
-        return store
-
-    started_wall, started = time.perf_counter(), time.process_time()
-    with answer():
-        return Cost(time.process_time() - started, time.perf_counter() - started_wall)
+        return time.perf_counter() - started
 
 
 def _calls(store: Store, middle: Manifest) -> dict[str, Callable[[], object]]:
@@ -132,7 +121,3 @@ def _calls(store: Store, middle: Manifest) -> dict[str, Callable[[], object]]:
         "sweep": store.sweep,
         "check": store.check,
     }
-
-
-def _spread(costs: list[Cost]) -> Spread:
-    return Spread.of([cost.wall_s for cost in costs])

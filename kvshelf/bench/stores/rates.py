@@ -5,7 +5,6 @@ Processor time: each of these resources is one thread, so a document's seconds b
 
 from __future__ import annotations
 
-import os
 import sqlite3
 import tempfile
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import unquote
 
+from kvshelf.bench.measure import processor_s
 from kvshelf.bench.stores.homes import Home
 from kvshelf.bench.stores.store import random_cache
 from kvshelf.corpus.row import Row
@@ -32,7 +32,6 @@ LARGE_MB: Final = 8.0
 _LAYERS: Final = 32
 _LEASE_S: Final = 30.0
 _ROWS_AT_ONCE: Final = 64
-_TICK_S: Final = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
@@ -142,10 +141,10 @@ def controller_s(few: int, many: int, seconds: float, period_s: float = 1.0) -> 
             )
             serve.run(deployment.bind(), name="idle", route_prefix=None)
             watched = [_pid("ray::ServeController"), _pid(str(Path(ray.__file__).parent), "gcs_server")]
-            before, started = [_processor_s(pid) for pid in watched], time.perf_counter()
+            before, started = [processor_s(pid) for pid in watched], time.perf_counter()
             time.sleep(seconds)
             elapsed = time.perf_counter() - started
-            used[count] = [(_processor_s(pid) - was) / elapsed for pid, was in zip(watched, before, strict=True)]
+            used[count] = [(processor_s(pid) - was) / elapsed for pid, was in zip(watched, before, strict=True)]
     controller, gcs = ((used[many][i] - used[few][i]) / (many - few) for i in range(2))
     return controller, gcs
 
@@ -159,9 +158,3 @@ def _pid(start: str, name: str = "") -> int:
             if command.startswith(start) and name in command:
                 found.append(int(folder.name))
     return max(found)
-
-
-def _processor_s(pid: int) -> float:
-    """Processor seconds that a process has used so far, its threads included."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICK_S

@@ -12,8 +12,8 @@ from typing import Final
 
 import torch
 
-from kvshelf.bench.measure import Cost, Spread, interleaved, ratios
-from kvshelf.bench.stores.homes import Bare, Home, Ways
+from kvshelf.bench.measure import Cost, Spread, cost, interleaved, ratios
+from kvshelf.bench.stores.homes import Bare, Home
 from kvshelf.errors import CacheNotFound
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.identity import Identity, ModelIdentity
@@ -43,8 +43,6 @@ STEPS: Final[Mapping[str, str]] = {
 }
 """The steps that a home reports during a write, and the work between the previous step and this one. "begin" lays out
 and digests the blob, and registers the write."""
-
-_Timed = dict[str, Callable[[], Cost]]
 
 
 @dataclass(frozen=True)
@@ -82,20 +80,19 @@ def throughput(home: Home, megabytes: float, layers: int, rounds: int) -> Throug
     with Shelf(index, blobs, on_step=steps) as store:
         cache_id = store.put(cache).id
         bare = home.bare(packed)
-        writes: _Timed = {
+        ways: dict[str, Callable[[], Cost]] = {
             PUT: partial(_put, store, cache, steps),
             **{name: partial(_write, bare, run) for name, run in bare.writes.items()},
-        }
-        reads: _Timed = {
-            GET: partial(timed, lambda: store.get(cache_id)),
+            GET: partial(cost, lambda: store.get(cache_id)),
             FIRST_LAYER: partial(_first_layer, store, cache_id),
-            OPEN_BLOB: partial(timed, lambda: store.open_blob(cache_id).close()),
-            **_timed_all(bare.reads),
+            OPEN_BLOB: partial(cost, lambda: store.open_blob(cache_id).close()),
+            **{name: partial(cost, run) for name, run in bare.reads.items()},
         }
-        costs = interleaved({**writes, **reads}, rounds)
+        costs = interleaved(ways, rounds)
         store.delete(cache_id)
-    ways = {name: _way(costs[name], costs[PUT if name in writes else GET]) for name in costs}
-    return Throughput(home.name, packed.nbytes, layers, ways, steps.spreads(rounds), bare.limit, bare.peer)
+    ours = {name: PUT if name in (PUT, *bare.writes) else GET for name in costs}
+    found = {name: _way(costs[name], costs[ours[name]]) for name in costs}
+    return Throughput(home.name, packed.nbytes, layers, found, steps.spreads(rounds), bare.limit, bare.peer)
 
 
 def random_cache(megabytes: float, layers: int, *, seed: int = 0) -> CompressedCache:
@@ -134,15 +131,6 @@ def _layer(kept: int, tokens: int, generator: torch.Generator) -> Kept:
     )
 
 
-def timed(run: Callable[[], object]) -> Cost:
-    """Time one call. Its result is freed outside the time, as a caller would keep it."""
-    started_wall, started = time.perf_counter(), time.process_time()
-    result = run()
-    found = Cost(time.process_time() - started, time.perf_counter() - started_wall)
-    del result
-    return found
-
-
 class _Steps:
     """Observes the steps of puts, and records the time of each."""
 
@@ -168,12 +156,12 @@ def _put(store: Store, cache: CompressedCache, steps: _Steps) -> Cost:
     with suppress(CacheNotFound):
         store.delete(store.cache_id(cache.identity))
     steps.begin()
-    return timed(lambda: store.put(cache))
+    return cost(lambda: store.put(cache))
 
 
 def _write(bare: Bare, run: Callable[[], object]) -> Cost:
     bare.remove()
-    return timed(run)
+    return cost(run)
 
 
 def _first_layer(store: Store, cache_id: str) -> Cost:
@@ -185,18 +173,10 @@ def _first_layer(store: Store, cache_id: str) -> Cost:
             reader.submit(arriving.read)
             arriving.layers[0].result()
 
-        return timed(wait)
-
-
-def _timed_all(ways: Ways) -> _Timed:
-    return {name: partial(timed, run) for name, run in ways.items()}
+        return cost(wait)
 
 
 def _way(costs: Sequence[Cost], ours: Sequence[Cost]) -> Way:
-    wall, cpu = [cost.wall_s for cost in costs], [cost.seconds for cost in costs]
-    return Way(
-        Spread.of(wall),
-        Spread.of(cpu),
-        ratios(wall, [cost.wall_s for cost in ours]),
-        ratios(cpu, [cost.seconds for cost in ours]),
-    )
+    wall, cpu = [each.wall_s for each in costs], [each.seconds for each in costs]
+    our_wall, our_cpu = [each.wall_s for each in ours], [each.seconds for each in ours]
+    return Way(Spread.of(wall), Spread.of(cpu), ratios(wall, our_wall), ratios(cpu, our_cpu))

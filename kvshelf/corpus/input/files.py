@@ -19,7 +19,7 @@ from fsspec.utils import glob_translate
 
 from kvshelf.api import CreateCache
 from kvshelf.corpus.input.rows import DOCUMENTS, MAX_DOCUMENT_BYTES, parse_jsonl, read_row, without_duplicates
-from kvshelf.corpus.row import Row, Shard
+from kvshelf.corpus.row import Row, Shard, cut
 from kvshelf.errors import BodyTooLarge, FileNotFound, InvalidRequest, KvshelfError, StateConflict
 
 JSONL: Final = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".jsonl.zst", ".ndjson.zst")
@@ -79,7 +79,8 @@ class FileCorpus:
                 shards.append(JsonlShard(self._system, [file], self._defaults))
             else:
                 texts.append(file)
-        return [*shards, *(TextShard(self._system, group, self._defaults) for group in _groups(texts))]
+        groups = cut(texts, lambda file: file.nbytes, most=_TEXTS_PER_SHARD, size=_SHARD_BYTES)
+        return [*shards, *(TextShard(self._system, group, self._defaults) for group in groups)]
 
 
 class _FileShard(Shard):
@@ -204,9 +205,8 @@ def _opened(where: str) -> tuple[Any, str, str | None]:
     url = _URL.match(where) is not None
     plain, mark, query = where.partition("?") if url else (where, "", "")
     wild = re.search(r"[*\[]" if url else r"[*?\[]", plain)
-    if wild is None or (not url and Path(where).exists()):
-        base, pattern = plain, None
-    else:
+    base, pattern = plain, None
+    if wild is not None and (url or not Path(where).exists()):
         slash = plain.rfind("/", 0, wild.start())
         base, pattern = plain[: slash + 1], plain[slash + 1 :]
     if not url:
@@ -265,18 +265,6 @@ def _walk_local(_system: Any, top: str) -> Iterator[InputFile]:
 
 def _shown(path: str, top: str) -> str:
     return os.fsencode(path[len(top) + 1 :]).decode(errors="backslashreplace")
-
-
-def _groups(files: Sequence[InputFile]) -> Iterator[list[InputFile]]:
-    """Text files in groups for one shard each, bounded in number and bytes."""
-    group: list[InputFile] = []
-    for file in files:
-        if group and (len(group) >= _TEXTS_PER_SHARD or sum(f.nbytes for f in group) + file.nbytes > _SHARD_BYTES):
-            yield group
-            group = []
-        group.append(file)
-    if group:
-        yield group
 
 
 @contextmanager

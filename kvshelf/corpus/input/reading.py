@@ -8,13 +8,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from itertools import islice
+from operator import attrgetter
 from typing import Final
 
 import pyarrow as pa
 import pydantic_core
 import structlog
 
-from kvshelf.corpus.row import Row, Shard
+from kvshelf.corpus.row import Row, Shard, cut
 from kvshelf.errors import StoreError
 
 log = structlog.get_logger("kvshelf.corpus")
@@ -38,9 +39,8 @@ def reader(shard: Shard) -> Callable[[], Iterator[pa.Table]]:
 
     def read_shard() -> Iterator[pa.Table]:
         for rows in packed(_patiently(shard)):
-            yield pa.table(
-                {"rows": pa.array([pydantic_core.to_json([row.to_dict() for row in rows])], pa.large_binary())}
-            )
+            piece = pydantic_core.to_json([row.to_dict() for row in rows])
+            yield pa.table({"rows": pa.array([piece], pa.large_binary())})
 
     return read_shard
 
@@ -61,20 +61,6 @@ def _patiently(shard: Shard) -> Iterator[Row]:
 
 def packed(rows: Iterator[Row]) -> Iterator[list[Row]]:
     """The rows in pieces, sorted within `SORTED_CHARS`: the longest first."""
-    for group in _cut(rows, max_rows=SORTED_ROWS, max_chars=SORTED_CHARS):
-        group.sort(key=lambda row: row.length, reverse=True)
-        yield from _cut(iter(group), max_rows=PIECE_ROWS, max_chars=PIECE_CHARS)
-
-
-def _cut(rows: Iterator[Row], *, max_rows: int, max_chars: int) -> Iterator[list[Row]]:
-    """Groups of rows within both limits; a single row may exceed them."""
-    piece: list[Row] = []
-    chars = 0
-    for row in rows:
-        if piece and (len(piece) >= max_rows or chars + row.length > max_chars):
-            yield piece
-            piece, chars = [], 0
-        piece.append(row)
-        chars += row.length
-    if piece:
-        yield piece
+    length = attrgetter("length")
+    for group in cut(rows, length, most=SORTED_ROWS, size=SORTED_CHARS):
+        yield from cut(sorted(group, key=length, reverse=True), length, most=PIECE_ROWS, size=PIECE_CHARS)

@@ -10,6 +10,7 @@ from bisect import insort
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from importlib.resources import files
 from itertools import zip_longest
 from pathlib import Path
 from typing import Final
@@ -19,6 +20,7 @@ from kvshelf.corpus.row import Row
 from kvshelf.corpus.run.progress import Summary
 from kvshelf.errors import InvalidRequest
 
+_PAGE: Final = files(__package__).joinpath("report.html").read_text("utf-8")
 _WORKERS: Final = 20
 _EXAMPLES: Final = 3
 """Failed rows shown for each error code."""
@@ -62,15 +64,6 @@ def write_report(path: Path, summary: Summary, results: Iterable[Row]) -> None:
     ]
     with written(path) as target:
         target.write(_PAGE.replace("{title}", _text(title)).replace("{body}", "\n".join(parts)).encode())
-
-
-@dataclass(frozen=True)
-class Bar:
-    """`count` numbers from `low` up to `high`."""
-
-    low: float
-    high: float
-    count: int
 
 
 class Histogram:
@@ -118,21 +111,20 @@ class Histogram:
                 return min(max(middle, self.low), self.high)
         return 0.0
 
-    def bars(self) -> list[Bar]:
-        """From the lowest to the highest number, including empty bars between them."""
+    def bars(self) -> list[tuple[float, int]]:
+        """(start, count) from the lowest to the highest number, including empty bars between them."""
         coarse: Counter[int] = Counter()
         for number, count in self._counts.items():
             coarse[number // _FINE] += count
-        numbers = range(min(coarse), max(coarse) + 1) if coarse else ()
-        return [Bar(self._edge(n * _FINE), self._edge((n + 1) * _FINE), coarse[n]) for n in numbers]
+        return [(self._edge(n * _FINE), coarse[n]) for n in range(min(coarse, default=1), max(coarse, default=0) + 1)]
 
 
 @dataclass
 class _Findings:
     """Sums over the results. `seconds`, `slowest` and `repeated` cover documents compressed in this batch only.
 
-    stored: share of the full bytes that was stored. repeated: documents that took more than one attempt. slowest and
-    worst: (rank, result), lowest rank first.
+    stored: share of the full bytes that was stored. examples: (message, result) by code. repeated: documents that took
+    more than one attempt. slowest and worst: (rank, result), lowest rank first.
     """
 
     tokens: Histogram = field(default_factory=Histogram.doublings)
@@ -140,7 +132,7 @@ class _Findings:
     stored: Histogram = field(default_factory=Histogram.shares)
     agreement: Histogram = field(default_factory=Histogram.shares)
     failures: Counter[str] = field(default_factory=Counter)
-    examples: dict[str, list[Row]] = field(default_factory=lambda: defaultdict(list))
+    examples: dict[str, list[tuple[str, Row]]] = field(default_factory=lambda: defaultdict(list))
     slowest: list[tuple[float, Row]] = field(default_factory=list)
     worst: list[tuple[float, Row]] = field(default_factory=list)
     reused_tokens: int = 0
@@ -150,7 +142,7 @@ class _Findings:
         if result.error is not None:
             self.failures[result.error.code] += 1
             if len(examples := self.examples[result.error.code]) < _EXAMPLES:
-                examples.append(result)
+                examples.append((result.error.message, result))
             return
         self.tokens.add(result.tokens)
         if result.bytes_full:
@@ -194,14 +186,13 @@ def _totals(summary: Summary) -> list[str]:
 
 
 def _failures(found: _Findings) -> list[str]:
+    if not found.failures:
+        return []
     rows = []
     for code, count in sorted(found.failures.items(), key=lambda item: (-item[1], item[0])):
-        for number, result in enumerate(found.examples[code]):
-            shown = ("", "") if number else (code, _whole(count))
-            message = result.error.message if result.error is not None else ""
-            rows.append((shown[0], *_which(result), message, str(result.attempts), shown[1]))
-    if not rows:
-        return []
+        for number, (message, result) in enumerate(found.examples[code]):
+            name, counted = ("", "") if number else (code, _whole(count))
+            rows.append((name, *_which(result), message, str(result.attempts), counted))
     headings = ("code", "for example at", "custom id", "message", "attempts", "documents")
     return [*_section("Failures", ["The output has a line for each of them."]), _table(headings, rows, texts=4)]
 
@@ -256,10 +247,8 @@ def _slowest(found: _Findings) -> list[str]:
     if not found.seconds.count:
         return []
     repeated = f"Documents that took more than one attempt: {found.repeated:,}." if found.repeated else ""
-    rows = [
-        (*_which(result), _whole(result.tokens), str(result.attempts), f"{result.seconds:,.2f}")
-        for _, result in found.slowest
-    ]
+    slow = [row for _, row in found.slowest]
+    rows = [(*_which(row), _whole(row.tokens), str(row.attempts), f"{row.seconds:,.2f}") for row in slow]
     title, what = f"Seconds, and the {_EXTREMES} slowest", "seconds of a replica"
     headings = ("slowest at", "custom id", "tokens", "attempts", "seconds")
     return [*_distribution(title, found.seconds, _short, what, repeated), _table(headings, rows, texts=2)]
@@ -275,7 +264,7 @@ def _distribution(
         f"{what.capitalize()}: from {show(numbers.low)} to {show(numbers.high)}, mean {show(numbers.mean)}, half at or "
         f"below about {show(half)}, 95 % at or below about {show(most)}."
     )
-    bars = [(show(bar.low), bar.count) for bar in numbers.bars()]
+    bars = [(show(start), count) for start, count in numbers.bars()]
     return [*_section(title, filter(None, (about, sentence))), _svg(f"{what}, from", bars)]
 
 
@@ -337,11 +326,10 @@ def _share(number: float) -> str:
 
 
 def _bytes(count: float) -> str:
-    size, unit = float(count), 0
-    units = ("bytes", "kB", "MB", "GB", "TB", "PB")
-    while size >= 1000 and unit < len(units) - 1:
-        size, unit = size / 1000, unit + 1
-    return f"{size:,.2f} {units[unit]}" if unit else f"{size:,.0f} bytes"
+    for size, unit in ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= size:
+            return f"{count / size:,.2f} {unit}"
+    return f"{count:,.0f} bytes"
 
 
 def _duration(seconds: float) -> str:
@@ -349,32 +337,3 @@ def _duration(seconds: float) -> str:
         return f"{seconds:,.1f} s"
     hours, rest = divmod(round(seconds), 3600)
     return f"{hours:,} h {rest // 60:02} min {rest % 60:02} s"
-
-
-_PAGE: Final = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<meta name="viewport" content="width=device-width">
-<title>{title}</title>
-<style>
-:root { color-scheme: light dark; --ink: #1a1a1a; --ground: #fff; --line: #d0d0d0; --bar: #0072b2; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e8e8e8; --ground: #161616; --line: #444; --bar: #56b4e9; } }
-body { max-width: 60rem; margin: 2rem auto; padding: 0 1rem; font: 15px/1.5 system-ui, sans-serif; }
-body { color: var(--ink); background: var(--ground); }
-table { border-collapse: collapse; margin: 1rem 0; }
-th, td { text-align: left; vertical-align: top; padding: .2rem 1rem .2rem 0; border-bottom: 1px solid var(--line); }
-td { overflow-wrap: anywhere; }
-.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-figure { margin: 1rem 0; overflow-x: auto; }
-svg { max-width: none; } rect { fill: var(--bar); }
-svg text { font: 11px system-ui, sans-serif; text-anchor: middle; fill: var(--ink); }
-figcaption { font-size: 13px; }
-</style>
-</head>
-<body>
-{body}
-</body>
-</html>
-"""

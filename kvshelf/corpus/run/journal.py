@@ -6,16 +6,18 @@ import errno
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, Final, Self
+from typing import Any, BinaryIO, Final, Self, TypeVar
 
 import pydantic_core
 
 from kvshelf.corpus.row import Journal, Row, last_ends
 from kvshelf.errors import InvalidRequest, StateConflict, StorageFull, StoreUnavailable
+
+ValueT = TypeVar("ValueT")
 
 _FORMAT: Final = 1
 _FIRST: Final = 2
@@ -51,9 +53,7 @@ class FileJournal(Journal):
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._open().close()
 
     def append(self, rows: Sequence[Row]) -> None:
@@ -82,7 +82,7 @@ class FileJournal(Journal):
             if first != header and header.startswith(first):  # new, or killed while the header was written
                 self._write(header)
                 return
-            if self._parsed(1, first) != self._about:
+            if self._parsed(1, first, dict) != self._about:
                 raise StateConflict(
                     f"{self._path} belongs to a batch with another input, model or store, or other options; finish "
                     "that one, delete the file, or give another --output"
@@ -106,13 +106,8 @@ class FileJournal(Journal):
 
     def _rows(self, since: int) -> Iterator[Row]:
         with self._named_errors():
-            for number, line in enumerate(self._lines(0), 1):
-                if number >= since:
-                    values = self._parsed(number, line)
-                    try:
-                        yield Row.from_dict(values)
-                    except (TypeError, KeyError) as error:
-                        raise self._foreign(number) from error
+            for number, line in islice(enumerate(self._lines(0), 1), since - 1, None):
+                yield self._parsed(number, line, Row.from_dict)
 
     def _lines(self, start: int) -> Iterator[bytes]:
         """The whole lines from an offset on."""
@@ -122,16 +117,13 @@ class FileJournal(Journal):
                 if line.endswith(b"\n"):
                     yield line
 
-    def _parsed(self, number: int, line: bytes) -> Any:
+    def _parsed(self, number: int, line: bytes, made: Callable[[Any], ValueT]) -> ValueT:
         try:
-            return json.loads(line)
-        except ValueError as error:
-            raise self._foreign(number) from error
-
-    def _foreign(self, number: int) -> InvalidRequest:
-        return InvalidRequest(
-            f"line {number} of {self._path} was not written by a batch; give another --output", param="--output"
-        )
+            return made(json.loads(line))
+        except (ValueError, TypeError, KeyError) as error:
+            raise InvalidRequest(
+                f"line {number} of {self._path} was not written by a batch; give another --output", param="--output"
+            ) from error
 
     def _open(self) -> BinaryIO:
         if self._file is None:

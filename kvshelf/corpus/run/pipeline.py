@@ -2,8 +2,8 @@
 engines. Keys and values never travel: a row goes in, and it comes out ended, in a few hundred bytes.
 
 Ray repeats the work of a process that died, and takes blocks it has already seen as the same. So each stage yields the
-same blocks in the same order each time: a piece gives one block per row, in order. The ledger records whether a row has
-ended, so that repeating it costs one look-up.
+same blocks in the same order each time: a piece gives one block per row, in order. The job table records whether a row
+has ended, so that repeating it costs one look-up.
 """
 
 from __future__ import annotations

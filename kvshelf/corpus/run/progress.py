@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Self
 
+from kvshelf.api.batches import WorkerShare
 from kvshelf.errors import InvalidRequest
 
 
@@ -74,15 +75,6 @@ class RunOptions:
 
 
 @dataclass(frozen=True)
-class WorkerProgress:
-    """The caches one replica has made. seconds: its work for this run."""
-
-    done: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True)
 class Progress:
     """A snapshot. `done` rows succeeded in this run or were `reused`; `failed` ones have an error row.
 
@@ -106,7 +98,7 @@ class Progress:
     eta_s: float | None = None
     fraction: float = 0.0
     gpu_hours: float = 0.0
-    workers: Mapping[str, WorkerProgress] = field(default_factory=dict)
+    workers: Mapping[str, WorkerShare] = field(default_factory=dict)
     times: Mapping[str, float] = field(default_factory=dict)
 
 

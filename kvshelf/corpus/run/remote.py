@@ -15,7 +15,7 @@ from kvshelf.api.batches import BatchObject
 from kvshelf.client import Client
 from kvshelf.corpus.input.rows import MAX_DOCUMENT_BYTES
 from kvshelf.corpus.row import Row, RowError, Shard
-from kvshelf.corpus.run.progress import Progress, RunState, Summary, WorkerProgress
+from kvshelf.corpus.run.progress import Progress, RunState, Summary
 from kvshelf.errors import BodyTooLarge, ConnectionFailed, NoWorker
 
 log = structlog.get_logger("kvshelf.corpus")
@@ -70,17 +70,12 @@ def _written(shards: Sequence[Shard], upload: BinaryIO) -> Iterator[Row]:
         spec = row.spec.model_dump(mode="json", exclude_unset=True, exclude_none=True)
         line = json.dumps({"custom_id": str(number), **spec}, ensure_ascii=False).encode()
         if len(line) > MAX_DOCUMENT_BYTES:  # the service would not read it, and could not say which row it is
-            yield row.failed(_too_large(len(line)))
+            limit = f"this row has {len(line)} bytes, and a line may have {MAX_DOCUMENT_BYTES}"
+            wrong = f"as a line of JSON, which is how a service gets it, {limit}; compress it without --url"
+            yield row.failed(BodyTooLarge(wrong))
             continue
         upload.write(line + b"\n")
         yield replace(row, spec=None)
-
-
-def _too_large(nbytes: int) -> BodyTooLarge:
-    return BodyTooLarge(
-        f"as a line of JSON, which is how a service gets it, this row has {nbytes} bytes, and a line may have "
-        f"{MAX_DOCUMENT_BYTES}; compress it without --url"
-    )
 
 
 def _followed(client: Client, batch: BatchObject, told: Callable[[BatchObject], None], show: Show) -> BatchObject:
@@ -142,13 +137,7 @@ def _snapshot(kind: Callable[..., Any], batch: BatchObject, refused: int) -> Any
         done=counts.completed,
         reused=counts.reused,
         failed=counts.failed + refused,
-        tokens=told.tokens,
-        bytes_full=told.bytes_full,
-        bytes_stored=told.bytes_stored,
-        tokens_per_s=told.tokens_per_s,
-        elapsed_s=told.elapsed_s,
-        eta_s=told.eta_s,
         fraction=(counts.completed + counts.failed + refused) / total if total else 0.0,
-        gpu_hours=told.gpu_hours,
-        workers={name: WorkerProgress(**share.model_dump()) for name, share in told.workers.items()},
+        workers=told.workers,
+        **told.model_dump(exclude={"reason", "workers"}),
     )

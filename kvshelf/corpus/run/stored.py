@@ -48,7 +48,7 @@ class HomeJournal(Journal):
             self._ends = {row.key: _end_of(row) for row in _recorded(self._batches, self._batch_id)}
         known = self._ends
         new = [row for row in rows if not _is_known(row, known.get(row.key))]
-        self._batches.append(self._batch_id, self._term, [pydantic_core.to_json(each.to_dict()) for each in new])
+        self._batches.table.append(self._batch_id, self._term, [pydantic_core.to_json(each.to_dict()) for each in new])
         known.update((row.key, _end_of(row)) for row in new)
 
     def finished(self) -> Iterator[Row]:

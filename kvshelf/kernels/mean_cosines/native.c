@@ -24,7 +24,7 @@ INLINE void each_row(const Cosines *t, const int64_t i, const int type, const in
         for (int64_t p = 0; p * LANES < dim; p++)
             parts[p] = part_of((const char *)(t->axes + head * dim), p * LANES, dim, FP32);
     for (int64_t r = begin; r < end; r++, row += a->row_stride) {
-        look_ahead(a, row, width);
+        look_ahead(row, a->row_stride, width);
         float *inverse = t->inverses + head * a->rows + r;
         if (second) {
             Floats product = {0};

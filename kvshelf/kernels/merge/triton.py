@@ -16,7 +16,6 @@ and takes eight at a time.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -25,8 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_UPCAST = os.environ.get("TRITON_INTERPRET") == "1"
-"""The interpreter's dot takes bf16 for what its bits are as an integer."""
+from kvshelf.kernels.tiles import INTERPRETED, load_rows
 
 _LENGTHS = 16
 """Centers whose lengths are found at once."""
@@ -62,7 +60,7 @@ def nearest_pair(
     _nearest_pair[(triton.cdiv(max(token_counts), block), len(token_counts))](
         keys, keys.stride(0), values, values.stride(0), *centers, inverse, center_keys.shape[0],
         token_ends, center_ends, similarity, index,
-        BLOCK=block, CENTERS=max(16, block // 2), UPCAST=_UPCAST, **dims, num_warps=4, num_stages=2,
+        BLOCK=block, CENTERS=max(16, block // 2), UPCAST=INTERPRETED, **dims, num_warps=4, num_stages=2,
     )  # fmt: skip
     return similarity, index
 
@@ -90,8 +88,8 @@ def _inverse_lengths(
     """Of keys and of values, `[2, num_rows]` fp32."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < num_rows
-    of_keys = _inverse(_rows(keys, key_stride, rows, inside, DIM, BLOCK_DIM, True))
-    of_values = _inverse(_rows(values, value_stride, rows, inside, VALUE_DIM, BLOCK_VALUE_DIM, True))
+    of_keys = _inverse(load_rows(keys, key_stride, rows, inside, DIM, BLOCK_DIM, True))
+    of_values = _inverse(load_rows(values, value_stride, rows, inside, VALUE_DIM, BLOCK_VALUE_DIM, True))
     tl.store(inverse + rows, of_keys, mask=inside)
     tl.store(inverse + num_rows + rows, of_values, mask=inside)
 
@@ -107,8 +105,8 @@ def _nearest_pair(
     head = tl.program_id(1)
     tokens = tl.load(token_ends + head) + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = tokens < tl.load(token_ends + head + 1)
-    token_keys = _rows(keys, key_stride, tokens, inside, DIM, BLOCK_DIM, UPCAST)
-    token_values = _rows(values, value_stride, tokens, inside, VALUE_DIM, BLOCK_VALUE_DIM, UPCAST)
+    token_keys = load_rows(keys, key_stride, tokens, inside, DIM, BLOCK_DIM, UPCAST)
+    token_values = load_rows(values, value_stride, tokens, inside, VALUE_DIM, BLOCK_VALUE_DIM, UPCAST)
     token_inverse = _inverse(token_keys) * _inverse(token_values)
     largest = tl.full([BLOCK], float("-inf"), tl.float32)
     place = tl.full([BLOCK], -1, tl.int64)
@@ -119,8 +117,8 @@ def _nearest_pair(
     for start in range(first_center, last_center, CENTERS):
         centers = start + tl.arange(0, CENTERS)
         there = centers < last_center
-        block_keys = _rows(center_keys, center_key_stride, centers, there, DIM, BLOCK_DIM, UPCAST)
-        block_values = _rows(center_values, center_value_stride, centers, there, VALUE_DIM, BLOCK_VALUE_DIM, UPCAST)
+        block_keys = load_rows(center_keys, center_key_stride, centers, there, DIM, BLOCK_DIM, UPCAST)
+        block_values = load_rows(center_values, center_value_stride, centers, there, VALUE_DIM, BLOCK_VALUE_DIM, UPCAST)
         key_inverse = tl.load(inverse + centers, mask=there, other=0.0)
         value_inverse = tl.load(inverse + num_centers + centers, mask=there, other=0.0)
         along_keys = tl.dot(token_keys, tl.trans(block_keys), input_precision="ieee") * key_inverse[None, :]
@@ -137,19 +135,6 @@ def _nearest_pair(
     cosines = tl.where(largest == float("inf"), float("nan"), cosines)
     tl.store(similarity + tokens, tl.where(place < 0, float("-inf"), cosines), mask=inside)
     tl.store(index + tokens, place, mask=inside)
-
-
-@triton.jit
-def _rows(
-    states, stride, rows, inside, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, UPCAST: tl.constexpr
-):  # fmt: skip
-    """`[rows, BLOCK_DIM]` of `states`, zeros outside."""
-    channels = tl.arange(0, BLOCK_DIM)
-    at = states + rows[:, None] * stride + channels[None, :]
-    loaded = tl.load(at, mask=inside[:, None] & (channels < DIM)[None, :], other=0.0)
-    if UPCAST:
-        loaded = loaded.to(tl.float32)
-    return loaded
 
 
 @triton.jit
@@ -196,8 +181,8 @@ def _merge_weighted(
         inside = places < last
         members = tl.load(order + places, mask=inside, other=0)
         weight = tl.load(weights + members * weight_stride, mask=inside, other=0.0)
-        some_keys = _rows(keys, key_stride, members, inside, DIM, BLOCK_DIM, True)
-        some_values = _rows(values, value_stride, members, inside, VALUE_DIM, BLOCK_VALUE_DIM, True)
+        some_keys = load_rows(keys, key_stride, members, inside, DIM, BLOCK_DIM, True)
+        some_values = load_rows(values, value_stride, members, inside, VALUE_DIM, BLOCK_VALUE_DIM, True)
         total += tl.sum(weight, axis=0)
         direction += tl.sum(some_keys * (weight * _inverse(some_keys))[:, None], axis=0)
         mean += tl.sum(some_values * weight[:, None], axis=0)

@@ -43,7 +43,7 @@ class Kind(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class Heads:
     """A prefix as the kernel reads it: rows of each head (of a merged one the most there can be), columns 7 to 16 of
-    its items (see `plan`), `[kv_heads, 10]` int64 on the CPU, and the tensors that it alone keeps alive."""
+    its items (see `work`), `[kv_heads, 10]` int64 on the CPU, and the tensors that it alone keeps alive."""
 
     kind: Kind
     lengths: tuple[int, ...]

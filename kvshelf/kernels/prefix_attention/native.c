@@ -10,7 +10,7 @@
 #include "codes.h"
 #include "tiles.h"
 
-enum { TILE = 32, FEW_ROWS = 8 };
+enum { TILE = 32 };
 
 /* What all runs of a call have in common. outs, lses: where results go, `outs` [rows, D], one after the other. */
 typedef struct {
@@ -87,11 +87,7 @@ INLINE void attend_few(const Call *a, const Run *run, const int rows, const int 
                 __builtin_prefetch(values.data + j * values.stride * width + line, 0, 2);
             Floats part[MOST_PARTS];
             for (int p = 0; p < parts; p++) part[p] = load(keys.data, j * keys.stride + p * LANES, type);
-            for (int r = 0; r < rows; r++) {
-                Floats product = query[r][0] * part[0];
-                for (int p = 1; p < parts; p++) product += query[r][p] * part[p];
-                ((float *)weights[r])[j] = sum(product);
-            }
+            for (int r = 0; r < rows; r++) ((float *)weights[r])[j] = dot(query[r], part, parts);
         }
         for (int r = 0; r < rows; r++) {
             float *logits = (float *)weights[r], highest = top[r];
@@ -219,7 +215,7 @@ static void attend(const Call *a, const Run *run, int few) {
         attend_few(a, run, rows, parts, BF16, 0);
 }
 
-/* Columns of an item; see plan.py. */
+/* Columns of an item; see work.py. */
 enum { TOKEN = 0, ALL_ROWS = 1, FIRST_ROW = 2, HEAD = 3, FIRST = 4, END = 5, RESULT = 6, KEYS = 7, VALUES = 10 };
 enum { COLUMNS = 17 };
 
@@ -292,7 +288,7 @@ EXPORT void kvshelf_attend_suffixes(const void *queries, const void *keys, const
 
 /* The union of what the runs of a token and query head found, for every one of them: out [N, kv_heads, group, D] and
    lse without D; 0 and -inf where there was no run. counts: the tokens of each share. shares: [shares, 1 + kv_heads],
-   where the results of a share begin, and how many runs each head has; see plan.py. */
+   where the results of a share begin, and how many runs each head has; see work.py. */
 EXPORT void kvshelf_unite_runs(const float *outs, const float *lses, const int64_t *counts, const int64_t *shares,
                                int64_t num_shares, float *out, float *lse, int64_t kv_heads, int64_t group,
                                int64_t dim) {

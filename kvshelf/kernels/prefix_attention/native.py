@@ -18,14 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvshelf.kernels.native import LANES, TYPES, WIDTHS, compiled, pointer
+from kvshelf.kernels.native import FEW_ROWS, LANES, TYPES, WIDTHS, compiled, pointer
 from kvshelf.kernels.prefix_attention import eager
-from kvshelf.kernels.prefix_attention.plan import Setting, plan_of
 from kvshelf.kernels.prefix_attention.prefixes import BatchLayout, PackedPrefix, Prefix, StackedPrefix
+from kvshelf.kernels.prefix_attention.work import Setting, work_of
 from kvshelf.kernels.quantize.rows import QuantizedRows, Rows
-
-_FEW_ROWS = 8
-"""Query rows of a KV head that are kept in registers: tokens of a share times query heads of a KV head."""
 
 _LEAST_RUN = 512
 """Fewest entries of a run, so that what it leaves behind is nothing beside what it reads."""
@@ -61,7 +58,7 @@ def _takes(queries: Tensor, states: Tensor, rows: int = 1) -> bool:
 
 
 def _fits(queries: Tensor, dim: int, rows: int) -> bool:
-    few = rows <= _FEW_ROWS or queries.dtype == torch.float32
+    few = rows <= FEW_ROWS or queries.dtype == torch.float32
     return few and queries.dtype in TYPES and queries.shape[-1] == dim and dim in WIDTHS
 
 
@@ -106,11 +103,11 @@ def _attend_runs(
     native = compiled()
     _, kv_heads, group, dim = queries.shape
     threads = torch.get_num_threads()
-    plan = plan_of(prefixes, layout, Setting(kv_heads, group, queries.itemsize, threads, _LEAST_RUN))
-    outs = queries.new_empty(plan.scratch_rows, dim, dtype=torch.float32)
-    lses = queries.new_empty(plan.scratch_rows, dtype=torch.float32)
+    table = work_of(prefixes, layout, Setting(kv_heads, group, queries.itemsize, threads, _LEAST_RUN))
+    outs = queries.new_empty(table.scratch_rows, dim, dtype=torch.float32)
+    lses = queries.new_empty(table.scratch_rows, dtype=torch.float32)
     shape = _shape(queries)
-    for kind, items in plan.launches:
+    for kind, items in table.launches:
         native.kvshelf_attend_runs(
             pointer(queries), pointer(items), ctypes.c_int64(len(items)), pointer(outs), pointer(lses), *shape,
             (ctypes.c_int64 * 8)(*kind.keys[:4], *kind.values[:4]), ctypes.c_float(scale), TYPES[queries.dtype],
@@ -119,7 +116,7 @@ def _attend_runs(
     out = queries.new_empty(queries.shape, dtype=torch.float32)
     lse = queries.new_empty(queries.shape[:3], dtype=torch.float32)
     native.kvshelf_unite_runs(
-        pointer(outs), pointer(lses), (ctypes.c_int64 * len(layout.shares))(*layout.shares), pointer(plan.shares),
+        pointer(outs), pointer(lses), (ctypes.c_int64 * len(layout.shares))(*layout.shares), pointer(table.shares),
         ctypes.c_int64(len(layout.shares)), pointer(out), pointer(lse), *shape,
     )  # fmt: skip
     return out, lse

@@ -8,53 +8,29 @@ import triton.language as tl
 
 @triton.jit
 def attend_splits(
-    queries,  # [N, q_heads, D]
-    items,  # [n, COLUMNS] int64; see plan.py
-    outs,  # [scratch rows, Dv] fp32: each the softmax of its split
-    lses,  # [scratch rows] fp32: its log-sum-exp, to the base 2
-    token_stride,
-    head_stride,
-    scale,  # times log2(e)
-    DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    HEADS: tl.constexpr,  # query heads of a KV head
-    SLOTS: tl.constexpr,  # of a row of a merged prefix; 0 for others, whose rows are tokens
-    KEY_BITS: tl.constexpr,
-    KEY_GROUP: tl.constexpr,
-    KEY_BY_TOKENS: tl.constexpr,
-    KEY_STRIDE: tl.constexpr,
-    KEY_ALIGNED: tl.constexpr,
-    VALUE_BITS: tl.constexpr,
-    VALUE_GROUP: tl.constexpr,
-    VALUE_BY_TOKENS: tl.constexpr,
-    VALUE_STRIDE: tl.constexpr,
-    VALUE_ALIGNED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+    queries, items, outs, lses, token_stride, head_stride, scale,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HEADS: tl.constexpr, SLOTS: tl.constexpr,
+    KEY_BITS: tl.constexpr, KEY_GROUP: tl.constexpr, KEY_BY_TOKENS: tl.constexpr,
+    KEY_STRIDE: tl.constexpr, KEY_ALIGNED: tl.constexpr,
+    VALUE_BITS: tl.constexpr, VALUE_GROUP: tl.constexpr, VALUE_BY_TOKENS: tl.constexpr,
+    VALUE_STRIDE: tl.constexpr, VALUE_ALIGNED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    COLUMNS: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Item `program_id(0)` of `items` `[n, COLUMNS]` int64 (see work.py).
+
+    queries: `[N, q_heads, D]`. outs: `[scratch rows, Dv]` fp32, each the softmax of its split; lses: `[scratch rows]`
+    fp32, its log-sum-exp to the base 2. scale: times log2(e). HEADS: query heads of a KV head. SLOTS: of a row of a
+    merged prefix; 0 for others, whose rows are tokens.
+    """
     item = items + tl.program_id(0).to(tl.int64) * COLUMNS
-    head = tl.load(item + 3)
     start, stop = tl.load(item + 4), tl.load(item + 5)
     keys, key_scales, key_zeros = tl.load(item + 7), tl.load(item + 8), tl.load(item + 9)
     values, value_scales, value_zeros = tl.load(item + 10), tl.load(item + 11), tl.load(item + 12)
     if SLOTS > 0:
-        bounds = tl.load(item + 16).to(tl.pointer_type(tl.int64))
-        begin = tl.load(bounds)
-        stop = tl.minimum(stop, tl.load(bounds + 1) - begin)
-        classes = tl.load(item + 13).to(tl.pointer_type(tl.int32)) + begin
-        slot_scales = tl.load(item + 14).to(tl.pointer_type(tl.float32)) + begin
-        slot_stride = tl.load(item + 15)
-
-    row = tl.load(item + 2) + tl.arange(0, BLOCK_M)
-    live = row < tl.load(item + 1)
-    at = queries + (tl.load(item) + row // HEADS) * token_stride + (head * HEADS + row % HEADS) * head_stride
-    dims = tl.arange(0, BLOCK_D)
-    query = tl.load(at[:, None] + dims[None, :], mask=live[:, None] & (dims < DIM)[None, :], other=0.0)
-
+        classes, slot_scales, slot_stride, own = _slots_of(item)
+        stop = tl.minimum(stop, own)
+    query, row, live = _queries_of(item, queries, token_stride, head_stride, DIM, HEADS, BLOCK_M, BLOCK_D)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     mass = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
@@ -66,8 +42,7 @@ def attend_splits(
             rows = tl.load(classes + rows, mask=inside, other=0).to(tl.int64)
         key = load_rows(
             keys, key_scales, key_zeros, rows, inside, first, stop, query.dtype,
-            DIM, BLOCK_N, BLOCK_D, KEY_BITS, KEY_GROUP, KEY_BY_TOKENS, KEY_STRIDE, KEY_ALIGNED,
-            SLOTS == 0,
+            DIM, BLOCK_N, BLOCK_D, KEY_BITS, KEY_GROUP, KEY_BY_TOKENS, KEY_STRIDE, KEY_ALIGNED, SLOTS == 0,
         )  # fmt: skip
         value = load_rows(
             values, value_scales, value_zeros, rows, inside, first, stop, query.dtype,
@@ -78,15 +53,39 @@ def attend_splits(
         if SLOTS > 0:
             new_top = tl.maximum(top, _slots_top(logits, at_slots, slot_stride, inside, SLOTS))
             weights = _slots_weights(logits, at_slots, slot_stride, inside, new_top, SLOTS)
+            top, mass, acc = add_weighted(top, mass, acc, new_top, weights, value, UPCAST)
         else:
-            logits = tl.where(inside[None, :], logits, float("-inf"))
-            new_top = tl.maximum(top, tl.max(logits, 1))
-            weights = tl.exp2(logits - new_top[:, None])
-        fade = tl.exp2(top - new_top)
-        mass = mass * fade + tl.sum(weights, 1)
-        acc = acc * fade[:, None] + dot(weights.to(value.dtype), value, UPCAST)
-        top = new_top
+            top, mass, acc = add_keys(top, mass, acc, logits, inside[None, :], value, UPCAST)
+    _store_split(item, outs, lses, row, live, top, mass, acc, VALUE_DIM, BLOCK_DV)
 
+
+@triton.jit
+def _slots_of(item):
+    """Classes and scales of the rows of a merged head, the stride of the scales, and how many rows there are."""
+    bounds = tl.load(item + 16).to(tl.pointer_type(tl.int64))
+    begin = tl.load(bounds)
+    classes = tl.load(item + 13).to(tl.pointer_type(tl.int32)) + begin
+    scales = tl.load(item + 14).to(tl.pointer_type(tl.float32)) + begin
+    return classes, scales, tl.load(item + 15), tl.load(bounds + 1) - begin
+
+
+@triton.jit
+def _queries_of(
+    item, queries, token_stride, head_stride,
+    DIM: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The query rows of an item, `[BLOCK_M, BLOCK_D]`, their numbers in the share, and which of them there are."""
+    row = tl.load(item + 2) + tl.arange(0, BLOCK_M)
+    live = row < tl.load(item + 1)
+    q_head = tl.load(item + 3) * HEADS + row % HEADS
+    at = queries + (tl.load(item) + row // HEADS) * token_stride + q_head * head_stride
+    dims = tl.arange(0, BLOCK_D)
+    query = tl.load(at[:, None] + dims[None, :], mask=live[:, None] & (dims < DIM)[None, :], other=0.0)
+    return query, row, live
+
+
+@triton.jit
+def _store_split(item, outs, lses, row, live, top, mass, acc, VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr):
     # A split beyond the last row of a merged head has no mass; its 0 and -inf take no part in the union.
     out_row = tl.load(item + 6) + row
     columns = tl.arange(0, BLOCK_DV)
@@ -95,6 +94,24 @@ def attend_splits(
     into = outs + out_row[:, None] * VALUE_DIM + columns[None, :]
     tl.store(into, acc, mask=live[:, None] & (columns < VALUE_DIM)[None, :])
     tl.store(lses + out_row, lse, mask=live)
+
+
+@triton.jit
+def add_keys(top, mass, acc, logits, seen, value, UPCAST: tl.constexpr):
+    """Take a block of keys into the running softmax of each query row: its largest logit, its mass to the base 2, and
+    its weighted sum of values. seen: which keys a row sees."""
+    logits = tl.where(seen, logits, float("-inf"))
+    new_top = tl.maximum(top, tl.max(logits, 1))
+    return add_weighted(top, mass, acc, new_top, tl.exp2(logits - new_top[:, None]), value, UPCAST)
+
+
+@triton.jit
+def add_weighted(top, mass, acc, new_top, weights, value, UPCAST: tl.constexpr):
+    """The same for weights that are known: exp2(logit - new_top) of each key."""
+    fade = tl.exp2(top - new_top)
+    mass = mass * fade + tl.sum(weights, 1)
+    acc = acc * fade[:, None] + dot(weights.to(value.dtype), value, UPCAST)
+    return new_top, mass, acc
 
 
 @triton.jit
@@ -127,24 +144,11 @@ def _slots_weights(logits, scales, stride, inside, top, SLOTS: tl.constexpr):
 
 @triton.jit
 def load_rows(
-    data,
-    scales,
-    zeros,
-    rows,
-    inside,
-    first,
-    stop,
-    dtype: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BY_TOKENS: tl.constexpr,
-    STRIDE: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    data, scales, zeros, rows, inside, first, stop,
+    dtype: tl.constexpr, DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BITS: tl.constexpr,
+    GROUP: tl.constexpr, BY_TOKENS: tl.constexpr, STRIDE: tl.constexpr, ALIGNED: tl.constexpr,
     IN_ORDER: tl.constexpr,
-):
+):  # fmt: skip
     """Rows of one head, `[BLOCK_N, BLOCK_D]` in `dtype`, 0 outside; `IN_ORDER`: they are first, first + 1, ..."""
     if BITS == 0:
         columns = tl.arange(0, BLOCK_D)
@@ -163,15 +167,9 @@ def load_rows(
 
 @triton.jit
 def _codes(
-    data,
-    rows,
-    inside,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BITS: tl.constexpr,
-    STRIDE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
+    data, rows, inside,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BITS: tl.constexpr, STRIDE: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
     """Codes `[BLOCK_N, BLOCK_D]` fp32. A byte is read once, and taken apart in registers."""
     PER_BYTE: tl.constexpr = 8 // BITS
     columns = tl.arange(0, BLOCK_D // PER_BYTE)
@@ -190,18 +188,10 @@ def _codes(
 
 @triton.jit
 def _of_group(
-    table,
-    rows,
-    inside,
-    first,
-    stop,
-    DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    GROUP: tl.constexpr,
-    BY_TOKENS: tl.constexpr,
+    table, rows, inside, first, stop,
+    DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, BY_TOKENS: tl.constexpr,
     IN_ORDER: tl.constexpr,
-):
+):  # fmt: skip
     """A scale or zero for each code, `[BLOCK_N, BLOCK_D]` fp32. Groups that are powers of two are read once and spread
     in registers; others, and those of rows in any order, are read for each code, mostly from the L1 cache."""
     table = table.to(tl.pointer_type(tl.bfloat16))

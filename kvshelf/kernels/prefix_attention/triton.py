@@ -43,11 +43,11 @@ from torch import Tensor
 
 from kvshelf.kernels.prefix_attention import eager
 from kvshelf.kernels.prefix_attention.heads import Kind
-from kvshelf.kernels.prefix_attention.plan import COLUMNS, LEAST_SPLIT, Plan, Setting, plan_of
 from kvshelf.kernels.prefix_attention.prefixes import BatchLayout, Prefix
 from kvshelf.kernels.prefix_attention.slots import SLOTS_PER_ROW
 from kvshelf.kernels.prefix_attention.splits import attend_splits
 from kvshelf.kernels.prefix_attention.union import attend_suffixes
+from kvshelf.kernels.prefix_attention.work import COLUMNS, LEAST_SPLIT, Setting, WorkTable, work_of
 from kvshelf.kernels.tiles import INTERPRETED
 
 
@@ -66,11 +66,11 @@ def prefix_attention(
     found = None
     if any(prefixes):
         setting = Setting(kv_heads, q_heads // kv_heads, queries.itemsize, _places(queries.device), least_split)
-        plan = plan_of(prefixes, layout, setting)
-        found = _attend_prefixes(queries, prefixes, layout, plan, value_dim, kv_heads, scale)
+        table = work_of(prefixes, layout, setting)
+        found = _attend_prefixes(queries, prefixes, layout, table, value_dim, kv_heads, scale)
     tokens, tables = layout.tables
-    for rows, table, (keys, values) in zip(layout.suffixes, tables, suffixes, strict=True):
-        _attend_suffixes(queries, keys, values, out, (table, tokens), found, rows.new, scale)
+    for rows, shares, (keys, values) in zip(layout.suffixes, tables, suffixes, strict=True):
+        _attend_suffixes(queries, keys, values, out, (shares, tokens), found, rows.new, scale)
     return out
 
 
@@ -86,15 +86,15 @@ def _attend_prefixes(
     queries: Tensor,
     prefixes: Sequence[Sequence[Prefix]],
     layout: BatchLayout,
-    plan: Plan,
+    table: WorkTable,
     value_dim: int,
     kv_heads: int,
     scale: float,
 ) -> _Found:
     _, q_heads, dim = queries.shape
-    outs = queries.new_empty(plan.scratch_rows, value_dim, dtype=torch.float32)
-    lses = queries.new_empty(plan.scratch_rows, dtype=torch.float32)
-    for kind, items in plan.launches:
+    outs = queries.new_empty(table.scratch_rows, value_dim, dtype=torch.float32)
+    lses = queries.new_empty(table.scratch_rows, dtype=torch.float32)
+    for kind, items in table.launches:
         attend_splits[len(items),](
             queries,
             items,
@@ -109,9 +109,9 @@ def _attend_prefixes(
             COLUMNS=COLUMNS,
             UPCAST=INTERPRETED,
             **kind_constants(kind),
-            **split_tiles(kind, dim, value_dim, queries.itemsize, plan.block_m),
+            **split_tiles(kind, dim, value_dim, queries.itemsize, table.block_m),
         )
-    for share, place, start in plan.streamed:
+    for share, place, start in table.streamed:
         end, count = layout.share_ends[share], layout.shares[share]
         own = queries[end - count : end].view(count, kv_heads, q_heads // kv_heads, dim)
         rows = own.transpose(0, 1).reshape(1, kv_heads, -1, dim)
@@ -119,7 +119,7 @@ def _attend_prefixes(
         stop = start + lse.numel()
         outs[start:stop] = part.flatten(0, 2)
         lses[start:stop] = lse.flatten() * math.log2(math.e)
-    return _Found(outs, lses, plan.shares)
+    return _Found(outs, lses, table.shares)
 
 
 def _attend_suffixes(

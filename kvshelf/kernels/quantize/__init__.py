@@ -27,103 +27,45 @@ from torch import Tensor
 
 from kvshelf.kernels.checks import FLOATING, require
 from kvshelf.kernels.dispatch import implementation
+from kvshelf.kernels.groups import Axis, scales_shape
 
-__all__ = ["dequantize_channels", "dequantize_tokens", "quantize_channels", "quantize_tokens"]
 
+def quantize(x: Tensor, bits: int, group: int, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantize rows `[R, C]` of any strides in groups of `group` elements along `axis`.
 
-def quantize_tokens(x: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize rows `[R, C]` of any strides per channel, in groups of `group` consecutive rows.
-
-    bits: 2, 4 or 8. Returns codes `[R, ceil(C * bits / 8)]` uint8, scales and zeros `[ceil(R / group), C]` bf16. Raises
-    `InvalidTensor` for anything else.
+    bits: 2, 4 or 8. Returns codes `[R, ceil(C * bits / 8)]` uint8, scales and zeros bf16: `[ceil(R / group), C]` along
+    "tokens", `[R, ceil(C / group)]` along "channels". Raises `InvalidTensor` for anything else.
     """
-    _require_rows("quantize_tokens", x, bits, group)
-    quantized: tuple[Tensor, Tensor, Tensor] = implementation("quantize", x.device).quantize_tokens(x, bits, group)
-    return quantized
-
-
-def quantize_channels(x: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize rows `[R, C]` of any strides per row, in groups of `group` consecutive channels.
-
-    bits: 2, 4 or 8. Returns codes `[R, ceil(C * bits / 8)]` uint8, scales and zeros `[R, ceil(C / group)]` bf16. Raises
-    `InvalidTensor` for anything else.
-    """
-    _require_rows("quantize_channels", x, bits, group)
-    quantized: tuple[Tensor, Tensor, Tensor] = implementation("quantize", x.device).quantize_channels(x, bits, group)
-    return quantized
-
-
-def dequantize_tokens(
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor,
-    bits: int,
-    group: int,
-    num_channels: int,
-    dtype: torch.dtype,
-    start: int = 0,
-    stop: int | None = None,
-) -> Tensor:
-    """Rows start..stop of what `quantize_tokens` took, `[stop - start, num_channels]` in `dtype`, contiguous.
-
-    start and stop need not fall on a group's edge; stop None is the last row. Rounded once, from the fp32 value. Raises
-    `InvalidTensor` for tensors that are not those of `quantize_tokens`.
-    """
-    shape = (-(-codes.shape[0] // max(group, 1)), num_channels)
-    _require_codes("dequantize_tokens", codes, scales, zeros, shape, bits, group, num_channels, dtype)
-    start, stop, _ = slice(start, stop).indices(codes.shape[0])
-    rows: Tensor = implementation("quantize", codes.device).dequantize_tokens(
-        codes, scales, zeros, bits, group, num_channels, dtype, start, max(start, stop)
-    )
-    return rows
-
-
-def dequantize_channels(
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor,
-    bits: int,
-    group: int,
-    num_channels: int,
-    dtype: torch.dtype,
-    start: int = 0,
-    stop: int | None = None,
-) -> Tensor:
-    """Rows start..stop of what `quantize_channels` took, `[stop - start, num_channels]` in `dtype`, contiguous.
-
-    stop None is the last row. Rounded once, from the fp32 value. Raises `InvalidTensor` for tensors that are not those
-    of `quantize_channels`.
-    """
-    shape = (codes.shape[0], -(-num_channels // max(group, 1)))
-    _require_codes("dequantize_channels", codes, scales, zeros, shape, bits, group, num_channels, dtype)
-    start, stop, _ = slice(start, stop).indices(codes.shape[0])
-    rows: Tensor = implementation("quantize", codes.device).dequantize_channels(
-        codes, scales, zeros, bits, group, num_channels, dtype, start, max(start, stop)
-    )
-    return rows
-
-
-def _require_rows(operation: str, x: Tensor, bits: int, group: int) -> None:
     require(
         x.dim() == 2 and x.shape[1] > 0 and x.dtype in FLOATING and bits in (2, 4, 8) and group > 0,
-        operation,
+        "quantize",
         f"x must be [R, C] float32, bfloat16 or float16, C and group from 1, bits 2, 4 or 8 (given {bits} bits in "
-        f"groups of {group})",
+        f"groups of {group} {axis})",
         x=x,
     )
+    quantized: tuple[Tensor, Tensor, Tensor] = implementation("quantize", x.device).quantize(x, bits, group, axis)
+    return quantized
 
 
-def _require_codes(
-    operation: str,
+def dequantize(
     codes: Tensor,
     scales: Tensor,
     zeros: Tensor,
-    shape: tuple[int, int],
     bits: int,
     group: int,
+    axis: Axis,
     num_channels: int,
     dtype: torch.dtype,
-) -> None:
+    start: int = 0,
+    stop: int | None = None,
+) -> Tensor:
+    """Rows start..stop of what `quantize` took, `[stop - start, num_channels]` in `dtype`, contiguous.
+
+    start and stop need not fall on a group's edge; stop None is the last row. Rounded once, from the fp32 value. Raises
+    `InvalidTensor` for tensors that are not those of `quantize`.
+    """
+    row_bytes = -(-num_channels * bits // 8)
+    shape = scales_shape(axis, max(group, 1), codes.shape[:1], num_channels)
     require(
         bits in (2, 4, 8)
         and group > 0
@@ -132,14 +74,19 @@ def _require_codes(
         and scales.dtype == zeros.dtype == torch.bfloat16
         and codes.device == scales.device == zeros.device
         and codes.dim() == 2
-        and codes.shape[1] == -(-num_channels * bits // 8)
+        and codes.shape[1] == row_bytes
         and scales.shape == zeros.shape == shape
         and all(tensor.stride(1) == 1 or tensor.shape[1] <= 1 for tensor in (codes, scales, zeros)),
-        operation,
-        f"for {num_channels} channels of {bits} bits in groups of {group}, into {dtype}, codes must be "
-        f"[R, {-(-num_channels * bits // 8)}] uint8, scales and zeros {list(shape)} bfloat16, all on one device and "
-        "with a contiguous last dimension",
+        "dequantize",
+        f"for {num_channels} channels of {bits} bits in groups of {group} {axis}, into {dtype}, codes must be "
+        f"[R, {row_bytes}] uint8, scales and zeros {list(shape)} bfloat16, all on one device and with a contiguous "
+        "last dimension",
         codes=codes,
         scales=scales,
         zeros=zeros,
     )
+    start, stop, _ = slice(start, stop).indices(codes.shape[0])
+    rows: Tensor = implementation("quantize", codes.device).dequantize(
+        codes, scales, zeros, bits, group, axis, num_channels, dtype, start, max(start, stop)
+    )
+    return rows

@@ -13,92 +13,73 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kvshelf.kernels.groups import Axis, scales_shape
+
 _BLOCK_ELEMENTS = 1 << 18
 """Elements computed at a time: 1 MiB in fp32, half of a common L2 cache. A quarter of it takes up to twice as long,
 because of the calls; twice or half of it take the same."""
 
 
-def quantize_tokens(x: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """See `kvshelf.kernels.quantize.quantize_tokens`."""
-    num_rows, num_channels = x.shape
-    codes = _empty_codes(x, bits)
-    scales, zeros = (x.new_empty(-(-num_rows // group), num_channels, dtype=torch.bfloat16) for _ in range(2))
-    for start, stop in _blocks(0, num_rows, num_channels, group):
-        by_group = _completed(x[start:stop].float(), 0, group).view(-1, group, num_channels)
-        groups = slice(start // group, -(-stop // group))
-        found, scales[groups], zeros[groups] = _quantize(by_group, 1, bits)
-        codes[start:stop] = _pack(found.flatten(0, 1)[: stop - start], bits)
+def quantize(x: Tensor, bits: int, group: int, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
+    """See `kvshelf.kernels.quantize.quantize`."""
+    codes, scales, zeros = empty(x, bits, group, axis)
+    dim, rows_of_group = _along(axis, group)
+    for start, stop in _blocks(0, len(x), x.shape[1], rows_of_group):
+        by_group = torch.unflatten(_completed(x[start:stop].float(), dim, group), dim, (-1, group))
+        groups = slice(start // rows_of_group, -(-stop // rows_of_group))
+        found, scales[groups], zeros[groups] = _quantize(by_group, dim + 1, bits)
+        codes[start:stop] = _pack(found.flatten(dim, dim + 1)[: stop - start, : x.shape[1]], bits)
     return codes, scales, zeros
 
 
-def quantize_channels(x: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """See `kvshelf.kernels.quantize.quantize_channels`."""
-    num_rows, num_channels = x.shape
-    codes = _empty_codes(x, bits)
-    scales, zeros = (x.new_empty(num_rows, -(-num_channels // group), dtype=torch.bfloat16) for _ in range(2))
-    for start, stop in _blocks(0, num_rows, num_channels):
-        by_group = _completed(x[start:stop].float(), 1, group).view(stop - start, -1, group)
-        found, scales[start:stop], zeros[start:stop] = _quantize(by_group, 2, bits)
-        codes[start:stop] = _pack(found.flatten(1)[:, :num_channels], bits)
-    return codes, scales, zeros
-
-
-def dequantize_tokens(
+def dequantize(
     codes: Tensor,
     scales: Tensor,
     zeros: Tensor,
     bits: int,
     group: int,
+    axis: Axis,
     num_channels: int,
     dtype: torch.dtype,
     start: int,
     stop: int,
 ) -> Tensor:
-    """See `kvshelf.kernels.quantize.dequantize_tokens`."""
+    """See `kvshelf.kernels.quantize.dequantize`."""
     out = codes.new_empty(stop - start, num_channels, dtype=dtype)
-    for first, last in _blocks(start, stop, num_channels, group):
-        groups = slice(first // group, -(-last // group))
-        # Whole groups, so that a scale is broadcast over rows instead of copied to each; what of them lies outside of
-        # the block is never written, nor read.
-        by_group = scales.new_empty(groups.stop - groups.start, group, num_channels, dtype=torch.float32)
-        block = by_group.view(-1, num_channels)[first % group :][: last - first]
+    dim, rows_of_group = _along(axis, group)
+    for first, last in _blocks(start, stop, num_channels, rows_of_group):
+        groups = slice(first // rows_of_group, -(-last // rows_of_group))
+        scale, zero = (table[groups].float().unsqueeze(dim + 1) for table in (scales, zeros))
+        # Whole groups, so that a scale is broadcast over them instead of copied to each element; what of them lies
+        # outside of the block is never written, nor read.
+        shape = list(scale.shape)
+        shape[dim + 1] = group
+        by_group = scale.new_empty(shape)
+        block = by_group.flatten(dim, dim + 1)[first % rows_of_group :][: last - first, :num_channels]
         block.copy_(_unpack(codes[first:last], bits)[:, :num_channels])
-        by_group.mul_(scales[groups].float().unsqueeze(1)).add_(zeros[groups].float().unsqueeze(1))
+        by_group.mul_(scale).add_(zero)
         out[first - start : last - start] = block
     return out
 
 
-def dequantize_channels(
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor,
-    bits: int,
-    group: int,
-    num_channels: int,
-    dtype: torch.dtype,
-    start: int,
-    stop: int,
-) -> Tensor:
-    """See `kvshelf.kernels.quantize.dequantize_channels`."""
-    out = codes.new_empty(stop - start, num_channels, dtype=dtype)
-    for first, last in _blocks(start, stop, num_channels):
-        by_group = scales.new_empty(last - first, scales.shape[1], group, dtype=torch.float32)
-        block = by_group.view(last - first, -1)[:, :num_channels]
-        block.copy_(_unpack(codes[first:last], bits)[:, :num_channels])
-        by_group.mul_(scales[first:last].float().unsqueeze(2)).add_(zeros[first:last].float().unsqueeze(2))
-        out[first - start : last - start] = block
-    return out
+def empty(x: Tensor, bits: int, group: int, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales and zeros to be filled in."""
+    shape = scales_shape(axis, group, x.shape[:1], x.shape[1])
+    codes = x.new_empty(x.shape[0], -(-x.shape[1] * bits // 8), dtype=torch.uint8)
+    scales, zeros = (x.new_empty(shape, dtype=torch.bfloat16) for _ in range(2))
+    return codes, scales, zeros
 
 
-def _blocks(start: int, stop: int, num_channels: int, group: int = 1) -> Iterator[tuple[int, int]]:
+def _along(axis: Axis, group: int) -> tuple[int, int]:
+    """The dimension that groups run along, and the rows of a group."""
+    return (0, group) if axis == "tokens" else (1, 1)
+
+
+def _blocks(start: int, stop: int, num_channels: int, group: int) -> Iterator[tuple[int, int]]:
     """Cut rows start..stop into blocks that fit into the cache, on the edges of groups."""
     rows = max(1, _BLOCK_ELEMENTS // (num_channels * group)) * group
     for begin in range(start - start % group, stop, rows):
         yield max(begin, start), min(begin + rows, stop)
-
-
-def _empty_codes(x: Tensor, bits: int) -> Tensor:
-    return x.new_empty(x.shape[0], -(-x.shape[1] * bits // 8), dtype=torch.uint8)
 
 
 def _completed(x: Tensor, dim: int, group: int) -> Tensor:

@@ -8,55 +8,37 @@ import struct
 import torch
 from torch import Tensor
 
+from kvshelf.kernels.groups import Axis
 
-def quantize_tokens(x: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """See `kvshelf.kernels.quantize.quantize_tokens`."""
+
+def quantize(x: Tensor, bits: int, group: int, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
+    """See `kvshelf.kernels.quantize.quantize`."""
+    if axis == "channels":
+        codes, scales, zeros = _quantize(x, bits, group)
+        return pack(codes, bits), scales, zeros
     codes, scales, zeros = _quantize(x.T, bits, group)
     return pack(codes.T, bits), scales.T.contiguous(), zeros.T.contiguous()
 
 
-def quantize_channels(x: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """See `kvshelf.kernels.quantize.quantize_channels`."""
-    codes, scales, zeros = _quantize(x, bits, group)
-    return pack(codes, bits), scales, zeros
-
-
-def dequantize_tokens(
+def dequantize(
     codes: Tensor,
     scales: Tensor,
     zeros: Tensor,
     bits: int,
     group: int,
+    axis: Axis,
     num_channels: int,
     dtype: torch.dtype = torch.float64,
     start: int = 0,
     stop: int | None = None,
 ) -> Tensor:
-    """See `kvshelf.kernels.quantize.dequantize_tokens`."""
+    """See `kvshelf.kernels.quantize.dequantize`; fp64 unless another `dtype` is asked for."""
     rows = torch.zeros(codes.shape[0], num_channels, dtype=torch.float64)
     for r in range(codes.shape[0]):
         for c in range(num_channels):
-            rows[r, c] = float(zeros[r // group, c]) + unpacked(codes, bits, r, c) * float(scales[r // group, c])
-    return _rounded(rows[start:stop], dtype)
-
-
-def dequantize_channels(
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor,
-    bits: int,
-    group: int,
-    num_channels: int,
-    dtype: torch.dtype = torch.float64,
-    start: int = 0,
-    stop: int | None = None,
-) -> Tensor:
-    """See `kvshelf.kernels.quantize.dequantize_channels`."""
-    rows = torch.zeros(codes.shape[0], num_channels, dtype=torch.float64)
-    for r in range(codes.shape[0]):
-        for c in range(num_channels):
-            rows[r, c] = float(zeros[r, c // group]) + unpacked(codes, bits, r, c) * float(scales[r, c // group])
-    return _rounded(rows[start:stop], dtype)
+            at = (r // group, c) if axis == "tokens" else (r, c // group)
+            rows[r, c] = float(zeros[at]) + unpacked(codes, bits, r, c) * float(scales[at])
+    return rows[start:stop] if dtype == torch.float64 else rows[start:stop].float().to(dtype)
 
 
 def _quantize(x: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -75,11 +57,6 @@ def _quantize(x: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Tensor]
                 codes[r, g * group : (g + 1) * group] = ((elements - zero) / step).round().clamp(0, levels).long()
             scales[r, g], zeros[r, g] = step, zero
     return codes, scales, zeros
-
-
-def _rounded(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """By way of fp32, as the operation says."""
-    return rows if dtype == torch.float64 else rows.float().to(dtype)
 
 
 def floor_to_bf16(x: float) -> float:

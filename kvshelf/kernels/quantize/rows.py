@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from kvshelf.kernels.quantize import dequantize_channels, dequantize_tokens, quantize_channels, quantize_tokens
-
-Axis = Literal["tokens", "channels"]
-"""What a group is made of: consecutive rows of one channel, or consecutive channels of one row."""
+from kvshelf.kernels.groups import Axis, scales_shape
+from kvshelf.kernels.quantize import dequantize, quantize
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,9 +38,8 @@ class HeadRows:
             return self._picked(rows)
         start, stop, step = rows.indices(len(self))
         assert step == 1
-        dequantize = dequantize_tokens if self.axis == "tokens" else dequantize_channels
-        layout = (self.bits, self.group, self.num_channels, self.dtype)
-        return dequantize(self.codes, self.scales, self.zeros, *layout, start, max(start, stop))
+        coding = (self.bits, self.group, self.axis, self.num_channels, self.dtype)
+        return dequantize(self.codes, self.scales, self.zeros, *coding, start, max(start, stop))
 
     def _picked(self, rows: Tensor) -> Tensor:
         """Rows in any order. With its group's scales beside it, a row is a group of its own."""
@@ -89,9 +85,9 @@ class QuantizedRows:
     def quantize(cls, rows: Tensor, lengths: Sequence[int], *, bits: int, group: int, axis: Axis) -> QuantizedRows:
         """Quantize rows `[entries, C]`, packed by head. They must be finite; see `finite` for a dtype's extremes."""
         if axis == "channels":
-            codes, scales, zeros = quantize_channels(rows, bits, group)
+            codes, scales, zeros = quantize(rows, bits, group, axis)
         else:
-            heads = [quantize_tokens(head, bits, group) for head in torch.split(rows, list(lengths))]
+            heads = [quantize(head, bits, group, axis) for head in torch.split(rows, list(lengths))]
             codes, scales, zeros = (torch.cat(parts) for parts in zip(*heads, strict=True))
         return cls(codes, scales, zeros, bits, group, axis, rows.shape[1], rows.dtype, tuple(lengths))
 
@@ -143,13 +139,6 @@ class QuantizedRows:
     def dequantize(self) -> Tensor:
         """All rows, `[entries, num_channels]` in `dtype`."""
         return torch.cat([head[:] for head in self.heads()])
-
-
-def scales_shape(axis: Axis, group: int, lengths: Sequence[int], num_channels: int) -> tuple[int, int]:
-    """The shape of the scales, and of the zeros."""
-    if axis == "tokens":
-        return sum(-(-length // group) for length in lengths), num_channels
-    return sum(lengths), -(-num_channels // group)
 
 
 Rows = Tensor | QuantizedRows

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvshelf.kernels.groups import Axis
 from kvshelf.kernels.quantize import eager
 
 _TILE = 2048
@@ -23,97 +24,52 @@ _FEWEST_CHANNELS = 16
 """Of a tile: a sector of 32 bytes in bf16."""
 
 
-def quantize_tokens(x: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """See `kvshelf.kernels.quantize.quantize_tokens`."""
+def quantize(x: Tensor, bits: int, group: int, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
+    """See `kvshelf.kernels.quantize.quantize`."""
+    if axis == "channels" and group * bits % 8:  # two groups in a byte, as no codec has them
+        return eager.quantize(x, bits, group, axis)
     num_rows, num_channels = x.shape
-    num_groups = triton.cdiv(num_rows, group)
-    codes, scales, zeros = _outputs(x, bits, num_groups, num_channels)
-    if num_rows:
-        rows = triton.next_power_of_2(group)
-        channels = min(triton.next_power_of_2(num_channels), max(_FEWEST_CHANNELS, _TILE // rows))
+    codes, scales, zeros = eager.empty(x, bits, group, axis)
+    tile = triton.next_power_of_2(group)
+    if num_rows and axis == "tokens":
+        channels = min(triton.next_power_of_2(num_channels), max(_FEWEST_CHANNELS, _TILE // tile))
         channels = max(channels, 8 // bits)
-        _quantize_tokens[num_groups, triton.cdiv(num_channels, channels)](
+        _quantize_tokens[scales.shape[0], triton.cdiv(num_channels, channels)](
             x, codes, scales, zeros, num_rows, num_channels, *x.stride(), codes.shape[1], group,
-            BITS=bits, ROWS=rows, CHANNELS=channels, num_warps=_warps(rows * channels),
+            BITS=bits, ROWS=tile, CHANNELS=channels, num_warps=_warps(tile * channels),
+        )  # fmt: skip
+    elif num_rows:
+        groups = max(1, _TILE // tile)
+        _quantize_channels[(triton.cdiv(scales.numel(), groups),)](
+            x, codes, scales, zeros, scales.numel(), scales.shape[1], num_channels, *x.stride(), codes.shape[1],
+            group, BITS=bits, GROUPS=groups, CHANNELS=tile, num_warps=_warps(groups * tile),
         )  # fmt: skip
     return codes, scales, zeros
 
 
-def quantize_channels(x: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """See `kvshelf.kernels.quantize.quantize_channels`."""
-    if group * bits % 8:  # two groups in a byte, as no codec has them
-        return eager.quantize_channels(x, bits, group)
-    num_rows, num_channels = x.shape
-    num_groups = triton.cdiv(num_channels, group)
-    codes, scales, zeros = _outputs(x, bits, num_rows, num_groups)
-    if num_rows:
-        channels = triton.next_power_of_2(group)
-        groups = max(1, _TILE // channels)
-        _quantize_channels[(triton.cdiv(num_rows * num_groups, groups),)](
-            x, codes, scales, zeros, num_rows * num_groups, num_groups, num_channels, *x.stride(), codes.shape[1],
-            group, BITS=bits, GROUPS=groups, CHANNELS=channels, num_warps=_warps(groups * channels),
-        )  # fmt: skip
-    return codes, scales, zeros
-
-
-def dequantize_tokens(
+def dequantize(
     codes: Tensor,
     scales: Tensor,
     zeros: Tensor,
     bits: int,
     group: int,
+    axis: Axis,
     num_channels: int,
     dtype: torch.dtype,
     start: int,
     stop: int,
 ) -> Tensor:
-    """See `kvshelf.kernels.quantize.dequantize_tokens`."""
-    return _dequantized(codes, scales, zeros, bits, (group, 1), num_channels, dtype, start, stop)
-
-
-def dequantize_channels(
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor,
-    bits: int,
-    group: int,
-    num_channels: int,
-    dtype: torch.dtype,
-    start: int,
-    stop: int,
-) -> Tensor:
-    """See `kvshelf.kernels.quantize.dequantize_channels`."""
-    return _dequantized(codes, scales, zeros, bits, (1, group), num_channels, dtype, start, stop)
-
-
-def _dequantized(
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor,
-    bits: int,
-    group: tuple[int, int],
-    num_channels: int,
-    dtype: torch.dtype,
-    start: int,
-    stop: int,
-) -> Tensor:
-    """group: rows and channels that share a scale."""
+    """See `kvshelf.kernels.quantize.dequantize`."""
     out = codes.new_empty(stop - start, num_channels, dtype=dtype)
     if out.numel():
         row_bytes = triton.next_power_of_2(codes.shape[1])
         rows = max(1, _TILE * bits // (8 * row_bytes))
         _dequantize[(triton.cdiv(stop - start, rows),)](
             codes, scales, zeros, out, start, stop, num_channels,
-            codes.stride(0), scales.stride(0), zeros.stride(0), *group,
+            codes.stride(0), scales.stride(0), zeros.stride(0), *((group, 1) if axis == "tokens" else (1, group)),
             BITS=bits, ROWS=rows, BYTES=row_bytes, num_warps=_warps(rows * row_bytes * 8 // bits),
         )  # fmt: skip
     return out
-
-
-def _outputs(x: Tensor, bits: int, *shape: int) -> tuple[Tensor, Tensor, Tensor]:
-    codes = x.new_empty(x.shape[0], triton.cdiv(x.shape[1] * bits, 8), dtype=torch.uint8)
-    scales, zeros = (x.new_empty(shape, dtype=torch.bfloat16) for _ in range(2))
-    return codes, scales, zeros
 
 
 def _warps(tile: int) -> int:

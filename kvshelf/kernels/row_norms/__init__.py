@@ -18,8 +18,8 @@ def row_norms(states: Tensor) -> Tensor:
     returned in fp32, which must hold the squares: rows beyond 1e19 give inf, and those below 1e-18 lose digits. What is
     not a number makes its row so. Raises `InvalidTensor` for other shapes.
 
-    Bytes: states once, 4 a row written. FLOPs: 2 per element, so the memory is the limit. One launch on CUDA. Share of
-    the limit on a GPU: not measured.
+    Bytes: states once, 4 a row written. FLOPs: 2 per element, so the memory is the limit. On CUDA torch's operations,
+    which are nothing beside a prefill. Share of the limit on a GPU: not measured.
     """
     require_states("row_norms", {"states": 3}, states=states)
     if states.numel() == 0:

@@ -14,7 +14,7 @@ INLINE void norms_of(const Norms *n, const int64_t i, const int type) {
     const int64_t width = a->dim * (type == FP32 ? 4 : 2);
     const char *row = a->data + head * a->head_stride + begin * a->row_stride;
     for (int64_t r = begin; r < end; r++, row += a->row_stride) {
-        look_ahead(a, row, width);
+        look_ahead(row, a->row_stride, width);
         n->norms[head * a->rows + r] = norm_of(row, a->dim, type);
     }
 }

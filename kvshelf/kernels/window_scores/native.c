@@ -3,8 +3,7 @@
 
 #include "native.h"
 
-/* Keys of a block, which is one thread's; how many bytes memory is asked for in advance. */
-enum { FEW_ROWS = 8, BLOCK_KEYS = 512, AHEAD = 2048 };
+enum { BLOCK_KEYS = 512 }; /* of a block, which is one thread's */
 
 typedef struct {
     const void *rows, *keys; /* [count, dim] and [num_keys, dim] */
@@ -21,15 +20,10 @@ INLINE void multiply(const Products *a, const int64_t i, const int count, const 
     for (int r = 0; r < count; r++)
         for (int p = 0; p < parts; p++) rows[r][p] = load(a->rows, r * dim + p * LANES, type);
     for (int64_t k = begin; k < end; k++) {
-        const char *ahead = (const char *)a->keys + (k + AHEAD / (dim * bytes)) * stride * bytes;
-        for (int64_t line = 0; line < dim * bytes; line += 64) __builtin_prefetch(ahead + line);
+        look_ahead((const char *)a->keys + k * stride * bytes, stride * bytes, dim * bytes);
         Floats key[MOST_PARTS];
         for (int p = 0; p < parts; p++) key[p] = load(a->keys, k * stride + p * LANES, type);
-        for (int r = 0; r < count; r++) {
-            Floats product = rows[r][0] * key[0];
-            for (int p = 1; p < parts; p++) product += rows[r][p] * key[p];
-            a->logits[r * a->width + k] = sum(product);
-        }
+        for (int r = 0; r < count; r++) a->logits[r * a->width + k] = dot(rows[r], key, parts);
     }
 }
 

@@ -8,12 +8,9 @@ import ctypes
 import torch
 from torch import Tensor
 
-from kvshelf.kernels.native import TYPES, WIDTHS, compiled, pointer
+from kvshelf.kernels.native import FEW_ROWS, TYPES, WIDTHS, compiled, pointer
 from kvshelf.kernels.window_scores import eager
 from kvshelf.kernels.window_scores.eager import window_attention as window_attention  # its weights are its cost
-
-_FEW_ROWS = 8
-"""Rows that are kept in registers."""
 
 
 def window_scores(
@@ -32,7 +29,7 @@ def window_scores(
 def _multiply(rows: Tensor, keys: Tensor, out: Tensor) -> None:
     """See `eager.multiply`."""
     (count, dim), whole = rows.shape, keys.stride(1) == 1 and out.stride(1) == 1
-    if rows.dtype not in TYPES or keys.dtype != rows.dtype or count > _FEW_ROWS or dim not in WIDTHS or not whole:
+    if rows.dtype not in TYPES or keys.dtype != rows.dtype or count > FEW_ROWS or dim not in WIDTHS or not whole:
         eager.multiply(rows, keys, out)
         return
     rows = rows.contiguous()

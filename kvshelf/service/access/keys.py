@@ -25,7 +25,7 @@ OPEN_PATHS: Final = frozenset({"/", "/livez", "/readyz", "/openapi.json"})
 
 PAGE_FILES: Final = "/page/"
 
-_REREAD_S = 0.5
+REREAD_S: Final = 0.5
 
 
 @dataclass(frozen=True)
@@ -85,11 +85,9 @@ class LiveKeys:
         record = self._keys.identify(key.strip())
         return Caller(record.tenant, frozenset(record.scopes), record.id)
 
-    async def follow(self) -> None:
-        """Rereads the file while this task lives, so that a revoked key stops working within a second."""
-        while True:
-            await asyncio.sleep(_REREAD_S)
-            await asyncio.to_thread(self._reread)
+    async def reread(self) -> None:
+        """Read the file again; repeated every `REREAD_S`, so that a revoked key stops working within a second."""
+        await asyncio.to_thread(self._reread)
 
     def _reread(self) -> None:
         # Always read the whole (small) file: within one clock tick, modification times prove nothing.

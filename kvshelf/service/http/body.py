@@ -28,7 +28,7 @@ from kvshelf.service.access.keys import Caller
 from kvshelf.service.http.extract import Upload
 from kvshelf.service.settings import Settings
 from kvshelf.service.state import Service, off_loop, until_hangup
-from kvshelf.service.storage import room_for
+from kvshelf.service.storage import space_for
 
 QueryT = TypeVar("QueryT", bound=QueryString)
 
@@ -89,7 +89,7 @@ async def received_blob(request: Request, settings: Settings) -> AsyncIterator[B
     cap = _Cap("max_import_bytes", settings.max_import_bytes, settings.request_deadline_s)
     pending = bytearray()
     with ExitStack() as stack:
-        with room_for("a blob that arrives"):
+        with space_for("a blob that arrives"):
             file = stack.enter_context(TemporaryFile())
         async with aclosing(_arriving(request, settings, cap)) as chunks:
             async for chunk in chunks:
@@ -115,7 +115,7 @@ async def received_file(
         parser = _StrictParser(request.headers, chunks, max_files=1, max_fields=8, max_part_size=_MAX_FIELD_BYTES)
         parser.spool_max_size = 1  # 0 would keep it in memory
         try:
-            with room_for("a file that arrives"):
+            with space_for("a file that arrives"):
                 form = await parser.parse()
         except MultiPartException as exc:
             raise InvalidRequest(f"the form cannot be read: {exc.message}") from exc
@@ -142,7 +142,7 @@ def _nested(fields: Sequence[tuple[str, str]]) -> dict[str, Any]:
 
 
 def _append(file: BinaryIO, data: bytearray) -> None:
-    with room_for("a blob that arrives"):
+    with space_for("a blob that arrives"):
         file.write(data)
         file.flush()
 

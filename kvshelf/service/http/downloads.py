@@ -18,7 +18,7 @@ _CHUNK_BYTES = 1 << 20
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 
 
-class Wanted:
+class Selection:
     """The three request headers that select which bytes to send."""
 
     def __init__(
@@ -32,20 +32,20 @@ class Wanted:
         self.if_none_match = if_none_match
 
 
-InDownload = Annotated[Wanted, Depends()]
+InDownload = Annotated[Selection, Depends()]
 
 
-def download(blob: BlobFile, wanted: Wanted, media_type: str) -> Response:
+def download(blob: BlobFile, selection: Selection, media_type: str) -> Response:
     """An answer with the bytes; it closes `blob`. A single range is honoured; several ranges get the whole blob."""
     etag = f'"{blob.digest}"'
     headers = {"etag": etag, "accept-ranges": "bytes"}
-    if etag in [tag.strip().removeprefix("W/") for tag in wanted.if_none_match.split(",")]:
+    if etag in [tag.strip().removeprefix("W/") for tag in selection.if_none_match.split(",")]:
         blob.close()
         return Response(status_code=304, headers=headers)
-    span = None if wanted.if_range not in ("", etag) else _span(wanted.range, blob.nbytes)
+    span = None if selection.if_range not in ("", etag) else _span(selection.range, blob.nbytes)
     if span is not None and span[0] >= span[1]:
         blob.close()
-        return _unsatisfiable(wanted.range, blob.nbytes)
+        return _unsatisfiable(selection.range, blob.nbytes)
     start, end = span or (0, blob.nbytes)
     headers["content-length"] = str(end - start)
     if span is not None:
@@ -55,8 +55,8 @@ def download(blob: BlobFile, wanted: Wanted, media_type: str) -> Response:
     return StreamingResponse(content, status_code=status, headers=headers, media_type=media_type)
 
 
-def _unsatisfiable(wanted: str, nbytes: int) -> Response:
-    refused = error_response(InvalidRequest(f"range {wanted!r} is outside the {nbytes} bytes", param="range"))
+def _unsatisfiable(header: str, nbytes: int) -> Response:
+    refused = error_response(InvalidRequest(f"range {header!r} is outside the {nbytes} bytes", param="range"))
     refused.status_code = 416
     refused.headers["content-range"] = f"bytes */{nbytes}"
     return refused

@@ -9,63 +9,39 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from kvshelf.api import (
-    AnswerDelta,
-    AnswerList,
-    CacheObject,
-    CreateCache,
-    ErrorEnvelope,
-    Estimate,
-    LevelList,
-    Query,
-    RequestObject,
-    UpdateCache,
-)
-from kvshelf.api.batches import CreateBatch
-from kvshelf.api.inspect import KeptOf
-from kvshelf.api.openai import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
+from kvshelf.api import AnswerDelta, CacheObject, ErrorEnvelope, LevelList
+from kvshelf.api.openai import ChatCompletionChunk
 
-_READ_BY_ROUTES: list[type[BaseModel]] = [
-    AnswerDelta,
-    AnswerList,
-    ChatCompletion,
-    ChatCompletionChunk,
-    ChatCompletionRequest,
-    CreateBatch,
-    CreateCache,
-    ErrorEnvelope,
-    Estimate,
-    KeptOf,
-    Query,
-    RequestObject,
-    UpdateCache,
-]
+_NAMED: dict[str, type[BaseModel]] = {
+    model.__name__: model for model in (AnswerDelta, ChatCompletionChunk, ErrorEnvelope)
+}
+"""Models that the document describes although FastAPI does not see them: events, and what `_reference` names."""
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     "default": {
-        "description": "an error, told apart by `code`",
+        "description": "an error; `code` identifies its kind",
         "content": {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorEnvelope"}}},
     }
 }
-"""For the `responses` of every route."""
+"""The `responses` of every route."""
 
 EXISTING: dict[int | str, dict[str, Any]] = {
     200: {"model": CacheObject, "description": "the cache was already on the shelf"}
 }
-"""For the `responses` of the routes that put a cache on the shelf."""
+"""The `responses` of routes that store a cache."""
 
 EXISTING_LEVELS: dict[int | str, dict[str, Any]] = {
     200: {"model": CacheObject | LevelList, "description": "the cache, or every level, was already on the shelf"}
 }
-"""The same for the route that may put several caches there."""
+"""The same for the route that may store several caches."""
 
 
-# Tools differ in whether this schema is that of the whole text or of one event of it: it says what holds of both.
+# Some tools read this schema as that of the whole stream, others as that of one event. It is true of both.
 EVENTS: dict[str, Any] = {"text/event-stream": {"schema": {"description": "server-sent events"}}}
 
 
 def body_of(model: type[BaseModel], *, form: bool = False) -> dict[str, Any]:
-    """The `requestBody` of a route. With `form`, a multipart form with the document as `file` will do as well."""
+    """The `requestBody` of a route. form: it may also be a multipart form with the document as `file`."""
     content: dict[str, Any] = {"application/json": {"schema": _reference(model)}}
     if form:
         fields = {
@@ -77,23 +53,20 @@ def body_of(model: type[BaseModel], *, form: bool = False) -> dict[str, Any]:
 
 
 def json_or_events(one: type[BaseModel], *more: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
-    """The 200 of a route that answers with JSON, or with an event stream where `stream` asks for one."""
+    """The 200 of a route that answers with JSON, or with an event stream if `stream` is true."""
     schemas = [_reference(model) for model in (one, *more)]
-    content = {
-        "application/json": {"schema": schemas[0] if not more else {"anyOf": schemas}},
-        **EVENTS,
-    }
-    return {200: {"description": "the answer", "content": content}}
+    schema = {"anyOf": schemas} if more else schemas[0]
+    return {200: {"description": "the answer", "content": {"application/json": {"schema": schema}, **EVENTS}}}
 
 
 def query_of(model: type[BaseModel]) -> dict[str, Any]:
-    """The `parameters` of a route that reads its query string itself. Labels have any name, and stand in its text."""
+    """The `parameters` of a route that parses its query string itself, without labels, whose names are free."""
     fields = model.model_json_schema()["properties"]
     return {"parameters": [_parameter(name, schema) for name, schema in fields.items() if name != "labels"]}
 
 
 def _parameter(name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
-    # There is no null in a query string: what may be None is left out.
+    # A query string has no null: a parameter that is None is absent.
     plain = next(option for option in schema.get("anyOf", [schema]) if option.get("type") != "null")
     rules = {key: value for key, value in plain.items() if key not in ("title", "description")}
     return {
@@ -102,13 +75,13 @@ def _parameter(name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def install(app: FastAPI) -> None:
-    """Make `app.openapi` add the schemas that routes refer to by name."""
+    """Make `app.openapi` add the schemas of `_NAMED`."""
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:
         document = generate()
         _, definitions = models_json_schema(
-            [(model, "validation") for model in _READ_BY_ROUTES], ref_template="#/components/schemas/{model}"
+            [(model, "validation") for model in _NAMED.values()], ref_template="#/components/schemas/{model}"
         )
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
         for name, schema in definitions["$defs"].items():
@@ -119,4 +92,5 @@ def install(app: FastAPI) -> None:
 
 
 def _reference(model: type[BaseModel]) -> dict[str, str]:
+    _NAMED[model.__name__] = model
     return {"$ref": f"#/components/schemas/{model.__name__}"}

@@ -9,19 +9,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import structlog
 
 from kvshelf.api import CreateCache
 from kvshelf.api.strict import parse_request
+from kvshelf.corpus.run.runner import Job, Runner, refuse, stored_caches
 from kvshelf.errors import (
-    CacheError,
-    CacheNotFound,
     InternalError,
     InvalidRequest,
-    KvshelfError,
     QueueFull,
     RequestNotFound,
     StateConflict,
@@ -29,19 +28,18 @@ from kvshelf.errors import (
 )
 from kvshelf.service.engines import EngineClient
 from kvshelf.service.fair_queue import Rounds
+from kvshelf.service.loops import repeat
 from kvshelf.service.observe.logs import note
 from kvshelf.store.artifact.identity import canonical_json, digest
 from kvshelf.store.base import Store
-from kvshelf.store.jobs.requests import RequestRecord
-from kvshelf.workers.replica.attempts import LEASE_S, Standing, give_up
+from kvshelf.store.jobs.requests import RequestRecord, Requests
+from kvshelf.workers.replica.attempts import Standing
+from kvshelf.workers.replica.results import Created
 
 log = structlog.get_logger("kvshelf.service")
 
 _PREFIX = "req_"
-_RUNNERS_PER_MODEL = 2  # so that one document is prefilled while another is tokenized or stored
-_POLL_S = 0.5
-_STORE_PAUSE_S = 2.0
-_STORE_PAUSE_LIMIT_S = 60.0  # a full disk may stay full all night, and each attempt may waste a prefill
+_JOBS_PER_MODEL = 2  # so that one document is prefilled while another is tokenized or stored
 _LOOK_S = 2.0
 _MISHAP_PAUSE_S = 60.0  # the next try most likely meets the same bug and logs another traceback
 _FULL_PAUSE_S = 5.0  # roughly the time until one of many documents is done
@@ -67,7 +65,6 @@ class Background:
         self._deadline_s = deadline_s
         self._max_unfinished = max_unfinished
         self._unclaimed_s = unclaimed_s
-        # Each model has its own runners: shared ones would all wait for a model without workers.
         self._waiting = {model: _Backlog() for model in engines}
         self._known: dict[str, _Key] = {}
         self._arriving: list[_Key] = []
@@ -77,8 +74,13 @@ class Background:
 
     def start(self) -> None:
         """Start working, first on requests that an earlier process left unfinished."""
-        runners = [self._run(waiting) for waiting in self._waiting.values() for _ in range(_RUNNERS_PER_MODEL)]
-        self._tasks = [asyncio.ensure_future(work) for work in (self._take_up(), *runners)]
+        looking = repeat("look for unfinished requests", self._take_up, partial(asyncio.sleep, _LOOK_S))
+        self._tasks = [asyncio.ensure_future(looking)]
+        for waiting in self._waiting.values():
+            # Each model has its own queue and runner: with shared ones, all would wait for a model without workers.
+            runner = Runner(StoreError)
+            runner.going.set()
+            self._tasks += [asyncio.ensure_future(self._run(waiting, runner)) for _ in range(_JOBS_PER_MODEL)]
 
     async def stop(self) -> None:
         """Stop working. Unfinished requests stay in the store for the next start."""
@@ -114,24 +116,15 @@ class Background:
             record = self._store.requests.get(key.id, tenant=key.tenant)
         except RequestNotFound:
             return None
-        return record if record.state != "failed" and self._on_shelf(record) else None
+        return None if record.state == "failed" or stored_caches(self._store, record) is None else record
 
     def _open(self, key: _Key, body: bytes) -> RequestRecord:
         self._store.admit(key.tenant)
         requests = self._store.requests
         record = requests.open(key.id, tenant=key.tenant, body=body)
-        if not self._on_shelf(record):
+        if stored_caches(self._store, record) is None:
             record = requests.open(key.id, tenant=key.tenant, body=body, again=True)
         return record
-
-    def _on_shelf(self, record: RequestRecord) -> bool:
-        """Whether all caches that the request made are on the shelf."""
-        try:
-            for cache_id in record.cache_ids:
-                self._store.stat(cache_id, tenant=record.tenant)
-        except (CacheNotFound, CacheError):
-            return False
-        return True
 
     @contextmanager
     def _place(self, key: _Key) -> Iterator[None]:
@@ -160,20 +153,9 @@ class Background:
     async def _take_up(self) -> None:
         """Queue the requests that no process works on, because their process has ended or died.
 
-        Looks repeatedly, not only at the start: a process that is being replaced accepts requests until its successor
-        is ready.
+        Repeated, not only done at the start: a process that is being replaced accepts requests until its successor is
+        ready.
         """
-        while True:
-            try:
-                await self._look()
-            except StoreError as error:
-                log.warning("unfinished requests cannot be read yet", code=error.code, message=error.message)
-            except Exception:
-                # A bug of kvshelf must not stop this loop.
-                log.exception("unfinished requests cannot be read")
-            await asyncio.sleep(_LOOK_S)
-
-    async def _look(self) -> None:
         unfinished = await asyncio.to_thread(self._store.requests.unfinished)
         requests = [record for record in unfinished if record.id.startswith(_PREFIX)]  # not rows of batches
         ids = {record.id for record in requests}
@@ -194,7 +176,7 @@ class Background:
         """Queue a request if its model is served here; leave it to other services for up to `unclaimed_s`."""
         seen = self._elsewhere.get(record.id)
         if seen is None:
-            model = (await asyncio.to_thread(self._spec, record)).model or ""
+            model = (await asyncio.to_thread(_spec, self._store.requests, record.id)).model or ""
             if model in self._engines:
                 self._enqueue(_Key(record.id, record.tenant, model))
                 return
@@ -202,34 +184,34 @@ class Background:
             log.warning("a request waits for a model that is not served here", request=record.id, model=model)
         if time.time() - max(seen.at, record.updated_at) > self._unclaimed_s:
             message = f"model {seen.model!r} is not served here, and no other service on this shelf took the request"
-            await asyncio.to_thread(self._refuse, record, InvalidRequest(message, param="model"))
+            refused = InvalidRequest(message, param="model")
+            await asyncio.to_thread(refuse, self._store.requests, record.id, refused)
 
-    def _spec(self, record: RequestRecord) -> CreateCache:
-        """The request's body. Raises `StateConflict` if the request has ended; a lost body ends it."""
-        try:
-            return parse_request(CreateCache, self._store.requests.body(record.id))
-        except InternalError as error:
-            self._refuse(record, error)
-            raise StateConflict(error.message) from error
-
-    def _refuse(self, record: RequestRecord, error: KvshelfError) -> None:
-        requests = self._store.requests
-        attempt = requests.start(record.id, worker="front end", lease_s=LEASE_S)
-        requests.fail(record.id, attempt, code=error.code, message=error.message, param=error.param, final=True)
-
-    async def _run(self, waiting: _Backlog) -> None:
+    async def _run(self, waiting: _Backlog, runner: Runner) -> None:
         while True:
             key = await waiting.get()
             structlog.contextvars.bind_contextvars(request_id=key.id)
-            pauses = _growing(_STORE_PAUSE_S, _STORE_PAUSE_LIMIT_S)
             try:
-                while (pause_s := await self._advance(key, pauses)) is not None:
-                    await asyncio.sleep(pause_s)
+                end = await runner.run(self._job(key))
+                if isinstance(end, Created):
+                    log.info("created", cache_ids=[cache.manifest.id for cache in end.caches], existing=end.existing)
             except RequestNotFound:
                 log.warning("a request is gone from the store", request=key.id)
             except Exception:
                 self._set_aside(key.id)
             del self._known[key.id]
+
+    def _job(self, key: _Key) -> Job:
+        requests = self._store.requests
+        return Job(
+            id=key.id,
+            tenant=key.tenant,
+            requests=requests,
+            spec=partial(_spec, requests, key.id),
+            create=self._engines[key.model].create,
+            deadline_s=self._deadline_s,
+            leaves_held=True,  # if that worker dies, `_take_up` finds the request
+        )
 
     def _set_aside(self, request_id: str) -> None:
         """Handle an unexpected exception, so that one request cannot stop the others.
@@ -240,51 +222,14 @@ class Background:
         self._paused.add(request_id)
         asyncio.get_running_loop().call_later(_MISHAP_PAUSE_S, self._paused.discard, request_id)
 
-    async def _advance(self, key: _Key, pauses: Iterator[float]) -> float | None:
-        """Try a request once, if it is due. Returns the seconds until the next try; None if there is none.
 
-        pauses: seconds to wait, each time the store refuses a finished cache.
-        """
-        try:
-            return await self._advance_in(key, pauses)
-        except StoreError as error:
-            # The request stays in the store, so keep it queued: the outage will end.
-            log.warning("the store cannot be used for a background request", request=key.id, code=error.code)
-            return _STORE_PAUSE_S
-
-    async def _advance_in(self, key: _Key, pauses: Iterator[float]) -> float | None:
-        record = await asyncio.to_thread(self._store.requests.get, key.id, tenant=key.tenant)
-        match Standing.of(record):
-            case Standing.ENDED | Standing.HELD:
-                # If another process's worker holds it and dies, `_take_up` finds the request.
-                return None
-            case Standing.SPENT:
-                with suppress(StateConflict):  # another front end has just done the same
-                    await asyncio.to_thread(give_up, self._store.requests, record)
-                return None
-        try:
-            await self._try(record, self._engines[key.model])
-        except StoreError as error:
-            pause_s = next(pauses)
-            log.warning("a background request cannot be stored", request=key.id, code=error.code, pause_s=pause_s)
-            return pause_s
-        except KvshelfError as error:
-            # The worker has recorded the failure; the store knows whether another attempt is due.
-            log.info("background attempt failed", request=key.id, code=error.code)
-            return float(error.details.get("retry_after_s", _POLL_S))
-        return None
-
-    async def _try(self, record: RequestRecord, engine: EngineClient) -> None:
-        spec = await asyncio.to_thread(self._spec, record)
-        created = await engine.create(spec, tenant=record.tenant, deadline_s=self._deadline_s, request_id=record.id)
-        log.info("created", cache_ids=[cache.manifest.id for cache in created.caches], existing=created.existing)
-
-
-def _growing(first_s: float, limit_s: float) -> Iterator[float]:
-    """Pauses in seconds, each twice as long as the one before, up to `limit_s`."""
-    while True:
-        yield first_s
-        first_s = min(2 * first_s, limit_s)
+def _spec(requests: Requests, request_id: str) -> CreateCache:
+    """A request's body. Raises `StateConflict` if the request has ended; a lost or invalid body ends it."""
+    try:
+        return parse_request(CreateCache, requests.body(request_id))
+    except (InternalError, InvalidRequest) as error:
+        refuse(requests, request_id, error)
+        raise StateConflict(error.message) from error
 
 
 class _Key(NamedTuple):

@@ -8,13 +8,14 @@ from contextlib import suppress
 from tempfile import TemporaryFile
 from typing import Any, BinaryIO, Final
 
+from kvshelf.api.batches import BatchError, BatchStatus, RequestCounts
 from kvshelf.corpus.row import Row
 from kvshelf.corpus.run.stored import last_results
 from kvshelf.errors import BlobError, FileNotFound, StoreError
-from kvshelf.service.storage import room_for
+from kvshelf.service.storage import space_for
 from kvshelf.store.base import Store
-from kvshelf.store.jobs.batches import BatchCounts, BatchProblem, BatchRecord, BatchState
-from kvshelf.store.jobs.files import digest_of
+from kvshelf.store.jobs.batches import BatchRecord
+from kvshelf.store.jobs.bodies import digest_of
 
 _PIECE: Final = 1 << 20
 
@@ -24,7 +25,7 @@ class BadInput(Exception):
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
-        self.problem = BatchProblem(code=code, message=message, param="input_file_id")
+        self.problem = BatchError(code=code, message=message, param="input_file_id")
 
 
 def count_rows(store: Store, file_id: str, tenant: str, max_rows: int) -> int:
@@ -55,21 +56,21 @@ def _lines(file: BinaryIO) -> int:
     return count + (last != b"\n")
 
 
-def write_results(store: Store, record: BatchRecord, term: int) -> BatchCounts:
+def write_results(store: Store, record: BatchRecord, term: int) -> RequestCounts:
     """Write a batch's two result files from its journal: rows with a cache, and rows with an error.
 
     The record names each file as soon as it is stored. If the store has no space for the second one, the next try
     replaces the first, so no file is orphaned. Raises `StateConflict` if the lease of `term` is over, `StoreError`.
     """
     found: Counter[str] = Counter()
-    with room_for("the results of a batch"), TemporaryFile() as output, TemporaryFile() as errors:
+    with space_for("the results of a batch"), TemporaryFile() as output, TemporaryFile() as errors:
         for result in last_results(store.batches, record.id):
             _write_line(errors if result.error else output, result)
             found["failed" if result.error else "reused" if result.reused else "made"] += 1
         _keep(store, record, term, output, "output", "output_file_id")
         _keep(store, record, term, errors, "errors", "error_file_id")
     made, reused = found["made"], found["reused"]
-    return BatchCounts(total=record.counts.total, completed=made + reused, failed=found["failed"], reused=reused)
+    return RequestCounts(total=record.counts.total, completed=made + reused, failed=found["failed"], reused=reused)
 
 
 def _keep(store: Store, record: BatchRecord, term: int, file: BinaryIO, name: str, field: str) -> None:
@@ -99,7 +100,7 @@ def _write_line(file: BinaryIO, row: Row) -> None:
     file.write(json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
 
 
-def outcome(record: BatchRecord, counts: BatchCounts) -> tuple[BatchState, tuple[BatchProblem, ...]]:
+def outcome(record: BatchRecord, counts: RequestCounts) -> tuple[BatchStatus, tuple[BatchError, ...]]:
     """The state in which a batch with these rows ends, and the problems of the batch as a whole."""
     if record.problems:
         return "failed", record.problems
@@ -108,5 +109,5 @@ def outcome(record: BatchRecord, counts: BatchCounts) -> tuple[BatchState, tuple
     if not counts.total or counts.completed + counts.failed < counts.total:  # total is 0 before the input is checked
         return "expired", ()
     if counts.completed == 0:
-        return "failed", (BatchProblem(code="no_success", message="no row succeeded; the error file says why"),)
+        return "failed", (BatchError(code="no_success", message="no row succeeded; the error file says why"),)
     return "completed", ()

@@ -11,6 +11,8 @@ from typing import Final
 
 import structlog
 
+from kvshelf.api.batches import BatchError, RequestCounts
+from kvshelf.backoff import backoff_s
 from kvshelf.corpus.run.progress import Progress, RunOptions, RunState, Summary, Window
 from kvshelf.corpus.run.run import Run
 from kvshelf.corpus.run.stored import HomeJournal, StoredShard
@@ -20,7 +22,7 @@ from kvshelf.service.observe.metrics import Metrics
 from kvshelf.service.settings import Settings
 from kvshelf.service.storage import store_config
 from kvshelf.store.base import Store
-from kvshelf.store.jobs.batches import BatchCounts, BatchProblem, BatchRecord
+from kvshelf.store.jobs.batches import BatchRecord
 from kvshelf.workers.cluster.remote import RemoteEngine
 
 log = structlog.get_logger("kvshelf.service")
@@ -59,8 +61,9 @@ def rest_reason(record: BatchRecord, now: float) -> str:
 def waiting(record: BatchRecord, reason: str, now: float) -> BatchRecord:
     """The record of a batch that gives up its place for a pause. Each pause is longer than the last until the batch
     makes progress; a change of state ends the pause."""
-    pause_s = min(max(_PAUSE_S, 2 * record.progress.get("pause_s", 0.0)), _MAX_PAUSE_S)
-    told = {**record.progress, "waits_for": reason, "waits_from": now, "pause_s": pause_s}
+    pauses = record.progress.get("pauses", 0)
+    pause = {"pauses": pauses + 1, "pause_s": backoff_s(pauses, _PAUSE_S, _MAX_PAUSE_S)}
+    told = {**record.progress, "waits_for": reason, "waits_from": now, **pause}
     return record.model_copy(update={"progress": told})
 
 
@@ -109,9 +112,9 @@ class BatchWork:
         working = asyncio.create_task(self._advance())
         unexpected = False
         try:
-            await asyncio.wait({renewing, working}, return_when=asyncio.FIRST_COMPLETED)
-            if working.done():
-                working.result()
+            ended, _ = await asyncio.wait({renewing, working}, return_when=asyncio.FIRST_COMPLETED)
+            for task in ended:
+                task.result()
         except StateConflict:
             log.warning("a batch was taken over by another process", batch=self._id)
         except Exception:
@@ -124,22 +127,20 @@ class BatchWork:
             await asyncio.gather(working, renewing, return_exceptions=True)
             if not unexpected:
                 with suppress(StoreError):
-                    await asyncio.to_thread(self._batches.release, self._id, self._term)
+                    await asyncio.to_thread(self._batches.table.release, self._id, self._term)
 
     async def _renew(self) -> None:
-        """Renew the lease until another process has it."""
+        """Renew the lease. Raises `StateConflict` when another process has it."""
         while True:
             await asyncio.sleep(LEASE_S / 3)
             try:
-                await asyncio.to_thread(self._batches.renew, self._id, self._term, lease_s=LEASE_S)
-            except StateConflict:
-                return
+                await asyncio.to_thread(self._batches.table.renew, self._id, self._term, lease_s=LEASE_S)
             except StoreError as error:
                 log.warning("the lease of a batch could not be renewed", batch=self._id, code=error.code)
 
     async def _advance(self) -> None:
         """Work on the batch until it ends or rests."""
-        record = await self._change(_as_it_is)
+        record = await self._change(lambda record: record)
         log.info("batch taken up", batch=self._id, state=record.state, attempt=record.attempts)
         try:
             await self._go_on(record)
@@ -149,11 +150,12 @@ class BatchWork:
             await self._change(lambda record: waiting(record, reason, time.time()))
 
     async def _go_on(self, record: BatchRecord) -> None:
-        problems: tuple[BatchProblem, ...] = ()
+        problems: tuple[BatchError, ...] = ()
         try:
             if record.state == "validating" and not _is_to_end(record):
                 record = await self._validate(record)
-            if self._rests(record):
+            if reason := rest_reason(record, time.time()):
+                log.info("batch rests", batch=self._id, reason=reason)
                 return
             if not _is_to_end(record):
                 before = record
@@ -165,13 +167,8 @@ class BatchWork:
         except BadInput as bad:
             problems = (bad.problem,)
         except FileNotFound as gone:
-            problems = (BatchProblem(code=gone.code, message=gone.message, param="input_file_id"),)
+            problems = (BatchError(code=gone.code, message=gone.message, param="input_file_id"),)
         await self._end(problems)
-
-    def _rests(self, record: BatchRecord) -> bool:
-        if reason := rest_reason(record, time.time()):
-            log.info("batch rests", batch=self._id, reason=reason)
-        return bool(reason)
 
     async def _validate(self, record: BatchRecord) -> BatchRecord:
         """Check the whole input before any work; a fault in one row ends that row alone."""
@@ -179,7 +176,7 @@ class BatchWork:
         total = await asyncio.to_thread(count_rows, self._store, file_id, self._tenant, limit)
 
         def begin(record: BatchRecord) -> BatchRecord:
-            counted = record.model_copy(update={"counts": BatchCounts(total=total), "progress": {}})
+            counted = record.model_copy(update={"counts": RequestCounts(total=total), "progress": {}})
             return counted.entered("in_progress", time.time()) if record.state == "validating" else counted
 
         return await self._change(begin)
@@ -238,7 +235,7 @@ class BatchWork:
         reason = {**record.progress, "reason": summary.reason}
         return record.entered("cancelling", time.time(), progress=reason)
 
-    async def _end(self, problems: tuple[BatchProblem, ...]) -> None:
+    async def _end(self, problems: tuple[BatchError, ...]) -> None:
         """Write the result files from the journal and end the batch."""
         record = await self._change(lambda record: _ending(record, problems))
         counts = await asyncio.to_thread(write_results, self._store, record, self._term)
@@ -264,10 +261,6 @@ class BatchWork:
         return self._batches.update(self._id, update, tenant=self._tenant, term=self._term)
 
 
-def _as_it_is(record: BatchRecord) -> BatchRecord:
-    return record
-
-
 def _options(record: BatchRecord) -> RunOptions:
     """The options of the batch's run, without its window: outside the window the batch rests and gives up its place."""
     body = record.body
@@ -288,7 +281,7 @@ def with_progress(record: BatchRecord, progress: Progress, before: BatchRecord) 
     A resumed run revisits finished rows as reused; reported counts never decrease.
     """
     had, past = before.counts, before.progress
-    counts = BatchCounts(
+    counts = RequestCounts(
         total=had.total,
         completed=max(had.completed, progress.done),
         failed=progress.failed,
@@ -299,7 +292,7 @@ def with_progress(record: BatchRecord, progress: Progress, before: BatchRecord) 
         return record
     told = {
         "waits_for": waits,
-        "pause_s": past.get("pause_s", 0.0) if counts.completed == had.completed else 0.0,
+        "pauses": past.get("pauses", 0) if counts.completed == had.completed else 0,
         "tokens": max(past.get("tokens", 0), progress.tokens),
         "bytes_full": max(past.get("bytes_full", 0), progress.bytes_full),
         "bytes_stored": max(past.get("bytes_stored", 0), progress.bytes_stored),
@@ -308,8 +301,7 @@ def with_progress(record: BatchRecord, progress: Progress, before: BatchRecord) 
         "eta_s": None if progress.eta_s is None else round(progress.eta_s, 3),
         "gpu_hours": past.get("gpu_hours", 0.0) + progress.gpu_hours,
         "workers": {
-            name: {"done": share.done, "tokens": share.tokens, "seconds": round(share.seconds, 3)}
-            for name, share in progress.workers.items()
+            name: share.model_dump() | {"seconds": round(share.seconds, 3)} for name, share in progress.workers.items()
         },
     }
     return record.model_copy(update={"counts": counts, "progress": told})
@@ -319,13 +311,13 @@ def _is_to_end(record: BatchRecord) -> bool:
     return record.state in _ENDING or time.time() >= record.expires_at
 
 
-def _problems(record: BatchRecord, summary: Summary) -> tuple[BatchProblem, ...]:
+def _problems(record: BatchRecord, summary: Summary) -> tuple[BatchError, ...]:
     """Why a run failed before it tried every row."""
     if summary.state != RunState.FAILED or summary.done + summary.failed >= record.counts.total:
         return ()
-    return (BatchProblem(code="run_failed", message=summary.reason),)
+    return (BatchError(code="run_failed", message=summary.reason),)
 
 
-def _ending(record: BatchRecord, problems: tuple[BatchProblem, ...]) -> BatchRecord:
+def _ending(record: BatchRecord, problems: tuple[BatchError, ...]) -> BatchRecord:
     told = record.model_copy(update={"problems": problems or record.problems})
     return told if record.state in _ENDING else told.entered("finalizing", time.time())

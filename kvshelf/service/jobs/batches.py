@@ -15,17 +15,13 @@ from contextlib import suppress
 from functools import partial
 from typing import Final
 
-import structlog
-
-from kvshelf.errors import StoreError
 from kvshelf.service.jobs.batch_work import LEASE_S, BatchWork, rest_reason
+from kvshelf.service.loops import repeat
 from kvshelf.service.observe.metrics import Metrics
 from kvshelf.service.settings import Settings
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.batches import BatchRecord
 from kvshelf.workers.cluster.remote import RemoteEngine
-
-log = structlog.get_logger("kvshelf.service")
 
 _LOOK_S: Final = 1.0
 
@@ -41,12 +37,12 @@ class BatchRunner:
         self._metrics = metrics
         self._running: dict[str, tuple[str, asyncio.Task[None]]] = {}  # by id: the tenant and the work
         self._idle: list[BatchRecord] = []
-        self._wanted = asyncio.Event()
+        self._nudged = asyncio.Event()
         self._looking: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Take up idle batches, now and whenever a place is free."""
-        self._looking = asyncio.create_task(self._look())
+        self._looking = asyncio.create_task(repeat("look for batches", self._take_up, self._pause))
 
     async def stop(self) -> None:
         """Stop working. Unfinished batches stay in the store for the next start or another front end."""
@@ -57,29 +53,21 @@ class BatchRunner:
 
     def nudge(self) -> None:
         """Look for batches at once."""
-        self._wanted.set()
+        self._nudged.set()
 
     @property
     def counts(self) -> dict[str, int]:
         """Batches that this process runs, and idle ones in the store that may run."""
         return {"running": len(self._running), "waiting": len(self._idle)}
 
-    async def _look(self) -> None:
-        while True:
-            self._wanted.clear()
-            try:
-                await self._take_up()
-            except StoreError as error:
-                log.warning("batches cannot be read", code=error.code, message=error.message)
-            except Exception:
-                # A bug of kvshelf must not stop all batches.
-                log.exception("looking for batches failed unexpectedly")
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_LOOK_S):
-                    await self._wanted.wait()
+    async def _pause(self) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LOOK_S):
+                await self._nudged.wait()
 
     async def _take_up(self) -> None:
         """Start as many idle batches as may run, those of the tenant with the fewest running ones first."""
+        self._nudged.clear()
         unfinished = await asyncio.to_thread(self._store.batches.unfinished)
         now = time.time()
         idle = [each for each in unfinished if each.id not in self._running and not rest_reason(each, now)]
@@ -87,7 +75,7 @@ class BatchRunner:
             busy = Counter(tenant for tenant, _ in self._running.values())
             record = min(idle, key=lambda each: (busy[each.tenant], each.created_at))
             idle.remove(record)
-            term = await asyncio.to_thread(self._store.batches.take, record.id, lease_s=LEASE_S)
+            term = await asyncio.to_thread(self._store.batches.table.take, record.id, lease_s=LEASE_S)
             if term is not None:  # None: another front end runs it
                 self._begin(record, term)
         self._idle = idle

@@ -45,58 +45,46 @@ class Metrics:
         def gauge(name: str, about: str, *labels: str) -> Gauge:
             return Gauge(f"kvshelf_{name}", about, labels, registry=registry)
 
-        def seconds(name: str, about: str, *labels: str) -> Histogram:
-            return Histogram(f"kvshelf_{name}_seconds", about, labels, registry=registry, buckets=_SECONDS)
+        def histogram(name: str, about: str, *labels: str, buckets: Sequence[float] = _SECONDS) -> Histogram:
+            return Histogram(f"kvshelf_{name}", about, labels, registry=registry, buckets=buckets)
 
-        self._requests = counter("http_requests", "HTTP requests answered", "route", "method", "status")
-        self._request_s = seconds("http_request", "from a request's head to the end of its answer", "route", "method")
-
-        self._creations = counter(
-            "creations", "creations by result: new, existing, or an error's code", "model", "policy", "result"
+        self._requests = counter("http_requests", "answered HTTP requests", "route", "method", "status")
+        self._request_s = histogram(
+            "http_request_seconds", "from a request's head to its answer's end", "route", "method"
         )
-        self._creation_s = seconds(
-            "creation_phase", "of new caches: queue, prefill, compress, measure, store", "model", "phase"
+        self._creations = counter("creations", "by result: new, existing or an error code", "model", "policy", "result")
+        self._creation_s = histogram(
+            "creation_phase_seconds", "phases of creations that made a cache", "model", "phase"
         )
-        self._document_tokens = counter("document_tokens", "tokens of the documents that were compressed", "model")
-        self._kept_tokens = counter("kept_tokens", "tokens per layer and head that new caches keep", "model")
+        self._document_tokens = counter("document_tokens", "tokens of compressed documents", "model")
+        self._kept_tokens = counter("kept_tokens", "tokens that new caches keep, per layer and KV head", "model")
         self._full_bytes = counter("full_bytes", "bytes of new caches before compression", "model")
         self._stored_bytes = counter("stored_bytes", "bytes of new caches as stored", "model")
-
-        self._agreement = Histogram(
-            "kvshelf_quality_agreement",
-            "agreement of new caches with the full cache",
-            ("model", "policy"),
-            registry=registry,
-            buckets=_AGREEMENTS,
-        )
-
-        self._queries = counter("queries", "queries by result: answered, or an error's code", "result")
-        self._hits = counter("cache_hits", "queries answered from a cache, by where it was", "read_from")
+        about = "agreement of new caches with the full cache"
+        self._agreement = histogram("quality_agreement", about, "model", "policy", buckets=_AGREEMENTS)
+        self._queries = counter("queries", "queries by result: answered or an error code", "result")
+        self._hits = counter("cache_hits", "queries by the place of their cache", "read_from")
         self._misses = counter("cache_misses", "queries whose cache could not be used", "reason")
-        self._tokens_saved = counter("tokens_saved", "document tokens read from caches, not prefilled again", "model")
+        self._tokens_saved = counter("tokens_saved", "document tokens read from caches instead of prefilled", "model")
         self._prefill_tokens = counter("prefill_tokens", "tokens of questions", "model")
         self._completion_tokens = counter("completion_tokens", "tokens of answers", "model")
-        self._answer_s = seconds("answer_phase", "of answers: load, queue, prefill, decode", "model", "phase")
-        self._first_token_s = seconds(
-            "first_token", "from the question's arrival at a replica to its first token", "model"
-        )
-
-        self.in_flight = gauge("calls_in_flight", "calls that workers were asked and have not ended", "model", "call")
-        self._replicas = gauge("replicas", "replicas: running, wanted", "model", "state")
-        self._waiting = gauge("waiting_requests", "requests in the queues before the workers", "model", "kind")
-        self._background = gauge("background_requests", "creations in the background: queued, running", "state")
-        self._batches = gauge("batches", "batches that have not ended: run here, waiting", "state")
-        self._batch_rows = counter("batch_rows", "rows of batches by result: new, reused, failed", "result")
-        self._batch_tokens = counter("batch_tokens", "document tokens of rows that have a cache")
-        self._store_up = gauge("store_up", "1 if the store answered when it was last asked")
-        self._caches = gauge("caches", "caches on the shelf; NaN if the store does not say")
-        self._shelf_bytes = gauge("shelf_bytes", "bytes of all caches on the shelf; NaN if the store does not say")
+        self._answer_s = histogram("answer_phase_seconds", "phases of answers", "model", "phase")
+        self._first_token_s = histogram("first_token_seconds", "from a question's arrival to its first token", "model")
+        self.in_flight = gauge("calls_in_flight", "unfinished calls of replicas", "model", "call")
+        self._replicas = gauge("replicas", "replicas by state", "model", "state")
+        self._waiting = gauge("waiting_requests", "requests that wait for a replica", "model", "kind")
+        self._background = gauge("background_requests", "unfinished background creations", "state")
+        self._batches = gauge("batches", "unfinished batches", "state")
+        self._batch_rows = counter("batch_rows", "rows of batches by result", "result")
+        self._batch_tokens = counter("batch_tokens", "document tokens of batch rows that have a cache")
+        self._store_up = gauge("store_up", "1 if the store answered the last request for its usage, else 0")
+        self._caches = gauge("caches", "caches on the shelf; NaN if unknown")
+        self._shelf_bytes = gauge("shelf_bytes", "bytes of all caches on the shelf; NaN if unknown")
         self._usage_until = -math.inf
         # Create these labels at once: a counter that first appears with its first count has no rate then.
-        for place in _PLACES:
-            self._hits.labels(place)
-        for reason in _REASONS:
-            self._misses.labels(reason)
+        for counted, names in ((self._hits, _PLACES), (self._misses, _REASONS)):
+            for name in names:
+                counted.labels(name)
 
     def request(self, route: str, method: str, status: int, seconds: float) -> None:
         """Records a finished HTTP request. `route` is a path template; `method` may be any text."""
@@ -154,19 +142,6 @@ class Metrics:
             self._first_token_s.labels(model).observe(reply.first_token_s)
             _observe(self._answer_s, model, reply.phases)
 
-    def read_queues(self, queues: Mapping[str, Mapping[str, int]], background: Mapping[str, int]) -> None:
-        """Sets the numbers of waiting requests: `queues` by model and kind of work, `background` by state."""
-        for model, waiting in queues.items():
-            for kind, count in waiting.items():
-                self._waiting.labels(model, kind).set(count)
-        for state, count in background.items():
-            self._background.labels(state).set(count)
-
-    def read_batches(self, batches: Mapping[str, int]) -> None:
-        """Sets the number of batches by state."""
-        for state, count in batches.items():
-            self._batches.labels(state).set(count)
-
     def batch_advanced(self, before: Progress, now: Progress) -> None:
         """Records the progress of a batch between two snapshots of one run."""
         new = (now.done - now.reused) - (before.done - before.reused)
@@ -175,11 +150,18 @@ class Metrics:
             self._batch_rows.labels(result).inc(max(0, count))
         self._batch_tokens.inc(max(0, now.tokens - before.tokens))
 
-    def read_workers(self, running: Mapping[str, int], wanted: int) -> None:
-        """Sets the numbers of running and wanted replicas, as far as known."""
-        for model, count in running.items():
-            self._replicas.labels(model, "running").set(count)
-            self._replicas.labels(model, "wanted").set(wanted)
+    def read_queues(self, model: str, running: int, deployed: int, waiting: Mapping[str, int]) -> None:
+        """Sets the numbers of a model's replicas, and of the requests that wait for them, by kind of work."""
+        self._replicas.labels(model, "running").set(running)
+        self._replicas.labels(model, "wanted").set(deployed)
+        for kind, count in waiting.items():
+            self._waiting.labels(model, kind).set(count)
+
+    def read_jobs(self, background: Mapping[str, int], batches: Mapping[str, int]) -> None:
+        """Sets the numbers of background creations and of batches, by state."""
+        for gauge, counts in ((self._background, background), (self._batches, batches)):
+            for state, count in counts.items():
+                gauge.labels(state).set(count)
 
     async def read_shelf(self, store: Store) -> None:
         """Reads the store's usage unless it was read a moment ago. Waits for at most two seconds."""

@@ -1,22 +1,22 @@
-/** The HTTP API, as this page uses it. Everything that goes wrong is a `Failure` with the service's own words. */
+/** The HTTP API as this page uses it. Every error is a `Failure` with the service's message. */
 
 const KEY = "kvshelf.key";
 
 export class Failure extends Error {
-  /** `code` is the service's, or connection_failed; `requestId` is what its log calls the request. */
+  /** `code`: the service's, or connection_failed. `requestId`: the id of the request in the service's log. */
   constructor(message, code, { status = 0, requestId = "", missReason = null } = {}) {
     super(message);
     Object.assign(this, { code, status, requestId, missReason });
   }
 }
 
-/** The API key, for as long as this tab lives. It goes into a header and nowhere else. */
+/** The API key. It lives as long as this tab, and goes into a header and nowhere else. */
 export const apiKey = {
   get: () => sessionStorage.getItem(KEY) ?? "",
   set: (key) => (key ? sessionStorage.setItem(KEY, key) : sessionStorage.removeItem(KEY)),
 };
 
-/** Hears `refused` with the failure when the service wants a key, or another one. */
+/** Dispatches `refused` with the failure when the service asks for a key or refuses the given one. */
 export const access = new EventTarget();
 
 function authorization() {
@@ -29,7 +29,7 @@ function failureOf(status, text, requestId) {
   try {
     error = JSON.parse(text).error ?? {};
   } catch {
-    // Not the service but something before it has answered.
+    // The answer comes from a proxy, not from the service.
   }
   const failure = new Failure(error.message ?? `the answer has the status ${status}`, error.code ?? `http_${status}`, {
     status,
@@ -57,7 +57,7 @@ async function send(method, path, { json, headers = {}, signal } = {}) {
 
 const get = async (path, options) => (await send("GET", path, options)).json();
 
-/** A path with a query string of what is given. */
+/** A path with a query string of the parameters that have a value. */
 function withQuery(path, query) {
   const given = Object.entries(query).filter(([, value]) => value !== null && value !== undefined && value !== "");
   return given.length ? `${path}?${new URLSearchParams(given)}` : path;
@@ -74,7 +74,7 @@ export const listModels = async () => (await get("v1/models")).data;
 export const getRequest = (id, waitS, options) =>
   get(withQuery(`v1/requests/${encodeURIComponent(id)}`, { wait_s: waitS }), options);
 
-/** Which tokens a cache kept; `document` is its text where the service has not kept it. */
+/** The tokens that a cache kept; `document` is its text, if the service does not store it. */
 export async function keptTokens(id, document, firstLayer, options) {
   const path = withQuery(ofCache(id, "/kept"), { first_layer: firstLayer });
   if (document === null) return get(path, options);
@@ -90,14 +90,14 @@ export const createBatch = async (json) => (await send("POST", "v1/batches", { j
 export const changeBatch = async (id, action) => (await send("POST", ofBatch(id, `/${action}`))).json();
 export const getFile = async (id) => (await send("GET", `v1/files/${encodeURIComponent(id)}/content`)).blob();
 
-/** A batch each time it has changed, until it has ended. */
+/** The batch after each change, until it ends. */
 export const batchEvents = (id, options) => streamed("GET", ofBatch(id, "/events"), options);
 
 /** The events of a streamed answer, as objects. */
 export const ask = (id, question, options) =>
   streamed("POST", ofCache(id, "/query"), { json: { ...question, stream: true }, ...options });
 
-/** The events of an answer, as objects. One that is an error is thrown. */
+/** The events of an answer, as objects. Throws an error event as a `Failure`. */
 async function* streamed(method, path, options) {
   const response = await send(method, path, options);
   for await (const event of events(response)) {
@@ -142,7 +142,7 @@ export function uploadFile(file, options) {
   return upload("v1/files", form, {}, options);
 }
 
-/** POST a body, and tell how much of it has gone out. fetch cannot, so this is an XMLHttpRequest. */
+/** POST a body and report the share that was sent. XMLHttpRequest, because fetch cannot report it. */
 function upload(path, body, headers, { onProgress, signal }) {
   return new Promise((resolve, reject) => {
     const request = new XMLHttpRequest();

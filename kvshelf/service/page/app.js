@@ -1,4 +1,4 @@
-/** The page: which view the address names, the key if one is needed, and the work that goes on beside the views. */
+/** The page: the view that the address names, the form for the key, and the jobs that run beside the views. */
 
 import { access, apiKey } from "./api.js";
 import { html } from "./dom.js";
@@ -13,7 +13,7 @@ import { KeptView } from "./views/kept.js";
 import { PutView } from "./views/put.js";
 import { ShelfView } from "./views/shelf.js";
 
-/** Each view: its title, and the component, which gets the rest of the address as `ids`. A view is one line here. */
+/** Each view: its title and its component, which gets the rest of the address as `ids`. */
 const VIEWS = {
   shelf: ["Shelf", ShelfView],
   put: ["Put", PutView],
@@ -98,7 +98,7 @@ function KeyForm({ failure, onKey }) {
   return html`<form class="card narrow" onSubmit=${submit}>
     <${FailureNote} failure=${failure} />
     <${Field} label="API key" type="password" required autocomplete="off" value=${key} onValue=${setKey} />
-    <p class="hint">It is kept until this tab is closed, and sent in a header.</p>
+    <p class="hint">This tab keeps the key until you close it, and sends it in a header.</p>
     <button class="main">Use this key</button>
   </form>`;
 }

@@ -1,4 +1,4 @@
-/** Markup in template strings. Text in it is text: nothing on this page ever sets HTML. */
+/** Markup in template strings. Values are inserted as text; nothing on this page sets HTML. */
 
 import htm from "./vendor/htm.js";
 import { h } from "./vendor/preact.js";

@@ -3,12 +3,12 @@
 import { html } from "./dom.js";
 import { useEffect, useState } from "./vendor/hooks.js";
 
-/** `onValue` hears what is typed; all else is the element's own. */
+/** `onValue` gets the typed text; other properties go to the element. */
 export function Field({ label, as = "input", onValue, ...rest }) {
   return html`<label>${label} <${as} ...${rest} onInput=${(event) => onValue(event.target.value)} /></label>`;
 }
 
-/** As `Field`, where `onValue` hears only what is complete: after Enter, or when the field is left. */
+/** As `Field`, but `onValue` is called only after Enter or when the field loses focus. */
 export function LateField({ value, onValue, ...rest }) {
   const [draft, setDraft] = useState(value);
   useEffect(() => setDraft(value), [value]);
@@ -16,7 +16,7 @@ export function LateField({ value, onValue, ...rest }) {
   return html`<${Field} ...${rest} value=${draft} onValue=${setDraft} onChange=${hear} />`;
 }
 
-/** One of several: `options` are values with the text that people read. */
+/** A choice; `options` maps values to shown texts. */
 export function Choice({ label, options, value, onValue, ...rest }) {
   return html`<label>
     ${label}
@@ -26,13 +26,13 @@ export function Choice({ label, options, value, onValue, ...rest }) {
   </label>`;
 }
 
-/** `onValue` hears true or false. */
+/** `onValue` gets true or false. */
 export const Check = ({ label, value, onValue }) =>
   html`<label class="check">
     <input type="checkbox" checked=${value} onChange=${(event) => onValue(event.target.checked)} /> ${label}
   </label>`;
 
-/** `onFiles` hears of the files that were chosen. They can be chosen once more. */
+/** `onFiles` gets the chosen files. The same files can be chosen again. */
 export function Files({ label, onFiles, ...rest }) {
   const hear = (event) => {
     onFiles([...event.target.files]);

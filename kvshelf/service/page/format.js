@@ -37,14 +37,14 @@ export const moment = (unix) => moments.format(new Date(unix * 1000));
 
 export const expiry = (cache) => (cache.expires_at === null ? "never" : fromNow(cache.expires_at));
 
-/** What the shelf's table shows of the quality: the share of tokens that agree with the full cache's. */
+/** The quality column of the shelf: the share of tokens that agree with the full cache. */
 export const quality = (cache) =>
   typeof cache.quality?.agreement === "number" ? percent(cache.quality.agreement) : "–";
 
-/** What people call a cache: its name, else its document. */
+/** The title of a cache: its name, or its document without one. */
 export const title = (cache) => cache.name || cache.document_id;
 
-/** One line that tells a cache from others of its document. */
+/** One line that distinguishes a cache from others of its document. */
 export const summary = (cache) =>
   [
     `${title(cache)}: ${cache.policy}`,

@@ -6,7 +6,7 @@ import { useLayoutEffect, useRef } from "./vendor/hooks.js";
 const ROW_PX = 8;
 const GAP_PX = 2; // between layers
 
-/** `layers`: the numbers of those to be drawn. `onChoose` hears of the token at the place of a click. */
+/** `layers`: the layers to draw. `onChoose` gets the token under a click. */
 export function HeatMap({ kept, layers, label, onChoose }) {
   const canvas = useRef();
   const rows = layers.reduce((sum, layer) => sum + kept.heads(layer), 0);

@@ -1,10 +1,10 @@
-/** The text of a document, each token on the color of its share. Only what is near the window has elements. */
+/** The text of a document; a token's background shows its share. Only tokens near the viewport have elements. */
 
 import { html } from "./dom.js";
 import { level, stretches } from "./heat.js";
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "./vendor/hooks.js";
 
-/** `shares` of `kept.shares()`; `chosen`: the token that is marked; `onChoose` hears of another one. */
+/** `shares`: from `kept.shares()`. `chosen`: the marked token. `onChoose` gets a newly chosen token. */
 export function HeatText({ kept, shares, chosen, onChoose }) {
   const { tokens } = kept;
   const box = useRef();
@@ -12,7 +12,7 @@ export function HeatText({ kept, shares, chosen, onChoose }) {
   const near = useNear(box, parts.length);
   const place = parts.findIndex(([first, end]) => chosen >= first && chosen < end);
 
-  // The stretch first: its tokens have elements once it is near. (scrollIntoView would move the page, too.)
+  // Scroll to the stretch first; its tokens have elements only near the viewport. scrollIntoView would move the page too.
   useLayoutEffect(() => {
     if (!near.has(place)) box.current.scrollTop = box.current.children[place].offsetTop;
   }, [chosen]);
@@ -39,7 +39,7 @@ export function HeatText({ kept, shares, chosen, onChoose }) {
   </div>`;
 }
 
-/** Which children of the box are in its window or near it. */
+/** The children of the box that are in its viewport or near it. */
 function useNear(box, count) {
   const [near, setNear] = useState(new Set([0, 1]));
   useEffect(() => {
@@ -57,7 +57,7 @@ function useNear(box, count) {
   return near;
 }
 
-/** Some tokens. As plain text they take the same room, so that nothing moves when their elements come and go. */
+/** A stretch of tokens. As plain text it takes the same space, so nothing moves when elements are added or removed. */
 function Stretch({ tokens, first, end, shares, drawn, templateTokens, chosen }) {
   return useMemo(() => {
     if (!drawn) return html`<p>${tokens.slice(first, end).join("")}</p>`;

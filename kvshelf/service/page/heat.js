@@ -1,8 +1,8 @@
-/** Which tokens a cache kept, as numbers to draw: nothing here knows the page. */
+/** The kept tokens of a cache as numbers to draw. Independent of the page. */
 
 export const LEVELS = 8; // of color, besides none
 
-/** The answer of /v1/caches/{id}/kept, and what later answers add to it. */
+/** The answer of /v1/caches/{id}/kept, with the layers of later answers added. */
 export class Kept {
   #layers = new Map(); // number -> {kept, merged}: each head's bits
 
@@ -26,12 +26,12 @@ export class Kept {
     return this.#layers.has(layer);
   }
 
-  /** KV heads of a layer that is there. */
+  /** KV heads of a loaded layer. */
   heads(layer) {
     return this.#layers.get(layer).kept.length;
   }
 
-  /** How each head of a layer has a token: "kept", "merged" or "evicted". */
+  /** What each head of a layer did with a token: "kept", "merged" or "evicted". */
   states(layer, token) {
     const { kept, merged } = this.#layers.get(layer);
     return kept.map((bits, head) => {
@@ -79,10 +79,10 @@ export class Kept {
   }
 }
 
-/** The level of color of a share: 0 for none, up to `LEVELS` for all. */
+/** The color level of a share: 0 for none, `LEVELS` for all. */
 export const level = (share) => (share <= 0 ? 0 : Math.max(1, Math.ceil(share * LEVELS - 1e-6)));
 
-/** Tokens in stretches of about `size` that end with a line where one does: [first, past the last]. */
+/** Stretches of about `size` tokens, cut at line ends if possible: [first, past the last]. */
 export function stretches(tokens, size = 500) {
   const found = [];
   let first = 0;

@@ -1,4 +1,4 @@
-/** Documents on their way to the shelf. They go on while somebody looks at another view. */
+/** Uploads and creations. They continue while another view is open. */
 
 import { createInBackground, getRequest } from "./api.js";
 
@@ -6,7 +6,7 @@ const AT_ONCE = 2; // a browser has six connections to a host, and a job waits o
 const WAIT_S = 20;
 const AGAIN_MS = 2000;
 
-/** Whether a question may be answered when it is put again: the service is away, or busy, or being replaced. */
+/** Whether a repeat may succeed: the service is down, busy or restarting. */
 const mayPass = ({ code, status }) => code === "connection_failed" || status === 429 || status >= 500;
 
 const pause = (signal) =>
@@ -33,14 +33,14 @@ export class Jobs extends EventTarget {
     this.#tell();
   }
 
-  /** Give up waiting. What the service has received already it completes. */
+  /** Stop waiting. The service completes what it has received. */
   stop(key) {
     const job = this.list.find((each) => each.key === key);
     if (job.state === "waiting") this.#change(job, { state: "stopped", body: null });
     job.stop.abort();
   }
 
-  /** Forget those that have ended. */
+  /** Forget the jobs that have ended. */
   clear() {
     this.list = this.list.filter((job) => ["waiting", "uploading", "working"].includes(job.state));
     this.#tell();
@@ -76,7 +76,7 @@ export class Jobs extends EventTarget {
     }
   }
 
-  /** The service goes on with the document whether or not it can be asked, so what keeps it from answering is no end. */
+  /** The service continues the work while it cannot be reached, so a failed poll does not end the job. */
   async #ask(job, id, waitS) {
     const { signal } = job.stop;
     for (;;) {

@@ -1,4 +1,4 @@
-/** The shelf, page by page as somebody looks at it: ten thousand caches are never fetched or shown at once. */
+/** The shelf, fetched page by page while it is scrolled: a large shelf is never fetched or drawn as a whole. */
 
 import { listCaches } from "./api.js";
 import { useCallback, useEffect, useRef, useState } from "./vendor/hooks.js";
@@ -8,7 +8,7 @@ const NOTHING = { rows: [], more: true, loading: false, failure: null };
 
 /**
  * The caches that match `query`, newest first: `{rows, more, loading, failure, loadMore, refresh, replace, remove}`.
- * `loadMore` fetches the next page, unless one is on its way.
+ * `loadMore` fetches the next page, unless one is being fetched.
  */
 export function useCaches(query) {
   const [state, setState] = useState(NOTHING);

@@ -1,9 +1,9 @@
-/** What several views are made of. */
+/** Components that several views share. */
 
 import { html } from "./dom.js";
 import { useEffect, useLayoutEffect, useRef, useState } from "./vendor/hooks.js";
 
-/** What went wrong, with its code and the id under which the service's log has it. */
+/** A failure with its code and its request id in the service's log. */
 export function FailureNote({ failure }) {
   if (!failure) return null;
   return html`<div class="failure" role="alert">
@@ -16,7 +16,7 @@ export function FailureNote({ failure }) {
   </div>`;
 }
 
-/** What has happened, for those who do not see it. */
+/** An announcement for screen readers. */
 export const Announce = ({ text }) => html`<p class="unseen" role="status">${text}</p>`;
 
 /** A list of terms and values; null values are left out. */
@@ -27,7 +27,7 @@ export function Facts({ facts }) {
   </dl>`;
 }
 
-/** A question before something that cannot be undone. Escape and "Keep" answer no. */
+/** A confirmation of an action that cannot be undone. Escape and "Keep" answer no. */
 export function Confirm({ question, action, onYes, onNo }) {
   const dialog = useRef();
   useLayoutEffect(() => dialog.current.showModal(), []); // before the next key is heard
@@ -40,11 +40,11 @@ export function Confirm({ question, action, onYes, onNo }) {
   </dialog>`;
 }
 
-/** Progress from 0 to 1; null: under way, nobody knows how far. */
+/** Progress from 0 to 1; null: in progress, share unknown. */
 export const Progress = ({ share, label }) =>
   html`<progress max="1" value=${share ?? undefined} aria-label=${label}></progress>`;
 
-/** What `load` gives, once it is there: [value, failure]. It is asked again when one of `inputs` changes. */
+/** The result of `load` once it is there: [value, failure]. Loaded again when one of `inputs` changes. */
 export function useLoaded(load, inputs) {
   const [state, setState] = useState([null, null]);
   useEffect(() => {

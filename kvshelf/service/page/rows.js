@@ -1,4 +1,4 @@
-/** A table that draws only the rows in sight. One row is the current one; the keys move it, as in any list. */
+/** A table that draws only the visible rows. Arrow keys move the current row. */
 
 import { html } from "./dom.js";
 import { useEffect, useLayoutEffect, useRef, useState } from "./vendor/hooks.js";
@@ -7,8 +7,8 @@ const BEYOND = 8; // rows drawn above and below those in sight
 const AHEAD = 60; // rows before the end at which the next page is asked for
 
 /**
- * `columns`: [{name, title, cell(row), className}]. `current` is the index of the current row, or -1; `onCurrent` hears
- * another one. `more`: there are rows beyond the last one, which `onEnd` fetches.
+ * `columns`: [{name, title, cell(row), className}]. `current` is the index of the current row, or -1; `onCurrent`
+ * gets a newly chosen one. `more`: there are rows beyond the last one, which `onEnd` fetches.
  */
 export function Rows({ label, rows, columns, current, onCurrent, onOpen, more, onEnd, empty }) {
   const box = useRef();
@@ -32,7 +32,7 @@ export function Rows({ label, rows, columns, current, onCurrent, onOpen, more, o
     if (more && last + AHEAD > rows.length) onEnd();
   });
 
-  // Only after a key: a row that somebody clicks or scrolls to stays where it is.
+  // Only after a key: a clicked row stays where it is.
   useLayoutEffect(() => {
     if (moved === 0 || current < 0) return;
     const above = current * sight.row;

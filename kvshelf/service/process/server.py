@@ -1,6 +1,6 @@
 """The service itself: starts the store, Ray, the replicas and the HTTP server, and stops them in reverse order.
 
-While Ray starts, the modules of the replicas are imported; while the replicas load their models, the routes are.
+While Ray starts, the modules of the replicas and of the routes are imported: both need torch, the store does not.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def serve(settings: Settings, place: Place) -> None:
         log.info("starting", models=settings.models, store=settings.redacted()["store"])
         replicas = settings.replicas * len(settings.models)
         with (
-            _importing("kvshelf.service.process.replicas"),
+            _importing("kvshelf.service.process.replicas", "kvshelf.service.app"),
             ray_cluster(settings.address, min_cpus=replicas) as local,
             _stopped_by_signals(),
         ):
@@ -59,12 +59,13 @@ def serve(settings: Settings, place: Place) -> None:
 
 
 @contextmanager
-def _importing(module: str) -> Iterator[None]:
-    """Imports a module on a thread during the block. If that fails, the statement that needs the module fails too."""
+def _importing(*modules: str) -> Iterator[None]:
+    """Imports modules on a thread during the block. If that fails, the statement that needs the module fails too."""
     import ray  # noqa: F401 - import all of it before two threads import parts of it
 
     with ThreadPoolExecutor(1, thread_name_prefix="imports") as thread:
-        thread.submit(import_module, module)
+        for module in modules:
+            thread.submit(import_module, module)
         yield
 
 
@@ -76,7 +77,7 @@ def _serve_on(
     from kvshelf.service.storage import store_config
 
     with deployed_replicas(settings, store_config(settings), local=local) as engines:
-        from kvshelf.service.app import create_app  # while the replicas load their models
+        from kvshelf.service.app import create_app
 
         await_replicas(settings, engines)
         cut_off_unread(place.listener, settings.unread_deadline_s)

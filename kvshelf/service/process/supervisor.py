@@ -57,13 +57,13 @@ class Place:
 
         Otherwise a service without API keys, which must listen on loopback only, could keep listening elsewhere.
         """
-        (_, _, _, _, wanted), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        (_, _, _, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         have = self.listener.getsockname()
-        if have[0] != wanted[0] or port not in (0, have[1]):
+        if have[0] != address[0] or port not in (0, have[1]):
             raise InvalidRequest(
                 f"the settings say {host} port {port}, but this service listens on {have[0]} port {have[1]}. "
                 "To change the address, stop the service and start it again",
-                param="port" if have[0] == wanted[0] else "host",
+                param="port" if have[0] == address[0] else "host",
             )
 
 

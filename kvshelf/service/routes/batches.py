@@ -6,19 +6,19 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
+from functools import partial
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Header, Request, Response
 
 from kvshelf.api.batches import (
-    BatchError,
     BatchErrors,
     BatchList,
     BatchObject,
     BatchProgress,
+    BatchStatus,
     CreateBatch,
     ListBatches,
-    RequestCounts,
 )
 from kvshelf.corpus.input.rows import require_defaults
 from kvshelf.corpus.run.progress import Window
@@ -31,7 +31,7 @@ from kvshelf.service.http.server import LEAVING
 from kvshelf.service.jobs.batch_work import rest_reason
 from kvshelf.service.routes.files import KEEP_S
 from kvshelf.service.state import InService, Service, off_loop
-from kvshelf.store.jobs.batches import BatchRecord, BatchState
+from kvshelf.store.jobs.batches import BatchRecord
 from kvshelf.workers.replica.create.spec import require_policy
 
 router = APIRouter(prefix="/v1/batches", tags=["batches"], responses=openapi.ERRORS)
@@ -39,10 +39,7 @@ router = APIRouter(prefix="/v1/batches", tags=["batches"], responses=openapi.ERR
 _POLL_S: Final = 1.0
 _UNITS_S: Final = {"h": 3600.0, "d": 86400.0}
 _EVENTS: Final[dict[int | str, dict[str, Any]]] = {
-    200: {
-        "description": "the batch, each time that it has changed",
-        "content": openapi.EVENTS,
-    }
+    200: {"description": "the batch after each change", "content": openapi.EVENTS}
 }
 
 
@@ -71,7 +68,8 @@ def _created(service: Service, tenant: str, body: CreateBatch) -> BatchRecord:
     if service.store.batches.count_unfinished(tenant=tenant) >= limit:
         raise QuotaExceeded(f"{limit} batches of this tenant have not ended, as many as may be; wait, or cancel some")
     now = time.time()
-    return service.store.batches.create(tenant, _body(body), now=now, expires_at=now + _window_s(body))
+    expires_at = now + _seconds(body.completion_window)
+    return service.store.batches.create(tenant, _body(body), now=now, expires_at=expires_at)
 
 
 def _body(body: CreateBatch) -> dict[str, Any]:
@@ -84,8 +82,8 @@ def _body(body: CreateBatch) -> dict[str, Any]:
     }
 
 
-def _window_s(body: CreateBatch) -> float:
-    return float(body.completion_window[:-1]) * _UNITS_S[body.completion_window[-1]]
+def _seconds(completion_window: str) -> float:
+    return float(completion_window[:-1]) * _UNITS_S[completion_window[-1]]
 
 
 @router.get("", openapi_extra=openapi.query_of(ListBatches))
@@ -108,36 +106,20 @@ async def get_batch(batch_id: str, service: InService, caller: Reader) -> BatchO
 @router.post("/{batch_id}/cancel")
 async def cancel_batch(batch_id: str, service: InService, caller: Writer) -> BatchObject:
     """Cancel a batch. Running rows stop after their current layer; finished rows stay and are in the result files."""
-
-    def cancel(record: BatchRecord) -> BatchRecord:
-        if record.state in ("cancelling", "cancelled"):
-            return record
-        return _require_unended(record, "cancelled").entered("cancelling", time.time())
-
-    return await _changed(service, caller, batch_id, cancel)
+    return await _changed(service, caller, batch_id, _cancelled)
 
 
 @router.post("/{batch_id}/pause")
 async def pause_batch(batch_id: str, service: InService, caller: Writer) -> BatchObject:
     """Pause a batch until it is resumed. Its completion window keeps running."""
-
-    def pause(record: BatchRecord) -> BatchRecord:
-        if record.state == "paused":
-            return record
-        return _require(record, "in_progress", "paused").entered("paused", time.time())
-
+    pause = partial(_moved, before="in_progress", after="paused", verb="paused")
     return await _changed(service, caller, batch_id, pause)
 
 
 @router.post("/{batch_id}/resume")
 async def resume_batch(batch_id: str, service: InService, caller: Writer) -> BatchObject:
     """Resume a paused batch."""
-
-    def resume(record: BatchRecord) -> BatchRecord:
-        if record.state == "in_progress":
-            return record
-        return _require(record, "paused", "resumed").entered("in_progress", time.time())
-
+    resume = partial(_moved, before="paused", after="in_progress", verb="resumed")
     return await _changed(service, caller, batch_id, resume)
 
 
@@ -146,16 +128,17 @@ async def retry_batch(batch_id: str, service: InService, caller: Writer) -> Batc
     """Run a batch that has ended again: its failed rows, and the rows that were never tried."""
     record = await off_loop(service.store.batches.get, batch_id, tenant=caller.tenant)
     await off_loop(service.store.files.get, record.body["input_file_id"], tenant=caller.tenant)
+    return await _changed(service, caller, batch_id, retried)
 
-    def retry(record: BatchRecord) -> BatchRecord:
-        if not record.ended:
-            raise StateConflict(f"batch {record.id} is {record.state}; only one that has ended can be tried again")
-        state: BatchState = "in_progress" if record.counts.total else "validating"
-        now = time.time()
-        again = {"attempts": record.attempts + 1, "problems": (), "progress": {}}
-        return record.entered(state, now, expires_at=now + record.expires_at - record.created_at, **again)
 
-    return await _changed(service, caller, batch_id, retry)
+def retried(record: BatchRecord) -> BatchRecord:
+    """The record of an ended batch that runs again, with a new completion window. Raises `StateConflict`."""
+    if not record.ended:
+        raise StateConflict(f"batch {record.id} is {record.state}; only one that has ended can be tried again")
+    state: BatchStatus = "in_progress" if record.counts.total else "validating"
+    now = time.time()
+    again = {"attempts": record.attempts + 1, "problems": (), "progress": {}}
+    return record.entered(state, now, expires_at=now + _seconds(record.body["completion_window"]), **again)
 
 
 @router.get("/{batch_id}/events", responses=_EVENTS, response_class=Response)
@@ -186,16 +169,20 @@ async def _snapshots(
             await asyncio.wait_for(leaving.wait(), _POLL_S)
 
 
-def _require(record: BatchRecord, state: BatchState, to_be: str) -> BatchRecord:
-    if record.state != state:
-        raise StateConflict(f"batch {record.id} is {record.state}; only one that is {state} can be {to_be}")
-    return record
-
-
-def _require_unended(record: BatchRecord, to_be: str) -> BatchRecord:
+def _cancelled(record: BatchRecord) -> BatchRecord:
+    if record.state in ("cancelling", "cancelled"):
+        return record
     if record.ended:
-        raise StateConflict(f"batch {record.id} is {record.state} and can no longer be {to_be}")
-    return record
+        raise StateConflict(f"batch {record.id} is {record.state} and can no longer be cancelled")
+    return record.entered("cancelling", time.time())
+
+
+def _moved(record: BatchRecord, *, before: BatchStatus, after: BatchStatus, verb: str) -> BatchRecord:
+    if record.state == after:
+        return record
+    if record.state != before:
+        raise StateConflict(f"batch {record.id} is {record.state}; only one that is {before} can be {verb}")
+    return record.entered(after, time.time())
 
 
 async def _changed(
@@ -220,12 +207,12 @@ def batch_object(record: BatchRecord) -> BatchObject:
         input_file_id=body["input_file_id"],
         completion_window=body["completion_window"],
         status="paused" if paused else record.state,
-        errors=_errors(record),
+        errors=BatchErrors(data=list(record.problems)) if record.problems else None,
         output_file_id=record.output_file_id,
         error_file_id=record.error_file_id,
         created_at=int(record.created_at),
         expires_at=int(record.expires_at),
-        request_counts=RequestCounts(**record.counts.model_dump()),
+        request_counts=record.counts,
         metadata=body["metadata"],
         model=body["options"].get("model"),
         window=body["window"],
@@ -233,9 +220,3 @@ def batch_object(record: BatchRecord) -> BatchObject:
         progress=BatchProgress.model_validate(told | {"reason": waits or told.get("reason", "")}),
         **{f"{state}_at": int(entered) for state, entered in record.times.items() if state != "validating"},
     )
-
-
-def _errors(record: BatchRecord) -> BatchErrors | None:
-    if not record.problems:
-        return None
-    return BatchErrors(data=[BatchError(**problem.model_dump()) for problem in record.problems])

@@ -90,9 +90,9 @@ def _verification(store: Store, cache_id: str, tenant: str) -> Verification:
 @router.get(
     "/{cache_id}/blob",
     response_class=StreamingResponse,
-    responses={200: {"description": "the blob"} | _BLOB, 206: {"description": "the range asked for"} | _BLOB},
+    responses={200: {"description": "the blob"} | _BLOB, 206: {"description": "the requested range"} | _BLOB},
 )
-async def download_blob(cache_id: str, service: InService, caller: Reader, wanted: InDownload) -> Response:
+async def download_blob(cache_id: str, service: InService, caller: Reader, selection: InDownload) -> Response:
     """The stored bytes, for `CompressedCache.from_bytes`. Honours one byte range; several ranges get the whole blob."""
     blob = await in_turn(service, caller, service.store.open_blob, cache_id, tenant=caller.tenant)
-    return download(blob, wanted, BLOB_TYPE)
+    return download(blob, selection, BLOB_TYPE)

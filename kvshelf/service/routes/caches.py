@@ -40,7 +40,10 @@ router = APIRouter(prefix="/v1/caches", tags=["caches"], responses=openapi.ERROR
 
 _ACCEPTED: dict[int | str, dict[str, Any]] = {
     **openapi.EXISTING_LEVELS,
-    202: {"model": RequestObject, "description": "with `Prefer: respond-async`: it is written down and will be done"},
+    202: {
+        "model": RequestObject,
+        "description": "the request, with `Prefer: respond-async`; a worker will take it",
+    },
 }
 
 
@@ -115,7 +118,9 @@ async def list_caches(request: Request, service: InService, caller: Reader) -> C
 
 
 @router.get(
-    "/{cache_id}", response_model=CacheObject, responses={304: {"description": "as the caller has it: If-None-Match"}}
+    "/{cache_id}",
+    response_model=CacheObject,
+    responses={304: {"description": "`If-None-Match` has its tag"}},
 )
 async def get_cache(
     cache_id: str, service: InService, caller: Reader, if_none_match: Annotated[str, Header()] = ""

@@ -26,10 +26,10 @@ _TYPE: Final = "application/octet-stream"
 _FORM: Final[dict[str, Any]] = {
     "type": "object",
     "properties": {
-        "file": {"type": "string", "format": "binary", "description": "JSON lines, in UTF-8"},
+        "file": {"type": "string", "format": "binary", "description": "JSON lines in UTF-8"},
         "purpose": {"type": "string", "enum": ["batch"]},
         "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
-        "expires_after[seconds]": {"type": "integer", "minimum": 1, "description": "30 days if absent"},
+        "expires_after[seconds]": {"type": "integer", "minimum": 1, "description": "default: 30 days"},
     },
     "required": ["file", "purpose"],
 }
@@ -70,12 +70,12 @@ async def get_file(file_id: str, service: InService, caller: Reader) -> FileObje
 @router.get(
     "/{file_id}/content",
     response_class=StreamingResponse,
-    responses={200: {"description": "the file"} | _CONTENT, 206: {"description": "the range asked for"} | _CONTENT},
+    responses={200: {"description": "the file"} | _CONTENT, 206: {"description": "the requested range"} | _CONTENT},
 )
-async def get_content(file_id: str, service: InService, caller: Reader, wanted: InDownload) -> Response:
+async def get_content(file_id: str, service: InService, caller: Reader, selection: InDownload) -> Response:
     """The bytes of a file. Honours one byte range; several ranges get the whole file."""
     opened = await off_loop(service.store.files.open, file_id, tenant=caller.tenant)
-    return download(opened, wanted, _TYPE)
+    return download(opened, selection, _TYPE)
 
 
 @router.delete("/{file_id}")

@@ -72,7 +72,7 @@ async def _allowances(service: Service, tenant: str) -> TenantAllowances:
     )
 
 
-@router.get("/livez", response_class=Response, responses={200: {"description": "this process answers"}})
+@router.get("/livez", response_class=Response, responses={200: {"description": "the process answers"}})
 async def livez() -> Response:
     """Whether the front end answers. Workers and store are not checked, because a restart would not help them."""
     return Response("ok\n", media_type="text/plain")
@@ -102,7 +102,7 @@ async def _store(service: Service) -> ReadyPart:
     return ReadyPart(name="store", ready=not health.faults, reason="; ".join(health.faults + health.warnings))
 
 
-async def _workers(engine: RemoteEngine, wanted: int) -> ReadyPart:
+async def _workers(engine: RemoteEngine, replicas: int) -> ReadyPart:
     """Asks both Ray and a replica, because Ray notices a death only at its next health check."""
     name = f"workers:{engine.model}"
     running = await _running(engine)
@@ -116,13 +116,13 @@ async def _workers(engine: RemoteEngine, wanted: int) -> ReadyPart:
         if running is None:
             return ReadyPart(name=name, ready=False, reason=f"neither a replica nor Ray answers within {_PROBE_S:g} s")
         if running == 0:
-            return ReadyPart(name=name, ready=False, reason=f"0 of {wanted} replicas run; one is being started")
+            return ReadyPart(name=name, ready=False, reason=f"0 of {replicas} replicas run; one is being started")
     except KvshelfError as error:
         return ReadyPart(name=name, ready=False, reason=error.message)
     if running is None:
-        reason = f"Ray does not say within {_PROBE_S:g} s how many of {wanted} replicas run"
+        reason = f"Ray does not say within {_PROBE_S:g} s how many of {replicas} replicas run"
     else:
-        reason = "" if running >= wanted else f"{running} of {wanted} replicas run"
+        reason = "" if running >= replicas else f"{running} of {replicas} replicas run"
     return ReadyPart(name=name, ready=True, reason=reason)
 
 

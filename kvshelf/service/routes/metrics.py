@@ -17,15 +17,13 @@ router = APIRouter(tags=["service"], responses=openapi.ERRORS)
 @router.get(
     "/metrics",
     response_class=Response,
-    responses={200: {"description": "the numbers", "content": {"text/plain": {"schema": {"type": "string"}}}}},
+    responses={200: {"description": "all metrics", "content": {"text/plain": {"schema": {"type": "string"}}}}},
 )
 async def metrics(_: Admin, service: InService, accept: Annotated[str, Header()] = "") -> Response:
     """All metrics of this service, in Prometheus' text format, or as OpenMetrics if the caller accepts it."""
-    service.metrics.read_workers(
-        {m: engine.remote.running for m, engine in service.engines.items()}, service.settings.replicas
-    )
-    service.metrics.read_queues({m: engine.waiting for m, engine in service.engines.items()}, service.background.counts)
-    service.metrics.read_batches(service.batches.counts)
+    for model, engine in service.engines.items():
+        service.metrics.read_queues(model, engine.remote.running, service.settings.replicas, engine.waiting)
+    service.metrics.read_jobs(service.background.counts, service.batches.counts)
     await service.metrics.read_shelf(service.store)
     encode, media_type = choose_encoder(accept)
     return Response(encode(service.metrics.registry), media_type=media_type)

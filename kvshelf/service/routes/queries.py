@@ -11,13 +11,14 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from kvshelf.api import AnswerDelta, AnswerList, AnswerObject, Comparison, Query
-from kvshelf.service.access.keys import Caller, Reader
+from kvshelf.api.strict import MissReason
+from kvshelf.service.access.keys import Reader
 from kvshelf.service.http import openapi
 from kvshelf.service.http.body import read_json
 from kvshelf.service.http.errors import miss_reason
 from kvshelf.service.http.events import event_stream
-from kvshelf.service.recompute import UNUSABLE, Original
-from kvshelf.service.state import TAKES_TOKENS, InService, Service, off_loop, until_hangup
+from kvshelf.service.recompute import UNUSABLE, Question
+from kvshelf.service.state import TAKES_TOKENS, InService, until_hangup
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.replica.results import Reply
 
@@ -34,91 +35,61 @@ router = APIRouter(prefix="/v1/caches", tags=["queries"], responses=openapi.ERRO
 async def query(cache_id: str, request: Request, service: InService, caller: Reader) -> Response:
     """Answer one or more prompts from a stored cache, without prefilling its document again."""
     body = await read_json(request, Query, service.settings)
-    asking = await _Asking.begin(service, caller, cache_id, body)
+    if body.compare and body.seed is None:
+        # Compared answers share one seed, so that they differ by their caches and not by chance.
+        body = body.model_copy(update={"seed": secrets.randbits(63)})
+    question = await Question.find(service, caller, cache_id, body)
     if body.stream:
-        return await event_stream(request, asking.events())
-    answers = await until_hangup(request, asking.answers())
+        return await event_stream(request, _events(question))
+    answers = await until_hangup(request, _answers(question))
     if isinstance(body.prompt, list):
         return JSONResponse({"object": "list", "data": [_wire(answer) for answer in answers]})
     return JSONResponse(_wire(answers[0]))
 
 
-class _Asking:
-    """One query. `original` is None if a miss is an error and nothing is compared."""
+async def _answers(question: Question) -> list[AnswerObject]:
+    """The answer to each prompt, each with the full cache's answer if the caller wants to compare."""
+    reason = None
+    try:
+        replies = await question.answers(question.manifest)
+    except UNUSABLE as miss:
+        reason = miss_reason(miss)
+        replies = await question.answers(await question.again(miss))
+    answers: list[AnswerObject] = [reply.model_copy(update={"recomputed": reason}) for reply in replies]
+    if not question.query.compare:
+        return answers
+    full = await question.answers(await question.full())
+    compared = [_comparison(ours, theirs) for ours, theirs in zip(replies, full, strict=True)]
+    return [answer.model_copy(update={"compare": found}) for answer, found in zip(answers, compared, strict=True)]
 
-    def __init__(
-        self, service: Service, caller: Caller, body: Query, manifest: Manifest, original: Original | None
-    ) -> None:
-        self._service = service
-        self._tenant = caller.tenant
-        self._deadline_s = service.settings.request_deadline_s
-        # Compared answers share one seed, so that they differ by their caches and not by chance.
-        seeded = body.compare and body.seed is None
-        self._query = body.model_copy(update={"seed": secrets.randbits(63)}) if seeded else body
-        self._manifest = manifest
-        self._original = original
 
-    @classmethod
-    async def begin(cls, service: Service, caller: Caller, cache_id: str, body: Query) -> _Asking:
-        """Look up the cache. Raises the errors of `Store.stat` or `Original.find`."""
-        if body.compare or body.on_miss == "recompute":
-            original = await Original.find(service, caller, cache_id, recompute=body.on_miss == "recompute")
-            return cls(service, caller, body, original.manifest, original)
-        with service.metrics.asking():
-            manifest = await off_loop(service.store.stat, cache_id, tenant=caller.tenant)
-        return cls(service, caller, body, manifest, None)
-
-    async def answers(self) -> list[AnswerObject]:
-        """The answer to each prompt, each with the full cache's answer if the caller wants to compare."""
-        manifest, reason = self._manifest, None
-        try:
-            replies = await self._replies(manifest)
-        except UNUSABLE as miss:
-            manifest, reason = await self._again(miss), miss_reason(miss)
-            replies = await self._replies(manifest)
-        answers: list[AnswerObject] = [reply.model_copy(update={"recomputed": reason}) for reply in replies]
-        if not self._query.compare:
-            return answers
-        assert self._original is not None
-        full = await self._replies(await self._original.full())
-        compared = [_comparison(ours, theirs) for ours, theirs in zip(replies, full, strict=True)]
-        return [answer.model_copy(update={"compare": found}) for answer, found in zip(answers, compared, strict=True)]
-
-    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
-        """The answer as events: its pieces, then the whole answer."""
-        begun = False
-        try:
-            async with aclosing(self._pieces(self._manifest)) as events:
-                async for event in events:
-                    begun = True
-                    yield event
-            return
-        except UNUSABLE as miss:
-            if begun:
-                raise
-            manifest, reason = await self._again(miss), miss_reason(miss)
-        async with aclosing(self._pieces(manifest, reason)) as events:
+async def _events(question: Question) -> AsyncGenerator[dict[str, Any], None]:
+    """The answer as events: its pieces, then the whole answer."""
+    begun = False
+    try:
+        async with aclosing(_pieces(question, question.manifest)) as events:
             async for event in events:
+                begun = True
                 yield event
+        return
+    except UNUSABLE as miss:
+        if begun:
+            raise
+        manifest, reason = await question.again(miss), miss_reason(miss)
+    async with aclosing(_pieces(question, manifest, reason)) as events:
+        async for event in events:
+            yield event
 
-    async def _replies(self, manifest: Manifest) -> list[Reply]:
-        engine = self._service.engine_for(manifest)
-        return await engine.query(manifest.id, self._query, tenant=self._tenant, deadline_s=self._deadline_s)
 
-    async def _pieces(self, manifest: Manifest, recomputed: Any = None) -> AsyncGenerator[dict[str, Any], None]:
-        engine = self._service.engine_for(manifest)
-        replies = engine.stream(manifest.id, self._query, tenant=self._tenant, deadline_s=self._deadline_s)
-        async with aclosing(replies):
-            async for piece in replies:
-                if isinstance(piece, str):
-                    yield AnswerDelta(text=piece).model_dump(mode="json")
-                else:
-                    yield _wire(piece.model_copy(update={"recomputed": recomputed}))
-
-    async def _again(self, miss: Any) -> Manifest:
-        if self._query.on_miss == "error" or self._original is None:
-            raise miss
-        return await self._original.again(miss)
+async def _pieces(
+    question: Question, manifest: Manifest, recomputed: MissReason | None = None
+) -> AsyncGenerator[dict[str, Any], None]:
+    async with aclosing(question.stream(manifest)) as replies:
+        async for piece in replies:
+            if isinstance(piece, str):
+                yield AnswerDelta(text=piece).model_dump(mode="json")
+            else:
+                yield _wire(piece.model_copy(update={"recomputed": recomputed}))
 
 
 def _comparison(ours: Reply, full: Reply) -> Comparison:

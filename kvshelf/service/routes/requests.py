@@ -10,6 +10,7 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
 
 from kvshelf.api import ErrorBody, RequestObject
+from kvshelf.backoff import backoff_s
 from kvshelf.errors import InternalError, by_code
 from kvshelf.service.access.keys import Reader
 from kvshelf.service.http import openapi
@@ -43,13 +44,13 @@ async def _wait(
     requests: Requests, request_id: str, tenant: str, wait_s: float, leaving: asyncio.Event
 ) -> RequestRecord:
     end = time.monotonic() + wait_s
-    pause_s = _FIRST_POLL_S
+    poll = 0
     while True:
         record = await off_loop(requests.get, request_id, tenant=tenant)
         if record.state in ("done", "failed") or time.monotonic() >= end or leaving.is_set():
             return record
-        await asyncio.sleep(min(pause_s, max(0.0, end - time.monotonic())))
-        pause_s = min(2 * pause_s, _LAST_POLL_S)
+        await asyncio.sleep(min(backoff_s(poll, _FIRST_POLL_S, _LAST_POLL_S), max(0.0, end - time.monotonic())))
+        poll += 1
 
 
 def request_json(record: RequestRecord) -> dict[str, Any]:

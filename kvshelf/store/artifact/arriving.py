@@ -13,13 +13,14 @@ from contextlib import AbstractContextManager, closing, suppress
 from functools import partial
 from io import RawIOBase
 from itertools import chain
-from types import TracebackType
 from typing import Final, Self
 
 from kvshelf.errors import StoreUnavailable
 from kvshelf.store.artifact import blob
-from kvshelf.store.artifact.blob import BlobSummary, Body
+from kvshelf.store.artifact.blob.body import Body
+from kvshelf.store.artifact.blob.frame import BlobSummary
 from kvshelf.store.artifact.blob.layer import Layer
+from kvshelf.store.artifact.blob.segment import read_layer
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.memory import fill, used_memory
 from kvshelf.store.artifact.records import LayerRecord
@@ -151,7 +152,7 @@ class ArrivingCache:
         body = Body(memory)
         with suppress(InvalidStateError):  # closed meanwhile; later layers have their error
             for index in checked:
-                self.layers[index].set_result(blob.read_layer(index, header, body))
+                self.layers[index].set_result(read_layer(index, header, body))
                 self._resolved = index + 1
 
     def _runs(self, memory: memoryview, runs: Sequence[range]) -> Generator[range]:
@@ -201,9 +202,7 @@ class ArrivingCache:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kvshelf.store.artifact import blob, codecs
+from kvshelf.store.artifact import codecs
+from kvshelf.store.artifact.blob import PackedBlob, tensors
+from kvshelf.store.artifact.encoding import encode
 from kvshelf.store.artifact.identity import Identity
 from kvshelf.store.artifact.records import Kept, LayerRecord, Merged, PackedRecord, Parts, RopeMode
 
@@ -54,7 +56,7 @@ class CompressedCache:
         wanted = codecs.resolve(self.codec, codec)
         if str(wanted) == self.codec:
             return self
-        layers = (wanted.encode(layer, f"layer {index}") for index, layer in enumerate(self.layers))
+        layers = (encode(wanted, layer, f"layer {index}") for index, layer in enumerate(self.layers))
         return replace(self, layers=tuple(layers), codec=str(wanted))
 
     def to_bytes(self, codec: str | None = None) -> bytes:
@@ -65,12 +67,12 @@ class CompressedCache:
         cache = self if codec is None else self.encoded(codec)
         return b"".join(cache.pack().buffers)
 
-    def pack(self) -> blob.PackedBlob:
-        """The blob as buffers that share the tensors' memory. Raises `InvalidRequest` as `blob.pack` does."""
-        return blob.pack(self.layers, self.num_tokens, self.next_position, self.identity, self.codec)
+    def pack(self) -> PackedBlob:
+        """The blob as buffers that share the tensors' memory. Raises `InvalidRequest` as `tensors.pack` does."""
+        return tensors.pack(self.layers, self.num_tokens, self.next_position, self.identity, self.codec)
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> CompressedCache:
         """Read a blob. Every digest is checked before a tensor is made; raises `BlobError` for any other bytes."""
-        header, layers = blob.decode(data)
+        header, layers = tensors.decode(data)
         return cls(layers, header.num_tokens, header.next_position, header.to_identity(), header.codec)

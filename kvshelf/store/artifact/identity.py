@@ -20,6 +20,9 @@ Layout = Literal["chat", "plain"]
 Boundary = Literal["text", "document", "after_system", "after_user", "after_assistant"]
 """Where the cached tokens end: after plain text, inside the user turn of the document, or after a whole turn."""
 
+RopeMode = Literal["baked", "pre"]
+"""Whether a layer's keys are rotated to the positions of their tokens, or not rotated yet."""
+
 DIGEST_BYTES = 20
 """Length of every digest that becomes part of an id: 160 bits, so that no two identities ever collide by chance."""
 

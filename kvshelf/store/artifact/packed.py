@@ -6,15 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from kvshelf.errors import StateConflict
 from kvshelf.kernels.quantize.rows import HeadRows, QuantizedRows, Rows, by_head, plain
-
-RopeMode = Literal["baked", "pre"]
+from kvshelf.store.artifact.identity import RopeMode
 
 Rotate = Callable[[Tensor, Tensor], Tensor]
 """Applies the model's RoPE: keys `[n, D]` fp32 and positions `[n]` int64 to keys `[n, D]`."""

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from kvshelf.kernels.prefix_attention.prefixes import MergedPrefix, PackedPrefix, Prefix, StreamedPrefix
-from kvshelf.store.artifact.packed import HeadView, Packed, RopeMode, Rotate, offsets_of, padded, rotation
+from kvshelf.store.artifact.identity import RopeMode
+from kvshelf.store.artifact.packed import HeadView, Packed, Rotate, offsets_of, padded, rotation
 
 __all__ = ["Kept", "LayerRecord", "Merged", "PackedRecord", "Parts", "RopeMode", "Rotate"]
 
@@ -29,23 +30,6 @@ class Kept(Packed):
     """Some of a layer's entries, unchanged but for the codec. An entry is a token. See `Packed` for the fields."""
 
     kind: ClassVar[Literal["kept"]] = "kept"
-
-    @classmethod
-    def from_heads(
-        cls,
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
-        positions: Sequence[Tensor],
-        rope_mode: RopeMode = "baked",
-    ) -> Kept:
-        """Pack one tensor per KV head: keys `[kept_h, D]`, values `[kept_h, Dv]`, positions `[kept_h]`."""
-        return cls(
-            keys=torch.cat(list(keys)),
-            values=torch.cat(list(values)),
-            entries_at=torch.cat(list(positions)).to(torch.int32),
-            offsets=offsets_of([head.shape[0] for head in positions]),
-            rope_mode=rope_mode,
-        )
 
     def prefixes(self, rotate: Rotate | None = None) -> tuple[Prefix, ...]:
         """The prefixes of this layer for attention. `rotate` is needed for keys that carry no rotation yet.

@@ -10,13 +10,19 @@ import sqlite3
 import stat
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
+from importlib.resources import files
 from pathlib import Path
+from typing import Final
 
 from kvshelf.errors import StoreUnavailable
-from kvshelf.store.disk import schema
 from kvshelf.store.disk.faults import translated
 
 FILE_NAME = "shelf.sqlite3"
+
+HOME_FORMAT: Final = 3
+"""Incremented when the tables change in a way that older versions cannot work with."""
+
+_TABLES: Final = files(__package__).joinpath("schema.sql").read_text("utf-8")
 
 
 def known_key(home: Path) -> bytes | None:
@@ -135,20 +141,17 @@ class Database:
         try:
             if not connection.execute("SELECT 1 FROM sqlite_schema WHERE name = 'meta'").fetchone():
                 connection.execute("PRAGMA journal_mode = WAL")
-                connection.executescript(f"BEGIN IMMEDIATE;{schema.TABLES}")
-                connection.execute("INSERT INTO meta VALUES ('format', ?)", (str(schema.HOME_FORMAT).encode(),))
+                connection.executescript(f"BEGIN IMMEDIATE;{_TABLES}")
+                connection.execute("INSERT INTO meta VALUES ('format', ?)", (str(HOME_FORMAT).encode(),))
                 connection.execute("INSERT INTO meta VALUES ('key', ?)", (key,))
                 connection.execute("COMMIT")
-            if (found := self._format(connection)) != schema.HOME_FORMAT:
+            row = connection.execute("SELECT value FROM meta WHERE name = 'format'").fetchone()
+            found = "?" if row is None else bytes(row["value"]).decode(errors="replace")
+            if found != str(HOME_FORMAT):
                 raise StoreUnavailable(
                     f"the shelf at {self._home} has home format {found}, this version of kvshelf works with "
-                    f"{schema.HOME_FORMAT}: upgrade kvshelf or use another folder"
+                    f"{HOME_FORMAT}: upgrade kvshelf or use another folder"
                 )
             return bytes(connection.execute("SELECT value FROM meta WHERE name = 'key'").fetchone()["value"])
         finally:
             connection.close()
-
-    @staticmethod
-    def _format(connection: sqlite3.Connection) -> int | None:
-        row = connection.execute("SELECT value FROM meta WHERE name = 'format'").fetchone()
-        return int(row["value"]) if row is not None and bytes(row["value"]).isdigit() else None

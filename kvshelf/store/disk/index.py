@@ -1,18 +1,17 @@
-"""The index of a disk home: all SQL about caches. The tables are in `kvshelf.store.disk.schema`."""
+"""The index of a disk home: all SQL about caches. The tables are in `schema.sql`."""
 
 from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import astuple
+from dataclasses import asdict, astuple
 from typing import Any, Final, Literal
 
-from kvshelf.errors import QuotaExceeded
 from kvshelf.store import eviction
 from kvshelf.store.blobs import WRITE_LEASE_S
 from kvshelf.store.disk.database import Database
 from kvshelf.store.disk.jobs import SqliteJobs
-from kvshelf.store.index import Entry, Index, Query, Quota, Writing, lapsed, over_budget, over_quota
+from kvshelf.store.index import UNCOUNTED, Entry, Index, Query, Quota, Writing, lapsed
 from kvshelf.store.manifest import Manifest, Usage
 
 _FIELDS: Final = (
@@ -42,13 +41,11 @@ class SqliteIndex(Index):
         with self._database.write(durable=False) as tx:
             caches, nbytes = _taken(tx, replaced, writing.tenant)
             if quota.max_caches is not None and replaced and caches + 1 > quota.max_caches:
-                raise QuotaExceeded(
-                    f"{caches} caches are on the shelf, as many as may be ({quota.max_caches}); delete some first"
-                )
+                raise quota.exceeded("max_caches", caches, size)
             if quota.max_bytes is not None and nbytes + size > quota.max_bytes:
-                raise over_quota(size, nbytes, quota.max_bytes)
+                raise quota.exceeded("max_bytes", nbytes, size)
             if quota.budget_bytes is not None and _taken(tx, replaced, None)[1] + size > quota.budget_bytes:
-                raise over_budget(size, quota.budget_bytes)
+                raise quota.exceeded("budget_bytes", 0, size)
             _register(tx, writing, self._now() + self.write_lease_s)
 
     def renew(self, name: str) -> None:
@@ -237,7 +234,8 @@ def _taken(connection: sqlite3.Connection, cache_id: str, tenant: str | None) ->
         f"SELECT coalesce(sum(caches), 0) AS caches, coalesce(sum(bytes), 0) AS bytes FROM ("
         f"  SELECT caches, bytes FROM usage WHERE true {mine}"
         f"  UNION ALL SELECT -1, -nbytes - source_bytes FROM caches WHERE id = ? AND state = 'ready' {mine}"
-        f"  UNION ALL SELECT nbytes > 0, nbytes + source_bytes FROM writes WHERE lease_until > 0 AND id != ? {mine})",
+        f"  UNION ALL SELECT nbytes > 0, nbytes + source_bytes FROM writes"
+        f"  WHERE lease_until > 0 AND tenant != '{UNCOUNTED}' AND id != ? {mine})",
         (*values, cache_id, *values, cache_id, *values),
     ).fetchone()
     return row["caches"], row["bytes"]
@@ -251,25 +249,12 @@ def _require_lease(connection: sqlite3.Connection, name: str, now: float) -> Non
 
 def _insert(connection: sqlite3.Connection, writing: Writing, manifest: Manifest, cost_s: float) -> None:
     priority = eviction.priority(_clock(connection), 1, cost_s, writing.nbytes)
+    described = manifest.model_dump(include={"id", "tenant", "document_id", "model", "policy", "expires_at", "pinned"})
     cursor = connection.execute(
         "INSERT INTO caches (id, tenant, state, name, nbytes, source, source_bytes, document_id, model, policy, "
-        "expires_at, cost_s, priority, pinned, manifest) VALUES (?, ?, 'ready', ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        (
-            manifest.id,
-            manifest.tenant,
-            writing.name,
-            writing.nbytes,
-            writing.source,
-            writing.source_bytes,
-            manifest.document_id,
-            manifest.model,
-            manifest.policy,
-            manifest.expires_at,
-            cost_s,
-            priority,
-            manifest.pinned,
-            manifest.model_dump_json(),
-        ),
+        "expires_at, cost_s, priority, pinned, manifest) VALUES (:id, :tenant, 'ready', :name, :nbytes, :source, "
+        ":source_bytes, :document_id, :model, :policy, :expires_at, :cost_s, :priority, :pinned, :manifest)",
+        asdict(writing) | described | {"cost_s": cost_s, "priority": priority, "manifest": manifest.model_dump_json()},
     )
     assert cursor.lastrowid is not None
     _set_labels(connection, cursor.lastrowid, manifest.labels)

@@ -3,49 +3,20 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, Literal
+from collections.abc import Callable, Iterator
+from typing import Any, Final
 
 from pydantic import Field
 
+from kvshelf.api.batches import BatchError, BatchStatus, RequestCounts
 from kvshelf.errors import BatchNotFound
 from kvshelf.store.index import KEEP_ENDED_S
 from kvshelf.store.jobs.table import Item, JobTable, overtaken, read, require_after
 from kvshelf.store.manifest import Record
 
-BatchState = Literal[
-    "validating",
-    "in_progress",
-    "paused",
-    "finalizing",
-    "completed",
-    "failed",
-    "expired",
-    "cancelling",
-    "cancelled",
-]
-
 ENDED: Final = frozenset({"completed", "failed", "expired", "cancelled"})
 
 _LINES: Final = 1000
-
-
-class BatchCounts(Record):
-    """Rows by outcome. `completed` includes the `reused` rows, whose caches were on the shelf already."""
-
-    total: int = 0
-    completed: int = 0
-    failed: int = 0
-    reused: int = 0
-
-
-class BatchProblem(Record):
-    """Why a batch could not start. `line` counts from 1."""
-
-    code: str
-    message: str
-    line: int | None = None
-    param: str | None = None
 
 
 class BatchRecord(Record):
@@ -59,14 +30,14 @@ class BatchRecord(Record):
     id: str
     tenant: str
     body: dict[str, Any]
-    state: BatchState
-    times: dict[BatchState, float]
+    state: BatchStatus
+    times: dict[BatchStatus, float]
     created_at: float
     expires_at: float
     attempts: int = 1
-    counts: BatchCounts = BatchCounts()
+    counts: RequestCounts = RequestCounts()
     progress: dict[str, Any] = Field(default_factory=dict)
-    problems: tuple[BatchProblem, ...] = ()
+    problems: tuple[BatchError, ...] = ()
     output_file_id: str | None = None
     error_file_id: str | None = None
     version: int = 0
@@ -75,16 +46,19 @@ class BatchRecord(Record):
     def ended(self) -> bool:
         return self.state in ENDED
 
-    def entered(self, state: BatchState, now: float, **changes: Any) -> BatchRecord:
+    def entered(self, state: BatchStatus, now: float, **changes: Any) -> BatchRecord:
         """The record after a change of state."""
         return self.model_copy(update={"state": state, "times": {**self.times, state: now}} | changes)
 
 
 class Batches:
-    """The batches of one home. Two tenants see nothing of each other. Raises as `JobTable` does."""
+    """The batches of one home. Two tenants see nothing of each other. Raises as `JobTable` does.
+
+    table: the job table of the home, for leases and journals: the holder of the lease runs the batch.
+    """
 
     def __init__(self, table: JobTable) -> None:
-        self._table = table
+        self.table = table
 
     def create(self, tenant: str, body: dict[str, Any], *, now: float, expires_at: float) -> BatchRecord:
         record = BatchRecord(
@@ -96,12 +70,12 @@ class Batches:
             created_at=now,
             expires_at=expires_at,
         )
-        self._table.add(_item(record))
+        self.table.add(_item(record))
         return record
 
     def get(self, batch_id: str, *, tenant: str) -> BatchRecord:
         """Raises `BatchNotFound` for an unknown id and for another tenant's, with the same message."""
-        item = self._table.find(batch_id, tenant)
+        item = self.table.find(batch_id, tenant)
         if item is None or item.kind != "batch":
             raise BatchNotFound(f"there is no batch {batch_id[:80]!r}", param="batch_id")
         return _record(item)
@@ -121,48 +95,30 @@ class Batches:
                 return record
             if record.version == tried:
                 raise overtaken(batch_id, term or 0)
-            if (stored := self._table.change(_item(changed), term=term)) is not None:
+            if (stored := self.table.change(_item(changed), term=term)) is not None:
                 return _record(stored)
             tried = record.version
 
     def unfinished(self) -> list[BatchRecord]:
         """Batches of all tenants that have not ended, oldest first."""
-        return [_record(item) for item in self._table.open_items("batch")]
+        return [_record(item) for item in self.table.open_items("batch")]
 
     def count_unfinished(self, *, tenant: str) -> int:
         """The number of one tenant's batches that have not ended."""
         return sum(record.tenant == tenant for record in self.unfinished())
 
-    def take(self, batch_id: str, *, lease_s: float) -> int | None:
-        """See `JobTable.take`: the holder of the lease runs the batch."""
-        return self._table.take(batch_id, lease_s=lease_s)
-
-    def renew(self, batch_id: str, term: int, *, lease_s: float) -> None:
-        self._table.renew(batch_id, term, lease_s=lease_s)
-
-    def release(self, batch_id: str, term: int) -> None:
-        self._table.release(batch_id, term)
-
-    def append(self, batch_id: str, term: int, lines: Sequence[bytes]) -> None:
-        """Add to the journal; see `JobTable.append`."""
-        self._table.append(batch_id, term, lines)
-
     def journal(self, batch_id: str) -> Iterator[bytes]:
         """All lines of the journal, in the order in which they were added."""
         start = 0
-        while lines := self._table.lines(batch_id, start, _LINES):
+        while lines := self.table.lines(batch_id, start, _LINES):
             yield from lines
             start += len(lines)
-
-    def forget(self, now: float) -> int:
-        """Drop batches that ended long ago, with their journals; returns how many."""
-        return self._table.forget("batch", now)
 
     def list(self, *, tenant: str, limit: int, after: str | None = None) -> tuple[list[BatchRecord], bool]:
         """A tenant's batches, newest first, and whether there are more. Raises `InvalidRequest` for an unknown
         `after`."""
-        require_after(self._table, tenant, after)
-        found = self._table.listing("batch", tenant, after, limit + 1)
+        require_after(self.table, tenant, after)
+        found = self.table.listing("batch", tenant, after, limit + 1)
         return [_record(item) for item in found[:limit]], len(found) > limit
 
 

@@ -1,5 +1,7 @@
 """Bytes that items of the job table hold: contents of files, bodies of requests. They lie in `Blobs` beside those of
-caches, sealed alike, and count for the tenant's quota."""
+caches, sealed alike, and are stored as a cache is: registered, written, read back, and only then made visible, by one
+step of the job table.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,33 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from io import RawIOBase
+from typing import BinaryIO, Final, Literal
 
-from kvshelf.errors import BlobError, StoreError
-from kvshelf.store import housekeeping
+from blake3 import blake3
+
+from kvshelf.errors import BlobError, StorageFull, StoreError
 from kvshelf.store.blobs import Blobs
-from kvshelf.store.index import Index
+from kvshelf.store.index import UNCOUNTED, Index, Quota
+from kvshelf.store.jobs.table import Item
+from kvshelf.store.manifest import Record
 from kvshelf.store.rules import Rules
-from kvshelf.store.writer import Content, Writer, plain
+from kvshelf.store.sealing import PARTS_LIMIT
+from kvshelf.store.writer import Content, Writer, opened
+
+PART: Final = 1 << 20
+"""Bytes that are sealed together, at least: what a reader of a sealed body holds in memory."""
+
+Charge = Literal["within quota", "beyond quota", "nobody"]
+"""How bytes count: for their tenant, refused if its quota has no room; for their tenant, accepted all the same; or for
+no quota and no budget, so that a waiting request never takes the room that its own cache needs."""
+
+
+class Body(Record):
+    """Where bytes lie in `Blobs`, how many they are there, and the BLAKE3 digest of the plain bytes in hex."""
+
+    name: str
+    stored_bytes: int
+    digest: str
 
 
 class Bodies:
@@ -27,35 +49,67 @@ class Bodies:
         self._rules = rules
 
     def write(
-        self, tenant: str, content: Content, store: Callable[[str, int], bool], *, beyond_quota: bool = False
-    ) -> None:
-        """Make a body durable, verify it, and only then have `store` put it into the job table.
+        self,
+        tenant: str,
+        subject: str,
+        data: memoryview,
+        store: Callable[[Body | None], Item | None],
+        *,
+        charge: Charge = "within quota",
+    ) -> Item | None:
+        """Make bytes durable, verify them, and only then have `store` put them into the job table.
 
-        store: is told its name and size in `Blobs`, and returns whether an item holds it now (`Item.held`); else it is
-        removed. beyond_quota: accept it even if the tenant's quota has no room for it. Raises `QuotaExceeded`,
+        subject: what they belong to, see `sealing`. store: is told of the body (None for no bytes), and returns the
+        item that holds it now (`Item.held`); without an item, the bytes are removed. Raises `QuotaExceeded`,
         `StorageFull`.
         """
-        quota = self._rules.quota
-        allowed = replace(quota, max_bytes=None) if beyond_quota else quota
-        self._writer.put_file(f"kvs_{secrets.token_hex(20)}", tenant, content, store, quota=allowed)
-
-    def open(self, name: str, stored_bytes: int, tenant: str, subject: str) -> RawIOBase:
-        """The plain bytes, seekable. Raises `BlobError` if they are gone or damaged; see `sealing.unseal`."""
-        file = self._blobs.open(name, stored_bytes)
-        if file is None:
-            raise BlobError("it is gone", reason="missing")
+        if not data:  # the sealed format has no form for nothing
+            return store(None)
+        quota, payer = self._rules.quota, tenant
+        if charge == "beyond quota":
+            quota = replace(quota, max_bytes=None)
+        elif charge == "nobody":
+            quota, payer = Quota(), UNCOUNTED
+        digest = blake3(data).hexdigest()
+        size = max(PART, -(-len(data) // PARTS_LIMIT))
+        parts = [[data[start : start + size]] for start in range(0, len(data), size)]
+        content = Content(subject, parts, len(data), lambda file, _: digest_of(file) == digest)
+        key = f"kvs_{secrets.token_hex(20)}"
+        writing = self._writer.writing(key, tenant, [content], source_only=True, payer=payer, quota=quota)
+        with writing as written:
+            # Forever: an item of the job table ends with a sweep, whatever the server's clock says.
+            self._writer.keep_until(written, None)
         try:
-            return plain(file, self._rules, stored_bytes, tenant, subject)[0]
-        except BaseException:
-            file.close()
+            stored = store(Body(name=written.name, stored_bytes=written.source_bytes, digest=digest))
+        except StorageFull:
+            self._writer.discard(written)
             raise
+        if stored is None:
+            self._writer.discard(written)
+        return stored
 
-    def remove(self, name: str, stored_bytes: int) -> None:
+    def open(self, body: Body, tenant: str, subject: str) -> RawIOBase:
+        """The plain bytes, seekable. Raises `BlobError` if they are gone or damaged; see `sealing.unseal`."""
+        return opened(self._blobs, self._rules, body.name, body.stored_bytes, tenant, subject)[0]
+
+    def read(self, body: Body, tenant: str, subject: str) -> bytes:
+        """All plain bytes, verified. Raises as `open` does."""
+        with self.open(body, tenant, subject) as file:
+            data = file.read()
+        if blake3(data).hexdigest() != body.digest:
+            raise BlobError("other bytes came back", reason="digest_mismatch")
+        return data
+
+    def remove(self, body: Body) -> None:
         """Remove a body that no item holds any more. If the home does not work, a sweep removes it."""
         with suppress(StoreError):
-            self._blobs.remove(name, stored_bytes)
-            self._index.abandon(name)
+            self._blobs.remove(body.name, body.stored_bytes)
+            self._index.abandon(body.name)
 
-    def sweep(self) -> None:
-        """Remove the bodies that no item holds any more."""
-        housekeeping.reclaim(self._index, self._blobs)
+
+def digest_of(file: RawIOBase | BinaryIO) -> str:
+    """The digest of what is left of a file, as `Body` has it."""
+    hasher = blake3()
+    while piece := file.read(PART):
+        hasher.update(piece)
+    return hasher.hexdigest()

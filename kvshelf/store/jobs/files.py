@@ -1,52 +1,43 @@
-"""Files that callers upload and batches leave: bytes with a name, streamed in and out, never held in memory.
-
-The bytes lie in `Blobs` beside those of caches, sealed alike, and count for the tenant's quota. They are stored as a
-cache is: registered, written, read back, and only then made visible, by one step of the job table.
-"""
+"""Files that callers upload and batches leave: bytes with a name, streamed in and out, never held in memory."""
 
 from __future__ import annotations
 
 import mmap
 import secrets
 from collections.abc import Callable
-from io import BufferedReader, RawIOBase
+from io import BufferedReader, BytesIO
 from typing import BinaryIO, Final
 
 from blake3 import blake3
 
 from kvshelf.errors import BlobError, FileNotFound
-from kvshelf.store.jobs.bodies import Bodies
+from kvshelf.store.jobs.bodies import PART, Bodies, Body, Charge
 from kvshelf.store.jobs.table import Item, JobTable, read, require_after
 from kvshelf.store.manifest import Record
-from kvshelf.store.sealing import PARTS_LIMIT
 from kvshelf.store.types import BlobFile
-from kvshelf.store.writer import Content
 
 FILE_PREFIX: Final = "file:"
 """Tells a sealed file from a sealed cache."""
-
-_PART: Final = 1 << 20
-"""Bytes. What a reader of a sealed file holds in memory, at least."""
 
 _BATCH: Final = 100
 
 
 class FileRecord(Record):
-    """One file. Times are Unix seconds, sizes bytes; `digest` is BLAKE3 in hex.
-
-    name, stored_bytes: of the bytes in `Blobs`; None for an empty file.
-    """
+    """One file. Times are Unix seconds. body: None for an empty file."""
 
     id: str
     tenant: str
     filename: str
     purpose: str
     nbytes: int
-    digest: str
-    name: str | None
-    stored_bytes: int
+    body: Body | None = None
     created_at: float
     expires_at: float | None
+
+    @property
+    def digest(self) -> str:
+        """BLAKE3 in hex."""
+        return blake3().hexdigest() if self.body is None else self.body.digest
 
 
 class Files:
@@ -71,33 +62,25 @@ class Files:
 
         beyond_quota: accept it even if the tenant's quota has no room for it; it counts all the same.
         """
-        file_id = f"file_{secrets.token_hex(20)}"
-        nbytes = file.seek(0, 2)
-        content, digest = _content(file_id, file, nbytes)
         now = self._now()
         record = FileRecord(
-            id=file_id,
+            id=f"file_{secrets.token_hex(20)}",
             tenant=tenant,
             filename=filename,
             purpose=purpose,
-            nbytes=nbytes,
-            digest=digest,
-            name=None,
-            stored_bytes=0,
+            nbytes=file.seek(0, 2),
             created_at=now,
             expires_at=None if ttl_s is None else now + ttl_s,
         )
-        if nbytes == 0:  # the sealed format has no form for nothing
-            self._table.add(_item(record))
-            return record
 
-        def keep(name: str, stored_bytes: int) -> bool:
-            nonlocal record
-            record = record.model_copy(update={"name": name, "stored_bytes": stored_bytes})
-            return self._table.add(_item(record)) is not None
+        def keep(body: Body | None) -> Item | None:
+            return self._table.add(_item(record.model_copy(update={"body": body})))
 
-        self._bodies.write(tenant, content, keep, beyond_quota=beyond_quota)
-        return record
+        content = mmap.mmap(file.fileno(), record.nbytes, access=mmap.ACCESS_READ) if record.nbytes else b""
+        charge: Charge = "beyond quota" if beyond_quota else "within quota"
+        stored = self._bodies.write(tenant, FILE_PREFIX + record.id, memoryview(content), keep, charge=charge)
+        assert stored is not None, "no other file has this id"
+        return _record(stored)
 
     def get(self, file_id: str, *, tenant: str) -> FileRecord:
         """Raises `FileNotFound` for an unknown id, an expired one, and another tenant's, with the same message."""
@@ -127,17 +110,15 @@ class Files:
         A reader may finish when the file is deleted meanwhile. Raises `FileNotFound`.
         """
         record = self.get(file_id, tenant=tenant)
-        return BlobFile(BufferedReader(self._opened(record), _PART), record.nbytes, record.digest)
-
-    def _opened(self, record: FileRecord) -> RawIOBase:
-        if record.name is None:
-            return _Empty()
+        if record.body is None:
+            return BlobFile(BytesIO(), 0, record.digest)
         try:
-            return self._bodies.open(record.name, record.stored_bytes, record.tenant, FILE_PREFIX + record.id)
+            opened = self._bodies.open(record.body, tenant, FILE_PREFIX + file_id)
         except BlobError as error:
             raise FileNotFound(
-                f"the content of file {record.id} is lost or damaged ({error}); upload it again", param="file_id"
+                f"the content of file {file_id} is lost or damaged ({error}); upload it again", param="file_id"
             ) from error
+        return BlobFile(BufferedReader(opened, PART), record.nbytes, record.digest)
 
     def delete(self, file_id: str, *, tenant: str) -> FileRecord:
         """Raises `FileNotFound`."""
@@ -145,59 +126,14 @@ class Files:
         # The item first: from then on nobody finds the bytes, and a sweep removes them if this process dies here.
         if not self._table.remove(record.id):
             return self.get(file_id, tenant=tenant)  # another caller was faster
-        if record.name is not None:
-            self._bodies.remove(record.name, record.stored_bytes)
+        if record.body is not None:
+            self._bodies.remove(record.body)
         return record
-
-    def sweep(self, now: float) -> int:
-        """Remove what has expired; returns how many."""
-        count = self._table.forget("file", now)
-        self._bodies.sweep()
-        return count
-
-
-class _Empty(RawIOBase):
-    """A file without a byte."""
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = 0, /) -> int:  # noqa: ARG002 - the only place is 0
-        return 0
-
-    def readinto(self, buffer: object, /) -> int:  # noqa: ARG002
-        return 0
-
-
-def _content(file_id: str, file: BinaryIO, nbytes: int) -> tuple[Content, str]:
-    """A file as parts that are sealed apart, of a megabyte or as many as the format has; and its digest."""
-    view = memoryview(mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_READ) if nbytes else b"")
-    size = max(_PART, -(-nbytes // PARTS_LIMIT))
-    parts = [[view[start : start + size]] for start in range(0, nbytes, size)]
-    hasher = blake3()
-    for (part,) in parts:
-        hasher.update(part)
-    written = hasher.hexdigest()
-
-    def same(stored: RawIOBase, found: int) -> bool:
-        return found == nbytes and digest_of(stored) == written
-
-    return Content(FILE_PREFIX + file_id, parts, nbytes, same), written
-
-
-def digest_of(file: RawIOBase | BinaryIO) -> str:
-    """The digest of what is left of a file, as `FileRecord` has it."""
-    hasher = blake3()
-    while piece := file.read(_PART):
-        hasher.update(piece)
-    return hasher.hexdigest()
 
 
 def _item(record: FileRecord) -> Item:
-    return Item("file", record.id, record.tenant, record.model_dump_json(), due=record.expires_at, held=record.name)
+    held = record.body.name if record.body else None
+    return Item("file", record.id, record.tenant, record.model_dump_json(), due=record.expires_at, held=held)
 
 
 def _record(item: Item) -> FileRecord:

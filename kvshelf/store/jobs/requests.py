@@ -7,18 +7,14 @@ the fence. The body is sealed as a file is; it is durable before the request is 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from io import RawIOBase
 from typing import Any, Final
-
-from blake3 import blake3
 
 from kvshelf.api.strict import RequestState
 from kvshelf.errors import BlobError, InternalError, RequestNotFound, StateConflict
 from kvshelf.store.index import KEEP_ENDED_S
-from kvshelf.store.jobs.bodies import Bodies
+from kvshelf.store.jobs.bodies import Bodies, Body
 from kvshelf.store.jobs.table import Item, JobTable, overtaken, read
 from kvshelf.store.manifest import Record
-from kvshelf.store.writer import Content
 
 REQUEST_PREFIX: Final = "request:"
 """Tells a sealed body of a request from a sealed cache or file."""
@@ -34,14 +30,6 @@ class RequestError(Record):
     message: str
     param: str | None = None
     details: dict[str, Any] | None = None
-
-
-class Body(Record):
-    """Where the body lies in `Blobs`, and its BLAKE3 digest in hex."""
-
-    name: str
-    stored_bytes: int
-    digest: str
 
 
 class RequestRecord(Record):
@@ -107,23 +95,10 @@ class Requests:
                 return _record(stored)
 
     def _queue(self, record: RequestRecord, body: bytes, store: Callable[[Item], Item | None]) -> Item | None:
-        if not body:  # the sealed format has no form for nothing
-            return store(self._item(record))
-        stored = None
-        digest = blake3(body).hexdigest()
+        def keep(held: Body | None) -> Item | None:
+            return store(self._item(record.model_copy(update={"body": held})))
 
-        def same(file: RawIOBase, nbytes: int) -> bool:
-            return blake3(file.read(nbytes) or b"").hexdigest() == digest
-
-        def keep(name: str, stored_bytes: int) -> bool:
-            nonlocal stored
-            held = Body(name=name, stored_bytes=stored_bytes, digest=digest)
-            stored = store(self._item(record.model_copy(update={"body": held})))
-            return stored is not None
-
-        content = Content(REQUEST_PREFIX + record.id, [[memoryview(body)]], len(body), same)
-        self._bodies.write(record.tenant, content, keep, beyond_quota=True)
-        return stored
+        return self._bodies.write(record.tenant, REQUEST_PREFIX + record.id, memoryview(body), keep, charge="nobody")
 
     def start(self, request_id: str, *, worker: str, lease_s: float) -> int:
         """Count an attempt and take the lease; returns the attempt's number, 1 for the first.
@@ -183,7 +158,7 @@ class Requests:
             item = self._item(changed.model_copy(update=dropped))
             stored = self._table.change(item, term=attempt, release=True)
         if changed.ended and record.body is not None:
-            self._bodies.remove(record.body.name, record.body.stored_bytes)
+            self._bodies.remove(record.body)
 
     def get(self, request_id: str, *, tenant: str) -> RequestRecord:
         """Raises `RequestNotFound` for an unknown id and for another tenant's, with the same message."""
@@ -197,26 +172,16 @@ class Requests:
         record = self._find(request_id)
         try:
             if not record.ended:
-                return b"" if record.body is None else self._read(record, record.body)
+                subject = REQUEST_PREFIX + request_id
+                return b"" if record.body is None else self._bodies.read(record.body, record.tenant, subject)
         except BlobError as error:
             if not self._find(request_id).ended:
                 raise InternalError(f"the body of {request_id!r} is lost or damaged: {error}") from error
         raise StateConflict(f"request {request_id!r} has ended and its body was dropped")
 
-    def _read(self, record: RequestRecord, body: Body) -> bytes:
-        with self._bodies.open(body.name, body.stored_bytes, record.tenant, REQUEST_PREFIX + record.id) as file:
-            data = file.read()
-        if blake3(data).hexdigest() != body.digest:
-            raise BlobError("other bytes came back", reason="digest_mismatch")
-        return data
-
     def unfinished(self) -> list[RequestRecord]:
         """Requests queued or running, of all tenants, oldest first; bodies are fetched one by one with `body`."""
         return [_record(item) for item in self._table.open_items("request")]
-
-    def forget(self, now: float) -> int:
-        """Drop requests that ended long ago; returns how many."""
-        return self._table.forget("request", now)
 
     def _find(self, request_id: str, tenant: str | None = None) -> RequestRecord:
         item = self._table.find(request_id, tenant)

@@ -22,8 +22,6 @@ from kvshelf.store.shelf import Shelf
 class RedisStore(Shelf):
     """See `Store` for the contract. Made by `open`."""
 
-    _link: RedisLink
-
     @classmethod
     def open(
         cls,
@@ -49,10 +47,4 @@ class RedisStore(Shelf):
             link.close()
             raise
         blobs = RedisBlobs(link, place.prefix, write_lease_s)
-        shelf = cls(index, blobs, rules=rules, now=now, on_step=on_step)
-        shelf._link = link
-        return shelf
-
-    def close(self) -> None:
-        super().close()
-        self._link.close()
+        return cls(index, blobs, rules=rules, now=now, on_step=on_step)

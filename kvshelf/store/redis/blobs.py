@@ -14,6 +14,7 @@ import math
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
+from importlib import resources
 from io import RawIOBase
 from typing import Final
 
@@ -21,7 +22,7 @@ from kvshelf.errors import BlobError, StoreUnavailable
 from kvshelf.store.blobs import MARGIN_S, WRITE_LEASE_S, Blobs, Health, Step, is_name
 from kvshelf.store.redis.file import Piece, RedisFile, ends_of
 from kvshelf.store.redis.link import RedisLink
-from kvshelf.store.redis.wire import Command, Garbled, Part, Refused, Wire
+from kvshelf.store.redis.wire import Command, Garbled, Part, Refused, Reply, Wire
 
 CHUNK: Final = 4 << 20
 """Bytes. Part of the format: another size does not find existing chunks."""
@@ -31,89 +32,7 @@ READ_LEASE_S: Final = 60.0
 
 _UNANSWERED: Final = 2  # chunks sent before waiting for the answer to the first
 
-_CLOCK: Final = """
-local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
-"""
-# KEYS[1] are the readers, the others the chunks. Begins with a command that frees memory: a full server accepts ZADD
-# only after one, and a full shelf must still be readable.
-_READERS: Final = (
-    _CLOCK
-    + """
-redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
-local last = redis.call('ZRANGE', KEYS[1], -1, -1, 'WITHSCORES')[2]
-local read_until = last and tonumber(last) or 0
-"""
-)
-
-# ARGV: token, lease in ms. Returns whether there is any chunk.
-_LEASE: Final = (
-    _READERS
-    + """
-local lease = tonumber(ARGV[2])
-local found = 0
-for i = 2, #KEYS do
-    local left = redis.call('PTTL', KEYS[i])
-    if left ~= -2 then found = 1 end
-    if left >= 0 and left < lease then redis.call('PEXPIRE', KEYS[i], lease) end
-end
-if found == 1 then
-    redis.call('ZADD', KEYS[1], now + lease, ARGV[1])
-    redis.call('PEXPIRE', KEYS[1], lease)
-end
-return found
-"""
-)
-
-# KEYS: chunks. ARGV: their expiry in Unix ms or '', then the length of each. Returns whether all exist. Never shortens
-# the lifetime of a chunk: readers may need it.
-_KEEP: Final = (
-    _CLOCK
-    + """
-for i = 1, #KEYS do
-    if redis.call('EXISTS', KEYS[i]) == 0 or redis.call('STRLEN', KEYS[i]) ~= tonumber(ARGV[i + 1]) then return 0 end
-end
-for i = 1, #KEYS do
-    local left = redis.call('PTTL', KEYS[i])
-    if ARGV[1] == '' then redis.call('PERSIST', KEYS[i])
-    elseif left >= 0 and now + left < tonumber(ARGV[1]) then redis.call('PEXPIREAT', KEYS[i], ARGV[1]) end
-end
-return 1
-"""
-)
-
-# KEYS: chunks, some of which may not exist yet. ARGV: lease in ms.
-_RENEW: Final = """
-for i = 1, #KEYS do
-    local left = redis.call('PTTL', KEYS[i])
-    if left >= 0 and left < tonumber(ARGV[1]) then redis.call('PEXPIRE', KEYS[i], ARGV[1]) end
-end
-return 1
-"""
-
-# Returns how many chunks existed. Chunks with readers stay until the readers finish or die.
-_REMOVE: Final = (
-    _READERS
-    + """
-local found = 0
-for i = 2, #KEYS do
-    if read_until > 0 then found = found + redis.call('PEXPIREAT', KEYS[i], read_until)
-    else found = found + redis.call('UNLINK', KEYS[i]) end
-end
-return found
-"""
-)
-
-# KEYS: each chunk, followed by its quarantined name.
-_SET_ASIDE: Final = """
-for i = 1, #KEYS, 2 do
-    if redis.call('EXISTS', KEYS[i]) == 1 then redis.call('RENAME', KEYS[i], KEYS[i + 1]) end
-end
-return 1
-"""
-
-# KEYS: the readers.
-_IS_READ: Final = _CLOCK + "return redis.call('ZCOUNT', KEYS[1], '(' .. now, '+inf')"
+_SCRIPT: Final = resources.files(__package__).joinpath("blobs.lua").read_text()
 
 
 class RedisBlobs(Blobs):
@@ -153,14 +72,15 @@ class RedisBlobs(Blobs):
         on_step("synced")  # when Redis writes to disk is a setting of the server
 
     def renew(self, name: str, nbytes: int) -> None:
-        self._link.script(_RENEW, self._chunks(name, nbytes), [_ms(self._write_lease_s)])
+        self._run("renew", self._chunks(name, nbytes), _ms(self._write_lease_s))
 
     def open(self, name: str, nbytes: int, *, once: bool = False) -> RawIOBase | None:
         token = secrets.token_hex(8)
         keys = [self._key(name, "readers"), *self._chunks(name, nbytes)]
         pieces = [Piece(key, size) for key, size in zip(keys[1:], _sizes(nbytes), strict=True)]
-        lease: tuple[Part, ...] = (token, _ms(self._read_lease_s))
-        found, *ends = self._link.script_and_read(_LEASE, keys, lease, [end.bounded_command for end in ends_of(pieces)])
+        lease = ("lease", token, _ms(self._read_lease_s))
+        reads = [end.bounded_command for end in ends_of(pieces)]
+        found, *ends = self._link.script_and_read(_SCRIPT, keys, lease, reads)
         if not found:
             return None
         return RedisFile(
@@ -168,7 +88,7 @@ class RedisBlobs(Blobs):
             pieces,
             ends,
             lease_s=self._read_lease_s,
-            renew=lambda: self._link.script(_LEASE, keys, lease),
+            renew=lambda: self._link.script(_SCRIPT, keys, lease),
             release=("ZREM", keys[0], token),
             once=once,
         )
@@ -192,19 +112,19 @@ class RedisBlobs(Blobs):
 
     def keep_until(self, name: str, nbytes: int, expires_at: float | None) -> None:
         until = "" if expires_at is None else _ms(expires_at + MARGIN_S)
-        if not self._link.script(_KEEP, self._chunks(name, nbytes), [until, *_sizes(nbytes)]):
+        if not self._run("keep", self._chunks(name, nbytes), until, *_sizes(nbytes)):
             raise BlobError(f"not all chunks of {name} are in Redis any more", reason="missing")
 
     def remove(self, name: str, nbytes: int) -> bool:
         keys = [self._key(name, "readers"), *self._chunks(name, nbytes), *self._chunks(name, nbytes, "aside:")]
-        return bool(self._link.script(_REMOVE, keys, []))
+        return bool(self._run("remove", keys))
 
     def set_aside(self, name: str, nbytes: int) -> None:
         both = zip(self._chunks(name, nbytes), self._chunks(name, nbytes, "aside:"), strict=True)
-        self._link.script(_SET_ASIDE, [key for pair in both for key in pair], [])
+        self._run("set_aside", [key for pair in both for key in pair])
 
     def is_read(self, name: str) -> bool:
-        return bool(self._link.script(_IS_READ, [self._key(name, "readers")], []))
+        return bool(self._run("readers", [self._key(name, "readers")]))
 
     def found(self) -> Iterator[tuple[str, float]]:
         """Times are seconds since a chunk was last written or read: Redis records no other time."""
@@ -222,7 +142,7 @@ class RedisBlobs(Blobs):
                     yield name, float(seconds)
 
     def problems(self) -> list[str]:
-        return self._link.problems()
+        return list(self.health().faults)
 
     def health(self) -> Health:
         servers = self._link.facts()
@@ -233,6 +153,9 @@ class RedisBlobs(Blobs):
 
     def close(self) -> None:
         """Holds nothing; the caller closes the link."""
+
+    def _run(self, operation: str, keys: Sequence[str], *args: Part) -> Reply:
+        return self._link.script(_SCRIPT, keys, [operation, *args])
 
     def _key(self, name: str, rest: str) -> str:
         if not is_name(name):

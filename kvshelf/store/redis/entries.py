@@ -6,13 +6,18 @@ Foreign values under our keys are a named error: another program may have writte
 from __future__ import annotations
 
 import json
-from typing import cast
+from dataclasses import replace
+from typing import Final
+
+from pydantic import TypeAdapter
 
 from kvshelf.errors import StoreUnavailable
 from kvshelf.store.artifact.identity import digest
-from kvshelf.store.index import KEEP_ENDED_S, Entry, EntryState, Query, Writing
+from kvshelf.store.index import KEEP_ENDED_S, Entry, Query, Writing
 from kvshelf.store.manifest import Manifest
 from kvshelf.store.redis.script import Value
+
+_ENTRY: Final = TypeAdapter(Entry)
 
 
 def writing_fields(writing: Writing) -> dict[str, Value]:
@@ -28,20 +33,15 @@ def writing_fields(writing: Writing) -> dict[str, Value]:
 
 def manifest_fields(manifest: Manifest) -> dict[str, Value]:
     """A manifest as the script stores and lists it."""
+    own = Query(manifest.tenant, manifest.document_id, manifest.model, manifest.policy, manifest.labels)
     return {
         "id": manifest.id,
         "text": manifest.model_dump_json(),
         "expires_at": manifest.expires_at,
         "pinned": manifest.pinned,
-        "listings": ",".join(_listings(manifest)),
+        "listings": ",".join([_listing(manifest.tenant), *listings_of(own)]),
         "keep_ended_s": KEEP_ENDED_S,
     }
-
-
-def _listings(manifest: Manifest) -> list[str]:
-    """Every listing that a cache is in."""
-    own = Query(manifest.tenant, manifest.document_id, manifest.model, manifest.policy, manifest.labels)
-    return [_listing(manifest.tenant), *listings_of(own)]
 
 
 def listings_of(query: Query) -> list[str]:
@@ -81,39 +81,14 @@ def read_entry(shown: tuple[bytes, bytes | None], *, as_kept: bool = False) -> E
     sweeps need it.
     """
     try:
-        return _parsed(json.loads(shown[0]), shown[1], as_kept)
-    except (KeyError, ValueError) as error:
+        fields = json.loads(shown[0]) | {"text": shown[1]}
+        entry = _ENTRY.validate_python(fields)
+        if entry.state != "ready" or entry.text is not None or as_kept:
+            return entry
+        if entry.expired(float(fields["server_s"])):
+            return replace(entry, state="expired")
+        return replace(entry, state="corrupt", problem="its manifest is gone from the server")
+    except (KeyError, TypeError, ValueError) as error:
         raise StoreUnavailable(
             f"an entry of the shelf in Redis is not what kvshelf wrote there: {error!r:.200}"
         ) from error
-
-
-def _parsed(fields: dict[str, str], text: bytes | None, as_kept: bool) -> Entry:
-    expires_at, problem, state = _float(fields.get("expires_at")), fields.get("problem"), fields["state"]
-    if state == "ready" and text is None and not as_kept:
-        ended = expires_at is not None and expires_at <= float(fields["server_s"])
-        state, problem = ("expired", None) if ended else ("corrupt", "its manifest is gone from the server")
-    return Entry(
-        seq=int(fields["seq"]),
-        id=fields["id"],
-        tenant=fields["tenant"],
-        state=cast(EntryState, state),
-        version=int(fields["version"]),
-        name=fields.get("name"),
-        nbytes=int(fields.get("nbytes", 0)),
-        source=fields.get("source"),
-        source_bytes=int(fields.get("source_bytes", 0)),
-        expires_at=expires_at,
-        last_used_at=_float(fields.get("last_used_at")),
-        uses=int(fields.get("uses", 0)),
-        cost_s=float(fields.get("cost_s", 0)),
-        priority=float(fields.get("priority", 0)),
-        pinned=fields.get("pinned") == "1",
-        ended_at=_float(fields.get("ended_at")),
-        problem=problem,
-        text=None if text is None else text.decode(),
-    )
-
-
-def _float(text: str | None) -> float | None:
-    return None if text is None else float(text)

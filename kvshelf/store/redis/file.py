@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import time
 from bisect import bisect_right
 from collections import deque
@@ -13,6 +12,7 @@ from itertools import accumulate
 from typing import Any, Final
 
 from kvshelf.errors import BlobError, StoreError
+from kvshelf.store.blobs import SeekableFile
 from kvshelf.store.redis.link import RedisLink
 from kvshelf.store.redis.server import Loan
 from kvshelf.store.redis.wire import Command, Reply, Wire
@@ -33,8 +33,8 @@ class Piece:
     nbytes: int
 
 
-class RedisFile(io.RawIOBase):
-    """Seekable and read-only; `readinto` fills the whole buffer or reaches the end. For one thread at a time.
+class RedisFile(SeekableFile):
+    """A file in pieces.
 
     Raises `BlobError` (reason "missing") for a piece that is gone or has another length, and `StoreUnavailable`. The
     file holds a lease on the server for `lease_s`; `renew` prolongs it during reads, and the command `release` ends it.
@@ -62,39 +62,10 @@ class RedisFile(io.RawIOBase):
         self._once = once
         self._lease_s = lease_s
         self._renew_at = time.monotonic() + lease_s / 3
-        self._position = 0
+        self.nbytes = self._ends[-1]
         self._last_end = 0  # where the last read ended; a read at the beginning counts as a continuation
         self._head, self._tail = (_sound(span, data) for span, data in zip(ends_of(pieces), ends, strict=True))
         self._stream: _Stream | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return self._ends[-1]
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.nbytes}[whence]
-        if base + offset < 0:
-            raise ValueError(f"cannot seek to {base + offset}, before the file begins")
-        self._position = base + offset
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        if self.closed:
-            raise ValueError("the file is closed")
-        view = memoryview(buffer).cast("B")[: max(0, self.nbytes - self._position)]
-        done = 0
-        while done < len(view):
-            done += self._read_some(view[done:])
-        return done
 
     def close(self) -> None:
         if not self.closed:
@@ -121,8 +92,7 @@ class RedisFile(io.RawIOBase):
             self._fetch(index, view)
         else:
             view = view[: self._stream_into(view, self._position)]
-        self._position += len(view)
-        self._last_end = self._position
+        self._last_end = self._position + len(view)
         return len(view)
 
     def _offset(self, index: int, position: int) -> int:

@@ -68,7 +68,9 @@ end
 
 -- Counting
 
+-- The tenant '' stands for bytes that count for nobody.
 local function count(tenant, caches, bytes, kind)
+  if tenant == '' then return end
   for _, key in ipairs({USAGE, USAGE .. ':' .. tenant}) do
     call('HINCRBY', key, kind .. 'caches', whole(caches))
     call('HINCRBY', key, kind .. 'bytes', whole(bytes))

@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, Literal, Self
 
-from kvshelf.errors import QuotaExceeded, StoreUnavailable
+from kvshelf.errors import StoreUnavailable
 from kvshelf.store.blobs import WRITE_LEASE_S
-from kvshelf.store.index import KEEP_ENDED_S, Entry, Index, Query, Quota, Writing, lapsed, over_budget, over_quota
+from kvshelf.store.index import KEEP_ENDED_S, UNCOUNTED, Entry, Index, Query, Quota, Writing, lapsed
 from kvshelf.store.manifest import Manifest, Usage
 from kvshelf.store.redis.entries import (
     listings_of,
@@ -58,7 +58,7 @@ class RedisIndex(Index):
     def __init__(self, link: RedisLink, prefix: str, write_lease_s: float) -> None:
         self.jobs = RedisJobs(link, prefix)
         self.write_lease_s = write_lease_s
-        self._incarnation = ""
+        self._lease_ms = round(write_lease_s * 1000)
         self._link = link
         self._home = f"{{{prefix}}}:home"
         self._script = Script(link, "index.lua", self._home, _REPLIES)
@@ -74,16 +74,12 @@ class RedisIndex(Index):
         """
         index = cls(link, prefix, write_lease_s)
         try:
-            index.key, index._incarnation = index._enter(key or secrets.token_bytes(32))
+            index.key, index.incarnation = index._enter(key or secrets.token_bytes(32))
         except StoreUnavailable:
             if key is None:
                 raise
             index.key = key
         return index
-
-    @property
-    def incarnation(self) -> str:
-        return self._incarnation
 
     # Writing
 
@@ -97,7 +93,8 @@ class RedisIndex(Index):
             budget_bytes=quota.budget_bytes,
         )
         _require_lease(reply)
-        _require_room(reply, quota, writing.nbytes + writing.source_bytes)
+        if reply[0] != "begun":
+            raise quota.exceeded(reply[0], int(reply[1]), writing.nbytes + writing.source_bytes)
 
     def renew(self, name: str) -> None:
         _require_lease(self._run("renew", name=name, lease_ms=self._lease_ms))
@@ -216,7 +213,7 @@ class RedisIndex(Index):
     def _run(self, operation: str, **values: Value) -> list[Any]:
         """The reply of an operation. Creates a home that is gone again, with our key."""
         for _ in range(_ATTEMPTS):
-            reply = self._script.run(operation, self._incarnation, **values)
+            reply = self._script.run(operation, self.incarnation, **values)
             if reply[0] != "lost":
                 return reply
             self._enter_again()
@@ -239,7 +236,7 @@ class RedisIndex(Index):
         key, incarnation = self._enter(self.key)
         if key != self.key:
             raise StoreUnavailable("the shelf in Redis was replaced by another one; open it again")
-        self._incarnation = incarnation
+        self.incarnation = incarnation
 
     def _walk(self, operation: str) -> Iterator[list[Any]]:
         """Batches of all stored entries, by seq."""
@@ -250,10 +247,6 @@ class RedisIndex(Index):
                 return
             yield batch
             after = last.decode()
-
-    @property
-    def _lease_ms(self) -> int:
-        return round(self.write_lease_s * 1000)
 
     def _recount(self) -> tuple[list[str], Counter[str]]:
         """Problems of single entries, and by how much each count of the home differs from their sum."""
@@ -270,7 +263,8 @@ class RedisIndex(Index):
                     due.update(_counted(tenant, "", 1, int(nbytes)))
         for writing in self._writes("held"):
             caches, size = int(writing.nbytes > 0), writing.nbytes + writing.source_bytes
-            due.update(_counted(writing.tenant, "held_", caches, size))
+            if writing.tenant != UNCOUNTED:
+                due.update(_counted(writing.tenant, "held_", caches, size))
         counted = self._counts(sorted(due))
         return found, Counter({what: counted[what] - number for what, number in due.items()})
 
@@ -307,15 +301,3 @@ def _is_done(reply: Sequence[Any]) -> bool:
 def _require_lease(reply: Sequence[Any]) -> None:
     if reply[0] == "lapsed":
         raise lapsed()
-
-
-def _require_room(reply: Sequence[Any], quota: Quota, size: int) -> None:
-    match reply:
-        case ["max_caches", caches]:
-            raise QuotaExceeded(
-                f"{int(caches)} caches are on the shelf, as many as may be ({quota.max_caches}); delete some first"
-            )
-        case ["max_bytes", nbytes]:
-            raise over_quota(size, int(nbytes), quota.max_bytes)
-        case ["budget_bytes", _]:
-            raise over_budget(size, quota.budget_bytes)

@@ -2,7 +2,7 @@
 --
 -- KEYS[1] is `{prefix}:jobs`; the other keys begin with `{prefix}:` too, so that a cluster keeps them on one node and
 -- the script may make up their names. ARGV: the operation, then names and values in turn; None is left out. The reply
--- begins with a word. Times are the server's, but for `due`: seconds; in lease_until milliseconds.
+-- begins with a word. Times are the server's, but for `due`, in seconds.
 --
 --   jobs              the last seq that was given
 --   j:<id>            hash: the fields of an Item; seq
@@ -20,6 +20,7 @@ local SEQ = KEYS[1]
 local BASE = SEQ:sub(1, -5)
 local WRITES = BASE .. 'writes'
 local FOREVER = '9000000000000000'
+local DAY_S = 86400
 
 local a = {}
 for i = 2, #ARGV, 2 do a[ARGV[i]] = ARGV[i + 1] end
@@ -40,10 +41,10 @@ local operations = {}
 
 local function whole(number) return string.format('%.0f', number) end
 
-local function server_ms()
-  local time = call('TIME')
-  return time[1] * 1000 + math.floor(time[2] / 1000)
-end
+local function exact(number) return string.format('%.17g', number) end
+
+local time = call('TIME')
+local NOW = time[1] + time[2] / 1e6
 
 local function get(field) return call('HGET', KEY, field) end
 
@@ -62,7 +63,7 @@ local function show_all(ids)
   return {'items', found}
 end
 
-local function may_hold() return not a.held or tonumber(call('ZSCORE', WRITES, a.held) or 0) > server_ms() end
+local function may_hold() return not a.held or tonumber(call('ZSCORE', WRITES, a.held) or 0) > NOW * 1000 end
 
 -- To the index, a write of bytes that nothing holds any more is a writer who fell silent long ago: it revokes that.
 local function let_go(name)
@@ -73,15 +74,25 @@ local function set(field, value)
   if value then call('HSET', KEY, field, value) else call('HDEL', KEY, field) end
 end
 
+-- Usually a sweep forgets an ended item, and all that lists it, when it is due. If no sweep comes, the server drops the
+-- item a day later. An item that holds bytes stays, because only a sweep removes those.
+local function keep()
+  local ends = a.due and a.open == '0' and not a.held
+  for _, key in ipairs({KEY, lines_key(a.id)}) do
+    if ends then call('PEXPIREAT', key, whole((a.due + DAY_S) * 1000)) else call('PERSIST', key) end
+  end
+end
+
 local function write(kind, seq)
   local held = get('held')
   if a.held then call('ZADD', WRITES, FOREVER, a.held) end
   if held ~= a.held then let_go(held) end
   set('due', a.due)
   set('held', a.held)
-  call('HSET', KEY, 'text', a.text, 'open', a.open, 'updated_at', whole(server_ms()))
+  call('HSET', KEY, 'text', a.text, 'open', a.open, 'updated_at', exact(NOW))
   if a.open == '1' then call('ZADD', open_key(kind), seq, a.id) else call('ZREM', open_key(kind), a.id) end
   if a.due then call('ZADD', due_key(kind), a.due, a.id) else call('ZREM', due_key(kind), a.id) end
+  keep()
 end
 
 local function remove(id)
@@ -100,7 +111,7 @@ function operations.add()
   if not may_hold() then return {'too_slow'} end
   local seq = tostring(call('INCR', SEQ))
   call('HSET', KEY, 'kind', a.kind, 'id', a.id, 'tenant', a.tenant, 'version', '0', 'seq', seq, 'term', '0',
-    'holder', '', 'lease_until', '0', 'created_at', whole(server_ms()))
+    'holder', '', 'lease_until', '0', 'created_at', exact(NOW))
   call('ZADD', listing_key(a.kind, a.tenant), seq, a.id)
   write(a.kind, seq)
   return {'item', show(a.id)}
@@ -157,17 +168,15 @@ function operations.items()
 end
 
 function operations.take()
-  local now = server_ms()
-  if get('open') ~= '1' or tonumber(get('lease_until')) > now then return {'none'} end
-  call('HSET', KEY, 'holder', a.holder, 'lease_until', whole(now + a.lease_ms), 'updated_at', whole(now))
+  if get('open') ~= '1' or tonumber(get('lease_until')) > NOW then return {'none'} end
+  call('HSET', KEY, 'holder', a.holder, 'lease_until', exact(NOW + a.lease_s), 'updated_at', exact(NOW))
   return {'taken', tostring(call('HINCRBY', KEY, 'term', 1))}
 end
 
 function operations.lease()
   if get('term') ~= a.term or get('lease_until') == '0' then return {'none'} end
-  local now = server_ms()
   call('HDEL', KEY, 'lease_until')
-  call('HSET', KEY, 'lease_until', a.lease_ms == '0' and '0' or whole(now + a.lease_ms), 'updated_at', whole(now))
+  call('HSET', KEY, 'lease_until', a.lease_s == '0' and '0' or exact(NOW + a.lease_s), 'updated_at', exact(NOW))
   return {'leased'}
 end
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, cast
+from typing import Any, Final
+
+from pydantic import TypeAdapter
 
 from kvshelf.errors import StoreUnavailable
 from kvshelf.store.jobs.table import Item, JobTable, Kind, overtaken, too_slow
@@ -22,6 +24,10 @@ _REPLIES: Final = {
     "forgotten": 2,
 }
 """The first word of each kind of reply, and how many parts follow it."""
+
+_OPTIONAL: Final = ("due", "held")
+
+_ITEM: Final = TypeAdapter(Item)
 
 _BATCH: Final = 500
 
@@ -42,7 +48,7 @@ class RedisJobs(JobTable):
         return _stored(self._run("find", id=item_id, tenant=tenant))
 
     def listing(self, kind: Kind, tenant: str, after: str | None, limit: int) -> list[Item]:
-        return _items(self._run("listing", kind=kind, tenant=tenant, after=after, limit=limit))
+        return [_item(shown) for shown in self._run("listing", kind=kind, tenant=tenant, after=after, limit=limit)[1]]
 
     def change(self, item: Item, *, term: int | None = None, release: bool = False) -> Item | None:
         return _stored(self._run("change", version=item.version, term=term, release=release, **_changing(item)))
@@ -61,19 +67,19 @@ class RedisJobs(JobTable):
         ids: list[bytes] = self._run("open", kind=kind)[1]
         found: list[Item] = []
         for start in range(0, len(ids), _BATCH):
-            found += _items(self._run("items", ids=b"\0".join(ids[start : start + _BATCH])))
+            found += map(_item, self._run("items", ids=b"\0".join(ids[start : start + _BATCH]))[1])
         return [item for item in found if item.open]  # an item may have ended since its id was read
 
     def take(self, item_id: str, *, lease_s: float, holder: str = "") -> int | None:
-        reply = self._run("take", id=item_id, holder=holder, lease_ms=round(lease_s * 1000))
+        reply = self._run("take", id=item_id, holder=holder, lease_s=lease_s)
         return int(reply[1]) if reply[0] == "taken" else None
 
     def renew(self, item_id: str, term: int, *, lease_s: float) -> None:
-        if self._run("lease", id=item_id, term=term, lease_ms=round(lease_s * 1000)) == ["none"]:
+        if self._run("lease", id=item_id, term=term, lease_s=lease_s) == ["none"]:
             raise overtaken(item_id, term)
 
     def release(self, item_id: str, term: int) -> None:
-        self._run("lease", id=item_id, term=term, lease_ms=0)
+        self._run("lease", id=item_id, term=term, lease_s=0)
 
     def append(self, item_id: str, term: int, lines: Sequence[bytes]) -> None:
         for part in _parts(lines):
@@ -107,27 +113,9 @@ def _stored(reply: Sequence[Any]) -> Item | None:
     return _item(reply[1]) if reply[0] == "item" else None
 
 
-def _items(reply: Sequence[Any]) -> list[Item]:
-    return [_item(shown) for shown in reply[1]]
-
-
-def _item(shown: Sequence[bytes | None]) -> Item:
+def _item(shown: Sequence[Any]) -> Item:
     try:
-        found = {name: value.decode() for name, value in zip(_FIELDS, shown, strict=True) if value is not None}
-        return Item(
-            kind=cast(Kind, found["kind"]),
-            id=found["id"],
-            tenant=found["tenant"],
-            text=found["text"],
-            version=int(found["version"]),
-            open=found["open"] == "1",
-            due=float(found["due"]) if "due" in found else None,
-            held=found.get("held"),
-            term=int(found["term"]),
-            holder=found["holder"],
-            lease_until=int(found["lease_until"]) / 1000,
-            created_at=int(found["created_at"]) / 1000,
-            updated_at=int(found["updated_at"]) / 1000,
-        )
-    except (AttributeError, KeyError, TypeError, ValueError) as wrong:
+        told = zip(_FIELDS, shown, strict=True)
+        return _ITEM.validate_python({name: value.decode() for name, value in told if value or name not in _OPTIONAL})
+    except (AttributeError, TypeError, ValueError) as wrong:
         raise StoreUnavailable(f"an item in Redis is not what kvshelf wrote there: {wrong!s:.200}") from wrong

@@ -78,7 +78,8 @@ class RedisLink:
 
     def call(self, *command: Part) -> Reply:
         """One command. In a cluster its second word is the key."""
-        return self._ask(_key(command), [command])[0]
+        with self._translated():
+            return _accepted(self._follow_all(self._route.server(_key(command)), [command]))[0]
 
     def pipeline(self, commands: Sequence[Command]) -> list[Reply]:
         """Send commands in one round trip (in a cluster, one per node); returns their answers in order.
@@ -137,10 +138,6 @@ class RedisLink:
             servers = self._route.primaries()
             return [_facts(server.name, _accepted(server.exchange([("INFO",)]))[0]) for server in servers]
 
-    def problems(self) -> list[str]:
-        """Why caches are not safe here: one sentence each."""
-        return [problem for facts in self.facts() for problem in facts.problems()]
-
     def borrow(self, key: str) -> Loan:
         """A connection to the server of a key, for exclusive use within `talking`."""
         with self._translated():
@@ -158,10 +155,6 @@ class RedisLink:
 
     def close(self) -> None:
         self._route.close()
-
-    def _ask(self, key: bytes, commands: Sequence[Command]) -> list[Reply]:
-        with self._translated():
-            return _accepted(self._follow_all(self._route.server(key), commands))
 
     def _follow_all(self, server: Server, commands: Sequence[Command]) -> list[Reply]:
         replies = server.exchange(commands)

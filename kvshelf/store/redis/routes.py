@@ -23,6 +23,13 @@ from kvshelf.store.redis.wire import Garbled, Refused, Reply
 class Route(abc.ABC):
     """Thread-safe. Raises an error of `faults.REFUSALS` when it has to ask and no server answers."""
 
+    def __init__(self, address: RedisAddress, *, primary: bool = False) -> None:
+        """primary: refuse a server that is a replica."""
+        self._address = address
+        self._options = connection_options(address, primary=primary)
+        self._lock = threading.Lock()
+        self._known: dict[tuple[str, int], Server] = {}
+
     @abc.abstractmethod
     def server(self, key: bytes) -> Server:
         """The server that a key is on."""
@@ -35,13 +42,17 @@ class Route(abc.ABC):
     def doubt(self) -> None:
         """A server failed or is not the right one: look it up again before the next use."""
 
-    @abc.abstractmethod
     def at(self, host: str, port: int) -> Server:
-        """The server at an address that another server named."""
+        """The server at an address, such as one that another server named."""
+        with self._lock:
+            if (host, port) not in self._known:
+                self._known[host, port] = Server(host, port, self._options, self._address.timeout_s)
+            return self._known[host, port]
 
-    @abc.abstractmethod
     def close(self) -> None:
         """Close all connections."""
+        for server in self._known.values():
+            server.close()
 
 
 def route(address: RedisAddress) -> Route:
@@ -55,7 +66,8 @@ def route(address: RedisAddress) -> Route:
 
 class SingleRoute(Route):
     def __init__(self, address: RedisAddress) -> None:
-        self._server = Server(*address.hosts[0], connection_options(address), address.timeout_s)
+        super().__init__(address)
+        self._server = super().at(*address.hosts[0])
 
     def server(self, key: bytes) -> Server:  # noqa: ARG002
         return self._server
@@ -69,15 +81,10 @@ class SingleRoute(Route):
     def at(self, host: str, port: int) -> Server:
         raise NoServer(f"it sends us on to {host}:{port}, as a cluster does; use redis-cluster://")
 
-    def close(self) -> None:
-        self._server.close()
-
 
 class SentinelRoute(Route):
     def __init__(self, address: RedisAddress) -> None:
-        self._address = address
-        self._lock = threading.Lock()
-        self._known: dict[tuple[str, int], Server] = {}
+        super().__init__(address, primary=True)
         self._primary: Server | None = None
         self._authenticates = False  # a Sentinel without a password refuses one, so it is told ours only if it asks
         self._sentinels = self._connect(connection_options(address, credentials=False))
@@ -94,16 +101,10 @@ class SentinelRoute(Route):
     def doubt(self) -> None:
         self._primary = None
 
-    def at(self, host: str, port: int) -> Server:
-        with self._lock:
-            if (host, port) not in self._known:
-                options = connection_options(self._address, primary=True)
-                self._known[host, port] = Server(host, port, options, self._address.timeout_s)
-            return self._known[host, port]
-
     def close(self) -> None:
-        for server in (*self._sentinels, *self._known.values()):
-            server.close()
+        super().close()
+        for sentinel in self._sentinels:
+            sentinel.close()
 
     def _connect(self, options: dict[str, Any]) -> list[Server]:
         return [Server(host, port, options, self._address.timeout_s) for host, port in self._address.hosts]
@@ -125,9 +126,7 @@ class SentinelRoute(Route):
 
 class ClusterRoute(Route):
     def __init__(self, address: RedisAddress) -> None:
-        self._address = address
-        self._lock = threading.Lock()
-        self._known: dict[tuple[str, int], Server] = {}
+        super().__init__(address)
         self._slots: list[Server | None] = []
         self._is_stale = True
         self._nodes = [self.at(*host) for host in address.hosts]
@@ -148,17 +147,6 @@ class ClusterRoute(Route):
 
     def doubt(self) -> None:
         self._is_stale = True
-
-    def at(self, host: str, port: int) -> Server:
-        with self._lock:
-            if (host, port) not in self._known:
-                options = connection_options(self._address)
-                self._known[host, port] = Server(host, port, options, self._address.timeout_s)
-            return self._known[host, port]
-
-    def close(self) -> None:
-        for server in self._known.values():
-            server.close()
 
     def _refresh(self) -> None:
         asked, ranges = first_answer(self._nodes, ("CLUSTER", "SLOTS"), self._address.timeout_s)

@@ -29,7 +29,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from io import RawIOBase
 from itertools import accumulate
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 from cryptography.exceptions import InvalidTag
@@ -39,10 +39,8 @@ from cryptography.hazmat.primitives.ciphers.modes import GCM
 
 from kvshelf.errors import BlobError, InvalidRequest
 from kvshelf.store.artifact.memory import fill, fresh_memory
+from kvshelf.store.blobs import SeekableFile
 from kvshelf.store.sealing.keyring import Keyring, framed
-
-if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
 
 MAGIC: Final = b"KVSEALED"
 VERSION: Final = 1
@@ -114,8 +112,8 @@ def unseal(keyring: Keyring, tenant: str, subject: str, file: RawIOBase, nbytes:
     return SealedFile(file, header, _Ciphers(keyring, header, tenant, subject))
 
 
-class SealedFile(RawIOBase):
-    """The plain bytes of a sealed blob as a file that one thread reads. Closing it closes the file below.
+class SealedFile(SeekableFile):
+    """The plain bytes of a sealed blob. Closing it closes the file below.
 
     No byte is handed out before the tag of its part is checked. A read that takes a whole part decrypts it straight
     into the caller's buffer, and wipes it there if the tag is wrong. For smaller reads one part, the one last read, is
@@ -131,43 +129,17 @@ class SealedFile(RawIOBase):
         self._lengths = header.lengths
         self._starts = list(accumulate(header.lengths[:-1], initial=0))  # of the parts, counted in plain bytes
         self._body = header.offset
-        self._position = 0
         self._held: int | None = None  # the part that is in `_memory`
         self._memory = memoryview(b"")
         self.nbytes = sum(header.lengths)
         """Plain bytes. What the header says of lengths is verified with each part."""
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.nbytes}[whence]
-        if position < 0:
-            raise ValueError(f"a file has no byte {position}")
-        self._position = position
-        return position
-
-    def readinto(self, buffer: WriteableBuffer, /) -> int:
-        """Fill the buffer; less only where the blob ends."""
-        if self.closed:
-            raise ValueError("the file is closed")
-        view = memoryview(buffer).cast("B")
-        done = 0
-        while done < len(view) and self._position < self.nbytes:
-            count = self._read_part(view[done:])
-            self._position += count
-            done += count
-        return done
 
     def close(self) -> None:
         self._held, self._memory = None, memoryview(b"")
         self._file.close()
         super().close()
 
-    def _read_part(self, view: memoryview) -> int:
+    def _read_some(self, view: memoryview) -> int:
         """Read on to the end of the current part or of `view`. Returns how many bytes that was."""
         part = bisect_right(self._starts, self._position) - 1
         start, length = self._position - self._starts[part], self._lengths[part]

@@ -6,6 +6,7 @@ import base64
 import binascii
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final, Self
 
@@ -20,6 +21,7 @@ KEY_BYTES: Final = 32
 
 _PARAM: Final = "encryption_key_file"
 _FORM: Final = "64 hex digits, as `openssl rand -hex 32` makes them, or base64 of 32 bytes"
+_refused = partial(refused, param=_PARAM)
 _HEX = re.compile(rb"[0-9a-fA-F]{64}")
 
 
@@ -101,7 +103,3 @@ def _key(text: bytes) -> bytes | None:
     except binascii.Error:
         return None
     return key if len(key) == KEY_BYTES else None
-
-
-def _refused(path: Path | str, problem: str) -> InvalidRequest:
-    return refused(path, problem, param=_PARAM)

@@ -10,17 +10,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kvshelf.errors import BlobError, KvshelfError
 from kvshelf.store import checks
-from kvshelf.store.artifact.arriving import ArrivingCache
-from kvshelf.store.artifact.blob import BlobSummary, PackedBlob
-from kvshelf.store.artifact.cache import CompressedCache
+from kvshelf.store.artifact.blob import PackedBlob
+from kvshelf.store.artifact.blob.frame import BlobSummary
 from kvshelf.store.artifact.memory import fresh_memory
 from kvshelf.store.manifest import Manifest
 from kvshelf.store.tiers.tier import Tier
 from kvshelf.store.types import BlobFile, Scrubbed
+
+if TYPE_CHECKING:
+    from kvshelf.store.artifact.arriving import ArrivingCache
+    from kvshelf.store.artifact.cache import CompressedCache
 
 RECENT_S: Final = 60.0
 """How long a copy may be used without the home after the home has confirmed it.
@@ -115,6 +118,8 @@ class RamTier(Tier):
         copy = self._copy_of(manifest)
         if copy is None:
             return None
+        from kvshelf.store.artifact.arriving import ArrivingCache  # here, because it imports torch
+
         return ArrivingCache(copy.summary, copy.body, partial(self._dropping, copy))
 
     def open_blob(self, manifest: Manifest) -> BlobFile | None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from kvshelf.store.artifact.arriving import ArrivingCache
-from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.manifest import Manifest
 from kvshelf.store.types import BlobFile, Scrubbed
+
+if TYPE_CHECKING:
+    from kvshelf.store.artifact.arriving import ArrivingCache
+    from kvshelf.store.artifact.cache import CompressedCache
 
 
 class Tier(abc.ABC):

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from kvshelf.errors import (
     CacheCorrupt,
@@ -29,16 +29,18 @@ from kvshelf.errors import (
     StoreError,
     StoreUnavailable,
 )
-from kvshelf.store.artifact.arriving import ArrivingCache
-from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.identity import Identity
 from kvshelf.store.base import Store
 from kvshelf.store.blobs import Health
 from kvshelf.store.manifest import Judgement, Manifest, Usage
 from kvshelf.store.shelf import Shelf
-from kvshelf.store.tiers.copies import Copies
 from kvshelf.store.tiers.tier import Tier
+from kvshelf.store.tiers.tiers import Tiers
 from kvshelf.store.types import BlobFile, Page, Receipt, Scrubbed, Swept
+
+if TYPE_CHECKING:
+    from kvshelf.store.artifact.arriving import ArrivingCache
+    from kvshelf.store.artifact.cache import CompressedCache
 
 ResultT = TypeVar("ResultT")
 
@@ -61,18 +63,14 @@ class TieredStore(Store):
         self.files = home.files
         self.batches = home.batches
         self._home = home
-        self._tiers = tuple(tiers)
-        self._copies = Copies(self._tiers)
+        self._tiers = Tiers(tiers)
         self._giving_back = threading.Lock()
-        for tier in self._tiers:
-            with self._copies.tolerant(tier):
-                if not tier.noted():
-                    tier.note(home.incarnation)
+        self._tiers.each(lambda tier: tier.noted() or tier.note(home.incarnation))
 
     def close(self) -> None:
         with ExitStack() as closing:  # closes all of them even if one raises; the home last
             closing.callback(self._home.close)
-            for tier in self._tiers:
+            for tier in self._tiers.all:
                 closing.callback(tier.close)
 
     # Reading
@@ -85,14 +83,14 @@ class TieredStore(Store):
 
     def open_blob(self, cache_id: str, *, tenant: str = "default") -> BlobFile:
         manifest, _ = self._look_up(cache_id, tenant)
-        return self._copies.open_blob(manifest) or self._home.open_blob(cache_id, tenant=tenant)
+        return self._tiers.first(lambda tier: tier.open_blob(manifest)) or self._home.open_blob(cache_id, tenant=tenant)
 
     def source(self, cache_id: str, *, tenant: str = "default") -> str:
         manifest, _ = self._look_up(cache_id, tenant)
-        text = self._copies.source(manifest)
+        text = self._tiers.source(manifest)
         if text is None:
             text = self._home.source(cache_id, tenant=tenant)
-            self._copies.keep_source(manifest, text)
+            self._tiers.keep_source(manifest, text)
         return text
 
     def original(self, cache_id: str, *, tenant: str = "default") -> tuple[Manifest, str]:
@@ -114,7 +112,7 @@ class TieredStore(Store):
         try:
             return self._home.stat(cache_id, tenant=tenant)
         except CacheNotFound:
-            if not any(self._outlived_home(tier) for tier in self._tiers):
+            if not self._older_than_home():
                 raise
         known = self._home.remembers(cache_id, tenant=tenant)
         try:
@@ -126,31 +124,29 @@ class TieredStore(Store):
 
     def _stand_in(self, cache_id: str, tenant: str, error: KvshelfError) -> Manifest:
         """The manifest of a copy that counts although the home raised `error`; raises that if there is no copy."""
-        for tier in self._witnesses(error):
-            with self._copies.tolerant(tier):
-                copy = tier.find(cache_id, tenant, recent=not isinstance(error, CacheCorrupt))
-                if copy is not None:
-                    return copy
+        recent = not isinstance(error, CacheCorrupt)
+        copy = self._tiers.first(lambda tier: tier.find(cache_id, tenant, recent=recent), self._witnesses(error))
+        if copy is not None:
+            return copy
         if not isinstance(error, StoreUnavailable):
-            self._copies.drop(cache_id, tenant)
+            self._tiers.drop(cache_id, tenant)
         raise error
 
     def _witnesses(self, error: KvshelfError) -> Sequence[Tier]:
         """The tiers whose manifests count when the home raises `error`."""
         if isinstance(error, StoreUnavailable | CacheCorrupt):
-            return self._tiers
-        return [tier for tier in self._tiers if self._outlived_home(tier)] if isinstance(error, _Lost) else ()
+            return self._tiers.all
+        return self._older_than_home() if isinstance(error, _Lost) else ()
 
-    def _outlived_home(self, tier: Tier) -> bool:
-        """Whether a tier has copies from before the home lost everything."""
-        with self._copies.tolerant(tier):
-            return tier.noted() not in ("", self._home.incarnation)
-        return False
+    def _older_than_home(self) -> Sequence[Tier]:
+        """The tiers that have copies from before the home lost everything."""
+        noted = self._tiers.each(lambda tier: tier.noted())
+        return [tier for tier, incarnation in noted if incarnation not in ("", self._home.incarnation)]
 
     def _open(self, manifest: Manifest, word: _Word, first: int = 0) -> ArrivingCache:
         """Open a manifest's blob in the first tier that has it, from tier `first` on, or at home. word: of the home."""
-        for index, tier in enumerate(self._tiers[first:], first):
-            with self._copies.tolerant(tier):
+        for index, tier in enumerate(self._tiers.all[first:], first):
+            with self._tiers.tolerant(tier):
                 if word == "live":
                     tier.confirm(manifest)
                 arriving = tier.open_cache(manifest)
@@ -158,17 +154,15 @@ class TieredStore(Store):
                     arriving.place = tier.name
                     arriving.elsewhere = partial(self._open, manifest, word, index + 1)
                     if word == "lost" or (word == "live" and index):
-                        arriving.on_read = partial(self._share, manifest, self._tiers[:index])
+                        arriving.on_read = partial(self._share, manifest, self._tiers.all[:index])
                     return arriving
         arriving = self._home.open_cache(manifest.id, tenant=manifest.tenant)
-        arriving.on_read = partial(self._share, manifest, self._tiers)
+        arriving.on_read = partial(self._share, manifest, self._tiers.all)
         return arriving
 
     def _share(self, manifest: Manifest, tiers: Sequence[Tier], cache: CompressedCache) -> None:
         """After a read or a write: copy the cache to `tiers`, and to the home if that has lost it."""
-        for tier in tiers:
-            with self._copies.tolerant(tier):
-                tier.keep(manifest, cache)
+        self._tiers.each(lambda tier: tier.keep(manifest, cache), tiers)
         # Look it up again: a caller may have deleted the cache meanwhile, before there was a copy to drop.
         with suppress(KvshelfError):
             if self._look_up(manifest.id, manifest.tenant)[1] == "lost":
@@ -179,7 +173,7 @@ class TieredStore(Store):
     def _give_back(self, manifest: Manifest, cache: CompressedCache) -> None:
         """Store a cache at home again, with its source if a tier has that. Raises as `Shelf.adopt` does."""
         with self._giving_back:  # one at a time: many threads notice the loss at once
-            text = self._copies.source(manifest)
+            text = self._tiers.source(manifest)
             try:
                 self._ask_home(manifest.id, manifest.tenant)
                 return  # it has it already
@@ -217,34 +211,34 @@ class TieredStore(Store):
     ) -> Manifest:
         encoded = cache.encoded(codec)
         manifest = self._home.put(encoded, codec=codec, source=source, **fields)
-        self._share(manifest, self._tiers, encoded)
+        self._share(manifest, self._tiers.all, encoded)
         if source is not None:
-            self._copies.keep_source(manifest, source)
+            self._tiers.keep_source(manifest, source)
         return manifest
 
     def keep_source(self, cache_id: str, text: str, *, tenant: str = "default") -> Manifest:
         manifest = self._insist(cache_id, tenant, partial(self._home.keep_source, cache_id, text, tenant=tenant))
-        self._copies.keep_source(manifest, text)
+        self._tiers.keep_source(manifest, text)
         return manifest
 
     def keep_judgement(self, cache_id: str, judged: Judgement, *, tenant: str = "default") -> Manifest:
         keep = partial(self._home.keep_judgement, cache_id, judged, tenant=tenant)
         manifest = self._insist(cache_id, tenant, keep)
-        self._copies.confirm(manifest)
+        self._tiers.confirm(manifest)
         return manifest
 
     def update(self, cache_id: str, *, tenant: str = "default", **changes: Any) -> Manifest:
         manifest = self._insist(cache_id, tenant, partial(self._home.update, cache_id, tenant=tenant, **changes))
-        self._copies.confirm(manifest)
+        self._tiers.confirm(manifest)
         return manifest
 
     def delete(self, cache_id: str, *, tenant: str = "default", if_revision: Collection[str] | None = None) -> Receipt:
         delete = partial(self._home.delete, cache_id, tenant=tenant, if_revision=if_revision)
         receipt = self._insist(cache_id, tenant, delete)
-        return receipt.model_copy(update={"homes": (*receipt.homes, *self._copies.drop(cache_id, tenant))})
+        return receipt.model_copy(update={"homes": (*receipt.homes, *self._tiers.drop(cache_id, tenant))})
 
     def touch(self, cache_id: str, *, tenant: str = "default") -> None:
-        self._copies.touch(cache_id, tenant)
+        self._tiers.each(lambda tier: tier.touch(cache_id, tenant))
         self._home.touch(cache_id, tenant=tenant)
 
     # Housekeeping
@@ -252,10 +246,8 @@ class TieredStore(Store):
     def sweep(self, now: float | None = None) -> Swept:
         """As `Store.sweep`. Also drops copies that the home no longer has, and gives back what it lost."""
         swept = self._home.sweep(now)
-        for tier in self._tiers:
-            with self._copies.tolerant(tier):
-                tier.sweep(now)
-                self._compare(tier)
+        self._tiers.each(lambda tier: tier.sweep(now))
+        self._tiers.each(self._compare)
         return swept
 
     def _compare(self, tier: Tier) -> None:
@@ -276,7 +268,7 @@ class TieredStore(Store):
             tier.note(incarnation)
 
     def check(self) -> Sequence[str]:
-        return [*self._home.check(), *self._copies.problems()]
+        return [*self._home.check(), *self._tiers.problems()]
 
     def scrub(self) -> Iterator[Scrubbed]:
         """As `Store.scrub`. Repairs a corrupt cache at once if a tier has a good copy, and still reports it. Of the
@@ -286,7 +278,7 @@ class TieredStore(Store):
                 with suppress(KvshelfError):
                     self._insist(found.id, found.tenant, partial(self._home.stat, found.id, tenant=found.tenant))
             yield found
-        yield from self._copies.scrub()
+        yield from self._tiers.scrub()
 
     # Answered by the home alone
 
@@ -311,5 +303,5 @@ class TieredStore(Store):
     def health(self) -> Health:
         """As `Store.health`; a recent failure of a tier is a warning."""
         home = self._home.health()
-        warnings = [f"the {name} tier does not work; caches come from the home" for name in self._copies.failing()]
+        warnings = [f"the {name} tier does not work; caches come from the home" for name in self._tiers.failing()]
         return replace(home, warnings=(*home.warnings, *warnings))

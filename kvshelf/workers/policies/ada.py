@@ -12,7 +12,7 @@ from kvshelf.errors import InvalidRequest
 from kvshelf.kernels.select import importance_of
 from kvshelf.workers.policies.base import Observes, Policy, ScoringPolicy, parameter, parameter_fields
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
-from kvshelf.workers.policies.plans import GlobalPlan, flat_counts, least
+from kvshelf.workers.policies.sharing import GlobalSharing, flat_counts, least
 from kvshelf.workers.policies.snapkv import SnapKV
 from kvshelf.workers.policies.view import DocumentView, LayerView, ProbePass
 
@@ -77,8 +77,8 @@ class Ada(ScoringPolicy):
         return flat_counts(list(importance_of(scores, protected)), total, [floor] * layer.kv_heads)
 
     @property
-    def plan(self) -> GlobalPlan | None:
-        return GlobalPlan(self.floor) if self.across == "cache" else None
+    def sharing(self) -> GlobalSharing | None:
+        return GlobalSharing(self.floor) if self.across == "cache" else None
 
     # What the base needs
 
@@ -114,7 +114,7 @@ def _scoring_policy(name: str, known: Mapping[str, type[Policy]]) -> type[Scorin
         cls.name: cls
         for cls in known.values()
         if issubclass(cls, ScoringPolicy) and cls.reduce is ScoringPolicy.reduce and cls is not Ada
-        if not cls.shared_by_heads and cls.plan is ScoringPolicy.plan
+        if not cls.shared_by_heads and cls.sharing is ScoringPolicy.sharing
     }
     if name not in legal:
         raise InvalidRequest(

@@ -21,7 +21,7 @@ from kvshelf.kernels.select import importance_of, keep_best, of_entries, pack
 from kvshelf.store.artifact.records import Kept, LayerRecord
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
 from kvshelf.workers.policies.parameters import check, require_held
-from kvshelf.workers.policies.plans import CachePlan
+from kvshelf.workers.policies.sharing import Sharing
 from kvshelf.workers.policies.view import DocumentView, LayerView, ProbePass
 
 MAX_PROBE_BYTES = 16 * 1024
@@ -201,17 +201,17 @@ class ScoringPolicy(Policy):
         return budget.per_head
 
     @property
-    def plan(self) -> CachePlan | None:
-        """How the layers share one budget; None if each has its own. Under a plan, layers are reduced in cascade."""
+    def sharing(self) -> Sharing | None:
+        """How the layers share one budget; None if each has its own. If shared, layers are reduced in cascade."""
         return None
 
     def weight(self, layer: LayerView) -> float:  # noqa: ARG002
-        """The weight of this layer in a plan that shares by layer."""
+        """The weight of this layer where layers share by weight."""
         return 1.0
 
     @property
     def phase(self) -> Literal["during", "cascade"]:
-        return "during" if self.plan is None else "cascade"
+        return "during" if self.sharing is None else "cascade"
 
     def importance(self, layer: LayerView) -> Tensor:
         """The scores, infinite where a token is protected: `[kv_heads, N]` fp32.

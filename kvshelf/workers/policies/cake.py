@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvshelf.kernels.window_scores import pooled
 from kvshelf.workers.policies.base import TailPolicy, parameter
-from kvshelf.workers.policies.plans import ProportionalPlan
+from kvshelf.workers.policies.sharing import ProportionalSharing
 from kvshelf.workers.policies.view import LayerView
 
 
@@ -29,8 +29,8 @@ class Cake(TailPolicy):
 
     The layers are reduced in cascade (section 4.2). Departures, ours: where a share exceeds the document, the others
     take the excess in proportion and not evenly, for only then can a share never grow when a layer joins
-    (`ProportionalPlan` has the proof), and cascading gives what waiting for every layer would give; the total is exact;
-    a window of one row has no variance, so that all layers are alike.
+    (`ProportionalSharing` has the proof), and cascading gives what waiting for every layer would give; the total is
+    exact; a window of one row has no variance, so that all layers are alike.
     """
 
     name: ClassVar[str] = "cake"
@@ -44,8 +44,8 @@ class Cake(TailPolicy):
     tau2: float = parameter(1.0, "the larger, the less the variance tells layers apart", minimum=0.1)
 
     @property
-    def plan(self) -> ProportionalPlan:
-        return ProportionalPlan()
+    def sharing(self) -> ProportionalSharing:
+        return ProportionalSharing()
 
     def score(self, layer: LayerView) -> Tensor:
         window = layer.window(self.window)

@@ -14,7 +14,7 @@ from kvshelf.kernels.window_scores import pooled
 from kvshelf.workers.model.calibration import Calibration
 from kvshelf.workers.policies.base import Observes, TailPolicy, parameter
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
-from kvshelf.workers.policies.plans import fill, largest_remainders
+from kvshelf.workers.policies.sharing import fill, largest_remainders
 from kvshelf.workers.policies.view import DocumentView, LayerView
 
 _LEAST = 32  # entries of a layer, whatever its error

@@ -14,7 +14,7 @@ from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.select import importance_of
 from kvshelf.workers.policies.base import Observes, TailPolicy, parameter
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
-from kvshelf.workers.policies.plans import flat_counts
+from kvshelf.workers.policies.sharing import flat_counts
 from kvshelf.workers.policies.view import DocumentView, LayerView
 
 _BLOCK_TOKENS = 1024

@@ -14,7 +14,7 @@ from kvshelf.kernels.window_scores import window_attention
 from kvshelf.workers.policies.base import Observes, ScoringPolicy, parameter
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
 from kvshelf.workers.policies.parameters import fitted_sink
-from kvshelf.workers.policies.plans import CachePlan, GlobalPlan, flat_counts
+from kvshelf.workers.policies.sharing import GlobalSharing, Sharing, flat_counts
 from kvshelf.workers.policies.view import DocumentView, LayerView, ProbePass
 
 _FIRST = "\n\nRepeat the previous context exactly."
@@ -53,8 +53,8 @@ class KVzip(ScoringPolicy):
     across: str = parameter("cache", "who shares a budget", choices=("cache", "layer", "head"))
 
     @property
-    def plan(self) -> CachePlan | None:
-        return GlobalPlan() if self.across == "cache" else None
+    def sharing(self) -> Sharing | None:
+        return GlobalSharing() if self.across == "cache" else None
 
     def counts(self, layer: LayerView, scores: Tensor, protected: Tensor, budget: LayerBudget) -> Sequence[int]:  # noqa: ARG002
         if self.across != "layer":

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvshelf.workers.policies.defensivekv import DefensiveKV
-from kvshelf.workers.policies.plans import GlobalPlan
+from kvshelf.workers.policies.sharing import GlobalSharing
 
 
 @dataclass(frozen=True)
@@ -25,5 +25,5 @@ class LayerDefensiveKV(DefensiveKV):
     )
 
     @property
-    def plan(self) -> GlobalPlan:
-        return GlobalPlan()
+    def sharing(self) -> GlobalSharing:
+        return GlobalSharing()

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 import structlog
-import torch
 
 from kvshelf.errors import DocumentTooLong, InternalError, KvshelfError
 
@@ -41,8 +40,10 @@ def named_errors() -> Iterator[None]:
         yield
     except KvshelfError:
         raise
-    except torch.OutOfMemoryError as exc:
-        raise DocumentTooLong(f"this does not fit into the memory of the device: {str(exc)[:200]}") from exc
     except Exception as exc:
+        import torch  # here, because callers of replicas import this module, and they need no torch
+
+        if isinstance(exc, torch.OutOfMemoryError):
+            raise DocumentTooLong(f"this does not fit into the memory of the device: {str(exc)[:200]}") from exc
         log.exception("a bug in a replica")
         raise InternalError(f"the worker failed unexpectedly ({type(exc).__name__}); its log has the details") from exc

@@ -120,8 +120,8 @@ class Replica:
     ) -> Created:
         """Compress a document and store it, unless the shelf has it.
 
-        With `request_id`, a request of the ledger, the attempt is counted there before any work, and its end recorded:
-        the failure of the `max_attempts`th is final.
+        With `request_id`, a request of the job table, the attempt is counted there before any work, and its end is
+        recorded: the failure of the `max_attempts`th is final.
         """
         log_as(origin)
         if request_id is None:

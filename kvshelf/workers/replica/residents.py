@@ -112,7 +112,9 @@ class Residents:
             resident = self._held.get(key)
             if resident is None:
                 there = False
-                await self._opening.join(f"{tenant}/{cache_id}", lambda: self._open(cache_id, tenant))
+                _, began = await self._opening.join(f"{tenant}/{cache_id}", lambda: self._open(cache_id, tenant))
+                if not began:  # the call read the manifest before this question came, so the shelf is asked again
+                    continue
                 # Taken from the table, not from the shared call: another cache may have needed its room meanwhile.
                 resident = self._held.get(key)
             elif not await self._current(key, resident):

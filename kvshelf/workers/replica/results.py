@@ -51,7 +51,7 @@ class Created:
 
     phases: queue, prefill, compress, measure and store, reported in sequence although prefill and compress take turns;
     empty if nothing was compressed. Levels that were tried and not kept count as measuring. worker: the replica that
-    worked on it, where the request is recorded in the ledger.
+    worked on it, where the request is recorded in the job table.
     """
 
     caches: tuple[Stored, ...]

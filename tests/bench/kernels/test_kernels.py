@@ -1,4 +1,4 @@
-"""`kvshelf bench kernels`: what it counts, and that what stands beside a kernel gives the kernel's result."""
+"""`kvshelf bench kernels`: the bytes and FLOPs it counts, and that each baseline computes what its kernel does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
-from kvshelf.bench import ceilings
+from kvshelf.bench import measure
 from kvshelf.bench.cli import app
 from kvshelf.bench.kernels import baselines, kernels
 from kvshelf.bench.kernels.baselines import (
@@ -59,7 +59,7 @@ def test_every_case_runs_and_says_which_limit_binds(dtype):
 
 
 def test_the_flops_of_a_prefill_are_those_that_torch_counts(layer):
-    """It does not count the CPU's attention; that of all weights, half of which are causal, it does."""
+    """torch does not count the CPU's fused attention, so it counts all weights, half of which are causal."""
     case, attention = named(layer, PREFILL), named(layer, "causal attention")
     with FlopCounterMode(display=False) as projections:
         case.run(*case.make())
@@ -80,7 +80,7 @@ def test_a_prefill_is_causal(layer):
 
 
 def test_kvpresss_flow_keeps_what_ours_keeps():
-    """As sets: it returns them in the order of their scores. A key that only the last row may see outshines all."""
+    """Compared as sets: kvpress orders entries by score. One key, which only the last query sees, beats all others."""
     torch.manual_seed(0)
     layer = Layer(SHAPE, 1024, torch.float32, CPU)  # half of what is kept is the window
     queries, keys, values = layer.window()
@@ -148,7 +148,7 @@ def test_the_kernels_are_measured_without_transformers_and_ray():
 
 def test_kernels_command(tmp_path, monkeypatch):
     monkeypatch.setattr(kernels, "LLAMA_8B", SHAPE)
-    for sizes in (ceilings._BUFFER_BYTES, ceilings._MATMUL_SIZE):
+    for sizes in (measure._BUFFER_BYTES, measure._MATMUL_SIZE):
         monkeypatch.setitem(sizes, "cpu", 256)
     report = tmp_path / "kernels.json"
     arguments = ["kernels", "--device", "cpu", "--lengths", "512", "--rounds", "1", "--output", str(report)]

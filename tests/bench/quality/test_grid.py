@@ -1,4 +1,4 @@
-"""What the quality bench plans to measure, and refuses to grid."""
+"""The grid of the quality bench: the units it plans, and the options it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvshelf bench quality`: what is measured, kept, taken up again, refused and drawn."""
+"""`kvshelf bench quality`: measuring, the resume file, refusals, tables and the picture."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_two_runs_do_not_write_one_journal(tmp_path):
 
 
 def figures(report: Path) -> object:
-    """Everything in a report but times and the machine."""
+    """A report without times and machine."""
     cells = ("documents", "questions", "exact", "low", "high", "partial", "bytes_per_token", "refused")
     rows = json.loads(report.read_text())["rows"]
     return [
@@ -222,7 +222,7 @@ def test_a_killed_run_goes_on_where_it_stopped_with_any_number_of_processes(tmp_
 
 
 def _killed_after(process: subprocess.Popen[bytes], journal: Path, *, lines: int) -> list[int]:
-    """Kill -9 the run once its journal has so many lines; the pids of its workers."""
+    """Kill -9 the run once its resume file has so many lines; returns the pids of its workers."""
     deadline = time.monotonic() + 300
     while not (journal.exists() and journal.read_bytes().count(b"\n") >= lines):
         assert process.poll() is None, "the run ended by itself"

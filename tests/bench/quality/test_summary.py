@@ -1,4 +1,4 @@
-"""Outcomes put together: intervals, cells, rows, the front and the tables."""
+"""Summaries of outcomes: intervals, cells, rows, the Pareto front and the tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The documents that training and evaluation are made of."""
+"""The generated documents of training and evaluation."""
 
 from __future__ import annotations
 

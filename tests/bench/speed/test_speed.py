@@ -1,4 +1,4 @@
-"""`kvshelf bench speed`: its parts on the bundled model, and the worker that speaks for kvpress."""
+"""`kvshelf bench speed`: its parts on the bundled model, and the worker that runs kvpress."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_nothing_stays_in_a_store_when_the_next_one_fails(subject, tmp_path):
 
 
 def test_the_plain_file_answers_as_the_shelf_does(subject, tmp_path):
-    """The entries in another format, not others: the model's own attention chooses the same first token."""
+    """The plain file holds the same entries: the model's own attention chooses the same first token."""
     cache = subject.engine.compress(subject.tokens(300, seed=0), policy="keydiff", compression_ratio=0.5)
     question = subject.tokens(QUESTION_TOKENS, seed=1)
     ways = dict(_ways(subject, cache, {}, tmp_path / "cache.safetensors", question, ExitStack()))
@@ -195,7 +195,7 @@ def test_the_plain_file_answers_as_the_shelf_does(subject, tmp_path):
 
 
 def test_every_answer_has_as_many_tokens_as_it_is_asked_for(subject, monkeypatch):
-    """Whatever the model says: the tokens that it would end with here are made its end tokens."""
+    """The tokens of an answer become end tokens, and still every answer has its full length."""
     cache = subject.engine.compress(subject.tokens(200, seed=0))
     config = subject.engine.model.generation_config
     said = subject.engine.answer(cache, decode._question(subject, 0), max_new_tokens=4).token_ids

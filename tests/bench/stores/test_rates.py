@@ -1,4 +1,4 @@
-"""`kvshelf bench rates`: what a home and a journal are said to cost is what they were given to do."""
+"""`kvshelf bench rates`: the cost of a document and of a result is divided by as many as were written."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvshelf.corpus.run.journal import FileJournal
 
 
 def test_what_a_folder_keeps_of_a_document_is_the_same_however_many_there_are(tmp_path: Path) -> None:
-    """The WAL is as large for ten documents as for a thousand, and a page of the database is more than one of them."""
+    """The WAL has one size for ten and for a thousand documents; a database page is larger than a document's rows."""
     place = tmp_path / "a folder, with a space"
     place.mkdir()
     found = []
@@ -22,7 +22,7 @@ def test_what_a_folder_keeps_of_a_document_is_the_same_however_many_there_are(tm
         with made_in(f"disk://{place}") as home:
             found.append(home_rates(home, documents).index_bytes)
     few, many = found
-    assert 1000 < many < 10_000  # a manifest of 32 layers, once; and its entries in index and ledger
+    assert 1000 < many < 10_000  # a manifest of 32 layers, once; and its entries in index and job table
     assert few == pytest.approx(many, rel=0.5)
 
 

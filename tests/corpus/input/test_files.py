@@ -1,4 +1,4 @@
-"""Files as a corpus: every kind that is read, and every way in which one cannot be."""
+"""Files as a corpus: each kind of file, and each way in which reading fails."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvshelf.errors import InvalidRequest
 
 
 def read(where: object, **defaults: Any) -> list[Row]:
-    """All rows, each shard read in the state in which it reaches another process."""
+    """All rows; each shard is pickled before it is read."""
     shards = FileCorpus(str(where), defaults).shards()
     return [row for shard in shards for row in pickle.loads(pickle.dumps(shard)).read()]
 
@@ -178,7 +178,7 @@ def grow(path: Path) -> None:
 def test_a_corpus_that_changes_while_it_is_read(
     corpus: Path, name: str, change: Callable[[Path], None], code: str
 ) -> None:
-    """What was found at the start is gone or another file when its turn comes: an error row, and all else is read."""
+    """A file that vanished or changed since the start is an error row; the other files are read."""
     shards = FileCorpus(str(corpus), {}).shards()
     change(corpus / name)
     rows = [row for shard in shards for row in shard.read()]
@@ -187,7 +187,7 @@ def test_a_corpus_that_changes_while_it_is_read(
 
 
 def test_a_damaged_archive_gives_what_was_read_and_an_error_row(tmp_path: Path) -> None:
-    data = gzip.compress(b'{"document": "x"}\n' * 500_000)
+    data = gzip.compress(b'{"document": "%b"}\n' % (b"x" * 1000) * 8_000)
     (tmp_path / "x.jsonl.gz").write_bytes(data[: len(data) // 2])
     rows = read(tmp_path)
     assert rows[0].spec is not None

@@ -1,4 +1,4 @@
-"""Lines of JSON as rows: what is right in them and, above all, what is wrong."""
+"""Lines of JSON as rows, valid and invalid ones."""
 
 from __future__ import annotations
 

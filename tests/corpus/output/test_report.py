@@ -9,13 +9,15 @@ import statistics
 import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from kvshelf.api.batches import WorkerShare
 from kvshelf.corpus.output.report import Histogram, require_report, write_report
 from kvshelf.corpus.row import Row, RowError
-from kvshelf.corpus.run.progress import RunState, Summary, WorkerProgress
+from kvshelf.corpus.run.progress import RunState, Summary
 from kvshelf.errors import InvalidRequest
 
 HOSTILE = [
@@ -45,7 +47,8 @@ def failed(number: int, code: str = "worker_crashed", message: str = "it died", 
 
 SUMMARY = Summary(
     RunState.COMPLETED, total=10, done=8, reused=2, failed=2, tokens=8000, bytes_full=32000, bytes_stored=8000,
-    tokens_per_s=1500.0, elapsed_s=60.0, gpu_hours=0.25, workers={"replica-1": WorkerProgress(6, 6000, 12.0)},
+    tokens_per_s=1500.0, elapsed_s=60.0, gpu_hours=0.25,
+    workers={"replica-1": WorkerShare(done=6, tokens=6000, seconds=12.0)},
     times={"running": 1_800_000_000.0, "completed": 1_800_000_060.0},
 )  # fmt: skip
 
@@ -103,7 +106,9 @@ def test_it_says_what_happened(tmp_path: Path) -> None:
 def test_markup_in_the_corpus_is_shown_as_text(tmp_path: Path, hostile: str) -> None:
     plain = [tag for tag, _ in Tags(report(tmp_path, [done(1), failed(2)])).found]
     rows = [done(1, custom_id=hostile, source=hostile), failed(2, "c", hostile, custom_id=hostile, source=hostile)]
-    text = report(tmp_path, rows, replace(SUMMARY, reason=hostile, workers={hostile: WorkerProgress(1, 1, 1)}))
+    text = report(
+        tmp_path, rows, replace(SUMMARY, reason=hostile, workers={hostile: WorkerShare(done=1, tokens=1, seconds=1)})
+    )
     tags = Tags(text)
     assert [tag for tag, _ in tags.found if tag not in ("p",)] == [tag for tag in plain if tag != "p"]
     assert tags.open == []
@@ -163,16 +168,16 @@ def test_quantiles_are_near_those_of_the_numbers() -> None:
     assert histogram.mean == pytest.approx(statistics.fmean(numbers))
     for share, exact in zip((0.05, 0.5, 0.95), statistics.quantiles(numbers, n=20)[::9], strict=True):
         assert histogram.quantile(share) == pytest.approx(exact, rel=0.045)
-    assert sum(bar.count for bar in histogram.bars()) == len(numbers)
-    assert all(bar.high == pytest.approx(2 * bar.low) for bar in histogram.bars())
+    assert sum(count for _, count in histogram.bars()) == len(numbers)
+    assert all(end == pytest.approx(2 * start) for (start, _), (end, _) in pairwise(histogram.bars()))
 
 
 def test_shares_have_their_ends() -> None:
     histogram = Histogram.shares()
     for number in (0.0, 1.0, 1.0, 0.5):
         histogram.add(number)
-    bars = histogram.bars()
-    assert (len(bars), bars[0].count, bars[-1].count, bars[10].count) == (20, 1, 2, 1)
+    counts = [count for _, count in histogram.bars()]
+    assert (len(counts), counts[0], counts[-1], counts[10]) == (20, 1, 2, 1)
     assert (histogram.quantile(0.1), histogram.quantile(0.99)) == (
         pytest.approx(0, abs=0.002),
         pytest.approx(1, abs=0.002),

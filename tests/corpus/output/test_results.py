@@ -1,4 +1,4 @@
-"""What is kept of a batch: its journal, its output, its numbers, its window."""
+"""A batch's journal, output, numbers and window."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A row's way to its end, without Ray: real replicas in this process, a real shelf and its ledger."""
+"""A row's way to its end, without Ray: real replicas in this process, a real shelf and its job table."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import pytest
 from kvshelf.api import CreateCache
 from kvshelf.corpus.input.rows import read_row
 from kvshelf.corpus.row import Row
-from kvshelf.corpus.run import breaker
-from kvshelf.corpus.run import caller as caller_module
+from kvshelf.corpus.run import runner
 from kvshelf.corpus.run.caller import PREFIX, Caller
 from kvshelf.corpus.run.progress import RunOptions
 from kvshelf.errors import NoWorker, QuotaExceeded, StorageFull, StoreUnavailable, WorkerCrashed
@@ -39,9 +38,9 @@ def anyio_backend() -> str:
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test waits as long as a batch may."""
-    monkeypatch.setattr(caller_module, "_POLL_S", 0.01)
-    monkeypatch.setattr(breaker, "_PAUSE_S", 0.05)
-    monkeypatch.setattr(breaker, "_MAX_PAUSE_S", 0.1)
+    monkeypatch.setattr(runner, "POLL_S", 0.01)
+    monkeypatch.setattr(runner, "_PAUSE_S", 0.05)
+    monkeypatch.setattr(runner, "_MAX_PAUSE_S", 0.1)
 
 
 class Flaky:
@@ -121,7 +120,7 @@ def code(result: Row) -> str | None:
     return None if result.error is None else result.error.code
 
 
-async def test_a_row_gets_a_cache_and_its_end_is_in_the_ledger(engine: Flaky, store: Store) -> None:
+async def test_a_row_gets_a_cache_and_its_end_is_in_the_job_table(engine: Flaky, store: Store) -> None:
     result = await caller(engine, store).settle(row())
     assert code(result) is None
     assert result.cache_id is not None
@@ -151,8 +150,6 @@ async def test_what_the_engine_refuses_is_final_after_one_attempt(engine: Flaky,
 
 async def test_a_row_with_levels_has_all_their_caches(engine: Flaky, store: Store) -> None:
     asked = row(levels=[0.5, 0.75])
-    if asked.error is not None:
-        pytest.skip("this version has no levels")
     result = await caller(engine, store).settle(asked)
     assert [level["compression_ratio"] for level in result.levels] == [0.5, 0.75]
     assert result.cache_id == result.levels[0]["cache_id"]
@@ -160,7 +157,7 @@ async def test_a_row_with_levels_has_all_their_caches(engine: Flaky, store: Stor
     assert (again.reused, again.levels) == (True, result.levels)
 
 
-async def test_a_later_run_finds_the_end_in_the_ledger_and_asks_no_replica(engine: Flaky, store: Store) -> None:
+async def test_a_later_run_finds_the_end_in_the_job_table_and_asks_no_replica(engine: Flaky, store: Store) -> None:
     first = await caller(engine, store).settle(row())
     again = await caller(engine, store, began=time.time() + 1).settle(row())
     assert (again.cache_id, again.reused, again.seconds, again.attempts) == (first.cache_id, True, 0.0, 1)
@@ -238,7 +235,7 @@ async def test_rows_of_one_model_wait_for_a_worker_while_those_of_another_go_on(
     await asyncio.gather(*work, return_exceptions=True)
 
 
-async def test_deaths_that_the_ledger_never_heard_of_are_counted_too(engine: Flaky, store: Store) -> None:
+async def test_deaths_that_the_job_table_never_heard_of_are_counted_too(engine: Flaky, store: Store) -> None:
     engine.fails = [WorkerCrashed("it died")] * 9
     result = await caller(engine, store).settle(row())
     assert (code(result), engine.calls) == ("worker_crashed", 3)
@@ -247,9 +244,9 @@ async def test_deaths_that_the_ledger_never_heard_of_are_counted_too(engine: Fla
 
 
 async def test_attempts_that_ended_without_a_word_are_given_up(engine: Flaky, store: Store) -> None:
-    """The ledger has three attempts whose worker died; nobody tries a fourth one."""
+    """The job table has three attempts whose worker died; nobody tries a fourth one."""
     one = caller(engine, store)
-    request = one._call(row(), creation(row())).id
+    request = one.job(row(), creation(row())).id
     assert request.startswith(PREFIX)
     store.requests.open(request, tenant="me", body=b"")
     for _ in range(3):
@@ -307,7 +304,7 @@ async def test_a_document_that_no_shelf_would_hold_is_a_row_s_own_error(
 async def test_an_attempt_that_went_with_the_store_is_not_counted(
     engine: Flaky, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However often: the replica cannot tell the ledger of it, and the row is free as soon as the store is back."""
+    """However often: the replica cannot tell the job table of it, and the row is free as soon as the store is back."""
     requests, put, fail = store.requests, store.put, store.requests.fail
 
     def gone(*_: Any, **__: Any) -> Any:
@@ -326,6 +323,23 @@ async def test_an_attempt_that_went_with_the_store_is_not_counted(
     monkeypatch.setattr(store, "put", put)
     result = await asyncio.wait_for(work, 60)
     assert (code(result), result.attempts) == (None, 1)
+
+
+async def test_an_attempt_after_one_that_went_with_the_store_counts(
+    engine: Flaky, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store was away before the first attempt began; the worker of the next one dies."""
+    create = engine._replica.create
+
+    async def dies(_: CreateCache, *, request_id: str, **__: Any) -> None:
+        monkeypatch.setattr(engine._replica, "create", create)
+        store.requests.start(request_id, worker="w", lease_s=0.2)
+        raise WorkerCrashed("it died")
+
+    engine.fails = [StoreUnavailable("away")]
+    monkeypatch.setattr(engine._replica, "create", dies)
+    result = await caller(engine, store).settle(row())
+    assert (code(result), result.attempts) == (None, 2)
 
 
 async def test_a_quota_is_waited_for(store: Store, tiny: Engine, tmp_path: Path) -> None:
@@ -349,12 +363,12 @@ async def test_a_quota_is_waited_for(store: Store, tiny: Engine, tmp_path: Path)
 
 
 async def test_what_no_quota_was_left_for_is_no_error_of_the_next_run(engine: Flaky, store: Store) -> None:
-    """Who waited for room has died: the ledger has a failure, and nobody has to ask for another try."""
+    """Who waited for room has died: the job table has a failure, and nobody has to ask for another try."""
     one = caller(engine, store)
-    call = one._call(row(), creation(row()))
-    store.requests.open(call.id, tenant="me", body=b"")
-    attempt = store.requests.start(call.id, worker="w", lease_s=9)
-    store.requests.fail(call.id, attempt, code=QuotaExceeded.code, message="no room", final=True)
+    job = one.job(row(), creation(row()))
+    store.requests.open(job.id, tenant="me", body=b"")
+    attempt = store.requests.start(job.id, worker="w", lease_s=9)
+    store.requests.fail(job.id, attempt, code=QuotaExceeded.code, message="no room", final=True)
     assert code(await one.settle(row())) is None
 
 
@@ -369,9 +383,9 @@ async def test_rows_that_failed_once_are_tried_one_at_a_time(engine: Flaky, stor
     one = caller(engine, store)
     rows = [row(number) for number in range(1, 5)]
     for each in rows:
-        call = one._call(each, creation(each))
-        store.requests.open(call.id, tenant="me", body=b"")
-        store.requests.start(call.id, worker="w", lease_s=0.001)
+        job = one.job(each, creation(each))
+        store.requests.open(job.id, tenant="me", body=b"")
+        store.requests.start(job.id, worker="w", lease_s=0.001)
     await asyncio.sleep(0.01)
     results = await asyncio.gather(*(one.settle(each) for each in rows))
     assert [(code(result), result.attempts) for result in results] == [(None, 2)] * 4
@@ -389,7 +403,7 @@ async def test_rows_begin_only_while_they_may_and_only_so_many(engine: Flaky, st
     assert engine.most_at_once <= 2
 
 
-async def test_a_cancelled_row_is_ended_in_the_ledger_and_begun_again_later(
+async def test_a_cancelled_row_is_ended_in_the_job_table_and_begun_again_later(
     engine: Flaky, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine._replica, "create", _forever)

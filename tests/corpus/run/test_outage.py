@@ -1,4 +1,4 @@
-"""Runs whose shelf is in Redis, while Redis is dead, full, or has no more room for a tenant."""
+"""Runs whose shelf is in Redis while Redis is dead, full, or at a tenant's quota."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def rows(first: int, count: int) -> list[dict[str, Any]]:
 
 
 def require_all(crew: Crew, summary: Summary, journal: Remembered, count: int, tenant: str) -> None:
-    """Every row is accounted for, none twice, and what was no row's fault is not held against it."""
+    """Every row ends once, and an outage counts as no row's attempt."""
     assert (summary.state, summary.done, summary.failed) == (RunState.COMPLETED, count, 0)
     assert len(journal.results) == journal.appended == count
     assert {result.attempts for result in journal.results.values()} == {1}
@@ -72,7 +72,7 @@ def require_all(crew: Crew, summary: Summary, journal: Remembered, count: int, t
 
 @contextmanager
 def dead(server: ValkeyServer) -> Iterator[str]:
-    """kill -9, and a start with what it had acknowledged."""
+    """kill -9, and a restart with all acknowledged writes."""
     server.kill()
     yield "cannot be reached"
     server.start()
@@ -87,7 +87,7 @@ def full(server: ValkeyServer) -> Iterator[str]:
 
 
 def outlast(run: Run, trouble: AbstractContextManager[str], *, begins_at: int) -> None:
-    """Let something happen when so many rows are done, and end when the run has seen it."""
+    """Cause trouble after so many rows, and return when the run reports it."""
     until(lambda: run.progress().done >= begins_at)
     with trouble as reason:
         until_waiting(run, reason)

@@ -39,7 +39,7 @@ def sent(lines: list[Any]) -> tuple[list[Row], bytes]:
 def test_a_line_that_the_service_would_not_read_is_an_error_row_and_is_not_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A document may be within the limit that applies to it, and beyond it as a line of JSON."""
+    """A document within the limit may exceed it as a line of JSON."""
     document = {"document": 'as "JSON"\n' * 50}
     _, whole = sent([document])
     limit = len(whole) - 1  # without its end
@@ -52,7 +52,7 @@ def test_a_line_that_the_service_would_not_read_is_an_error_row_and_is_not_sent(
 
 
 def test_every_result_that_the_service_has_is_brought_whatever_one_of_them_is() -> None:
-    """The second line that is sent could not be read there, so its custom id is not known; one result is nobody's."""
+    """The service could not read the second line, so its result has no custom id; one result matches no row."""
     lines = [{"custom_id": "a", "document": "x"}, b"no json", {"custom_id": "c", "document": "y"}]
     lines += [{"custom_id": "d", "document": "z"}]
     output = [success(1, custom_id="0"), success(9, custom_id="77"), success(3, custom_id="3")]

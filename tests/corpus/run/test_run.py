@@ -1,4 +1,4 @@
-"""Whole runs on real Ray: rows in, results out, whatever happens to the processes in between."""
+"""Whole runs on real Ray: every row ends, whichever processes die meanwhile."""
 
 from __future__ import annotations
 
@@ -116,15 +116,30 @@ def test_a_document_that_is_too_large_is_tried_once(crew: Crew) -> None:
     require_order(crew)
 
 
-@pytest.mark.parametrize(
-    ("victim", "first"), [("ServedReplica", 10_000), ("MapWorker", 20_000), ("ray::Control", 30_000)]
-)
-def test_a_process_that_dies_changes_nothing_of_the_end(crew: Crew, soak: bool, victim: str, first: int) -> None:
-    """The same ids as are on the shelf in the end hold the same segments as without it."""
-    wanted = 400 if soak else 40  # from `first` on: what another test has left on the shelf would cost no time
+def taken(crew: Crew, journal: Remembered) -> dict[str, tuple[str, ...]]:
+    """The digests of a run's caches, which are deleted: what is left on the shelf costs the next run no time."""
+    found = digests(crew, list(journal.results.values()))
+    with crew.store.open() as shelf:
+        for cache_id in found:
+            shelf.delete(cache_id, tenant="me")
+    return found
+
+
+@pytest.fixture(scope="module")
+def calm(crew: Crew, soak: bool) -> tuple[list[Any], dict[str, tuple[str, ...]]]:
+    """Documents, some slow so that there is time to kill something, and the digests of an undisturbed run."""
+    wanted, first = 400 if soak else 40, 10_000
     lines = [document(first + number, tokens=(200, 400)) for number in range(wanted)]
-    for number in range(0, wanted, 10):  # long enough to be killed in
+    for number in range(0, wanted, 10):
         lines[number] = document(first + number, kind=SLOW)
+    _, journal = whole(crew, lines, options())
+    return lines, taken(crew, journal)
+
+
+@pytest.mark.parametrize("victim", ["ServedReplica", "MapWorker", "ray::Control"])
+def test_a_process_that_dies_changes_nothing_of_the_end(crew: Crew, calm: Any, victim: str) -> None:
+    """The caches have the ids and segments of an undisturbed run."""
+    lines, expected = calm
     journal = Remembered()
     run = begun(crew, lines, journal, options())
     until(lambda: run.progress().done >= 5)
@@ -133,20 +148,15 @@ def test_a_process_that_dies_changes_nothing_of_the_end(crew: Crew, soak: bool, 
     if victim == "ServedReplica":  # the only one
         until_waiting(run, "no worker of")
     summary = ended(run)
-    assert (summary.state, summary.done, summary.failed) == (RunState.COMPLETED, wanted, 0)
-    assert len(journal.results) == wanted
-    disturbed = digests(crew, list(journal.results.values()))
-    with crew.store.open() as shelf:
-        for cache_id in disturbed:
-            shelf.delete(cache_id, tenant="me")
-    _, calm = whole(crew, lines, options())
-    assert digests(crew, list(calm.results.values())) == disturbed
+    assert (summary.state, summary.done, summary.failed) == (RunState.COMPLETED, len(lines), 0)
+    assert len(journal.results) == len(expected) == len(lines)
+    assert taken(crew, journal) == expected
     require_order(crew)
 
 
 def test_a_run_that_is_cancelled_ends_at_once_and_goes_on_later(crew: Crew) -> None:
     how = options()
-    lines = [document(number, kind=SLOW) for number in range(2000, 2020)]  # told in order: the first may end last
+    lines = [document(number, kind=SLOW) for number in range(2000, 2010)]  # told in order: the first may end last
     journal = Remembered()
     hopeful = {name: RemoteEngine(each.model, each.app, each.handle, wanted=3) for name, each in crew.engines.items()}
     run = begun(replace(crew, engines=hopeful), lines, journal, how)
@@ -178,7 +188,7 @@ def test_a_run_outside_its_window_waits_and_says_so(crew: Crew) -> None:
 
 
 def test_a_window_that_closes_holds_the_run_and_one_that_opens_lets_it_go_on(crew: Crew, soak: bool) -> None:
-    """It is closed for some seconds, beginning when the run is in the midst of its rows."""
+    """The window closes for some seconds while rows are at work."""
     if not soak:
         pytest.skip("it takes a minute of wall clock; a journal without room holds rows in the same way, tested below")
     closes = datetime.datetime.now() + datetime.timedelta(seconds=25)
@@ -267,13 +277,11 @@ def test_a_run_under_fire_ends_as_an_undisturbed_one(crew: Crew, soak: bool) -> 
     assert kills > 10
     assert (summary.state, summary.done, summary.failed) == (RunState.COMPLETED, 1980, 20)
     assert len(journal.results) == 2000
-    disturbed = digests(crew, list(journal.results.values()))
     with crew.store.open() as shelf:
         shelf.sweep(now=time.time() + 3600)
         assert list(shelf.check()) == []
-        for cache_id in disturbed:
-            shelf.delete(cache_id, tenant="me")
+    disturbed = taken(crew, journal)
     good = [line for number, line in enumerate(lines) if number % 100]
-    _, calm = whole(crew, good, options())
-    assert digests(crew, list(calm.results.values())) == disturbed
+    _, undisturbed = whole(crew, good, options())
+    assert taken(crew, undisturbed) == disturbed
     require_order(crew)

@@ -1,4 +1,4 @@
-"""A batch in the home: its input is read from there, its journal keeps each row's end."""
+"""A batch of a service: its input comes from the store, and its journal there keeps each row's end."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def batch_id(store: Store) -> str:
 
 
 def taken(store: Store, batch_id: str) -> HomeJournal:
-    """The journal as a process has it that works on the batch from now on."""
-    term = store.batches.take(batch_id, lease_s=0.0)
+    """The journal of a process that takes over the batch."""
+    term = store.batches.table.take(batch_id, lease_s=0.0)
     assert term is not None
     return HomeJournal(store.batches, batch_id, term)
 
@@ -56,7 +56,7 @@ def test_the_last_end_of_a_row_counts(store: Store, batch_id: str) -> None:
 
 
 def test_a_run_that_goes_on_changes_nothing_of_what_was_done(store: Store, batch_id: str) -> None:
-    """It comes by every row again: what is on the shelf is reused then, and has cost what it cost."""
+    """A resumed run meets every row again as reused; the journal keeps the first end with its cost."""
     taken(store, batch_id).append([made(1, seconds=2.5), lost(2, "worker_crashed"), made(3, "kvs_3")])
     again = taken(store, batch_id)
     again.append([made(1, reused=True), lost(2, "worker_crashed"), made(3, "kvs_other", reused=True), made(4)])

@@ -4,6 +4,7 @@ sealed, keys are rotated, and no secret is shown."""
 from __future__ import annotations
 
 import secrets
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -207,24 +208,21 @@ def doctor(home: Path, *options: str) -> str:
 
 
 @pytest.mark.timeout(400)
-def test_a_restart_finds_everything_and_keys_are_rotated(
-    start_service: Start, tiny_folder: Path, tmp_path: Path
-) -> None:
-    """Two lives of a service, with the old key and with the new one beside it; then the new one is enough."""
-    keys = [secrets.token_hex(32) for _ in range(2)]
-    write_keys(tmp_path, keys[:1])
-    with start_service(tmp_path, tiny_folder, encryption_key_file=tmp_path / "keys") as first:
-        cache = httpx.post(f"{first.url}/v1/caches", json=document(1) | {"keep_source": True}, timeout=60).json()
-    write_keys(tmp_path, [keys[1], keys[0]])
-    with start_service(tmp_path, tiny_folder, encryption_key_file=tmp_path / "keys") as second:
-        assert httpx.post(f"{second.url}/v1/caches/{cache['id']}/verify", timeout=60).json()["ok"]
-        await_log(second, '"store opened"')
-        stock = next(line for line in second.log.read_text().splitlines() if "store opened" in line)
-        assert '"caches": 1' in stock
-        assert f'"bytes": {cache["bytes"]["stored"]}' not in stock  # what it takes there: the seal and the source too
-        assert '"requests_unfinished": 0, "problems": []' in stock
-        assert "1 caches" in doctor(tmp_path, "--reseal")
-    write_keys(tmp_path, keys[1:])
-    assert "1 caches" in doctor(tmp_path, "--scrub")  # its source is read, too: the old key is not needed any more
-    logs = "".join(path.read_text() for path in tmp_path.glob("*.log"))
-    assert not [key for key in keys if key in logs]
+def test_a_restart_finds_everything_and_keys_are_rotated(rules: httpx.Client, ruled: LiveService) -> None:
+    """The last test of this file. Two lives of the service, with the old key and with the new one before it; then the
+    new one is enough."""
+    cache = created(rules, **document(1), keep_source=True)
+    (old,), new = (ruled.home / "keys").read_text().split(), secrets.token_hex(32)
+    write_keys(ruled.home, [new, old])
+    ruled.process.send_signal(signal.SIGHUP)
+    await_log(ruled, '"event": "restarted"')
+    assert rules.post(f"/v1/caches/{cache['id']}/verify").json()["ok"]
+    await_log(ruled, '"store opened"', 2)
+    *_, stock = (line for line in ruled.log.read_text().splitlines() if "store opened" in line)
+    assert '"caches": 1' in stock
+    assert f'"bytes": {cache["bytes"]["stored"]}' not in stock  # what it takes there: the seal and the source too
+    assert '"requests_unfinished": 0, "problems": []' in stock
+    assert "1 caches" in doctor(ruled.home, "--reseal")
+    write_keys(ruled.home, [new])
+    assert "1 caches" in doctor(ruled.home, "--scrub")  # its source is read, too: the old key is not needed any more
+    assert not [key for key in (old, new) if key in ruled.log.read_text()]

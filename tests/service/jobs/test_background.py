@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,8 +15,9 @@ from structlog.testing import capture_logs
 
 from kvshelf import open_store
 from kvshelf.api import CreateCache
-from kvshelf.errors import NoWorker, QueueFull, StorageFull
+from kvshelf.errors import NoWorker, QueueFull, StorageFull, StoreUnavailable, WorkerCrashed
 from kvshelf.service.jobs.background import Background
+from kvshelf.service.loops import repeat
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.requests import RequestRecord, Requests
 from kvshelf.workers.cluster.remote import RemoteEngine
@@ -205,6 +207,81 @@ def test_a_request_that_cannot_be_read_holds_up_no_other(store: Store) -> None:
         await ours.stop()
 
     run(test())
+
+
+def test_attempts_that_the_store_never_heard_of_are_counted_too(store: Store) -> None:
+    async def test() -> None:
+        workers = Workers(store, *[WorkerCrashed("it died")] * 9)
+        ours = background(store, {"m": workers})
+        accepted = await ours.submit(spec("a"), "acme")
+        ours.start()
+        await until(lambda: store.requests.get(accepted.id, tenant="acme").state == "failed")
+        await ours.stop()
+        ended = store.requests.get(accepted.id, tenant="acme")
+        assert ended.error is not None
+        assert (ended.error.code, len(workers.asked)) == ("worker_crashed", MAX_ATTEMPTS)
+
+    run(test())
+
+
+def test_an_attempt_that_went_with_the_store_is_not_counted(store: Store) -> None:
+    class Lost(Workers):
+        async def create(self, spec: CreateCache, *, request_id: str, **more: Any) -> Created:
+            if not self.asked:
+                self._requests.start(request_id, worker="test", lease_s=3600)  # nobody could wait for its end
+                self.asked.append(spec.document)
+                raise StoreUnavailable("away")
+            return await super().create(spec, request_id=request_id, **more)
+
+    async def test() -> None:
+        ours = background(store, {"m": Lost(store)})
+        accepted = await ours.submit(spec("a"), "acme")
+        ours.start()
+        await until(lambda: store.requests.get(accepted.id, tenant="acme").state == "done")
+        await ours.stop()
+        assert store.requests.get(accepted.id, tenant="acme").tries == 1
+
+    run(test())
+
+
+def test_a_request_whose_body_is_no_creation_fails(store: Store) -> None:
+    """As after an upgrade to a version that refuses what an earlier one accepted."""
+
+    async def test() -> None:
+        store.requests.open("req_old", tenant="acme", body=b'{"document":"a","model":"m","gone":1}')
+        workers = Workers(store)
+        ours = background(store, {"m": workers})
+        ours.start()
+        await until(lambda: store.requests.get("req_old", tenant="acme").state == "failed")
+        await ours.stop()
+        ended = store.requests.get("req_old", tenant="acme")
+        assert ended.error is not None
+        assert (ended.error.code, ended.error.param, workers.asked) == ("invalid_request", "gone", [])
+
+    run(test())
+
+
+def test_what_the_service_repeats_goes_on_after_a_failure_and_a_bug() -> None:
+    failures = [StoreUnavailable("away"), ZeroDivisionError("a bug")]
+
+    async def test() -> None:
+        done = asyncio.Event()
+
+        async def work() -> None:
+            if failures:
+                raise failures.pop(0)
+            done.set()
+
+        loop = asyncio.create_task(repeat("work", work, partial(asyncio.sleep, 0)))
+        await done.wait()
+        loop.cancel()
+
+    with capture_logs() as said:
+        run(test())
+    assert [(line["event"], line["log_level"]) for line in said] == [
+        ("work failed", "warning"),
+        ("work failed unexpectedly", "error"),
+    ]
 
 
 def test_a_full_shelf_is_tried_less_and_less_often(store: Store) -> None:

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
+from kvshelf.api.batches import BatchError, RequestCounts
 from kvshelf.corpus.run.progress import Progress, RunState
 from kvshelf.service.jobs.batch_files import outcome
 from kvshelf.service.jobs.batch_work import rest_reason, stuck, waiting, with_progress
-from kvshelf.store.jobs.batches import BatchCounts, BatchProblem, BatchRecord
+from kvshelf.store.jobs.batches import BatchRecord
 
 NOON = datetime.datetime(2030, 5, 5, 12, 0).timestamp()
-PROBLEM = BatchProblem(code="empty_file", message="no line")
+PROBLEM = BatchError(code="empty_file", message="no line")
 
 
 def batch(state: Any = "in_progress", window: str | None = None, **fields: Any) -> BatchRecord:
@@ -60,7 +61,7 @@ def test_when_a_batch_rests(record: BatchRecord, *, rests: bool) -> None:
 )
 def test_how_a_batch_ends(state: Any, counts: tuple[int, int, int], problems: Any, ends: str, code: str | None) -> None:
     total, completed, failed = counts
-    found = outcome(batch(state, problems=problems), BatchCounts(total=total, completed=completed, failed=failed))
+    found = outcome(batch(state, problems=problems), RequestCounts(total=total, completed=completed, failed=failed))
     assert found[0] == ends
     assert [problem.code for problem in found[1]] == ([] if code is None else [code])
 
@@ -71,17 +72,17 @@ def progress(done: int, reused: int, failed: int = 0, **fields: Any) -> Progress
 
 def test_callers_are_told_of_no_step_back_when_a_run_begins_again() -> None:
     """Of 10 rows 5 were made and 1 was reused; the next run comes by these six first, all of them reused."""
-    before = batch(counts=BatchCounts(total=10, completed=6, reused=1), progress={"tokens": 600, "gpu_hours": 2.0})
+    before = batch(counts=RequestCounts(total=10, completed=6, reused=1), progress={"tokens": 600, "gpu_hours": 2.0})
     told = [with_progress(before, progress(n, n, tokens=100 * n, gpu_hours=0.5), before) for n in (1, 6)]
     assert [record.counts for record in told] == [before.counts] * 2
     assert [record.progress["tokens"] for record in told] == [600] * 2
     on = with_progress(before, progress(8, 7, failed=1, tokens=800, gpu_hours=1.0), before)
-    assert on.counts == BatchCounts(total=10, completed=8, failed=1, reused=2)
+    assert on.counts == RequestCounts(total=10, completed=8, failed=1, reused=2)
     assert (on.progress["tokens"], on.progress["gpu_hours"]) == (800, 3.0)
 
 
 def test_nothing_is_told_for_the_passing_of_time() -> None:
-    before = batch(counts=BatchCounts(total=10))
+    before = batch(counts=RequestCounts(total=10))
     once = with_progress(before, progress(1, 0, elapsed_s=1.0), before)
     assert with_progress(once, progress(1, 0, elapsed_s=9.0), before) is once
     waiting = Progress(RunState.WAITING, "the store is full", done=1)

@@ -14,18 +14,22 @@ from typing import Any
 
 import pydantic_core
 import pytest
+from structlog.testing import capture_logs
 
+from kvshelf.api.batches import RequestCounts
 from kvshelf.corpus.row import Row, RowError
 from kvshelf.errors import StateConflict
+from kvshelf.service.jobs import batch_work
 from kvshelf.service.jobs.batch_files import write_results
-from kvshelf.service.jobs.batch_work import rest_reason
+from kvshelf.service.jobs.batch_work import BatchWork, rest_reason
 from kvshelf.service.jobs.batches import BatchRunner
 from kvshelf.service.observe.metrics import Metrics
+from kvshelf.service.routes.batches import retried
 from kvshelf.service.settings import Settings
 from kvshelf.store.base import Store
 from kvshelf.store.disk import DiskStore
 from kvshelf.store.index import Quota
-from kvshelf.store.jobs.batches import BatchCounts, BatchRecord
+from kvshelf.store.jobs.batches import BatchRecord
 from kvshelf.store.jobs.files import FileRecord
 from kvshelf.store.redis import RedisStore
 from kvshelf.store.rules import Rules
@@ -67,11 +71,11 @@ def begun(store: Store, file_id: str, tenant: str = "me", *, lasts_s: float = 36
 def finalizing(store: Store, results: Sequence[Row] = (DONE, FAILED)) -> BatchRecord:
     """A batch of which all rows have ended, and whose files nobody has written."""
     batch = begun(store, "file_1")
-    term = store.batches.take(batch.id, lease_s=0.0)
+    term = store.batches.table.take(batch.id, lease_s=0.0)
     assert term is not None
-    store.batches.append(batch.id, term, [pydantic_core.to_json(result.to_dict()) for result in results])
+    store.batches.table.append(batch.id, term, [pydantic_core.to_json(result.to_dict()) for result in results])
     # As if it had waited before: what it waits for next takes longer than the test.
-    return changed(store, batch, "finalizing", counts=BatchCounts(total=len(results)), progress={"pause_s": 100.0})
+    return changed(store, batch, "finalizing", counts=RequestCounts(total=len(results)), progress={"pauses": 5})
 
 
 def changed(store: Store, batch: BatchRecord, state: Any, **fields: Any) -> BatchRecord:
@@ -119,7 +123,7 @@ def lines(store: Store, file_id: str | None) -> list[Any]:
 
 def bit_flipped(folder: Path) -> Iterator[tuple[Store, Callable[[FileRecord], object]]]:
     def damage(file: FileRecord) -> None:
-        path = folder / "home" / "blobs" / f"{file.name}.kvb"
+        path = folder / "home" / "blobs" / f"{file.body.name}.kvb"
         data = bytearray(path.read_bytes())
         data[-1] ^= 1
         path.write_bytes(data)
@@ -130,7 +134,7 @@ def bit_flipped(folder: Path) -> Iterator[tuple[Store, Callable[[FileRecord], ob
 
 def chunk_lost(folder: Path) -> Iterator[tuple[Store, Callable[[FileRecord], object]]]:
     with ValkeyServer(folder / "valkey") as server, RedisStore.open(server.url + PATIENT) as store:
-        yield store, lambda file: server.client().delete(*server.client().keys(f"*{file.name}}}:1"))
+        yield store, lambda file: server.client().delete(*server.client().keys(f"*{file.body.name}}}:1"))
 
 
 @pytest.mark.parametrize("damaged_home", [bit_flipped, chunk_lost])
@@ -169,7 +173,7 @@ def test_results_that_find_no_room_keep_no_place_and_leave_no_file_behind(tmp_pa
             waits = awaited(store, batch, lambda record: "waits_from" in record.progress)
             assert "budget" in rest_reason(waits, time.time())
             assert ended(store, other).problems[0].code == "empty_file"
-            assert (results_of(store), waits.progress["pause_s"]) == ([waits.output_file_id], 200.0)
+            assert (results_of(store), waits.progress["pause_s"]) == ([waits.output_file_id], 160.0)
             for state in ("finalizing", "cancelling"):
                 waits = tried(store, batch, state)
                 assert (waits.state, results_of(store)) == (state, [waits.output_file_id])
@@ -185,9 +189,9 @@ def test_results_that_find_no_room_keep_no_place_and_leave_no_file_behind(tmp_pa
 def test_a_reason_to_fail_is_known_to_whoever_writes_the_results_later(tmp_path: Path) -> None:
     with DiskStore.open(tmp_path / "home", rules=Rules(quota=Quota(budget_bytes=100))) as store:
         batch = begun(store, kept(store, tmp_path, b"").id)
-        term = store.batches.take(batch.id, lease_s=0.0)
+        term = store.batches.table.take(batch.id, lease_s=0.0)
         assert term is not None
-        store.batches.append(batch.id, term, [pydantic_core.to_json(DONE.to_dict())])  # of an earlier attempt
+        store.batches.table.append(batch.id, term, [pydantic_core.to_json(DONE.to_dict())])  # of an earlier attempt
         with running(store):
             waits = awaited(store, batch, lambda record: "waits_from" in record.progress)
         assert waits.state == "finalizing"
@@ -201,7 +205,7 @@ def test_a_reason_to_fail_is_known_to_whoever_writes_the_results_later(tmp_path:
 def test_who_has_lost_the_batch_leaves_no_file_behind(tmp_path: Path) -> None:
     with DiskStore.open(tmp_path / "home") as store:
         batch = finalizing(store)
-        mine, theirs = (store.batches.take(batch.id, lease_s=0.0) for _ in range(2))
+        mine, theirs = (store.batches.table.take(batch.id, lease_s=0.0) for _ in range(2))
         assert mine is not None
         assert theirs is not None
         write_results(store, batch, theirs)
@@ -210,3 +214,34 @@ def test_who_has_lost_the_batch_leaves_no_file_behind(tmp_path: Path) -> None:
             write_results(store, batch, mine)
         assert results_of(store) == [written.error_file_id, written.output_file_id]
         assert store.batches.get(batch.id, tenant="me") == written
+
+
+def test_a_bug_in_renewing_a_lease_is_logged_and_keeps_the_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Waiting(BatchWork):
+        async def _advance(self) -> None:
+            await asyncio.sleep(60)
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("a bug")
+
+    with DiskStore.open(tmp_path / "home") as store:
+        batch = begun(store, "file_1")
+        term = store.batches.table.take(batch.id, lease_s=60.0)
+        assert term is not None
+        monkeypatch.setattr(batch_work, "LEASE_S", 0.01)
+        monkeypatch.setattr(store.batches.table, "renew", broken)
+        with capture_logs() as said:
+            asyncio.run(Waiting(batch, term, store, {}, Settings(), Metrics(), lambda: False).run())
+        assert [line["event"] for line in said] == ["a batch failed unexpectedly"]
+        assert store.batches.table.take(batch.id, lease_s=1.0) is None, "another process would take it up at once"
+
+
+def test_each_retry_gives_a_batch_one_completion_window() -> None:
+    body = {"completion_window": "24h"}
+    times: dict[Any, float] = {"failed": 0.0}
+    record = BatchRecord(id="b", tenant="me", body=body, state="failed", times=times, created_at=0.0, expires_at=9.0)
+    for _ in range(2):
+        record = retried(record).entered("failed", time.time())
+        assert record.expires_at == pytest.approx(time.time() + 86400, abs=10)

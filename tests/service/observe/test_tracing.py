@@ -1,110 +1,27 @@
-"""Traces, as a collector gets them: a server of this file that speaks OTLP over HTTP, and reads what it is sent."""
+"""Traces, as a collector gets them."""
 
 from __future__ import annotations
 
-import gzip
-import os
 import socket
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import httpx
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
-    ExportTraceServiceRequest,
-    ExportTraceServiceResponse,
-)
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from kvshelf.errors import MissingExtra
 from kvshelf.service.observe.tracing import tracer_to
+from tests.collector import Collector
 from tests.service.conftest import created
 
 if TYPE_CHECKING:
-    from tests.conftest import LiveService
+    pass
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 TRACEPARENT = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
-
-
-class Collector:
-    """Takes traces on a free port of this machine for the length of a block."""
-
-    def __init__(self) -> None:
-        self.requests: list[ExportTraceServiceRequest] = []
-        collector = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["content-length"]))
-                if self.headers.get("content-encoding") == "gzip":
-                    body = gzip.decompress(body)
-                if self.path == "/v1/traces":
-                    collector.requests.append(ExportTraceServiceRequest.FromString(body))
-                self.send_response(200)
-                self.send_header("content-type", "application/x-protobuf")
-                self.end_headers()
-                self.wfile.write(ExportTraceServiceResponse().SerializeToString())
-
-            def log_message(self, format: str, *args: object) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/v1/traces"
-
-    def __enter__(self) -> Collector:
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
-    def spans(self) -> list[Span]:
-        return [
-            span
-            for request in self.requests
-            for resource in request.resource_spans
-            for scope in resource.scope_spans
-            for span in scope.spans
-        ]
-
-    def wait(self, found: Callable[[list[Span]], list[Span]]) -> list[Span]:
-        """Spans that are exported within a while; what they are, `found` says."""
-        end = time.monotonic() + 30
-        while not (spans := found(self.spans())):
-            assert time.monotonic() < end, [span.name for span in self.spans()]
-            time.sleep(0.2)
-        return spans
-
-
-@pytest.fixture(scope="module")
-def collector() -> Iterator[Collector]:
-    with Collector() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def traced(
-    start_service: Callable[..., AbstractContextManager[LiveService]],
-    collector: Collector,
-    tiny_folder: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[httpx.Client]:
-    os.environ["OTEL_BSP_SCHEDULE_DELAY"] = "200"
-    home = tmp_path_factory.mktemp("traced")
-    with (
-        start_service(home, tiny_folder, otel_endpoint=collector.url) as running,
-        httpx.Client(base_url=running.url, timeout=120) as client,
-    ):
-        yield client
-    del os.environ["OTEL_BSP_SCHEDULE_DELAY"]
 
 
 def attributes(span: Span) -> dict[str, object]:
@@ -123,8 +40,8 @@ def below(spans: list[Span], parent: Span) -> list[Span]:
     return sorted(found, key=lambda span: span.start_time_unix_nano)
 
 
-def test_a_creation_shows_its_phases(traced: httpx.Client, collector: Collector) -> None:
-    response = traced.post("/v1/caches", json={"document": "Rope is spliced here. " * 20}, headers=TRACEPARENT)
+def test_a_creation_shows_its_phases(http: httpx.Client, collector: Collector) -> None:
+    response = http.post("/v1/caches", json={"document": "Rope is spliced here. " * 20}, headers=TRACEPARENT)
     (root,) = collector.wait(request_named(response))
     assert (root.trace_id.hex(), root.parent_span_id.hex()) == (TRACE, PARENT)
     assert (root.name, root.kind) == ("POST /v1/caches", Span.SPAN_KIND_SERVER)
@@ -146,10 +63,10 @@ def test_a_creation_shows_its_phases(traced: httpx.Client, collector: Collector)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_query_shows_load_first_token_and_decode(traced: httpx.Client, collector: Collector, stream: bool) -> None:
-    cache = created(traced, document=f"Chart {stream} is on the wall. " * 15)
+def test_a_query_shows_load_first_token_and_decode(http: httpx.Client, collector: Collector, stream: bool) -> None:
+    cache = created(http, document=f"Chart {stream} is on the wall. " * 15)
     body = {"prompt": "Which?", "max_tokens": 5, "stream": stream}
-    response = traced.post(f"/v1/caches/{cache['id']}/query", json=body)
+    response = http.post(f"/v1/caches/{cache['id']}/query", json=body)
     (root,) = collector.wait(request_named(response))
     assert root.parent_span_id == b""
     assert root.name == "POST /v1/caches/{cache_id}/query"
@@ -163,8 +80,8 @@ def test_a_query_shows_load_first_token_and_decode(traced: httpx.Client, collect
     assert phases["decode"].end_time_unix_nano <= call.end_time_unix_nano
 
 
-def test_a_call_that_fails_is_marked_with_its_code_and_no_message(traced: httpx.Client, collector: Collector) -> None:
-    response = traced.post("/v1/caches", json={"document": "zanzibar " * 20_000})
+def test_a_call_that_fails_is_marked_with_its_code_and_no_message(http: httpx.Client, collector: Collector) -> None:
+    response = http.post("/v1/caches", json={"document": "zanzibar " * 20_000})
     (root,) = collector.wait(request_named(response))
     assert attributes(root)["kvshelf.code"] == "document_too_long"
     assert root.status.code != 2, "the caller's error is not the server's"
@@ -174,28 +91,28 @@ def test_a_call_that_fails_is_marked_with_its_code_and_no_message(traced: httpx.
     assert not call.events
 
 
-def test_a_creation_in_the_background_is_a_trace_of_its_own(traced: httpx.Client, collector: Collector) -> None:
+def test_a_creation_in_the_background_is_a_trace_of_its_own(http: httpx.Client, collector: Collector) -> None:
     body = {"document": "The tide gauge is read twice a day. " * 15}
-    accepted = traced.post("/v1/caches", json=body, headers={"prefer": "respond-async"})
-    done = traced.get(f"/v1/requests/{accepted.json()['id']}", params={"wait_s": 60}).json()
+    accepted = http.post("/v1/caches", json=body, headers={"prefer": "respond-async"})
+    done = http.get(f"/v1/requests/{accepted.json()['id']}", params={"wait_s": 60}).json()
     assert done["state"] == "done"
     (root,) = collector.wait(request_named(accepted))
     assert below(collector.spans(), root) == []
     collector.wait(lambda spans: [span for span in spans if span.name == "create" and span.parent_span_id == b""])
 
 
-def test_traces_say_who_sends_them_and_nothing_of_texts(traced: httpx.Client, collector: Collector) -> None:
-    cache = created(traced, document="The password is zanzibar. " * 15, name="zanzibar", labels={"a": "zanzibar"})
+def test_traces_say_who_sends_them_and_nothing_of_texts(http: httpx.Client, collector: Collector) -> None:
+    cache = created(http, document="The password is zanzibar. " * 15, name="zanzibar", labels={"a": "zanzibar"})
     headers = {"authorization": "Bearer zanzibar"}
-    response = traced.post(f"/v1/caches/{cache['id']}/query", json={"prompt": "zanzibar?"}, headers=headers)
+    response = http.post(f"/v1/caches/{cache['id']}/query", json={"prompt": "zanzibar?"}, headers=headers)
     collector.wait(request_named(response))
     named = [a for r in collector.requests for s in r.resource_spans for a in s.resource.attributes]
     assert {a.value.string_value for a in named if a.key == "service.name"} == {"kvshelf"}
     assert b"zanzibar" not in b"".join(request.SerializeToString() for request in collector.requests)
 
 
-def test_a_traceparent_that_is_none_begins_a_trace(traced: httpx.Client, collector: Collector) -> None:
-    response = traced.get("/v1/models", headers={"traceparent": "00-zanzibar-\xff".encode("latin-1")})  # type: ignore[dict-item]
+def test_a_traceparent_that_is_none_begins_a_trace(http: httpx.Client, collector: Collector) -> None:
+    response = http.get("/v1/models", headers={"traceparent": "00-zanzibar-\xff".encode("latin-1")})  # type: ignore[dict-item]
     (root,) = collector.wait(request_named(response))
     assert root.parent_span_id == b""
     assert root.name == "GET /v1/models"

@@ -219,14 +219,14 @@ def prepared(
     settings = {"resident_bytes": 4 << 20, "resident_idle_s": 5}
     with start_service(tmp_path_factory.mktemp("load"), "kvshelf-tiny", **settings) as service:
         with httpx.Client(base_url=service.url, timeout=120) as http:
-            known = list(_known(http, tiny))
+            known = list(_known(http, tiny, DOCUMENTS if soak else DOCUMENTS // 2))
         yield Prepared(service, known, *((200, 60.0) if soak else (32, 5.0)))
 
 
-def _known(http: httpx.Client, engine: Engine) -> Iterator[Known]:
+def _known(http: httpx.Client, engine: Engine, documents: int) -> Iterator[Known]:
     rng = random.Random(7)
-    facts = make_facts(rng, [6] * (DOCUMENTS * FACTS))
-    for number in range(DOCUMENTS):
+    facts = make_facts(rng, [6] * (documents * FACTS))
+    for number in range(documents):
         own = facts[number * FACTS :][:FACTS]
         document = write_document(rng, own, "prose", 256, engine.require_text("document").count_tokens)
         cache = http.post("/v1/caches", json={"document": document.text} | KINDS[number % len(KINDS)]).json()

@@ -12,6 +12,8 @@ from uuid import uuid4
 import httpx
 import pytest
 
+from kvshelf import Engine
+from kvshelf.store.url import StoreConfig
 from tests.service.conftest import await_log, created, refused
 from tests.store.redis.servers import ValkeyServer, wait_until
 
@@ -197,26 +199,34 @@ def test_the_password_is_nowhere(remote: httpx.Client, afar: LiveService) -> Non
 def test_copies_on_a_disk_answer_while_redis_is_gone_also_after_a_restart(
     start_service: Callable[..., AbstractContextManager[LiveService]], tiny_folder: Path, tmp_path: Path
 ) -> None:
+    """An earlier process left the cache in Redis and a copy on the disk. The service starts while Redis is gone. Redis
+    comes back, empty, and goes again."""
     question = {"prompt": "Who lit it?", "max_tokens": 2}
+    store = f"ram:16MiB+disk://{tmp_path}/copies?max=64MB+"
     with ValkeyServer(tmp_path, maxmemory="64mb") as server:
-        store = f"ram:16MiB+disk://{tmp_path}/copies?max=64MB+{server.url}"
-        with start_service(tmp_path, tiny_folder, store=store) as first:
-            cache = httpx.post(f"{first.url}/v1/caches", json={"document": DOCUMENT}, timeout=60).json()
-            answer = httpx.post(f"{first.url}/v1/caches/{cache['id']}/query", json=question, timeout=60).json()
-            server.kill()
-            again = httpx.post(f"{first.url}/v1/caches/{cache['id']}/query", json=question, timeout=60)
-            assert again.json()["text"] == answer["text"]
-            refused(httpx.post(f"{first.url}/v1/caches", json={"document": "new " * 30}), 503, "store_unavailable")
+        with StoreConfig(store + server.url).open() as earlier:
+            cache_id = earlier.put(Engine.load(str(tiny_folder), device="cpu").compress(DOCUMENT)).id
+        server.kill()
         with (
-            start_service(tmp_path, tiny_folder, store=store) as second,
-            httpx.Client(base_url=second.url, timeout=60) as http,
+            start_service(tmp_path, tiny_folder, store=store + server.url) as service,
+            httpx.Client(base_url=service.url, timeout=60) as http,
         ):
+
+            def answer() -> str:
+                answered = http.post(f"/v1/caches/{cache_id}/query", json=question)
+                assert answered.status_code == 200, answered.text
+                text: str = answered.json()["text"]
+                return text
+
             assert not store_part(http)["ready"]
-            answered = http.post(f"/v1/caches/{cache['id']}/query", json=question, timeout=60)
-            assert answered.json()["text"] == answer["text"]
+            text = answer()
             refused(http.get("/v1/caches/kvs_" + "0" * 40), 503, "store_unavailable")
             server.start()
             await_ready(http)
-            assert http.get(f"/v1/caches/{cache['id']}").status_code == 200  # given back to a Redis that was empty
+            assert http.get(f"/v1/caches/{cache_id}").status_code == 200  # given back to a Redis that was empty
             await_replica(http)
             assert created(http, document="new " * 30)["id"]
+            assert answer() == text
+            server.kill()
+            assert answer() == text
+            refused(http.post("/v1/caches", json={"document": "newer " * 30}), 503, "store_unavailable")

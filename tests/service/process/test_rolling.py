@@ -298,7 +298,7 @@ def test_a_restart_without_a_failed_query(
         cache = created(ours, document="The harbour master keeps the tide tables in a green book. " * 9)
         ways = stack.enter_context(asking(service.url, cache["id"]))
         # The pauses leave time for the start beside them.
-        crowd = Crowd([same_again(way) for way in ways], pause_s=0 if soak else 0.5)
+        crowd = Crowd([same_again(way) for way in ways], pause_s=0 if soak else 1.0)
         stack.callback(crowd.leave)
 
         lost = model if soak else keys

@@ -17,6 +17,7 @@ from kvshelf.store.artifact import blob
 from kvshelf.store.artifact.blob import header as headers
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.codecs import Codec
+from kvshelf.store.artifact.encoding import encode
 from kvshelf.store.artifact.identity import Identity, ModelIdentity
 from kvshelf.store.artifact.records import Kept, Merged, Parts
 from tests.store.caches import (
@@ -239,7 +240,7 @@ def test_parts_that_hold_a_token_twice_are_not_written() -> None:
 
 def test_keys_and_values_under_different_codecs_are_not_written() -> None:
     record = make_layer((40, 9), 60, generator=torch.Generator().manual_seed(1))
-    four, eight = (Codec.parse(f"{name}:residual=0").encode(record) for name in ("int4", "int8"))
+    four, eight = (encode(Codec.parse(f"{name}:residual=0"), record) for name in ("int4", "int8"))
     assert isinstance(four, Kept)
     assert isinstance(eight, Kept)
     for keys, values in ((four.keys, eight.values), (four.keys, record.values), (four.values, four.values)):

@@ -9,7 +9,7 @@ import torch
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.records import Kept
 from kvshelf.store.disk import DiskStore
-from tests.store.caches import make_identity
+from tests.store.caches import from_heads, make_identity
 
 LAYERS, HEADS, DIM = 32, 8, 128  # of Llama-3.1-8B
 TOKENS, KEPT = 32_768, 4_096
@@ -26,7 +26,7 @@ def an_eighth() -> CompressedCache:
 
     def layer() -> Kept:
         chosen = [torch.randperm(TOKENS, generator=generator)[:KEPT].sort().values for _ in range(HEADS)]
-        return Kept.from_heads(rows, rows, chosen)
+        return from_heads(rows, rows, chosen)
 
     return CompressedCache(tuple(layer() for _ in range(LAYERS)), TOKENS, TOKENS, make_identity(TOKENS))
 

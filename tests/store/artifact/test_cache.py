@@ -5,12 +5,12 @@ import torch
 
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.records import Kept
-from tests.store.caches import make_identity
+from tests.store.caches import from_heads, make_identity
 
 
 def ragged() -> Kept:
     """Two heads that keep 2 and 1 entries, and one that keeps none. D is 2 and Dv 1."""
-    return Kept.from_heads(
+    return from_heads(
         keys=[torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[5.0, 6.0]]), torch.empty(0, 2)],
         values=[torch.tensor([[7.0], [8.0]]), torch.tensor([[9.0]]), torch.empty(0, 1)],
         positions=[torch.tensor([0, 4]), torch.tensor([2]), torch.empty(0, dtype=torch.int64)],
@@ -43,7 +43,7 @@ def test_dense_pads_with_zeros_that_are_not_valid() -> None:
 @pytest.mark.parametrize(("lengths", "uniform"), [((3,), True), ((3, 3), True), ((3, 2), False), ((0, 0), True)])
 def test_uniform_says_whether_heads_are_equal(lengths: tuple[int, ...], uniform: bool) -> None:
     parts = [torch.zeros(length, 1) for length in lengths]
-    assert Kept.from_heads(parts, parts, [part[:, 0] for part in parts]).uniform is uniform
+    assert from_heads(parts, parts, [part[:, 0] for part in parts]).uniform is uniform
 
 
 def test_a_cache_counts_what_it_holds() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from kvshelf.errors import InvalidRequest
 from kvshelf.kernels.quantize.rows import QuantizedRows
 from kvshelf.store.artifact.codecs import BITS, Codec, resolve
+from kvshelf.store.artifact.encoding import encode
 from kvshelf.store.artifact.records import Kept, Merged, PackedRecord, Parts
 from tests.store.caches import make_cache, make_layer, make_merged, parts_of, split_at_random
 
@@ -164,7 +165,7 @@ def test_errors_stay_within_half_a_step(name: str, group: int, kind: str, dtype:
     record: PackedRecord = make(LENGTHS, 200, generator=generator)
     entries = record.entries
     record = replace(record, keys=numbers(entries, 37, dtype, generator), values=numbers(entries, 45, dtype, generator))
-    encoded = Codec.parse(f"{name}:group={group},residual=0").encode(record)
+    encoded = encode(Codec.parse(f"{name}:group={group},residual=0"), record)
     assert isinstance(encoded, type(record))
     for stored, original, axis in (
         (encoded.keys, record.keys, "tokens"),
@@ -210,7 +211,7 @@ def test_the_last_entries_of_each_head_stay_as_they_are(kind: str) -> None:
     generator = torch.Generator().manual_seed(7)
     record = (make_merged if kind == "merged" else make_layer)(LENGTHS, 200, generator=generator)
     before = originals(record)
-    low, residual = parts_of(Codec.parse("int4:residual=20").encode(record))
+    low, residual = parts_of(encode(Codec.parse("int4:residual=20"), record))
     assert (low.quantized, residual.quantized) == (True, False)
     assert (low.lengths, residual.lengths) == ([50, 0, 0, 13], [20, 0, 1, 20])
     for head, positions in enumerate(residual.positions):
@@ -224,7 +225,7 @@ def test_the_last_entries_of_each_head_stay_as_they_are(kind: str) -> None:
 
 def test_a_layer_within_the_residual_is_not_quantized() -> None:
     record = replace(make_layer((7, 3), 20, generator=torch.Generator().manual_seed(1)), importance=torch.arange(10.0))
-    encoded = Codec.parse("int2").encode(record)
+    encoded = encode(Codec.parse("int2"), record)
     assert isinstance(encoded, Kept)
     assert not encoded.quantized
     assert encoded.importance is None
@@ -232,15 +233,15 @@ def test_a_layer_within_the_residual_is_not_quantized() -> None:
 
 def test_a_layer_without_entries_stays_one() -> None:
     record = make_layer((0, 0), 20, generator=torch.Generator().manual_seed(1))
-    assert Codec.parse("int2").encode(record) is record
+    assert encode(Codec.parse("int2"), record) is record
     parts = Parts((record, record))
-    assert Codec.parse("int2").encode(parts) is parts
+    assert encode(Codec.parse("int2"), parts) is parts
 
 
 def test_each_part_is_encoded_on_its_own() -> None:
     generator = torch.Generator().manual_seed(3)
     record = split_at_random(make_layer((40, 50), 100, generator=generator), generator)
-    pieces = parts_of(Codec.parse("int4:residual=4").encode(record))
+    pieces = parts_of(encode(Codec.parse("int4:residual=4"), record))
     assert [piece.quantized for piece in pieces] == [True, False] * 2
     assert [piece.lengths for piece in pieces[1::2]] == [[4, 4]] * 2
     assert [piece.lengths for piece in pieces[::2]] == [[n - 4 for n in part.lengths] for part in record.parts]
@@ -253,7 +254,7 @@ def test_mixed_keeps_the_important_entries_better(high: str, kind: str) -> None:
     record: PackedRecord = (make_merged if kind == "merged" else make_layer)(LENGTHS, 200, generator=generator)
     importance = torch.randint(0, 9, (record.entries,), generator=generator).float()  # with many ties
     record = replace(record, importance=importance)
-    best, rest = parts_of(Codec.parse(f"mixed:high={high},low=int2,share=0.3").encode(record))
+    best, rest = parts_of(encode(Codec.parse(f"mixed:high={high},low=int2,share=0.3"), record))
     assert (best.lengths, rest.lengths) == ([21, 0, 0, 9], [49, 0, 1, 24])
     bits = best.keys.bits if isinstance(best.keys, QuantizedRows) else None
     assert bits == (8 if high == "int8" else None)
@@ -269,7 +270,7 @@ def test_mixed_keeps_the_important_entries_better(high: str, kind: str) -> None:
 def test_a_share_is_a_floor_that_forgives_binary_fractions() -> None:
     record = make_layer((100, 99), 200, generator=torch.Generator().manual_seed(1))
     record = replace(record, importance=torch.arange(199.0))
-    best, _ = parts_of(Codec.parse("mixed:share=0.29").encode(record))
+    best, _ = parts_of(encode(Codec.parse("mixed:share=0.29"), record))
     assert int(100 * 0.29) == 28
     assert best.lengths == [29, 28]
 
@@ -308,7 +309,7 @@ def test_numbers_whose_codes_would_stand_for_infinity_are_refused(dtype: torch.d
     values = record.values.clone()
     values[3, 1], values[3, 2] = most, -most
     with pytest.raises(InvalidRequest, match="too near the largest"):
-        Codec.parse("int4").encode(replace(record, values=values))
+        encode(Codec.parse("int4"), replace(record, values=values))
 
 
 @pytest.mark.parametrize(
@@ -342,7 +343,7 @@ def test_an_encoded_cache_is_another_cache() -> None:
     assert encoded.nbytes < cache.nbytes / 2
     assert all(isinstance(layer, Kept) and layer.quantized for layer in encoded.layers)
     with pytest.raises(InvalidRequest, match="quantized already"):
-        Codec.parse("int4").encode(encoded.layers[0])
+        encode(Codec.parse("int4"), encoded.layers[0])
 
 
 def test_a_merged_cache_can_be_encoded_too() -> None:

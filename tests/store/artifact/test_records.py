@@ -13,6 +13,7 @@ from kvshelf.errors import StateConflict
 from kvshelf.kernels.prefix_attention import MergedPrefix, PackedPrefix
 from kvshelf.kernels.prefix_attention.eager import attend_prefix
 from kvshelf.store.artifact.codecs import Codec
+from kvshelf.store.artifact.encoding import encode
 from kvshelf.store.artifact.packed import Rotate
 from kvshelf.store.artifact.records import Kept, LayerRecord, Merged, Parts
 from tests.store.caches import make_layer, make_merged, parts_of, split_at_random, tensors_of
@@ -76,7 +77,7 @@ def attend(record: LayerRecord, head: int, queries: Tensor, scale: float) -> tup
 def test_attention_through_prefixes_is_that_over_what_the_record_stands_for(
     kind: str, codec: str, dims: tuple[int, int]
 ) -> None:
-    record = Codec.parse(codec).encode(make_record(kind, dims))
+    record = encode(Codec.parse(codec), make_record(kind, dims))
     queries = torch.randn(5, dims[0], generator=torch.Generator().manual_seed(3))
     scale = 1 / math.sqrt(dims[0])
     for head in range(record.kv_heads):
@@ -90,7 +91,7 @@ def test_attention_through_prefixes_is_that_over_what_the_record_stands_for(
 @pytest.mark.parametrize("kind", ["kept pre", "merged", "merged pre", "parts"])
 @pytest.mark.parametrize("codec", ["none", "int4"])
 def test_attention_in_bfloat16(kind: str, codec: str) -> None:
-    record = Codec.parse(codec).encode(make_record(kind, dtype=torch.bfloat16))
+    record = encode(Codec.parse(codec), make_record(kind, dtype=torch.bfloat16))
     queries = torch.randn(5, 8, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
     for head in (0, 3):
         keys, values = shown(record, rotate, head)
@@ -108,7 +109,7 @@ def test_more_rows_than_one_block() -> None:
         make_merged((1500,), 4000, rope_mode="pre", generator=generator),
     ):
         for codec in ("int8:group=1024,residual=0", "int4:group=64,residual=7"):
-            encoded = Codec.parse(codec).encode(record)
+            encoded = encode(Codec.parse(codec), record)
             keys, values = shown(encoded, rotate, 0)
             out, _ = attend(encoded, 0, queries, 0.35)
             expected = (0.35 * queries.double() @ keys.T).softmax(dim=1) @ values
@@ -193,7 +194,7 @@ def test_a_merged_record_keeps_the_slots_of_the_classes_that_are_chosen() -> Non
 def test_moving_to_another_device_moves_all_of_a_record() -> None:
     """The device without memory: what arrives there can be counted, not read."""
     for kind in ("kept", "merged", "parts"):
-        record = Codec.parse("int4").encode(make_record(kind))
+        record = encode(Codec.parse("int4"), make_record(kind))
         moved = record.to("meta")
         assert moved.nbytes == record.nbytes
         assert record.to("cpu") is record
@@ -201,7 +202,7 @@ def test_moving_to_another_device_moves_all_of_a_record() -> None:
 
 
 def test_quantized_records_have_no_views() -> None:
-    record = Codec.parse("int4:residual=0").encode(make_record("kept"))
+    record = encode(Codec.parse("int4:residual=0"), make_record("kept"))
     assert isinstance(record, Kept)
     with pytest.raises(StateConflict, match="use dense"):
         record.heads()

@@ -13,7 +13,7 @@ from kvshelf.errors import BatchNotFound, FileNotFound, InvalidRequest, QuotaExc
 from kvshelf.store.base import Store
 from kvshelf.store.index import KEEP_ENDED_S, Quota
 from kvshelf.store.jobs.batches import BatchRecord
-from kvshelf.store.jobs.files import digest_of
+from kvshelf.store.jobs.bodies import digest_of
 from kvshelf.store.rules import Rules
 from kvshelf.store.sealing.keyring import Keyring
 from tests.store.places import Clock, Place
@@ -36,9 +36,9 @@ def test_a_batch_from_its_beginning_to_its_end(store: Store, clock: Clock) -> No
     assert store.batches.get(record.id, tenant="me") == record
     assert store.batches.unfinished() == [record]
     assert [store.batches.count_unfinished(tenant=tenant) for tenant in (record.tenant, "another")] == [1, 0]
-    term = store.batches.take(record.id, lease_s=60)
+    term = store.batches.table.take(record.id, lease_s=60)
     assert term is not None
-    store.batches.append(record.id, term, [b"a", b"b"])
+    store.batches.table.append(record.id, term, [b"a", b"b"])
     assert list(store.batches.journal(record.id)) == [b"a", b"b"]
     assert store.batches.update(record.id, lambda found: found, tenant="me") == record, "nothing was to change"
     begun = store.batches.update(record.id, lambda found: found.entered("in_progress", 1001.0), tenant="me", term=term)
@@ -193,7 +193,7 @@ def test_what_is_written_and_not_kept_is_swept(place: Place, clock: Clock, tmp_p
             raise Died
 
     writer = place.open(now=clock, on_step=die)
-    writer.files._bodies._writer._discard = lambda _: None  # type: ignore[method-assign]  # dead processes undo nothing
+    writer.files._bodies._writer.discard = lambda _: None  # type: ignore[method-assign]  # dead processes undo nothing
     with pytest.raises(Died):
         writer.files.create(given(tmp_path, b"lost"), tenant="me", filename="", purpose="batch")
     place.let_leases_run_out(clock)
@@ -207,8 +207,8 @@ def test_what_is_written_and_not_kept_is_swept(place: Place, clock: Clock, tmp_p
 
 def test_a_file_whose_bytes_are_gone_says_so(store: Store, place: Place, tmp_path: Path) -> None:
     record = store.files.create(given(tmp_path, b"rows"), tenant="me", filename="", purpose="batch")
-    assert record.name is not None
-    store._blobs.remove(record.name, record.stored_bytes)
+    assert record.body is not None
+    store._blobs.remove(record.body.name, record.body.stored_bytes)
     with pytest.raises(FileNotFound, match="upload it again"):
         store.files.open(record.id, tenant="me")
     assert place.names() == set()

@@ -104,10 +104,11 @@ def test_open_items_and_those_that_are_due(table: JobTable) -> None:
 
 
 def test_many_items_are_forgotten_at_once(table: JobTable) -> None:
-    for number in range(1003):
+    """As many as Redis forgets in one step, and it looks for more."""
+    for number in range(503):
         table.add(item(number, due=1.0 + number))
-    assert table.forget("batch", 1000.5) == 1000
-    assert [found.id for found in table.open_items("batch")] == ["batch_1000", "batch_1001", "batch_1002"]
+    assert table.forget("batch", 500.5) == 500
+    assert [found.id for found in table.open_items("batch")] == ["batch_500", "batch_501", "batch_502"]
 
 
 def test_the_term_is_the_fence(table: JobTable, home: Home) -> None:

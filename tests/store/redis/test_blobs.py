@@ -344,7 +344,7 @@ def test_a_chunk_lost_while_a_file_is_read_is_never_a_short_read(
 
 def test_a_dead_writers_chunks_go_away_by_themselves(valkey: ValkeyServer, soak: bool) -> None:
     """A process that writes is killed at a random moment; it has a lease of half a second."""
-    for _ in range(20 if soak else 2):
+    for _ in range(20 if soak else 1):
         process = subprocess.Popen([sys.executable, "-c", _WRITER, valkey.url], stdout=subprocess.PIPE)
         assert process.stdout is not None
         process.stdout.readline()

@@ -213,7 +213,7 @@ def test_a_manifest_that_the_server_lost_is_a_corrupt_cache(index: RedisIndex, c
 
 
 def test_processes_that_start_at_once_agree_on_the_key(
-    valkey: ValkeyServer, client: redis.Redis, tmp_path: Path
+    valkey: ValkeyServer, client: redis.Redis, tmp_path: Path, soak: bool
 ) -> None:
     def work(number: int) -> Callable[[], None]:
         def open_and_tell() -> None:
@@ -222,7 +222,7 @@ def test_processes_that_start_at_once_agree_on_the_key(
 
         return open_and_tell
 
-    for _ in range(5):
+    for _ in range(5 if soak else 2):
         client.flushall()
         children = [start_child(work(number)) for number in range(4)]
         assert [child.wait() for child in children] == [0] * 4
@@ -610,7 +610,7 @@ def test_an_index_lies_on_one_node_of_a_cluster(tmp_path: Path) -> None:
 
 def test_no_script_does_much_at_once(index: RedisIndex, client: redis.Redis, soak: bool) -> None:
     """The server does nothing else while a script runs. Commands are counted, for time says more of the neighbours."""
-    total = 20_000 if soak else 1500
+    total = 20_000 if soak else 1100
     for number in range(total):
         made = manifest(number, model=f"m{number % 2}", labels={"half": str(number % 2)}, expires_at=NOW + 1000)
         write = writing(number)

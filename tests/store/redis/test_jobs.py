@@ -1,8 +1,10 @@
-"""What only the job table of a Redis home has: a server that is full, and values that are not ours."""
+"""What only the job table of a Redis home has: expiry by the server, a server that is full, foreign values."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import redis
@@ -10,6 +12,7 @@ import redis
 from kvshelf.errors import KvshelfError, RequestNotFound, StorageFull, StoreUnavailable
 from kvshelf.store.index import KEEP_ENDED_S
 from kvshelf.store.jobs.requests import Requests
+from kvshelf.store.jobs.table import Item
 from kvshelf.store.redis import RedisStore
 from kvshelf.store.redis.jobs import RedisJobs
 from kvshelf.store.redis.link import RedisLink
@@ -46,8 +49,31 @@ def test_nothing_is_left_of_what_was_forgotten(requests: Requests, client: redis
     requests.finish("done", 1, cache_ids=["kvs_1"])
     left = set(client.keys()) - before
     assert left == {BASE + key for key in ("jobs", "j:failed", "j:done", "jt:request:me", "due:request")}
-    assert requests.forget(client.time()[0] + KEEP_ENDED_S + 60) == 2
+    assert requests._table.forget("request", client.time()[0] + KEEP_ENDED_S + 60) == 2
     assert set(client.keys()) - before == {BASE + "jobs"}
+
+
+def test_the_server_drops_what_has_ended(
+    requests: Requests, client: redis.Redis, connect: Callable[[str], RedisLink], valkey: ValkeyServer
+) -> None:
+    """A day after a sweep would have done so; and never what waits or holds bytes."""
+    for request_id, final in (("queued", False), ("failed", True), ("running", None), ("done", None)):
+        run(requests, request_id, final=final, body=b"x" * 1000)
+    requests.finish("done", 1, cache_ids=["kvs_1"])
+    ends = {key.removeprefix(BASE): client.pttl(key) / 1000 for key in client.scan_iter(BASE + "j:*")}
+    assert ends["j:queued"] == ends["j:running"] == -1e-3
+    assert ends["j:done"] == pytest.approx(KEEP_ENDED_S + 86400, abs=60)
+    assert ends["j:failed"] == pytest.approx(KEEP_ENDED_S + 86400, abs=60)
+    run(requests, "failed")
+    assert client.pttl(BASE + "j:failed") == -1, "it is queued again"
+
+    jobs = RedisJobs(connect(valkey.url), "kvshelf")
+    item = Item("batch", "batch_1", "me", "{}", open=True)
+    jobs.add(item)
+    assert jobs.take("batch_1", lease_s=60) == 1
+    jobs.append("batch_1", 1, [b"a line"])
+    jobs.change(replace(item, open=False, due=time.time() + 100))
+    assert client.pttl(BASE + "jl:batch_1") == pytest.approx((86400 + 100) * 1000, abs=60_000)
 
 
 def test_what_the_server_has_lost_is_unknown_and_makes_no_trouble(requests: Requests, client: redis.Redis) -> None:
@@ -61,7 +87,7 @@ def test_what_the_server_has_lost_is_unknown_and_makes_no_trouble(requests: Requ
         with pytest.raises(RequestNotFound):
             requests.start(request_id, worker="w", lease_s=60)
     assert requests.unfinished() == []
-    assert requests.forget(client.time()[0] + KEEP_ENDED_S + 60) == 0
+    assert requests._table.forget("request", client.time()[0] + KEEP_ENDED_S + 60) == 0
     assert client.zcard(BASE + "due:request") == 0
     record = requests.open("done", tenant="me", body=b"x")
     assert (record.state, record.attempts) == ("queued", 0)
@@ -110,7 +136,7 @@ def test_values_of_the_wrong_type_are_a_named_error(requests: Requests, client: 
         lambda: requests.body("req_1"),
         lambda: requests.finish("req_1", 1, cache_ids=[]),
         requests.unfinished,
-        lambda: requests.forget(0),
+        lambda: requests._table.forget("request", 0),
     ]
     errors = []
     for act in acts:
@@ -118,7 +144,8 @@ def test_values_of_the_wrong_type_are_a_named_error(requests: Requests, client: 
             act()
         except KvshelfError as error:
             errors.append(error)
-    assert any(isinstance(error, StoreUnavailable) for error in errors)
+    refused = "ERR value is not an integer" if key == "jobs" else "WRONGTYPE"
+    assert any(isinstance(error, StoreUnavailable) and refused in str(error) for error in errors)
     assert {type(error).__name__ for error in errors} <= {"StoreUnavailable", "StateConflict"}
 
 

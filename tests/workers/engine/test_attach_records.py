@@ -12,10 +12,13 @@ import torch
 
 from kvshelf.errors import StateConflict
 from kvshelf.store.artifact.cache import CompressedCache
-from kvshelf.store.artifact.records import Kept, Merged, Parts
+from kvshelf.store.artifact.records import Merged, Parts
 from kvshelf.workers.engine.attention.attached import AttachedCache
 from kvshelf.workers.engine.attention.attachment import Attachment
+from tests.amounts import pairwise
+from tests.store.caches import from_heads
 from tests.workers.by_hand import Prefix, frequencies, greedy, logits_after
+from tests.workers.conftest import ARCHITECTURES
 
 TOKENS, QUESTION, ANSWER = 300, 15, 8
 CODECS = ["none", "int8", "int4:residual=16", "mixed"]
@@ -42,7 +45,7 @@ def unrotated(oracle):
         keys = [oracle.engine.rope.unrotate(keys, at)[:n] for ((keys, _), at), n in zip(heads, lengths, strict=True)]
         values = [values[:n] for ((_, values), _), n in zip(heads, lengths, strict=True)]
         places = [at[:n] for (_, at), n in zip(heads, lengths, strict=True)]
-        packed = Kept.from_heads(keys, values, places, rope_mode="pre")
+        packed = from_heads(keys, values, places, rope_mode="pre")
         layers.append(replace(packed, importance=torch.arange(packed.entries).float()))
     return replace(cache, layers=tuple(layers))
 
@@ -59,7 +62,10 @@ def compressed(request, oracle):
     return CACHES[request.param](oracle)
 
 
-@pytest.mark.parametrize("codec", CODECS)
+EVERY_RECORD = {"oracle": ARCHITECTURES, "compressed": CACHES, "codec": CODECS}
+
+
+@pairwise(EVERY_RECORD, indirect=["oracle", "compressed"])
 def test_attached_equals_every_token_spelled_out(oracle, compressed, codec):
     cache = compressed.encoded(codec)
     if codec != "none":
@@ -74,7 +80,7 @@ def test_attached_equals_every_token_spelled_out(oracle, compressed, codec):
         assert relative_error(ours, expected) < 1e-4
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pairwise(EVERY_RECORD, indirect=["oracle", "compressed"])
 def test_generate_answers_as_spelled_out(oracle, compressed, codec):
     cache = compressed.encoded(codec)
     question = oracle.ids[TOKENS : TOKENS + QUESTION]

@@ -12,12 +12,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from kvshelf.bench.quality.tasks import make_document
 from kvshelf.errors import InvalidRequest, ModelMismatch, PolicyUnsupported
 from kvshelf.store.artifact.cache import CompressedCache
-from kvshelf.store.artifact.records import Kept, Merged, Parts
+from kvshelf.store.artifact.records import Merged, Parts
 from kvshelf.workers.engine.engine import Engine
+from tests.amounts import pairwise
+from tests.store.caches import from_heads
 from tests.workers.by_hand import Prefix, frequencies, greedy, turned
+from tests.workers.conftest import ARCHITECTURES
 
-TOKENS, QUESTION, ANSWER = 400, 20, 10
+TOKENS, QUESTION, ANSWER = 400, 20, 8
 PLAIN = ["sdpa", "eager"]
+POLICIES = ["keydiff", "lagkv"]
 OPTIONS = {"max_new_tokens": ANSWER, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
 
@@ -45,6 +49,9 @@ def assert_same(ours, expected, least=ANSWER // 2):
     assert ours[: len(expected)] == expected
 
 
+EVERY_CACHE = {"oracle": ARCHITECTURES, "cache": POLICIES, "implementation": PLAIN}
+
+
 @pytest.fixture(scope="module")
 def question(oracle):
     return oracle.ids[TOKENS : TOKENS + QUESTION]
@@ -55,12 +62,12 @@ def full(oracle):
     return oracle.engine.compress(oracle.ids[:TOKENS], policy="full")
 
 
-@pytest.fixture(scope="module", params=["keydiff", "lagkv"])
+@pytest.fixture(scope="module", params=POLICIES)
 def cache(request, oracle):
     return oracle.engine.compress(oracle.ids[:TOKENS], policy=request.param, budget_tokens=120)
 
 
-@pytest.mark.parametrize("implementation", PLAIN)
+@pairwise(EVERY_CACHE, indirect=["oracle", "cache"])
 def test_contiguous_is_an_ordinary_prefix(oracle, full, cache, question, implementation):
     past = oracle.engine.export(cache, positions="contiguous")
     assert type(past) is DynamicCache
@@ -70,7 +77,7 @@ def test_contiguous_is_an_ordinary_prefix(oracle, full, cache, question, impleme
     assert_same(ours, greedy(oracle.model, by_hand, question, 120, ANSWER))
 
 
-@pytest.mark.parametrize("implementation", PLAIN)
+@pairwise(EVERY_CACHE, indirect=["oracle", "cache"])
 def test_absolute_is_right_where_the_position_ids_are(oracle, full, cache, question, implementation):
     past = oracle.engine.export(cache, positions="absolute")
     kept, first = past.get_seq_length(), cache.next_position
@@ -175,7 +182,7 @@ def test_a_quantized_cache_is_dequantized_and_put_in_order(llama, codec, positio
     for record in encoded.layers:
         keys, values, valid = record.dense()
         assert bool(valid.all())
-        dequantized.append(Kept.from_heads(list(keys), list(values), record.positions))
+        dequantized.append(from_heads(list(keys), list(values), record.positions))
     expected = llama.engine.export(replace(cache, layers=tuple(dequantized)), positions=positions)
     ours = llama.engine.export(encoded, positions=positions)
     for a, b in zip(ours.layers, expected.layers, strict=True):

@@ -17,8 +17,9 @@ from kvshelf.workers.engine.prefill.reducing import Cascade, shrunk
 from kvshelf.workers.policies.budgets import Budget
 from kvshelf.workers.policies.cake import Cake
 from kvshelf.workers.policies.layer_defensivekv import LayerDefensiveKV
-from kvshelf.workers.policies.plans import GlobalPlan, LayerStats, ProportionalPlan
+from kvshelf.workers.policies.sharing import GlobalSharing, LayerStats, ProportionalSharing
 from kvshelf.workers.policies.view import DocumentView, LayerView
+from tests.amounts import amount
 
 
 @dataclass
@@ -56,17 +57,17 @@ class Cache:
             layers.append(LayerView(i, keys, -keys, None, 1.0, DocumentView(range(tokens)), len(importance)))
         return cls(layers, importance, weights, Budget(budget, 1 - budget / tokens))
 
-    def cascaded(self, plan) -> dict[int, Kept]:
-        cascade = Cascade(plan, self.budget, len(self.layers))
+    def cascaded(self, sharing) -> dict[int, Kept]:
+        cascade = Cascade(sharing, self.budget, len(self.layers))
         for layer, importance, weight in zip(self.layers, self.importance, self.weights, strict=True):
             cascade.add(layer, importance, weight)
             self.held.append(sum(record.entries for record in cascade.records.values()))
         return cascade.records
 
-    def waited(self, plan) -> list[list[list[int]]]:
+    def waited(self, sharing) -> list[list[list[int]]]:
         """The positions that stay when every layer is there in full."""
         stats = [LayerStats(list(scores), weight) for scores, weight in zip(self.importance, self.weights, strict=True)]
-        counts = plan.counts(stats, self.budget, len(self.layers))
+        counts = sharing.counts(stats, self.budget, len(self.layers))
         nothing = torch.zeros(self.importance[0].shape[1], dtype=torch.bool)
         masks = [select(scores, nothing, share) for scores, share in zip(self.importance, counts, strict=True)]
         return [[head.nonzero().flatten().tolist() for head in mask] for mask in masks]
@@ -76,16 +77,16 @@ class Cache:
         return self.budget.tokens * self.importance[0].shape[0] * len(self.layers)
 
 
-PLANS = [GlobalPlan(), GlobalPlan(0.2), GlobalPlan(1.0), ProportionalPlan()]
+SHARINGS = [GlobalSharing(), GlobalSharing(0.2), GlobalSharing(1.0), ProportionalSharing()]
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=repr)
-@settings(deadline=None, max_examples=200)
+@pytest.mark.parametrize("sharing", SHARINGS, ids=repr)
+@settings(deadline=None, max_examples=amount(40, 200))
 @given(data=st.data())
-def test_a_cascade_keeps_what_waiting_for_every_layer_would_keep(plan, data):
+def test_a_cascade_keeps_what_waiting_for_every_layer_would_keep(sharing, data):
     cache = Cache.drawn(data)
-    records = cache.cascaded(plan)
-    assert [[head.tolist() for head in records[i].positions] for i in sorted(records)] == cache.waited(plan)
+    records = cache.cascaded(sharing)
+    assert [[head.tolist() for head in records[i].positions] for i in sorted(records)] == cache.waited(sharing)
     assert cache.held[-1] == cache.total, "exact"
     for i, record in records.items():
         for head, (keys, values) in enumerate(record.heads()):
@@ -97,7 +98,7 @@ def test_a_cascade_keeps_what_waiting_for_every_layer_would_keep(plan, data):
 
 
 def naive_global(cache, floor):
-    """One list of all entries of the cache, best first; no plan, no selection kernel."""
+    """One list of all entries of the cache, best first; no sharing, no selection kernel."""
     heads, tokens = cache.importance[0].shape
     forced, rest = set(), []
     for layer, scores in enumerate(cache.importance):
@@ -112,29 +113,29 @@ def naive_global(cache, floor):
 
 
 @pytest.mark.parametrize("floor", [0.0, 0.2, 1.0])
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=amount(30, 100))
 @given(data=st.data())
 def test_a_global_cascade_keeps_the_best_of_the_whole_cache(floor, data):
     cache = Cache.drawn(data)
-    records = cache.cascaded(GlobalPlan(floor))
+    records = cache.cascaded(GlobalSharing(floor))
     kept = [[head.tolist() for head in records[i].positions] for i in sorted(records)]
     assert kept == naive_global(cache, floor)
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=repr)
+@pytest.mark.parametrize("sharing", SHARINGS, ids=repr)
 @pytest.mark.parametrize("trend", [0.0, 1.0, -1.0])
-def test_the_peak_is_the_budget_an_eighth_and_one_layer(plan, trend):
+def test_the_peak_is_the_budget_an_eighth_and_one_layer(sharing, trend):
     """Whether later layers score higher, lower or alike. Before a layer is added, only what is held counts; while it is
     added, the layer itself comes on top."""
     generator = torch.Generator().manual_seed(0)
     importance = [torch.rand(2, 200, generator=generator) + trend * i for i in range(24)]
     cache = Cache.of(importance, [2.0 + trend * i / 24 for i in range(24)], 25)
-    cache.cascaded(plan)
+    cache.cascaded(sharing)
     assert max(cache.held) <= 1.125 * cache.total
     assert cache.held[-1] == cache.total
-    if trend == 0 and plan != GlobalPlan(1.0):
+    if trend == 0 and sharing != GlobalSharing(1.0):
         assert max(cache.held) > cache.total, "it is not cut after every layer"
-    if plan == GlobalPlan():
+    if sharing == GlobalSharing():
         assert cache.held[2] == 3 * 2 * 200, "nothing is cut before it has to be"
 
 
@@ -193,7 +194,7 @@ def test_a_model_reduced_in_cascade_keeps_what_its_layers_in_full_would(oracle, 
     cache = oracle.engine.run(replace(job, policy=policy)).cache
     importance, weights = zip(*recorded.seen, strict=True)
     stats = [LayerStats(list(scores), weight) for scores, weight in recorded.seen]
-    counts = policy.plan.counts(stats, job.budget, len(importance))
+    counts = policy.sharing.counts(stats, job.budget, len(importance))
     assert len(set(weights)) == (len(weights) if recorded is RecordedCake else 1)
     for record, scores, share in zip(cache.layers, importance, counts, strict=True):
         for head, head_scores, count in zip(record.positions, scores, share, strict=True):

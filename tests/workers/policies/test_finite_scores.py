@@ -89,7 +89,7 @@ def test_logits_that_are_no_numbers_are_refused_where_quality_is_measured(mute, 
 
 
 def refused_creation(engine: Engine, home: Path, **fields: Any) -> tuple[PolicyUnsupported, RequestRecord]:
-    """How a creation by a replica ends that is refused, and its request of the ledger. Nothing may be stored."""
+    """How a creation by a replica ends that is refused, and its request of the job table. Nothing may be stored."""
     store = DiskStore.open(home)
     replica = Replica(engine, store, Scheduler(engine))
     spec = CreateCache(document=DOCUMENT, compression_ratio=0.75, **fields)

@@ -23,6 +23,7 @@ from kvshelf.workers.policies import POLICIES, LayerView, build, catalog
 from kvshelf.workers.policies.base import Observes, ScoringPolicy
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
 from kvshelf.workers.policies.view import DocumentView, Probed
+from tests.amounts import amount
 
 REDUCING = [name for name, policy in POLICIES.items() if policy.takes_budget]
 
@@ -92,7 +93,7 @@ def of_one_token(record, head):
 
 
 @pytest.mark.parametrize("name", REDUCING)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=amount(15, 40), deadline=None)
 @given(tokens=st.integers(8, 400), share=st.floats(0.05, 0.99), protected=st.integers(0, 3), seed=st.integers(0, 99))
 def test_what_holds_for_every_policy(name, tokens, share, protected, seed):
     budget = max(protected + 4, int(tokens * share))

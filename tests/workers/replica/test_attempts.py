@@ -1,4 +1,4 @@
-"""Which failures a request of the ledger has only a few of."""
+"""Which failures a request of the job table has only a few of."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.anyio
 @pytest.fixture
 async def attempted(tmp_path: Path) -> AsyncIterator[Callable[..., object]]:
     """Does some work as an attempt at a request; returns how the request stands then."""
-    with DiskStore.open(tmp_path / "ledger") as store, Threads() as threads:
+    with DiskStore.open(tmp_path / "jobs") as store, Threads() as threads:
         attempts = Attempts(store.requests, "w", threads)
         store.requests.open("req_1", tenant="me", body=b"")
 

@@ -247,7 +247,7 @@ async def test_equal_creations_at_once_are_one_piece_of_work(replica: Replica, e
         assert [created.existing for created in many].count(False) == 1
 
 
-async def test_a_request_of_the_ledger_names_every_level(replica: Replica, shelf: Shelf, document: str) -> None:
+async def test_a_request_of_the_job_table_names_every_level(replica: Replica, shelf: Shelf, document: str) -> None:
     shelf.requests.open("req_levels", tenant="default", body=b"{}")
     spec = CreateCache(document=document, levels=[0.5, 0.75])
     created = await replica.create(spec, tenant="default", request_id="req_levels")

@@ -145,6 +145,25 @@ async def test_what_is_being_asked_is_not_evicted_and_others_wait_for_its_room(
     assert document.nbytes == residents.nbytes
 
 
+async def test_a_cache_that_is_deleted_while_another_question_waits_for_its_memory_answers_no_later_question(
+    store: Counting, engine: Engine, caches: list[CompressedCache], threads: ThreadPoolExecutor
+) -> None:
+    """A later question joins the read under way, whose manifest is older than the deletion."""
+    first, deleted = (store.put(cache).id for cache in caches[:2])
+    residents = make(store, engine, threads, max_bytes=1)
+    async with residents.using(first, "default"):
+        waiting = asyncio.ensure_future(ask(residents, deleted))
+        while store.opened < 2:
+            await asyncio.sleep(0.01)
+        store.delete(deleted)
+        later = asyncio.ensure_future(ask(residents, deleted))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+    with pytest.raises(CacheNotFound):
+        await asyncio.wait_for(later, 30)
+    await waiting  # it was asked before
+
+
 async def test_idle_caches_leave(
     store: Counting, engine: Engine, caches: list[CompressedCache], threads: ThreadPoolExecutor
 ) -> None:

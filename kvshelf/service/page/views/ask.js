@@ -1,4 +1,4 @@
-/** Ask one cache, or two side by side, and watch the answers come. */
+/** Ask one cache, or two side by side; answers are shown as they are generated. */
 
 import { ask, getCache, listCaches } from "../api.js";
 import { html } from "../dom.js";
@@ -41,7 +41,7 @@ export function AskView({ ids }) {
       <div class="inline">
         <${Field} label="Tokens at most" type="number" min="1" max="4096" required value=${maxTokens} onValue=${setMaxTokens} />
         <button class="main" disabled=${chosen.length === 0}>Ask</button>
-        <span class="hint">Ctrl+Enter asks, too.</span>
+        <span class="hint">Or press Ctrl+Enter.</span>
       </div>
       <${FailureNote} failure=${failure} />
     </form>
@@ -54,7 +54,7 @@ export function AskView({ ids }) {
   `;
 }
 
-/** The newest caches, and those of the address. */
+/** The newest caches, and those that the address names. */
 async function choices(ids, signal) {
   const [page, ...named] = await Promise.all([
     listCaches({ limit: RECENT }, { signal }),
@@ -84,7 +84,7 @@ function Answer({ asked, id, name }) {
   </section>`;
 }
 
-/** One streamed answer: its text so far, the whole once it is there, and the time to its first piece as seen here. */
+/** One streamed answer: its text so far, the complete answer at the end, and the time to its first piece as measured here. */
 function useAnswer(asked, id) {
   const [told, setTold] = useState({ text: "", answer: null, failure: null, firstMs: null });
   const stop = useRef(null);

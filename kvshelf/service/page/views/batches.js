@@ -18,19 +18,19 @@ import { useEffect, useState } from "../vendor/hooks.js";
 
 const ENDED = ["completed", "failed", "expired", "cancelled"];
 
-/** What can be asked of a batch, by its state. */
+/** The actions on a batch, by its state. */
 const ACTIONS = {
   validating: { cancel: "Cancel" },
   in_progress: { pause: "Pause", cancel: "Cancel" },
   paused: { resume: "Resume", cancel: "Cancel" },
-  completed: { retry: "Retry what failed" },
+  completed: { retry: "Retry failed rows" },
   failed: { retry: "Retry" },
   expired: { retry: "Go on" },
   cancelled: { retry: "Go on" },
 };
 
 export function BatchesView({ ids: [id] }) {
-  const [round, setRound] = useState(0); // of the list: it is asked for again after each change
+  const [round, setRound] = useState(0); // each change increments it, which reloads the list
   const [page, failure] = useLoaded((signal) => listBatches({ limit: 50 }, { signal }), [round]);
   return html`
     <div class="split even">
@@ -38,7 +38,7 @@ export function BatchesView({ ids: [id] }) {
       ${
         id
           ? html`<${BatchCard} key=${id} id=${id} onEnded=${() => setRound(round + 1)} />`
-          : html`<section class="card"><p class="hint">Choose a batch to see how far it is.</p></section>`
+          : html`<section class="card"><p class="hint">Choose a batch to see its progress.</p></section>`
       }
     </div>
     <${FailureNote} failure=${failure} />
@@ -49,7 +49,7 @@ export function BatchesView({ ids: [id] }) {
         <a href=${`#batches/${batch.id}`}>${moment(batch.created_at)}</a>: ${told(batch)}
       </li>`,
       )}</ul>
-      ${page?.data.length === 0 && html`<p class="hint">There is none yet.</p>`}
+      ${page?.data.length === 0 && html`<p class="hint">There are no batches yet.</p>`}
     </section>
   `;
 }
@@ -110,7 +110,7 @@ function BatchCard({ id, onEnded }) {
   const act = async (action) => {
     try {
       await changeBatch(id, action);
-      setRound(round + 1); // an end is not the end any more
+      setRound(round + 1); // follow again: the ended batch may run again
     } catch (error) {
       setFailure(error);
     }
@@ -150,7 +150,7 @@ function BatchCard({ id, onEnded }) {
   </section>`;
 }
 
-/** A batch as it goes on: [batch, failure, setFailure]. Its events come as a stream, until it has ended. */
+/** The batch and its progress: [batch, failure, setFailure]. Follows its event stream until it ends. */
 function useBatch(id, round) {
   const [batch, setBatch] = useState(null);
   const [failure, setFailure] = useState(null);
@@ -160,7 +160,7 @@ function useBatch(id, round) {
       setFailure(null);
       let last = await getBatch(id, { signal: stop.signal });
       setBatch(last);
-      // A stream ends before its batch when the service is restarted: the one in its place goes on.
+      // A restart of the service ends the stream before the batch; the restarted service continues both.
       while (!ENDED.includes(last.status)) {
         for await (const event of batchEvents(id, { signal: stop.signal })) setBatch((last = event));
       }
@@ -171,7 +171,7 @@ function useBatch(id, round) {
   return [batch, failure, setFailure];
 }
 
-/** Have the browser save a file. A link alone would not send the key. */
+/** Make the browser save a file. A plain link would not send the key. */
 async function save(id) {
   const link = document.createElement("a");
   link.href = URL.createObjectURL(await getFile(id));

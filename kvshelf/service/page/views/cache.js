@@ -1,4 +1,4 @@
-/** One cache: everything that is known of it, and all that can be changed. */
+/** One cache: its metadata, and forms to change it. */
 
 import { deleteCache, updateCache } from "../api.js";
 import { html } from "../dom.js";
@@ -21,7 +21,7 @@ import { useState } from "../vendor/hooks.js";
 
 const SPANS = { minutes: 60, hours: 3600, days: 86_400 };
 
-/** `onChanged(cache, what)` and `onRemoved(cache)` hear of what the service has done. */
+/** `onChanged(cache, what)` and `onRemoved(cache)` are called after the service has done it. */
 export function CacheCard({ cache, onChanged, onRemoved }) {
   const [failure, setFailure] = useState(null);
   const [asking, setAsking] = useState(false);
@@ -97,7 +97,7 @@ function Changes({ cache, busy, onChange, onWrong }) {
   const describe = (event) => {
     event.preventDefault();
     try {
-      onChange({ name, labels: parseLabels(labels) }, "name and labels are changed");
+      onChange({ name, labels: parseLabels(labels) }, "its name and labels are saved");
     } catch (error) {
       onWrong(error);
     }

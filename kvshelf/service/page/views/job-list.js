@@ -1,4 +1,4 @@
-/** The jobs of this tab, as they go on. */
+/** The uploads and creations of this tab, with their progress. */
 
 import { html } from "../dom.js";
 import { milliseconds, percent } from "../format.js";
@@ -6,7 +6,7 @@ import { Announce, FailureNote, Progress } from "../parts.js";
 import { useEffect, useState } from "../vendor/hooks.js";
 
 const STATES = {
-  waiting: "waits for its turn",
+  waiting: "waits to be sent",
   uploading: "is sent",
   working: "is compressed",
   done: "is on the shelf",
@@ -22,8 +22,8 @@ export function JobList({ jobs }) {
     return () => jobs.removeEventListener("changed", changed);
   }, [jobs]);
   const last = list.find((job) => job.endedAt);
-  return html`<section aria-label="On their way">
-    <h2>On their way ${last && html`<button onClick=${() => jobs.clear()}>Clear</button>`}</h2>
+  return html`<section aria-label="Uploads and creations">
+    <h2>Uploads and creations ${last && html`<button onClick=${() => jobs.clear()}>Clear</button>`}</h2>
     ${list.length === 0 && html`<p class="hint">Nothing yet.</p>`}
     <ul class="jobs">
       ${list.map((job) => html`<${JobRow} key=${job.key} job=${job} onStop=${() => jobs.stop(job.key)} />`)}

@@ -11,7 +11,7 @@ import { Announce, FailureNote, useLoaded } from "../parts.js";
 import { useEffect, useMemo, useState } from "../vendor/hooks.js";
 import { CachePicker } from "./picker.js";
 
-const MAP_LAYERS = 16; // drawn at once: more of them would be no glance
+const MAP_LAYERS = 16; // drawn together: more rows could not be read at a glance
 
 export function KeptView({ ids: [id] }) {
   if (!id) return html`<p>Which tokens of its document did a cache keep? Choose one.</p><${CachePicker} view="kept" />`;
@@ -86,14 +86,14 @@ function Heat({ id, text, kept }) {
   `;
 }
 
-/** All of some things that are counted from 0 (null), or one of them. */
+/** A choice among numbers from 0, or all of them (null). */
 function OneOf({ count: many, value, onValue, ...rest }) {
   const options = [["", `all ${many || ""}`], ...upTo(many).map((number) => [number, number])];
   const hear = (text) => onValue(text === "" ? null : Number(text));
   return html`<${Choice} options=${options} value=${value ?? ""} onValue=${hear} ...${rest} />`;
 }
 
-/** Have the bitmaps of a layer fetched, if they are not there: a large cache comes in pages. */
+/** Fetch the bitmaps of a layer unless they are loaded; a large cache comes in pages. */
 function useLayer(kept, id, text, layer) {
   const there = layer === null || kept.hasLayer(layer);
   const [[arrived, failure], setState] = useState([null, null]);
@@ -109,7 +109,7 @@ function useLayer(kept, id, text, layer) {
   return [there || arrived === layer, failure];
 }
 
-/** The layers of the map: the first ones that are there, or the chosen one. */
+/** The layers of the map: the first loaded ones, or the chosen one. */
 function mapLayers(kept, layer) {
   if (layer !== null && kept.hasLayer(layer)) return [layer];
   return fetched(kept).slice(0, MAP_LAYERS);
@@ -156,7 +156,7 @@ function TokenCard({ kept, token, onToken }) {
           )}
         </tbody>
       </table>
-      ${layers.length < kept.numLayers && html`<p class="hint">Others are fetched when they are chosen above.</p>`}
+      ${layers.length < kept.numLayers && html`<p class="hint">Choose another layer above to load it.</p>`}
     </div>
     <${Announce} text=${`Token ${token}: ${told}`} />
   `;
@@ -169,5 +169,5 @@ const Head = ({ head, state }) =>
 
 const upTo = (number) => [...Array(number).keys()];
 
-/** The layers whose bitmaps are there. */
+/** The layers whose bitmaps are loaded. */
 const fetched = (kept) => upTo(kept.numLayers).filter((layer) => kept.hasLayer(layer));

@@ -1,4 +1,4 @@
-/** How a document is to be kept: the choices, and the fields of a creation that follow from them. */
+/** The options of a creation as form fields, and the request fields that they make. */
 
 import { listModels, listPolicies } from "../api.js";
 import { html } from "../dom.js";
@@ -7,7 +7,7 @@ import { parseLabels, percent } from "../format.js";
 import { FailureNote, useLoaded } from "../parts.js";
 
 const CODECS = {
-  none: "as the model computes them",
+  none: "unchanged, in the model's type",
   int8: "8 bits a number",
   int4: "4 bits",
   int2: "2 bits",
@@ -16,7 +16,7 @@ const CODECS = {
 const SPANS = { "": "for ever", 3600: "an hour", 86400: "a day", 604800: "a week", 2592000: "30 days" };
 const AUTO = {
   id: "auto",
-  summary: "Policy, ratio and codec are chosen for the document: the fewest bytes that lose little enough.",
+  summary: "The service chooses policy, ratio and codec for the document: the smallest cache that reaches the least quality.",
   advice: "",
   takes_budget: false,
   takes_questions: false,
@@ -37,7 +37,7 @@ export const DEFAULTS = {
   source: true,
 };
 
-/** The fields of a creation. Throws what is wrong with the choices. */
+/** The request fields of a creation. Throws an Error for an invalid choice. */
 export function fieldsOf(choices) {
   const fields = { policy: choices.policy, keep_source: choices.source };
   const questions = choices.questions.split("\n").filter((line) => line.trim());
@@ -63,10 +63,10 @@ export function PutOptions({ choices, onChange }) {
     onChange({ ...choices, policy: id, takesBudget, takesQuestions });
   };
   const ids = (things) => things.map(({ id }) => [id, id]);
-  const removed = `Removed: ${choices.takesBudget ? percent(Number(choices.ratio)) : "as the policy has it"}`;
+  const removed = `Removed: ${choices.takesBudget ? percent(Number(choices.ratio)) : "the policy's default"}`;
   const codecs = Object.entries(CODECS).map(([id, told]) => [id, `${id}: ${told}`]);
   const least = policy === AUTO ? "0.98" : "any";
-  return html`<form class="card" aria-label="How it is kept" onSubmit=${(event) => event.preventDefault()}>
+  return html`<form class="card" aria-label="Options" onSubmit=${(event) => event.preventDefault()}>
     <${FailureNote} failure=${failure} />
     ${models?.length > 1 && html`<${Choice} label="Model" options=${ids(models)} ...${of("model")} />`}
     <${Choice} label="Policy" options=${ids(offered)} value=${choices.policy} onValue=${choosePolicy} />
@@ -82,6 +82,6 @@ export function PutOptions({ choices, onChange }) {
       html`<${Field} label="Expected questions, one a line" as="textarea" rows="2" ...${of("questions")} />`
     }
     <${Check} label="Keep the text beside the cache" ...${of("source")} />
-    <p class="hint">The kept text shows which tokens stayed, and makes the cache again if it is lost.</p>
+    <p class="hint">With the text, the page can show which tokens were kept, and a lost cache can be made again.</p>
   </form>`;
 }

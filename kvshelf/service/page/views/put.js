@@ -12,7 +12,7 @@ export function PutView({ jobs }) {
   const [text, setText] = useState("");
   const [failure, setFailure] = useState(null);
 
-  /** `bodyOf` makes a request's body of the chosen fields. */
+  /** `bodyOf` makes the request's body from the chosen fields. */
   const put = (name, bodyOf) => {
     setFailure(null);
     try {
@@ -55,7 +55,7 @@ function formOf(file, fields) {
 function DropZone({ onFiles }) {
   const [over, setOver] = useState(false);
   const take = (event, { files }) => {
-    if (files.length === 0) return; // text that is pasted goes where the cursor is
+    if (files.length === 0) return; // pasted text goes into the focused field
     event.preventDefault();
     onFiles([...files]);
   };

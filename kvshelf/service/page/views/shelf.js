@@ -1,4 +1,4 @@
-/** The shelf: what is on it, and what can be done with each cache. */
+/** The shelf: a table of its caches, and the chosen one beside it. */
 
 import { getCache, listModels, listPolicies } from "../api.js";
 import { html } from "../dom.js";
@@ -24,7 +24,7 @@ const ANY = { policy: "", model: "", document_id: "", label: "" };
 
 export function ShelfView({ ids: [opened] }) {
   const [filters, setFilters] = useState(ANY);
-  const [current, setCurrent] = useState(null); // an id: rows come and go
+  const [current, setCurrent] = useState(null); // an id, because rows move
   const [said, setSaid] = useState("");
   const caches = useCaches(queryOf(filters));
   const card = useRef();
@@ -54,7 +54,7 @@ export function ShelfView({ ids: [opened] }) {
         label="Caches on the shelf" rows=${caches.rows} columns=${COLUMNS} current=${index}
         onCurrent=${(at) => setCurrent(caches.rows[at].id)} onOpen=${open}
         more=${caches.more} onEnd=${caches.loadMore}
-        empty="There is nothing here. Put a document on the shelf, or loosen the filters."
+        empty="No cache matches. Put a document on the shelf, or remove a filter."
       />
       <aside class="card" aria-label="The chosen cache" ref=${card}>
         ${
@@ -69,7 +69,7 @@ export function ShelfView({ ids: [opened] }) {
   `;
 }
 
-/** The filters as the API takes them. A label without a value is not one yet. */
+/** The filters as the API takes them. A label counts once it has a value. */
 function queryOf({ label, ...rest }) {
   const at = label.indexOf("=");
   return at > 0 ? { ...rest, [`label.${label.slice(0, at).trim()}`]: label.slice(at + 1).trim() } : rest;

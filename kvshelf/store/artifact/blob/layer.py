@@ -9,10 +9,10 @@ from typing import Annotated, Final, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, FailFast, Field
 
 from kvshelf.errors import BlobError
-from kvshelf.kernels.quantize.rows import scales_shape
+from kvshelf.kernels.groups import scales_shape
 from kvshelf.store.artifact import positions
 from kvshelf.store.artifact.codecs import BITS, Precision
-from kvshelf.store.artifact.packed import RopeMode
+from kvshelf.store.artifact.identity import RopeMode
 
 ALIGNMENT: Final = 64
 """Bytes: a cache line, and the widest vector register. Every array and every segment begins at a multiple of it."""
@@ -56,13 +56,12 @@ class Dims(NamedTuple):
     value_dim: int
 
 
-class KeptHeader(Strict):
-    """One `Kept` record. lengths: entries of each KV head. group: that of the cache's codec, 0 under "none".
+class _RecordFields(Strict):
+    """What all records have. lengths: entries of each KV head. group: that of the cache's codec, 0 under "none".
 
     sizes: bytes of each array, without padding, in the order in which they lie in the segment.
     """
 
-    kind: Literal["kept"]
     rope_mode: RopeMode
     codec: Precision
     group: Count
@@ -71,18 +70,18 @@ class KeptHeader(Strict):
     sizes: Sizes
 
 
-class MergedHeader(Strict):
-    """One `Merged` record. slot_lengths: slots of each KV head; the rest as of `KeptHeader`."""
+class KeptHeader(_RecordFields):
+    """One `Kept` record."""
+
+    kind: Literal["kept"]
+
+
+class MergedHeader(_RecordFields):
+    """One `Merged` record. slot_lengths: slots of each KV head."""
 
     kind: Literal["merged"]
-    rope_mode: RopeMode
-    codec: Precision
-    group: Count
-    lengths: Lengths
-    position_encoding: positions.Encoding
     slot_lengths: Lengths
     slot_position_encoding: positions.Encoding
-    sizes: Sizes
 
 
 RecordHeader = KeptHeader | MergedHeader

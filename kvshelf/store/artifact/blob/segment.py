@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from kvshelf.errors import BlobError, InvalidRequest
-from kvshelf.kernels.quantize.rows import Axis, QuantizedRows, Rows, scales_shape
+from kvshelf.kernels.groups import Axis, scales_shape
+from kvshelf.kernels.quantize.rows import QuantizedRows, Rows
 from kvshelf.store.artifact import positions
 from kvshelf.store.artifact.blob.body import Body
 from kvshelf.store.artifact.blob.header import Header

@@ -18,7 +18,7 @@ from kvshelf.workers.engine.attention.function import Attended
 from kvshelf.workers.model.rope import Rope
 from kvshelf.workers.policies.base import Observes, Policy, ScoringPolicy, keep
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
-from kvshelf.workers.policies.plans import CachePlan, LayerStats
+from kvshelf.workers.policies.sharing import LayerStats, Sharing
 from kvshelf.workers.policies.view import DocumentView, LayerView, Probed
 
 _SLACK = 1.125
@@ -47,8 +47,8 @@ class LayerReducer:
         self._rope = rope if Observes.ROPE in policy.observes else None
         self._records: dict[int, LayerRecord] = {}
         self._cascade: Cascade | None = None
-        if isinstance(policy, ScoringPolicy) and policy.plan is not None:
-            self._cascade = Cascade(policy.plan, budget, num_layers)
+        if isinstance(policy, ScoringPolicy) and policy.sharing is not None:
+            self._cascade = Cascade(policy.sharing, budget, num_layers)
         self.compress_s = 0.0
 
     def after_attention(self, attended: Attended) -> None:
@@ -61,7 +61,7 @@ class LayerReducer:
         else:
             assert isinstance(self._policy, ScoringPolicy)
             weight = self._policy.weight(layer)
-            if not math.isfinite(weight):  # no plan can share by it, and so none can wait for the end
+            if not math.isfinite(weight):  # nothing can be shared by it, so this cannot wait for the end
                 raise _not_finite(self._policy, f"the weight of layer {layer.layer_idx}")
             self._cascade.add(layer, self._policy.importance(layer), weight)
         self.compress_s += time.perf_counter() - started
@@ -165,8 +165,8 @@ def _not_finite(policy: Policy, what: str) -> PolicyUnsupported:
 class Cascade:
     """Layers that share one budget: each is reduced as it arrives, and those before it shrink to make room."""
 
-    def __init__(self, plan: CachePlan, budget: Budget, num_layers: int) -> None:
-        self._plan = plan
+    def __init__(self, sharing: Sharing, budget: Budget, num_layers: int) -> None:
+        self._sharing = sharing
         self._budget = budget
         self._num_layers = num_layers
         self._weights: dict[int, float] = {}
@@ -176,7 +176,7 @@ class Cascade:
         """Take a layer with the importance of its entries, `[kv_heads, N]` fp32."""
         stats = [_stats(record, self._weights[index]) for index, record in self.records.items()]
         stats.append(LayerStats(list(importance), weight))
-        *earlier, own = self._plan.counts(stats, self._budget, self._num_layers)
+        *earlier, own = self._sharing.counts(stats, self._budget, self._num_layers)
         held = sum(own) + sum(record.entries for record in self.records.values())
         last = len(stats) == self._num_layers
         if last or held > _SLACK * self._budget.tokens * layer.kv_heads * self._num_layers:

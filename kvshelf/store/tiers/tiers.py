@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, TypeVar
 
 from kvshelf.errors import KvshelfError
 from kvshelf.store.manifest import Manifest
 from kvshelf.store.tiers.tier import Tier
-from kvshelf.store.types import BlobFile, Scrubbed
+from kvshelf.store.types import Scrubbed
+
+ResultT = TypeVar("ResultT")
 
 log = logging.getLogger("kvshelf.store")
 
@@ -22,11 +24,11 @@ _FAILING_S: Final = 150.0
 """How long `failing` reports a failure: two default sweep intervals and a margin, so a sweep has retried the tier."""
 
 
-class Copies:
-    """The tiers' copies of a cache, fastest first. Used by `TieredStore` alone; any number of threads at once."""
+class Tiers:
+    """The tiers of a `TieredStore`, fastest first. Any number of threads may use them at once."""
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
-        self._tiers = tiers
+        self.all = tuple(tiers)
         self._complained_at: dict[str, float] = {}
         self._failed_at: dict[str, float] = {}
 
@@ -46,52 +48,41 @@ class Copies:
         now = time.monotonic()
         return [name for name, at in self._failed_at.items() if now - at < _FAILING_S]
 
-    def open_blob(self, manifest: Manifest) -> BlobFile | None:
-        for tier in self._tiers:
+    def each(self, act: Callable[[Tier], ResultT], tiers: Iterable[Tier] | None = None) -> list[tuple[Tier, ResultT]]:
+        """Every tier that works (of `tiers`; None: of all), and what `act` returns for it."""
+        found: list[tuple[Tier, ResultT]] = []
+        for tier in self.all if tiers is None else tiers:
             with self.tolerant(tier):
-                file = tier.open_blob(manifest)
-                if file is not None:
-                    return file
+                found.append((tier, act(tier)))
+        return found
+
+    def first(self, act: Callable[[Tier], ResultT | None], tiers: Iterable[Tier] | None = None) -> ResultT | None:
+        """The first thing that `act` returns for a tier that works, and that is not None."""
+        for tier in self.all if tiers is None else tiers:
+            with self.tolerant(tier):
+                if (found := act(tier)) is not None:
+                    return found
         return None
 
     def source(self, manifest: Manifest) -> str | None:
-        if manifest.has_source:
-            for tier in self._tiers:
-                with self.tolerant(tier):
-                    text = tier.source(manifest)
-                    if text is not None:
-                        return text
-        return None
+        return self.first(lambda tier: tier.source(manifest)) if manifest.has_source else None
 
     def keep_source(self, manifest: Manifest, text: str) -> None:
         self.confirm(manifest)
-        for tier in self._tiers:
-            with self.tolerant(tier):
-                tier.keep_source(manifest, text)
+        self.each(lambda tier: tier.keep_source(manifest, text))
 
     def confirm(self, manifest: Manifest) -> None:
-        for tier in self._tiers:
-            with self.tolerant(tier):
-                tier.confirm(manifest)
-
-    def touch(self, cache_id: str, tenant: str) -> None:
-        for tier in self._tiers:
-            with self.tolerant(tier):
-                tier.touch(cache_id, tenant)
+        self.each(lambda tier: tier.confirm(manifest))
 
     def drop(self, cache_id: str, tenant: str) -> list[str]:
         """Remove all copies; returns the names of the tiers that had one, the one nearest to the home first."""
-        had: list[str] = []
-        for tier in reversed(self._tiers):
-            with self.tolerant(tier):
-                if tier.drop(cache_id, tenant):
-                    had.append(tier.name)
-        return had
+        dropped = self.each(lambda tier: tier.drop(cache_id, tenant), reversed(self.all))
+        return [tier.name for tier, had in dropped if had]
 
     def problems(self) -> list[str]:
         """As `Store.check`; a tier that does not work is one."""
         found: list[str] = []
-        for tier in self._tiers:
+        for tier in self.all:
             try:
                 found += [f"{tier.name} tier: {problem}" for problem in tier.problems()]
             except (KvshelfError, OSError) as error:
@@ -100,7 +91,7 @@ class Copies:
 
     def scrub(self) -> Iterator[Scrubbed]:
         """Read every copy to its end, drop the damaged ones, and report these only."""
-        for tier in self._tiers:
+        for tier in self.all:
             with self.tolerant(tier):
                 for found in tier.scrub():
                     if found.problem is not None:

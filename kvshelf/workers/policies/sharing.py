@@ -1,4 +1,4 @@
-"""Plans: how heads and layers share a budget."""
+"""Sharing: how heads and layers share a budget."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from kvshelf.workers.policies.budgets import Budget
 
 @dataclass(frozen=True, eq=False)
 class LayerStats:
-    """Input of a plan for one layer: the importance of the candidates of each KV head (fp32, infinite where an entry
-    must stay; in ascending position), and the weight of the layer."""
+    """One layer that takes part in sharing: the importance of the candidates of each KV head (fp32, infinite where an
+    entry must stay; in ascending position), and the weight of the layer."""
 
     importance: Sequence[Tensor]
     weight: float = 1.0
@@ -28,11 +28,11 @@ class LayerStats:
         return int(torch.isposinf(self.importance[0]).sum())
 
 
-class CachePlan(ABC):
+class Sharing(ABC):
     """How the layers and heads of a cache share one budget, decided while the layers arrive.
 
-    The share of a head may only shrink when a later layer joins, because evicted entries are gone. Each plan proves
-    this for itself; a plan without such a proof would need every layer in full until the end.
+    The share of a head may only shrink when a later layer joins, because evicted entries are gone. Each way of
+    sharing proves this for itself; one without such a proof would need every layer in full until the end.
     """
 
     @abstractmethod
@@ -57,7 +57,7 @@ def flat_counts(heads: Sequence[Tensor], total: int, floors: Sequence[int]) -> l
 
 
 @dataclass(frozen=True)
-class GlobalPlan(CachePlan):
+class GlobalSharing(Sharing):
     """One budget for all layers and heads: the best entries of the whole cache, and `floor` of an even share for each
     head whatever its scores.
 
@@ -79,7 +79,7 @@ class GlobalPlan(CachePlan):
 
 
 @dataclass(frozen=True)
-class ProportionalPlan(CachePlan):
+class ProportionalSharing(Sharing):
     """Each layer gets in proportion to its weight, its heads alike, and no layer more than the document has.
 
     The share of layer l is min(cap, level * weight_l), with the one level at which the shares add up to the budget:

@@ -8,17 +8,15 @@ opened with this key again, and the ids of its caches stay the same.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Final, Self, TypeVar
+from typing import TYPE_CHECKING, Final, Self, TypeVar
 
+from kvshelf.atomic import written
 from kvshelf.errors import BlobError, CacheError, CacheNotFound, SourceNotKept, StoreUnavailable
-from kvshelf.store.artifact.arriving import ArrivingCache
-from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.disk import DiskStore, database
 from kvshelf.store.disk.faults import translated
 from kvshelf.store.index import Quota
@@ -27,6 +25,10 @@ from kvshelf.store.rules import Rules
 from kvshelf.store.sealing.keyring import Keyring
 from kvshelf.store.tiers.tier import Tier
 from kvshelf.store.types import BlobFile, Scrubbed
+
+if TYPE_CHECKING:
+    from kvshelf.store.artifact.arriving import ArrivingCache
+    from kvshelf.store.artifact.cache import CompressedCache
 
 ReadT = TypeVar("ReadT")
 
@@ -89,10 +91,8 @@ class DiskTier(Tier):
             return self._note.read_text()
 
     def note(self, incarnation: str) -> None:
-        with translated(self._store.home):
-            fresh = self._note.with_suffix(f".{os.getpid()}")
-            fresh.write_text(incarnation)
-            fresh.replace(self._note)
+        with translated(self._store.home), written(self._note, private=True) as file:
+            file.write(incarnation.encode())
 
     def keep(self, manifest: Manifest, cache: CompressedCache) -> None:
         if manifest.bytes_stored > self.max_bytes or self._has(manifest):

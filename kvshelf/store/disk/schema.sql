@@ -1,13 +1,5 @@
-"""The tables of a disk home."""
+-- The tables of a disk home.
 
-from __future__ import annotations
-
-from typing import Final
-
-HOME_FORMAT: Final = 3
-"""Incremented when the tables change in a way that older versions cannot work with."""
-
-TABLES: Final = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value BLOB NOT NULL) STRICT;
 
 -- One row per id that ever was, until its tombstone is swept. `seq` orders listings: it never repeats and never
@@ -107,4 +99,3 @@ CREATE TABLE journals (
     line BLOB NOT NULL,
     PRIMARY KEY (item, number)
 ) STRICT, WITHOUT ROWID;
-"""

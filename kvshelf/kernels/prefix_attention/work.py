@@ -50,7 +50,7 @@ class Streamed(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class WorkTable:
     """The work of one layer, and where its results go: scratch of `scratch_rows` rows, one for each query row of each
     KV head of each split of each share, in this order from the inside out.
 
@@ -67,19 +67,19 @@ class Plan:
     block_m: int
 
     def fits(self, prefixes: Sequence[Prefix], made_for: tuple[object, ...]) -> bool:
-        """Whether this is the plan of these prefixes; identity counts, for it holds addresses."""
+        """Whether this is the table of these prefixes; identity counts, for it holds addresses."""
         return self.made_for == made_for and all(
             mine() is given for mine, given in zip(self.prefixes, prefixes, strict=True)
         )
 
 
-_PLANS: WeakKeyDictionary[Prefix, Plan] = WeakKeyDictionary()
-"""The last plan of each prefix that was first in a batch. Successive decode steps differ only in the lengths of the
-suffixes, so each layer finds its plan again. A plan keeps no prefix alive, and is freed with its first one."""
+_TABLES: WeakKeyDictionary[Prefix, WorkTable] = WeakKeyDictionary()
+"""The last table of each prefix that was first in a batch. Successive decode steps differ only in the lengths of the
+suffixes, so each layer finds its table again. A table keeps no prefix alive, and is freed with its first one."""
 
 
 class Setting(NamedTuple):
-    """What a plan depends on besides prefixes and shares. group: query heads of a KV head. itemsize: bytes of an
+    """What a table depends on besides prefixes and shares. group: query heads of a KV head. itemsize: bytes of an
     element of the queries. places: programs that the device runs at a time. least_split: fewest rows of a split."""
 
     kv_heads: int
@@ -89,20 +89,20 @@ class Setting(NamedTuple):
     least_split: int
 
 
-def plan_of(prefixes: Sequence[Sequence[Prefix]], layout: BatchLayout, setting: Setting) -> Plan:
-    """The plan of one layer's prefixes, at least one: that of the previous step, or, if anything it depends on has
+def work_of(prefixes: Sequence[Sequence[Prefix]], layout: BatchLayout, setting: Setting) -> WorkTable:
+    """The table of one layer's prefixes, at least one: that of the previous step, or, if anything it depends on has
     changed, a new one, which takes one copy to the device."""
     given = [prefix for parts in prefixes for prefix in parts]
     made_for = (layout.shares, tuple(map(len, prefixes)), setting)
-    plan = _PLANS.get(given[0])
-    if plan is None or not plan.fits(given, made_for):
-        plan = _PLANS[given[0]] = _make(prefixes, layout, setting, made_for)
-    return plan
+    table = _TABLES.get(given[0])
+    if table is None or not table.fits(given, made_for):
+        table = _TABLES[given[0]] = _make(prefixes, layout, setting, made_for)
+    return table
 
 
 def _make(
     prefixes: Sequence[Sequence[Prefix]], layout: BatchLayout, setting: Setting, made_for: tuple[object, ...]
-) -> Plan:
+) -> WorkTable:
     packed = [(s, heads_of(p)) for s, parts in enumerate(prefixes) for p in parts if not isinstance(p, StreamedPrefix)]
     kinds = list(dict.fromkeys(heads.kind for _, heads in packed))
     outline = _Outline(
@@ -114,13 +114,13 @@ def _make(
         all(kind.plain for kind in kinds),
         setting,
     )
-    work = _work_of(outline)
+    work = _unplaced(outline)
     items = work.items
     if packed:
         columns = torch.cat([heads.columns for _, heads in packed])
         items = torch.cat([items, columns.index_select(0, work.segments)], dim=1)
     shares, *parts = upload([work.shares, *torch.split(items, work.counts)], layout.device)
-    return Plan(
+    return WorkTable(
         made_for,
         tuple(ref(prefix) for parts in prefixes for prefix in parts),
         [Launch(kind, part) for kind, part in zip(kinds, parts, strict=True) if len(part)],
@@ -131,7 +131,7 @@ def _make(
     )
 
 
-def _streamed(prefixes: Sequence[Sequence[Prefix]], work: _Work) -> list[Streamed]:
+def _streamed(prefixes: Sequence[Sequence[Prefix]], work: _Unplaced) -> list[Streamed]:
     found = []
     for share, parts in enumerate(prefixes):
         places = [place for place, prefix in enumerate(parts) if isinstance(prefix, StreamedPrefix)]
@@ -160,11 +160,11 @@ class _Outline(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class _Work:
-    """A plan without addresses, on the CPU.
+class _Unplaced:
+    """A table without addresses, on the CPU.
 
     items: `[n, 7]`, by kind, columns 0 to 6. counts: how many each kind has. segments: the head and prefix of an item,
-    counted over both. shares: as a plan's. first_rows, rows_of_split: where the results of each share begin, and the
+    counted over both. shares: as a table's. first_rows, rows_of_split: where the results of each share begin, and the
     scratch rows of a split of it.
     """
 
@@ -179,8 +179,8 @@ class _Work:
 
 
 @lru_cache(maxsize=8)
-def _work_of(outline: _Outline) -> _Work:
-    """Half a millisecond of small operations, most of a plan's time: so made once for all layers that are alike."""
+def _unplaced(outline: _Outline) -> _Unplaced:
+    """Half a millisecond of small operations, most of a table's time: so made once for all layers that are alike."""
     kv_heads, group, itemsize, places, least_split = outline.setting
     rows = torch.tensor(outline.shares) * group  # query rows of each share and KV head
     share = torch.tensor(outline.share, dtype=torch.int64)
@@ -205,7 +205,7 @@ def _work_of(outline: _Outline) -> _Work:
     kinds, order = torch.tensor(outline.kind, dtype=torch.int64).sort(stable=True)
     segments, sizes, splits, blocks = (x[order].flatten(0, 1) for x in (segments, sizes, splits, blocks))
     items, segment = _items(segments, sizes, splits, blocks, kv_heads, block_m)
-    return _Work(
+    return _Unplaced(
         items,
         kinds[segment // kv_heads].bincount(minlength=len(set(outline.kind))).tolist(),
         order[segment // kv_heads] * kv_heads + segment % kv_heads,

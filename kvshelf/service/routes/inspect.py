@@ -16,7 +16,7 @@ from kvshelf.workers.replica.create.spec import document_of
 
 router = APIRouter(prefix="/v1/caches/{cache_id}/kept", tags=["caches"], responses=openapi.ERRORS)
 
-FirstLayer = Annotated[int, Query(ge=0, lt=2**31, description="the first layer whose bitmaps are wanted")]
+FirstLayer = Annotated[int, Query(ge=0, lt=2**31, description="the first layer to return bitmaps of")]
 
 
 @router.get("")

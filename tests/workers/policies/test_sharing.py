@@ -1,4 +1,4 @@
-"""Plans: who gets how much of a budget, and that a share only ever shrinks."""
+"""Sharing: who gets how much of a budget, and that a share only ever shrinks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvshelf.workers.policies.budgets import Budget
-from kvshelf.workers.policies.plans import (
-    GlobalPlan,
+from kvshelf.workers.policies.sharing import (
+    GlobalSharing,
     LayerStats,
-    ProportionalPlan,
+    ProportionalSharing,
     fill,
     flat_counts,
     largest_remainders,
@@ -66,11 +66,11 @@ def test_a_global_plan_reserves_the_floors_of_layers_to_come():
     """Two layers of one head, 3 entries each on average, at least 2: the first may take 4 of the 6, not all."""
     first = LayerStats([torch.tensor([9.0, 9.0, 9.0, 9.0, 9.0, 9.0])])
     second = LayerStats([torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 1.0])])
-    plan = GlobalPlan(floor=2 / 3)
+    sharing = GlobalSharing(floor=2 / 3)
     budget = Budget(3, 0.5)
-    assert plan.counts([first], budget, 2) == [(4,)]
-    assert plan.counts([first, second], budget, 2) == [(4,), (2,)]
-    assert GlobalPlan().counts([first, second], budget, 2) == [(6,), (0,)]
+    assert sharing.counts([first], budget, 2) == [(4,)]
+    assert sharing.counts([first, second], budget, 2) == [(4,), (2,)]
+    assert GlobalSharing().counts([first, second], budget, 2) == [(6,), (0,)]
 
 
 def level_by_bisection(weights, total, cap):
@@ -126,7 +126,7 @@ def test_a_proportional_share_only_shrinks_and_the_total_is_exact(weights, token
     layers = [LayerStats([importance, importance], weight) for weight in weights]
     before = [tokens] * len(layers)
     for seen in range(1, len(layers) + 1):
-        counts = [heads[0] for heads in ProportionalPlan().counts(layers[:seen], Budget(budget, 0.5), len(layers))]
+        counts = [heads[0] for heads in ProportionalSharing().counts(layers[:seen], Budget(budget, 0.5), len(layers))]
         assert all(kept <= count <= earlier for count, earlier in zip(counts, before[:seen], strict=True))
         assert sum(counts) < budget * len(layers) + seen, "rounded up, no more"
         before[:seen] = counts
@@ -142,7 +142,7 @@ def spread_evenly(weights, total, cap):
 
 
 def test_spreading_the_excess_evenly_would_let_a_share_grow():
-    """Why the plan does not do what the authors' code does: the last of three layers grows when a fourth joins."""
+    """Why the sharing does not do what the authors' code does: the last of three layers grows when a fourth joins."""
     assert spread_evenly([5.0, 5.0, 0.01], 10, 6)[2] < 0.1
     assert spread_evenly([5.0, 5.0, 0.01, 90.0], 10, 6)[2] > 0.9
     assert fill([5.0, 5.0, 0.01, 90.0], 10, 6)[2] < fill([5.0, 5.0, 0.01], 10, 6)[2]

@@ -1,0 +1,68 @@
+"""Options with one meaning in every command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Url = Annotated[
+    str | None,
+    typer.Option("--url", envvar="KVSHELF_URL", help="Address of the service.  [default: http://127.0.0.1:8765]"),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print API objects and errors as JSON, one per line.")]
+Store = Annotated[str | None, typer.Option("--store", help="URL of the store, such as disk:///var/lib/kvshelf.")]
+KeyFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--encryption-key-file",
+        envvar="KVSHELF_ENCRYPTION_KEY_FILE",
+        help="File with the store's encryption keys, one per line. The first key seals new caches.",
+    ),
+]
+Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
+Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
+Labels = Annotated[list[str] | None, typer.Option("--label", metavar="KEY=VALUE", help="A label. May be repeated.")]
+
+Parameters = Annotated[
+    list[str] | None, typer.Option("--param", metavar="NAME=VALUE", help="A parameter of the policy. May be repeated.")
+]
+
+Policy = Annotated[
+    str | None, typer.Option(help="A policy of `kvshelf policies`, or auto: it chooses policy, ratio and codec.")
+]
+CompressionRatio = Annotated[float | None, typer.Option(help="Fraction of the entries to REMOVE, such as 0.75.")]
+BudgetTokens = Annotated[int | None, typer.Option(help="Entries to keep per layer and head, instead of a ratio.")]
+Levels = Annotated[
+    list[float] | None,
+    typer.Option("--level", help="A compression ratio. Repeat it to make several caches from one prefill."),
+]
+MinQuality = Annotated[
+    float | None,
+    typer.Option(
+        help="Least agreement with the full cache, such as 0.98. Keeps the smallest level that reaches it, or none."
+    ),
+]
+Layout = Annotated[str | None, typer.Option(help="chat or plain.")]
+Codec = Annotated[
+    str | None, typer.Option(help="none, int8, int4, int2 or mixed. Parameters follow: int4:group=64,residual=128.")
+]
+Ttl = Annotated[str | None, typer.Option(help="Lifetime of the cache: 90s, 15m, 2h, 7d.")]
+Name = Annotated[str | None, typer.Option(help="Display name.  [default: the file's name]")]
+KeepSource = Annotated[bool, typer.Option("--keep-source", help="Store the document's text beside the cache.")]
+ExpectedQuestions = Annotated[
+    list[str] | None, typer.Option("--expected-question", help="For policies that use questions. May be repeated.")
+]
+ServiceModel = Annotated[str | None, typer.Option("--model", help="One of the service's models.  [default: its first]")]
+
+Models = Annotated[
+    list[str] | None,
+    typer.Option("--model", help="A bundled name, a folder or a hub id. May be repeated; the first is the default."),
+]
+ServiceDevice = Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda.")]
+ServiceDtype = Annotated[str | None, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
+Replicas = Annotated[int | None, typer.Option(help="Replicas of each model.")]
+Address = Annotated[
+    str | None, typer.Option(help="Address of a running Ray cluster; auto finds it.  [default: a local one]")
+]

@@ -1,0 +1,208 @@
+"""Runs recorded requests to their end: the background creations of a service and the rows of a batch, by one rule.
+
+A replica counts each attempt in the store before it starts, and keeps a lease meanwhile. Here is decided when the next
+attempt begins, which failures are retried, and when a request is given up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Final
+
+import structlog
+
+from kvshelf.api import CreateCache
+from kvshelf.backoff import backoff_s
+from kvshelf.errors import (
+    CacheError,
+    CacheNotFound,
+    Cancelled,
+    DeadlineExceeded,
+    KvshelfError,
+    NoWorker,
+    QueueFull,
+    StateConflict,
+    StoreUnavailable,
+)
+from kvshelf.store.base import Store
+from kvshelf.store.jobs.requests import RequestRecord, Requests
+from kvshelf.store.manifest import Manifest
+from kvshelf.workers.replica.attempts import LEASE_S, MAX_ATTEMPTS, Standing, give_up
+from kvshelf.workers.replica.results import Created
+
+log = structlog.get_logger("kvshelf.corpus")
+
+POLL_S: Final = 0.5
+_PAUSE_S: Final = 2.0
+_MAX_PAUSE_S: Final = 30.0
+
+_NOT_BEGUN: Final = (NoWorker, QueueFull, StateConflict, Cancelled)
+"""Nothing was tried: no replica runs, the queue is full, or another worker has the request or was stopped."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Job:
+    """One recorded request at work.
+
+    spec: gives the creation; blocks. create: `create` of an engine, which makes one attempt. leaves_held: leave a
+    request that a worker holds, instead of waiting for its end.
+
+    attempts: those that count, the current one included. unrecorded: those that failed before the store knew of them.
+    lost: the number of an attempt whose end the store may not know. spent_s: seconds in failed attempts.
+    """
+
+    id: str
+    tenant: str
+    requests: Requests
+    spec: Callable[[], CreateCache]
+    create: Callable[..., Awaitable[Created]]
+    deadline_s: float
+    max_attempts: int = MAX_ATTEMPTS
+    leaves_held: bool = False
+    attempts: int = field(default=0, init=False)
+    unrecorded: int = field(default=0, init=False)
+    lost: int | None = field(default=None, init=False)
+    spent_s: float = field(default=0.0, init=False)
+
+    def record(self) -> RequestRecord:
+        """The request in the store. Blocks. Raises `RequestNotFound`."""
+        return self.requests.get(self.id, tenant=self.tenant)
+
+
+class Breaker:
+    """A circuit breaker. Errors of the kinds `trips` open it: one job at a time tries, after a growing pause, until one
+    ends.
+
+    A document that finds the store full was computed in vain, so the others wait. trouble: the error that opened it.
+    """
+
+    def __init__(self, *trips: type[KvshelfError]) -> None:
+        self.trips = trips
+        self.trouble: KvshelfError | None = None
+        self._tries = 0
+        self._probe = asyncio.Lock()
+
+    @asynccontextmanager
+    async def attempt(self) -> AsyncIterator[None]:
+        async with self._probe if self.trouble else nullcontext():
+            trying = self.trouble is not None
+            if trying:
+                await asyncio.sleep(backoff_s(self._tries, _PAUSE_S, _MAX_PAUSE_S))
+            try:
+                yield
+            except self.trips as error:
+                self.trouble = error
+                self._tries += trying  # jobs under way at the start fail together, and do not count
+                raise
+
+    def close(self) -> None:
+        """A job has ended: the store works."""
+        self.trouble, self._tries = None, 0
+
+
+class Runner:
+    """Runs jobs to their end on one event loop. going: set while attempts may begin.
+
+    Errors of the kinds `trouble` blame no document: the store is down or full. They cost no attempt, and open the
+    circuit breaker. Jobs with a failed attempt are tried one at a time: otherwise documents that died together would
+    die together again, and one that kills its worker would take innocent ones with it.
+    """
+
+    def __init__(self, *trouble: type[KvshelfError]) -> None:
+        self.breaker = Breaker(*trouble)
+        self.going = asyncio.Event()
+        self._suspects = asyncio.Lock()
+
+    async def run(self, job: Job) -> Created | RequestRecord:
+        """What the last attempt made, or the request as it ended otherwise. Raises `RequestNotFound` if it is gone."""
+        while True:
+            await self.going.wait()
+            try:
+                async with self.breaker.attempt():
+                    step = await self._step(job)
+            except self.breaker.trips as error:
+                log.warning("the store keeps a request waiting", request=job.id, code=error.code, message=error.message)
+                continue
+            except StateConflict:  # another worker has it, or has just released it
+                step = POLL_S
+            if not isinstance(step, float):
+                if isinstance(step, Created) or step.ended:
+                    self.breaker.close()
+                return step
+            await asyncio.sleep(step)
+
+    async def _step(self, job: Job) -> Created | RequestRecord | float:
+        """One step towards the end: the end, or seconds until the next step."""
+        record = await asyncio.to_thread(_record, job)
+        match Standing.of(record, max_attempts=job.max_attempts):
+            case Standing.ENDED:
+                return record
+            case Standing.HELD:
+                return record if job.leaves_held else POLL_S
+            case Standing.SPENT:
+                await asyncio.to_thread(give_up, job.requests, record)
+                return 0.0
+            case Standing.DUE:
+                return await self._attempt(job, record)
+
+    async def _attempt(self, job: Job, record: RequestRecord) -> Created | float:
+        started, job.lost, job.attempts = time.monotonic(), None, record.tries + 1
+        try:
+            async with self._suspects if record.tries else nullcontext():
+                spec = await asyncio.to_thread(job.spec)
+                about = {"request_id": job.id, "max_attempts": job.max_attempts}
+                return await job.create(spec, tenant=job.tenant, deadline_s=job.deadline_s, **about)
+        except self.breaker.trips as error:
+            if error.details.get("fits") is False:  # the document is to blame, and recorded so
+                return 0.0
+            job.lost = record.attempts + 1
+            raise
+        except _NOT_BEGUN as error:
+            return _pause_s(error)
+        except KvshelfError as error:
+            if error.details.get("begun") is False:  # its deadline passed before it began
+                return POLL_S
+            job.spent_s += time.monotonic() - started
+            log.info("an attempt failed", request=job.id, code=error.code)
+            silent = isinstance(error, DeadlineExceeded) and "begun" not in error.details  # the replica said nothing
+            now = await asyncio.to_thread(_record, job)
+            if not silent and now.tries != record.tries:
+                return 0.0
+            job.unrecorded += 1
+            if job.unrecorded < job.max_attempts:
+                return _pause_s(error)
+            await asyncio.to_thread(refuse, job.requests, job.id, error)
+            return 0.0
+
+
+def stored_caches(store: Store, record: RequestRecord) -> list[Manifest] | None:
+    """The manifests of the caches that a request made; None unless all are on the shelf. Blocks."""
+    try:
+        return [store.stat(cache_id, tenant=record.tenant) for cache_id in record.cache_ids]
+    except (CacheNotFound, CacheError):
+        return None
+
+
+def refuse(requests: Requests, request_id: str, error: KvshelfError, *, counted: bool = True) -> None:
+    """Fail a request for good. Raises `StateConflict` if a worker holds it or it has ended."""
+    attempt = requests.start(request_id, worker="runner", lease_s=LEASE_S)
+    code, message, param = error.code, error.message, error.param
+    requests.fail(request_id, attempt, code=code, message=message, param=param, final=True, counted=counted)
+
+
+def _record(job: Job) -> RequestRecord:
+    """The request. If its attempt was lost with the store, no worker has it, and the attempt does not count."""
+    record = job.record()
+    if record.state != "running" or record.attempts != job.lost:
+        return record
+    lost = StoreUnavailable("the store was gone when this attempt ended")
+    job.requests.fail(record.id, record.attempts, code=lost.code, message=lost.message, final=False, counted=False)
+    return job.record()
+
+
+def _pause_s(error: KvshelfError) -> float:
+    return float(error.details.get("retry_after_s", POLL_S))

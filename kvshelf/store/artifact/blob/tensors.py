@@ -1,0 +1,81 @@
+"""Blobs from tensors and tensors from blobs. All other modules that check or move blobs import no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from blake3 import blake3
+
+from kvshelf.errors import BlobError, InvalidRequest
+from kvshelf.store.artifact.blob import PackedBlob, as_view, check_segment, inspect
+from kvshelf.store.artifact.blob.body import Body
+from kvshelf.store.artifact.blob.frame import TRAILER, Buffer, close_frame
+from kvshelf.store.artifact.blob.header import HEADER_LIMIT, Header, IdentityHeader, parse_header
+from kvshelf.store.artifact.blob.layer import Layer, aligned
+from kvshelf.store.artifact.blob.segment import read_layer, write_layer
+from kvshelf.store.artifact.identity import Identity
+from kvshelf.store.artifact.records import LayerRecord
+
+
+def decode(data: Buffer) -> tuple[Header, tuple[LayerRecord, ...]]:
+    """Read a blob: its header and its layers. Checks every digest before it makes a tensor.
+
+    Raises `BlobError` for any bytes that `pack` does not write.
+
+    The tensors are views of `data` and keep it alive. Neither `data` nor the tensors may be changed afterwards.
+    """
+    header = inspect(data).header
+    view = as_view(data)[-header.body_bytes - TRAILER.size :]
+    for index, layer in enumerate(header.layers):
+        check_segment(index, layer, view[layer.offset : layer.offset + layer.nbytes])
+    body = Body(view)
+    return header, tuple(read_layer(index, header, body) for index in range(len(header.layers)))
+
+
+def pack(
+    records: Sequence[LayerRecord], num_tokens: int, next_position: int, identity: Identity, codec: str
+) -> PackedBlob:
+    """Lay the fields of a `CompressedCache` out as a blob and compute its digests. Equal fields give equal bytes.
+
+    Raises `InvalidRequest` for what the format cannot hold: a dtype other than float32, bfloat16 and float16, a header
+    over 256 KiB, records that contradict themselves.
+    """
+    layers: list[Layer] = []
+    segments: list[tuple[memoryview, ...]] = []
+    offset = 0
+    for record in records:
+        layer, buffers = _segment(record, num_tokens, offset)
+        layers.append(layer)
+        segments.append(tuple(buffers))
+        offset += layer.nbytes
+    try:
+        described = IdentityHeader.model_validate(identity.to_dict())
+        header = Header(
+            identity=described, num_tokens=num_tokens, next_position=next_position, codec=codec, layers=layers
+        )
+        packed = header.pack()
+        parse_header(packed)  # what cannot be read back is refused before it is stored
+    except (ValueError, OverflowError, BlobError) as error:
+        raise InvalidRequest(f"the cache cannot be written as a blob: {error}") from error
+    if len(packed) > HEADER_LIMIT:
+        raise InvalidRequest(
+            f"the cache's description takes {len(packed)} bytes, the format allows {HEADER_LIMIT}; shorten the policy "
+            "parameters, the probe text or the expected questions"
+        )
+    head, trailer = close_frame(packed, offset)
+    nbytes = len(head) + offset + len(trailer)
+    return PackedBlob(((memoryview(head),), *segments, (memoryview(trailer),)), nbytes, trailer[8:], header)
+
+
+def _segment(record: LayerRecord, num_tokens: int, offset: int) -> tuple[Layer, list[memoryview]]:
+    """One layer's header and the buffers of its segment, padding included."""
+    dims, records = write_layer(record, num_tokens)
+    buffers: list[memoryview] = []
+    digest = blake3()
+    for data in (data for _, arrays in records for data in arrays.values()):
+        padding = memoryview(bytes(aligned(len(data)) - len(data)))
+        buffers.extend((data, padding))
+        digest.update(data).update(padding)
+    headers, nbytes = [header for header, _ in records], sum(map(len, buffers))
+    layer = Layer(**dims._asdict(), records=headers, offset=offset, nbytes=nbytes, digest=digest.digest())
+    return layer, buffers

@@ -1,0 +1,49 @@
+"""A file is replaced whole or not at all."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvshelf.atomic import partial_of, written
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_an_error_leaves_the_old_content_and_nothing_else(tmp_path: Path, private: bool) -> None:
+    path = tmp_path / "file"
+    for content in (b"old", b"new"):
+        with written(path, private=private) as file:
+            file.write(content)
+    assert path.read_bytes() == b"new"
+
+    def write_half() -> None:
+        with written(path, private=private) as file:
+            file.write(b"half")
+            raise RuntimeError("oops")
+
+    with pytest.raises(RuntimeError, match="oops"):
+        write_half()
+    assert path.read_bytes() == b"new"
+    assert list(tmp_path.iterdir()) == [path]
+    assert not partial_of(path).exists()
+    assert not private or path.stat().st_mode & 0o077 == 0
+
+
+def test_a_folder_that_may_be_written_but_not_read_is_enough(tmp_path: Path) -> None:
+    folder = tmp_path / "box"
+    folder.mkdir()
+    folder.chmod(0o333)
+    program = (
+        "import os, sys, pathlib, kvshelf.atomic as atomic\n"
+        "os.chdir(sys.argv[1])\n"
+        "os.geteuid() or os.setuid(65534)\n"  # root may read any folder
+        "with atomic.written(pathlib.Path('file')) as file: file.write(b'new')"
+    )
+    try:
+        subprocess.run([sys.executable, "-c", program, folder], check=True)
+        assert (folder / "file").read_bytes() == b"new"
+    finally:
+        folder.chmod(0o700)
