@@ -17,15 +17,16 @@ import structlog
 from opentelemetry.trace import Tracer
 
 from kvshelf.service.access.keyfile import KeyFile
-from kvshelf.service.access.keys import LiveKeys
 from kvshelf.service.http.server import HttpServer, cut_off_unread
 from kvshelf.service.observe import logs
 from kvshelf.service.observe.tracing import tracer_to
 from kvshelf.service.process.supervisor import Place
 from kvshelf.service.settings import Settings
+from kvshelf.workers.cluster import startup
 from kvshelf.workers.cluster.connect import prepare_environment, ray_cluster
 
 if TYPE_CHECKING:
+    from kvshelf.service.access.keys import LiveKeys
     from kvshelf.store.base import Store
 
 log = structlog.get_logger("kvshelf.service")
@@ -36,11 +37,12 @@ def serve(settings: Settings, place: Place) -> None:
 
     Raises a `KvshelfError` if a part does not start, for example if the store fails or a model is unknown.
     """
+    startup.begin()
     logs.configure(settings.log_level)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # for the supervisor, even if the process group gets it
     place.require(settings.host, settings.port)
     prepare_environment(settings.address)
-    keys = None if settings.api_key_file is None else LiveKeys(KeyFile(settings.api_key_file))
+    keys = _live_keys(settings.api_key_file)
     from kvshelf.service.storage import store_config
 
     with (
@@ -56,6 +58,14 @@ def serve(settings: Settings, place: Place) -> None:
             _stopped_by_signals(),
         ):
             _serve_on(place, settings, store, tracer, keys, local=local)
+
+
+def _live_keys(path: str | None) -> LiveKeys | None:
+    if path is None:
+        return None
+    from kvshelf.service.access.keys import LiveKeys  # here, because it imports fastapi, for which Ray need not wait
+
+    return LiveKeys(KeyFile(path))
 
 
 @contextmanager
@@ -79,9 +89,10 @@ def _serve_on(
     with deployed_replicas(settings, store_config(settings), local=local) as engines:
         from kvshelf.service.app import create_app
 
-        await_replicas(settings, engines)
-        cut_off_unread(place.listener, settings.unread_deadline_s)
         app = create_app(settings, engines, store, tracer, keys)
+        await_replicas(settings, engines)
+        startup.end()
+        cut_off_unread(place.listener, settings.unread_deadline_s)
         HttpServer(app, place, grace_s=settings.shutdown_grace_s).run(sockets=[place.listener])
 
 

@@ -27,8 +27,7 @@ def prepare_environment(address: str | None) -> None:
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     # Ray starts its workers with a niceness of 15, so that they yield to everything else. Here they are the service.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    # Workers that Ray starts ahead import ray.serve while they wait: all of ours need it, and importing takes 1 s.
-    os.environ.setdefault("RAY_preload_python_modules", "ray.serve")
+    os.environ.setdefault("RAY_preload_python_modules", "kvshelf.workers.cluster.preload")
     # Threads that spin while they wait for each other hold the core that the other needs. On two cores busy with other
     # work, a query took 266 ms with spinning and 12 ms with sleeping threads.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -18,6 +18,7 @@ import structlog
 from ray import serve
 from ray.serve import exceptions as serve_errors
 from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import ApplicationStatusOverview
 
 from kvshelf.api import CreateCache, Estimate, EstimateObject, Query
 from kvshelf.api.inspect import KeptTokens
@@ -199,8 +200,11 @@ def replicas_running(app: str) -> int:
         overview = serve.status().applications.get(app)
     except (ray_errors.RayError, serve_errors.RayServeException):
         return 0  # without the controller, no request can be routed
-    if overview is None:
-        return 0
+    return 0 if overview is None else running(overview)
+
+
+def running(overview: ApplicationStatusOverview) -> int:
+    """How many of an application's replicas take requests."""
     return sum(d.replica_states.get("RUNNING", 0) for d in overview.deployments.values())
 
 
