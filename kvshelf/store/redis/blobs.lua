@@ -1,6 +1,8 @@
--- The bytes of a Redis home: the chunks of one name, and the leases of their readers. One call of this script is one
--- operation, and so one atomic step. Called by blobs.py. KEYS: every key that the operation uses. ARGV: the operation,
--- then its arguments. Times are the server's, in milliseconds.
+-- The bytes of a Redis home: the chunks of one name, and the leases of their readers. blobs.py calls this script. Each
+-- call runs one operation, as one atomic step.
+--
+-- KEYS holds every key that the operation uses; most operations take the readers' key first, then the keys of the
+-- chunks. ARGV holds the operation, then its arguments. Times are in milliseconds of the server's clock.
 
 local call = redis.call
 
@@ -11,22 +13,24 @@ local function now_ms()
   return time[1] * 1000 + math.floor(time[2] / 1000)
 end
 
--- Removes the leases that have ended, and returns the end of the last one left, 0 if there is none. KEYS[1]: the readers.
--- Even if there is nothing to remove, the attempt lets a full server accept a later ZADD: a full shelf stays readable.
+-- Removes the ended leases from KEYS[1], the readers' key. Returns when the last remaining lease ends, 0 without one.
+-- A full server may refuse only the first write of a script, and never this one. So after it, `lease` can ZADD: a full
+-- shelf stays readable.
 local function read_until()
   call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now_ms())
   local last = call('ZRANGE', KEYS[1], -1, -1, 'WITHSCORES')[2]
   return last and tonumber(last) or 0
 end
 
--- Lets a chunk live for this time at least. A chunk that never expires stays as it is.
+-- Makes a chunk live for at least `lease_ms` from now. A chunk without expiry stays as it is. Returns whether the chunk
+-- exists.
 local function prolong(key, lease_ms)
   local left = call('PTTL', key)
   if left >= 0 and left < lease_ms then call('PEXPIRE', key, lease_ms) end
   return left ~= -2
 end
 
--- KEYS: the readers, then the chunks. ARGV: a reader's token, its lease. Returns whether there is any chunk.
+-- KEYS: the readers, then the chunks. ARGV: a reader's token, the duration of its lease. Returns 1 if any chunk exists.
 function operations.lease()
   read_until()
   local lease_ms, found = tonumber(ARGV[3]), 0
@@ -40,14 +44,15 @@ function operations.lease()
   return found
 end
 
--- KEYS: the chunks, some of which may not exist yet. ARGV: the lease of their writer.
+-- KEYS: the chunks; some may not exist yet. ARGV: the duration of the writer's lease.
 function operations.renew()
   for _, key in ipairs(KEYS) do prolong(key, tonumber(ARGV[2])) end
   return 1
 end
 
--- KEYS: the chunks. ARGV: when they expire (Unix time) or '' for never, then the length of each. Returns whether all
--- chunks are whole; if not, nothing is changed. Never shortens the life of a chunk: readers may need it.
+-- KEYS: the chunks. ARGV: their expiry (Unix time) or '' for never, then the length of each chunk. Returns 1 if every
+-- chunk has its length. Otherwise returns 0 and changes nothing. It never makes a chunk expire sooner, because a reader
+-- may need the chunk.
 function operations.keep()
   for i, key in ipairs(KEYS) do
     if call('EXISTS', key) == 0 or call('STRLEN', key) ~= tonumber(ARGV[i + 2]) then return 0 end
@@ -61,8 +66,8 @@ function operations.keep()
   return 1
 end
 
--- KEYS: the readers, then the chunks. Returns how many chunks there were. If they are being read, they stay until their
--- readers finish or die.
+-- KEYS: the readers, then the chunks. Returns how many chunks existed. While a reader has a lease, the chunks are not
+-- deleted; they get the end of the last lease as their expiry.
 function operations.remove()
   local ends, found = read_until(), 0
   for i = 2, #KEYS do
@@ -71,7 +76,7 @@ function operations.remove()
   return found
 end
 
--- KEYS: each chunk, followed by its name in quarantine.
+-- KEYS: each chunk's key, followed by its key in quarantine.
 function operations.set_aside()
   for i = 1, #KEYS, 2 do
     if call('EXISTS', KEYS[i]) == 1 then call('RENAME', KEYS[i], KEYS[i + 1]) end
@@ -79,7 +84,7 @@ function operations.set_aside()
   return 1
 end
 
--- KEYS[1]: the readers.
+-- KEYS[1]: the readers. Returns how many leases have not ended.
 function operations.readers() return call('ZCOUNT', KEYS[1], '(' .. now_ms(), '+inf') end
 
 return operations[ARGV[1]]()

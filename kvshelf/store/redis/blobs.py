@@ -49,7 +49,7 @@ class RedisBlobs(Blobs):
         write_lease_s: float = WRITE_LEASE_S,
         read_lease_s: float = READ_LEASE_S,
     ) -> None:
-        """The caller closes the link. prefix: of all keys."""
+        """prefix: the prefix of every key. The caller closes the link."""
         self._link = link
         self._prefix = prefix
         self._write_lease_s = write_lease_s
@@ -69,7 +69,7 @@ class RedisBlobs(Blobs):
             writer.end()
         loan.give_back()
         on_step("written")
-        on_step("synced")  # when Redis writes to disk is a setting of the server
+        on_step("synced")  # the server's own settings decide when Redis writes to disk
 
     def renew(self, name: str, nbytes: int) -> None:
         self._run("renew", self._chunks(name, nbytes), _ms(self._write_lease_s))
@@ -138,7 +138,7 @@ class RedisBlobs(Blobs):
             seen.update(fresh)
             idle = self._link.pipeline([("OBJECT", "IDLETIME", key) for key in fresh.values()])
             for name, seconds in zip(fresh, idle, strict=True):
-                if seconds is not None:  # gone since it was listed
+                if seconds is not None:  # None: the key is gone since the scan
                     yield name, float(seconds)
 
     def problems(self) -> list[str]:

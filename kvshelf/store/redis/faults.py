@@ -56,10 +56,10 @@ def _translate(error: Exception, shown: str) -> StoreError:
     if isinstance(error, Refused):
         return _of_server(error, shown)
     if isinstance(error, Garbled):
-        return StoreUnavailable(f"what answers at {shown} does not speak as Redis does: {error}. Check the address.")
+        return StoreUnavailable(f"the server at {shown} does not speak the Redis protocol: {error}. Check the address.")
     if isinstance(error, NoServer):
         return StoreUnavailable(
-            f"nobody serves the shelf at {shown} at the moment: {error}. It is used again once one does."
+            f"no server has the shelf at {shown} at the moment: {error}. It is used again once a server has it."
         )
     if isinstance(error, MaxConnectionsError):
         return StoreUnavailable(f"too many connections to the shelf at {shown} are in use at once; try again.")
@@ -72,7 +72,7 @@ def _translate(error: Exception, shown: str) -> StoreError:
 
 
 def _of_server(error: Refused, shown: str) -> StoreError:
-    # Redis 6.2 wraps what a command in a script is refused with: "ERR Error running script ...: -OOM command ..."
+    # Redis 6.2 wraps the refusal of a command in a script: "ERR Error running script ...: -OOM command ..."
     code = next((code for code in _FULL if error.code == code or f"-{code} " in str(error)), None)
     if code is not None:
         return StorageFull(f"the shelf at {shown} takes nothing more: {_FULL[code]}. It says: {error!s:.200}")

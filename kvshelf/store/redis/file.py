@@ -38,8 +38,8 @@ class RedisFile(SeekableFile):
 
     Raises `BlobError` (reason "missing") for a piece that is gone or has another length, and `StoreUnavailable`. The
     file holds a lease on the server for `lease_s`; `renew` prolongs it during reads, and the command `release` ends it.
-    `ends`: the server's answers to `ends_of(pieces)`. once: the lease may end with the last piece; later reads have
-    none.
+    `ends`: the server's answers to `ends_of(pieces)`. once: the lease may end with the last piece, so that later
+    reads have no lease.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class RedisFile(SeekableFile):
         if not self.closed:
             self._end_stream()
             if self._release is not None:
-                with suppress(StoreError):  # it ends by itself
+                with suppress(StoreError):  # the lease ends by itself
                     self._link.call(*self._release)
         super().close()
 
@@ -148,7 +148,7 @@ class _Stream:
         self.has_said_last = False
         self._last = last
         self._link = link
-        self._spans = deque(_spans(pieces, skip))  # not asked for yet
+        self._spans = deque(_spans(pieces, skip))  # not requested yet
         self._asked: deque[Span] = deque()  # requested, not received
         self._left = 0  # bytes to come of the first requested span; 0: it has not begun
         self._loan: Loan = link.borrow(pieces[0].key)

@@ -1,26 +1,32 @@
--- The index of a Redis home. One call of this script is one operation, and so one atomic step. Called by index.py.
+-- The index of a Redis home. index.py calls this script. Each call runs one operation, as one atomic step.
 --
--- KEYS[1] is `{prefix}:home`. All other keys begin with `{prefix}:` too, so that a cluster keeps them on one node and
--- the script may build their names. ARGV: the operation, the incarnation of the home that the caller knows, then names
--- and values in turn, without those that are none. The reply begins with a word. Its numbers are texts, because Redis
--- truncates Lua's numbers to integers.
+-- Arguments. KEYS[1] is `{prefix}:home`. ARGV holds the operation, then the caller's incarnation of the home, then
+-- names and values in turn; a value of None is left out together with its name. All keys begin with `{prefix}:`, so a
+-- cluster keeps them on one node, and the script may build their names from KEYS[1].
 --
---   home             hash: format, key, incarnation; seq: the last one given; clock: of eviction
---   c:<id>           hash: the fields of an Entry except its text
---   m:<id>           the manifest's text
+-- Reply. It begins with a word. Numbers are sent as text, because Redis truncates Lua numbers to integers.
+--
+-- Keys, after `{prefix}:`. "<ids> by <field>" is a sorted set whose scores are that field.
+--
+--   home             hash: format, key, incarnation; seq, the last one given out; clock, the clock of eviction
+--   c:<id>           hash: the fields of an Entry except `text`
+--   m:<id>           string: the manifest as JSON
 --   stored           ready and corrupt ids by seq
---   l:<digest>       ready ids by seq: those of one tenant, and of one document, model, policy, label of a tenant
+--   l:<digest>       ready ids by seq, in listings: one per tenant, and one per document, model, policy and label of a
+--                    tenant
 --   expiry           stored ids by expires_at
 --   eviction         ready ids that are not pinned, by priority
 --   ended            ids of tombstones by ended_at
---   places           hash: stored id -> "<bytes> <digests of its listings> <tenant>": what to undo when it ends.
---                    Not in the id's own hash, which the server may have dropped by then
---   u, u:<tenant>    hash: caches and bytes of ready entries; held_caches and held_bytes of writes not revoked
---   writes           names of writes by the end of their lease, in ms of the server's clock; 0: revoked or replaced
+--   places           hash: stored id -> "<bytes> <digests of its listings> <tenant>". `drop` uses this record to take
+--                    the id out of the other keys. It is not in c:<id>, because the server may expire that key first
+--   u, u:<tenant>    hash, of the home and of a tenant: caches and bytes of its ready entries; held_caches and
+--                    held_bytes of its writes that are not revoked
+--   writes           names of writes by the end of their lease, in ms of the server's clock; 0 if revoked or replaced
 --   w:<id>           hash: name of a write of this cache -> "<nbytes> <source_bytes> <source or -> <tenant>"
 --
--- A server without memory refuses the first write of a script or none. So an operation that makes a cache visible
--- begins with a write that may be refused, and one that frees memory with one that is always granted (ZREM, HDEL, DEL).
+-- Full memory. A server whose memory is full may refuse the first write command of a script, and never a later one. It
+-- never refuses ZREM, HDEL and DEL. So an operation that makes a cache visible begins with a write that can be refused,
+-- and an operation that frees memory begins with ZREM, HDEL or DEL.
 
 local call = redis.call
 local HOME = KEYS[1]
@@ -35,7 +41,7 @@ local operations = {}
 
 -- Numbers, time, keys
 
-local function whole(number) return string.format('%.0f', number + 0) end -- + 0: Redis takes no "-0"
+local function whole(number) return string.format('%.0f', number + 0) end -- + 0 turns -0 into 0: Redis rejects "-0"
 
 local function exact(number) return string.format('%.17g', number) end
 
@@ -68,7 +74,8 @@ end
 
 -- Counting
 
--- The tenant '' stands for bytes that count for nobody.
+-- Adds to the usage of the home and of a tenant. `kind` is '' for ready entries, 'held_' for writes. The tenant '' is
+-- not counted.
 local function count(tenant, caches, bytes, kind)
   if tenant == '' then return end
   for _, key in ipairs({USAGE, USAGE .. ':' .. tenant}) do
@@ -80,12 +87,14 @@ local function count(tenant, caches, bytes, kind)
   end
 end
 
--- Bytes, digests of listings and tenant of a stored id. A corrupt id is in no listing ('') and does not count.
+-- Returns the bytes, the digests of the listings and the tenant of a stored id. A corrupt id has no listings ('') and
+-- is not counted.
 local function place(id)
   local record = call('HGET', PLACES, id)
   if record then return record:match('^(%d+) (%S*) (.*)$') end
 end
 
+-- Takes a stored id out of every key except c:<id> and m:<id>.
 local function drop(id)
   call('ZREM', STORED, id)
   call('ZREM', EXPIRY, id)
@@ -97,7 +106,7 @@ local function drop(id)
   call('HDEL', PLACES, id)
 end
 
--- The manifest expires first: while it can be read, the entry exists.
+-- The manifest expires before the entry, so an entry exists as long as its manifest can be read.
 local function keep_until(id, expires_at)
   if expires_at then
     call('PEXPIREAT', manifest_key(id), whole(math.ceil(expires_at * 1000) + 1000))
@@ -108,6 +117,7 @@ local function keep_until(id, expires_at)
   end
 end
 
+-- Puts an entry into every key that must list it: the reverse of `drop`.
 local function enlist(id, listings)
   local entry = read(entry_key(id))
   local bytes = '0'
@@ -123,7 +133,7 @@ local function enlist(id, listings)
   keep_until(id, entry.expires_at)
 end
 
--- kvshelf.store.eviction.priority
+-- As kvshelf.store.eviction.priority.
 local function priority(uses, cost_s, nbytes)
   local clock = tonumber(call('HGET', HOME, 'clock') or 0)
   return exact(clock + uses * cost_s / (nbytes / 1e6))
@@ -131,8 +141,8 @@ end
 
 -- Entries
 
--- The fields as a JSON object of texts, and the manifest; or false. Without a manifest, the server's time tells whether
--- the entry has expired.
+-- Returns the entry's fields as a JSON object of strings, and its manifest; false if there is no entry. If the manifest
+-- is gone, server_s (the server's time) lets the caller tell an expired entry from a damaged one.
 local function show(id)
   local entry = read(entry_key(id))
   if not entry then return false end
@@ -159,7 +169,7 @@ local function is_live(entry, now)
     and call('EXISTS', manifest_key(entry.id)) == 1
 end
 
--- Greater than every earlier one, even if the server restarted without its last writes.
+-- The new seq is greater than every earlier one, even if the server lost its last writes in a restart.
 local function next_seq()
   local seq = whole(math.max(tonumber(call('HGET', HOME, 'seq') or 0) + 1, server_us()))
   call('HSET', HOME, 'seq', seq)
@@ -181,10 +191,10 @@ local function write_record(write)
   return table.concat({write.nbytes, write.source_bytes, write.source or '-', write.tenant}, ' ')
 end
 
--- nbytes, source_bytes, source, tenant
+-- Returns nbytes, source_bytes, source and tenant.
 local function parse_write(record) return record:match('^(%d+) (%d+) (%S+) (.*)$') end
 
--- A write without a blob adds a source to a cache that is already counted.
+-- A write without a blob only adds a source to a cache, and that cache is already counted.
 local function held_caches(nbytes) return nbytes == '0' and 0 or 1 end
 
 local function release(record)
@@ -203,19 +213,19 @@ end
 
 local function revoke(name)
   local record = call('HGET', write_key(name), name)
-  call('ZREM', WRITES, name) -- ZADD alone might be refused
+  call('ZREM', WRITES, name) -- first, because a full server might refuse ZADD as the first write
   if not record then return end
   call('ZADD', WRITES, 0, name)
   release(record)
 end
 
--- Registers names that an entry has lost as a revoked write: a sweep removes their bytes.
+-- Registers names that an entry no longer uses as a revoked write, so that a sweep removes their bytes.
 local function retire(write)
   call('HSET', write_key(write.name), write.name, write_record(write))
   call('ZADD', WRITES, 0, write.name)
 end
 
--- name, record, name, record, ...
+-- The second part of the reply is name, record, name, record, ...
 local function list_writes(first, last)
   local found = {}
   for _, name in ipairs(call('ZRANGEBYSCORE', WRITES, first, last, 'LIMIT', a.offset, a.limit)) do
@@ -225,7 +235,8 @@ local function list_writes(first, last)
   return {'writes', found}
 end
 
--- Caches and bytes of one cache id, ready or being written, that a new blob will replace.
+-- Returns the caches and bytes that a new blob of the same cache id will replace: those of the ready entry and of the
+-- writes in progress.
 local function replaced_by(name, blob_bytes)
   local caches, bytes = 0, 0
   if blob_bytes == '0' then return caches, bytes end
@@ -238,6 +249,7 @@ local function replaced_by(name, blob_bytes)
   return caches, bytes
 end
 
+-- Returns the caches and bytes in use under a usage key, without the given ones.
 local function taken_without(key, caches, bytes)
   local usage = read(key) or {}
   return (usage.caches or 0) + (usage.held_caches or 0) - caches, (usage.bytes or 0) + (usage.held_bytes or 0) - bytes
@@ -282,7 +294,7 @@ function operations.held() return list_writes('(0', '+inf') end
 
 function operations.publish()
   local old = read(entry_key(a.id))
-  if old and old.name == a.name then return {'published', false} end -- this call published it, and its answer was lost
+  if old and old.name == a.name then return {'published', false} end -- a repeated call
   if not leased(a.name) then return {'lapsed'} end
   local shown = old and is_stored(old) and show(a.id) or false
   if old and old.name ~= a.over and is_live(old, a.now) then return {'kept', shown} end
@@ -315,7 +327,8 @@ local function is_in_all(id, listings)
   return true
 end
 
--- Walks down the smallest of the listings, at most `steps` look-ups, and returns where to continue if there is more.
+-- Walks the smallest of the listings, from high seq to low, with at most `steps` look-ups. The second part of the reply
+-- is the seq to continue from, or false at the end of the listing.
 function operations.listing()
   local wanted = {}
   for digest in words(a.listings) do wanted[#wanted + 1] = listing_key(digest) end
@@ -355,12 +368,13 @@ end
 
 -- Changing
 
--- Gives an entry another manifest, and the names of `write` if there is one. a.name, a.source and their sizes are those
--- that the entry has afterwards, a.gone_* those that it loses. a.repairs: the write has a new blob.
+-- Replaces an entry's manifest and, if there is a write, its names. a.name, a.source, a.nbytes and a.source_bytes: the
+-- entry's names and sizes afterwards. a.gone_*: the names and sizes that the entry loses. a.write: the name of the
+-- write. a.repairs: the write has a new blob, so a corrupt entry becomes ready.
 function operations.swap()
   local entry = read(entry_key(a.id))
   if a.write then
-    -- This call did it, and its answer was lost.
+    -- A repeated call: the first one succeeded, and its answer was lost.
     if entry and (entry.name == a.write or entry.source == a.write) then return {'done'} end
     if not leased(a.write) then return {'lapsed'} end
   end
@@ -428,7 +442,7 @@ end
 function operations.expired()
   local ids = call('ZRANGEBYSCORE', EXPIRY, '-inf', a.now, 'LIMIT', 0, a.limit)
   for _, id in ipairs(ids) do
-    if call('EXISTS', entry_key(id)) == 0 then drop(id) end -- the server expired it before a sweep
+    if call('EXISTS', entry_key(id)) == 0 then drop(id) end -- the server expired the entry before any sweep
   end
   return {'entries', show_all(ids)}
 end
@@ -453,7 +467,7 @@ function operations.open()
   return {'home', call('HMGET', HOME, 'format', 'key', 'incarnation')}
 end
 
--- For problems(): compares each stored entry with every place that must record it.
+-- The audit, for problems(): compares each stored entry with every key that must list it.
 
 local function is_ranked(entry)
   local rank = call('ZSCORE', EVICTION, entry.id)
@@ -465,7 +479,7 @@ local function misplaced(id, seq)
   local entry = read(entry_key(id))
   local bytes, listings = place(id)
   if not bytes then return 'has no place' end
-  if not entry then return nil end -- expired on the server; a sweep undoes the rest
+  if not entry then return nil end -- expired on the server; a sweep will drop the id
   if entry.seq ~= seq then return 'is kept under another seq' end
   local expires_at = call('ZSCORE', EXPIRY, id) or 0
   if tonumber(expires_at) ~= tonumber(entry.expires_at or 0) then return 'expires at another time' end
@@ -494,7 +508,8 @@ end
 
 local sizes = {zset = 'ZCARD', hash = 'HLEN', none = 'EXISTS'}
 
--- The size of each key, or one field of it: '<field>@<key>'. The keys are separated by zero bytes.
+-- Returns the size of each key in a.keys, or the value of one field of a hash, written '<field>@<key>'. Zero bytes
+-- separate the keys.
 function operations.counts()
   local found = {}
   for key in (a.keys .. '\0'):gmatch('(.-)%z') do

@@ -69,8 +69,8 @@ class RedisIndex(Index):
     ) -> Self:
         """Connect to the home of a prefix, or create it.
 
-        key: for an empty home, as a tier remembers it; random if None. With a key, an unreachable home is entered
-        later, by the first operation that reaches it.
+        key: the key of content addresses for an empty home; random if None. With a key (a tier keeps its own), an
+        unreachable home raises nothing here: the first operation that reaches the home reads its key and incarnation.
         """
         index = cls(link, prefix, write_lease_s)
         try:
@@ -211,7 +211,7 @@ class RedisIndex(Index):
         self._link.close()
 
     def _run(self, operation: str, **values: Value) -> list[Any]:
-        """The reply of an operation. Creates a home that is gone again, with our key."""
+        """The reply of an operation. If the home has been deleted, creates it again with our key first."""
         for _ in range(_ATTEMPTS):
             reply = self._script.run(operation, self.incarnation, **values)
             if reply[0] != "lost":

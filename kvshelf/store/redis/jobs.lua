@@ -1,19 +1,23 @@
--- The job table of a Redis home. One call of this script is one operation, and so one atomic step. Called by jobs.py.
+-- The job table of a Redis home. jobs.py calls this script. Each call runs one operation, as one atomic step.
 --
--- KEYS[1] is `{prefix}:jobs`; the other keys begin with `{prefix}:` too, so that a cluster keeps them on one node and
--- the script may make up their names. ARGV: the operation, then names and values in turn; None is left out. The reply
--- begins with a word. Times are the server's, but for `due`, in seconds.
+-- Arguments. KEYS[1] is `{prefix}:jobs`. ARGV holds the operation, then names and values in turn; a value of None is
+-- left out together with its name. All keys begin with `{prefix}:`, so a cluster keeps them on one node, and the script
+-- may build their names from KEYS[1]. The reply begins with a word. Times are seconds of the server's clock, except
+-- `due` and the `now` of forget: those are seconds of the callers' clocks.
 --
---   jobs              the last seq that was given
---   j:<id>            hash: the fields of an Item; seq
+-- Keys, after `{prefix}:`. "<ids> by <field>" is a sorted set whose scores are that field.
+--
+--   jobs                string: the last seq given out
+--   j:<id>              hash: the fields of an Item; seq
 --   jt:<kind>:<tenant>  ids of a tenant's items by seq
---   open:<kind>       ids of open items by seq
---   due:<kind>        ids by the time when they are to be forgotten
---   jl:<id>           list: the lines of the journal
---   writes            of the index: names of writes by the end of their lease
+--   open:<kind>         ids of open items by seq
+--   due:<kind>          ids by `due`, the time to forget the item
+--   jl:<id>             list: the lines of the item's journal
+--   writes              a key of the index: names of writes by the end of their lease
 --
--- A server without memory refuses the first write of a script or none. An operation that gives memory back, or that ends
--- or renews a lease, begins with a write that is always granted (ZREM, HDEL): no finished work is lost on a full server.
+-- Full memory. A server whose memory is full may refuse the first write command of a script, and never a later one. It
+-- never refuses ZREM and HDEL. So an operation that frees memory, ends a lease or renews one begins with ZREM or HDEL:
+-- a full server loses no finished work.
 
 local call = redis.call
 local SEQ = KEYS[1]
@@ -48,7 +52,7 @@ local NOW = time[1] + time[2] / 1e6
 
 local function get(field) return call('HGET', KEY, field) end
 
--- In the order of the fields of Item.
+-- Returns the fields in the order of `_FIELDS` in jobs.py.
 local function show(id)
   return call('HMGET', item_key(id), 'kind', 'id', 'tenant', 'text', 'version', 'open', 'due', 'held', 'term', 'holder',
     'lease_until', 'created_at', 'updated_at')
@@ -63,9 +67,11 @@ local function show_all(ids)
   return {'items', found}
 end
 
+-- Whether the write of the bytes that the item will hold still has its lease.
 local function may_hold() return not a.held or tonumber(call('ZSCORE', WRITES, a.held) or 0) > NOW * 1000 end
 
--- To the index, a write of bytes that nothing holds any more is a writer who fell silent long ago: it revokes that.
+-- Ends the lease on bytes that no item holds any more. The index then revokes the write, as it revokes every write
+-- whose lease has ended.
 local function let_go(name)
   if name and call('ZSCORE', WRITES, name) then call('ZADD', WRITES, '1', name) end
 end
@@ -74,8 +80,8 @@ local function set(field, value)
   if value then call('HSET', KEY, field, value) else call('HDEL', KEY, field) end
 end
 
--- Usually a sweep forgets an ended item, and all that lists it, when it is due. If no sweep comes, the server drops the
--- item a day later. An item that holds bytes stays, because only a sweep removes those.
+-- Usually a sweep removes an ended item and its places in the listings at the time `due`. Without a sweep, the server
+-- expires the item a day later. An item that holds bytes never expires on the server: only a sweep removes the bytes.
 local function keep()
   local ends = a.due and a.open == '0' and not a.held
   for _, key in ipairs({KEY, lines_key(a.id)}) do
@@ -160,7 +166,7 @@ end
 
 function operations.open() return {'ids', call('ZRANGE', open_key(a.kind), 0, -1)} end
 
--- The ids stand between zero bytes.
+-- a.ids: the ids, separated by zero bytes.
 function operations.items()
   local ids = {}
   for id in (a.ids .. '\0'):gmatch('(.-)%z') do ids[#ids + 1] = id end
@@ -180,7 +186,7 @@ function operations.lease()
   return {'leased'}
 end
 
--- The lines are the values of '1', '2', ...
+-- a['1'], a['2'], ...: the lines.
 function operations.append()
   if get('term') ~= a.term then return {'none'} end
   for i = 1, tonumber(a.count) do call('RPUSH', lines_key(a.id), a[tostring(i)]) end

@@ -76,7 +76,7 @@ class SingleRoute(Route):
         return [self._server]
 
     def doubt(self) -> None:
-        """There is no other."""
+        """Nothing to look up: there is only one server."""
 
     def at(self, host: str, port: int) -> Server:
         raise NoServer(f"it sends us on to {host}:{port}, as a cluster does; use redis-cluster://")
@@ -86,7 +86,7 @@ class SentinelRoute(Route):
     def __init__(self, address: RedisAddress) -> None:
         super().__init__(address, primary=True)
         self._primary: Server | None = None
-        self._authenticates = False  # a Sentinel without a password refuses one, so it is told ours only if it asks
+        self._authenticates = False  # until a NOAUTH: a Sentinel without a password refuses ours
         self._sentinels = self._connect(connection_options(address, credentials=False))
 
     def server(self, key: bytes) -> Server:  # noqa: ARG002

@@ -14,8 +14,8 @@ Value = str | bytes | int | float | None
 
 
 class Script:
-    """Operations on keys in the slot of `key`. Each takes some words, then names and values in turn; its reply begins
-    with a word that says what follows."""
+    """Operations on keys in the slot of `key`. Each takes some words, then names and values in turn. The first word of
+    its reply names the kind of reply."""
 
     def __init__(self, link: RedisLink, file: str, key: str, replies: Mapping[str, int]) -> None:
         """file: beside this module. replies: the words that replies begin with, and how many parts follow each."""
@@ -37,7 +37,7 @@ class Script:
             case [bytes(first), *rest] if self._replies.get(first.decode(errors="replace")) == len(rest):
                 return [first.decode(), *rest]
         raise StoreUnavailable(
-            f"what answers for {self._key} does not speak as Redis does; check the address of the store"
+            f"the server of {self._key} does not reply as Redis does; check the address of the store"
         )
 
 

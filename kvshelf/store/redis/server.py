@@ -34,13 +34,13 @@ class Breaker:
         self._reason = ""
 
     def enter(self) -> None:
-        """Raises `Resting` for all but those who may try."""
+        """Raises `Resting` while the breaker is open, except for the one call that may try."""
         with self._lock:
             if self._resting_until is None:
                 return
             if time.monotonic() < self._resting_until:
                 raise Resting(f"{self._reason}, a moment ago")
-            # We try; other calls are refused meanwhile, and one of them tries next if this try never returns.
+            # This call tries. The others are refused meanwhile; if this try never returns, one of them is the next.
             self._resting_until = time.monotonic() + REST_S + self._patience_s
 
     @property
@@ -111,7 +111,7 @@ class Server:
     def _note(self, error: BaseException) -> None:
         if is_unreachable(error):
             self._breaker.failed(error)
-            self._pool.disconnect(inuse_connections=False)  # they lead to the same place
+            self._pool.disconnect(inuse_connections=False)  # idle connections lead to the same failed server
 
 
 def _is_demoted(reply: Reply) -> bool:
@@ -120,8 +120,8 @@ def _is_demoted(reply: Reply) -> bool:
 
 
 class Loan:
-    """A connection lent to one thread. Give it back when everything asked has been answered, else drop it; the first
-    call counts."""
+    """A connection lent to one thread. Give it back after the last answer has arrived, or drop it. The first of these
+    calls decides; later ones do nothing."""
 
     def __init__(self, server: Server, connection: Connection) -> None:
         self.server = server
@@ -196,7 +196,7 @@ def connection_options(address: RedisAddress, *, credentials: bool = True, prima
         "connection_class": _TlsConnection if address.tls else _PlainConnection,
         "socket_timeout": address.timeout_s,
         "socket_connect_timeout": address.timeout_s,
-        "retry": Retry(NoBackoff(), 0),  # its default: ten times, with pauses that grow to a second
+        "retry": Retry(NoBackoff(), 0),  # by default redis-py retries ten times, with pauses of up to a second
         "protocol": 2,
         "primary": primary,
     }

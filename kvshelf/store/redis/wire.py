@@ -98,7 +98,7 @@ class Wire:
         return reply
 
     def bulk(self) -> int | None:
-        """Begin to receive an answer that is one value: its length, None if there is none. Raises `Refused`.
+        """Begin to receive an answer that is one value. Returns its length, None for a null. Raises `Refused`.
 
         `fill` then receives all of its bytes, `end_bulk` ends it.
         """

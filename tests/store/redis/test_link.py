@@ -329,7 +329,7 @@ def test_a_lying_server(connect: Connect, answer: bytes, secret: str) -> None:
 
 
 def test_answers_without_end_are_cut_off(connect: Connect) -> None:
-    with LyingServer(b"+" + b"x" * 65_000, endless=True) as server, unavailable("not speak as Redis does"):
+    with LyingServer(b"+" + b"x" * 65_000, endless=True) as server, unavailable("not speak the Redis protocol"):
         connect(server.url.replace("//", "//:p@")).call("GET", "a")
 
 
