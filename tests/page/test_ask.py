@@ -44,7 +44,7 @@ def test_an_answer_comes_piece_by_piece(open_page: OpenPage, put: Put) -> None:
 def test_two_caches_answer_side_by_side(open_page: OpenPage, put: Put) -> None:
     full, poor = put(policy="full", name="all of it"), put(policy="knorm", compression_ratio=0.95, name="hardly any")
     page = open_page(f"ask/{poor['id']}")
-    page.get_by_label("Beside it").select_option(full["id"])
+    page.get_by_label("Second cache").select_option(full["id"])
     page.wait_for_url(f"**/#ask/{poor['id']}/{full['id']}")
     page.get_by_label("Question").fill(QUESTION)
     page.get_by_role("button", name="Ask").click()

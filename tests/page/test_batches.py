@@ -32,7 +32,7 @@ def test_a_batch_is_begun_followed_and_cancelled(open_page: OpenPage, tmp_path: 
     card = begin(page, source)
     card.get_by_role("button", name="Cancel").click()
     card.get_by_text("cancelled, ").wait_for(timeout=TIMEOUT_MS)
-    card.get_by_role("button", name="Go on").wait_for()
+    card.get_by_role("button", name="Continue").wait_for()
     page.get_by_role("region", name="All batches").get_by_text("cancelled, ").first.wait_for()
 
 

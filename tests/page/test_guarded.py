@@ -96,7 +96,7 @@ def test_a_stopped_answer_hangs_up(guarded: Guarded, open_page: OpenPage) -> Non
         page = open_page(f"ask/{cache}", url=guarded.url)
         enter(page, guarded.one)
         page.get_by_label("Question").fill("Tell me all of it.")
-        page.get_by_label("Tokens at most").fill("4096")
+        page.get_by_label("Maximum tokens").fill("4096")
         page.get_by_role("button", name="Ask").click()
         page.wait_for_function("() => document.querySelector('.answer .text').textContent.length > 20")
         page.get_by_role("button", name="Stop").click()

@@ -87,10 +87,10 @@ def test_the_caller_s_own_text_is_shown_if_it_is_the_document(open_page: OpenPag
     cache = put(document=text, keep_source=False, compression_ratio=0.5)
     page = open_page(f"kept/{cache['id']}")
     page.get_by_label("Or paste its text").fill(text + " And more.")
-    page.get_by_role("button", name="Show what was kept").click()
+    page.get_by_role("button", name="Show the kept tokens").click()
     page.get_by_text("state_conflict").wait_for()
     page.get_by_label("Or paste its text").fill(text)
-    page.get_by_role("button", name="Show what was kept").click()
+    page.get_by_role("button", name="Show the kept tokens").click()
     assert len(drawn(page)) > 300
 
 

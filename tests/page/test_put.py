@@ -40,16 +40,16 @@ def test_a_dropped_file_goes_to_the_shelf_and_tells_how_far_it_is(open_page: Ope
     page = open_page("put")
     page.get_by_label("Policy").select_option("lagkv")
     page.get_by_label("Removed").fill("0.75")
-    page.get_by_label("Keys and values").select_option("int4")
+    page.get_by_label("Codec of keys and values").select_option("int4")
     page.get_by_label("Labels").fill("from=page")
     page.evaluate(_WATCH_STATES)
     drop(page, "quay.txt", document(41))
     job = page.locator(".job", has_text="quay.txt")
     job.get_by_text("is on the shelf").wait_for()
     states = " / ".join(page.evaluate("states"))
-    assert states.index("is sent") < states.index("is on the shelf")
+    assert states.index("is being sent") < states.index("is on the shelf")
     assert "100 %" in states
-    assert "is compressed" in states or "waits for the model" in states
+    assert "is being compressed" in states or "waits for the model" in states
     assert page.get_by_role("progressbar", name="Progress of quay.txt").get_attribute("value") == "1"
     job.get_by_role("link", name="Show").click()
     cache = http.get(f"/v1/caches/{page.url.rpartition('/')[2]}").json()

@@ -59,7 +59,7 @@ def test_a_row_tells_what_the_api_tells(open_page: OpenPage, put: Put, http: htt
         assert float(told["Quality"].removesuffix(" %")) == pytest.approx(100 * cache["quality"]["agreement"], abs=0.06)
     row_of(page, "tide tables").click()
     card = page.get_by_role("complementary", name="The chosen cache")
-    for fact in (cache["id"], cache["document_id"], "int8", "kept beside the cache"):
+    for fact in (cache["id"], cache["document_id"], "int8", "stored with the cache"):
         assert fact in card.inner_text()
 
 

@@ -3,14 +3,14 @@
 const KEY = "kvshelf.key";
 
 export class Failure extends Error {
-  /** `code`: the service's, or connection_failed. `requestId`: the id of the request in the service's log. */
+  /** `code`: the service's error code, or connection_failed. `requestId`: the request's id in the service's log. */
   constructor(message, code, { status = 0, requestId = "", missReason = null } = {}) {
     super(message);
     Object.assign(this, { code, status, requestId, missReason });
   }
 }
 
-/** The API key. It lives as long as this tab, and goes into a header and nowhere else. */
+/** The API key. The tab keeps it until it closes, and sends it only in a header. */
 export const apiKey = {
   get: () => sessionStorage.getItem(KEY) ?? "",
   set: (key) => (key ? sessionStorage.setItem(KEY, key) : sessionStorage.removeItem(KEY)),
@@ -127,7 +127,7 @@ async function* events(response) {
   } catch (error) {
     throw error instanceof TypeError ? unreachable() : error;
   } finally {
-    reader.cancel().catch(() => {}); // whoever leaves early hangs up, and the service stops
+    reader.cancel().catch(() => {}); // closes the connection if the caller stops early, which ends the answer
   }
 }
 

@@ -41,7 +41,7 @@ function useAddress() {
 function App({ jobs }) {
   const [name, ids] = useAddress();
   const [refused, setRefused] = useState(null);
-  const [session, setSession] = useState(0); // of a key: another one sees another shelf
+  const [session, setSession] = useState(0); // incremented with each key: another key may show another shelf
   const heading = useRef();
   const [title, View] = VIEWS[name];
 
@@ -55,7 +55,7 @@ function App({ jobs }) {
   }, [title]);
 
   const skip = (event) => {
-    event.preventDefault(); // the address names the view
+    event.preventDefault(); // following the link would replace the view's name in the address
     heading.current.focus();
   };
   const useKey = (key) => {

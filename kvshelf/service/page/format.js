@@ -41,7 +41,7 @@ export const expiry = (cache) => (cache.expires_at === null ? "never" : fromNow(
 export const quality = (cache) =>
   typeof cache.quality?.agreement === "number" ? percent(cache.quality.agreement) : "–";
 
-/** The title of a cache: its name, or its document without one. */
+/** The title of a cache: its name, or its document's id if it has no name. */
 export const title = (cache) => cache.name || cache.document_id;
 
 /** One line that distinguishes a cache from others of its document. */

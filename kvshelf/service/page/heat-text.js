@@ -63,7 +63,7 @@ function Stretch({ tokens, first, end, shares, drawn, templateTokens, chosen }) 
     if (!drawn) return html`<p>${tokens.slice(first, end).join("")}</p>`;
     const spans = [];
     for (let at = first; at < end; at += 1) {
-      if (tokens[at] === "") continue; // the last token of its character has it
+      if (tokens[at] === "") continue; // part of a character: the character's last token holds its text
       const names = [`k${level(shares.kept[at])}`];
       if (shares.merged?.[at]) names.push("merged");
       if (at < templateTokens) names.push("template");

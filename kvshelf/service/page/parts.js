@@ -30,7 +30,7 @@ export function Facts({ facts }) {
 /** A confirmation of an action that cannot be undone. Escape and "Keep" answer no. */
 export function Confirm({ question, action, onYes, onNo }) {
   const dialog = useRef();
-  useLayoutEffect(() => dialog.current.showModal(), []); // before the next key is heard
+  useLayoutEffect(() => dialog.current.showModal(), []); // before the next key event
   return html`<dialog ref=${dialog} onClose=${onNo} aria-labelledby="confirm-question">
     <p id="confirm-question">${question}</p>
     <div class="buttons">

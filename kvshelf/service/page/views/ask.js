@@ -35,11 +35,11 @@ export function AskView({ ids }) {
     <form class="card" onSubmit=${submit}>
       <div class="choices">
         <${Choice} label="Cache" options=${chosen[0] ? named : [none, ...named]} value=${chosen[0] ?? ""} onValue=${choose(0)} />
-        <${Choice} label="Beside it" options=${[none, ...named]} value=${chosen[1] ?? ""} onValue=${choose(1)} />
+        <${Choice} label="Second cache" options=${[none, ...named]} value=${chosen[1] ?? ""} onValue=${choose(1)} />
       </div>
       <${Field} label="Question" as="textarea" rows="3" required value=${prompt} onValue=${setPrompt} onKeyDown=${onKeyDown} />
       <div class="inline">
-        <${Field} label="Tokens at most" type="number" min="1" max="4096" required value=${maxTokens} onValue=${setMaxTokens} />
+        <${Field} label="Maximum tokens" type="number" min="1" max="4096" required value=${maxTokens} onValue=${setMaxTokens} />
         <button class="main" disabled=${chosen.length === 0}>Ask</button>
         <span class="hint">Or press Ctrl+Enter.</span>
       </div>
@@ -54,7 +54,7 @@ export function AskView({ ids }) {
   `;
 }
 
-/** The newest caches, and those that the address names. */
+/** The caches that the address names, then the newest caches. */
 async function choices(ids, signal) {
   const [page, ...named] = await Promise.all([
     listCaches({ limit: RECENT }, { signal }),
@@ -66,7 +66,7 @@ async function choices(ids, signal) {
 
 function Answer({ asked, id, name }) {
   const { text, answer, failure, firstMs, stop } = useAnswer(asked, id);
-  const state = failure ? "failed" : answer ? `ended: ${answer.finish_reason}` : "answers …";
+  const state = failure ? "failed" : answer ? `ended: ${answer.finish_reason}` : "answering …";
   return html`<section class="card answer" aria-label=${`Answer of ${name}`} aria-busy=${!answer && !failure}>
     <h2>${name}</h2>
     <p class="text">${text}</p>

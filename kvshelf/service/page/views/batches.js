@@ -1,4 +1,4 @@
-/** Batches: a file of documents, one a line, that is compressed in the background. */
+/** Batches: a file of documents, one per line, that is compressed in the background. */
 
 import {
   batchEvents,
@@ -25,8 +25,8 @@ const ACTIONS = {
   paused: { resume: "Resume", cancel: "Cancel" },
   completed: { retry: "Retry failed rows" },
   failed: { retry: "Retry" },
-  expired: { retry: "Go on" },
-  cancelled: { retry: "Go on" },
+  expired: { retry: "Continue" },
+  cancelled: { retry: "Continue" },
 };
 
 export function BatchesView({ ids: [id] }) {
@@ -84,7 +84,7 @@ function NewBatch({ onCreated }) {
   };
   return html`<form class="card" aria-label="New batch" onSubmit=${submit}>
     <label>
-      File of documents, one a line
+      File of documents, one per line
       <input type="file" name="file" required accept=".jsonl,application/jsonl" />
     </label>
     <p class="hint"><code>${'{"custom_id": "a", "document": "…"}'}</code></p>
@@ -93,7 +93,7 @@ function NewBatch({ onCreated }) {
       <${Field} label="Removed" type="number" min="0" max="0.99" step="0.01" required value=${ratio} onValue=${setRatio} />
       <button class="main" disabled=${share !== null}>Begin the batch</button>
     </div>
-    <${Check} label="Keep the texts beside the caches" value=${source} onValue=${setSource} />
+    <${Check} label="Store the texts with the caches" value=${source} onValue=${setSource} />
     ${share !== null && html`<${Progress} share=${share} label="Upload" />`}
     <${FailureNote} failure=${failure} />
   </form>`;
@@ -110,7 +110,7 @@ function BatchCard({ id, onEnded }) {
   const act = async (action) => {
     try {
       await changeBatch(id, action);
-      setRound(round + 1); // follow again: the ended batch may run again
+      setRound(round + 1); // follow the events again, because an ended batch may run again
     } catch (error) {
       setFailure(error);
     }
@@ -137,14 +137,14 @@ function BatchCard({ id, onEnded }) {
     ${(batch.errors?.data ?? []).map((error, at) => html`<${FailureNote} key=${at} failure=${error} />`)}
     <${Facts} facts=${{
       Batch: html`<code>${batch.id}</code>`,
-      Waits: progress.reason,
+      Reason: progress.reason,
       Reused: counts.reused ? `${count(counts.reused)} were on the shelf` : null,
       Tokens: `${count(progress.tokens)}, ${count(Math.round(progress.tokens_per_s))} a second`,
       Size: progress.bytes_full
         ? `${bytes(progress.bytes_stored)} of ${bytes(progress.bytes_full)} (${percent(1 - progress.bytes_stored / progress.bytes_full)} saved)`
         : null,
-      Left: progress.eta_s === null || ended ? null : `about ${Math.ceil(progress.eta_s)} s`,
-      "Ends at": ended || !batch.expires_at ? null : fromNow(batch.expires_at),
+      "Time left": progress.eta_s === null || ended ? null : `about ${Math.ceil(progress.eta_s)} s`,
+      Expires: ended || !batch.expires_at ? null : fromNow(batch.expires_at),
     }} />
     <${Announce} text=${ended ? `The batch is ${batch.status}` : ""} />
   </section>`;

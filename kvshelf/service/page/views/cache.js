@@ -21,7 +21,7 @@ import { useState } from "../vendor/hooks.js";
 
 const SPANS = { minutes: 60, hours: 3600, days: 86_400 };
 
-/** `onChanged(cache, what)` and `onRemoved(cache)` are called after the service has done it. */
+/** `onChanged(cache, what)` and `onRemoved(cache)` are called after the service has changed or deleted the cache. */
 export function CacheCard({ cache, onChanged, onRemoved }) {
   const [failure, setFailure] = useState(null);
   const [asking, setAsking] = useState(false);
@@ -79,11 +79,11 @@ function CacheFacts({ cache }) {
     Codec: cache.codec,
     Tokens: `${count(tokens.kept)} of ${count(tokens.document)} per head`,
     Size: `${bytes(cache.bytes.stored)} of ${bytes(cache.bytes.full)}`,
-    Quality: measured && `${quality(cache)} as the full cache answers, KL ${measured.kl.toFixed(3)}`,
+    Quality: measured && `${quality(cache)} of tokens agree with the full cache, KL ${measured.kl.toFixed(3)}`,
     Hits: `${count(cache.uses)}${cache.last_used_at ? `, last ${fromNow(cache.last_used_at)}` : ""}`,
-    Made: `${moment(cache.created_at)}, ${(timings.prefill_s + timings.compress_s).toFixed(2)} s of work`,
+    Created: `${moment(cache.created_at)}, ${(timings.prefill_s + timings.compress_s).toFixed(2)} s of work`,
     Expires: cache.expires_at === null ? "never" : `${moment(cache.expires_at)}, ${expiry(cache)}`,
-    Source: cache.has_source ? "kept beside the cache" : "not kept",
+    Source: cache.has_source ? "stored with the cache" : "not stored",
     Labels: Object.keys(cache.labels).length ? html`<span class="labels">${labelLines(cache.labels)}</span>` : null,
   }} />`;
 }
@@ -116,7 +116,7 @@ function Changes({ cache, busy, onChange, onWrong }) {
     </form>
     <form onSubmit=${describe} aria-label="Name and labels">
       <${Field} label="Name" maxlength="256" value=${name} onValue=${setName} />
-      <${Field} label="Labels, one name=value a line" as="textarea" rows="2" value=${labels} onValue=${setLabels} />
+      <${Field} label="Labels, one name=value per line" as="textarea" rows="2" value=${labels} onValue=${setLabels} />
       <button disabled=${busy}>Save name and labels</button>
     </form>
   `;

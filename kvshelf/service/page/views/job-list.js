@@ -7,8 +7,8 @@ import { useEffect, useState } from "../vendor/hooks.js";
 
 const STATES = {
   waiting: "waits to be sent",
-  uploading: "is sent",
-  working: "is compressed",
+  uploading: "is being sent",
+  working: "is being compressed",
   done: "is on the shelf",
   failed: "failed",
   stopped: "was stopped",

@@ -14,7 +14,7 @@ import { CachePicker } from "./picker.js";
 const MAP_LAYERS = 16; // drawn together: more rows could not be read at a glance
 
 export function KeptView({ ids: [id] }) {
-  if (!id) return html`<p>Which tokens of its document did a cache keep? Choose one.</p><${CachePicker} view="kept" />`;
+  if (!id) return html`<p>Choose a cache to see which tokens of its document it kept.</p><${CachePicker} view="kept" />`;
   return html`<${KeptOf} key=${id} id=${id} />`;
 }
 
@@ -41,12 +41,12 @@ function OwnText({ onText }) {
   const read = async ([file]) => onText(await file.text());
   return html`<form class="card narrow" onSubmit=${submit}>
     <p>
-      The text of this document was not kept on the shelf. Give it here, exactly as it was: it is compared by its tokens,
-      and stored nowhere.
+      The shelf does not store the text of this document. Give exactly the same text here: the service compares its
+      tokens with the cache, and does not store it.
     </p>
     <${Files} label="Choose its file" onFiles=${read} />
     <${Field} label="Or paste its text" as="textarea" rows="6" required value=${text} onValue=${setText} />
-    <button class="main">Show what was kept</button>
+    <button class="main">Show the kept tokens</button>
   </form>`;
 }
 

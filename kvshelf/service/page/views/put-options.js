@@ -8,15 +8,15 @@ import { FailureNote, useLoaded } from "../parts.js";
 
 const CODECS = {
   none: "unchanged, in the model's type",
-  int8: "8 bits a number",
-  int4: "4 bits",
-  int2: "2 bits",
-  mixed: "8 bits for the important, 2 for the rest",
+  int8: "8 bits per number",
+  int4: "4 bits per number",
+  int2: "2 bits per number",
+  mixed: "8 bits for important entries, 2 bits for the others",
 };
-const SPANS = { "": "for ever", 3600: "an hour", 86400: "a day", 604800: "a week", 2592000: "30 days" };
+const SPANS = { "": "never", 3600: "in an hour", 86400: "in a day", 604800: "in a week", 2592000: "in 30 days" };
 const AUTO = {
   id: "auto",
-  summary: "The service chooses policy, ratio and codec for the document: the smallest cache that reaches the least quality.",
+  summary: "The service chooses policy, ratio and codec for the document: the smallest cache that reaches the minimum quality.",
   advice: "",
   takes_budget: false,
   takes_questions: false,
@@ -72,16 +72,16 @@ export function PutOptions({ choices, onChange }) {
     <${Choice} label="Policy" options=${ids(offered)} value=${choices.policy} onValue=${choosePolicy} />
     <p class="hint about">${policy.summary}${policy.advice && ` Good ${policy.advice}`}</p>
     <${Field} label=${removed} type="range" min="0" max="0.98" step="0.01" disabled=${!choices.takesBudget} ...${of("ratio")} />
-    <${Choice} label="Keys and values" options=${codecs} disabled=${policy === AUTO} ...${of("codec")} />
-    <${Field} label="Least quality" type="number" min="0" max="1" step="0.01" placeholder=${least} ...${of("quality")} />
-    <${Choice} label="Kept" options=${Object.entries(SPANS)} ...${of("ttl")} />
+    <${Choice} label="Codec of keys and values" options=${codecs} disabled=${policy === AUTO} ...${of("codec")} />
+    <${Field} label="Minimum quality" type="number" min="0" max="1" step="0.01" placeholder=${least} ...${of("quality")} />
+    <${Choice} label="Expires" options=${Object.entries(SPANS)} ...${of("ttl")} />
     <${Field} label="Name" maxlength="256" placeholder="the file's" ...${of("name")} />
-    <${Field} label="Labels, one name=value a line" as="textarea" rows="2" ...${of("labels")} />
+    <${Field} label="Labels, one name=value per line" as="textarea" rows="2" ...${of("labels")} />
     ${
       choices.takesQuestions &&
-      html`<${Field} label="Expected questions, one a line" as="textarea" rows="2" ...${of("questions")} />`
+      html`<${Field} label="Expected questions, one per line" as="textarea" rows="2" ...${of("questions")} />`
     }
-    <${Check} label="Keep the text beside the cache" ...${of("source")} />
+    <${Check} label="Store the text with the cache" ...${of("source")} />
     <p class="hint">With the text, the page can show which tokens were kept, and a lost cache can be made again.</p>
   </form>`;
 }

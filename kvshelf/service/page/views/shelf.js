@@ -60,8 +60,8 @@ export function ShelfView({ ids: [opened] }) {
         ${
           shown
             ? html`<${CacheCard} key=${shown.id} cache=${shown} onChanged=${changed} onRemoved=${removed} />`
-            : html`<p class="hint">Choose a cache to see all of it, to ask it, or to change it. The arrow keys go through the
-              list, Enter leads here.</p>`
+            : html`<p class="hint">Choose a cache to see its details, ask it a question or change it. The arrow keys move
+              through the list, Enter moves here.</p>`
         }
       </aside>
     </div>
