@@ -47,7 +47,7 @@ structlog.configure(
 )
 
 # A unit test starts no service, no Ray and no browser, and interprets no kernel.
-_STARTING = {"crew", "bundled_service", "service", "start_service", "browser", "begin"}
+_STARTING = {"run_cluster", "bundled_service", "service", "start_service", "browser", "begin"}
 _NO_UNITS = re.compile(
     r"tests/(bench/|kernels/|corpus/run/|workers/(cluster|engine|policies)/|test_(demo|docs|extend)|client/test_typing"
     r"|deploy/test_(wheel|address|compose|image)|service/process/test_rolling|store/test_(crash|state_machine|sealing|life)"
@@ -58,9 +58,9 @@ _OWN_SERVICES = re.compile(
     r"|service/process/test_(rolling|supervisor)|client/test_live|bench/batches/)"
 )
 
-_SHARED = ("crew", "service", "bundled_service")
-"""Fixtures that are one service or cluster for many tests. The tests of `crew` kill processes by their names, so they
-run while no other service does."""
+_SHARED = ("run_cluster", "service", "bundled_service")
+"""Fixtures that are one service or cluster for many tests. The tests of `run_cluster` kill processes by their names, so
+they run while no other service does."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -15,15 +15,15 @@ from tests.corpus.hostile import vulnerable
 
 
 @dataclass(frozen=True)
-class Crew:
-    """Replicas of one small model, and the shelf they write to."""
+class RunCluster:
+    """A Ray cluster for runs: the replicas of one small model in it, and the shelf they write to."""
 
     engines: dict[str, RemoteEngine]
     store: StoreConfig
 
 
 @pytest.fixture(scope="package")
-def crew(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
+def run_cluster(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunCluster]:
     """Ray on this machine for the tests of this folder, one replica in it, and a shelf on disk."""
     from kvshelf.workers.cluster import deployment
 
@@ -32,4 +32,4 @@ def crew(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         config = deployment.ReplicaConfig(str(tiny_folder), store, threads=1, begin=vulnerable)
         engines = deployment.deploy([config], deployment.DeploymentLimits())
         deployment.await_running(engines.values(), deadline_s=200)
-        yield Crew(engines, store)
+        yield RunCluster(engines, store)

@@ -12,7 +12,7 @@ from kvshelf.corpus.run.progress import RunOptions, RunState, Summary
 from kvshelf.corpus.run.run import Run
 from kvshelf.store.base import Store
 from tests.conftest import _descendants, _title
-from tests.corpus.conftest import Crew
+from tests.corpus.conftest import RunCluster
 from tests.corpus.hostile import Remembered, shards
 
 
@@ -21,8 +21,8 @@ def options(*, tenant: str = "me", **fields: Any) -> RunOptions:
     return RunOptions(tenant, f"batch_{time.time_ns()}", **fields)
 
 
-def begun(crew: Crew, lines: list[Any], journal: Remembered, how: RunOptions, **source: Any) -> Run:
-    run = Run(shards(lines, **source), crew.engines, crew.store, journal, how)
+def begun(run_cluster: RunCluster, lines: list[Any], journal: Remembered, how: RunOptions, **source: Any) -> Run:
+    run = Run(shards(lines, **source), run_cluster.engines, run_cluster.store, journal, how)
     run.start()
     return run
 
@@ -33,9 +33,9 @@ def ended(run: Run) -> Summary:
     return summary
 
 
-def whole(crew: Crew, lines: list[Any], how: RunOptions, **source: Any) -> tuple[Summary, Remembered]:
+def whole(run_cluster: RunCluster, lines: list[Any], how: RunOptions, **source: Any) -> tuple[Summary, Remembered]:
     journal = Remembered()
-    return ended(begun(crew, lines, journal, how, **source)), journal
+    return ended(begun(run_cluster, lines, journal, how, **source)), journal
 
 
 def until(true: Callable[[], bool], seconds: float = 300) -> None:
@@ -67,17 +67,17 @@ def processes(title: str) -> list[int]:
     return [pid for pid in _descendants(os.getpid()) if title in _title(pid)]
 
 
-def digests(crew: Crew, results: list[Row]) -> dict[str, tuple[str, ...]]:
+def digests(run_cluster: RunCluster, results: list[Row]) -> dict[str, tuple[str, ...]]:
     """The segment digests of the results' caches by cache id; a tenth of the caches is read."""
-    with crew.store.open() as shelf:
+    with run_cluster.store.open() as shelf:
         ids = [result.cache_id for result in results if result.cache_id]
         for cache_id in ids[:: max(1, len(ids) // 10)]:
             shelf.get(cache_id, tenant="me")
         return {cache_id: shelf.stat(cache_id, tenant="me").segment_digests for cache_id in ids}
 
 
-def require_order(crew: Crew, tenant: str = "me") -> None:
+def require_order(run_cluster: RunCluster, tenant: str = "me") -> None:
     """The shelf has no damage, and the job table no unfinished request."""
-    with crew.store.open() as shelf:
+    with run_cluster.store.open() as shelf:
         assert list(shelf.check()) == []
         assert [record for record in shelf.requests.unfinished() if record.tenant == tenant] == []

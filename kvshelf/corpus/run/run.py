@@ -157,7 +157,7 @@ class Run:
         if self._options.in_flight is not None:
             return self._options.in_flight
         # Not `running`: a run begins with the first replica, and the pipeline keeps its width to the end.
-        return IN_FLIGHT_PER_REPLICA * sum(engine.wanted for engine in self._engines.values())
+        return IN_FLIGHT_PER_REPLICA * sum(engine.target_replicas for engine in self._engines.values())
 
     def _keep(self) -> StoreError | None:
         """Record the rows that have arrived in the journal, or return why that fails now."""

@@ -54,14 +54,14 @@ class RemoteEngine:
     """The replicas of one model. Methods are those of `Replica`; cancelling the caller's task cancels their work.
 
     running: replicas that take requests, as last reported by Ray; `watch` updates it. While it is 0, requests are
-    refused, because Ray would let them wait for ever. wanted: replicas that were deployed. app, handle: Ray's.
+    refused, because Ray would let them wait for ever. target_replicas: how many Ray is to run. app, handle: Ray's.
     """
 
-    def __init__(self, model: str, app: str, handle: DeploymentHandle, wanted: int) -> None:
+    def __init__(self, model: str, app: str, handle: DeploymentHandle, target_replicas: int) -> None:
         self.model = model
         self.app = app
         self.handle = handle
-        self.wanted = wanted
+        self.target_replicas = target_replicas
         self.running = 1
         self._pace = Pace()
         self._counting: Future[int] | None = None

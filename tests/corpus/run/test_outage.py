@@ -14,7 +14,7 @@ import pytest
 from kvshelf.corpus.run.progress import RunState, Summary
 from kvshelf.corpus.run.run import Run
 from kvshelf.store.url import StoreConfig
-from tests.corpus.conftest import Crew
+from tests.corpus.conftest import RunCluster
 from tests.corpus.hostile import SLOW, Remembered, document, vulnerable
 from tests.corpus.runs import begun, ended, options, require_order, until, until_waiting
 from tests.store.redis.servers import PATIENT, ValkeyServer
@@ -38,17 +38,17 @@ def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
 
 
 @pytest.fixture(scope="module")
-def afar(crew: Crew, valkey: ValkeyServer, tiny_folder: Path, count: int) -> Iterator[Crew]:
-    """Another replica on the Ray of `crew`, whose shelf is in Redis. A tenant has room for twice `count` caches there:
-    what was being written when Redis died is held for its writer for a minute."""
+def afar(run_cluster: RunCluster, valkey: ValkeyServer, tiny_folder: Path, count: int) -> Iterator[RunCluster]:
+    """Another replica on the Ray of `run_cluster`, whose shelf is in Redis. A tenant has room for twice `count` caches
+    there: what was being written when Redis died is held for its writer for a minute."""
     from kvshelf.workers.cluster import deployment
 
-    del crew
+    del run_cluster
     store = StoreConfig(valkey.url + PATIENT, tenant_max_caches=2 * count)
     config = deployment.ReplicaConfig(str(tiny_folder), store, threads=1, begin=vulnerable)
     engines = deployment.deploy([config], deployment.DeploymentLimits())
     deployment.await_running(engines.values(), deadline_s=200)
-    yield Crew(engines, store)
+    yield RunCluster(engines, store)
     deployment.undeploy(engines.values())
 
 
@@ -57,13 +57,13 @@ def rows(first: int, count: int) -> list[dict[str, Any]]:
     return [document(first + n, kind=None if n % (2 if count < 100 else 20) else SLOW) for n in range(count)]
 
 
-def require_all(crew: Crew, summary: Summary, journal: Remembered, count: int, tenant: str) -> None:
+def require_all(run_cluster: RunCluster, summary: Summary, journal: Remembered, count: int, tenant: str) -> None:
     """Every row ends once, and an outage counts as no row's attempt."""
     assert (summary.state, summary.done, summary.failed) == (RunState.COMPLETED, count, 0)
     assert len(journal.results) == journal.appended == count
     assert {result.attempts for result in journal.results.values()} == {1}
-    require_order(crew, tenant)
-    with crew.store.open() as shelf:
+    require_order(run_cluster, tenant)
+    with run_cluster.store.open() as shelf:
         ids = {result.cache_id for result in journal.results.values()}
         assert ids == {manifest.id for manifest in shelf.list(tenant=tenant, limit=1000).data}
         for cache_id in ids:
@@ -96,7 +96,7 @@ def outlast(run: Run, trouble: AbstractContextManager[str], *, begins_at: int) -
 
 
 def test_a_run_waits_for_a_redis_that_is_dead_or_full_and_loses_nothing(
-    afar: Crew, valkey: ValkeyServer, count: int, soak: bool
+    afar: RunCluster, valkey: ValkeyServer, count: int, soak: bool
 ) -> None:
     journal = Remembered()
     run = begun(afar, rows(50_000, count), journal, options(tenant="waits"))
@@ -105,7 +105,7 @@ def test_a_run_waits_for_a_redis_that_is_dead_or_full_and_loses_nothing(
     require_all(afar, ended(run), journal, count, "waits")
 
 
-def test_a_tenant_s_room_is_used_up_until_something_is_deleted(afar: Crew, count: int, soak: bool) -> None:
+def test_a_tenant_s_room_is_used_up_until_something_is_deleted(afar: RunCluster, count: int, soak: bool) -> None:
     if not soak:
         pytest.skip("test_caller.py has it without Ray; this takes 15 seconds")
     room = 2 * count

@@ -16,7 +16,7 @@ from kvshelf.corpus.run.progress import RunOptions, RunState, Summary, Window
 from kvshelf.corpus.run.run import IN_FLIGHT_PER_REPLICA
 from kvshelf.errors import StorageFull
 from kvshelf.workers.cluster.remote import RemoteEngine
-from tests.corpus.conftest import Crew
+from tests.corpus.conftest import RunCluster
 from tests.corpus.hostile import HANGS, KILLS, KINDS, SLOW, SLOW_S, SWELLS, Remembered, corpus, document, shards
 from tests.corpus.runs import (
     begun,
@@ -40,14 +40,14 @@ def count(soak: bool) -> int:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(crew: Crew, count: int) -> tuple[RunOptions, list[Any], Summary, Remembered]:
+def undisturbed(run_cluster: RunCluster, count: int) -> tuple[RunOptions, list[Any], Summary, Remembered]:
     """A run of good rows, with a few that are none."""
     lines: list[Any] = corpus(count)
     lines[7:7] = [b"", b"no json", {"custom_id": "odd", "document": "x", "policy": "none-such"}]
     lines.append(document(3))
     lines.insert(40, {"custom_id": "vast", "token_ids": [7] * 400_000})  # its shard is larger than Ray's tasks like
     how = options()
-    return how, lines, *whole(crew, lines, how, each=40)
+    return how, lines, *whole(run_cluster, lines, how, each=40)
 
 
 def test_an_ended_run_leaves_no_process_of_its_own(undisturbed: Any) -> None:
@@ -55,7 +55,7 @@ def test_an_ended_run_leaves_no_process_of_its_own(undisturbed: Any) -> None:
     until(lambda: not processes("ray::Control"))
 
 
-def test_every_row_has_an_end(undisturbed: Any, count: int, crew: Crew) -> None:
+def test_every_row_has_an_end(undisturbed: Any, count: int, run_cluster: RunCluster) -> None:
     _, lines, summary, journal = undisturbed
     assert summary.state is RunState.COMPLETED
     assert (summary.total, summary.done, summary.failed) == (len(lines), count + 1, 4)
@@ -71,14 +71,16 @@ def test_every_row_has_an_end(undisturbed: Any, count: int, crew: Crew) -> None:
     assert sum(worker.done for worker in summary.workers.values()) == count
     assert summary.fraction == 1.0
     assert summary.tokens_per_s > 0
-    assert len(digests(crew, list(journal.results.values()))) == count
-    require_order(crew)
+    assert len(digests(run_cluster, list(journal.results.values()))) == count
+    require_order(run_cluster)
 
 
-def test_a_finished_batch_is_done_again_without_a_prefill(undisturbed: Any, crew: Crew, soak: bool) -> None:
+def test_a_finished_batch_is_done_again_without_a_prefill(
+    undisturbed: Any, run_cluster: RunCluster, soak: bool
+) -> None:
     how, lines, first, before = undisturbed
     started = time.monotonic()
-    summary, journal = whole(crew, lines, how, each=40)
+    summary, journal = whole(run_cluster, lines, how, each=40)
     seconds = time.monotonic() - started
     assert (summary.state, summary.done, summary.reused) == (RunState.COMPLETED, first.done, first.done)
     assert (summary.gpu_hours, summary.tokens_per_s, dict(summary.workers)) == (0.0, 0.0, {})
@@ -89,12 +91,12 @@ def test_a_finished_batch_is_done_again_without_a_prefill(undisturbed: Any, crew
         assert seconds < 60
 
 
-def test_documents_that_do_harm_are_error_rows_and_the_others_are_done(crew: Crew, soak: bool) -> None:
+def test_documents_that_do_harm_are_error_rows_and_the_others_are_done(run_cluster: RunCluster, soak: bool) -> None:
     kinds = [KILLS, HANGS, SWELLS] * (4 if soak else 1)
     lines: list[Any] = corpus(40)
     for number, kind in enumerate(kinds):
         lines.insert(number * 7, document(1000 + number, kind=kind))
-    summary, journal = whole(crew, lines, options(document_deadline_s=8, max_attempts=3))
+    summary, journal = whole(run_cluster, lines, options(document_deadline_s=8, max_attempts=3))
     found = journal.by_id()
     assert (summary.state, summary.done, summary.failed) == (RunState.COMPLETED, 40, len(kinds))
     for number, kind in enumerate(kinds):
@@ -103,45 +105,45 @@ def test_documents_that_do_harm_are_error_rows_and_the_others_are_done(crew: Cre
         assert result.error.code == KINDS[kind]
         if kind != SWELLS:  # which may have died before with one that was beside it; alone it is tested below
             assert result.attempts == 3
-    require_order(crew)
+    require_order(run_cluster)
 
 
-def test_a_document_that_is_too_large_is_tried_once(crew: Crew) -> None:
+def test_a_document_that_is_too_large_is_tried_once(run_cluster: RunCluster) -> None:
     lines = [*corpus(3), document(1900, kind=SWELLS), *corpus(6)[3:]]
-    summary, journal = whole(crew, lines, options(max_attempts=3))
+    summary, journal = whole(run_cluster, lines, options(max_attempts=3))
     assert (summary.state, summary.done, summary.failed) == (RunState.COMPLETED, 6, 1)
     result = journal.by_id()["d1900"]
     assert result.error is not None
     assert (result.error.code, result.attempts) == (KINDS[SWELLS], 1)
-    require_order(crew)
+    require_order(run_cluster)
 
 
-def taken(crew: Crew, journal: Remembered) -> dict[str, tuple[str, ...]]:
+def taken(run_cluster: RunCluster, journal: Remembered) -> dict[str, tuple[str, ...]]:
     """The digests of a run's caches, which are deleted: what is left on the shelf costs the next run no time."""
-    found = digests(crew, list(journal.results.values()))
-    with crew.store.open() as shelf:
+    found = digests(run_cluster, list(journal.results.values()))
+    with run_cluster.store.open() as shelf:
         for cache_id in found:
             shelf.delete(cache_id, tenant="me")
     return found
 
 
 @pytest.fixture(scope="module")
-def calm(crew: Crew, soak: bool) -> tuple[list[Any], dict[str, tuple[str, ...]]]:
+def calm(run_cluster: RunCluster, soak: bool) -> tuple[list[Any], dict[str, tuple[str, ...]]]:
     """Documents, some slow so that there is time to kill something, and the digests of an undisturbed run."""
     wanted, first = 400 if soak else 40, 10_000
     lines = [document(first + number, tokens=(200, 400)) for number in range(wanted)]
     for number in range(0, wanted, 10):
         lines[number] = document(first + number, kind=SLOW)
-    _, journal = whole(crew, lines, options())
-    return lines, taken(crew, journal)
+    _, journal = whole(run_cluster, lines, options())
+    return lines, taken(run_cluster, journal)
 
 
 @pytest.mark.parametrize("victim", ["ServedReplica", "MapWorker", "ray::Control"])
-def test_a_process_that_dies_changes_nothing_of_the_end(crew: Crew, calm: Any, victim: str) -> None:
+def test_a_process_that_dies_changes_nothing_of_the_end(run_cluster: RunCluster, calm: Any, victim: str) -> None:
     """The caches have the ids and segments of an undisturbed run."""
     lines, expected = calm
     journal = Remembered()
-    run = begun(crew, lines, journal, options())
+    run = begun(run_cluster, lines, journal, options())
     until(lambda: run.progress().done >= 5)
     (pid, *_) = processes(victim)
     os.kill(pid, signal.SIGKILL)
@@ -150,17 +152,20 @@ def test_a_process_that_dies_changes_nothing_of_the_end(crew: Crew, calm: Any, v
     summary = ended(run)
     assert (summary.state, summary.done, summary.failed) == (RunState.COMPLETED, len(lines), 0)
     assert len(journal.results) == len(expected) == len(lines)
-    assert taken(crew, journal) == expected
-    require_order(crew)
+    assert taken(run_cluster, journal) == expected
+    require_order(run_cluster)
 
 
-def test_a_run_that_is_cancelled_ends_at_once_and_goes_on_later(crew: Crew) -> None:
+def test_a_run_that_is_cancelled_ends_at_once_and_goes_on_later(run_cluster: RunCluster) -> None:
     how = options()
     lines = [document(number, kind=SLOW) for number in range(2000, 2010)]  # told in order: the first may end last
     journal = Remembered()
-    hopeful = {name: RemoteEngine(each.model, each.app, each.handle, wanted=3) for name, each in crew.engines.items()}
-    run = begun(replace(crew, engines=hopeful), lines, journal, how)
-    with crew.store.open() as shelf:  # at work as if all replicas ran that are wanted
+    hopeful = {
+        name: RemoteEngine(each.model, each.app, each.handle, target_replicas=3)
+        for name, each in run_cluster.engines.items()
+    }
+    run = begun(replace(run_cluster, engines=hopeful), lines, journal, how)
+    with run_cluster.store.open() as shelf:  # at work as if the replicas that were asked for all ran
         until(lambda: len(shelf.requests.unfinished()) > IN_FLIGHT_PER_REPLICA)
     until(lambda: run.progress().done >= 1)
     asked = time.monotonic()
@@ -169,17 +174,17 @@ def test_a_run_that_is_cancelled_ends_at_once_and_goes_on_later(crew: Crew) -> N
     assert time.monotonic() - asked < 30
     assert (summary.state, summary.reason) == (RunState.CANCELLED, "enough")
     assert 0 < summary.done == len(journal.results) < len(lines)
-    require_order(crew)
-    rest = ended(begun(crew, lines, journal, how))
+    require_order(run_cluster)
+    rest = ended(begun(run_cluster, lines, journal, how))
     assert (rest.state, rest.done, rest.reused) == (RunState.COMPLETED, len(lines), summary.done)
     assert len(journal.results) == len(lines)
 
 
-def test_a_run_outside_its_window_waits_and_says_so(crew: Crew) -> None:
+def test_a_run_outside_its_window_waits_and_says_so(run_cluster: RunCluster) -> None:
     now = datetime.datetime.now()
     later = Window((now + datetime.timedelta(hours=2)).time(), (now + datetime.timedelta(hours=3)).time())
     journal = Remembered()
-    run = begun(crew, corpus(30), journal, options(window=later))
+    run = begun(run_cluster, corpus(30), journal, options(window=later))
     until_waiting(run, str(later))
     time.sleep(3)
     assert run.progress().done == 0
@@ -187,7 +192,9 @@ def test_a_run_outside_its_window_waits_and_says_so(crew: Crew) -> None:
     assert ended(run).state is RunState.CANCELLED
 
 
-def test_a_window_that_closes_holds_the_run_and_one_that_opens_lets_it_go_on(crew: Crew, soak: bool) -> None:
+def test_a_window_that_closes_holds_the_run_and_one_that_opens_lets_it_go_on(
+    run_cluster: RunCluster, soak: bool
+) -> None:
     """The window closes for some seconds while rows are at work."""
     if not soak:
         pytest.skip("it takes a minute of wall clock; a journal without room holds rows in the same way, tested below")
@@ -196,28 +203,28 @@ def test_a_window_that_closes_holds_the_run_and_one_that_opens_lets_it_go_on(cre
     window = Window(begin=opens.time(), end=closes.time())
     lines = [document(number, kind=SLOW) for number in range(2300, 2310)]
     journal = Remembered()
-    run = begun(crew, lines, journal, options(in_flight=1, window=window))
+    run = begun(run_cluster, lines, journal, options(in_flight=1, window=window))
     until_waiting(run, str(window))
     assert datetime.datetime.now() >= closes
     summary = ended(run)
     assert (summary.state, summary.done) == (RunState.COMPLETED, len(lines))
     assert summary.times["waiting"] < opens.timestamp() <= summary.times["running"]
-    with crew.store.open() as shelf:
+    with run_cluster.store.open() as shelf:
         made = [shelf.stat(result.cache_id or "", tenant="me").created_at for result in journal.results.values()]
     last = closes.timestamp() + 3 * SLOW_S  # for the row that was at work
     assert min(made) < last, "rows were at work before"
     assert [at for at in made if last < at < opens.timestamp() + SLOW_S] == [], "none was begun meanwhile"
 
 
-def test_a_journal_that_has_no_room_holds_the_run_up_and_loses_nothing(crew: Crew) -> None:
+def test_a_journal_that_has_no_room_holds_the_run_up_and_loses_nothing(run_cluster: RunCluster) -> None:
     """No row begins while results cannot be recorded; rows at work are finished, and the run continues with room."""
     journal = Remembered()
     lines = [document(number, kind=SLOW) for number in range(2100, 2106)]
-    run = begun(crew, lines, journal, options(tenant="held", in_flight=1))
+    run = begun(run_cluster, lines, journal, options(tenant="held", in_flight=1))
     until(lambda: run.progress().done >= 1)
     journal.refuse = StorageFull("no room for results")
     until_waiting(run, "no room for results")
-    with crew.store.open() as shelf:
+    with run_cluster.store.open() as shelf:
         until_at_rest(shelf, "held")
         held = shelf.usage(tenant="held").caches
         time.sleep(5)
@@ -229,17 +236,17 @@ def test_a_journal_that_has_no_room_holds_the_run_up_and_loses_nothing(crew: Cre
     assert {"running", "waiting", "completed"} <= summary.times.keys()
 
 
-def test_a_run_stops_when_its_gpu_hours_are_used_up(crew: Crew) -> None:
+def test_a_run_stops_when_its_gpu_hours_are_used_up(run_cluster: RunCluster) -> None:
     lines = [document(number, kind=SLOW) for number in range(2200, 2210)]
-    summary, journal = whole(crew, lines, options(in_flight=1, max_gpu_hours=4 / 3600))
+    summary, journal = whole(run_cluster, lines, options(in_flight=1, max_gpu_hours=4 / 3600))
     assert summary.state is RunState.CANCELLED
     assert "GPU hours are used up" in summary.reason
     assert 0 < len(journal.results) < len(lines)
     assert summary.gpu_hours * 3600 >= 4
 
 
-def test_a_batch_without_a_success_has_failed(crew: Crew) -> None:
-    summary, journal = whole(crew, [b"no json", b""], options())
+def test_a_batch_without_a_success_has_failed(run_cluster: RunCluster) -> None:
+    summary, journal = whole(run_cluster, [b"no json", b""], options())
     assert (summary.state, summary.failed, len(journal.results)) == (RunState.FAILED, 2, 2)
     assert "none of the 2 rows" in summary.reason
 
@@ -258,7 +265,7 @@ def test_long_documents_come_first_and_pieces_are_small() -> None:
     assert sorted(row.line for piece in pieces for row in piece) == list(range(1, 101))
 
 
-def test_a_run_under_fire_ends_as_an_undisturbed_one(crew: Crew, soak: bool) -> None:
+def test_a_run_under_fire_ends_as_an_undisturbed_one(run_cluster: RunCluster, soak: bool) -> None:
     """2,000 documents, one in a hundred of them hostile, and every 20 seconds a random process dies."""
     if not soak:
         pytest.skip("it takes an hour; the kills one by one are tested above")
@@ -267,7 +274,7 @@ def test_a_run_under_fire_ends_as_an_undisturbed_one(crew: Crew, soak: bool) -> 
     for number in range(0, 2000, 100):
         lines[number] = document(number, kind=chance.choice((KILLS, HANGS, SWELLS)))
     journal = Remembered()
-    run = begun(crew, lines, journal, options(document_deadline_s=60))
+    run = begun(run_cluster, lines, journal, options(document_deadline_s=60))
     kills = 0
     while (summary := run.wait(20)) is None:
         victims = [pid for title in ("ServedReplica", "MapWorker", "ray::Control") for pid in processes(title)]
@@ -277,11 +284,11 @@ def test_a_run_under_fire_ends_as_an_undisturbed_one(crew: Crew, soak: bool) -> 
     assert kills > 10
     assert (summary.state, summary.done, summary.failed) == (RunState.COMPLETED, 1980, 20)
     assert len(journal.results) == 2000
-    with crew.store.open() as shelf:
+    with run_cluster.store.open() as shelf:
         shelf.sweep(now=time.time() + 3600)
         assert list(shelf.check()) == []
-    disturbed = taken(crew, journal)
+    disturbed = taken(run_cluster, journal)
     good = [line for number, line in enumerate(lines) if number % 100]
-    _, undisturbed = whole(crew, good, options())
-    assert taken(crew, undisturbed) == disturbed
-    require_order(crew)
+    _, undisturbed = whole(run_cluster, good, options())
+    assert taken(run_cluster, undisturbed) == disturbed
+    require_order(run_cluster)

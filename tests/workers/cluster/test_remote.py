@@ -15,7 +15,7 @@ from kvshelf.workers.cluster.remote import RemoteEngine
 
 @pytest.fixture
 def remote() -> RemoteEngine:
-    return RemoteEngine("m", "app", handle=None, wanted=1)  # type: ignore[arg-type]  # translating needs no handle
+    return RemoteEngine("m", "app", handle=None, target_replicas=1)  # type: ignore[arg-type]  # translating needs no handle
 
 
 @pytest.mark.parametrize("code", sorted(by_code()))
