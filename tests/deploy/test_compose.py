@@ -75,7 +75,9 @@ def test_images_of_others_are_pinned_and_nothing_is_open_to_the_network() -> Non
 
 
 def test_secrets_have_no_default() -> None:
-    for name in re.findall(r"\$\{(\w*(?:PASSWORD|TOKEN)\w*)", COMPOSE.read_text()):
+    names = re.findall(r"\$\{(\w*(?:PASSWORD|TOKEN)\w*)", COMPOSE.read_text())
+    assert names
+    for name in names:
         assert re.search(rf"\$\{{{name}:\?", COMPOSE.read_text()), name
         assert not re.search(rf"\$\{{{name}:?-", COMPOSE.read_text()), name
 

@@ -291,6 +291,8 @@ def test_a_source_that_is_being_added_is_no_cache(index: Index) -> None:
     source = writing(1, 0, 5)
     index.begin(replace(source, name=source.source or ""), Quota())
     index.begin(writing(2), Quota(max_caches=2))
+    with pytest.raises(QuotaExceeded, match="2 caches are on the shelf"):
+        index.begin(writing(3), Quota(max_caches=2))
 
 
 def test_a_source_that_is_replaced_is_to_be_removed(index: Index) -> None:

@@ -227,7 +227,11 @@ def test_what_another_evicted_first_is_room_as_well(
             return found
 
         monkeypatch.setattr(ours._index, "victims", listed)
-        ours.put(make_cache(1))
+        second = ours.put(make_cache(1))
+        require_equal(make_cache(1), ours.get(second.id))
+        with pytest.raises(CacheNotFound):  # evicted, it would raise `CacheExpired`: the other was faster
+            ours.stat(first.id)
+        assert len(place.names()) == 1
 
 
 # Sources

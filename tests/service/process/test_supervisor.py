@@ -116,14 +116,15 @@ def test_a_child_that_is_ready_takes_over(supervised: Callable[..., Supervised])
 
 def test_a_child_that_fails_changes_nothing(supervised: Callable[..., Supervised]) -> None:
     it = supervised()
-    it.pids("ready", 1)
+    (first,) = it.pids("ready", 1)
     it.plan("fail")
     it.hang_up()
-    it.pids("started", 2)
+    it.await_log("the restart failed")
+    assert it.told("left") == []
     it.plan("serve")
     it.hang_up()
     it.pids("ready", 2)
-    it.await_log("the restart failed")
+    assert it.pids("left", 1) == [first]
     it.process.terminate()
     it.ended()
 
