@@ -36,7 +36,7 @@ def written(path: Path, *, private: bool = False) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         partial.replace(path)
     except BaseException:
-        with suppress(OSError):
+        with suppress(OSError):  # the error in the block says more, and the caller gets it
             partial.unlink()
         raise
     _make_names_durable(path.parent)

@@ -124,9 +124,10 @@ class BatchWork:
         finally:
             for task in (working, renewing):
                 task.cancel()
+            # The first end is reported above. A second error is most likely a consequence of the cancellation.
             await asyncio.gather(working, renewing, return_exceptions=True)
             if not unexpected:
-                with suppress(StoreError):
+                with suppress(StoreError):  # the lease then ends by itself
                     await asyncio.to_thread(self._batches.table.release, self._id, self._term)
 
     async def _renew(self) -> None:

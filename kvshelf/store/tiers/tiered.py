@@ -164,7 +164,7 @@ class TieredStore(Store):
         """After a read or a write: copy the cache to `tiers`, and to the home if that has lost it."""
         self._tiers.each(lambda tier: tier.keep(manifest, cache), tiers)
         # Look it up again: a caller may have deleted the cache meanwhile, before there was a copy to drop.
-        with suppress(KvshelfError):
+        with suppress(KvshelfError):  # the reader has its cache, and the next sweep tries again
             if self._look_up(manifest.id, manifest.tenant)[1] == "lost":
                 self._give_back(manifest, cache)
 
@@ -275,7 +275,7 @@ class TieredStore(Store):
         copies, only damaged ones are reported."""
         for found in self._home.scrub():
             if found.problem is not None:
-                with suppress(KvshelfError):
+                with suppress(KvshelfError):  # no good copy, or no repair: the problem is reported either way
                     self._insist(found.id, found.tenant, partial(self._home.stat, found.id, tenant=found.tenant))
             yield found
         yield from self._tiers.scrub()
