@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo check test test-fast soak clean
+.PHONY: help setup demo check test test-fast test-faults test-page soak clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1|/' | column -t -s '|'
@@ -45,10 +45,17 @@ unexport PYTHONDONTWRITEBYTECODE
 # Most tests compute on one core, so they run two at a time. Those with a service wait for it and measure times, so they
 # run one after the other.
 IN_PAIRS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+ONE_BY_ONE = $(BIN)/python -m pytest --ignore=tests/page
 
-test: setup  ## all tests
-	$(IN_PAIRS) -m "not service"
-	$(BIN)/python -m pytest -m service
+test: setup  ## all tests that need no fault and no browser, in a quarter of an hour
+	$(IN_PAIRS) -m "not service and not faults"
+	$(ONE_BY_ONE) -m "service and not faults"
+
+test-faults: setup  ## killed processes, full disks, stores that are cut off, restarts under load; ten minutes
+	$(ONE_BY_ONE) -m faults
+
+test-page: setup  ## the page in a real browser; needs Chromium
+	$(BIN)/python -m pytest tests/page
 
 test-fast: setup  ## the tests of units, in two minutes
 	$(IN_PAIRS) -m unit

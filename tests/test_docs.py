@@ -14,7 +14,10 @@ import runpy
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,14 +46,6 @@ def name(page: Path) -> str:
     return page.name
 
 
-@pytest.fixture
-def workdir(tmp_path: Path) -> Path:
-    # Long enough that a quarter of it still holds the fact, as the documents are that the pages speak of.
-    report = write_document(random.Random(5), [FACT], "prose", 600, lambda text: len(text.split()))
-    (tmp_path / "report.txt").write_text(report.text)
-    return tmp_path
-
-
 def environment(url: str) -> dict[str, str]:
     scripts = str(Path(sys.executable).parent)
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("KVSHELF_")}
@@ -63,10 +58,42 @@ def run(command: list[str], cwd: Path, url: str) -> str:
     return done.stdout
 
 
+def run_page(page: Path, language: str, folder: Path, url: str) -> str:
+    """What the blocks of a page print. Its document is no other page's, because a page may delete what it makes."""
+    # Long enough that a quarter of it still holds the fact, as the documents are that the pages speak of.
+    chance = random.Random(f"{page.name} {language}")
+    report = write_document(chance, [FACT], "prose", 600, lambda text: len(text.split()))
+    (folder / "report.txt").write_text(report.text)
+    code = "\n".join(blocks(page, language))
+    if language == "bash":
+        return run(["bash", "-c", runnable(code, url)], folder, url)
+    return run([sys.executable, "-c", code.replace("disk:///tmp/kvshelf-docs", f"disk://{folder}/home")], folder, url)
+
+
+Pages = dict[tuple[Path, str], Future[str]]
+
+
+@pytest.fixture(scope="module")
+def pages(
+    request: pytest.FixtureRequest, bundled_service: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pages]:
+    """What the pages print that are tested in this run. Two of them run at a time: most need one core."""
+    running: Pages = {}
+    with ThreadPoolExecutor(2) as pool:
+        for item in request.session.items:
+            if isinstance(item, pytest.Function) and "pages" in item.fixturenames:
+                chosen: Any = item.callspec.params
+                page, language = chosen["page"], chosen["language"]
+                folder = tmp_path_factory.mktemp("page")
+                running[page, language] = pool.submit(run_page, page, language, folder, bundled_service)
+        yield running
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("language", ["python"])
 @pytest.mark.parametrize("page", with_blocks("python"), ids=name)
-def test_the_python_of_a_page_runs(page: Path, workdir: Path, bundled_service: str) -> None:
-    program = "\n".join(blocks(page, "python")).replace("disk:///tmp/kvshelf-docs", f"disk://{workdir}/home")
-    said = run([sys.executable, "-c", program], workdir, bundled_service)
+def test_the_python_of_a_page_runs(page: Path, language: str, pages: Pages) -> None:
+    said = pages[page, language].result()
     assert said.strip(), "a page shows what its code prints"
     if page.name in ("README.md", "ask.md", "in-process.md"):
         assert "482913" in said
@@ -80,9 +107,10 @@ def runnable(script: str, url: str) -> str:
     return "set -euo pipefail\n" + script.replace(DEFAULT_URL, url)
 
 
+@pytest.mark.parametrize("language", ["bash"])
 @pytest.mark.parametrize("page", with_blocks("bash"), ids=name)
-def test_the_shell_of_a_page_runs(page: Path, workdir: Path, bundled_service: str) -> None:
-    said = run(["bash", "-c", runnable("\n".join(blocks(page, "bash")), bundled_service)], workdir, bundled_service)
+def test_the_shell_of_a_page_runs(page: Path, language: str, pages: Pages) -> None:
+    said = pages[page, language].result()
     assert said.strip()
     assert '"error"' not in said  # curl exits with 0 when the service refuses
     if page.name in ("README.md", "ask.md"):

@@ -92,6 +92,7 @@ def refused_with_this_journal(folder: Path, model: Path) -> None:
         assert (done.exit_code, "another input, model or store" in done.output) == (2, True), done.output
 
 
+@pytest.mark.faults
 def test_a_batch_that_is_killed_and_one_that_is_interrupted_go_on(
     tmp_path: Path,
     tiny_folder: Path,

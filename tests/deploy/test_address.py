@@ -69,6 +69,7 @@ def head() -> Iterator[Head]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.mark.faults
 @pytest.mark.timeout(600)  # it starts Ray twice and a service twice
 def test_services_come_and_go_on_a_cluster_and_leave_nothing_behind(
     start_service: Callable[..., AbstractContextManager[LiveService]],

@@ -21,6 +21,7 @@ def test_bare_loops_do_every_document(tiny_folder):
     assert found.process_s > 0
 
 
+@pytest.mark.faults
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("corpus", [[GOOD, BAD, GOOD, GOOD], [GOOD, GOOD, GOOD, BAD]], ids=["before", "in its loop"])
 def test_a_loop_that_dies_ends_the_bench(tiny_folder, corpus, capfd):

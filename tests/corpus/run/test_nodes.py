@@ -19,6 +19,7 @@ from tests.store.redis.servers import PATIENT, ValkeyServer
 pytestmark = pytest.mark.timeout(1500)
 
 
+@pytest.mark.faults
 def test_a_node_that_dies_takes_no_row_with_it(tmp_path: Path, tiny_folder: Path, soak: bool) -> None:
     """One replica is on each node; the second node is killed when some rows are done."""
     if not soak:

@@ -95,6 +95,7 @@ def outlast(run: Run, trouble: AbstractContextManager[str], *, begins_at: int) -
     until(lambda: run.progress().state is not RunState.WAITING)
 
 
+@pytest.mark.faults
 def test_a_run_waits_for_a_redis_that_is_dead_or_full_and_loses_nothing(
     afar: RunCluster, valkey: ValkeyServer, count: int, soak: bool
 ) -> None:
@@ -105,6 +106,7 @@ def test_a_run_waits_for_a_redis_that_is_dead_or_full_and_loses_nothing(
     require_all(afar, ended(run), journal, count, "waits")
 
 
+@pytest.mark.faults
 def test_a_tenant_s_room_is_used_up_until_something_is_deleted(afar: RunCluster, count: int, soak: bool) -> None:
     if not soak:
         pytest.skip("test_caller.py has it without Ray; this takes 15 seconds")

@@ -91,6 +91,7 @@ def test_a_finished_batch_is_done_again_without_a_prefill(
         assert seconds < 60
 
 
+@pytest.mark.faults
 def test_documents_that_do_harm_are_error_rows_and_the_others_are_done(run_cluster: RunCluster, soak: bool) -> None:
     kinds = [KILLS, HANGS, SWELLS] * (4 if soak else 1)
     lines: list[Any] = corpus(40)
@@ -138,6 +139,7 @@ def calm(run_cluster: RunCluster, soak: bool) -> tuple[list[Any], dict[str, tupl
     return lines, taken(run_cluster, journal)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("victim", ["ServedReplica", "MapWorker", "ray::Control"])
 def test_a_process_that_dies_changes_nothing_of_the_end(run_cluster: RunCluster, calm: Any, victim: str) -> None:
     """The caches have the ids and segments of an undisturbed run."""
@@ -156,6 +158,7 @@ def test_a_process_that_dies_changes_nothing_of_the_end(run_cluster: RunCluster,
     require_order(run_cluster)
 
 
+@pytest.mark.faults
 def test_a_run_that_is_cancelled_ends_at_once_and_goes_on_later(run_cluster: RunCluster) -> None:
     how = options()
     lines = [document(number, kind=SLOW) for number in range(2000, 2010)]  # told in order: the first may end last
@@ -216,6 +219,7 @@ def test_a_window_that_closes_holds_the_run_and_one_that_opens_lets_it_go_on(
     assert [at for at in made if last < at < opens.timestamp() + SLOW_S] == [], "none was begun meanwhile"
 
 
+@pytest.mark.faults
 def test_a_journal_that_has_no_room_holds_the_run_up_and_loses_nothing(run_cluster: RunCluster) -> None:
     """No row begins while results cannot be recorded; rows at work are finished, and the run continues with room."""
     journal = Remembered()
@@ -265,6 +269,7 @@ def test_long_documents_come_first_and_pieces_are_small() -> None:
     assert sorted(row.line for piece in pieces for row in piece) == list(range(1, 101))
 
 
+@pytest.mark.faults
 def test_a_run_under_fire_ends_as_an_undisturbed_one(run_cluster: RunCluster, soak: bool) -> None:
     """2,000 documents, one in a hundred of them hostile, and every 20 seconds a random process dies."""
     if not soak:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 Start = Callable[..., AbstractContextManager["LiveService"]]
 
 
+@pytest.mark.faults
 @pytest.mark.timeout(1800)
 def test_a_batch_goes_on_after_the_death_of_whoever_runs_it(
     start_service: Start, tiny_folder: Path, tmp_path: Path, soak: bool

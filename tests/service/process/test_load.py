@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from tests.conftest import LiveService
 
 
+pytestmark = pytest.mark.faults
+
 DOCUMENTS = 24
 FACTS = 2
 MAX_TOKENS = 16

@@ -195,6 +195,7 @@ def test_the_password_is_nowhere(remote: httpx.Client, afar: LiveService) -> Non
     assert SECRET not in remote.get("/readyz").text
 
 
+@pytest.mark.faults
 @pytest.mark.timeout(600)
 def test_copies_on_a_disk_answer_while_redis_is_gone_also_after_a_restart(
     start_service: Callable[..., AbstractContextManager[LiveService]], tiny_folder: Path, tmp_path: Path

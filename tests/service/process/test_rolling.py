@@ -280,6 +280,7 @@ def submit(client: httpx.Client, number: int) -> str:
     return str(accepted.json()["id"])
 
 
+@pytest.mark.faults
 @pytest.mark.timeout(500)
 def test_a_restart_without_a_failed_query(
     start_service: Callable[..., AbstractContextManager[LiveService]], tiny_folder: Path, tmp_path: Path, soak: bool

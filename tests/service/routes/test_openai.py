@@ -158,6 +158,7 @@ def ask_until_refused(client: openai.OpenAI, asked: dict[str, Any]) -> NoReturn:
         client.chat.completions.create(**asked, max_tokens=2)
 
 
+@pytest.mark.faults
 def test_what_is_busy_or_broken_is_tried_again(
     start_service: Callable[..., AbstractContextManager[LiveService]],
     valkey: ValkeyServer,
