@@ -139,6 +139,16 @@ def _median_s(run: Callable[[], object], device: torch.device) -> float:
     return median(cost(run, device).seconds for _ in range(_REPEATS))
 
 
+def cuda_peak(run: Callable[[], ResultT], device: torch.device) -> tuple[ResultT, int]:
+    """The result of `run`, and the bytes by which it raised the memory of this GPU at most."""
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    result = run()
+    torch.cuda.synchronize(device)
+    return result, torch.cuda.max_memory_allocated(device) - before
+
+
 def interleaved(variants: Mapping[KeyT, Callable[[], ResultT]], rounds: int) -> dict[KeyT, list[ResultT]]:
     """Run every variant once per round, in order, and collect what each returns.
 

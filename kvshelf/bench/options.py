@@ -87,6 +87,14 @@ def _parsed(kind: Callable[[str], NumberT], text: str, option: str) -> list[Numb
         raise typer.BadParameter(f"{text!r} is not a list of numbers", param_hint=option) from error
 
 
+def json_or_text(text: str) -> Any:
+    """The value of `name=value`: JSON where it parses as such, any other is text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
 def ratio(spread: Spread) -> str:
     """A median with its range."""
     return f"{spread.median:.2f} ({spread.low:.2f} - {spread.high:.2f})"

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvshelf import atomic
+from kvshelf.bench.options import json_or_text
 from kvshelf.errors import (
     CacheExpired,
     CallerError,
@@ -126,14 +127,7 @@ def pairs(texts: Sequence[str] | None, option: str) -> dict[str, str]:
 
 def parameters(texts: Sequence[str] | None) -> Mapping[str, Any]:
     """`--param window=64 --param pooling=max`: a value that parses as JSON is JSON, any other is text."""
-    return {name: _json_or_text(value) for name, value in pairs(texts, "--param").items()}
-
-
-def _json_or_text(value: str) -> Any:
-    try:
-        return json.loads(value)
-    except ValueError:
-        return value
+    return {name: json_or_text(value) for name, value in pairs(texts, "--param").items()}
 
 
 _UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -133,9 +133,7 @@ def prefills(layer: Layer) -> list[Case]:
     def make_states() -> tuple[Tensor, ...]:
         return (layer.states(shape.q_heads, n), *layer.keys_and_values())
 
-    def run(hidden: Tensor, made: Sequence[Tensor]) -> Tensor:
-        return baselines.layer_prefill(hidden, made, shape.head_dim)
-
+    run = partial(baselines.layer_prefill, head_dim=shape.head_dim)
     states_bytes = 2 * n * (shape.q_heads + shape.kv_heads) * layer.row_bytes
     return [
         Case(PREFILL, make, run, nbytes, 2.0 * n * weights + attention),
@@ -160,15 +158,13 @@ def scoring(layer: Layer) -> list[Case]:
         flops = 1.0 * shape.q_heads * n * n * shape.head_dim / every
         return Case(name, lambda: (layer.states(shape.q_heads, n), *layer.keys()), run, nbytes, flops, beside)
 
-    def window(queries: Tensor, keys: Tensor, _: Tensor) -> Tensor:
-        return window_scores(queries, keys, scale, kernel=5)
-
     both, lag = layer.keys_and_values, partial(lag_scores, lag=LAG)
+    window = partial(window_scores, scale=scale, kernel=5)
     return [
         sums("column_sums", lambda q, k: column_sums(q, k, scale, WINDOW)),
         sums("column sums in three steps", lambda q, k: in_three_steps(q, k, scale), beside="column_sums"),
         sums("column_sums, every=8", lambda q, k: column_sums(q, k, scale, WINDOW, every=8), every=8),
-        Case("window_scores", layer.window, window, scored_bytes, window_flops),
+        Case("window_scores", lambda: layer.window()[:2], window, scored_bytes, window_flops),
         Case("lag_scores", both, lag, scored_bytes + kv_bytes, 18 * kv_size),
         Case("row_norms", layer.keys, row_norms, scored_bytes, 2 * kv_size),
         Case("mean_cosines", layer.keys, mean_cosines, scored_bytes + kv_bytes, 6 * kv_size),
@@ -220,9 +216,7 @@ def snapkv(layer: Layer) -> list[Case]:
         kept_keys, kept_values = run(queries, keys, values)
         return quantize(kept_keys, _BITS, _GROUP, "tokens"), quantize(kept_values, _BITS, _GROUP, "channels")
 
-    def run_expanded(queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        return baselines.snapkv_by_expansion(queries, keys, values, layer.kept)
-
+    run_expanded = partial(baselines.snapkv_by_expansion, kept=layer.kept)
     return [
         Case(name, layer.window, run, nbytes, flops),
         Case("snapkv as kvpress computes it", layer.window, run_expanded, nbytes, flops, beside=name),

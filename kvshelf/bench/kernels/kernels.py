@@ -13,7 +13,7 @@ import torch
 
 from kvshelf.bench.kernels import baselines
 from kvshelf.bench.kernels.cases import LLAMA_8B, PREFILL, Case, Layer, Shape, cases
-from kvshelf.bench.measure import Spread, copy_bandwidth, cost, matmul_rate
+from kvshelf.bench.measure import Spread, copy_bandwidth, cost, cuda_peak, matmul_rate
 from kvshelf.kernels.column_sums import column_sums
 
 _WARM_UP = 3
@@ -83,7 +83,7 @@ def _time(case: Case, device: torch.device, rounds: int) -> tuple[Spread, int | 
     rotated = _rotated(case, device)
     for i in range(max(_WARM_UP, len(rotated))):  # compiles, and makes the plans, which a decoder makes once
         case.run(*rotated[i % len(rotated)])
-    extra = _extra_bytes(case, rotated[0], device)
+    _, extra = cuda_peak(lambda: case.run(*rotated[0]), device)
     return Spread.of(_event_times(case, rotated, rounds)), extra
 
 
@@ -107,15 +107,6 @@ def _event_times(case: Case, rotated: Sequence[tuple[Any, ...]], rounds: int) ->
         end.record()
     torch.cuda.synchronize()
     return [start.elapsed_time(end) / 1e3 for start, end in events]
-
-
-def _extra_bytes(case: Case, arguments: tuple[Any, ...], device: torch.device) -> int:
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    case.run(*arguments)
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
 
 
 def column_sum_times(tokens: int, dtype: torch.dtype, rounds: int) -> dict[str, float]:

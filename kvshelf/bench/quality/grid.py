@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from kvshelf.bench.options import json_or_text
 from kvshelf.bench.quality.suite import HAYSTACK_NAMES, TASK_NAMES, HaystackName, TaskName, fits
 from kvshelf.errors import InvalidRequest
 from kvshelf.store.artifact.codecs import Codec
@@ -59,7 +60,7 @@ class Variant:
             key, equals, value = part.partition("=")
             if not equals:
                 raise InvalidRequest(f"{text!r}: {part!r} is not of the form name=value", param="policies")
-            params[key] = _json_or_text(value)
+            params[key] = json_or_text(value)
         build(name, params)
         return cls(name, tuple(params.items()))
 
@@ -208,13 +209,6 @@ def length_label(tokens: int) -> str:
 def _require(legal: bool, param: str, value: object, rule: str) -> None:
     if not legal:
         raise InvalidRequest(f"--{param} has {value!r}; it must be {rule}", param=param)
-
-
-def _json_or_text(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 def _text(value: Any) -> str:

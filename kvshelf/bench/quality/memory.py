@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from kvshelf.bench.engines import EngineOptions
-from kvshelf.bench.measure import status_bytes
+from kvshelf.bench.measure import cuda_peak, status_bytes
 from kvshelf.bench.quality.grid import BASELINE, Variant
 from kvshelf.bench.quality.retrieval import EVALUATION_SEED, counter
 from kvshelf.bench.quality.suite import make_case
@@ -92,12 +90,7 @@ def _with_peak(engine: Engine, run: Callable[[], Any]) -> tuple[Any, int]:
     """The result of `run`, and the bytes by which it raised the memory of this process at most."""
     device = engine.model.device
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        result = run()
-        torch.cuda.synchronize(device)
-        return result, torch.cuda.max_memory_allocated(device) - before
+        return cuda_peak(run, device)
     # Pages that the allocator kept of earlier work would serve `run` without raising the resident set.
     ctypes.CDLL(None).malloc_trim(0)
     _CLEAR_REFS.write_text(_RESET_PEAK)

@@ -6,14 +6,19 @@ encode one and the same compressed cache.
 
 from __future__ import annotations
 
+import os
+import signal
+from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from kvshelf.bench.engines import EngineOptions
+from kvshelf.bench.processes import arriving, processes
 from kvshelf.bench.quality.grid import Grid, Unit
 from kvshelf.bench.quality.outcome import Outcome, Protocol, measure_unit
-from kvshelf.bench.quality.pool import default_processes, measured
 from kvshelf.bench.quality.resume import ResumeFile
 from kvshelf.bench.quality.retrieval import counter
 from kvshelf.bench.quality.suite import make_case
@@ -61,13 +66,33 @@ def run(
 
 
 def _measured(
-    units: list[Unit], protocol: Protocol, options: EngineOptions, engine: Engine, processes: int
+    units: list[Unit], protocol: Protocol, options: EngineOptions, engine: Engine, count: int
 ) -> Iterator[tuple[Unit, list[Outcome]]]:
-    """In this process if one is enough, as its errors then have their tracebacks."""
-    processes = processes or default_processes(protocol.device)
-    if processes == 1 or len(units) < 2 * processes:
+    """In this process if one is enough, as its errors then have their tracebacks; else on `count` processes, in any
+    order, each with an engine of its own on its own threads. Raises `WorkerCrashed` when a process dies."""
+    # One per core this process may use; one for a GPU, as several would wait for it in turn.
+    count = count or (len(os.sched_getaffinity(0)) if protocol.device == "cpu" else 1)
+    if count == 1 or len(units) < 2 * count:
         for unit in units:
             yield unit, measure_unit(engine, unit, protocol)
         return
-    for place, outcomes in measured(units, protocol, options, processes):
-        yield units[place], outcomes
+    waiting = deque(enumerate(units))
+    with processes(_work, [(options, protocol)] * count) as pool:
+        busy = dict(pool)
+        for idle in pool:
+            idle.send(waiting.popleft())
+        for connection, (place, outcomes) in arriving(busy, "; results are kept, start again to go on"):
+            if waiting:  # one unit at a time, as their costs differ by an order of magnitude
+                connection.send(waiting.popleft())
+                busy[connection] = pool[connection]
+            yield units[place], outcomes
+
+
+def _work(connection: Connection, options: EngineOptions, protocol: Protocol) -> None:
+    """Measures units until the pipe ends, also because the process at the other end was killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process at the other end
+    engine = options.load()
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        while True:
+            place, unit = connection.recv()
+            connection.send((place, measure_unit(engine, unit, protocol)))
