@@ -36,7 +36,6 @@ from kvshelf.service.routes import (
     files,
     inspect,
     meta,
-    metrics,
     page,
     queries,
     requests,
@@ -88,7 +87,7 @@ def create_app(
             await asyncio.gather(*beside, return_exceptions=True)
 
     app = FastAPI(title="kvshelf", version=kvshelf.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    resources = (caches, blobs, queries, inspect, requests, estimate, chat, files, batches, meta, metrics, page)
+    resources = (caches, blobs, queries, inspect, requests, estimate, chat, files, batches, meta, page)
     routers = [resource.router for resource in resources]
     for router in routers:
         app.include_router(router)
@@ -115,12 +114,7 @@ async def _service(
         engines=engines,
         models=tuple(ModelObject.model_validate(about | {"created": int(time.time())}) for about in described),
         identities={about["id"]: ModelIdentity(**about["identity"]) for about in described},
-        background=Background(
-            store,
-            engines,
-            deadline_s=settings.request_deadline_s,
-            max_unfinished=settings.max_queued_requests,
-        ),
+        background=Background(store, engines, settings.request_deadline_s, settings.max_queued_requests),
         batches=BatchRunner(store, workers, settings, numbers),
         metrics=numbers,
         whole=FairQueue("whole caches", WHOLE_CACHES, settings.max_queued_requests),

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import ray
@@ -35,6 +36,7 @@ _STOP_S: Final = 60.0
 """How long a cancelled pipeline may take to end. After that the run no longer waits for it."""
 
 
+@dataclass(eq=False)
 class Run:
     """A batch at work. `start` it once; Ray must be connected. Every method may be called from any thread.
 
@@ -45,19 +47,13 @@ class Run:
     them. So a journal that cannot be written holds up the batch, and no row is lost.
     """
 
-    def __init__(
-        self,
-        shards: Sequence[Shard],
-        engines: Mapping[str, RemoteEngine],
-        store: StoreConfig,
-        journal: Journal,
-        options: RunOptions,
-    ) -> None:
-        self._shards = shards
-        self._engines = engines
-        self._store = store
-        self._journal = journal
-        self._options = options
+    shards: Sequence[Shard]
+    engines: Mapping[str, RemoteEngine]
+    store: StoreConfig
+    journal: Journal
+    options: RunOptions
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._arrived: list[Row] = []
         self._tally = Tally()
@@ -73,7 +69,7 @@ class Run:
 
     def start(self) -> None:
         """Begin on a new thread."""
-        threading.Thread(target=self._run, name=f"run-{self._options.batch_id}", daemon=True).start()
+        threading.Thread(target=self._run, name=f"run-{self.options.batch_id}", daemon=True).start()
 
     def cancel(self, reason: str = "cancelled") -> None:
         """End within a layer of the model. Finished rows stay finished."""
@@ -100,13 +96,13 @@ class Run:
             self._failure = _named(exc)
         self._leave.set()
         self._enter(*self._end())
-        log.info("batch ended", batch=self._options.batch_id, state=self._state, reason=self._reason)
+        log.info("batch ended", batch=self.options.batch_id, state=self._state, reason=self._reason)
         self._ended.set()
 
     def _work(self) -> None:
-        self._tally.expect(self._shards)
+        self._tally.expect(self.shards)
         control = ray.remote(num_cpus=0, max_restarts=-1)(Control).remote()
-        setup = CallerSetup(self._engines, self._store, self._options, time.time(), control)
+        setup = CallerSetup(self.engines, self.store, self.options, time.time(), control)
         threading.Thread(target=self._take, args=(setup,), name="pipeline", daemon=True).start()
         try:
             self._follow(control)
@@ -139,7 +135,7 @@ class Run:
     def _take(self, setup: CallerSetup) -> None:
         """Take ended rows from the pipeline until it ends."""
         try:
-            rows = stream(self._shards, setup, in_flight=self._in_flight())
+            rows = stream(self.shards, setup, in_flight=self._in_flight())
             with closing(rows):
                 for row in rows:
                     if row is None or self._leave.is_set():
@@ -154,10 +150,10 @@ class Run:
         self._drained.set()
 
     def _in_flight(self) -> int:
-        if self._options.in_flight is not None:
-            return self._options.in_flight
+        if self.options.in_flight is not None:
+            return self.options.in_flight
         # Not `running`: a run begins with the first replica, and the pipeline keeps its width to the end.
-        return IN_FLIGHT_PER_REPLICA * sum(engine.target_replicas for engine in self._engines.values())
+        return IN_FLIGHT_PER_REPLICA * sum(engine.target_replicas for engine in self.engines.values())
 
     def _keep(self) -> StoreError | None:
         """Record the rows that have arrived in the journal, or return why that fails now."""
@@ -165,7 +161,7 @@ class Run:
             new, self._arrived = self._arrived, []
         try:
             if new:
-                self._journal.append(new)
+                self.journal.append(new)
         except StoreError as error:
             with self._lock:
                 self._arrived = new + self._arrived
@@ -177,7 +173,7 @@ class Run:
 
     def _orders(self, trouble: StoreError | None) -> tuple[Order, RunState, str]:
         """The order for the callers now, and the run's state with its reason."""
-        options = self._options
+        options = self.options
         if options.max_gpu_hours is not None and self._tally.seconds >= options.max_gpu_hours * 3600:
             self.cancel(f"{options.max_gpu_hours:g} GPU hours are used up")
         if self._cancelled is not None:
@@ -192,7 +188,7 @@ class Run:
         with self._lock:
             if state is not self._state:
                 self._times[state.value] = time.time()
-                log.info("batch", batch=self._options.batch_id, state=state, reason=reason)
+                log.info("batch", batch=self.options.batch_id, state=state, reason=reason)
             self._state, self._reason = state, reason
 
     def _end(self) -> tuple[RunState, str]:

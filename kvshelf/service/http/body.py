@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, TypeVar
 
 import pydantic_core
 from python_multipart.multipart import parse_options_header
-from starlette.datastructures import UploadFile
+from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 
@@ -114,11 +114,8 @@ async def received_file(
     async with aclosing(_arriving(request, settings, cap)) as chunks:
         parser = _StrictParser(request.headers, chunks, max_files=1, max_fields=8, max_part_size=_MAX_FIELD_BYTES)
         parser.spool_max_size = 1  # 0 would keep it in memory
-        try:
-            with space_for("a file that arrives"):
-                form = await parser.parse()
-        except MultiPartException as exc:
-            raise InvalidRequest(f"the form cannot be read: {exc.message}") from exc
+        with space_for("a file that arrives"):
+            form = await parser.parsed()
     try:
         file = form.get("file")
         if not isinstance(file, UploadFile):
@@ -219,6 +216,13 @@ async def _arriving(request: Request, settings: Settings, cap: _Cap) -> AsyncGen
 class _StrictParser(MultiPartParser):
     """Refuses text that is not UTF-8. Starlette's parser would silently read it as Latin-1."""
 
+    async def parsed(self) -> FormData:
+        """As `parse`. Raises `InvalidRequest` for what is no form."""
+        try:
+            return await self.parse()
+        except MultiPartException as exc:
+            raise InvalidRequest(f"the form cannot be read: {exc.message}") from exc
+
     def on_part_end(self) -> None:
         part = self._current_part
         if part.file is None:
@@ -235,10 +239,7 @@ async def _form_values(request: Request, body: bytes) -> tuple[dict[str, Any], U
 
     parser = _StrictParser(request.headers, chunks(), max_files=1, max_fields=64, max_part_size=_MAX_FIELD_BYTES)
     parser.spool_max_size = len(body) + 1
-    try:
-        form = await parser.parse()
-    except MultiPartException as exc:
-        raise InvalidRequest(f"the form cannot be read: {exc.message}") from exc
+    form = await parser.parsed()
     values: dict[str, Any] = {}
     file: Upload | None = None
     for name, value in form.multi_items():

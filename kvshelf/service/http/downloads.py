@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Annotated
 
 from fastapi import Depends, Header, Response
@@ -18,18 +19,13 @@ _CHUNK_BYTES = 1 << 20
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 
 
+@dataclass(frozen=True)
 class Selection:
     """The three request headers that select which bytes to send."""
 
-    def __init__(
-        self,
-        range: Annotated[str, Header()] = "",
-        if_range: Annotated[str, Header()] = "",
-        if_none_match: Annotated[str, Header()] = "",
-    ) -> None:
-        self.range = range
-        self.if_range = if_range
-        self.if_none_match = if_none_match
+    range: Annotated[str, Header()] = ""
+    if_range: Annotated[str, Header()] = ""
+    if_none_match: Annotated[str, Header()] = ""
 
 
 InDownload = Annotated[Selection, Depends()]

@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -45,27 +46,22 @@ _MISHAP_PAUSE_S = 60.0  # the next try most likely meets the same bug and logs a
 _FULL_PAUSE_S = 5.0  # roughly the time until one of many documents is done
 
 
+@dataclass(eq=False)
 class Background:
-    """Runs the background requests in the store. `start` it on the event loop of the service, `stop` it once."""
+    """Runs the background requests in the store. `start` it on the event loop of the service, `stop` it once.
 
-    def __init__(
-        self,
-        store: Store,
-        engines: Mapping[str, EngineClient],
-        *,
-        deadline_s: float,
-        max_unfinished: int,
-        unclaimed_s: float = 86_400.0,
-    ) -> None:
-        """max_unfinished: limit on the unfinished requests of one tenant for one model.
-        unclaimed_s: how long a request for a model that is not served here waits for another service before it fails.
-        """
-        self._store = store
-        self._engines = engines
-        self._deadline_s = deadline_s
-        self._max_unfinished = max_unfinished
-        self._unclaimed_s = unclaimed_s
-        self._waiting = {model: _Backlog() for model in engines}
+    max_unfinished: limit on the unfinished requests of one tenant for one model. unclaimed_s: how long a request for a
+    model that is not served here waits for another service before it fails.
+    """
+
+    store: Store
+    engines: Mapping[str, EngineClient]
+    deadline_s: float
+    max_unfinished: int
+    unclaimed_s: float = 86_400.0
+
+    def __post_init__(self) -> None:
+        self._waiting = {model: _Backlog() for model in self.engines}
         self._known: dict[str, _Key] = {}
         self._arriving: list[_Key] = []
         self._elsewhere: dict[str, _Elsewhere] = {}
@@ -113,16 +109,16 @@ class Background:
     def _there(self, key: _Key) -> RequestRecord | None:
         """The request's record; None if the request is new or must be done again."""
         try:
-            record = self._store.requests.get(key.id, tenant=key.tenant)
+            record = self.store.requests.get(key.id, tenant=key.tenant)
         except RequestNotFound:
             return None
-        return None if record.state == "failed" or stored_caches(self._store, record) is None else record
+        return None if record.state == "failed" or stored_caches(self.store, record) is None else record
 
     def _open(self, key: _Key, body: bytes) -> RequestRecord:
-        self._store.admit(key.tenant)
-        requests = self._store.requests
+        self.store.admit(key.tenant)
+        requests = self.store.requests
         record = requests.open(key.id, tenant=key.tenant, body=body)
-        if stored_caches(self._store, record) is None:
+        if stored_caches(self.store, record) is None:
             record = requests.open(key.id, tenant=key.tenant, body=body, again=True)
         return record
 
@@ -133,7 +129,7 @@ class Background:
         Counts in this process, not in the store; requests accepted by other services are known here within seconds.
         """
         others = {other for other in (*self._known.values(), *self._arriving) if other[1:] == key[1:]} - {key}
-        if len(others) >= self._max_unfinished:
+        if len(others) >= self.max_unfinished:
             raise QueueFull(
                 f"{len(others)} creations for {key.model!r} were accepted and are not done yet, which is as many as a "
                 "tenant may have; wait for some of them, or use a batch",
@@ -156,7 +152,7 @@ class Background:
         Repeated, not only done at the start: a process that is being replaced accepts requests until its successor is
         ready.
         """
-        unfinished = await asyncio.to_thread(self._store.requests.unfinished)
+        unfinished = await asyncio.to_thread(self.store.requests.unfinished)
         requests = [record for record in unfinished if record.id.startswith(_PREFIX)]  # not rows of batches
         ids = {record.id for record in requests}
         self._elsewhere = {id_: seen for id_, seen in self._elsewhere.items() if id_ in ids}
@@ -176,16 +172,16 @@ class Background:
         """Queue a request if its model is served here; leave it to other services for up to `unclaimed_s`."""
         seen = self._elsewhere.get(record.id)
         if seen is None:
-            model = (await asyncio.to_thread(_spec, self._store.requests, record.id)).model or ""
-            if model in self._engines:
+            model = (await asyncio.to_thread(_spec, self.store.requests, record.id)).model or ""
+            if model in self.engines:
                 self._enqueue(_Key(record.id, record.tenant, model))
                 return
             seen = self._elsewhere[record.id] = _Elsewhere(model, time.time())
             log.warning("a request waits for a model that is not served here", request=record.id, model=model)
-        if time.time() - max(seen.at, record.updated_at) > self._unclaimed_s:
+        if time.time() - max(seen.at, record.updated_at) > self.unclaimed_s:
             message = f"model {seen.model!r} is not served here, and no other service on this shelf took the request"
             refused = InvalidRequest(message, param="model")
-            await asyncio.to_thread(refuse, self._store.requests, record.id, refused)
+            await asyncio.to_thread(refuse, self.store.requests, record.id, refused)
 
     async def _run(self, waiting: _Backlog, runner: Runner) -> None:
         while True:
@@ -202,14 +198,14 @@ class Background:
             del self._known[key.id]
 
     def _job(self, key: _Key) -> Job:
-        requests = self._store.requests
+        requests = self.store.requests
         return Job(
             id=key.id,
             tenant=key.tenant,
             requests=requests,
             spec=partial(_spec, requests, key.id),
-            create=self._engines[key.model].create,
-            deadline_s=self._deadline_s,
+            create=self.engines[key.model].create,
+            deadline_s=self.deadline_s,
             leaves_held=True,  # if that worker dies, `_take_up` finds the request
         )
 

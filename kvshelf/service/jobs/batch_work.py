@@ -7,6 +7,7 @@ import datetime
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Final
 
 import structlog
@@ -80,31 +81,23 @@ def stuck(progress: Progress, now: float) -> str:
     return progress.reason if progress.state is RunState.WAITING and now - since >= _PATIENCE_S else ""
 
 
+@dataclass(eq=False)
 class BatchWork:
-    """The work on one batch. `run` it once; the results go to the store."""
+    """The work on one batch. `run` it once; the results go to the store.
 
-    def __init__(
-        self,
-        record: BatchRecord,
-        term: int,
-        store: Store,
-        engines: Mapping[str, RemoteEngine],
-        settings: Settings,
-        metrics: Metrics,
-        others_wait: Callable[[], bool],
-    ) -> None:
-        """term: the term of this process's lease. others_wait: whether batches of other tenants wait for a place."""
-        self._id = record.id
-        self._tenant = record.tenant
-        self._term = term
-        self._batches = store.batches
-        self._store = store
-        self._engines = engines
-        self._settings = settings
-        self._metrics = metrics
-        self._others_wait = others_wait
-        self._let_go = False  # whether the run was cancelled to let the batch rest
-        self._waits_for = ""  # the reason, if no caller asked for the rest
+    record: the batch as it was found; only its id and tenant are used. term: the term of this process's lease.
+    others_wait: whether batches of other tenants wait for a place.
+    """
+
+    record: BatchRecord
+    term: int
+    store: Store
+    engines: Mapping[str, RemoteEngine]
+    settings: Settings
+    metrics: Metrics
+    others_wait: Callable[[], bool]
+    _let_go: bool = field(default=False, init=False)  # whether the run was cancelled to let the batch rest
+    _waits_for: str = field(default="", init=False)  # the reason, if no caller asked for the rest
 
     async def run(self) -> None:
         """Work until the batch ends or rests, or the lease is lost. Raises nothing."""
@@ -116,10 +109,10 @@ class BatchWork:
             for task in ended:
                 task.result()
         except StateConflict:
-            log.warning("a batch was taken over by another process", batch=self._id)
+            log.warning("a batch was taken over by another process", batch=self.record.id)
         except Exception:
             # Keep the lease until it expires, so that a batch that fails at once is not retried every second.
-            log.exception("a batch failed unexpectedly", batch=self._id)
+            log.exception("a batch failed unexpectedly", batch=self.record.id)
             unexpected = True
         finally:
             for task in (working, renewing):
@@ -128,26 +121,26 @@ class BatchWork:
             await asyncio.gather(working, renewing, return_exceptions=True)
             if not unexpected:
                 with suppress(StoreError):  # the lease then ends by itself
-                    await asyncio.to_thread(self._batches.table.release, self._id, self._term)
+                    await asyncio.to_thread(self.store.batches.table.release, self.record.id, self.term)
 
     async def _renew(self) -> None:
         """Renew the lease. Raises `StateConflict` when another process has it."""
         while True:
             await asyncio.sleep(LEASE_S / 3)
             try:
-                await asyncio.to_thread(self._batches.table.renew, self._id, self._term, lease_s=LEASE_S)
+                await asyncio.to_thread(self.store.batches.table.renew, self.record.id, self.term, lease_s=LEASE_S)
             except StoreError as error:
-                log.warning("the lease of a batch could not be renewed", batch=self._id, code=error.code)
+                log.warning("the lease of a batch could not be renewed", batch=self.record.id, code=error.code)
 
     async def _advance(self) -> None:
         """Work on the batch until it ends or rests."""
         record = await self._change(lambda record: record)
-        log.info("batch taken up", batch=self._id, state=record.state, attempt=record.attempts)
+        log.info("batch taken up", batch=self.record.id, state=record.state, attempt=record.attempts)
         try:
             await self._go_on(record)
         except StoreError as error:
             reason = error.message
-            log.warning("a batch waits for the store", batch=self._id, code=error.code, message=reason)
+            log.warning("a batch waits for the store", batch=self.record.id, code=error.code, message=reason)
             await self._change(lambda record: waiting(record, reason, time.time()))
 
     async def _go_on(self, record: BatchRecord) -> None:
@@ -156,7 +149,7 @@ class BatchWork:
             if record.state == "validating" and not _is_to_end(record):
                 record = await self._validate(record)
             if reason := rest_reason(record, time.time()):
-                log.info("batch rests", batch=self._id, reason=reason)
+                log.info("batch rests", batch=self.record.id, reason=reason)
                 return
             if not _is_to_end(record):
                 before = record
@@ -173,8 +166,8 @@ class BatchWork:
 
     async def _validate(self, record: BatchRecord) -> BatchRecord:
         """Check the whole input before any work; a fault in one row ends that row alone."""
-        file_id, limit = record.body["input_file_id"], self._settings.max_batch_rows
-        total = await asyncio.to_thread(count_rows, self._store, file_id, self._tenant, limit)
+        file_id, limit = record.body["input_file_id"], self.settings.max_batch_rows
+        total = await asyncio.to_thread(count_rows, self.store, file_id, self.record.tenant, limit)
 
         def begin(record: BatchRecord) -> BatchRecord:
             counted = record.model_copy(update={"counts": RequestCounts(total=total), "progress": {}})
@@ -192,23 +185,23 @@ class BatchWork:
                 with suppress(StoreError):  # the run itself waits until the store is back
                     progress = run.progress()
                     await self._steer(run, progress, record)
-                    self._metrics.batch_advanced(told, progress)
+                    self.metrics.batch_advanced(told, progress)
                     told = progress
         except BaseException:
             run.cancel("the service stops")
             await asyncio.to_thread(run.wait, _STOP_S)
             raise
-        self._metrics.batch_advanced(told, summary)
+        self.metrics.batch_advanced(told, summary)
         return summary
 
     def _made(self, record: BatchRecord) -> Run:
-        config = store_config(self._settings)
-        file = self._store.files.get(record.body["input_file_id"], tenant=self._tenant)
+        config = store_config(self.settings)
+        file = self.store.files.get(record.body["input_file_id"], tenant=self.record.tenant)
         shard = StoredShard(
-            config, self._tenant, file.id, file.filename, record.body["options"], file.nbytes, record.counts.total
+            config, self.record.tenant, file.id, file.filename, record.body["options"], file.nbytes, record.counts.total
         )
-        journal = HomeJournal(self._batches, self._id, self._term)
-        return Run([shard], self._engines, config, journal, _options(record))
+        journal = HomeJournal(self.store.batches, self.record.id, self.term)
+        return Run([shard], self.engines, config, journal, _options(record))
 
     async def _steer(self, run: Run, progress: Progress, before: BatchRecord) -> None:
         """Store the progress of the run, and cancel the run if a caller or a limit demands it."""
@@ -222,7 +215,7 @@ class BatchWork:
         elif reason := rest_reason(record, time.time()):
             self._let_go = True
             run.cancel(reason)
-        elif self._others_wait() and (reason := stuck(progress, time.time())):
+        elif self.others_wait() and (reason := stuck(progress, time.time())):
             # Only for another tenant: a restart costs seconds and remakes caches that were deleted to make room.
             self._let_go, self._waits_for = True, reason
             run.cancel(reason)
@@ -239,7 +232,7 @@ class BatchWork:
     async def _end(self, problems: tuple[BatchError, ...]) -> None:
         """Write the result files from the journal and end the batch."""
         record = await self._change(lambda record: _ending(record, problems))
-        counts = await asyncio.to_thread(write_results, self._store, record, self._term)
+        counts = await asyncio.to_thread(write_results, self.store, record, self.term)
 
         def end(record: BatchRecord) -> BatchRecord:
             state, told = outcome(record, counts)
@@ -247,7 +240,7 @@ class BatchWork:
             return record.entered(state, time.time(), counts=counts, problems=told, progress=numbers)
 
         ended = await self._change(end)
-        log.info("batch results written", batch=self._id, state=ended.state, **ended.counts.model_dump())
+        log.info("batch results written", batch=self.record.id, state=ended.state, **ended.counts.model_dump())
 
     async def _change(self, update: Update) -> BatchRecord:
         """Change the record. Retries while the store is down, because callers must see that the batch waits."""
@@ -255,11 +248,11 @@ class BatchWork:
             try:
                 return await asyncio.to_thread(self._change_now, update)
             except StoreError as error:
-                log.warning("a batch waits for the store", batch=self._id, code=error.code, message=error.message)
+                log.warning("a batch waits for the store", batch=self.record.id, code=error.code, message=error.message)
                 await asyncio.sleep(_STORE_PAUSE_S)
 
     def _change_now(self, update: Update) -> BatchRecord:
-        return self._batches.update(self._id, update, tenant=self._tenant, term=self._term)
+        return self.store.batches.update(self.record.id, update, tenant=self.record.tenant, term=self.term)
 
 
 def _options(record: BatchRecord) -> RunOptions:

@@ -1,16 +1,18 @@
-"""About this service: models, policies, limits, health."""
+"""About this service: models, policies, limits, health, metrics."""
 
 from __future__ import annotations
 
 import asyncio
+from typing import Annotated
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Header, Response
 from fastapi.responses import JSONResponse
+from prometheus_client.exposition import choose_encoder
 
 from kvshelf.api import Limits, ModelList, PolicyList, PolicyObject, Readiness, ReadyPart, TenantAllowances
 from kvshelf.api.strict import MAX_PROMPTS
 from kvshelf.errors import DeadlineExceeded, KvshelfError, QueueFull, StoreUnavailable
-from kvshelf.service.access.keys import Reader
+from kvshelf.service.access.keys import Admin, Reader
 from kvshelf.service.access.limits import allowance
 from kvshelf.service.http import openapi
 from kvshelf.service.state import InService, Service, off_loop
@@ -133,3 +135,18 @@ async def _running(engine: RemoteEngine) -> int | None:
             return await engine.refresh()
     except TimeoutError:
         return None
+
+
+@router.get(
+    "/metrics",
+    response_class=Response,
+    responses={200: {"description": "all metrics", "content": {"text/plain": {"schema": {"type": "string"}}}}},
+)
+async def metrics(_: Admin, service: InService, accept: Annotated[str, Header()] = "") -> Response:
+    """All metrics of this service, in Prometheus' text format, or as OpenMetrics if the caller accepts it."""
+    for model, engine in service.engines.items():
+        service.metrics.read_queues(model, engine.remote.running, service.settings.replicas, engine.waiting)
+    service.metrics.read_jobs(service.background.counts, service.batches.counts)
+    await service.metrics.read_shelf(service.store)
+    encode, media_type = choose_encoder(accept)
+    return Response(encode(service.metrics.registry), media_type=media_type)

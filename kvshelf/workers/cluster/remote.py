@@ -31,7 +31,6 @@ from kvshelf.errors import (
     QueueFull,
     WorkerCrashed,
 )
-from kvshelf.workers.replica.attempts import MAX_ATTEMPTS
 from kvshelf.workers.replica.queues import Pace
 from kvshelf.workers.replica.results import Created, Reply
 
@@ -70,25 +69,10 @@ class RemoteEngine:
     def _streaming(self) -> DeploymentHandle:
         return self.handle.options(stream=True)
 
-    async def create(
-        self,
-        spec: CreateCache,
-        *,
-        tenant: str,
-        deadline_s: float,
-        request_id: str | None = None,
-        max_attempts: int = MAX_ATTEMPTS,
-    ) -> Created:
-        created: Created = await self._call(
-            "create",
-            deadline_s + _GRACE_S,
-            spec,
-            tenant=tenant,
-            deadline_s=deadline_s,
-            request_id=request_id,
-            max_attempts=max_attempts,
-            origin=_origin(),
-        )
+    async def create(self, spec: CreateCache, *, tenant: str, deadline_s: float, **recorded: Any) -> Created:
+        """recorded: `request_id` and `max_attempts` of a request of the job table."""
+        about = {"tenant": tenant, "deadline_s": deadline_s, "origin": _origin(), **recorded}
+        created: Created = await self._call("create", deadline_s + _GRACE_S, spec, **about)
         return created
 
     async def query(self, cache_id: str, query: Query, *, tenant: str, deadline_s: float) -> list[Reply]:

@@ -64,14 +64,7 @@ class Replica:
         self._store = store
         self._scheduler = scheduler
         self._threads = Threads(max_workers=8, thread_name_prefix="replica")
-        self._creations = Creations(
-            engine,
-            store,
-            scheduler,
-            self._threads,
-            questions=questions,
-            max_document_tokens=max_document_tokens,
-        )
+        self._creations = Creations(engine, store, scheduler, self._threads, questions, max_document_tokens)
         self._attempts = Attempts(store.requests, self.name, self._threads)
         self._residents = Residents(store, engine.attach, residents or ResidentLimits(), self._threads)
         self._evicting: asyncio.Task[NoReturn] | None = None

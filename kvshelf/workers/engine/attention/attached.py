@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -98,14 +99,8 @@ class AttachedLayer(UnboundedLayer):
             suffixes=(SuffixRows((end,) * rows, tuple(range(0, rows * new, new)), new),),
             device=key_states.device,
         )
-        states = AttachedStates(
-            [self.prefix],
-            [(self.keys, self.values)],
-            layout,
-            new=(key_states, value_states),
-            logical_length=self.start + end,
-            first_position=self.start + before,
-        )
+        length, first, suffixes = self.start + end, self.start + before, [(self.keys, self.values)]
+        states = AttachedStates([self.prefix], suffixes, layout, key_states, value_states, length, first)
         return states, states
 
     def get_seq_length(self) -> int:
@@ -143,41 +138,32 @@ class AttachedLayer(UnboundedLayer):
         raise StateConflict("an attached cache cannot be cropped; attach the document again instead")
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class AttachedStates:
     """Stands where transformers expects a layer's keys and values, and refuses every use but kvshelf's attention.
 
     Deliberately not a tensor: another attention function would silently attend to a tensor of the suffix alone, and
     answer without the document.
+
+    prefixes, suffixes and layout are those of `prefix_attention`. `new_keys`: `[B, kv_heads, T, D]`, of this call's
+    tokens, as `new_values`. `logical_length`: the longest document and suffix, this call's tokens included.
+    `first_position`: where the call has to begin; None if the caller has set the positions.
     """
 
-    __slots__ = ("_first_position", "_layout", "_prefixes", "_suffixes", "logical_length", "new_keys", "new_values")
-
-    def __init__(
-        self,
-        prefixes: Sequence[Sequence[Prefix]],
-        suffixes: Sequence[tuple[Tensor, Tensor]],
-        layout: BatchLayout,
-        *,
-        new: tuple[Tensor, Tensor],
-        logical_length: int,
-        first_position: int | None,
-    ) -> None:
-        """prefixes, suffixes and layout are those of `prefix_attention`. `new`: keys `[B, kv_heads, T, D]` and values
-        of this call's tokens. `logical_length`: the longest document and suffix, this call's tokens included.
-        `first_position`: where the call has to begin; None if the caller has set the positions."""
-        self._prefixes = prefixes
-        self._suffixes = suffixes
-        self._layout = layout
-        self.new_keys, self.new_values = new
-        self.logical_length = logical_length
-        self._first_position = first_position
+    prefixes: Sequence[Sequence[Prefix]]
+    suffixes: Sequence[tuple[Tensor, Tensor]]
+    layout: BatchLayout
+    new_keys: Tensor
+    new_values: Tensor
+    logical_length: int
+    first_position: int | None
 
     def attend(self, queries: Tensor, scaling: float) -> Tensor:
         """Attention of this call's queries `[B, q_heads, T, D]` over document and suffix. Returns `[B, T, q_heads,
         Dv]`."""
         batch, heads, new, dim = queries.shape
         flat = queries.transpose(1, 2).reshape(batch * new, heads, dim)
-        out = prefix_attention(flat, self._prefixes, self._suffixes, self._layout, scaling)
+        out = prefix_attention(flat, self.prefixes, self.suffixes, self.layout, scaling)
         return out.view(batch, new, heads, -1)
 
     def check_positions(self, position_ids: Tensor | None) -> None:
@@ -185,7 +171,7 @@ class AttachedStates:
 
         `generate()` given the question alone counts positions from 0: its keys would silently get a wrong rotation.
         """
-        first = self._first_position
+        first = self.first_position
         if first is not None and position_ids is not None and not bool((position_ids[..., 0] == first).all()):
             _refuse_positions(first)
 

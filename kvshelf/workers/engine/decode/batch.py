@@ -213,14 +213,8 @@ class _BatchLayer(UnboundedLayer):
         """Append every row's new states to its suffix, once every document of the step has this layer."""
         prefixes = [document.prefixes(self._index, self._wait) for document in self._step.documents]
         suffixes = [group.write(self._index, key_states, value_states) for group in self._step.groups]
-        states = AttachedStates(
-            prefixes,
-            suffixes,
-            self._step.layout,
-            new=(key_states, value_states),
-            logical_length=self._step.logical_length,
-            first_position=None,
-        )
+        length = self._step.logical_length
+        states = AttachedStates(prefixes, suffixes, self._step.layout, key_states, value_states, length, None)
         return states, states
 
     def get_seq_length(self) -> int:

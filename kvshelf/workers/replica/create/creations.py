@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import structlog
@@ -14,7 +14,6 @@ from kvshelf.errors import QualityBelowFloor
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.engine.engine import Engine
-from kvshelf.workers.engine.quality import QUESTIONS
 from kvshelf.workers.replica.calls import Threads
 from kvshelf.workers.replica.create.auto import Selection
 from kvshelf.workers.replica.create.estimates import Rates, estimate
@@ -34,6 +33,7 @@ _HANG_S = 2.0
 """Seconds after its deadline in which a document must reach the end of a layer; callers wait for longer."""
 
 
+@dataclass(eq=False)
 class Creations:
     """The creations of one replica.
 
@@ -41,35 +41,25 @@ class Creations:
     `max_document_tokens` are refused; None leaves the limit to the model.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        store: Store,
-        scheduler: Scheduler,
-        threads: Threads,
-        *,
-        questions: int = QUESTIONS,
-        max_document_tokens: int | None = None,
-    ) -> None:
-        self._engine = engine
-        self._store = store
-        self._scheduler = scheduler
-        self._threads = threads
-        self._questions = questions
-        self._max_document_tokens = max_document_tokens
-        self._singleflight: SingleFlight[Created] = SingleFlight()
-        self._negative_cache = NegativeCache()
-        self._rates = Rates()
+    engine: Engine
+    store: Store
+    scheduler: Scheduler
+    threads: Threads
+    questions: int
+    max_document_tokens: int | None
+    _singleflight: SingleFlight[Created] = field(default_factory=SingleFlight, init=False)
+    _negative_cache: NegativeCache = field(default_factory=NegativeCache, init=False)
+    _rates: Rates = field(default_factory=Rates, init=False)
 
     def estimate(self, spec: Estimate) -> EstimateObject:
         """What creating this would take, see `estimates.estimate`. Blocks; thread-safe."""
-        document = encode(self._engine, spec, self._max_document_tokens)
-        return estimate(self._engine, self._rates, document, spec)
+        document = encode(self.engine, spec, self.max_document_tokens)
+        return estimate(self.engine, self._rates, document, spec)
 
     async def create(self, spec: CreateCache, tenant: str, deadline_s: float | None) -> Created:
         """The caches on the shelf, compressed if they were not there. Equal creations at one time run once."""
-        work = await self._threads.run(requested_levels, self._engine, spec, self._questions, self._max_document_tokens)
-        publisher = Publisher.of(self._store, tenant, spec, work.levels)
+        work = await self.threads.run(requested_levels, self.engine, spec, self.questions, self.max_document_tokens)
+        publisher = Publisher.of(self.store, tenant, spec, work.levels)
         if isinstance(work, Selection):
             key = f"{work.min_quality!r} of {' '.join(publisher.ids)}"
             created, began = await self._singleflight.join(key, lambda: self._choose(work, publisher, deadline_s))
@@ -78,12 +68,12 @@ class Creations:
             created, began = await self._singleflight.join(key, lambda: self._make(work, publisher, deadline_s))
         caches = [cache if began else replace(cache, existing=True) for cache in created.caches]
         if any(cache.existing for cache in caches):
-            caches = await self._threads.run(_as_asked, publisher, caches)
+            caches = await self.threads.run(_as_asked, publisher, caches)
         return Created(tuple(caches), created.phases if began else ())
 
     async def _make(self, work: Levels, publisher: Publisher, deadline_s: float | None) -> Created:
         """All levels: those on the shelf as they are, the others from as few prefills as possible."""
-        there = await self._threads.run(publisher.there)
+        there = await self.threads.run(publisher.there)
         missing = [(id_, level) for id_, level in zip(publisher.ids, work.levels, strict=True) if id_ not in there]
         stored = dict(there)
         phases: tuple[Phase, ...] = ()
@@ -91,13 +81,13 @@ class Creations:
             fewer = replace(work, levels=tuple(level for _, level in missing))
             made, ticket = await self._run(fewer, publisher.tenant, deadline_s)
             for (id_, level), compression in zip(missing, made, strict=True):
-                stored[id_] = await self._threads.run(publisher.put, level, compression, ticket.queue_s)
+                stored[id_] = await self.threads.run(publisher.put, level, compression, ticket.queue_s)
             phases = self._record([stored[id_] for id_, _ in missing], ticket)
         return Created(tuple(Stored(stored[id_], id_ in there) for id_ in publisher.ids), phases)
 
     async def _choose(self, work: Selection, publisher: Publisher, deadline_s: float | None) -> Created:
         """Only the smallest level that is good enough."""
-        there = await self._threads.run(publisher.there)
+        there = await self.threads.run(publisher.there)
         known = publisher.known(work, there, self._negative_cache.of(publisher.ids))
         if known is not None:
             return Created((Stored(known, existing=True),))
@@ -106,14 +96,14 @@ class Creations:
         except QualityBelowFloor as refusal:
             self._negative_cache.remember(publisher.ids, refusal)
             raise
-        manifest = await self._threads.run(publisher.put_choice, work, choice, ticket.queue_s)
+        manifest = await self.threads.run(publisher.put_choice, work, choice, ticket.queue_s)
         phases = self._record([manifest], ticket)
         return Created((Stored(manifest, manifest.id in there),), phases)
 
     async def _run(self, work: Work[ResultT], tenant: str, deadline_s: float | None) -> tuple[ResultT, Ticket[ResultT]]:
         """Run work on the model; it stops within a layer when its caller leaves."""
-        await self._threads.run(self._store.admit, tenant)
-        ticket = self._scheduler.compress(work, deadline_s=deadline_s)
+        await self.threads.run(self.store.admit, tenant)
+        ticket = self.scheduler.compress(work, deadline_s=deadline_s)
         try:
             async with asyncio.timeout(None if deadline_s is None else deadline_s + _HANG_S):
                 return await asyncio.wrap_future(ticket.future), ticket
