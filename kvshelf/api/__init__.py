@@ -28,8 +28,6 @@ from kvshelf.api.creation import Estimate as Estimate
 from kvshelf.api.creation import EstimateObject as EstimateObject
 from kvshelf.api.creation import PolicyEstimate as PolicyEstimate
 from kvshelf.api.creation import RequestObject as RequestObject
-from kvshelf.api.errors import ErrorBody as ErrorBody
-from kvshelf.api.errors import ErrorEnvelope as ErrorEnvelope
 from kvshelf.api.queries import AnswerDelta as AnswerDelta
 from kvshelf.api.queries import AnswerList as AnswerList
 from kvshelf.api.queries import AnswerObject as AnswerObject
@@ -45,6 +43,8 @@ from kvshelf.api.service import PolicyObject as PolicyObject
 from kvshelf.api.service import Readiness as Readiness
 from kvshelf.api.service import ReadyPart as ReadyPart
 from kvshelf.api.service import TenantAllowances as TenantAllowances
+from kvshelf.api.strict import ErrorBody as ErrorBody
+from kvshelf.api.strict import ErrorEnvelope as ErrorEnvelope
 from kvshelf.api.strict import Message as Message
 from kvshelf.api.strict import MessageList as MessageList
 from kvshelf.api.strict import QueryString as QueryString

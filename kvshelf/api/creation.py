@@ -6,11 +6,11 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from kvshelf.api.errors import ErrorBody
 from kvshelf.api.strict import (
     MAX_LEVELS,
     CacheName,
     CodecText,
+    ErrorBody,
     ExpiresAt,
     Labels,
     LayoutName,

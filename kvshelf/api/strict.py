@@ -1,4 +1,4 @@
-"""Validation of requests: strict base classes, shared field types, and the error for a failed check."""
+"""Validation of requests: strict base classes, shared types, errors on the wire and the error for a failed check."""
 
 from __future__ import annotations
 
@@ -105,6 +105,25 @@ class ResponseBody(BaseModel):
     """Base of all responses. Drops unknown fields of a newer service."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, protected_namespaces=())
+
+
+class ErrorBody(ResponseBody):
+    """`code` is for programs, `type` groups codes, `param` names the wrong field, `message` is for people.
+
+    `miss_reason` says why a stored cache could not be used. `details` holds machine-readable facts, such as both
+    fingerprints of a model_mismatch. Both are present only if they apply.
+    """
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str
+    miss_reason: MissReason | None = None
+    details: dict[str, Any] | None = None
+
+
+class ErrorEnvelope(ResponseBody):
+    error: ErrorBody
 
 
 class Message(RequestBody):

@@ -60,8 +60,7 @@ def _found(url: str | None, as_json: bool) -> list[PolicyObject]:
         from kvshelf.workers.policies import catalog
     from kvshelf.api import PolicyObject
 
-    described = [info.to_dict() for info in catalog()]
-    return [PolicyObject.model_validate({"id": info["name"]} | info) for info in described]
+    return [PolicyObject.model_validate(info.to_dict()) for info in catalog()]
 
 
 def _table(policies: list[PolicyObject]) -> Table:

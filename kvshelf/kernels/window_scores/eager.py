@@ -7,25 +7,13 @@ the only large buffers of `window_scores`. All 256 rows of SnapKV at once take 1
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 _ROWS_PER_PRODUCT = 128
-
-
-def window_scores(
-    queries: Tensor,
-    keys: Tensor,
-    scale: float,
-    own_keys: Tensor | None = None,
-    reduce: str = "mean",
-    kernel: int = 1,
-    pooling: str = "avg",
-) -> Tensor:
-    """See `kvshelf.kernels.window_scores.window_scores`."""
-    return scores_by(multiply, add_weights, queries, keys, scale, own_keys, reduce, kernel, pooling)
 
 
 Multiply = Callable[[Tensor, Tensor, Tensor], None]
@@ -46,7 +34,7 @@ def scores_by(
     kernel: int,
     pooling: str,
 ) -> Tensor:
-    """Window scores with these forms of their two halves."""
+    """See `kvshelf.kernels.window_scores.window_scores`; with these forms of its two halves."""
     (kv_heads, num_keys, dim), (_, num_rows, _) = keys.shape, queries.shape
     future = _future(queries.shape[0] // kv_heads, num_rows, keys.device)
     width = num_keys + (0 if own_keys is None else own_keys.shape[1])
@@ -98,6 +86,9 @@ def multiply(rows: Tensor, keys: Tensor, out: Tensor) -> None:
         torch.mm(rows, keys.T, out=out)
     else:
         out.copy_(torch.mm(rows, keys.T))
+
+
+window_scores = partial(scores_by, multiply, add_weights)
 
 
 def _fill_logits(

@@ -4,6 +4,7 @@ torch's own, as in `eager`."""
 from __future__ import annotations
 
 import ctypes
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,19 +12,6 @@ from torch import Tensor
 from kvshelf.kernels.native import FEW_ROWS, TYPES, WIDTHS, compiled, pointer
 from kvshelf.kernels.window_scores import eager
 from kvshelf.kernels.window_scores.eager import window_attention as window_attention  # its weights are its cost
-
-
-def window_scores(
-    queries: Tensor,
-    keys: Tensor,
-    scale: float,
-    own_keys: Tensor | None = None,
-    reduce: str = "mean",
-    kernel: int = 1,
-    pooling: str = "avg",
-) -> Tensor:
-    """See `kvshelf.kernels.window_scores.window_scores`."""
-    return eager.scores_by(_multiply, _add_weights, queries, keys, scale, own_keys, reduce, kernel, pooling)
 
 
 def _multiply(rows: Tensor, keys: Tensor, out: Tensor) -> None:
@@ -47,3 +35,6 @@ def _add_weights(scores: Tensor, logits: Tensor, spare: Tensor, reduce: str) -> 
         pointer(logits), pointer(spare), pointer(scores), ctypes.c_int64(rows), ctypes.c_int64(width),
         ctypes.c_int64(len(scores)), reduce == "max", torch.get_num_threads(),
     )  # fmt: skip
+
+
+window_scores = partial(eager.scores_by, _multiply, _add_weights)

@@ -33,8 +33,7 @@ async def models(service: InService, _: Reader) -> ModelList:
 @router.get("/v1/policies")
 async def policies(_: Reader) -> PolicyList:
     """The compression policies with their parameters and sources."""
-    described = [info.to_dict() for info in catalog()]
-    return PolicyList(data=[PolicyObject.model_validate({"id": info["name"]} | info) for info in described])
+    return PolicyList(data=[PolicyObject.model_validate(info.to_dict()) for info in catalog()])
 
 
 @router.get("/v1/limits")

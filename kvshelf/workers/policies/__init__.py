@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
 from kvshelf.errors import InvalidRequest
@@ -26,7 +29,6 @@ from kvshelf.workers.policies.kvzip import KVzip
 from kvshelf.workers.policies.lagkv import LagKV
 from kvshelf.workers.policies.layer_defensivekv import LayerDefensiveKV
 from kvshelf.workers.policies.localkv import LocalKV
-from kvshelf.workers.policies.measured import measured_rows
 from kvshelf.workers.policies.parameters import legal_values
 from kvshelf.workers.policies.pyramidkv import PyramidKV
 from kvshelf.workers.policies.sablock import SABlock
@@ -89,7 +91,7 @@ class ParameterInfo:
 
 @dataclass(frozen=True)
 class PolicyInfo:
-    """One policy, as documentation and forms show it."""
+    """One policy, as documentation and forms show it. `measured`: its rows of the quality bench, see `_measured`."""
 
     name: str
     version: int
@@ -104,7 +106,8 @@ class PolicyInfo:
     parameters: dict[str, ParameterInfo]
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """The fields of the API's policy object: its id is the name."""
+        return {"id": self.name} | asdict(self)
 
 
 def build(name: str, params: Mapping[str, Any]) -> Policy:
@@ -142,6 +145,16 @@ def _info(cls: type[Policy]) -> PolicyInfo:
         phase=default.phase,
         takes_budget=cls.takes_budget,
         takes_questions=default.takes_questions,
-        measured=[asdict(row) for row in measured_rows() if row.policy == cls.name],
+        measured=[dict(row) for row in _measured() if row["policy"] == cls.name],
         parameters=parameters,
     )
+
+
+@cache
+def _measured() -> list[dict[str, Any]]:
+    """Results of the quality bench on the bundled model, as `scripts/publish_quality.py` wrote them; none where the
+    package brings none. Each is of one policy, fraction removed and codec. `exact`: mean share of exact answers over
+    the cells that the model can do with the full cache. `bytes_per_token`: per document token, as stored.
+    `compress_share`: time of the policy over that of its prefill."""
+    file = files("kvshelf") / "models" / "kvshelf-tiny" / "quality.json"
+    return json.loads(file.read_text())["rows"] if file.is_file() else []
