@@ -87,9 +87,8 @@ def _show(policy: PolicyObject) -> None:
     for line in (f"Choose it: {policy.advice}" if policy.advice else "", f"Source: {policy.source}"):
         if line:
             console.print(line)
-    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    for title in ("PARAMETER", "DEFAULT", "LEGAL", "MEANING"):
-        table.add_column(title)
+    headings = ("PARAMETER", "DEFAULT", "LEGAL", "MEANING")
+    table = Table(*headings, box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for name, about in policy.parameters.items():
         default = "null" if about["default"] is None else str(about["default"])
         table.add_row(name, default, str(about["legal"]), str(about["help"]))

@@ -26,23 +26,18 @@ def opened(url: str, key_file: Path | None) -> Iterator[Store]:
         yield store
 
 
-def shown(url: str) -> str:
-    """The URL without its password."""
-    with needs_extra("serve", purpose="a store"):
-        from kvshelf.store.private import without_secret
-
-    return without_secret(url)
-
-
 def look_over(url: str, key_file: Path | None) -> str:
     """Summarizes the contents of a store without reading blobs. Raises `StoreUnavailable` that lists every problem."""
     with opened(url, key_file) as store:
+        from kvshelf.store.private import without_secret
+
         health, problems, usage = store.health(), store.check(), store.usage()
+    shown = without_secret(url)
     amiss = list(dict.fromkeys([*health.faults, *problems]))
     if amiss:
-        raise StoreUnavailable(f"{shown(url)}: {'; '.join(amiss)}")
+        raise StoreUnavailable(f"{shown}: {'; '.join(amiss)}")
     advice = "".join(f". {warning}" for warning in health.warnings)
-    return f"{shown(url)}: {usage.caches} caches, {_common.megabytes(usage.bytes)}, nothing amiss{advice}"
+    return f"{shown}: {usage.caches} caches, {_common.megabytes(usage.bytes)}, nothing amiss{advice}"
 
 
 def scrub(url: str, key_file: Path | None) -> str:

@@ -91,7 +91,7 @@ def delete_file(id: str) -> Call[batches.FileDeleted]:
 
 def file_content(id: str) -> Call[bytes]:
     """The bytes of one file. Raises `FileNotFound`."""
-    return Call("GET", _file(id) + "/content", _calls.content)
+    return Call("GET", _file(id) + "/content", lambda response: response.content)
 
 
 def create_batch(

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack, overload
 from urllib.parse import quote
 
-import httpx
 from pydantic import ValidationError
 
 from kvshelf import api
@@ -166,7 +165,7 @@ def create_cache(
         headers = {"prefer": "respond-async"}
         return Call("POST", "/v1/caches", parse_as(api.RequestObject), headers=headers, body=body)
     if levels is not None and given.get("min_quality") is None:
-        return Call("POST", "/v1/caches", _levels, body=body)
+        return Call("POST", "/v1/caches", lambda response: parse_as(api.LevelList)(response).data, body=body)
     return Call("POST", "/v1/caches", parse_as(api.CacheObject), body=body)
 
 
@@ -199,7 +198,7 @@ def delete_cache(id: str) -> Call[api.Deleted]:
 
 def download_cache(id: str) -> Call[bytes]:
     """The blob of one cache, for `CompressedCache.from_bytes`, which checks every digest in it."""
-    return Call("GET", _cache_path(id) + "/blob", content)
+    return Call("GET", _cache_path(id) + "/blob", lambda response: response.content)
 
 
 def import_blob(blob: bytes, **fields: Unpack[ImportFields]) -> Call[api.CacheObject]:
@@ -256,7 +255,7 @@ def query_cache(
     path = _cache_path(id) + "/query"
     body = {"json": checked(api.Query, {**fields, "prompt": prompt, "messages": messages})}
     if isinstance(prompt, list | tuple):
-        return Call("POST", path, _answers, body=body)
+        return Call("POST", path, lambda response: parse_as(api.AnswerList)(response).data, body=body)
     return Call("POST", path, parse_as(api.AnswerObject), body=body)
 
 
@@ -380,15 +379,3 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise InvalidRequest(f"cannot read {path}: {error.strerror}", param="file") from error
-
-
-def content(response: httpx.Response) -> bytes:
-    return response.content
-
-
-def _levels(response: httpx.Response) -> Levels:
-    return parse_as(api.LevelList)(response).data
-
-
-def _answers(response: httpx.Response) -> Answers:
-    return parse_as(api.AnswerList)(response).data

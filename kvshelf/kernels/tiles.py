@@ -11,6 +11,11 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether kernels run under the interpreter. Its `tl.dot` is wrong for bf16, so that operands are made fp32 there."""
 
 
+def warps(tile: int) -> int:
+    """For tiles of that many elements: 16 a thread, until there are 16 warps."""
+    return min(16, max(1, tile // 512))
+
+
 @triton.jit
 def load_rows(states, stride, index, valid, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, UPCAST: tl.constexpr):
     """Rows `index` of states, zero where they are not valid and in the padding of the channels."""

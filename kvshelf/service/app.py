@@ -73,7 +73,8 @@ def create_app(
             repeat("sweep", partial(_sweep, store), partial(asyncio.sleep, settings.sweep_interval_s)),
         ]
         if keys is not None:
-            jobs.append(repeat("reading of the API keys", keys.reread, partial(asyncio.sleep, REREAD_S)))
+            reread = partial(asyncio.to_thread, keys.reread)
+            jobs.append(repeat("reading of the API keys", reread, partial(asyncio.sleep, REREAD_S)))
         beside = [asyncio.create_task(job) for job in jobs]
         service.background.start()
         service.batches.start()

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, nullcontext
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 from opentelemetry.trace import Span, Status, StatusCode, Tracer
@@ -30,6 +31,7 @@ MAX_UNREAD_PIECES = 1024
 """Pieces of a streamed answer that may wait for a slow client before its question is given up."""
 
 
+@dataclass(eq=False)
 class EngineClient:
     """Calls the replicas of one model in fair turns of tenants; `deadline_s` includes the waiting.
 
@@ -38,19 +40,14 @@ class EngineClient:
     many tokens were prefilled and generated for a tenant.
     """
 
-    def __init__(
-        self,
-        remote: RemoteEngine,
-        settings: Settings,
-        metrics: Metrics,
-        tracer: Tracer,
-        spend: Callable[[str, int], None] = lambda *_: None,
-    ) -> None:
-        self.remote = remote
-        self.model = remote.model
-        self._metrics = metrics
-        self._tracer = tracer
-        self._spend = spend
+    remote: RemoteEngine
+    settings: InitVar[Settings]
+    metrics: Metrics
+    tracer: Tracer
+    spend: Callable[[str, int], None] = lambda *_: None
+
+    def __post_init__(self, settings: Settings) -> None:
+        self.model = self.remote.model
         replicas, waiting = settings.replicas, settings.max_queued_requests
         questions = replicas * min(settings.max_open_generations, settings.max_ongoing_requests)
         self._queues = {
@@ -72,15 +69,15 @@ class EngineClient:
         """With `request_id` and `max_attempts`, a recorded request, which has waited its turn in the background."""
         turn = nullcontext(deadline_s) if recorded else self._queues["creation"].turn(tenant, deadline_s)
         async with turn as left_s:
-            with self._metrics.creating(self.model, spec.policy), self._observed("create") as span:
+            with self.metrics.creating(self.model, spec.policy), self._observed("create") as span:
                 began_ns = time.time_ns()
                 created = await self.remote.create(spec, tenant=tenant, deadline_s=left_s, **recorded)
-                add_phases(self._tracer, span, began_ns, created.phases)
-        self._metrics.created(self.model, spec.policy, created)
+                add_phases(self.tracer, span, began_ns, created.phases)
+        self.metrics.created(self.model, spec.policy, created)
         note(cache_id=created.manifest.id, tokens=created.manifest.num_tokens, existing=created.existing)
         if len(created.caches) > 1:
             note(caches=len(created.caches))
-        self._spend(tenant, created.prefilled_tokens)
+        self.spend(tenant, created.prefilled_tokens)
         return created
 
     async def query(self, cache_id: str, query: Query, *, tenant: str, deadline_s: float) -> list[Reply]:
@@ -88,7 +85,7 @@ class EngineClient:
             began_ns = time.time_ns()
             replies = await self.remote.query(cache_id, query, tenant=tenant, deadline_s=left_s)
             self._answered(replies, span, began_ns)
-        self._spend(tenant, sum(map(_used, replies)))
+        self.spend(tenant, sum(map(_used, replies)))
         return replies
 
     async def stream(
@@ -116,7 +113,7 @@ class EngineClient:
                             self._answered([piece], span, began_ns)
                         pieces.put_nowait(piece)
                 finally:
-                    self._spend(tenant, used)
+                    self.spend(tenant, used)
 
         fetching = asyncio.create_task(fetch())
         fetching.add_done_callback(lambda _: pieces.put_nowait(None))
@@ -131,15 +128,15 @@ class EngineClient:
     @asynccontextmanager
     async def _answering(self, name: str, tenant: str, deadline_s: float) -> AsyncIterator[tuple[float, Span]]:
         """A slot for a question: the seconds left once it is there, and the span of the call."""
-        with self._metrics.asking():
+        with self.metrics.asking():
             async with self._queues["question"].turn(tenant, deadline_s) as left_s:
                 with self._observed(name) as span:
                     yield left_s, span
 
     def _answered(self, replies: Sequence[Reply], span: Span, began_ns: int) -> None:
-        self._metrics.answered(self.model, replies)
+        self.metrics.answered(self.model, replies)
         for reply in replies:
-            add_phases(self._tracer, span, began_ns, reply.phases)
+            add_phases(self.tracer, span, began_ns, reply.phases)
         note(
             cache_id=replies[0].cache_id,
             read_from=replies[0].read_from,
@@ -154,8 +151,8 @@ class EngineClient:
 
         Its span is not made the current one: a stream may end in another context than it began in.
         """
-        span = self._tracer.start_span(name, attributes={"kvshelf.model": self.model})
-        with self._metrics.in_flight.labels(self.model, name).track_inprogress():
+        span = self.tracer.start_span(name, attributes={"kvshelf.model": self.model})
+        with self.metrics.in_flight.labels(self.model, name).track_inprogress():
             try:
                 yield span
             except BaseException as exc:

@@ -89,14 +89,6 @@ class _Answered:
     cost: Cost
     tokens: int
 
-    @property
-    def rate(self) -> float:
-        return self.tokens / self.cost.seconds
-
-    @property
-    def rate_wall(self) -> float:
-        return self.tokens / self.cost.wall_s
-
 
 def _measure(
     subject: Subject, caches: list[CompressedCache], documents: int, rounds: int, bandwidth: float
@@ -114,8 +106,9 @@ def _measure(
         )
     finally:
         scheduler.stop()
-    together, alone = ([run.rate for run in runs[way]] for way in ("together", "alone"))
-    together_wall, alone_wall = ([run.rate_wall for run in runs[way]] for way in ("together", "alone"))
+    together, alone = ([run.tokens / run.cost.seconds for run in runs[way]] for way in ("together", "alone"))
+    walls = ([run.tokens / run.cost.wall_s for run in runs[way]] for way in ("together", "alone"))
+    together_wall, alone_wall = walls
     both = zip(runs["together"], runs["first"], strict=True)
     steps = [(run.cost.seconds - first.cost.seconds) / (NEW_TOKENS - 1) for run, first in both]
     needed = _step_bytes(subject, caches[:documents], len(caches))

@@ -121,7 +121,7 @@ def journal_s(results: int) -> float:
         return (time.process_time() - started) / results
 
 
-def controller_s(few: int, many: int, seconds: float, period_s: float = 1.0) -> tuple[float, float]:
+def controller_s(few: int, many: int, seconds: float) -> tuple[float, float]:
     """Processor seconds per second that each further idle replica costs Serve's controller and Ray's GCS, by its
     health checks, on a Ray of one's own."""
     prepare_environment(None)
@@ -137,7 +137,7 @@ def controller_s(few: int, many: int, seconds: float, period_s: float = 1.0) -> 
         serve.start(proxy_location="Disabled")
         for count in (few, many):
             deployment = serve.deployment(Idle).options(
-                num_replicas=count, ray_actor_options={"num_cpus": 0}, health_check_period_s=period_s
+                num_replicas=count, ray_actor_options={"num_cpus": 0}, health_check_period_s=1.0
             )
             serve.run(deployment.bind(), name="idle", route_prefix=None)
             watched = [_pid("ray::ServeController"), _pid(str(Path(ray.__file__).parent), "gcs_server")]

@@ -41,19 +41,14 @@ def require_defaults(defaults: Mapping[str, Any]) -> CreateCache:
     return parse_request(CreateCache, _given(defaults) | {"document": "any"})
 
 
-def read_row(
-    values: Any, defaults: Mapping[str, Any], *, source: str, line: int, nbytes: int, custom_id: str | None = None
-) -> Row:
-    """A row from JSON values: the fields of a creation and `custom_id`, or a line of OpenAI's batches.
-
-    custom_id: for values that have none.
-    """
-    row = Row(source, line, custom_id, nbytes=nbytes)
+def read_row(values: Any, defaults: Mapping[str, Any], *, source: str, line: int, nbytes: int) -> Row:
+    """A row from JSON values: the fields of a creation and `custom_id`, or a line of OpenAI's batches."""
+    row = Row(source, line, nbytes=nbytes)
     try:
         if not isinstance(values, Mapping):
             raise InvalidRequest(f"a row is a JSON object, and this is {type(values).__name__}")
         fields = dict(values)
-        row = replace(row, custom_id=_custom_id(fields.pop("custom_id", custom_id)))
+        row = replace(row, custom_id=_custom_id(fields.pop("custom_id", None)))
         if fields.keys() & (_OPENAI_FIELDS - {"custom_id"}):
             fields = _openai_body(fields)
         return replace(row, spec=parse_request(CreateCache, _merged(defaults, fields)))

@@ -85,17 +85,18 @@ class RowJob(Job):
         return bool(self.manifests)
 
 
+@dataclass(eq=False)
 class Caller:
     """Sends rows to the engines, `slots` at a time, on one event loop. going: set while rows may begin."""
 
-    def __init__(
-        self, engines: Mapping[str, RemoteEngine], store: Store, options: RunOptions, *, began: float, slots: int
-    ) -> None:
-        self._engines = engines
-        self._store = store
-        self._options = options
-        self._began = began
-        self._slots = asyncio.Semaphore(slots)
+    engines: Mapping[str, RemoteEngine]
+    store: Store
+    options: RunOptions
+    began: float
+    slots: int
+
+    def __post_init__(self) -> None:
+        self._slots = asyncio.Semaphore(self.slots)
         # Rows wait for a quota too: error rows would be of no use once there is space.
         self._runner = Runner(StoreError, QuotaExceeded)
         self._begun: Counter[str] = Counter()  # by model
@@ -112,29 +113,29 @@ class Caller:
         if self._runner.breaker.trouble is not None:
             return self._runner.breaker.trouble.message
         models = sorted(+self._begun)
-        if not models or any(self._engines[model].running for model in models):
+        if not models or any(self.engines[model].running for model in models):
             return ""
         return f"no worker of {', '.join(models)} runs; the batch goes on when one does"
 
     def job(self, row: Row, spec: CreateCache) -> RowJob:
         """Raises `InvalidRequest` for a model that is not served."""
-        model = spec.model or next(iter(self._engines))
-        if model not in self._engines:
-            raise InvalidRequest(f"model: {model!r:.80} is not served here; there is {', '.join(self._engines)}")
-        options = self._options
+        model = spec.model or next(iter(self.engines))
+        if model not in self.engines:
+            raise InvalidRequest(f"model: {model!r:.80} is not served here; there is {', '.join(self.engines)}")
+        options = self.options
         # The document is part of the id: a corrected line is a new row.
         body = canonical_json(spec.model_dump(mode="json"))
         named = spec.model_copy(update={"model": model})
         return RowJob(
             id=PREFIX + digest("kvshelf.row", options.tenant, options.batch_id, row.source, str(row.line), body),
             tenant=options.tenant,
-            requests=self._store.requests,
+            requests=self.store.requests,
             spec=lambda: named,
-            create=self._engines[model].create,
+            create=self.engines[model].create,
             deadline_s=options.document_deadline_s,
             max_attempts=options.max_attempts,
             row=row,
-            store=self._store,
+            store=self.store,
             retry_failed=options.retry_failed,
         )
 
@@ -174,7 +175,7 @@ class Caller:
             return job.row.failed(RowError(end.error.code, end.error.message), attempts=end.tries, seconds=job.spent_s)
         assert job.manifests  # or it would not have ended
         done = _made(job.row, job.manifests)
-        if any(manifest.created_at >= self._began for manifest in job.manifests):
+        if any(manifest.created_at >= self.began for manifest in job.manifests):
             return replace(done, attempts=end.tries)
         return replace(done, attempts=end.tries, seconds=0.0, reused=True)
 

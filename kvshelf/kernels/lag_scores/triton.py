@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvshelf.kernels.tiles import warps
+
 _TILE = 4096
 """Elements of a tile."""
 
@@ -40,14 +42,9 @@ def lag_scores(keys: Tensor, values: Tensor, lag: int, own_scale: bool) -> Tenso
         LAG=lag, BLOCK_LAG=block_lag, OWN_SCALE=own_scale,
         DIM=keys.shape[2], BLOCK_DIM=min(channels, triton.next_power_of_2(keys.shape[2])),
         VALUE_DIM=values.shape[2], BLOCK_VALUE_DIM=min(channels, triton.next_power_of_2(values.shape[2])),
-        num_warps=_warps(block_lag * channels),
+        num_warps=warps(block_lag * channels),
     )  # fmt: skip
     return scores
-
-
-def _warps(tile: int) -> int:
-    """For tiles of that many elements: 16 a thread, until there are 16 warps."""
-    return min(16, max(1, tile // 512))
 
 
 @triton.jit

@@ -7,6 +7,7 @@ full size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,26 +35,15 @@ AttendShares = Callable[[Tensor, Sequence[Sequence[Prefix]], int, BatchLayout, f
 """`attend_shares` below, or another form of it."""
 
 
-def prefix_attention(
-    queries: Tensor,
-    prefixes: Sequence[Sequence[Prefix]],
-    suffixes: Sequence[tuple[Tensor, Tensor]],
-    layout: BatchLayout,
-    scale: float,
-) -> Tensor:
-    """See `kvshelf.kernels.prefix_attention.prefix_attention`."""
-    return attend_both(queries, prefixes, suffixes, layout, scale, attend_shares)
-
-
 def attend_both(
+    over_prefixes: AttendShares,
     queries: Tensor,
     prefixes: Sequence[Sequence[Prefix]],
     suffixes: Sequence[tuple[Tensor, Tensor]],
     layout: BatchLayout,
     scale: float,
-    over_prefixes: AttendShares,
 ) -> Tensor:
-    """Prefix attention with this form of its first half."""
+    """See `kvshelf.kernels.prefix_attention.prefix_attention`; with this form of its first half."""
     num_tokens, q_heads, dim = queries.shape
     kv_heads, value_dim = suffixes[0][1].shape[1], suffixes[0][1].shape[3]
     grouped = queries.reshape(num_tokens, kv_heads, -1, dim)  # [N, kv_heads, group, D]
@@ -72,6 +62,9 @@ def attend_shares(
     found = [attend_share(own, parts, value_dim, scale) for own, parts in zip(rows, prefixes, strict=True)]
     outs, lses = [out for out, _ in found], [lse for _, lse in found]
     return found[0] if len(found) == 1 else (torch.cat(outs), torch.cat(lses))
+
+
+prefix_attention = partial(attend_both, attend_shares)
 
 
 def attend_share(queries: Tensor, parts: Sequence[Prefix], value_dim: int, scale: float) -> tuple[Tensor, Tensor]:

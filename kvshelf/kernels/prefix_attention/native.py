@@ -43,7 +43,7 @@ def prefix_attention(
         for rows, (keys, values) in zip(layout.suffixes, suffixes, strict=True)
     )
     if not ours:
-        return eager.attend_both(queries, prefixes, suffixes, layout, scale, _attend_shares)
+        return eager.attend_both(_attend_shares, queries, prefixes, suffixes, layout, scale)
     grouped = queries.reshape(num_tokens, kv_heads, -1, dim).contiguous()  # [N, kv_heads, group, D]
     out, lse = _attend_shares(grouped, prefixes, dim, layout, scale)
     out, lse = out.float().contiguous(), lse.contiguous()

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvshelf.kernels.groups import Axis
 from kvshelf.kernels.quantize import eager
+from kvshelf.kernels.tiles import warps
 
 _TILE = 2048
 _FEWEST_CHANNELS = 16
@@ -36,13 +37,13 @@ def quantize(x: Tensor, bits: int, group: int, axis: Axis) -> tuple[Tensor, Tens
         channels = max(channels, 8 // bits)
         _quantize_tokens[scales.shape[0], triton.cdiv(num_channels, channels)](
             x, codes, scales, zeros, num_rows, num_channels, *x.stride(), codes.shape[1], group,
-            BITS=bits, ROWS=tile, CHANNELS=channels, num_warps=_warps(tile * channels),
+            BITS=bits, ROWS=tile, CHANNELS=channels, num_warps=warps(tile * channels),
         )  # fmt: skip
     elif num_rows:
         groups = max(1, _TILE // tile)
         _quantize_channels[(triton.cdiv(scales.numel(), groups),)](
             x, codes, scales, zeros, scales.numel(), scales.shape[1], num_channels, *x.stride(), codes.shape[1],
-            group, BITS=bits, GROUPS=groups, CHANNELS=tile, num_warps=_warps(groups * tile),
+            group, BITS=bits, GROUPS=groups, CHANNELS=tile, num_warps=warps(groups * tile),
         )  # fmt: skip
     return codes, scales, zeros
 
@@ -67,14 +68,9 @@ def dequantize(
         _dequantize[(triton.cdiv(stop - start, rows),)](
             codes, scales, zeros, out, start, stop, num_channels,
             codes.stride(0), scales.stride(0), zeros.stride(0), *((group, 1) if axis == "tokens" else (1, group)),
-            BITS=bits, ROWS=rows, BYTES=row_bytes, num_warps=_warps(rows * row_bytes * 8 // bits),
+            BITS=bits, ROWS=rows, BYTES=row_bytes, num_warps=warps(rows * row_bytes * 8 // bits),
         )  # fmt: skip
     return out
-
-
-def _warps(tile: int) -> int:
-    """For tiles of that many elements: 16 a thread, until there are 16 warps."""
-    return min(16, max(1, tile // 512))
 
 
 @triton.jit

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Final
@@ -85,11 +84,8 @@ class LiveKeys:
         record = self._keys.identify(key.strip())
         return Caller(record.tenant, frozenset(record.scopes), record.id)
 
-    async def reread(self) -> None:
+    def reread(self) -> None:
         """Read the file again; repeated every `REREAD_S`, so that a revoked key stops working within a second."""
-        await asyncio.to_thread(self._reread)
-
-    def _reread(self) -> None:
         # Always read the whole (small) file: within one clock tick, modification times prove nothing.
         try:
             records = self._file.read()

@@ -58,14 +58,12 @@ async def read_create(request: Request, service: Service, caller: Caller) -> Cre
     values, file = await _form_values(request, body)
     # Validate the other fields before extracting text from the file, which is expensive.
     checked = parse_request(CreateCache, values | {"document": ""})
-    return checked.model_copy(update={"document": await _document(request, service, caller, file)})
-
-
-async def _document(request: Request, service: Service, caller: Caller, file: Upload) -> str:
     kind = file.kind
     if kind == "text":
-        return _utf8(file.data, "file")
-    return await until_hangup(request, service.extractor.text(file, kind, caller.tenant))
+        text = _utf8(file.data, "file")
+    else:
+        text = await until_hangup(request, service.extractor.text(file, kind, caller.tenant))
+    return checked.model_copy(update={"document": text})
 
 
 def read_query(request: Request, model: type[QueryT]) -> QueryT:

@@ -6,10 +6,9 @@ import json
 from collections import Counter
 from contextlib import suppress
 from tempfile import TemporaryFile
-from typing import Any, BinaryIO, Final
+from typing import BinaryIO, Final
 
 from kvshelf.api.batches import BatchError, BatchStatus, RequestCounts
-from kvshelf.corpus.row import Row
 from kvshelf.corpus.run.stored import last_results
 from kvshelf.errors import BlobError, FileNotFound, StoreError
 from kvshelf.service.storage import space_for
@@ -65,7 +64,8 @@ def write_results(store: Store, record: BatchRecord, term: int) -> RequestCounts
     found: Counter[str] = Counter()
     with space_for("the results of a batch"), TemporaryFile() as output, TemporaryFile() as errors:
         for result in last_results(store.batches, record.id):
-            _write_line(errors if result.error else output, result)
+            line = json.dumps(result.output(file=False), ensure_ascii=False, separators=(",", ":"))
+            (errors if result.error else output).write(line.encode() + b"\n")
             found["failed" if result.error else "reused" if result.reused else "made"] += 1
         _keep(store, record, term, output, "output", "output_file_id")
         _keep(store, record, term, errors, "errors", "error_file_id")
@@ -93,11 +93,6 @@ def _keep(store: Store, record: BatchRecord, term: int, file: BinaryIO, name: st
         if stale is not None:
             with suppress(FileNotFound, StoreError):
                 store.files.delete(stale, tenant=record.tenant)
-
-
-def _write_line(file: BinaryIO, row: Row) -> None:
-    line: dict[str, Any] = row.output(file=False)
-    file.write(json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
 
 
 def outcome(record: BatchRecord, counts: RequestCounts) -> tuple[BatchStatus, tuple[BatchError, ...]]:

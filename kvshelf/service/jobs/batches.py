@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
 from typing import Final
 
 from kvshelf.service.jobs.batch_work import LEASE_S, BatchWork, rest_reason
@@ -81,7 +80,9 @@ class BatchRunner:
         self._idle = idle
 
     def _begin(self, record: BatchRecord, term: int) -> None:
-        others_wait = partial(self._others_wait, record.tenant)
+        def others_wait() -> bool:
+            return any(each.tenant != record.tenant for each in self._idle)
+
         work = BatchWork(record, term, self._store, self._engines, self._settings, self._metrics, others_wait)
         task = asyncio.create_task(work.run())
         self._running[record.id] = record.tenant, task
@@ -91,6 +92,3 @@ class BatchRunner:
             self.nudge()
 
         task.add_done_callback(end)
-
-    def _others_wait(self, tenant: str) -> bool:
-        return any(each.tenant != tenant for each in self._idle)

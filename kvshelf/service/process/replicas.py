@@ -39,12 +39,13 @@ def await_replicas(settings: Settings, engines: Mapping[str, RemoteEngine]) -> N
 
 
 def _config(settings: Settings, shelf: StoreConfig, model: str, *, local: bool) -> deployment.ReplicaConfig:
+    share_of_cpus = max(1, (os.cpu_count() or 1) // (settings.replicas * len(settings.models)))
     return deployment.ReplicaConfig(
         model=model,
         store=shelf,
         device=settings.device,
         dtype=settings.dtype,
-        threads=settings.threads or _share_of_cpus(settings) if local else settings.threads,
+        threads=settings.threads or share_of_cpus if local else settings.threads,
         limits=SchedulerLimits(
             max_open=settings.max_open_generations,
             max_suffix_bytes=settings.max_suffix_bytes,
@@ -55,7 +56,3 @@ def _config(settings: Settings, shelf: StoreConfig, model: str, *, local: bool) 
         max_document_tokens=settings.max_document_tokens,
         begin=partial(logs.configure, settings.log_level),
     )
-
-
-def _share_of_cpus(settings: Settings) -> int:
-    return max(1, (os.cpu_count() or 1) // (settings.replicas * len(settings.models)))

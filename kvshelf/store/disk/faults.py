@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvshelf.errors import StorageFull, StoreError, StoreUnavailable
+from kvshelf.errors import StorageFull, StoreUnavailable
 
 _FULL = {
     errno.ENOSPC: "no space is left",
@@ -23,22 +23,14 @@ def translated(home: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise _from_os(error, home) from error
+        if error.errno in _FULL:
+            raise StorageFull(
+                f"cannot write to the shelf at {home}: {_FULL[error.errno]}. Delete caches or enlarge the disk."
+            ) from error
+        raise StoreUnavailable(
+            f"the shelf at {home} does not work: {error.strerror or error} ({error.filename or 'no file'})"
+        ) from error
     except sqlite3.Error as error:
-        raise _from_sqlite(error, home) from error
-
-
-def _from_os(error: OSError, home: Path) -> StoreError:
-    if error.errno in _FULL:
-        return StorageFull(
-            f"cannot write to the shelf at {home}: {_FULL[error.errno]}. Delete caches or enlarge the disk."
-        )
-    return StoreUnavailable(
-        f"the shelf at {home} does not work: {error.strerror or error} ({error.filename or 'no file'})"
-    )
-
-
-def _from_sqlite(error: sqlite3.Error, home: Path) -> StoreError:
-    if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
-        return StorageFull(f"cannot write to the index of the shelf at {home}: no space is left.")
-    return StoreUnavailable(f"the index of the shelf at {home} does not work: {error}")
+        if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
+            raise StorageFull(f"cannot write to the index of the shelf at {home}: no space is left.") from error
+        raise StoreUnavailable(f"the index of the shelf at {home} does not work: {error}") from error

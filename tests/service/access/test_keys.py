@@ -221,17 +221,17 @@ def test_the_file_is_followed_and_a_broken_one_changes_nothing(file: KeyFile) ->
     record, key = file.create("acme", ["read"])
     live = LiveKeys(file)
     _, later = file.create("other", ["write"])
-    live._reread()
+    live.reread()
     assert live.caller(bearer(later)).tenant == "other"
     good = file.path.read_bytes()
     for breakage in (lambda: file.path.write_text("{"), lambda: file.path.chmod(0o644), file.path.unlink):
         breakage()
-        live._reread()
+        live.reread()
         assert live.caller(bearer(key)).key_id == record.id
     file.path.touch(0o600)
     file.path.write_bytes(good)
     file.revoke(record.id)
-    live._reread()
+    live.reread()
     with pytest.raises(Unauthorized):
         live.caller(bearer(key))
     assert live.caller(bearer(later)).tenant == "other"

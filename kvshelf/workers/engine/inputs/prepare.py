@@ -68,9 +68,10 @@ class Preparer:
             require_room(passes, self.max_tokens, self.name)
             absorber = policy.absorber(document, budget)
             require_one_rotation(document.num_tokens, passes, absorber, self.model.config, self.name)
+        token_ids = torch.tensor(document.token_ids, dtype=torch.int64).numpy().tobytes()
         identity = Identity(
             model=self.identity,
-            document=_ids_digest(document.token_ids),
+            document=digest("kvshelf.tokens", token_ids),
             num_tokens=document.num_tokens,
             layout=encoded.layout,
             boundary=encoded.boundary,
@@ -92,7 +93,3 @@ class Preparer:
             return document
         found = calibration.find(self.identity, self.model.config.name_or_path)
         return replace(document, calibration=found)
-
-
-def _ids_digest(token_ids: Sequence[int]) -> str:
-    return digest("kvshelf.tokens", torch.tensor(token_ids, dtype=torch.int64).numpy().tobytes())

@@ -35,7 +35,7 @@ class ChunkedPrefill:
         budget_tokens: int,
         *,
         num_layers: int,
-        checkpoint: Callable[[], None] = lambda: None,
+        checkpoint: Callable[[], None],
     ) -> None:
         self._policy = absorber.policy
         self._chunks = list(absorber.chunks)

@@ -89,11 +89,8 @@ def _whole(
     model: PreTrainedModel, rope: Rope | None, jobs: Sequence[Job], probe: Probe | None, checkpoint: Checkpoint
 ) -> tuple[SharedReducer, Reference | None]:
     measured = (probe.asked,) if probe is not None else ()
-    reducer = SharedReducer(
-        [_reducer(model, rope, job) for job in jobs],
-        measured=[len(found.token_ids) for found in measured],
-        checkpoint=checkpoint,
-    )
+    lengths = [len(found.token_ids) for found in measured]
+    reducer = SharedReducer([_reducer(model, rope, job) for job in jobs], lengths, checkpoint)
     first = jobs[0]
     inputs = first.inputs(model.device, measured)
     if probe is None:
@@ -113,9 +110,9 @@ def _reducer(model: PreTrainedModel, rope: Rope | None, job: Job) -> LayerReduce
         job.policy if job.budget.tokens < job.num_tokens else Full(),
         job.document,
         job.budget,
-        num_layers=model.config.num_hidden_layers,
-        probe_lengths=[len(found.token_ids) for found in job.passes],
-        rope=rope,
+        model.config.num_hidden_layers,
+        tuple(len(found.token_ids) for found in job.passes),
+        rope,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
@@ -25,45 +26,38 @@ _SLACK = 1.125
 """How far a cascade may exceed its budget before it is cut: cutting copies what stays, so not after every layer."""
 
 
+@dataclass(eq=False)
 class LayerReducer:
     """Reduces the layers of one document by one policy."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        document: DocumentView,
-        budget: Budget,
-        *,
-        num_layers: int,
-        probe_lengths: Sequence[int] = (),
-        rope: Rope | None = None,
-    ) -> None:
-        self.probe_lengths = tuple(probe_lengths)
-        self._policy = policy
-        self._document = document
-        self._budget = budget
-        self._num_layers = num_layers
-        self._sees_queries = Observes.QUERIES in policy.observes
-        self._rope = rope if Observes.ROPE in policy.observes else None
+    policy: Policy
+    document: DocumentView
+    budget: Budget
+    num_layers: int
+    probe_lengths: tuple[int, ...]
+    rope: Rope | None
+
+    def __post_init__(self) -> None:
+        self._sees_queries = Observes.QUERIES in self.policy.observes
         self._records: dict[int, LayerRecord] = {}
         self._cascade: Cascade | None = None
-        if isinstance(policy, ScoringPolicy) and policy.sharing is not None:
-            self._cascade = Cascade(policy.sharing, budget, num_layers)
+        if isinstance(self.policy, ScoringPolicy) and self.policy.sharing is not None:
+            self._cascade = Cascade(self.policy.sharing, self.budget, self.num_layers)
         self.compress_s = 0.0
 
     def after_attention(self, attended: Attended) -> None:
         started = time.perf_counter()
         layer = self._view(attended)
         if self._cascade is None:
-            self._records[layer.layer_idx] = self._policy.reduce(
-                layer, LayerBudget.uniform(layer.kv_heads, self._budget.tokens)
+            self._records[layer.layer_idx] = self.policy.reduce(
+                layer, LayerBudget.uniform(layer.kv_heads, self.budget.tokens)
             )
         else:
-            assert isinstance(self._policy, ScoringPolicy)
-            weight = self._policy.weight(layer)
+            assert isinstance(self.policy, ScoringPolicy)
+            weight = self.policy.weight(layer)
             if not math.isfinite(weight):  # nothing can be shared by it, so this cannot wait for the end
-                raise _not_finite(self._policy, f"the weight of layer {layer.layer_idx}")
-            self._cascade.add(layer, self._policy.importance(layer), weight)
+                raise _not_finite(self.policy, f"the weight of layer {layer.layer_idx}")
+            self._cascade.add(layer, self.policy.importance(layer), weight)
         self.compress_s += time.perf_counter() - started
 
     def records(self) -> tuple[LayerRecord, ...]:
@@ -73,14 +67,14 @@ class LayerReducer:
         where scores that are not finite chose entries.
         """
         records = self._records if self._cascade is None else self._cascade.records
-        require_every_layer(records, self._num_layers)
-        reduced = [records[i] for i in range(self._num_layers)]
-        require_finite_scores(reduced, self._policy)
+        require_every_layer(records, self.num_layers)
+        reduced = [records[i] for i in range(self.num_layers)]
+        require_finite_scores(reduced, self.policy)
         return tuple(reduced)
 
     def _view(self, attended: Attended) -> LayerView:
         """A layer as the policy sees it: the states of the document and those of each probe pass behind it."""
-        num_tokens = self._document.num_tokens
+        num_tokens = self.document.num_tokens
         return LayerView(
             layer_idx=int(attended.module.layer_idx),  # type: ignore[arg-type]
             keys=attended.keys[0, :, :num_tokens],
@@ -88,32 +82,34 @@ class LayerReducer:
             queries=attended.queries[0, :, :num_tokens] if self._sees_queries else None,
             lse=attended.lse[0] if self._sees_queries and attended.lse is not None else None,
             scaling=attended.scaling,
-            document=self._document,
-            num_layers=self._num_layers,
+            document=self.document,
+            num_layers=self.num_layers,
             probes=self._probes(attended) if self._sees_queries else (),
-            rope=self._rope,
+            rope=self.rope if Observes.ROPE in self.policy.observes else None,
             module=attended.module,
         )
 
     def _probes(self, attended: Attended) -> tuple[Probed, ...]:
-        ends = accumulate(self.probe_lengths, initial=self._document.num_tokens)
+        ends = accumulate(self.probe_lengths, initial=self.document.num_tokens)
         states = (attended.queries, attended.keys, attended.values)
         return tuple(Probed(*(of[0, :, a:b] for of in states)) for a, b in pairwise(ends))
 
 
+@dataclass(eq=False)
 class SharedReducer:
     """The `ForwardContext` of a prefill that several levels share: each reduces the layer, then other work has a turn.
 
     `measured`: lengths of the probe passes behind those of the policies, which no policy sees.
     """
 
-    def __init__(
-        self, reducers: Sequence[LayerReducer], *, measured: Sequence[int], checkpoint: Callable[[], None]
-    ) -> None:
-        self.reducers = reducers
-        self.probe_lengths = (*reducers[0].probe_lengths, *measured)
-        self._checkpoint = checkpoint
-        self.paused_s = 0.0
+    reducers: Sequence[LayerReducer]
+    measured: Sequence[int]
+    checkpoint: Callable[[], None]
+    paused_s: float = 0.0
+
+    @property
+    def probe_lengths(self) -> tuple[int, ...]:
+        return (*self.reducers[0].probe_lengths, *self.measured)
 
     @property
     def compress_s(self) -> float:
@@ -124,7 +120,7 @@ class SharedReducer:
         for reducer in self.reducers:
             reducer.after_attention(layer)
         started = time.perf_counter()
-        self._checkpoint()
+        self.checkpoint()
         self.paused_s += time.perf_counter() - started
 
 

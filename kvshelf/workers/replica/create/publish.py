@@ -53,13 +53,11 @@ class Publisher:
         for told in (own, *(_tried(manifest) for manifest in there.values()), refused):
             level = selection.known([told.get(cache_id) for cache_id in self.ids])
             if level is not None:
-                found = there.get(self.id_of(selection, level))
+                levels = zip(self.ids, selection.levels, strict=True)
+                found = there.get(next(cache_id for cache_id, one in levels if one is level))
                 if found is not None:
                     return found
         return None
-
-    def id_of(self, selection: Selection, level: Level) -> str:
-        return next(cache_id for cache_id, one in zip(self.ids, selection.levels, strict=True) if one is level)
 
     def put_choice(self, selection: Selection, choice: Choice, queue_s: float) -> Manifest:
         """Store the chosen level with all levels that were tried, so that the same choice need not be made again."""
@@ -74,7 +72,7 @@ class Publisher:
         queue_s: float,
         tried: Sequence[Tried] = (),
     ) -> Manifest:
-        """Store one level. Raises as `Store.put` does."""
+        """Store one level; one that was on the shelf gets the new measurements. Raises as `Store.put` does."""
         judged = Judgement(quality=reported(compression.quality), tried=tuple(tried))
         manifest = self.store.put(
             compression.cache,
@@ -88,14 +86,9 @@ class Publisher:
             source=source_of(self.spec),
             judged=judged,
         )
-        return self._judged(manifest, judged)
-
-    def _judged(self, manifest: Manifest, judged: Judgement) -> Manifest:
-        """The manifest with new measurements, also if the cache was on the shelf without them."""
-        quality, tried = judged.quality or manifest.quality, judged.tried or manifest.tried
-        if (quality, tried) == (manifest.quality, manifest.tried):
+        newest = Judgement(quality=judged.quality or manifest.quality, tried=judged.tried or manifest.tried)
+        if (newest.quality, newest.tried) == (manifest.quality, manifest.tried):
             return manifest
-        newest = Judgement(quality=quality, tried=tried)
         return self.store.keep_judgement(manifest.id, newest, tenant=self.tenant)
 
     def as_asked(self, manifest: Manifest) -> Manifest:
