@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from kvshelf.api.creation import CacheOptions
-from kvshelf.api.strict import MAX_TTL_S, QueryString, RequestBody, ResponseBody
+from kvshelf.api.strict import MAX_TTL_S, ListBody, QueryString, RequestBody, ResponseBody
 
 BatchStatus = Literal[
     "validating",
@@ -106,8 +106,7 @@ class FileObject(ResponseBody):
     digest: str | None = None
 
 
-class FileList(ResponseBody):
-    object: Literal["list"] = "list"
+class FileList(ListBody):
     data: list[FileObject]
     has_more: bool
     first_id: str | None = None
@@ -140,8 +139,7 @@ class BatchError(ResponseBody):
     param: str | None = None
 
 
-class BatchErrors(ResponseBody):
-    object: Literal["list"] = "list"
+class BatchErrors(ListBody):
     data: list[BatchError]
 
 
@@ -208,8 +206,7 @@ class BatchObject(ResponseBody):
         return self.status in ("completed", "failed", "expired", "cancelled")
 
 
-class BatchList(ResponseBody):
-    object: Literal["list"] = "list"
+class BatchList(ListBody):
     data: list[BatchObject]
     has_more: bool
     first_id: str | None = None

@@ -11,6 +11,7 @@ from kvshelf.api.strict import (
     ExpiresAt,
     Labels,
     LayoutName,
+    ListBody,
     QueryString,
     RequestBody,
     ResponseBody,
@@ -104,15 +105,13 @@ class CacheObject(ResponseBody):
     existing: bool = False
 
 
-class LevelList(ResponseBody):
+class LevelList(ListBody):
     """The answer to a creation with `levels`: one cache per level, in their order."""
 
-    object: Literal["list"] = "list"
     data: list[CacheObject]
 
 
-class CacheList(ResponseBody):
-    object: Literal["list"] = "list"
+class CacheList(ListBody):
     data: list[CacheObject]
     has_more: bool
     last_id: str | None

@@ -8,6 +8,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from kvshelf.api.strict import (
     FinishReason,
+    ListBody,
     MaxTokens,
     MessageList,
     MissReason,
@@ -87,8 +88,7 @@ class AnswerObject(ResponseBody):
     recomputed: MissReason | None = None
 
 
-class AnswerList(ResponseBody):
-    object: Literal["list"] = "list"
+class AnswerList(ListBody):
     data: list[AnswerObject]
 
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from kvshelf.api.strict import LayoutName, ResponseBody
+from kvshelf.api.strict import LayoutName, ListBody, ResponseBody
 
 
 class ModelObject(ResponseBody):
@@ -22,8 +22,7 @@ class ModelObject(ResponseBody):
     device: str | None = None
 
 
-class ModelList(ResponseBody):
-    object: Literal["list"] = "list"
+class ModelList(ListBody):
     data: list[ModelObject]
 
 
@@ -43,8 +42,7 @@ class PolicyObject(ResponseBody):
     parameters: dict[str, dict[str, Any]]
 
 
-class PolicyList(ResponseBody):
-    object: Literal["list"] = "list"
+class PolicyList(ListBody):
     data: list[PolicyObject]
 
 

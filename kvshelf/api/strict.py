@@ -107,6 +107,12 @@ class ResponseBody(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True, protected_namespaces=())
 
 
+class ListBody(ResponseBody):
+    """Base of lists, as OpenAI marks them."""
+
+    object: Literal["list"] = "list"
+
+
 class ErrorBody(ResponseBody):
     """`code` is for programs, `type` groups codes, `param` names the wrong field, `message` is for people.
 

@@ -269,10 +269,11 @@ class Shelf(Store):
             seen = entry.manifest()
             checks.require_revision(seen, if_revision)
             manifest = seen.model_copy(update=changes)
-            if _later(manifest.expires_at, entry.expires_at):
+            old, new = entry.expires_at, manifest.expires_at
+            if old is not None and (new is None or new > old):
                 with self._reader.quarantining(entry):
                     for name, nbytes in entry.names():
-                        self._blobs.keep_until(name, nbytes, manifest.expires_at)
+                        self._blobs.keep_until(name, nbytes, new)
             if self._index.swap(entry, manifest):  # else it was changed since it was looked up
                 return manifest
 
@@ -376,7 +377,3 @@ _GONE = "gone"
 def _scrubbed(entry: Entry, problem: str | None) -> Scrubbed:
     nbytes = entry.nbytes + entry.source_bytes
     return Scrubbed(id=entry.id, tenant=entry.tenant, bytes=nbytes, problem=problem)
-
-
-def _later(new: float | None, old: float | None) -> bool:
-    return old is not None and (new is None or new > old)

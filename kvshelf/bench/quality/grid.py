@@ -66,9 +66,8 @@ class Variant:
 
     @property
     def label(self) -> str:
-        return self.policy + (
-            ":" + ",".join(f"{key}={_text(value)}" for key, value in self.params) if self.params else ""
-        )
+        shown = [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in self.params]
+        return self.policy + (":" + ",".join(shown) if shown else "")
 
     @property
     def takes_budget(self) -> bool:
@@ -209,10 +208,6 @@ def length_label(tokens: int) -> str:
 def _require(legal: bool, param: str, value: object, rule: str) -> None:
     if not legal:
         raise InvalidRequest(f"--{param} has {value!r}; it must be {rule}", param=param)
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 _SURE = (

@@ -103,22 +103,17 @@ def first_tokens(
         found = interleaved(ways, rounds)
     again_costs, second = found[_AGAIN, 0.0, ""], found[_AGAIN_TWICE, 0.0, ""]
     again_s = [each.seconds for each in again_costs]
+    rows = []
+    for level, facts in known.items():
+        tiers = {place: _tier(costs, again_s) for (*of, place), costs in found.items() if tuple(of) == level}
+        rows.append(FirstToken(*level, tokens, QUESTION_TOKENS, *facts, tiers))
     return FirstTokens(
         tokens=tokens,
         again_s=Spread.of(again_s),
         same=ratios([each.seconds for each in second], again_s),
         alone=_tier(found[_ALONE, 0.0, ""], again_s),
-        rows=[
-            FirstToken(*level, tokens, QUESTION_TOKENS, *facts, _tiers(found, level, again_s))
-            for level, facts in known.items()
-        ],
+        rows=rows,
     )
-
-
-def _tiers(
-    found: Mapping[tuple[str, float, str], list[Cost]], level: tuple[str, float], again_s: list[float]
-) -> dict[str, Tier]:
-    return {place: _tier(costs, again_s) for (*of, place), costs in found.items() if tuple(of) == level}
 
 
 def _tier(costs: list[Cost], again_s: list[float]) -> Tier:

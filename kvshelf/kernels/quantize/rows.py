@@ -17,8 +17,8 @@ from kvshelf.kernels.quantize import dequantize, quantize
 
 
 @dataclass(frozen=True, eq=False)
-class HeadRows:
-    """The rows of one KV head, `[length, num_channels]` once dequantized. Indexed like a tensor, by its rows only."""
+class _Coded:
+    """Codes, and what turns them back into rows: see `QuantizedRows`."""
 
     codes: Tensor
     scales: Tensor
@@ -28,6 +28,10 @@ class HeadRows:
     axis: Axis
     num_channels: int
     dtype: torch.dtype
+
+
+class HeadRows(_Coded):
+    """The rows of one KV head, `[length, num_channels]` once dequantized. Indexed like a tensor, by its rows only."""
 
     def __len__(self) -> int:
         return self.codes.shape[0]
@@ -52,7 +56,7 @@ class HeadRows:
 
 
 @dataclass(frozen=True, eq=False)
-class QuantizedRows:
+class QuantizedRows(_Coded):
     """Rows `[entries, num_channels]` of all heads of a record, as codes of `bits` bits. Every row is quantized.
 
     codes: `[entries, ceil(num_channels * bits / 8)]` uint8, little end first within a byte. scales and zeros, bfloat16:
@@ -61,25 +65,14 @@ class QuantizedRows:
     short. lengths: rows of each head. A row is `codes * scales + zeros`, computed in fp32 and given in `dtype`.
     """
 
-    codes: Tensor
-    scales: Tensor
-    zeros: Tensor
-    bits: int
-    group: int
-    axis: Axis
-    num_channels: int
-    dtype: torch.dtype
     lengths: tuple[int, ...]
 
     def __post_init__(self) -> None:
         entries = sum(self.lengths)
         # Internal invariants; bytes from outside are checked by the blob reader, with named errors.
         assert self.codes.shape == (entries, -(-self.num_channels * self.bits // 8))
-        assert (
-            self.scales.shape
-            == self.zeros.shape
-            == scales_shape(self.axis, self.group, self.lengths, self.num_channels)
-        )
+        expected = scales_shape(self.axis, self.group, self.lengths, self.num_channels)
+        assert self.scales.shape == self.zeros.shape == expected
 
     @classmethod
     def quantize(cls, rows: Tensor, lengths: Sequence[int], *, bits: int, group: int, axis: Axis) -> QuantizedRows:
@@ -128,13 +121,10 @@ class QuantizedRows:
         """The rows of every KV head, as views."""
         lengths = list(self.lengths)
         groups = [-(-length // self.group) for length in lengths] if self.axis == "tokens" else lengths
-        parts = zip(
-            torch.split(self.codes, lengths),
-            torch.split(self.scales, groups),
-            torch.split(self.zeros, groups),
-            strict=True,
-        )
-        return [HeadRows(*part, self.bits, self.group, self.axis, self.num_channels, self.dtype) for part in parts]
+        packed = (self.codes, lengths), (self.scales, groups), (self.zeros, groups)
+        parts = zip(*(torch.split(tensor, sizes) for tensor, sizes in packed), strict=True)
+        coding = (self.bits, self.group, self.axis, self.num_channels, self.dtype)
+        return [HeadRows(codes, scales, zeros, *coding) for codes, scales, zeros in parts]
 
     def dequantize(self) -> Tensor:
         """All rows, `[entries, num_channels]` in `dtype`."""

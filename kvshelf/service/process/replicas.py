@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -19,7 +19,7 @@ from kvshelf.workers.replica.residents import ResidentLimits
 
 @contextmanager
 def deployed_replicas(settings: Settings, shelf: StoreConfig, *, local: bool) -> Iterator[dict[str, RemoteEngine]]:
-    """Deploys each model for the duration of the block. Its replicas may still be starting: see `await_replicas`.
+    """Deploys each model for the duration of the block. Its replicas may still be starting, see `await_running`.
 
     local: whether this process started the cluster.
     """
@@ -31,11 +31,6 @@ def deployed_replicas(settings: Settings, shelf: StoreConfig, *, local: bool) ->
     finally:
         if not local:  # a local cluster is shut down as a whole
             deployment.undeploy(engines.values())
-
-
-def await_replicas(settings: Settings, engines: Mapping[str, RemoteEngine]) -> None:
-    """Wait until each model has a replica that takes requests. Raises the error of a failed start, or `NoWorker`."""
-    deployment.await_running(engines.values(), deadline_s=settings.startup_deadline_s)
 
 
 def _config(settings: Settings, shelf: StoreConfig, model: str, *, local: bool) -> deployment.ReplicaConfig:

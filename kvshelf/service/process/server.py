@@ -42,7 +42,13 @@ def serve(settings: Settings, place: Place) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # for the supervisor, even if the process group gets it
     place.require(settings.host, settings.port)
     prepare_environment(settings.address)
-    keys = _live_keys(settings.api_key_file)
+    keys = None
+    if settings.api_key_file is not None:
+        from kvshelf.service.access.keys import (
+            LiveKeys,
+        )  # here, because it imports fastapi, for which Ray need not wait
+
+        keys = LiveKeys(KeyFile(settings.api_key_file))
     from kvshelf.service.storage import store_config
 
     with (
@@ -60,14 +66,6 @@ def serve(settings: Settings, place: Place) -> None:
             _serve_on(place, settings, store, tracer, keys, local=local)
 
 
-def _live_keys(path: str | None) -> LiveKeys | None:
-    if path is None:
-        return None
-    from kvshelf.service.access.keys import LiveKeys  # here, because it imports fastapi, for which Ray need not wait
-
-    return LiveKeys(KeyFile(path))
-
-
 @contextmanager
 def _importing(*modules: str) -> Iterator[None]:
     """Imports modules on a thread during the block. If that fails, the statement that needs the module fails too."""
@@ -83,14 +81,15 @@ def _serve_on(
     place: Place, settings: Settings, store: Store, tracer: Tracer, keys: LiveKeys | None, *, local: bool
 ) -> None:
     # These modules import ray, which must see the environment prepared above.
-    from kvshelf.service.process.replicas import await_replicas, deployed_replicas
+    from kvshelf.service.process.replicas import deployed_replicas
     from kvshelf.service.storage import store_config
+    from kvshelf.workers.cluster.deployment import await_running
 
     with deployed_replicas(settings, store_config(settings), local=local) as engines:
         from kvshelf.service.app import create_app
 
         app = create_app(settings, engines, store, tracer, keys)
-        await_replicas(settings, engines)
+        await_running(engines.values(), deadline_s=settings.startup_deadline_s)
         startup.end()
         cut_off_unread(place.listener, settings.unread_deadline_s)
         HttpServer(app, place, grace_s=settings.shutdown_grace_s).run(sockets=[place.listener])

@@ -53,12 +53,13 @@ def run_standalone(
     replicas = settings.replicas * len(settings.models)
     with ray_cluster(settings.address, min_cpus=replicas) as local:
         # These modules import ray, which must see the environment prepared above.
-        from kvshelf.service.process.replicas import await_replicas, deployed_replicas
+        from kvshelf.service.process.replicas import deployed_replicas
+        from kvshelf.workers.cluster.deployment import await_running
 
         with deployed_replicas(settings, shelf, local=local) as engines:
             from kvshelf.corpus.run.run import Run  # while the replicas load their models
 
-            await_replicas(settings, engines)
+            await_running(engines.values(), deadline_s=settings.startup_deadline_s)
             batch_id = "batch_" + digest("kvshelf.batch", canonical_json(_made_under(engines, about)))
             run = Run(shards, engines, shelf, journal, options(batch_id))
             run.start()

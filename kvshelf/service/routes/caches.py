@@ -103,16 +103,7 @@ def require_tokenizer(service: Service, model: str, body: CreateCache) -> None:
 async def list_caches(request: Request, service: InService, caller: Reader) -> CacheList:
     """Caches on the shelf, newest first. `label.<key>=<value>` filters by label and may be repeated."""
     filters = read_query(request, ListCaches)
-    page = await off_loop(
-        service.store.list,
-        tenant=caller.tenant,
-        document_id=filters.document_id,
-        model=filters.model,
-        policy=filters.policy,
-        labels=filters.labels,
-        limit=filters.limit,
-        after=filters.after,
-    )
+    page = await off_loop(service.store.list, tenant=caller.tenant, **dict(filters))
     data = [cache_object(manifest) for manifest in page.data]
     return CacheList(data=data, has_more=page.has_more, last_id=data[-1].id if data else None)
 

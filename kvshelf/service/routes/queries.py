@@ -20,7 +20,6 @@ from kvshelf.service.http.events import event_stream
 from kvshelf.service.recompute import UNUSABLE, Question
 from kvshelf.service.state import TAKES_TOKENS, InService, until_hangup
 from kvshelf.store.manifest import Manifest
-from kvshelf.workers.replica.results import Reply
 
 router = APIRouter(prefix="/v1/caches", tags=["queries"], responses=openapi.ERRORS)
 
@@ -59,7 +58,10 @@ async def _answers(question: Question) -> list[AnswerObject]:
     if not question.query.compare:
         return answers
     full = await question.answers(await question.full())
-    compared = [_comparison(ours, theirs) for ours, theirs in zip(replies, full, strict=True)]
+    compared = [
+        Comparison(text=theirs.text, agreement=agreement(ours.token_ids, theirs.token_ids))
+        for ours, theirs in zip(replies, full, strict=True)
+    ]
     return [answer.model_copy(update={"compare": found}) for answer, found in zip(answers, compared, strict=True)]
 
 
@@ -90,10 +92,6 @@ async def _pieces(
                 yield AnswerDelta(text=piece).model_dump(mode="json")
             else:
                 yield _wire(piece.model_copy(update={"recomputed": recomputed}))
-
-
-def _comparison(ours: Reply, full: Reply) -> Comparison:
-    return Comparison(text=full.text, agreement=agreement(ours.token_ids, full.token_ids))
 
 
 def agreement(ours: Sequence[int], theirs: Sequence[int]) -> float:

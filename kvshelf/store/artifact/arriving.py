@@ -19,7 +19,6 @@ from kvshelf.errors import StoreUnavailable
 from kvshelf.store.artifact import blob
 from kvshelf.store.artifact.blob.body import Body
 from kvshelf.store.artifact.blob.frame import BlobSummary
-from kvshelf.store.artifact.blob.layer import Layer
 from kvshelf.store.artifact.blob.segment import read_layer
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.memory import fill, used_memory
@@ -139,7 +138,8 @@ class ArrivingCache:
                 for index in chain.from_iterable(runs):
                     if self.layers[index].done():  # closed
                         return
-                    blob.check_segment(index, layers[index], _segment(layers[index], memory))
+                    layer = layers[index]
+                    blob.check_segment(index, layer, memory[layer.offset : layer.offset + layer.nbytes])
                     checked = index + 1
                     if checked in ends:
                         self._hand_out(range(handed, checked), memory)
@@ -204,10 +204,6 @@ class ArrivingCache:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _segment(layer: Layer, memory: memoryview) -> memoryview:
-    return memory[layer.offset : layer.offset + layer.nbytes]
 
 
 def portions_of(sizes: Sequence[int]) -> Iterator[range]:

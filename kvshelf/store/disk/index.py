@@ -215,11 +215,8 @@ class SqliteIndex(Index):
 
 
 def _entries(connection: sqlite3.Connection, where: str, values: tuple[Any, ...]) -> list[Entry]:
-    return [_entry(row) for row in connection.execute(f"SELECT {_FIELDS} FROM caches WHERE {where}", values)]
-
-
-def _entry(row: sqlite3.Row) -> Entry:
-    return Entry(**{**row, "pinned": bool(row["pinned"])})
+    rows = connection.execute(f"SELECT {_FIELDS} FROM caches WHERE {where}", values)
+    return [Entry(**{**row, "pinned": bool(row["pinned"])}) for row in rows]
 
 
 def _find(connection: sqlite3.Connection, cache_id: str, tenant: str) -> Entry | None:

@@ -31,7 +31,7 @@ class SingleFlight(Generic[ResultT]):
         call = self._calls.get(key)
         began = call is None
         if call is None:
-            call = _Call(asyncio.ensure_future(_run(work)))
+            call = _Call(asyncio.ensure_future(work()))
             self._calls[key] = call
             # Removed the moment it ends: nobody joins finished work, and its result is on the shelf by then.
             call.task.add_done_callback(partial(self._forget, key, call))
@@ -48,7 +48,3 @@ class SingleFlight(Generic[ResultT]):
         # A cancelled call takes a moment to end; a caller that arrives in that moment has started a new one.
         if self._calls.get(key) is call:
             del self._calls[key]
-
-
-async def _run(work: Callable[[], Awaitable[ResultT]]) -> ResultT:
-    return await work()
