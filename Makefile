@@ -42,23 +42,17 @@ check: setup  ## format, lint, types and the import rule
 # Python keeps its bytecode whatever the environment says: each service of a test is three processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Most tests compute on one core, so they run two at a time. Those with a service wait for it and measure times, so they
-# run one after the other.
-IN_PAIRS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
-ONE_BY_ONE = $(BIN)/python -m pytest --ignore=tests/page
-
 test: setup  ## all tests that need no fault and no browser, in a quarter of an hour
-	$(IN_PAIRS) -m "not service and not faults"
-	$(ONE_BY_ONE) -m "service and not faults"
+	scripts/test.sh
 
 test-faults: setup  ## killed processes, full disks, stores that are cut off, restarts under load; ten minutes
-	$(ONE_BY_ONE) -m faults
+	$(BIN)/python -m pytest -m faults
 
 test-page: setup  ## the page in a real browser; needs Chromium
 	$(BIN)/python -m pytest tests/page
 
 test-fast: setup  ## the tests of units, in two minutes
-	$(IN_PAIRS) -m unit
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m unit
 
 soak: setup  ## all tests with their full counts: kill loops, fuzzing, load
 	KVSHELF_SOAK=1 $(BIN)/python -m pytest --timeout 7200
