@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -91,7 +92,8 @@ def _with_peak(engine: Engine, run: Callable[[], Any]) -> tuple[Any, int]:
     device = engine.model.device
     if device.type == "cuda":
         return cuda_peak(run, device)
-    # Pages that the allocator kept of earlier work would serve `run` without raising the resident set.
+    # Garbage that is freed during `run` would hide a part of its peak, and so would pages that the allocator kept.
+    gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     _CLEAR_REFS.write_text(_RESET_PEAK)
     before = status_bytes("VmRSS")
