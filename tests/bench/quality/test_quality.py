@@ -204,6 +204,7 @@ def figures(report: Path) -> object:
     ]
 
 
+@pytest.mark.faults
 def test_a_killed_run_goes_on_where_it_stopped_with_any_number_of_processes(tmp_path):
     options = "--tasks needle --haystacks prose --lengths 400 --documents 10 --policies keydiff --ratios 0.5"
     journal, report, fresh = tmp_path / "journal.jsonl", tmp_path / "report.json", tmp_path / "fresh.json"

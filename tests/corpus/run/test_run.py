@@ -109,6 +109,7 @@ def test_documents_that_do_harm_are_error_rows_and_the_others_are_done(run_clust
     require_order(run_cluster)
 
 
+@pytest.mark.faults
 def test_a_document_that_is_too_large_is_tried_once(run_cluster: RunCluster) -> None:
     lines = [*corpus(3), document(1900, kind=SWELLS), *corpus(6)[3:]]
     summary, journal = whole(run_cluster, lines, options(max_attempts=3))
