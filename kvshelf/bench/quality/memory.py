@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kvshelf.bench.engines import EngineOptions
 from kvshelf.bench.measure import cuda_peak, status_bytes
 from kvshelf.bench.quality.grid import BASELINE, Variant
@@ -67,7 +69,7 @@ def _peak(options: EngineOptions, tokens: int, variant: Variant, removed: float)
     engine, phase = options.load(), _phase(variant)
     try:
         _compress(engine, min(tokens, _WARM_UP_TOKENS), variant, removed)
-        compression, peak_bytes = _with_peak(engine, lambda: _compress(engine, tokens, variant, removed))
+        compression, peak_bytes = _with_peak(engine.model.device, lambda: _compress(engine, tokens, variant, removed))
     except KvshelfError as error:
         return Peak(variant.label, phase, removed, tokens, refused=error.message)
     cache = compression.cache
@@ -87,9 +89,8 @@ def _compress(engine: Engine, tokens: int, variant: Variant, removed: float) -> 
     return engine.run(job)
 
 
-def _with_peak(engine: Engine, run: Callable[[], Any]) -> tuple[Any, int]:
+def _with_peak(device: torch.device, run: Callable[[], Any]) -> tuple[Any, int]:
     """The result of `run`, and the bytes by which it raised the memory of this process at most."""
-    device = engine.model.device
     if device.type == "cuda":
         return cuda_peak(run, device)
     # Garbage that is freed during `run` would hide a part of its peak, and so would pages that the allocator kept.

@@ -1,7 +1,6 @@
 """Garbage collection while a process starts.
 
-Modules make half a million objects that stay. To search them for garbage again and again takes a sixth of the time of
-importing torch and transformers.
+Imported modules stay. To search them for garbage again and again takes a sixth of the time of importing transformers.
 """
 
 from __future__ import annotations
