@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# `make test`: all tests that need no fault and no browser. Those without a service compute, those with one often wait,
-# so both run at once. The first yield to the second, which measure times, and print their results at the end.
+# `make test`: all tests that need no fault and no browser. Tests without a service compute, and tests with a service
+# often wait, so both run at once. Tests with a service measure times, so the others run at a lower priority.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -9,7 +9,7 @@ OMP_NUM_THREADS=1 nice -n 5 .venv/bin/python -m pytest -n 2 --dist loadfile -m "
 pid=$!
 trap 'kill $pid 2> /dev/null; rm -f "$computing"' EXIT
 
-echo "The tests without a service run beside these; their results follow."
+echo "The tests without a service run at the same time. Their results are printed after these."
 .venv/bin/python -m pytest --ignore=tests/page -m "service and not faults"
 services=$?
 wait $pid

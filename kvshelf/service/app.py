@@ -109,16 +109,17 @@ async def _service(
 ) -> Service:
     """The state that the routes share. Asks each worker to describe its model."""
     described = await asyncio.gather(*(engine.describe(deadline_s=60.0) for engine in workers.values()))
+    waiting = settings.max_queued_requests
     return Service(
         settings=settings,
         store=store,
         engines=engines,
         models=tuple(ModelObject.model_validate(about | {"created": int(time.time())}) for about in described),
         identities={about["id"]: ModelIdentity(**about["identity"]) for about in described},
-        background=Background(store, engines, settings.request_deadline_s, settings.max_queued_requests),
+        background=Background(store, engines, deadline_s=settings.request_deadline_s, max_unfinished=waiting),
         batches=BatchRunner(store, workers, settings, numbers),
         metrics=numbers,
-        whole=FairQueue("whole caches", WHOLE_CACHES, settings.max_queued_requests),
+        whole=FairQueue("whole caches", WHOLE_CACHES, waiting),
         extractor=Extractor(settings),
         limits=limits,
     )

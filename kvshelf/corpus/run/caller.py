@@ -169,8 +169,7 @@ class Caller:
         if isinstance(end, Created):
             worked_s = sum(phase.seconds for phase in end.phases if phase.name != "queue")
             done = _made(job.row, [cache.manifest for cache in end.caches])
-            attempts = job.attempts
-            return replace(done, attempts=attempts, seconds=worked_s, reused=end.existing, worker=end.worker)
+            return replace(done, attempts=job.attempts, seconds=worked_s, reused=end.existing, worker=end.worker)
         if end.error is not None:
             return job.row.failed(RowError(end.error.code, end.error.message), attempts=end.tries, seconds=job.spent_s)
         assert job.manifests  # or it would not have ended

@@ -205,6 +205,8 @@ class Run:
 def _told(control: Any, order: Order) -> Report:
     try:
         said: Report = ray.get(control.give.remote(order), timeout=5)
+    except ray_errors.RayTaskError:
+        raise  # a bug in `Control`, which would hold the run for ever
     except ray_errors.RayError:
         return Report()  # it restarts, and gets the order in the next round
     return said

@@ -44,9 +44,7 @@ def serve(settings: Settings, place: Place) -> None:
     prepare_environment(settings.address)
     keys = None
     if settings.api_key_file is not None:
-        from kvshelf.service.access.keys import (
-            LiveKeys,
-        )  # here, because it imports fastapi, for which Ray need not wait
+        from kvshelf.service.access.keys import LiveKeys  # here: it imports fastapi, and Ray would wait for that
 
         keys = LiveKeys(KeyFile(settings.api_key_file))
     from kvshelf.service.storage import store_config

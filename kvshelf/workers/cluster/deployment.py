@@ -133,15 +133,12 @@ def await_running(engines: Iterable[RemoteEngine], *, deadline_s: float) -> None
     `NoWorker`."""
     end = time.monotonic() + deadline_s
     for engine in engines:
-        while True:
-            overview = serve.status().applications[engine.app]  # 0.02 s of processor time here and in the controller
-            if running(overview):
-                break
+        while not running(overview := serve.status().applications[engine.app]):
             if overview.status == "DEPLOY_FAILED":
                 raise _startup_error(engine.model, "\n".join(d.message for d in overview.deployments.values()))
             if time.monotonic() > end:
                 raise NoWorker(f"no worker of {engine.model!r} came up within {deadline_s:g} s: {overview.message}")
-            time.sleep(0.2)
+            time.sleep(0.2)  # a status takes 0.02 s of processor time, which the starting replica needs
 
 
 def _startup_error(model: str, message: str) -> KvshelfError:

@@ -11,9 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import ray
 
+from kvshelf.corpus.run.control import Order, Report
 from kvshelf.corpus.run.progress import RunOptions, RunState, Summary, Window
-from kvshelf.corpus.run.run import IN_FLIGHT_PER_REPLICA
+from kvshelf.corpus.run.run import IN_FLIGHT_PER_REPLICA, _told
 from kvshelf.errors import StorageFull
 from kvshelf.workers.cluster.remote import RemoteEngine
 from tests.corpus.conftest import RunCluster
@@ -157,6 +159,24 @@ def test_a_process_that_dies_changes_nothing_of_the_end(run_cluster: RunCluster,
     assert len(journal.results) == len(expected) == len(lines)
     assert taken(run_cluster, journal) == expected
     require_order(run_cluster)
+
+
+class Controls:
+    """Stands for `Control` where that has a bug, or is dead."""
+
+    def give(self, order: Order) -> Report:
+        raise LookupError(f"a bug with {order}")
+
+
+@pytest.mark.usefixtures("run_cluster")
+def test_a_bug_of_the_control_ends_a_run_and_its_death_does_not() -> None:
+    """A control that died is started again by Ray; a bug would hold the run for ever."""
+    control = ray.remote(num_cpus=0)(Controls).remote()
+    ray.get(control.__ray_ready__.remote())  # an order to one that still starts is late, and repeated
+    with pytest.raises(LookupError, match="a bug with go"):
+        _told(control, Order.GO)
+    ray.kill(control)
+    assert _told(control, Order.GO) == Report()
 
 
 @pytest.mark.faults

@@ -100,7 +100,9 @@ class AttachedLayer(UnboundedLayer):
             device=key_states.device,
         )
         length, first, suffixes = self.start + end, self.start + before, [(self.keys, self.values)]
-        states = AttachedStates([self.prefix], suffixes, layout, key_states, value_states, length, first)
+        states = AttachedStates(
+            [self.prefix], suffixes, layout, key_states, value_states, logical_length=length, first_position=first
+        )
         return states, states
 
     def get_seq_length(self) -> int:

@@ -213,8 +213,8 @@ class _BatchLayer(UnboundedLayer):
         """Append every row's new states to its suffix, once every document of the step has this layer."""
         prefixes = [document.prefixes(self._index, self._wait) for document in self._step.documents]
         suffixes = [group.write(self._index, key_states, value_states) for group in self._step.groups]
-        length = self._step.logical_length
-        states = AttachedStates(prefixes, suffixes, self._step.layout, key_states, value_states, length, None)
+        new, length = (key_states, value_states), self._step.logical_length
+        states = AttachedStates(prefixes, suffixes, self._step.layout, *new, logical_length=length, first_position=None)
         return states, states
 
     def get_seq_length(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 import torch
@@ -105,7 +105,7 @@ class SharedReducer:
     reducers: Sequence[LayerReducer]
     measured: Sequence[int]
     checkpoint: Callable[[], None]
-    paused_s: float = 0.0
+    paused_s: float = field(default=0.0, init=False)
 
     @property
     def probe_lengths(self) -> tuple[int, ...]:
