@@ -84,7 +84,7 @@ def show(page: Page, view: str, shelf: Shelf) -> None:
 
 def test_every_file_has_the_policy_and_its_type(bundled_service: str) -> None:
     with httpx.Client(base_url=bundled_service) as client:
-        for path, kind in (("/", "text/html"), ("/page/app.js", "javascript"), ("/page/style.css", "text/css")):
+        for path, kind in (("/", "text/html"), ("/page/app.js", "javascript"), ("/page/styles/base.css", "text/css")):
             response = client.get(path)
             assert response.status_code == 200
             assert kind in response.headers["content-type"]
