@@ -41,7 +41,8 @@ MODEL_SIDE = {"workers.model", "workers.policies", "workers.selectors", "workers
 """Plain Python around a transformers model: of the store they know the artifact, and neither Ray nor HTTP."""
 
 NOT_BELOW = {
-    **{package: {"store", "client", "api", "_extras"} for package in MODEL_SIDE},
+    **{package: {"store", "client", "api", "_extras"} for package in MODEL_SIDE - {"workers.engine"}},
+    "workers.engine": {"store", "client", "_extras"},  # its answers and measurements are the types of the API
     **{package: {"client"} for package in ("store", "workers.replica", "workers.cluster")},
     "client": {"kernels"},
     "store.artifact": {"api"},

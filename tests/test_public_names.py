@@ -86,3 +86,14 @@ def test_a_service_imports_no_model_code_and_nothing_slow_before_ray_starts() ->
         "print('transformers.modeling_utils' in sys.modules)"
     )
     assert loaded.split() == ["False", "False", "False"]
+
+
+def test_what_a_service_imports_beside_ray_shares_no_package_with_it() -> None:
+    """Two threads that import parts of one package can get half a module: 1 start in 40 ended with a KeyError."""
+    loaded = run_python(
+        "import sys, kvshelf.service.process.server as server; before = set(sys.modules)\n"
+        "from importlib import import_module; import_module(server.IMPORTED_ASIDE)\n"
+        "print('torch' in sys.modules)\n"
+        "print({name.partition('.')[0] for name in set(sys.modules) - before} & {'ray', 'fastapi', 'aiohttp', 'grpc'})"
+    )
+    assert loaded.split() == ["True", "set()"]

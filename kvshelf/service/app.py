@@ -92,7 +92,7 @@ def create_app(
     routers = [resource.router for resource in resources]
     for router in routers:
         app.include_router(router)
-    app.add_middleware(Access, keys=keys, limits=limits)
+    app.add_middleware(Access, keys=keys, allowed_hosts=settings.allowed_hosts, limits=limits)
     errors.install(app, [route for router in routers for route in router.routes])
     openapi.install(app)
     app.add_middleware(ObservedRequests, metrics=numbers, tracer=tracer)  # last, and so outside of all others
@@ -108,7 +108,7 @@ async def _service(
     limits: TenantLimits,
 ) -> Service:
     """The state that the routes share. Asks each worker to describe its model."""
-    described = await asyncio.gather(*(engine.describe(deadline_s=60.0) for engine in workers.values()))
+    described = await asyncio.gather(*(engine.call("describe", limit_s=60.0) for engine in workers.values()))
     waiting = settings.max_queued_requests
     return Service(
         settings=settings,

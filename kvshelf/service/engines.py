@@ -63,7 +63,8 @@ class EngineClient:
 
     async def estimate(self, spec: Estimate, *, tenant: str, deadline_s: float) -> EstimateObject:
         async with self._queues["estimate"].turn(tenant, deadline_s) as left_s:
-            return await self.remote.estimate(spec, deadline_s=left_s)
+            estimated: EstimateObject = await self.remote.call("estimate", spec, limit_s=left_s)
+        return estimated
 
     async def create(self, spec: CreateCache, *, tenant: str, deadline_s: float, **recorded: Any) -> Created:
         """With `request_id` and `max_attempts`, a recorded request, which has waited its turn in the background."""
@@ -71,7 +72,7 @@ class EngineClient:
         async with turn as left_s:
             with self.metrics.creating(self.model, spec.policy), self._observed("create") as span:
                 began_ns = time.time_ns()
-                created = await self.remote.create(spec, tenant=tenant, deadline_s=left_s, **recorded)
+                created: Created = await self.remote.call("create", spec, tenant=tenant, deadline_s=left_s, **recorded)
                 add_phases(self.tracer, span, began_ns, created.phases)
         self.metrics.created(self.model, spec.policy, created)
         note(cache_id=created.manifest.id, tokens=created.manifest.num_tokens, existing=created.existing)
@@ -83,7 +84,7 @@ class EngineClient:
     async def query(self, cache_id: str, query: Query, *, tenant: str, deadline_s: float) -> list[Reply]:
         async with self._answering("query", tenant, deadline_s) as (left_s, span):
             began_ns = time.time_ns()
-            replies = await self.remote.query(cache_id, query, tenant=tenant, deadline_s=left_s)
+            replies: list[Reply] = await self.remote.call("query", cache_id, query, tenant=tenant, deadline_s=left_s)
             self._answered(replies, span, began_ns)
         self.spend(tenant, sum(map(_used, replies)))
         return replies

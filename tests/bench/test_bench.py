@@ -18,7 +18,7 @@ from kvshelf.bench.options import publish
 from kvshelf.bench.quality.retrieval import measure_cell
 from kvshelf.errors import InvalidRequest
 from kvshelf.kernels.dispatch import cpu_form
-from kvshelf.workers.model.devices import chosen_device
+from kvshelf.workers.model.loading import chosen_device
 
 
 def test_every_round_runs_every_variant_and_the_first_does_not_count():

@@ -37,7 +37,7 @@ def kernels(
 
         from kvshelf.bench.kernels.kernels import ceilings, kernel_times
         from kvshelf.bench.measure import chosen_dtype, load_warning, machine
-        from kvshelf.workers.model.devices import chosen_device
+        from kvshelf.workers.model.loading import chosen_device
 
     if threads:
         torch.set_num_threads(threads)

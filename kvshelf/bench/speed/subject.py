@@ -17,8 +17,7 @@ from kvshelf.bench.engines import EngineOptions
 from kvshelf.bench.measure import chosen_dtype
 from kvshelf.errors import InvalidRequest
 from kvshelf.workers.engine.engine import Engine
-from kvshelf.workers.model.devices import chosen_device
-from kvshelf.workers.model.loading import BUNDLED, bundled_folder
+from kvshelf.workers.model.loading import BUNDLED, bundled_folder, chosen_device
 from kvshelf.workers.model.prepacking import prepack
 
 QUESTION_TOKENS = 32

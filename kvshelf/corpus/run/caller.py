@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final
 
 import structlog
@@ -131,7 +132,7 @@ class Caller:
             tenant=options.tenant,
             requests=self.store.requests,
             spec=lambda: named,
-            create=self.engines[model].create,
+            create=partial(self.engines[model].call, "create"),
             deadline_s=options.document_deadline_s,
             max_attempts=options.max_attempts,
             row=row,

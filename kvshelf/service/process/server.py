@@ -1,16 +1,16 @@
 """The service itself: starts the store, Ray, the replicas and the HTTP server, and stops them in reverse order.
 
-While Ray starts, the modules of the replicas and of the routes are imported: both need torch, the store does not.
+While Ray starts, the modules that need torch are imported; while the replicas start, the routes.
 """
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from importlib import import_module
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, NoReturn
 
 import structlog
@@ -28,6 +28,8 @@ from kvshelf.workers.cluster.connect import prepare_environment, ray_cluster
 if TYPE_CHECKING:
     from kvshelf.service.access.keys import LiveKeys
     from kvshelf.store.base import Store
+
+IMPORTED_ASIDE = "kvshelf.workers.replica.replica"  # torch and transformers, without Ray or FastAPI
 
 log = structlog.get_logger("kvshelf.service")
 
@@ -57,22 +59,23 @@ def serve(settings: Settings, place: Place) -> None:
         log.info("starting", models=settings.models, store=settings.redacted()["store"])
         replicas = settings.replicas * len(settings.models)
         with (
-            _importing("kvshelf.service.process.replicas", "kvshelf.service.app"),
+            _importing(IMPORTED_ASIDE) as imported,
             ray_cluster(settings.address, min_cpus=replicas) as local,
             _stopped_by_signals(),
         ):
+            wait([imported])
             _serve_on(place, settings, store, tracer, keys, local=local)
 
 
 @contextmanager
-def _importing(*modules: str) -> Iterator[None]:
-    """Imports modules on a thread during the block. If that fails, the statement that needs the module fails too."""
-    import ray  # noqa: F401 - import all of it before two threads import parts of it
+def _importing(module: str) -> Iterator[Future[ModuleType]]:
+    """Imports a module on a thread. If that fails, the statement that needs the module fails too.
 
+    Meanwhile the block must import nothing that the module imports: two threads inside one package whose modules
+    import each other can get half a module. (With ray.serve and fastapi on this thread too, 1 start in 40 failed.)
+    """
     with ThreadPoolExecutor(1, thread_name_prefix="imports") as thread:
-        for module in modules:
-            thread.submit(import_module, module)
-        yield
+        yield thread.submit(import_module, module)
 
 
 def _serve_on(

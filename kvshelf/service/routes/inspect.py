@@ -43,7 +43,8 @@ async def _kept(
     engine = service.engine_for(manifest)
     # A replica reads the whole cache and holds it until it has answered.
     async with service.whole.turn(caller.tenant, service.settings.request_deadline_s) as left_s:
-        work = engine.remote.inspect(
-            cache_id, document, tenant=caller.tenant, first_layer=first_layer, deadline_s=left_s
+        about = {"tenant": caller.tenant, "first_layer": first_layer}
+        kept: KeptTokens = await until_hangup(
+            request, engine.remote.call("inspect", cache_id, document, **about, limit_s=left_s)
         )
-        return await until_hangup(request, work)
+        return kept

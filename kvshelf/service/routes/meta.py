@@ -108,7 +108,7 @@ async def _workers(engine: RemoteEngine, replicas: int) -> ReadyPart:
     name = f"workers:{engine.model}"
     running = await _running(engine)
     try:
-        await engine.describe(deadline_s=_PROBE_S)
+        await engine.call("describe", limit_s=_PROBE_S)
     except QueueFull:
         pass  # busy, and therefore running
     except DeadlineExceeded:

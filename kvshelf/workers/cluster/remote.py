@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray.exceptions as ray_errors
 import structlog
@@ -20,8 +20,7 @@ from ray.serve import exceptions as serve_errors
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatusOverview
 
-from kvshelf.api import CreateCache, Estimate, EstimateObject, Query
-from kvshelf.api.inspect import KeptTokens
+from kvshelf.api import Query
 from kvshelf.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -32,10 +31,7 @@ from kvshelf.errors import (
     WorkerCrashed,
 )
 from kvshelf.workers.replica.queues import Pace
-from kvshelf.workers.replica.results import Created, Reply
-
-if TYPE_CHECKING:  # callers need no transformers, which would cost them 5 s and 200 MB
-    from kvshelf.workers.engine.inputs.encode import Document
+from kvshelf.workers.replica.results import Reply
 
 RESTART_S = 5.0
 """About how long Ray needs to replace a dead replica; callers are told to wait this long."""
@@ -50,7 +46,7 @@ _GRACE_S = 5.0  # the replica enforces deadlines itself; this covers one that no
 
 
 class RemoteEngine:
-    """The replicas of one model. Methods are those of `Replica`; cancelling the caller's task cancels their work.
+    """The replicas of one model, whose methods it calls; cancelling the caller's task cancels their work.
 
     running: replicas that take requests, as last reported by Ray; `watch` updates it. While it is 0, requests are
     refused, because Ray would let them wait for ever. target_replicas: how many Ray is to run. app, handle: Ray's.
@@ -69,46 +65,37 @@ class RemoteEngine:
     def _streaming(self) -> DeploymentHandle:
         return self.handle.options(stream=True)
 
-    async def create(self, spec: CreateCache, *, tenant: str, deadline_s: float, **recorded: Any) -> Created:
-        """recorded: `request_id` and `max_attempts` of a request of the job table."""
-        about = {"tenant": tenant, "deadline_s": deadline_s, "origin": _origin(), **recorded}
-        created: Created = await self._call("create", deadline_s + _GRACE_S, spec, **about)
-        return created
+    async def call(self, method: str, *args: Any, limit_s: float | None = None, **kwargs: Any) -> Any:
+        """The result of a method of `Replica`, which runs under the caller's log id.
 
-    async def query(self, cache_id: str, query: Query, *, tenant: str, deadline_s: float) -> list[Reply]:
-        replies: list[Reply] = await self._call(
-            "query", deadline_s + _GRACE_S, cache_id, query, tenant=tenant, deadline_s=deadline_s, origin=_origin()
-        )
-        return replies
+        limit_s: seconds until `DeadlineExceeded`. By default a little more than the `deadline_s` among the arguments,
+        which the replica keeps itself.
+        """
+        limit_s = kwargs["deadline_s"] + _GRACE_S if limit_s is None else limit_s
+        started = time.monotonic()
+        with self._translated():
+            response = getattr(self.handle, method).remote(*args, **kwargs, origin=_origin())
+            try:
+                async with asyncio.timeout(limit_s):
+                    result = await response
+            except (asyncio.CancelledError, TimeoutError):
+                response.cancel()  # only the waiting was cancelled; the work would go on
+                raise
+        self._pace.record(time.monotonic() - started)
+        return result
 
     async def stream(
         self, cache_id: str, query: Query, *, tenant: str, deadline_s: float
     ) -> AsyncGenerator[str | Reply, None]:
+        about = {"tenant": tenant, "deadline_s": deadline_s, "origin": _origin()}
         with self._translated():
-            response = self._streaming.stream.remote(
-                cache_id, query, tenant=tenant, deadline_s=deadline_s, origin=_origin()
-            )
+            response = self._streaming.stream.remote(cache_id, query, **about)
             try:
                 async with asyncio.timeout(deadline_s + _GRACE_S):
                     async for piece in response:
                         yield piece
             finally:
                 response.cancel()
-
-    async def estimate(self, spec: Estimate, *, deadline_s: float) -> EstimateObject:
-        estimated: EstimateObject = await self._call("estimate", deadline_s, spec, origin=_origin())
-        return estimated
-
-    async def inspect(
-        self, cache_id: str, document: Document | None, *, tenant: str, first_layer: int, deadline_s: float
-    ) -> KeptTokens:
-        about = {"tenant": tenant, "first_layer": first_layer, "origin": _origin()}
-        found: KeptTokens = await self._call("inspect", deadline_s, cache_id, document, **about)
-        return found
-
-    async def describe(self, *, deadline_s: float) -> dict[str, Any]:
-        described: dict[str, Any] = await self._call("describe", deadline_s)
-        return described
 
     async def refresh(self) -> int:
         """Ask Ray how many replicas take requests. Ray notices a death only at its next health check.
@@ -126,19 +113,6 @@ class RemoteEngine:
     def __getstate__(self) -> dict[str, Any]:
         """For another process, such as that of a batch: a request to Ray in progress stays here."""
         return vars(self) | {"_counting": None}
-
-    async def _call(self, method: str, limit_s: float, /, *args: Any, **kwargs: Any) -> Any:
-        started = time.monotonic()
-        with self._translated():
-            response = getattr(self.handle, method).remote(*args, **kwargs)
-            try:
-                async with asyncio.timeout(limit_s):
-                    result = await response
-            except (asyncio.CancelledError, TimeoutError):
-                response.cancel()  # only the waiting was cancelled; the work would go on
-                raise
-        self._pace.record(time.monotonic() - started)
-        return result
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
@@ -174,8 +148,7 @@ class RemoteEngine:
 
 def _origin() -> str:
     """The id of the current request, as this process logs it."""
-    found: str = structlog.contextvars.get_contextvars().get("request_id", "")
-    return found
+    return str(structlog.contextvars.get_contextvars().get("request_id", ""))
 
 
 def replicas_running(app: str) -> int:

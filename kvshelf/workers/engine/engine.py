@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from kvshelf.api import Quality
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.store.artifact.arriving import ArrivingCache
 from kvshelf.store.artifact.cache import CompressedCache
@@ -26,7 +27,7 @@ from kvshelf.workers.engine.inputs.job import Job, Level, shared
 from kvshelf.workers.engine.inputs.prepare import Preparer
 from kvshelf.workers.engine.inputs.requirements import require_budget_taken, require_questions_taken
 from kvshelf.workers.engine.prefill.prefill import Compression, Prefill, run_prefill
-from kvshelf.workers.engine.quality import QUESTIONS, Probe, Quality, Reference, ask
+from kvshelf.workers.engine.quality import QUESTIONS, VERSION, Probe, Reference, ask
 from kvshelf.workers.model import loading as models
 from kvshelf.workers.model.rope import Rope, reach
 from kvshelf.workers.model.text import EncodedDocument, TextFormat
@@ -215,7 +216,8 @@ class Engine:
                 "broken",
                 param="model",
             )
-        return Quality(agreement, kl, len(reference.best), seconds)
+        tokens = len(reference.best)
+        return Quality(agreement=agreement, kl=kl, tokens=tokens, probe_s=seconds, version=VERSION)
 
     # Attaching
 

@@ -1,4 +1,4 @@
-"""Quality of a compression on its own document, measured when it is made: `Probe`, `Reference`, `Quality`.
+"""Quality of a compression on its own document, measured when it is made: `Probe`, `Reference`.
 
 The real questions are not known yet, so they are made from the document. The first words of a passage with rare tokens
 are the question; the passage's next words stand in place of the answer. Both caches predict the same tokens of these
@@ -49,21 +49,6 @@ ANSWER: Final = 4
 _SURE: Final = 0.9
 _TIE: Final = 1e-4
 """Log-probabilities closer than this are equal, as in every comparison of answers: rounding decides their order."""
-
-
-@dataclass(frozen=True)
-class Quality:
-    """How close a compressed cache is to the full one, on questions made from the document.
-
-    agreement: 0 to 1. kl: nats, from 0. tokens: predicted ones, of any weight. probe_s: seconds of asking the cache and
-    the model without it; the questions' own part of the prefill is in that of the prefill.
-    """
-
-    agreement: float
-    kl: float
-    tokens: int
-    probe_s: float
-    version: int = VERSION
 
 
 @dataclass(frozen=True)

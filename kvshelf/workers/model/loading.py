@@ -13,7 +13,6 @@ from blake3 import blake3
 
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.store.artifact.identity import DIGEST_BYTES, ModelIdentity, canonical_json
-from kvshelf.workers.model.devices import chosen_device
 from kvshelf.workers.model.text import TextFormat
 
 if TYPE_CHECKING:
@@ -199,3 +198,13 @@ def _weights_digest(model: PreTrainedModel) -> str:
         hasher.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
         hasher.update(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy())
     return hasher.hexdigest(length=DIGEST_BYTES)
+
+
+def chosen_device(name: str) -> torch.device:
+    """The device of a name; "auto" takes a GPU where there is one. Raises `InvalidRequest`."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise InvalidRequest(f"unknown device {name!r}; for example auto, cpu, cuda:0", param="device") from error

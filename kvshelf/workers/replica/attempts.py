@@ -84,7 +84,7 @@ class Attempts:
 
     def __init__(self, requests: Requests, worker: str, threads: Threads) -> None:
         self._requests = requests
-        self._worker = worker
+        self.worker = worker
         self._threads = threads
 
     @asynccontextmanager
@@ -95,7 +95,7 @@ class Attempts:
         the store is healthy but did not keep the document, the document may be to blame, so the attempt counts.
         """
         start = self._requests.start
-        attempt = await self._threads.run(start, request_id, worker=self._worker, lease_s=LEASE_S)
+        attempt = await self._threads.run(start, request_id, worker=self.worker, lease_s=LEASE_S)
         renewing = asyncio.ensure_future(self._renew(request_id, attempt))
         try:
             yield attempt

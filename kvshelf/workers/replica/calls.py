@@ -28,9 +28,12 @@ class Threads(ThreadPoolExecutor):
         return await asyncio.get_running_loop().run_in_executor(self, partial(run, call, *args, **kwargs))
 
 
-def log_as(origin: str) -> None:
-    """Bind the caller's id to every log line of this call. Each call is a task, so nothing has to be unbound."""
+@contextmanager
+def called_as(origin: str) -> Iterator[None]:
+    """One call of a replica, a task of its own: its log lines carry the caller's id, its errors are kvshelf's."""
     structlog.contextvars.bind_contextvars(request_id=origin)
+    with named_errors():
+        yield
 
 
 @contextmanager

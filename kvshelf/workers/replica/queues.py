@@ -6,17 +6,15 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from kvshelf.errors import KvshelfError, NoWorker, QueueFull
 from kvshelf.workers.replica.ticket import Ticket
 
 if TYPE_CHECKING:
-    from kvshelf.store.artifact.cache import CompressedCache
-    from kvshelf.workers.engine.attention.attachment import Attachment
-    from kvshelf.workers.engine.decode.generation import Answer, Checkpoint, Generation, Sampling
+    from kvshelf.workers.engine.decode.generation import Answer, Checkpoint, Generation
     from kvshelf.workers.engine.engine import Engine
 
 ResultT_co = TypeVar("ResultT_co", covariant=True)
@@ -61,16 +59,12 @@ class Compressing:
 
 @dataclass(eq=False)
 class Question:
-    """A question from its arrival to its answer. `suffix_bytes`: of itself and its longest answer. `generation`: set
-    when it takes its first step."""
+    """A question's place in the queue and among the open answers. `suffix_bytes`: of itself and its longest answer."""
 
     ticket: Ticket[Answer]
-    cache: CompressedCache | Attachment
-    query: Sequence[int]
-    sampling: Sampling
+    generation: Generation
     on_text: Callable[[str], None]
     suffix_bytes: int
-    generation: Generation = field(init=False)
 
 
 @dataclass

@@ -98,11 +98,12 @@ class Scheduler:
     ) -> Ticket[Answer]:
         """Queue a question. `on_text` gets each piece of final text on the scheduler's thread, so it must not block.
 
-        Raises `QueueFull`, `NoWorker`, and `InvalidRequest` for a question beyond the limits; errors of the engine
-        arrive through the ticket.
+        Raises `QueueFull`, `NoWorker`, `InvalidRequest` for a question beyond the limits, and what `Engine.start`
+        raises.
         """
         suffix_bytes = self._suffix_bytes(len(query) + sampling.max_tokens)
-        work = Question(Ticket(deadline_s), cache, query, sampling, on_text, suffix_bytes)
+        generation = self._engine.start(cache, query, sampling)
+        work = Question(Ticket(deadline_s), generation, on_text, suffix_bytes)
         with self._queues.changed:
             self._require_accepting()
             self._queues.add_question(work)
@@ -177,12 +178,7 @@ class Scheduler:
         held_bytes = sum(work.suffix_bytes for work in self._open)
         for work in self._queues.take_questions(len(self._open), held_bytes):
             work.ticket.begin()
-            try:
-                work.generation = self._engine.start(work.cache, work.query, work.sampling)
-            except Exception as exc:  # one question's error is that question's answer, whatever it is
-                work.ticket.resolve(None, exc)
-            else:
-                self._open.append(work)
+            self._open.append(work)
         return bool(self._open)
 
     def _step(self) -> None:

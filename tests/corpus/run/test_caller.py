@@ -54,7 +54,8 @@ class Flaky:
         self.at_once = 0
         self.most_at_once = 0
 
-    async def create(self, spec: Any, **options: Any) -> Any:
+    async def call(self, method: str, spec: Any, **options: Any) -> Any:
+        assert method == "create"
         self.calls += 1
         if self.fails:
             raise self.fails.pop(0)

@@ -13,7 +13,7 @@ from kvshelf.bench.quality.tasks import make_document
 from kvshelf.errors import Cancelled, DocumentTooShort, InvalidRequest, PolicyUnsupported, QualityBelowFloor
 from kvshelf.workers.engine.inputs.job import Level
 from kvshelf.workers.engine.quality import VERSION
-from kvshelf.workers.replica.create.auto import CANDIDATES, MIN_QUALITY, Selection, auto, reported
+from kvshelf.workers.replica.create.auto import CANDIDATES, MIN_QUALITY, Selection, auto
 from kvshelf.workers.replica.create.publish import comparable
 
 
@@ -128,7 +128,7 @@ def tried(everything):
             compression_ratio=level.job.identity.compression_ratio,
             codec=level.codec,
             bytes=nbytes,
-            quality=reported(quality),
+            quality=quality,
         )
         for level, nbytes, quality in ways
     ]

@@ -18,7 +18,7 @@ from kvshelf.workers.engine.engine import Engine, Prefill
 from kvshelf.workers.engine.inputs.job import Level
 from kvshelf.workers.engine.quality import VERSION
 from kvshelf.workers.replica.create.auto import CANDIDATES, auto
-from kvshelf.workers.replica.create.negative_cache import NegativeCache
+from kvshelf.workers.replica.create.creations import NegativeCache
 from kvshelf.workers.replica.replica import Replica
 from kvshelf.workers.replica.results import Created
 from kvshelf.workers.replica.scheduler import Scheduler

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +167,7 @@ async def test_answers_come_in_the_order_of_the_prompts(replica: Replica, engine
     replies = await replica.query(cache_id, asked(*prompts), tenant="default")
     answers = [engine.answer(cache, prompt, max_new_tokens=8) for prompt in prompts]
     told = [(reply.text, reply.token_ids, reply.finish_reason, reply.usage.model_dump()) for reply in replies]
-    assert told == [(each.text, each.token_ids, each.finish_reason, asdict(each.usage)) for each in answers]
+    assert told == [(each.text, each.token_ids, each.finish_reason, dict(each.usage)) for each in answers]
     assert all(reply.load_ms > 0 and reply.compression_ratio == 0.5 for reply in replies)
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from kvshelf.api import Usage
+from kvshelf.api.strict import FinishReason
 from kvshelf.errors import InvalidRequest
 from kvshelf.workers.engine.attention.attachment import Attachment
 from kvshelf.workers.engine.decode.detokenizer import Detokenizer
@@ -17,7 +18,6 @@ from kvshelf.workers.engine.decode.suffixes import SuffixRow
 
 _LEAST_TEMPERATURE = 1e-30  # float32 has smaller numbers, but not many
 
-FinishReason = Literal["stop", "length"]
 Checkpoint = Callable[[], None]
 
 
@@ -37,16 +37,6 @@ class Sampling:
         _require(self.temperature >= 0, "temperature", self.temperature, "a number from 0")
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
         _require(all(self.stop), "stop", self.stop, "texts that are not empty")
-
-
-@dataclass(frozen=True)
-class Usage:
-    """Tokens of an answer. `cache_read_tokens`: of the document, served from the cache. `prefill_tokens`: run through
-    the model before the first token of the answer, counted where the model appends them to the cache."""
-
-    cache_read_tokens: int
-    prefill_tokens: int
-    completion_tokens: int
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvshelf.api import Quality
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.workers.engine.attention.function import CONTEXT, kvshelf_attention
 from kvshelf.workers.engine.decode.generation import Checkpoint
 from kvshelf.workers.engine.inputs.job import Job, Level
 from kvshelf.workers.engine.prefill.chunked import ChunkedPrefill
 from kvshelf.workers.engine.prefill.reducing import LayerReducer, SharedReducer
-from kvshelf.workers.engine.quality import Probe, Quality, Reference, ask_without
+from kvshelf.workers.engine.quality import Probe, Reference, ask_without
 from kvshelf.workers.model.rope import Rope
 from kvshelf.workers.policies.full import Full
 

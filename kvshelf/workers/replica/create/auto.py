@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kvshelf.api import Quality, Tried
@@ -13,7 +13,6 @@ from kvshelf.workers.engine.decode.generation import Checkpoint
 from kvshelf.workers.engine.inputs.encode import Document
 from kvshelf.workers.engine.inputs.job import Level, shared
 from kvshelf.workers.engine.quality import QUESTIONS, Reference
-from kvshelf.workers.engine.quality import Quality as Measured
 from kvshelf.workers.model.text import EncodedDocument
 
 if TYPE_CHECKING:  # the engine knows nothing of what is built on it
@@ -43,11 +42,6 @@ its own that costs several plain ones; it runs only if it could still save bytes
 UNMEASURABLE: Final = "no quality can be measured on this document in this way"
 _NOT_MADE: Final = "not made: it would take no fewer bytes than what meets the floor"
 _NOT_MEASURED: Final = "not measured: it takes no fewer bytes than what meets the floor"
-
-
-def reported(measured: Measured | None) -> Quality | None:
-    """The engine's measurement as the API reports it."""
-    return None if measured is None else Quality(**asdict(measured))
 
 
 @dataclass(frozen=True)
@@ -174,9 +168,8 @@ class _Search:
             return
         if reference is not None:
             compression = compression.measured(self._engine.measure(compression.cache, reference))
-        quality = reported(compression.quality)
-        self._note(level, nbytes, quality, None if reference is not None else UNMEASURABLE)
-        if self._selection.meets(level, quality):
+        self._note(level, nbytes, compression.quality, None if reference is not None else UNMEASURABLE)
+        if self._selection.meets(level, compression.quality):
             self.best = level, compression
 
     def _leave_out(self, levels: Sequence[Level], reason: str) -> None:

@@ -1,23 +1,24 @@
-"""Creating caches: documents compressed once and stored, or found on the shelf. `Replica` hands them over to it."""
+"""Creating caches: documents compressed once and stored, or found on the shelf."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import structlog
 
-from kvshelf.api import CreateCache, Estimate, EstimateObject
+from kvshelf.api import CreateCache, Estimate, EstimateObject, Tried
 from kvshelf.errors import QualityBelowFloor
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.engine.engine import Engine
-from kvshelf.workers.replica.calls import Threads
+from kvshelf.workers.replica.attempts import MAX_ATTEMPTS, Attempts
+from kvshelf.workers.replica.calls import Threads, called_as, named_errors
 from kvshelf.workers.replica.create.auto import Selection
 from kvshelf.workers.replica.create.estimates import Rates, estimate
-from kvshelf.workers.replica.create.negative_cache import NegativeCache
 from kvshelf.workers.replica.create.publish import Publisher
 from kvshelf.workers.replica.create.spec import Levels, encode, requested_levels
 from kvshelf.workers.replica.results import Created, Phase, Stored, in_sequence, rounded
@@ -33,6 +34,32 @@ _HANG_S = 2.0
 """Seconds after its deadline in which a document must reach the end of a layer; callers wait for longer."""
 
 
+class NegativeCache:
+    """Levels that missed their `min_quality`, so that they are not compressed again to miss it again: those of the
+    newest refusals, by the ids that their caches would have.
+
+    In memory: a refusal stores no cache to write it to, and an entry that saves one prefill is not worth a table. It
+    needs no expiry, because an id covers everything that a quality depends on, the tenant included.
+    """
+
+    def __init__(self, capacity: int = 4096) -> None:  # each takes less than a kilobyte
+        self._tried: OrderedDict[str, Tried] = OrderedDict()
+        self._capacity = capacity
+
+    def remember(self, ids: Sequence[str], refusal: QualityBelowFloor) -> None:
+        """Keep the outcome of each level of a selection; `ids` are in the order of its levels."""
+        # A refusal ends with the levels that were dropped before any work; they have no ids.
+        for cache_id, told in zip(ids, refusal.details["tried"], strict=False):
+            self._tried[cache_id] = Tried.model_validate(told)
+            self._tried.move_to_end(cache_id)
+        while len(self._tried) > self._capacity:
+            self._tried.popitem(last=False)
+
+    def of(self, ids: Sequence[str]) -> dict[str, Tried]:
+        """The levels remembered for these ids."""
+        return {cache_id: self._tried[cache_id] for cache_id in ids if cache_id in self._tried}
+
+
 @dataclass(eq=False)
 class Creations:
     """The creations of one replica.
@@ -45,18 +72,46 @@ class Creations:
     store: Store
     scheduler: Scheduler
     threads: Threads
+    attempts: Attempts
     questions: int
     max_document_tokens: int | None
     _singleflight: SingleFlight[Created] = field(default_factory=SingleFlight, init=False)
     _negative_cache: NegativeCache = field(default_factory=NegativeCache, init=False)
     _rates: Rates = field(default_factory=Rates, init=False)
 
-    def estimate(self, spec: Estimate) -> EstimateObject:
-        """What creating this would take, see `estimates.estimate`. Blocks; thread-safe."""
-        document = encode(self.engine, spec, self.max_document_tokens)
-        return estimate(self.engine, self._rates, document, spec)
+    async def estimate(self, spec: Estimate, *, origin: str = "") -> EstimateObject:
+        """What creating this would take, in seconds as this replica has measured them."""
+        with called_as(origin):
+            document = await self.threads.run(encode, self.engine, spec, self.max_document_tokens)
+            return await self.threads.run(estimate, self.engine, self._rates, document, spec)
 
-    async def create(self, spec: CreateCache, tenant: str, deadline_s: float | None) -> Created:
+    async def create(
+        self,
+        spec: CreateCache,
+        *,
+        tenant: str,
+        deadline_s: float | None = None,
+        request_id: str | None = None,
+        max_attempts: int = MAX_ATTEMPTS,
+        origin: str = "",
+    ) -> Created:
+        """Compress a document and store it, unless the shelf has it.
+
+        With `request_id`, a request of the job table, the attempt is counted there before any work, and its end is
+        recorded: the failure of the `max_attempts`th is final.
+        """
+        with called_as(origin):
+            if request_id is None:
+                return await self._created(spec, tenant, deadline_s)
+            self.scheduler.require_room()  # a full queue is no attempt
+            async with self.attempts.counted(request_id, tenant, max_attempts=max_attempts) as attempt:
+                with named_errors():
+                    created = await self._created(spec, tenant, deadline_s)
+                ids = [cache.manifest.id for cache in created.caches]
+                await self.threads.run(self.store.requests.finish, request_id, attempt, cache_ids=ids)
+                return replace(created, worker=self.attempts.worker)
+
+    async def _created(self, spec: CreateCache, tenant: str, deadline_s: float | None) -> Created:
         """The caches on the shelf, compressed if they were not there. Equal creations at one time run once."""
         work = await self.threads.run(requested_levels, self.engine, spec, self.questions, self.max_document_tokens)
         publisher = Publisher.of(self.store, tenant, spec, work.levels)

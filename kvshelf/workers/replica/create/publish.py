@@ -13,7 +13,7 @@ from kvshelf.store.manifest import Judgement, Manifest
 from kvshelf.workers.engine.engine import Compression
 from kvshelf.workers.engine.inputs.job import Level
 from kvshelf.workers.engine.quality import VERSION
-from kvshelf.workers.replica.create.auto import Choice, Selection, reported
+from kvshelf.workers.replica.create.auto import Choice, Selection
 from kvshelf.workers.replica.create.spec import source_of
 
 
@@ -73,7 +73,7 @@ class Publisher:
         tried: Sequence[Tried] = (),
     ) -> Manifest:
         """Store one level; one that was on the shelf gets the new measurements. Raises as `Store.put` does."""
-        judged = Judgement(quality=reported(compression.quality), tried=tuple(tried))
+        judged = Judgement(quality=compression.quality, tried=tuple(tried))
         manifest = self.store.put(
             compression.cache,
             codec=level.codec,

@@ -1,0 +1,175 @@
+"""Answering questions from stored caches, several at once, whole or piece by piece."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+import structlog
+
+from kvshelf.api import Query
+from kvshelf.errors import DeadlineExceeded, KvshelfError
+from kvshelf.store.base import Store
+from kvshelf.workers.engine.attention.attachment import Attachment
+from kvshelf.workers.engine.decode.generation import Answer, Sampling
+from kvshelf.workers.engine.engine import Engine
+from kvshelf.workers.replica.calls import Threads, called_as
+from kvshelf.workers.replica.residents import Resident, Residents
+from kvshelf.workers.replica.results import Phase, Reply, rounded
+from kvshelf.workers.replica.scheduler import Scheduler
+from kvshelf.workers.replica.ticket import Ticket
+
+log = structlog.get_logger("kvshelf.workers")
+
+
+@dataclass(eq=False)
+class Questions:
+    """The questions to one replica."""
+
+    engine: Engine
+    store: Store
+    scheduler: Scheduler
+    threads: Threads
+    residents: Residents
+    _evicting: asyncio.Task[NoReturn] | None = field(default=None, init=False)
+
+    def stop(self) -> None:
+        if self._evicting is not None:
+            self._evicting.cancel()
+        self.residents.close()
+
+    async def query(
+        self, cache_id: str, query: Query, *, tenant: str, deadline_s: float | None = None, origin: str = ""
+    ) -> list[Reply]:
+        """Answer every prompt, in their order. The first error ends all of them."""
+        with called_as(origin):
+            async with self._loaded(cache_id, tenant, deadline_s) as loaded:
+                sampling, tickets = _sampling(query), list[Ticket[Answer]]()
+                try:
+                    for ids in await self._encode(loaded.document, query):
+                        ticket = self.scheduler.generate(loaded.document, ids, sampling, deadline_s=deadline_s)
+                        tickets.append(ticket)
+                    return [loaded.reply(await asyncio.wrap_future(ticket.future), ticket) for ticket in tickets]
+                finally:
+                    for ticket in tickets:
+                        ticket.cancel()
+
+    async def stream(
+        self, cache_id: str, query: Query, *, tenant: str, deadline_s: float | None = None, origin: str = ""
+    ) -> AsyncIterator[str | Reply]:
+        """The pieces of the answer to the one prompt as they become final, then the answer. Closing it cancels it."""
+        with called_as(origin):
+            async with self._loaded(cache_id, tenant, deadline_s) as loaded:
+                (ids,) = await self._encode(loaded.document, query)
+                pieces: asyncio.Queue[str | None] = asyncio.Queue()
+                loop = asyncio.get_running_loop()
+
+                def put(piece: str | None) -> None:
+                    loop.call_soon_threadsafe(pieces.put_nowait, piece)
+
+                ticket = self.scheduler.generate(
+                    loaded.document, ids, _sampling(query), on_text=put, deadline_s=deadline_s
+                )
+                ticket.future.add_done_callback(lambda _: put(None))
+                try:
+                    while (piece := await pieces.get()) is not None:
+                        yield piece
+                    yield loaded.reply(ticket.future.result(), ticket)
+                finally:
+                    ticket.cancel()
+
+    @asynccontextmanager
+    async def _loaded(self, cache_id: str, tenant: str, deadline_s: float | None) -> AsyncIterator[_Loaded]:
+        if self._evicting is None:  # begun here: the event loop of the first question is the one that will run it
+            self._evicting = asyncio.ensure_future(self.residents.evict_idle_forever())
+        started = time.monotonic()
+        async with AsyncExitStack() as stack:
+            try:
+                async with asyncio.timeout(deadline_s):
+                    using = self.residents.using(cache_id, tenant)
+                    resident, there = await stack.enter_async_context(using)
+            except TimeoutError as exc:
+                raise DeadlineExceeded(
+                    f"the cache could not be had within {deadline_s} s: the store is slow, or the memory for caches is "
+                    "full of others that are being asked; try again"
+                ) from exc
+            self.threads.submit(_touch, self.store, cache_id, tenant)
+            yield _Loaded(cache_id, resident, there, started, time.monotonic() - started)
+
+    async def _encode(self, document: Attachment, query: Query) -> list[list[int]]:
+        def encode() -> list[list[int]]:
+            return [self.engine.encode_query(document, prompt) for prompt in _prompts(query)]
+
+        return await self.threads.run(encode)
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A cache to query. It may still be arriving; an answer has waited for all of it.
+
+    started: the time of the request, of `time.monotonic`. found_s: seconds until the cache was there or began to
+    arrive.
+    """
+
+    cache_id: str
+    resident: Resident
+    was_there: bool
+    started: float
+    found_s: float
+
+    @property
+    def document(self) -> Attachment:
+        return self.resident.document
+
+    def reply(self, answer: Answer, ticket: Ticket[Answer]) -> Reply:
+        """The reply for an answer that has just ended."""
+        identity = self.document.identity
+        load_s = self.found_s + (0.0 if self.was_there else self.resident.read_s)
+        asked_s = ticket.submitted - self.started
+        begun_s, first_s = asked_s + ticket.queue_s, asked_s + ticket.first_s
+        phases = (
+            Phase("load", 0.0, load_s),
+            Phase("queue", asked_s, ticket.queue_s),
+            Phase("prefill", begun_s, first_s - begun_s),
+            Phase("decode", first_s, time.monotonic() - self.started - first_s),
+        )
+        read_from = "memory" if self.was_there else self.resident.place
+        log.info("answered", cache_id=self.cache_id, read_from=read_from, **dict(answer.usage), **rounded(phases))
+        return Reply(
+            id="ans_" + secrets.token_hex(12),
+            cache_id=self.cache_id,
+            text=answer.text,
+            finish_reason=answer.finish_reason,
+            usage=answer.usage,
+            load_ms=round(load_s * 1000, 3),
+            policy=identity.policy,
+            compression_ratio=identity.compression_ratio,
+            token_ids=answer.token_ids,
+            read_from=read_from,
+            phases=phases,
+        )
+
+
+def _prompts(query: Query) -> list[str] | list[list[dict[str, str]]]:
+    """The prompts to answer: texts, or one conversation."""
+    if query.messages is not None:
+        return [[message.model_dump() for message in query.messages]]
+    assert query.prompt is not None  # the type asks for exactly one of the two
+    return query.prompt if isinstance(query.prompt, list) else [query.prompt]
+
+
+def _sampling(query: Query) -> Sampling:
+    stop = (query.stop,) if isinstance(query.stop, str) else tuple(query.stop or ())
+    return Sampling(query.max_tokens, query.temperature, query.top_p, query.seed, stop)
+
+
+def _touch(store: Store, cache_id: str, tenant: str) -> None:
+    try:
+        store.touch(cache_id, tenant=tenant)
+    except KvshelfError:
+        log.warning("a use could not be recorded", cache_id=cache_id, exc_info=True)
