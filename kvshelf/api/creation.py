@@ -21,7 +21,7 @@ from kvshelf.api.strict import (
     RequestState,
     ResponseBody,
     Text,
-    TokenId,
+    TokenIds,
     Ttl,
     misuse,
     one_of,
@@ -49,7 +49,7 @@ class CacheOptions(RequestBody):
     compression_ratio: Ratio | None = None
     budget_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     codec: CodecText = "none"
-    levels: Annotated[list[Ratio], Field(min_length=1, max_length=MAX_LEVELS)] | None = Field(
+    levels: Annotated[list[Ratio], Field(min_length=1, max_length=MAX_LEVELS, fail_fast=True)] | None = Field(
         None, description="several compression ratios: one cache each, all from one prefill"
     )
     min_quality: Annotated[float, Field(ge=0, le=1)] | None = Field(
@@ -57,7 +57,7 @@ class CacheOptions(RequestBody):
         description="lowest acceptable agreement with the full cache: stores the smallest level that reaches it, or "
         "none; default with the policy auto: 0.98",
     )
-    expected_questions: list[Text] = Field(
+    expected_questions: Annotated[list[Text], Field(fail_fast=True)] = Field(
         default_factory=list, max_length=256, description="questions for the policies that score by the prompt's end"
     )
     ttl_s: Ttl | None = Field(None, description="seconds until the cache expires")
@@ -97,7 +97,7 @@ class CreateCache(CacheOptions):
 
     document: str | None = Field(None, description="the document as text; special tokens in it are plain text")
     messages: MessageList | None = Field(None, description="a conversation prefix, for chat models")
-    token_ids: list[TokenId] | None = Field(None, description="the document as token ids of the model")
+    token_ids: TokenIds | None = Field(None, description="the document as token ids of the model")
     tokenizer: Annotated[str, Field(max_length=128)] | None = Field(
         None, description="with token_ids: digest of their tokenizer, from /v1/models; a different one is refused"
     )

@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from kvshelf.api.strict import MessageList, RequestBody, ResponseBody, TokenId, one_of, require_one_document
+from kvshelf.api.strict import MessageList, RequestBody, ResponseBody, TokenIds, one_of, require_one_document
 
 
 class KeptOf(RequestBody):
@@ -18,7 +18,7 @@ class KeptOf(RequestBody):
 
     document: str | None = None
     messages: MessageList | None = None
-    token_ids: list[TokenId] | None = None
+    token_ids: TokenIds | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -57,7 +57,7 @@ class TextPart(RequestBody):
     text: str
 
 
-_Parts = Annotated[list[TextPart], Field(min_length=1, max_length=256), Tag("(list)")]
+_Parts = Annotated[list[TextPart], Field(min_length=1, max_length=256, fail_fast=True), Tag("(list)")]
 
 
 class ChatMessage(RequestBody):
@@ -82,7 +82,7 @@ class ChatCompletionRequest(RequestBody):
 
     cache_id: str | None = None
     model: ModelName | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_tokens: MaxTokens | None = None
     max_completion_tokens: MaxTokens | None = None
     temperature: Temperature | None = None

@@ -63,6 +63,9 @@ class Settings(BaseSettings):
         None, min_length=1, description="API keys, see `kvshelf keys`; default: everybody may use the service"
     )
     host: str = Field("127.0.0.1", description="address to listen on; without API keys only loopback addresses")
+    allowed_hosts: Annotated[tuple[str, ...], NoDecode] = Field(
+        (), description="host names, besides loopback, under which a service without API keys may be called"
+    )
     port: int = Field(8765, ge=0, le=65535, description="port to listen on; 0 takes a free one")
 
     max_document_tokens: int | None = Field(
@@ -108,7 +111,7 @@ class Settings(BaseSettings):
         # Replicas run in other folders, perhaps on other machines.
         return None if path is None else str(Path(path).expanduser().absolute())
 
-    @field_validator("models", mode="before")
+    @field_validator("models", "allowed_hosts", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
         return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
@@ -123,7 +126,7 @@ class Settings(BaseSettings):
     @field_validator("host")
     @classmethod
     def _loopback_without_keys(cls, host: str, info: ValidationInfo) -> str:
-        if info.data.get("api_key_file") is None and not _is_loopback(host):
+        if info.data.get("api_key_file") is None and not is_loopback(host):
             raise ValueError(
                 f"{host!r} can be reached from other machines, and without API keys anyone could use the service: set "
                 "api_key_file (`kvshelf keys create` makes one), or bind 127.0.0.1, ::1 or localhost"
@@ -176,7 +179,7 @@ def _data_folder() -> Path:
     return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

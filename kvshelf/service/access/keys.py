@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Annotated, Final
 
@@ -16,6 +17,7 @@ from kvshelf.errors import Forbidden, InvalidRequest, RateLimited, Unauthorized
 from kvshelf.service.access.keyfile import SCOPES, KeyFile, Keys, Scope
 from kvshelf.service.access.limits import TenantLimits
 from kvshelf.service.http.errors import error_response
+from kvshelf.service.settings import is_loopback
 
 log = structlog.get_logger("kvshelf.service")
 
@@ -37,7 +39,7 @@ class Caller:
 
 
 ANYONE: Final = Caller("default", frozenset(SCOPES), None)
-"""Every caller of a service without keys: it has one tenant and ignores Authorization headers."""
+"""Every caller of a service without keys, see `require_local`: it has one tenant and ignores Authorization headers."""
 
 
 def _with_scope(scope: Scope) -> Callable[[Request], Caller]:
@@ -100,12 +102,39 @@ class LiveKeys:
             self._records, self._keys = records, Keys(records)
 
 
+_HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^:\[\]]+))(?::\d*)?")
+
+
+def require_local(headers: Headers, allowed_hosts: Collection[str]) -> None:
+    """Raises `Forbidden` for a host that is neither loopback nor allowed, and for a web page of another origin.
+
+    A browser runs pages of all sites on this machine. By DNS rebinding such a page reaches the service under the page's
+    own host name; with a form, or a fetch without CORS, it can send a request whose answer it may not read.
+    """
+    host = headers.get("host", "").lower()
+    name = match[1] or match[2] if (match := _HOST.fullmatch(host)) else host
+    if not (is_loopback(name) or name in map(str.lower, allowed_hosts)):
+        raise Forbidden(
+            f"the host {name!r:.80} is not this machine, and this service has no API keys; call 127.0.0.1 or "
+            "localhost, list the host in KVSHELF_ALLOWED_HOSTS, or start the service with keys"
+        )
+    origin = headers.get("origin", "").lower()
+    if (origin and origin.partition("://")[2] != host) or headers.get("sec-fetch-site") == "cross-site":
+        raise Forbidden(
+            f"a web page of another origin ({origin or 'cross-site'!r:.80}) may not call a service without API keys; "
+            "start the service with keys, or call it from a program"
+        )
+
+
 class Access:
     """Admits requests: identifies the caller and applies the tenant's limits. Plain ASGI, like `RequestIds`."""
 
-    def __init__(self, app: ASGIApp, *, keys: LiveKeys | None, limits: TenantLimits) -> None:
+    def __init__(
+        self, app: ASGIApp, *, keys: LiveKeys | None, allowed_hosts: Collection[str], limits: TenantLimits
+    ) -> None:
         self._app = app
         self._keys = keys
+        self._allowed_hosts = allowed_hosts
         self._limits = limits
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
@@ -113,7 +142,9 @@ class Access:
             await self._app(scope, receive, send)
             return
         caller = ANYONE
-        if self._keys is not None:
+        if self._keys is None:
+            require_local(Headers(scope=scope), self._allowed_hosts)
+        else:
             caller = self._keys.caller(Headers(scope=scope))
             structlog.contextvars.bind_contextvars(tenant=caller.tenant, key=caller.key_id)
         scope.setdefault("state", {})["caller"] = caller

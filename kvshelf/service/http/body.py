@@ -143,13 +143,14 @@ def _append(file: BinaryIO, data: bytearray) -> None:
 
 
 def _require_type(request: Request, *accepted: str) -> str:
-    """The media type of the body, which must be one of `accepted`; default: the first of them."""
-    essence = request.headers.get("content-type", accepted[0]).partition(";")[0].strip().lower()
+    """The media type of the body, which must be named and one of `accepted`."""
+    essence = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
         raise UnsupportedMediaType(f"Content-Encoding {encoding!r} is not supported; send the body as it is")
     if essence not in accepted:
-        raise UnsupportedMediaType(f"Content-Type {essence!r:.80} is not supported here; send {' or '.join(accepted)}")
+        what = f"Content-Type {essence!r:.80} is not supported here" if essence else "the body has no Content-Type"
+        raise UnsupportedMediaType(f"{what}; send {' or '.join(accepted)}")
     return essence
 
 

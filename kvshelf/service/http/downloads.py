@@ -63,12 +63,17 @@ def _span(header: str, size: int) -> tuple[int, int] | None:
     match = _RANGE.fullmatch(header.replace(" ", ""))
     if match is None or match.groups() == ("", ""):
         return None
-    first, last = match.groups()
-    if first == "":
-        return max(0, size - int(last)), size
-    if last != "" and int(last) < int(first):
+    first, last = (_number(digits) for digits in match.groups())
+    if first is None:
+        return max(0, size - (last or 0)), size
+    if last is not None and last < first:
         return None  # not a valid range at all, so the header is ignored
-    return int(first), min(size, int(last) + 1 if last else size)
+    return first, min(size, size if last is None else last + 1)
+
+
+def _number(digits: str) -> int | None:
+    """None for no digits. Many mean a number beyond every size; Python would refuse to convert thousands of them."""
+    return int(digits.lstrip("0")[:20] or "0") if digits else None
 
 
 async def _chunks(blob: BlobFile, start: int, end: int) -> AsyncIterator[bytes]:

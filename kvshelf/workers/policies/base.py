@@ -54,6 +54,11 @@ def parameter(
     return field(default=default, metadata=rule)
 
 
+def pooling_kernel(default: int) -> Any:
+    """The parameter of policies that pool scores. Bounded, because some hold that many values for each token."""
+    return parameter(default, "width of the pooling over neighbouring tokens", minimum=1, maximum=255, odd=True)
+
+
 class Absorber(Protocol):
     """Compresses a document by a policy while it is read, chunk by chunk."""
 

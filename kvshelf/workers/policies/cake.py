@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvshelf.kernels.window_scores import pooled
-from kvshelf.workers.policies.base import TailPolicy, parameter
+from kvshelf.workers.policies.base import TailPolicy, parameter, pooling_kernel
 from kvshelf.workers.policies.sharing import ProportionalSharing
 from kvshelf.workers.policies.view import LayerView
 
@@ -38,7 +38,7 @@ class Cake(TailPolicy):
     advice: ClassVar[str] = "with small budgets on deep models, where layers differ in how widely they attend."
 
     window: int = parameter(32, "last tokens that observe; those of the document are kept", minimum=1)
-    kernel: int = parameter(5, "width of the pooling over neighbouring tokens", minimum=1, odd=True)
+    kernel: int = pooling_kernel(5)
     gamma: float = parameter(200.0, "what the variance over the rows counts beside the mean", minimum=0)
     tau1: float = parameter(1.0, "the larger, the less the entropy tells layers apart", minimum=0.1)
     tau2: float = parameter(1.0, "the larger, the less the variance tells layers apart", minimum=0.1)

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.select import select
 from kvshelf.kernels.window_scores import pooled
-from kvshelf.workers.policies.base import TailPolicy, parameter
+from kvshelf.workers.policies.base import TailPolicy, parameter, pooling_kernel
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
 from kvshelf.workers.policies.view import DocumentView, LayerView
 
@@ -42,7 +42,7 @@ class ChunkKV(TailPolicy):
     shared_by_heads: ClassVar[bool] = True
 
     window: int = parameter(32, "last tokens that observe; those of the document are kept", minimum=1)
-    kernel: int = parameter(5, "width of the pooling over neighbouring tokens", minimum=1, odd=True)
+    kernel: int = pooling_kernel(5)
     chunk: int = parameter(20, "tokens per chunk", minimum=1)
     share: float | None = field(default=None, compare=False, repr=False)
     """The fraction of chunks to keep, from the request; the budget's whole number of entries has lost its digits."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.window_scores import pooled
 from kvshelf.workers.model.calibration import Calibration
-from kvshelf.workers.policies.base import Observes, TailPolicy, parameter
+from kvshelf.workers.policies.base import Observes, TailPolicy, parameter, pooling_kernel
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
 from kvshelf.workers.policies.sharing import fill, largest_remainders
 from kvshelf.workers.policies.view import DocumentView, LayerView
@@ -45,7 +45,7 @@ class CompressKV(TailPolicy):
 
     window: int = parameter(8, "last tokens that observe; those of the document are kept", minimum=1)
     heads: int = parameter(4, "query heads of each layer that are asked", minimum=1)
-    kernel: int = parameter(5, "width of the pooling over neighbouring tokens", minimum=1, odd=True)
+    kernel: int = pooling_kernel(5)
     calibration: str | None = parameter(None, "digest of the calibration to use; null: the one that is there")
 
     @property

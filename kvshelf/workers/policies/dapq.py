@@ -10,7 +10,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvshelf.kernels.window_scores import pooled
-from kvshelf.workers.policies.base import Observes, ScoringPolicy, encoded, parameter
+from kvshelf.workers.policies.base import Observes, ScoringPolicy, encoded, parameter, pooling_kernel
 from kvshelf.workers.policies.view import DocumentView, LayerView, ProbePass
 
 
@@ -36,7 +36,7 @@ class DapQ(ScoringPolicy):
     pseudo: int = parameter(32, "pseudo tokens", minimum=1, maximum=4096)
     offset: int = parameter(0, "tokens between the document and the first pseudo token", minimum=0)
     probe: str | None = parameter(None, "text of the pseudo tokens; null: the chat template's suffix")
-    kernel: int = parameter(5, "width of the pooling over neighbouring tokens", minimum=1, odd=True)
+    kernel: int = pooling_kernel(5)
 
     @property
     def takes_questions(self) -> bool:

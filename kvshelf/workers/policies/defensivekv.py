@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.select import importance_of
-from kvshelf.workers.policies.base import Observes, TailPolicy, parameter
+from kvshelf.workers.policies.base import Observes, TailPolicy, parameter, pooling_kernel
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
 from kvshelf.workers.policies.sharing import flat_counts
 from kvshelf.workers.policies.view import DocumentView, LayerView
@@ -48,7 +48,7 @@ class DefensiveKV(TailPolicy):
     )
 
     window: int = parameter(32, "last tokens that observe; those of the document are kept", minimum=1)
-    kernel: int = parameter(5, "width of the pooling over neighbouring tokens", minimum=1, odd=True)
+    kernel: int = pooling_kernel(5)
     mass: float = parameter(0.9, "part of the attention that each head secures first", minimum=0, maximum=1)
     secured: int | None = parameter(
         None, "most tokens a head secures; null: what the budget leaves beside window and template", minimum=0

@@ -15,7 +15,7 @@ from kvshelf.kernels.select import importance_of, select
 from kvshelf.kernels.window_scores import pooled
 from kvshelf.store.artifact.packed import offsets_of
 from kvshelf.store.artifact.records import Kept, Merged
-from kvshelf.workers.policies.base import Observes, TailPolicy, keep, parameter
+from kvshelf.workers.policies.base import Observes, TailPolicy, keep, parameter, pooling_kernel
 from kvshelf.workers.policies.budgets import LayerBudget
 from kvshelf.workers.policies.view import LayerView
 
@@ -53,7 +53,7 @@ class EMS(TailPolicy):
     advice: ClassVar[str] = "where many tokens nearly repeat each other and a longer prefill does not matter."
 
     window: int = parameter(32, "last tokens that observe for the local score; the document's are kept", minimum=1)
-    kernel: int = parameter(7, "width of the pooling over neighbouring tokens", minimum=1, odd=True)
+    kernel: int = pooling_kernel(7)
     gamma: float = parameter(4.0, "most tokens that still take part, as a multiple of the budget", minimum=1)
     tau: float = parameter(0.6, "least similarity at which tokens merge; above 1 none do", minimum=0)
     pos: str = parameter("post", "merge keys with RoPE (post) or without (pre)", choices=("post", "pre"))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
+
+LARGEST: Final = 2**24
+"""Most that any number may be. No document has more tokens, and beyond it fp32 has no longer every integer."""
 
 
 def legal_values(types: tuple[type, ...], rule: Mapping[str, Any]) -> str:
@@ -27,6 +30,11 @@ def legal_values(types: tuple[type, ...], rule: Mapping[str, Any]) -> str:
 
 def check(policy: str, name: str, value: Any, types: tuple[type, ...], rule: Mapping[str, Any]) -> None:
     """Raises `InvalidRequest`, which names the parameter and its range, for a value that is not legal."""
+    if isinstance(value, int | float) and abs(value) > LARGEST:  # its text may be too long to show
+        raise InvalidRequest(
+            f"parameter {name!r} of policy {policy!r} is beyond {LARGEST}, and no number may be",
+            param=f"policy_params.{name}",
+        )
     numeric = float in types and isinstance(value, int) and not isinstance(value, bool)
     fits = type(value) in types or numeric
     if fits and value is not None:

@@ -12,7 +12,7 @@ from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.select import importance_of, select
 from kvshelf.kernels.window_scores import pooled
 from kvshelf.store.artifact.records import Kept
-from kvshelf.workers.policies.base import Observes, TailPolicy, keep, parameter
+from kvshelf.workers.policies.base import Observes, TailPolicy, keep, parameter, pooling_kernel
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
 from kvshelf.workers.policies.segments import Segments
 from kvshelf.workers.policies.view import DocumentView, LayerView
@@ -47,7 +47,7 @@ class SentenceKV(TailPolicy):
     advice: ClassVar[str] = "as snapkv, where first tokens and wider neighbourhoods should stay."
 
     window: int = parameter(32, "last tokens that observe; those of the document are kept", minimum=1)
-    kernel: int = parameter(7, "width of the pooling over neighbouring tokens", minimum=1, odd=True)
+    kernel: int = pooling_kernel(7)
     sink: int = parameter(32, "first tokens always kept", minimum=0)
     semantic_factor: float = parameter(
         1.0, "tokens that sentences are chosen from, as a multiple of the budget", minimum=1

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvshelf.workers.policies.base import TailPolicy, parameter
+from kvshelf.workers.policies.base import TailPolicy, parameter, pooling_kernel
 from kvshelf.workers.policies.view import LayerView
 
 
@@ -27,7 +27,7 @@ class SnapKV(TailPolicy):
     )
     version: ClassVar[int] = 2
 
-    kernel: int = parameter(5, "width of the pooling over neighbouring tokens", minimum=1, odd=True)
+    kernel: int = pooling_kernel(5)
     pooling: str = parameter("avg", "how neighbours are pooled", choices=("avg", "max"))
 
     def score(self, layer: LayerView) -> Tensor:

@@ -410,11 +410,10 @@ class Talker:
         finally:
             self.closed = True
 
-    async def query(self, *_: Any, **__: Any) -> list[Reply]:
-        return [REPLY, REPLY]
-
-    async def create(self, spec: CreateCache, **_: Any) -> Created:
-        phases = () if spec.document == "on the shelf" else (Phase("prefill", 0.0, 1.0),)
+    async def call(self, method: str, asked: Any, *_: Any, **__: Any) -> Created | list[Reply]:
+        if method == "query":
+            return [REPLY, REPLY]
+        phases = () if asked.document == "on the shelf" else (Phase("prefill", 0.0, 1.0),)
         return Created(tuple(Stored(MANIFEST, existing=False) for _ in range(2)), phases)
 
 

@@ -217,6 +217,13 @@ def test_media_types(http: httpx.Client) -> None:
     refused(
         http.post("/v1/caches", content=b"x", headers={"content-type": "text/plain"}), 415, "unsupported_media_type"
     )
+    for url in (
+        "/v1/caches",
+        "/v1/estimate",
+        "/v1/files",
+        "/v1/caches/import",
+    ):
+        refused(http.post(url, content=b'{"document": "x"}'), 415, "unsupported_media_type")
     packed = {"content-type": "application/json", "content-encoding": "gzip"}
     refused(http.post("/v1/caches", content=b"x", headers=packed), 415, "unsupported_media_type")
 
@@ -275,7 +282,9 @@ def test_a_body_over_the_cap_without_its_length(http: httpx.Client) -> None:
 
 
 def test_a_slow_upload(http: httpx.Client) -> None:
-    head = b"POST /v1/caches HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 9000\r\n\r\n"
+    head = (
+        b"POST /v1/caches HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 9000\r\n\r\n"
+    )
     started = time.monotonic()
     with socket.create_connection((http.base_url.host, http.base_url.port or 80), timeout=30) as connection:
         connection.sendall(head + b'{"document": "')
@@ -286,7 +295,9 @@ def test_a_slow_upload(http: httpx.Client) -> None:
 
 
 def test_a_caller_that_hangs_up_while_sending(http: httpx.Client) -> None:
-    head = b"POST /v1/caches HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 9000\r\n\r\n"
+    head = (
+        b"POST /v1/caches HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 9000\r\n\r\n"
+    )
     for _ in range(20):
         with socket.create_connection((http.base_url.host, http.base_url.port or 80), timeout=30) as connection:
             connection.sendall(head + b"{")

@@ -26,7 +26,7 @@ def connected(http: httpx.Client) -> socket.socket:
 
 
 def head(path: str, *headers: str, method: str = "POST") -> bytes:
-    return "\r\n".join([f"{method} {path} HTTP/1.1", "host: x", *headers, "", ""]).encode("latin-1")
+    return "\r\n".join([f"{method} {path} HTTP/1.1", "host: localhost", *headers, "", ""]).encode("latin-1")
 
 
 def answer_of(connection: socket.socket) -> tuple[int, dict[str, Any]]:
@@ -197,12 +197,12 @@ def test_lines_cannot_be_put_into_headers(http: httpx.Client) -> None:
 @pytest.mark.parametrize(
     "raw",
     [
-        b"GET /livez HTTP/1.1\r\nhost: x\r\nbad header\r\n\r\n",
-        b"GET /livez HTTP/1.1\r\nhost: x\r\na\0b: c\r\n\r\n",
-        b"POST /v1/caches HTTP/1.1\r\nhost: x\r\ncontent-length: -5\r\n\r\n",
-        b"POST /v1/caches HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\nabcdef",
-        b"POST /v1/caches HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
-        b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"GET /livez HTTP/1.1\r\nhost: localhost\r\nbad header\r\n\r\n",
+        b"GET /livez HTTP/1.1\r\nhost: localhost\r\na\0b: c\r\n\r\n",
+        b"POST /v1/caches HTTP/1.1\r\nhost: localhost\r\ncontent-length: -5\r\n\r\n",
+        b"POST /v1/caches HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\nabcdef",
+        b"POST /v1/caches HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+        b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
         b"\0" * 4096,
     ],

@@ -104,7 +104,7 @@ def half_sent(url: str) -> Iterator[None]:
     with closing(connection), closing(other):
         assert not is_last_on(connection)
         assert not is_last_on(other)
-        connection.sock.sendall(b"GET / HTTP/1.1\r\nhost: here\r\n")
+        connection.sock.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\n")
         yield
         while not is_last_on(other):
             time.sleep(0.05)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,15 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from kvshelf.errors import DocumentTooShort, InvalidRequest, PolicyUnsupported
+from kvshelf.errors import DocumentTooShort, InvalidRequest, KvshelfError, PolicyUnsupported
 from kvshelf.store.artifact.records import Kept
 from kvshelf.workers.model.calibration import Calibration, Origin
 from kvshelf.workers.model.loading import bundled_folder
 from kvshelf.workers.model.rope import Rope
 from kvshelf.workers.model.text import TextFormat
 from kvshelf.workers.policies import POLICIES, LayerView, build, catalog
-from kvshelf.workers.policies.base import Observes, ScoringPolicy
+from kvshelf.workers.policies.base import Observes, ScoringPolicy, parameter_fields, parameter_types
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
+from kvshelf.workers.policies.parameters import LARGEST
 from kvshelf.workers.policies.view import DocumentView, Probed
 from tests.amounts import amount
 
@@ -323,3 +325,22 @@ def test_one_policy_one_short_file(name):
     source = Path(inspect.getfile(POLICIES[name]))
     assert source.stem == name
     assert len(source.read_text().splitlines()) < 150
+
+
+NUMBERS = [
+    (name, parameter.name)
+    for name, policy in POLICIES.items()
+    for parameter in parameter_fields(policy)
+    if {int, float} & set(parameter_types(policy)[parameter.name])
+]
+
+
+@pytest.mark.parametrize(("name", "parameter"), NUMBERS)
+def test_a_number_however_large_is_used_or_refused_by_name(tiny, name, parameter):
+    """`kernel: 2**31 + 1` and `every: 10**18` were errors of torch."""
+    for value in (LARGEST, LARGEST - 1, 255):
+        with suppress(KvshelfError):
+            tiny.compress("The access code of the amber falcon is 482913. " * 8, policy=name, **{parameter: value})
+    for value in (LARGEST + 1, -LARGEST - 1, 10**18, 10**5000, 1e300):
+        with pytest.raises(InvalidRequest, match=f"parameter '{parameter}' of policy '{name}' is beyond"):
+            build(name, {parameter: value})
