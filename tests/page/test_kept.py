@@ -101,7 +101,7 @@ def test_a_long_document_has_few_elements_and_any_token_can_be_seen(open_page: O
     page = open_page(f"kept/{cache['id']}")
     assert len(drawn(page)) < 2600 < tokens
     page.get_by_label("Number of the token").fill(str(tokens - 2))
-    page.locator(f".heat .chosen[data-token='{tokens - 2}']").wait_for()
+    page.wait_for_function(_SEEN, arg=tokens - 2)
     assert page.evaluate("document.querySelectorAll('.heat span').length") < 4000
     canvas = page.get_by_role("img", name="Kept entries").bounding_box()
     assert canvas is not None
@@ -109,6 +109,15 @@ def test_a_long_document_has_few_elements_and_any_token_can_be_seen(open_page: O
     page.locator(".heat .chosen").wait_for()
     chosen = int(page.locator(".heat .chosen").get_attribute("data-token") or 0)
     assert abs(chosen - tokens / 2) < tokens / 50
+
+
+_SEEN = """
+(token) => {
+  const box = document.querySelector(".heat").getBoundingClientRect();
+  const mark = document.querySelector(`.heat .chosen[data-token="${token}"]`)?.getBoundingClientRect();
+  return mark && mark.top >= box.top && mark.bottom <= box.bottom;
+}
+"""
 
 
 def test_a_hundred_thousand_tokens_are_drawn_at_once(open_page: OpenPage) -> None:

@@ -1,4 +1,5 @@
-/** The text of a document; a token's background shows its share. Only tokens near the viewport have elements. */
+/** The text of a document; a token's background shows its share. Only tokens near the viewport or the chosen one have
+ * elements. */
 
 import { html } from "./dom.js";
 import { level, stretches } from "./heat.js";
@@ -12,17 +13,14 @@ export function HeatText({ kept, shares, chosen, onChoose }) {
   const near = useNear(box, parts.length);
   const place = parts.findIndex(([first, end]) => chosen >= first && chosen < end);
 
-  // Scroll to the stretch first; its tokens have elements only near the viewport. scrollIntoView would move the page too.
+  // A chosen token that cannot be seen is scrolled to. scrollIntoView would move the page too.
   useLayoutEffect(() => {
-    if (!near.has(place)) box.current.scrollTop = box.current.children[place].offsetTop;
-  }, [chosen]);
-  useLayoutEffect(() => {
-    const mark = box.current.querySelector(".chosen");
-    const above = mark && mark.getBoundingClientRect().top - box.current.getBoundingClientRect().top;
-    if (mark && (above < 0 || above > box.current.clientHeight - 2 * mark.offsetHeight)) {
+    const mark = box.current.querySelector(".chosen") ?? box.current.children[place]; // a token may have no text
+    const above = mark.getBoundingClientRect().top - box.current.getBoundingClientRect().top;
+    if (above < 0 || above > box.current.clientHeight - 2 * mark.offsetHeight) {
       box.current.scrollTop += above - box.current.clientHeight / 2;
     }
-  }, [chosen, near.has(place)]);
+  }, [chosen]);
 
   const choose = (event) => {
     const token = event.target.dataset?.token;
@@ -32,7 +30,7 @@ export function HeatText({ kept, shares, chosen, onChoose }) {
   return html`<div class="heat" ref=${box} ...${about} onClick=${choose}>
     ${parts.map(
       ([first, end], at) => html`<${Stretch}
-      key=${first} tokens=${tokens} first=${first} end=${end} shares=${shares} drawn=${near.has(at)}
+      key=${first} tokens=${tokens} first=${first} end=${end} shares=${shares} drawn=${near.has(at) || at === place}
       templateTokens=${kept.about.template_tokens} chosen=${chosen >= first && chosen < end ? chosen : -1}
     />`,
     )}
