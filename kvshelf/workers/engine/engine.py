@@ -43,7 +43,7 @@ __all__ = ["Compression", "Engine", "Prefill"]
 class Engine:
     """A causal language model of transformers, its tokenizer, and what kvshelf does with them.
 
-    One thread owns the model; only `prepare`, `encode_document`, `encode_query` and `attach` are thread-safe. The model
+    One thread owns the model; only `prepare`, `encode_document`, `encode_query`, `attach` and `start` are thread-safe. The model
     keeps its own attention function: kvshelf's is selected for the duration of a call.
     """
 

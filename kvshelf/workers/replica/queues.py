@@ -58,7 +58,7 @@ class Compressing:
 
 
 @dataclass(eq=False)
-class Question:
+class Answering:
     """A question's place in the queue and among the open answers. `suffix_bytes`: of itself and its longest answer."""
 
     ticket: Ticket[Answer]
@@ -94,7 +94,7 @@ class Queues:
         self.answer_pace = Pace()
         self._name = name
         self._limits = limits
-        self._questions: deque[Question] = deque()
+        self._questions: deque[Answering] = deque()
         self._documents: deque[Compressing] = deque()
         self._stop_at = math.inf
 
@@ -122,7 +122,7 @@ class Queues:
                 tokens = sum(waiting.work.num_tokens for waiting in self._documents)
                 raise _queue_full("documents", queued, self.token_pace.estimate(tokens))
 
-    def add_question(self, work: Question) -> None:
+    def add_question(self, work: Answering) -> None:
         """Raises `QueueFull`."""
         with self.changed:
             queued = len(self._questions)
@@ -151,12 +151,12 @@ class Queues:
         with self.changed:
             return self._documents.popleft() if self._documents else None
 
-    def take_questions(self, rows: int, held_bytes: int) -> list[Question]:
+    def take_questions(self, rows: int, held_bytes: int) -> list[Answering]:
         """As many questions as fit beside `rows` open answers, whose suffixes take `held_bytes`; in order."""
         with self.changed:
             self._drop_ended(self._questions)
             self._drop_ended(self._documents)
-            taken: list[Question] = []
+            taken: list[Answering] = []
             while self._questions and rows + len(taken) < self._limits.max_open:
                 held_bytes += self._questions[0].suffix_bytes
                 if held_bytes > self._limits.max_suffix_bytes:
@@ -173,11 +173,11 @@ class Queues:
                 queue.remove(work)
                 work.ticket.resolve(None, exc)
 
-    def take_all(self) -> list[Question | Compressing]:
+    def take_all(self) -> list[Answering | Compressing]:
         """All queued work; the queues accept no more."""
         with self.changed:
             self.accepting = False
-            rest: list[Question | Compressing] = [*self._questions, *self._documents]
+            rest: list[Answering | Compressing] = [*self._questions, *self._documents]
             self._questions.clear()
             self._documents.clear()
         return rest

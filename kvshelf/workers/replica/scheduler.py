@@ -24,7 +24,7 @@ from kvshelf.errors import InvalidRequest, KvshelfError, NoWorker
 from kvshelf.workers.engine.attention.attachment import block
 from kvshelf.workers.engine.attention.function import kvshelf_attention
 from kvshelf.workers.engine.decode.suffixes import capacity_for
-from kvshelf.workers.replica.queues import Compressing, Question, Queues, SchedulerLimits, Work
+from kvshelf.workers.replica.queues import Compressing, Answering, Queues, SchedulerLimits, Work
 from kvshelf.workers.replica.ticket import Ticket
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Scheduler:
         self._queues = Queues(engine.name, self._limits)
         self._thread = threading.Thread(target=self._run, name=f"scheduler-{engine.name}", daemon=True)
         self._batch = engine.batch()
-        self._open: list[Question] = []
+        self._open: list[Answering] = []
         self._compressing: Compressing | None = None
 
     def start(self) -> None:
@@ -103,7 +103,7 @@ class Scheduler:
         """
         suffix_bytes = self._suffix_bytes(len(query) + sampling.max_tokens)
         generation = self._engine.start(cache, query, sampling)
-        work = Question(Ticket(deadline_s), generation, on_text, suffix_bytes)
+        work = Answering(Ticket(deadline_s), generation, on_text, suffix_bytes)
         with self._queues.changed:
             self._require_accepting()
             self._queues.add_question(work)
@@ -192,7 +192,7 @@ class Scheduler:
             joining = [work for work in arriving if work.generation.document is document]
             self._advance(joining, waiting=lambda record: self._wait(record, joining))
 
-    def _wait(self, record: Future[Any], joining: Sequence[Question]) -> None:
+    def _wait(self, record: Future[Any], joining: Sequence[Answering]) -> None:
         """Step the other answers until the next layer of a document has arrived."""
         self._admit()
         others = [work for work in self._open if work not in joining and work.generation.document.arrived]
@@ -202,7 +202,7 @@ class Scheduler:
             wait([record], timeout=_PATIENCE_S)
         self._require_wanted(joining)
 
-    def _advance(self, works: Sequence[Question], waiting: Wait = block) -> None:
+    def _advance(self, works: Sequence[Answering], waiting: Wait = block) -> None:
         """One step for these answers together. If it fails, one for each alone: one question's error is that question's
         answer, whatever it is."""
         works = [work for work in works if self._still_wanted(work)]
@@ -221,7 +221,7 @@ class Scheduler:
             for work, text in zip(works, told, strict=True):
                 self._tell(work, text)
 
-    def _tell(self, work: Question, text: str | Exception) -> None:
+    def _tell(self, work: Answering, text: str | Exception) -> None:
         """Hand over what a step brought."""
         if isinstance(text, Exception):
             if self._still_wanted(work):  # a step that all have left raises the error of one of them
@@ -239,12 +239,12 @@ class Scheduler:
             self._queues.answer_pace.record(work.ticket.busy_s)
             self._end(work, None)
 
-    def _end(self, work: Question, error: Exception | None) -> None:
+    def _end(self, work: Answering, error: Exception | None) -> None:
         self._open.remove(work)
         self._batch.leave(work.generation)
         work.ticket.resolve(work.generation.answer() if error is None else None, error)
 
-    def _still_wanted(self, work: Question) -> bool:
+    def _still_wanted(self, work: Answering) -> bool:
         try:
             self._queues.check(work.ticket)
         except KvshelfError as exc:
@@ -252,7 +252,7 @@ class Scheduler:
             return False
         return True
 
-    def _require_wanted(self, works: Sequence[Question]) -> None:
+    def _require_wanted(self, works: Sequence[Answering]) -> None:
         """Raise if every caller of the step under way has left."""
         error: KvshelfError | None = None
         for work in works:
