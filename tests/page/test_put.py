@@ -52,12 +52,13 @@ def test_a_dropped_file_goes_to_the_shelf_and_tells_how_far_it_is(open_page: Ope
     assert "is being compressed" in states or "waits for the model" in states
     assert page.get_by_role("progressbar", name="Progress of quay.txt").get_attribute("value") == "1"
     job.get_by_role("link", name="Show").click()
+    page.wait_for_url("**/#shelf/*")
     cache = http.get(f"/v1/caches/{page.url.rpartition('/')[2]}").json()
     assert (cache["policy"], cache["compression_ratio"], cache["codec"].partition(":")[0]) == ("lagkv", 0.75, "int4")
     assert (cache["name"], cache["labels"], cache["has_source"]) == ("quay.txt", {"from": "page"}, True)
     page.locator(".grid [aria-selected=true]", has_text="quay.txt").wait_for()
     page.get_by_role("link", name="Put").click()
-    assert page.locator(".job", has_text="quay.txt").count() == 1
+    page.locator(".job", has_text="quay.txt").wait_for()
 
 
 def test_pasted_text_goes_to_the_shelf(open_page: OpenPage, http: httpx.Client) -> None:
