@@ -39,7 +39,7 @@ check: setup  ## format, lint, types and the import rule
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_import_rule.py tests/test_public_names.py
 
-# Python keeps its bytecode whatever the environment says: each service of a test is three processes.
+# Let Python keep its bytecode, whatever the environment says: each service of a test starts three processes.
 unexport PYTHONDONTWRITEBYTECODE
 
 test: setup  ## all tests that need no fault and no browser, in a quarter of an hour

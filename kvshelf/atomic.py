@@ -18,10 +18,10 @@ def partial_of(path: Path) -> Path:
 
 @contextmanager
 def written(path: Path, *, private: bool = False) -> Iterator[BinaryIO]:
-    """A file that takes the place of `path` when the block ends well: a reader finds the old content or the new.
+    """A file that replaces `path` when the block ends without an error: a reader finds the old content or the new.
 
-    The new content is durable then. private: only its owner may read it, and several may write it at once. Raises
-    `OSError`; then the old content is still there, unless the disk failed at the very last step.
+    The new content is durable then. private: only its owner may read it, and several processes may write it at once.
+    Raises `OSError`; then the old content is still there, unless the disk failed at the very last step.
     """
     if private:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
@@ -43,7 +43,7 @@ def written(path: Path, *, private: bool = False) -> Iterator[BinaryIO]:
 
 
 def _make_names_durable(folder: Path) -> None:
-    """As far as possible: some file systems cannot sync a folder, and one that may be written may be unreadable."""
+    """Where possible: some file systems cannot sync a folder, and a folder may be writable but unreadable."""
     try:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except PermissionError:

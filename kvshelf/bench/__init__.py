@@ -1,1 +1,1 @@
-"""Measurements: one command each, a table for people and JSON for machines. Nothing here is used by the service."""
+"""Measurements: one command each, a table for people and JSON for machines. The service uses nothing from here."""

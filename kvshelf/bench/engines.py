@@ -26,6 +26,6 @@ class EngineOptions:
         transformers.utils.logging.disable_progress_bar()
 
     def load(self) -> Engine:
-        """An engine in this process, which is configured too."""
+        """An engine in this process, after `configure`."""
         self.configure()
         return Engine.load(self.model, device=self.device, dtype=self.dtype)

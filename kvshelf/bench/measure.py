@@ -85,7 +85,7 @@ def clock(device: torch.device) -> Callable[[], float]:
     """The clock of a device, in seconds.
 
     On a CPU the processor time of all threads of this process, which neighbours hardly disturb. On a GPU the wall
-    clock, read once the GPU has finished all queued work, as the process itself only waits.
+    clock, read once the GPU has finished all queued work, as the process itself only waits for the GPU.
     """
     if device.type != "cuda":
         return time.process_time
@@ -108,7 +108,7 @@ def cost(run: Callable[[], object], device: torch.device = CPU) -> Cost:
 
 
 _BUFFER_BYTES = {"cpu": 512 << 20, "cuda": 2 << 30}
-"""Larger than every processor cache, of which some have hundreds of megabytes."""
+"""Larger than every processor cache; some caches have hundreds of megabytes."""
 
 _MATMUL_SIZE = {"cpu": 2048, "cuda": 8192}
 _REPEATS = 7
@@ -180,12 +180,12 @@ def wilson(hits: float, trials: float) -> tuple[float, float]:
 def clustered_wilson(clusters: Sequence[tuple[int, int]]) -> tuple[float, float]:
     """95 % interval of a share whose trials come in clusters of (hits, trials), such as the questions of a document.
 
-    Answers from one cache are correlated, so n questions tell less than n documents would. Wilson's interval is taken
-    at the effective number of trials, n divided by the design effect (Kish, 1965; for Wilson's interval: Dean and
-    Pagano, 2015): the variance of the share estimated from the spread between clusters, over that of n independent
-    trials. The effect is held between 1 and the size of a cluster, beyond which an estimate from few clusters is noise.
-    If all answers are right, or all wrong, there is no spread and every trial counts, as in surveys (NCHS, 2017). A
-    bootstrap over documents would have no width there, where most cells of a good policy are.
+    Answers from one cache are correlated, so n questions say less than n documents would. Wilson's interval is taken at
+    the effective number of trials, n divided by the design effect (Kish, 1965; for Wilson's interval: Dean and Pagano,
+    2015): the variance of the share estimated from the spread between clusters, over that of n independent trials. The
+    effect is held between 1 and the size of a cluster, beyond which an estimate from few clusters is noise. If all
+    answers are right, or all wrong, there is no spread and every trial counts, as in surveys (NCHS, 2017). A bootstrap
+    over documents would have no width there, where most cells of a good policy are.
     """
     hits, trials = sum(hit for hit, _ in clusters), sum(size for _, size in clusters)
     share = hits / trials
@@ -216,7 +216,7 @@ def status_bytes(field: str) -> int:
 
 
 def _version(package: str) -> str | None:
-    """Not read from the imported module: the bench of the kernels runs with torch alone."""
+    """Not read from the imported module: the bench of the kernels runs without transformers."""
     try:
         return version(package)
     except PackageNotFoundError:

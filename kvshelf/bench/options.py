@@ -88,7 +88,7 @@ def _parsed(kind: Callable[[str], NumberT], text: str, option: str) -> list[Numb
 
 
 def json_or_text(text: str) -> Any:
-    """The value of `name=value`: JSON where it parses as such, any other is text."""
+    """The value of `name=value`: JSON if it parses as JSON, otherwise text."""
     try:
         return json.loads(text)
     except ValueError:

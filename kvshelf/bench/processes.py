@@ -18,7 +18,7 @@ def processes(
 ) -> Iterator[dict[Connection, BaseProcess]]:
     """One process per tuple: `target(pipe, *arguments)`. All processes have ended after the block.
 
-    A pipe ends with the process at its other end, also when that process is killed.
+    A pipe closes when the process at its other end ends, even if that process is killed.
     """
     context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
     found: dict[Connection, BaseProcess] = {}

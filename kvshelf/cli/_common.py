@@ -126,7 +126,7 @@ def pairs(texts: Sequence[str] | None, option: str) -> dict[str, str]:
 
 
 def parameters(texts: Sequence[str] | None) -> Mapping[str, Any]:
-    """`--param window=64 --param pooling=max`: a value that parses as JSON is JSON, any other is text."""
+    """`--param window=64 --param pooling=max`: a value that parses as JSON is JSON, any other value is text."""
     return {name: json_or_text(value) for name, value in pairs(texts, "--param").items()}
 
 

@@ -187,7 +187,7 @@ class _Job:
 
         self._defaults()
         corpus = self.corpus()
-        # A batch of a service is always a new one: it tries again what failed in an earlier one.
+        # A service always makes a new batch, which tries the failed rows of earlier batches again.
         options = {name: value for name, value in self.options.items() if name != "retry_failed"}
         options["document_timeout_s"] = options.pop("document_deadline_s")
         with Client(url) as client, _progress.shown(quiet=self.as_json) as show:
@@ -195,7 +195,7 @@ class _Job:
         return self._end(summary, lambda: rows, several=corpus.several)
 
     def _defaults(self) -> CreateCache:
-        """The creation that rows start from. Raises `InvalidRequest` for options of which no row could be made, and for
+        """The creation fields that rows start from. Raises `InvalidRequest` for options that no row could use, and for
         files that cannot be written."""
         from kvshelf.corpus.input.rows import require_defaults
         from kvshelf.corpus.output.files import require_format
@@ -255,7 +255,7 @@ def _is_remote(context: typer.Context) -> bool:
 
 
 def _only(models: list[str] | None) -> str | None:
-    """The model of rows that name none."""
+    """The model of rows that name no model."""
     if models is not None and len(models) > 1:
         raise InvalidRequest(
             f"--model is given {len(models)} times, and a service's batch has one; rows may name others",

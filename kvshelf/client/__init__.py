@@ -1,4 +1,4 @@
-"""The Python client, and the types of the HTTP API that the service shares with it."""
+"""The Python client, and the types of the HTTP API, which client and service share."""
 
 from kvshelf.client._async import AsyncAnswerStream, AsyncClient
 from kvshelf.client._config import DEFAULT_URL, Retries, Timeouts

@@ -341,7 +341,7 @@ def query_string(model: type[api.QueryString], fields: Mapping[str, Any]) -> dic
 
 
 def _plain(value: Any) -> Any:
-    """JSON's view of API types and of mappings and sequences that are no dict or list."""
+    """API types, and mappings and sequences other than dict and list, as plain JSON values."""
     if isinstance(value, api.Message):
         return value.model_dump()
     if isinstance(value, Mapping):

@@ -27,8 +27,8 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 _RETRIED_STATUSES = frozenset({429, 503})
 _SPREAD = 0.25
 
-# Waiting a few seconds does not free a quota. A call is repeated after a worker's crash: most calls that a worker takes
-# with it are innocent, and the service gives up a document after a few crashes.
+# Waiting a few seconds does not free a quota. A call is repeated after a worker's crash: most calls that fail with a
+# worker did not cause the crash, and the service gives up a document after a few crashes.
 _FINAL_CODES = frozenset({"quota_exceeded"})
 
 # Refused before any work. A store or a worker that failed may have done the work before.
@@ -42,10 +42,10 @@ _NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout)
 class Call(Generic[T_co]):
     """One call of the API: the request, and how its answer is read.
 
-    `repeatable`: the call may be sent again although the first one may have been carried out. Creations are idempotent
-    by content, reads and changes by nature; deletions, new files and new batches are not. `extra_read_s` lengthens the
-    read timeout by the time the service was asked to wait. `accepts` are statuses that carry an answer besides the
-    successful ones. `held` is the file of an upload, closed after the exchange.
+    `repeatable`: the call may be sent again even if the service may have carried out the first one. Creations are
+    idempotent by content, reads and changes by nature; deletions, new files and new batches are not. `extra_read_s`
+    lengthens the read timeout by the time the service was asked to wait. `accepts` are statuses that carry an answer
+    besides the successful ones. `held` is the file of an upload, closed after the exchange.
     """
 
     method: str
@@ -95,7 +95,7 @@ class Attempts:
     made: int = 0
 
     def pause_after_response(self, response: httpx.Response) -> float:
-        """The pause after a response, already read, that is no success; or raises the error that it carries."""
+        """The pause after an error response, already read; or raises the error that the response carries."""
         error = _failures.from_response(response)
         passing = response.status_code in _RETRIED_STATUSES and error.code not in _FINAL_CODES
         if not passing or not (self.call.repeatable or error.code in _NOTHING_DONE):

@@ -13,7 +13,7 @@ from kvshelf.errors import ConnectionFailed, InvalidRequest, KvshelfError, by_co
 
 _START = "Is the service running? Start it with `kvshelf serve`, or give the right --url."
 
-# Most specific first: the first class that matches speaks.
+# Most specific first: the first matching class gives the message.
 _TRANSPORT: list[tuple[type[Exception], str]] = [
     (httpx.ConnectTimeout, "no connection within the time limit (connect_s). " + _START),
     (httpx.ConnectError, _START),
@@ -26,7 +26,7 @@ _TRANSPORT: list[tuple[type[Exception], str]] = [
 
 
 def from_httpx(error: httpx.HTTPError | httpx.StreamError, url: httpx.URL) -> KvshelfError:
-    """What to raise for an exception of httpx that was met while talking to `url`."""
+    """The error to raise for an exception of httpx in an exchange with `url`."""
     if isinstance(error, httpx.UnsupportedProtocol):
         return InvalidRequest(f"{url} is not the URL of a service: {error}", param="url")
     advice = next((text for cls, text in _TRANSPORT if isinstance(error, cls)), "this is no answer of kvshelf")

@@ -45,7 +45,7 @@ class AnswerReader:
 class BatchReader:
     """Takes the lines of the events of one batch, over several connections if need be.
 
-    seen: the id of the last event, with which to come back. ended: whether that was the end of the batch.
+    seen: the id of the last event, from which a new connection goes on. ended: whether the batch has ended.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class BatchReader:
         self._next = ""
 
     def feed(self, line: str) -> BatchObject | None:
-        """The batch, where this line tells of it. Raises the error that an error event carries."""
+        """The batch, if this line completes an event about it. Raises the error that an error event carries."""
         if line.startswith("id:"):
             self._next = line.removeprefix("id:").strip()
             return None

@@ -1,5 +1,5 @@
 """Batches: a corpus of documents in, one line out for each, with its cache or its error.
 
-`row` has the row, the shards it is read from and the journal; `input` makes rows of files, `run` compresses them,
+`row` defines the row, its shards and the journal; `input` reads rows from files, `run` compresses their documents,
 `output` writes the results; `plan` computes what a corpus costs. Only `run.run` and `run.pipeline` import Ray.
 """

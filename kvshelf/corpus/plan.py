@@ -42,7 +42,7 @@ FOLDERS: Final = "file system, were it a folder on each node"
 class SharedRates:
     """What a document costs the resources that all replicas share, as `kvshelf bench rates` measures it.
 
-    Processor seconds and bytes. Each resource is one thread, so the seconds bound the documents per second.
+    Units: processor seconds and bytes. Each resource is one thread, so its seconds limit the documents per second.
     redis_document_s, redis_mb_s: of the Redis server, per document and per megabyte of blob. disk_document_s: of a
     writer to a folder, per document. *_document_bytes: kept besides the blob. controller_replica_s, gcs_replica_s: of
     Serve's controller and Ray's GCS, per replica and second. driver_result_s: of the process that runs a batch, to
@@ -61,7 +61,7 @@ class SharedRates:
 
     @classmethod
     def read(cls, path: Path) -> SharedRates:
-        """Read the output of `kvshelf bench rates`. Raises `InvalidRequest` for another file."""
+        """Read the output of `kvshelf bench rates`. Raises `InvalidRequest` for any other file."""
         with _output_of("kvshelf bench rates", path, "--shared-rates") as report:
             numbers = {name: float(report["rates"][name]) for name in asdict(MEASURED) if name != "basis"}
             return cls(**numbers, basis=f"measured on {report['machine']['processor']}, {path.name}.")
@@ -72,7 +72,7 @@ MEASURED: Final = SharedRates()
 
 @contextmanager
 def _output_of(command: str, path: Path, option: str) -> Iterator[Any]:
-    """The JSON of a file. Raises `InvalidRequest` if it cannot be read or lacks what the block takes from it."""
+    """The JSON of a file. Raises `InvalidRequest` if it is unreadable or lacks a field that the `with` block reads."""
     try:
         yield json.loads(path.read_text())
     except OSError as error:
@@ -143,9 +143,9 @@ class Speed:
 
     @classmethod
     def of(cls, shape: Shape, policy: str, tokens_per_s: float | None, measured: Path | None) -> Speed:
-        """As given, else as `kvshelf bench speed` wrote it to a file, else assumed.
+        """The given tokens per second, else those in a file that `kvshelf bench speed` wrote, else an assumed number.
 
-        Raises `InvalidRequest` if both are given, or if the file is another one or lacks the policy.
+        Raises `InvalidRequest` if both are given, or if the file has another format or lacks the policy.
         """
         if measured is not None and tokens_per_s is not None:
             raise InvalidRequest("--rates and --tokens-per-s answer each other; give one", param="--rates")
@@ -240,8 +240,8 @@ class Fleet:
     """The machines. A shelf is a Redis prefix with its own index; all shelves share the servers' space for blobs.
 
     node_mtbf_h: hours between two failures of a node; 6,300 is what 16,384 GPUs in nodes of 8 had in 54 days (419
-    interruptions, by the report on Llama 3). poison: share of documents that kill their worker. restart_s: until a
-    replica is back; repair_s: until a node is. services: Ray clusters that share the corpus.
+    interruptions, by the report on Llama 3). poison: share of documents that kill their worker. restart_s: seconds
+    until a replica is back; repair_s: seconds until a node is back. services: Ray clusters that share the corpus.
     """
 
     gpus: int = 1000
@@ -260,7 +260,7 @@ class Fleet:
 
 @dataclass(frozen=True)
 class SharedResource:
-    """Something GPUs share. used: of its capacity while all GPUs work; 1 is full. move: what raises the limit.
+    """A resource GPUs share. used: share of its capacity while all GPUs work; 1 is full. move: what raises the limit.
 
     by_rate: a rate fills it, not an amount. per_node: each node has one, which only that node's GPUs share.
     """
@@ -272,7 +272,7 @@ class SharedResource:
     per_node: bool = False
 
     def full_at(self, gpus: int) -> int | None:
-        """The GPUs that fill it; None if an amount fills it, or if each node brings its own."""
+        """How many GPUs fill this resource; None if an amount fills it, or if each node has its own."""
         return round(gpus / self.used) if self.used and self.by_rate and not self.per_node else None
 
 
@@ -302,8 +302,8 @@ def shared_resources(plan: Plan, fleet: Fleet, rates: SharedRates) -> list[Share
 @dataclass(frozen=True)
 class Outcome:
     """How a simulated run ends. lost_gpu_hours: work done twice, and GPUs waiting for a replica. innocent: expected
-    documents given up though they kill nothing. slowed_h: hours in which a shared resource set the pace, not the GPUs.
-    stopped_by: the full resource that stopped all work."""
+    number of documents given up although they kill no worker. slowed_h: hours in which a shared resource, not the
+    GPUs, set the pace. stopped_by: the full resource that stopped all work."""
 
     hours: float
     documents: int

@@ -31,10 +31,10 @@ class Row:
 
     source: the input that holds it, by the name users know; a file's path. line: 1-based; 1 for a file that is one
     document. nbytes: of the input. spec: the creation; its `model` may be None, which means the first one served.
-    tokens: of the document; kept: of those, per layer and KV head. bytes_full: of the uncompressed KV. seconds: of a
-    replica, for the attempt that ended it; 0 if there was nothing to do. reused: the cache was on the shelf already.
+    tokens: of the document; kept: of those, per layer and KV head. bytes_full: of the uncompressed KV. seconds: of the
+    attempt that succeeded, or of this run's failed ones; 0 if nothing was done. reused: the cache was there before.
     worker: the replica that made the cache, "" if none did. levels: all caches of a row that asked for several, the
-    first included; `bytes_stored` is their sum.
+    first included; `bytes_stored` is the sum of their bytes.
     """
 
     source: str
@@ -129,8 +129,8 @@ class Shard(abc.ABC):
     def read(self) -> Iterator[Row]:
         """Its rows, the same ones in the same order each time, in bounded memory.
 
-        Bad input gives error rows, never an exception. Errors of kvshelf say that nothing can be read now, such as
-        `StoreUnavailable`.
+        Bad input gives error rows, never an exception. Raises an error of kvshelf, such as `StoreUnavailable`, if the
+        shard cannot be read now.
         """
 
 
@@ -164,7 +164,7 @@ def cut(items: Iterable[ItemT], size_of: Callable[[ItemT], int], *, most: int, s
 
 
 def last_ends(read: Callable[[], Iterator[Row]]) -> Iterator[Row]:
-    """Each row's last end, in the order of the journal. `read` is called twice, so that only numbers are in memory."""
+    """Each row's last end, in the order of the journal. `read` is called twice, so that memory never holds all rows."""
     last = {_digest(row): number for number, row in enumerate(read())}
     for number, row in enumerate(read()):
         if last[_digest(row)] == number:

@@ -1,4 +1,4 @@
-"""Checks that every operation makes of its tensors before any work."""
+"""Checks that every operation runs on its tensors before any work."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def require(holds: bool, operation: str, problem: str, **tensors: Tensor) -> Non
 
 
 def require_states(operation: str, dims: Mapping[str, int], **tensors: Tensor) -> None:
-    """Require of all states `dims` dimensions, one floating dtype and device, and a contiguous last dimension (others
-    may have any stride: models give transposed views, which are read in place)."""
+    """Require that each tensor has its number of dimensions in `dims`, and all of them one floating dtype, one device
+    and a contiguous last dimension (others may have any stride: models give transposed views, read in place)."""
     first = next(iter(tensors.values()))
     for name, tensor in tensors.items():
         problem = _problem(name, tensor, dims[name], first)

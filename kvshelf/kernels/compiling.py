@@ -33,19 +33,19 @@ times as long and the loops are written out as vectors."""
 
 
 class CannotCompile(Exception):
-    """There is no compiler, or it failed. The first line says why; what the compiler said follows."""
+    """There is no compiler, or it failed. The message's first line gives the reason; the compiler's output follows."""
 
 
 def levels() -> dict[str, str]:
-    """By torch's name of a CPU capability, the architecture that a library is compiled for; empty on other machines.
+    """Map torch's name of a CPU capability to the architecture of its library; empty on machines without C forms.
 
-    A wheel has a library for each, because it may run on another machine than it was built on.
+    A wheel has a library for each architecture, because it may run on another machine than it was built on.
     """
     return _LEVELS.get(platform.machine(), {}) if sys.platform == "linux" else {}
 
 
 def sources() -> list[Path]:
-    """The C files, in an order of their own."""
+    """The C files, sorted."""
     return sorted(FOLDER.glob("**/*.c"))
 
 
@@ -58,16 +58,16 @@ def library_path(architecture: str) -> Path:
 
 
 def compile_all(folder: Path = FOLDER) -> list[Path]:
-    """Compile for each architecture of this machine into `folder`, and remove libraries of other sources from there.
+    """Compile for each architecture of this machine into `folder`, and delete the libraries of other sources there.
 
-    Raises `CannotCompile`. Several processes may do so at once; one that has loaded a replaced library keeps it.
+    Raises `CannotCompile`. Several processes may compile at once; one that has loaded a replaced library keeps it.
     """
     architectures = sorted(set(levels().values()))
     if not architectures:
         raise CannotCompile(f"there are no compiled kernels for {platform.machine()} under {sys.platform}")
     command = compiler()
     try:
-        # In a folder beside, then moved: a library appears whole or not at all.
+        # Compiled in a temporary folder, then moved: a library appears whole or not at all.
         with tempfile.TemporaryDirectory(prefix="compiled-", dir=folder) as parts, ThreadPoolExecutor() as pool:
             whole = list(pool.map(lambda architecture: _compile(command, architecture, Path(parts)), architectures))
             made = [part.replace(folder / part.name) for part in whole]
@@ -95,7 +95,7 @@ def _compile(command: list[str], architecture: str, folder: Path) -> Path:
     wide = ["-mprefer-vector-width=512"] if architecture == "x86-64-v4" else []
     files = [str(source) for source in sources()]
     words = [*command, *_FLAGS, f"-march={architecture}", *wide, f"-I{FOLDER}", *files, "-lm", "-o", str(path)]
-    environment = os.environ | {"LC_ALL": "C"}  # _reason reads what it says
+    environment = os.environ | {"LC_ALL": "C"}  # `_reason` parses the compiler's English messages
     done = subprocess.run(
         words, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", env=environment
     )

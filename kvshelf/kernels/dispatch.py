@@ -54,7 +54,7 @@ def _module(operation: str, device_type: str, forced: str) -> ModuleType:
 
 
 def _fastest(device_type: str) -> str:
-    """The fastest form on a device. Torch's own runs on any: without Triton or a compiler all is only slower."""
+    """The fastest form on a device. Without Triton or a compiler it is torch's own, which runs on any device."""
     if device_type == "cuda" and find_spec("triton") is not None:
         return "triton"
     return "native" if device_type == "cpu" and library() is not None else "eager"

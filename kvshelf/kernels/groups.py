@@ -1,4 +1,4 @@
-"""Groups of quantized rows, without torch: blobs are checked where no tensor is made."""
+"""Groups of quantized rows, without torch: blobs are also checked in code that makes no tensor."""
 
 from __future__ import annotations
 

@@ -78,10 +78,10 @@ INLINE int any(Ints mask) {
 
 INLINE Floats spread(float x) { return (Floats){0} + x; }
 
-/* Query rows that stay in registers; how many bytes memory is asked for in advance. */
+/* Query rows that stay in registers; the distance of prefetches in bytes. */
 enum { FEW_ROWS = 8, AHEAD = 4096 };
 
-/* Ask memory for what comes `AHEAD` bytes behind a row of `width` bytes. step: bytes from row to row. */
+/* Prefetch the memory `AHEAD` bytes behind a row of `width` bytes. step: bytes from row to row. */
 INLINE void look_ahead(const char *row, const int64_t step, const int64_t width) {
     const int64_t ahead = AHEAD / width * step;
     for (int64_t line = 0; line < width; line += 64) __builtin_prefetch(row + ahead + line);

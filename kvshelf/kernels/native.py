@@ -12,10 +12,10 @@ from torch import Tensor
 from kvshelf.kernels.compiling import levels, library_path
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
-"""The dtypes that the C forms read, and their numbers there. Torch's own operations compute the others."""
+"""The dtypes that the C forms read, and the number of each in C. Torch's own operations compute the other dtypes."""
 
 LANES = 16
-"""Numbers of a vector in C."""
+"""How many numbers a vector in C holds."""
 
 FEW_ROWS = 8
 """Query rows that C keeps in registers."""
@@ -38,7 +38,7 @@ def library() -> ctypes.CDLL | None:
         return None
     try:
         loaded = ctypes.CDLL(str(library_path(level)))
-    except OSError:  # it is not there, or the system refuses it: compiled for another libc, a file system without code
+    except OSError:  # no such file, or the system refuses it: another libc, or a file system mounted noexec
         return None
     threads = _parallel()
     if threads is not None:
@@ -68,7 +68,7 @@ def _parallel() -> ctypes.c_void_p | None:
     """The function by which torch's OpenMP starts its threads; None without OpenMP, or in one without this entry."""
     torch_cpu = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
-        # A name is looked up in a library and in all it was linked to, whatever that OpenMP's file is called.
+        # The lookup also searches the libraries that torch_cpu links to, whatever the OpenMP library's file is called.
         return ctypes.cast(ctypes.CDLL(str(torch_cpu)).GOMP_parallel, ctypes.c_void_p)
     except (OSError, AttributeError):
         return None

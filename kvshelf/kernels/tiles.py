@@ -8,11 +8,11 @@ import triton
 import triton.language as tl
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether kernels run under the interpreter. Its `tl.dot` is wrong for bf16, so that operands are made fp32 there."""
+"""Whether kernels run under Triton's interpreter. Its `tl.dot` is wrong for bf16, so kernels upcast bf16 to fp32."""
 
 
 def warps(tile: int) -> int:
-    """For tiles of that many elements: 16 a thread, until there are 16 warps."""
+    """Warps for a tile of `tile` elements: 16 elements a thread, and at most 16 warps."""
     return min(16, max(1, tile // 512))
 
 

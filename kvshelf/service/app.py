@@ -95,7 +95,7 @@ def create_app(
     app.add_middleware(Access, keys=keys, allowed_hosts=settings.allowed_hosts, limits=limits)
     errors.install(app, [route for router in routers for route in router.routes])
     openapi.install(app)
-    app.add_middleware(ObservedRequests, metrics=numbers, tracer=tracer)  # last, and so outside of all others
+    app.add_middleware(ObservedRequests, metrics=numbers, tracer=tracer)  # added last, so it wraps all others
     return app
 
 

@@ -35,9 +35,9 @@ MAX_UNREAD_PIECES = 1024
 class EngineClient:
     """Calls the replicas of one model in fair turns of tenants; `deadline_s` includes the waiting.
 
-    There are as many slots as the replicas can work on at once. Requests queue here, because replicas know no tenants
-    and work in the order of arrival. Each call is counted, timed, traced, and noted for the log; `spend` is told how
-    many tokens were prefilled and generated for a tenant.
+    There are as many slots as requests that the replicas can work on at once. Requests queue here, because replicas
+    know no tenants and work in the order of arrival. Each call is counted, timed, traced, and noted for the log;
+    `spend` receives the number of tokens that were prefilled and generated for a tenant.
     """
 
     remote: RemoteEngine
@@ -67,7 +67,7 @@ class EngineClient:
         return estimated
 
     async def create(self, spec: CreateCache, *, tenant: str, deadline_s: float, **recorded: Any) -> Created:
-        """With `request_id` and `max_attempts`, a recorded request, which has waited its turn in the background."""
+        """A recorded request (`request_id`, `max_attempts`) skips the queue: it has waited in the background."""
         turn = nullcontext(deadline_s) if recorded else self._queues["creation"].turn(tenant, deadline_s)
         async with turn as left_s:
             with self.metrics.creating(self.model, spec.policy), self._observed("create") as span:
@@ -92,7 +92,7 @@ class EngineClient:
     async def stream(
         self, cache_id: str, query: Query, *, tenant: str, deadline_s: float
     ) -> AsyncGenerator[str | Reply, None]:
-        """The pieces as they come. A reader that leaves too many of them gets `RequestTimeout`, and holds no slot."""
+        """The pieces as they come. A slow reader holds no slot; it gets `RequestTimeout` for too many unread pieces."""
         pieces: asyncio.Queue[str | Reply | None] = asyncio.Queue()
 
         async def fetch() -> None:
@@ -128,7 +128,7 @@ class EngineClient:
 
     @asynccontextmanager
     async def _answering(self, name: str, tenant: str, deadline_s: float) -> AsyncIterator[tuple[float, Span]]:
-        """A slot for a question: the seconds left once it is there, and the span of the call."""
+        """Holds a slot for a question; gives the seconds left after the wait for the slot, and the span of the call."""
         with self.metrics.asking():
             async with self._queues["question"].turn(tenant, deadline_s) as left_s:
                 with self._observed(name) as span:

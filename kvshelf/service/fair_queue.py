@@ -47,7 +47,7 @@ class Rounds(Generic[ItemT]):
             self._queues.pop(tenant, None)
 
     def take_newest_of_longest(self, against: str) -> ItemT | None:
-        """The newest item of the longest queue, if that of the tenant `against` is shorter by more than one."""
+        """The newest item of the longest queue, if the queue of `against` is shorter by more than one; else None."""
         longest = max(self._queues, key=lambda tenant: len(self._queues[tenant]))
         if len(self._queues[longest]) <= len(self._queues.get(against, ())) + 1:
             return None
@@ -57,8 +57,8 @@ class Rounds(Generic[ItemT]):
 class FairQueue:
     """Slots for work of one kind. A request that finds none free waits; each free slot goes to the next tenant.
 
-    At most `max_waiting` requests wait. Beyond that, the newest request of the tenant with the most is refused, so
-    that a tenant that came first in large numbers cannot keep the others out.
+    At most `max_waiting` requests wait. Beyond that, the newest request of the tenant with the most waiting requests
+    is refused, so that a tenant whose many requests came first cannot keep other tenants out.
     """
 
     def __init__(self, what: str, slots: int, max_waiting: int) -> None:

@@ -1,4 +1,4 @@
-"""A query as the service works on it, and the caches that it may make again from a kept source."""
+"""A query as the service processes it, with the caches that it may recompute from a kept source."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class Question:
 
     @classmethod
     async def find(cls, service: Service, caller: Caller, cache_id: str, query: Query) -> Question:
-        """Look up the cache. Raises as `Store.stat` does; if it may be recomputed, `SourceNotKept` for a cache lost
-        together with its source."""
+        """Look up the cache. Raises as `Store.stat` does; if the query may recompute the cache, `SourceNotKept` for a
+        cache that was lost together with its source."""
         store, tenant, recompute = service.store, caller.tenant, query.on_miss == "recompute"
         if not (query.compare or recompute):
             with service.metrics.asking():
@@ -77,7 +77,7 @@ class Question:
         return engine.stream(manifest.id, self.query, tenant=self.caller.tenant, deadline_s=deadline_s)
 
     async def again(self, miss: KvshelfError) -> Manifest:
-        """Compress the document again after a miss, as it was. Under a changed model the cache has another id.
+        """Compress the document again after a miss, with the same parameters. A changed model gives another cache id.
 
         Raises the miss itself if the query does not ask for this.
         """
@@ -126,7 +126,7 @@ class Question:
         return (await engine.create(spec, tenant=self.caller.tenant, deadline_s=deadline_s)).manifest
 
     def _spec(self, source: str) -> CreateCache:
-        """The creation that made the cache, with its parameters as they were used and none left to a default."""
+        """The creation that made the cache, with all the parameters it used: none is left to a default."""
         manifest, identity = self.manifest, self.manifest.identity
         takes_budget = POLICIES[manifest.policy].takes_budget if manifest.policy in POLICIES else True
         is_text = identity["boundary"] in ("text", "document")

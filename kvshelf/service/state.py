@@ -1,4 +1,4 @@
-"""The parts that routes work with, and ways to wait that notice a caller who hangs up."""
+"""The parts of the service that routes share, and functions to wait for work until the caller hangs up."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Service:
     limits: TenantLimits
 
     def engine(self, model: str | None) -> EngineClient:
-        """The engine of a model by name, the first one served without a name."""
+        """The engine of a model by name; for None, that of the first model served."""
         if model is None:
             return next(iter(self.engines.values()))
         if model not in self.engines:
@@ -67,7 +67,7 @@ class Service:
     def engine_for(self, manifest: Manifest) -> EngineClient:
         """The engine for a stored cache: one that runs the model it was made under.
 
-        If none does, the one of the same name or the first, whose error names the difference between the models.
+        If there is none: the engine of the same name, or the first engine. Its error names how the models differ.
         """
         try:
             return self.engines[self.serving(ModelIdentity(**manifest.identity["model"]))]
@@ -109,7 +109,7 @@ async def off_loop(call: Callable[..., ResultT], *args: Any, **kwargs: Any) -> R
 
 
 async def in_turn(service: Service, caller: Caller, call: Callable[..., ResultT], *args: Any, **kwargs: Any) -> ResultT:
-    """As `off_loop`, for whole caches, in fair turns. Raises `QueueFull`, and `DeadlineExceeded` in the queue."""
+    """As `off_loop`, for whole caches, in fair turns. Raises `QueueFull`, or `DeadlineExceeded` if no turn comes."""
     async with service.whole.turn(caller.tenant, service.settings.request_deadline_s):
         return await off_loop(call, *args, **kwargs)
 

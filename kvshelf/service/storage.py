@@ -1,6 +1,6 @@
 """Where the service puts bytes: the configuration of the store, and temporary files.
 
-Apart from the settings, because processes without torch read those.
+A module of its own, because processes without torch import the settings.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def store_config(settings: Settings) -> StoreConfig:
 
 @contextmanager
 def space_for(what: str) -> Iterator[None]:
-    """For blocks that write temporary files: turns an error of the full disk into `StorageFull`."""
+    """For blocks that write temporary files: turns `OSError`, such as that of a full disk, into `StorageFull`."""
     try:
         yield
     except OSError as error:

@@ -50,7 +50,7 @@ class Store(abc.ABC):
         """Store a cache: write, verify what was written, then make it visible. Durable when it returns.
 
         `codec` is a text of `kvshelf.store.artifact.codecs`; "none" adds no encoding to the cache. The manifest and
-        the id hold the canonical text of the codec. source: the document's text, to be kept beside the cache. judged:
+        the id hold the canonical text of the codec. source: the document's text, to be kept with the cache. judged:
         the cache's measured quality.
         If this cache is on the shelf already, nothing is written and its manifest is returned unchanged, labels and
         expiry included; only a missing source is added. An expired or corrupt cache is replaced. Sets `store_s` in the
@@ -105,7 +105,7 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def keep_source(self, cache_id: str, text: str, *, tenant: str = "default") -> Manifest:
-        """Keep a document's text beside a stored cache. The caller vouches that the text is the cache's document.
+        """Keep a document's text with a stored cache. The caller vouches that the text is the cache's document.
 
         Writes nothing if a source is kept already. Raises as `put` and `get` do.
         """
@@ -130,7 +130,7 @@ class Store(abc.ABC):
         limit: int = 20,
         after: str | None = None,
     ) -> Page:
-        """Live caches of a tenant, newest first; filters are joined by "and", labels must all be there.
+        """Live caches of a tenant, newest first. A cache must match every filter, and have every label in `labels`.
 
         `after` is the last id of the page before. The order never changes, and deleting that cache does not lose the
         place. Raises `InvalidRequest` for a limit outside 1 to 1,000 or an `after` this tenant never had.
@@ -158,7 +158,7 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def delete(self, cache_id: str, *, tenant: str = "default", if_revision: Collection[str] | None = None) -> Receipt:
-        """Remove a cache, even an expired or corrupt one. Readers that have it open finish. Raises `CacheNotFound`.
+        """Remove a cache, even an expired or corrupt one. Readers that have it open can finish. Raises `CacheNotFound`.
 
         if_revision: as for `update`; it then raises as `get` does.
         """
@@ -169,7 +169,7 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def sweep(self, now: float | None = None) -> Swept:
-        """Remove expired items and the remains of crashes. Safe beside writers; call it every few minutes."""
+        """Remove expired items and the remains of crashes. Safe while others write; call it every few minutes."""
 
     @abc.abstractmethod
     def cache_id(self, identity: Identity, *, tenant: str = "default", codec: str = "none") -> str:
@@ -188,7 +188,7 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def health(self) -> Health:
-        """Whether the home answers and may be used. Quick: unlike `check`, it walks nothing."""
+        """Whether the home answers and may be used. Quick: unlike `check`, it does not walk the home."""
 
     @abc.abstractmethod
     def check(self) -> Sequence[str]:

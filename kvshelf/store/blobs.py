@@ -36,7 +36,7 @@ def new_name(cache_id: str) -> str:
 
 
 def is_name(name: str) -> bool:
-    """Whether this is the form of `new_name`."""
+    """Whether a name has the form that `new_name` gives."""
     return _NAME.fullmatch(name) is not None
 
 
@@ -65,13 +65,13 @@ class Blobs(abc.ABC):
     """Whether every sweep may call `found`."""
 
     read_ahead: ClassVar[bool]
-    """Whether it pays to read an opened file on a second thread while the first hashes. Where another process sends the
-    bytes, that process works meanwhile, and two threads that pass segments to each other lose more than they gain: 59
+    """Whether it pays to read an opened file on a second thread while the first hashes. If another process sends the
+    bytes, it already works in parallel, and two threads that pass segments to each other lose more than they gain: 59
     instead of 50 ms of processor time for 64 MB from Redis."""
 
     @abc.abstractmethod
     def write(self, name: str, buffers: Iterable[memoryview], nbytes: int, *, on_step: Step) -> None:
-        """Create and make durable. A write that takes longer than the write lease needs `renew` beside it.
+        """Create the name and make its bytes durable. A write longer than the write lease needs `renew` meanwhile.
 
         `on_step` is called with "created", "written", "synced". After an error, bytes written so far may stay: the
         caller removes them, or a sweep does.
@@ -81,7 +81,7 @@ class Blobs(abc.ABC):
     def renew(self, name: str, nbytes: int) -> None:
         """Make a server keep the bytes written so far for at least another write lease. A disk does nothing here.
 
-        Called by a thread beside the writer's: it never shortens a lifetime that `keep_until` has set.
+        Called by another thread while the writer writes. Never shortens a lifetime that `keep_until` has set.
         """
 
     @abc.abstractmethod
@@ -110,7 +110,7 @@ class Blobs(abc.ABC):
         """Let the server drop the bytes `MARGIN_S` after a time (Unix seconds), or never. A disk does nothing here.
 
         Never shortens the lifetime that an earlier call set: when two callers change the expiry of a cache at once,
-        the last call here need not be the one whose manifest counts. A sweep frees what ends earlier. Raises
+        the last call here need not be the one whose manifest counts. A sweep frees bytes that expire earlier. Raises
         `BlobError` (reason "missing") if bytes are gone.
         """
 
@@ -135,7 +135,7 @@ class Blobs(abc.ABC):
         """Problems of the place, one sentence each: strange files, a server that may drop bytes."""
 
     def health(self) -> Health:
-        """See `Health`. Quick: called every few seconds, it walks nothing."""
+        """See `Health`. Called every few seconds, so it must be quick and not walk the place."""
         return Health()
 
     @abc.abstractmethod

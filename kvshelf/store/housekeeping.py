@@ -29,7 +29,7 @@ def expire(index: Index, blobs: Blobs, now: float) -> int:
 
 
 def bury(index: Index, blobs: Blobs, entry: Entry, state: Literal["expired", "evicted", "deleted"], now: float) -> bool:
-    """Turn an entry into a tombstone, then remove its bytes. False, and nothing done: see `Index.bury`."""
+    """Turn an entry into a tombstone, then remove its bytes. Returns False if nothing was done, see `Index.bury`."""
     try:
         buried = index.bury(entry, state, now)
     except StorageFull:
@@ -43,7 +43,7 @@ def bury(index: Index, blobs: Blobs, entry: Entry, state: Literal["expired", "ev
 
 
 def discard(index: Index, blobs: Blobs, entry: Entry) -> None:
-    """Remove the bytes of an entry that gave way, then their registration. After a crash, a sweep finishes."""
+    """Remove the bytes of a replaced or buried entry, then their registration. After a crash, a sweep does it."""
     _remove(blobs, entry)
     if entry.name is not None:
         index.abandon(entry.name)

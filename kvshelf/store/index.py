@@ -80,10 +80,10 @@ class Entry:
         return [(name, nbytes) for name, nbytes in both if name is not None]
 
     def swapped(self, manifest: Manifest, writing: Writing | None) -> tuple[Entry, Writing | None]:
-        """The entry with another manifest and the names of a write, and the names that give way to these.
+        """The entry with another manifest and the names of a write, and the names that the write replaces.
 
-        A write without a blob (`nbytes` 0) replaces the source alone. A write without a source leaves the source that
-        the entry has, if the manifest says that there is one.
+        A write without a blob (`nbytes` 0) replaces the source alone. A write without a source keeps the entry's
+        source, if the manifest says that there is one.
         """
         entry = replace(
             self,
@@ -147,8 +147,8 @@ class Quota:
     def exceeded(self, limit: str, taken: int, size: int) -> QuotaExceeded | StorageFull:
         """The error for a write of `size` bytes beyond one of the limits.
 
-        limit: its name. taken: what counts for it already. `fits` in the details of the error: whether the bytes would
-        fit if there were no others, so that the caller may evict and retry.
+        limit: the limit's name. taken: caches or bytes that already count. `fits` in the error's details says whether
+        the bytes would fit if there were no others; if so, the caller may evict and retry.
         """
         if limit == "max_caches":
             text = f"{taken} caches are on the shelf, as many as may be ({self.max_caches}); delete some first"
@@ -212,7 +212,7 @@ class Index(abc.ABC):
 
     @abc.abstractmethod
     def abandoned(self) -> list[Writing]:
-        """Writes whose lease has run out, and names that gave way and were not removed yet.
+        """Writes whose lease has run out, and replaced or buried names whose bytes are not removed yet.
 
         The call revokes them: none can be renewed or published any more, even if a clock is set back. The caller
         removes their bytes, then calls `abandon`.
@@ -225,8 +225,8 @@ class Index(abc.ABC):
         """Make a cache visible, which ends its write.
 
         If a live entry has the id and its blob is not that of `over`, nothing is changed: (False, that entry).
-        Otherwise the cache takes the place of whatever had its id: (True, the entry that gave way, if it had names;
-        these are now among the `abandoned`). cost_s: seconds to make the cache again, for eviction.
+        Otherwise the cache replaces any entry of its id: (True, the replaced entry if it had names, else None). Those
+        names are then among the `abandoned`. cost_s: seconds to make the cache again, for eviction.
 
         Raises `StoreUnavailable` if the lease of the write has run out.
         """
@@ -257,10 +257,10 @@ class Index(abc.ABC):
 
     @abc.abstractmethod
     def swap(self, entry: Entry, manifest: Manifest, writing: Writing | None = None) -> bool:
-        """Put another manifest into a ready entry; expiry, labels and pin are taken from it.
+        """Put another manifest into a ready entry, with the manifest's expiry, labels and pin.
 
-        writing: give the entry the names of this write as well, which ends the write; see `Entry.swapped`. The names
-        that give way are now among the `abandoned`. A new blob makes a corrupt entry ready again. False: the entry has
+        writing: give the entry the names of this write as well, which ends the write; see `Entry.swapped`. The replaced
+        names are then among the `abandoned`. A new blob makes a corrupt entry ready again. False: the entry has
         ended or changed since (name, version), and nothing is done. Raises `StoreUnavailable` if the lease of the write
         has run out.
         """
@@ -271,11 +271,11 @@ class Index(abc.ABC):
 
     @abc.abstractmethod
     def mark_corrupt(self, entry: Entry, problem: str) -> bool:
-        """Mark a ready entry corrupt; it keeps its name. False: another blob has taken its place since."""
+        """Mark a ready entry corrupt; it keeps its name. False: the entry is no longer ready, or has another blob."""
 
     @abc.abstractmethod
     def bury(self, entry: Entry, state: Literal["expired", "evicted", "deleted"], now: float) -> bool:
-        """Turn a stored entry into a tombstone without any caller's data. Its names are then among the `abandoned`.
+        """Turn a stored entry into a tombstone, without data of callers. Its names are then among the `abandoned`.
 
         False, and nothing done: the entry was put again since (its seq differs), or is a tombstone already. "deleted"
         also replaces tombstones of other states, and requires an unchanged version. "expired" requires that the entry

@@ -43,7 +43,7 @@ class Manifest(Record):
 
     identity: `Identity.to_dict()`. bytes_full: keys and values before compression. bytes_stored: the blob.
     blob_digest: the blob's root digest; segment_digests: one per layer. uses: questions asked so far.
-    source_digest: BLAKE3 of the document's text as UTF-8, where that is kept beside the cache.
+    source_digest: BLAKE3 of the document's text as UTF-8, if the text is kept with the cache.
     quality, tried: see `Judgement`.
     """
 
@@ -83,7 +83,7 @@ class Manifest(Record):
 
 
 def describe(cache: CompressedCache, packed: PackedBlob, **fields: Any) -> Manifest:
-    """The manifest of a cache and its blob. fields: those of `Manifest` that neither of the two determines."""
+    """The manifest of a cache and its blob. fields: the fields of `Manifest` that neither determines."""
     identity = packed.header.identity
     return Manifest(
         identity=identity.model_dump(),

@@ -17,13 +17,13 @@ _URL_SECRET: Final = re.compile(r"(?<=://)(?!/).*@", re.DOTALL)
 
 def read_private(path: Path, *, param: str) -> bytes:
     """The bytes of a file that only its owner can read, or that root wrote for one of our groups, as Kubernetes writes
-    secrets. Checks the very file that it reads.
+    secrets. Checks the opened file, not the path.
 
-    Raises `InvalidRequest`, at fault the setting `param`, for one that is missing, no regular file, open to others, or
-    longer than 1 MiB.
+    Raises `InvalidRequest`, which names the setting `param`, for a file that is missing, not regular, accessible to
+    others, or longer than 1 MiB.
     """
     try:
-        # A pipe in its place must not make the opening wait.
+        # O_NONBLOCK: opening a pipe in the file's place would wait for a writer.
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode):
@@ -47,7 +47,7 @@ def _is_ours_alone(found: os.stat_result) -> bool:
 
 
 def write_private(path: Path, data: bytes, *, param: str) -> None:
-    """Put `data` in the place of a file, see `atomic.written`. Raises `InvalidRequest` where that fails."""
+    """Replace a file's content with `data`, see `atomic.written`. Raises `InvalidRequest` if that fails."""
     try:
         with written(path, private=True) as file:
             file.write(data)

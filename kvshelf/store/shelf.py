@@ -340,7 +340,7 @@ class Shelf(Store):
         return None
 
     def reseal(self) -> Iterator[Scrubbed]:
-        """Rewrite every cache that is not sealed with the first key of the keyring (without a keyring: that is sealed).
+        """Rewrite every cache that is not sealed with the keyring's first key; without a keyring, every sealed cache.
 
         Manifests stay as they are. An interrupted run continues where it stopped.
         """

@@ -9,7 +9,7 @@ from kvshelf.store.manifest import Manifest, Record
 
 
 class Unset:
-    """Tells "leave it as it is" from None, which means "none": no expiry."""
+    """Distinguishes "leave it as it is" from None, which means no expiry."""
 
 
 UNSET: Final = Unset()
@@ -53,10 +53,10 @@ class Scrubbed(Record):
 
 @dataclass(frozen=True)
 class BlobFile:
-    """A stored blob, verified and open for reading at byte 0. Close it, or use it in a `with` block.
+    """A verified blob, or an unverified file of `Files`, open at byte 0. Close it, or use it in a `with` block.
 
-    It stays readable if the cache is deleted meanwhile. `digest` is the blob's root digest in hex: equal digests mean
-    equal bytes, so it serves as an ETag.
+    It stays readable if the cache or file is deleted meanwhile. `digest` is the blob's root digest or the file's BLAKE3
+    digest, in hex: equal digests mean equal bytes, so it serves as an ETag.
     """
 
     file: BinaryIO

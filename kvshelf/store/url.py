@@ -43,7 +43,7 @@ _REDIS: Final = tuple(f"redis{tls}{kind}" for tls in ("", "s") for kind in ("", 
 
 @dataclass(frozen=True)
 class StoreConfig:
-    """How to open a store: its URL, and the `Rules` that all its processes share. Plain values that can be sent.
+    """How to open a store: its URL, and the `Rules` that all its processes share. All values can be pickled.
 
     It holds the path of the key file, never a key: each process reads the file itself, at the same absolute path.
     """
@@ -71,8 +71,8 @@ class StoreConfig:
 def open_store(url: str, *, rules: Rules | None = None) -> Store:
     """Open the store that a URL names, and make it if it is not there.
 
-    Raises `InvalidRequest` for what is no such URL (no message shows a password), `StoreUnavailable` when the home does
-    not work. Before a Redis home that is out of reach, copies in a folder are enough: it is used once it answers.
+    Raises `InvalidRequest` for any other text (no message shows a password), `StoreUnavailable` if the home does not
+    work. If a disk tier has copies already, an unreachable Redis home raises nothing: it is used once it answers.
     """
     *tiers, home = _JOIN.split(url)
     rules = rules or Rules()
@@ -132,7 +132,7 @@ def _folder(url: str) -> Path:
 
 
 def _budget(url: str) -> tuple[str, int | None]:
-    """A URL without its parameter `max`, and the bytes that this allows."""
+    """A URL without its parameter `max`, and the bytes that `max` allows."""
     base, mark, query = url.partition("?")
     if not mark:
         return url, None

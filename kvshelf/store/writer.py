@@ -73,8 +73,8 @@ class Writer:
     def put(self, manifest: Manifest, contents: Sequence[Content], *, started: float | None = None) -> Manifest:
         """Store a cache: its blob, and perhaps its source.
 
-        started: of `time.perf_counter`; the manifest's `store_s` becomes the time from then until it is published.
-        Returns the manifest that is visible then, which is another writer's if that one was first.
+        started: of `time.perf_counter`; the manifest's `store_s` becomes the time from then until publishing begins.
+        Returns the manifest that is visible in the end: another writer's, if that writer published first.
         """
         with self.writing(manifest.id, manifest.tenant, contents) as writing:
             self.keep_until(writing, manifest.expires_at)

@@ -1,4 +1,4 @@
-"""The room of the models: engine, policies and budgets; and the processes that run them.
+"""Everything that runs models: engine, policies and budgets, and the processes around them.
 
 `engine` and `policies` are plain Python on torch and transformers and work without Ray.
 """

@@ -1,1 +1,1 @@
-"""What a batch costs beside the work itself."""
+"""What a batch costs in addition to the work itself."""

@@ -1,8 +1,8 @@
 """The overhead of a batch: a run through Ray against bare loops of `compress` and `put`.
 
-Both process the same documents on as many processes, each with one thread of torch, without measuring quality, into
-fresh shelves on disk, one after the other in each round. Neither time includes the start of Ray, replicas or processes;
-the run's own stages start within its time. Process time is that of all processes, Ray's too.
+Both process the same documents on equally many processes, each with one thread of torch, without measuring quality,
+into fresh shelves on disk, one after the other in each round. Neither time includes the start of Ray, replicas or
+processes; a run's time includes the start of its stages. Process time is that of all processes, Ray's too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass(frozen=True)
 class BatchCost:
-    """Seconds of the clock and of all processes, for all documents; both ways have the same tokens."""
+    """Wall seconds and processor seconds of all processes, for all documents; both ways process the same tokens."""
 
     tokens: int
     wall_s: float
@@ -49,7 +49,7 @@ class Memory:
 
 
 def bare_loops(corpus: Sequence[list[int]], model: str, count: int) -> BatchCost:
-    """As many loops as processes, each over its share of the documents; all begin together.
+    """`count` processes, each with a loop over its share of the documents; all loops begin together.
 
     There are at least as many documents as processes. Raises `WorkerCrashed` when a process dies.
     """
@@ -67,12 +67,12 @@ def bare_loops(corpus: Sequence[list[int]], model: str, count: int) -> BatchCost
 
 
 def _loop(bench: Connection, documents: Sequence[list[int]], model: str, store: str) -> None:
-    """Says that it is ready, waits for the start, and sends the processor time that it took."""
+    """Sends "ready", waits for the start, and sends the processor time that the loop took."""
     from kvshelf.bench.engines import EngineOptions  # loads transformers, which the driver of a run does not
 
     engine = EngineOptions(model).load()
     with StoreConfig(store).open() as shelf:
-        engine.compress(documents[0], policy=POLICY)  # the first call sets things up, which is no part of the loop
+        engine.compress(documents[0], policy=POLICY)  # the first call does one-time set-up, outside the timed loop
         bench.send("ready")
         bench.recv()
         started = time.process_time()
@@ -82,7 +82,7 @@ def _loop(bench: Connection, documents: Sequence[list[int]], model: str, store: 
 
 
 def batch_run(corpus: Sequence[list[int]], model: str, replicas: int) -> tuple[BatchCost, Memory, float]:
-    """A run over the same documents: cost, memory, and the seconds of a second run that finds all on the shelf."""
+    """A run over the same documents: cost, memory, and the seconds of a second run, whose caches all exist."""
     with TemporaryDirectory() as folder, ray_cluster(None, min_cpus=replicas):
         from kvshelf.workers.cluster import deployment
 

@@ -38,7 +38,7 @@ def batch(
         from kvshelf.bench.batches.corpus import made_corpus
         from kvshelf.bench.measure import load_warning, machine
 
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))  # runs tell their states
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))  # runs log their states
     where, corpus = machine(), made_corpus(documents)
     report: dict[str, Any] = {"bench": "batch", "model": model, "documents": documents, "machine": where, "runs": []}
     headings = ("replicas", "tokens/s", "of bare loops", "by process time", "driver MB", "worker MB", "again, s")

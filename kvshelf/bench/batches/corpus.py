@@ -1,6 +1,6 @@
 """The documents of the bench of batches, and how a run reads them.
 
-Apart from the bench, which needs torch: the process that reads the corpus imports this module and no model.
+Separate from the bench, which needs torch: the process that reads the corpus imports this module and no model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvshelf.corpus.row import Row, Shard
 
 SHORTEST: Final = 200
 LONGEST: Final = 6000
-"""Tokens of a document; lengths in between are evenly spread over the logarithm."""
+"""Most tokens of a document; lengths are evenly spread on a logarithmic scale."""
 
 POLICY: Final = "knorm"
 

@@ -1,4 +1,4 @@
-"""The baselines of the kernels: the same results as others compute them, from torch's own operations."""
+"""The baselines of the kernels: the same results as other implementations compute them, from torch's own operations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional
 from kvshelf.kernels.prefix_attention.attend import CPU_ATTENTION
 
 _WHOLE_WEIGHTS_BYTES = {"cpu": 256 << 20, "cuda": 8 << 30}
-"""On a CPU one head at 8192 tokens. A GPU is not kept busy by one head of a shorter sequence."""
+"""On a CPU one head at 8192 tokens. On a GPU more, because one head of a shorter sequence does not keep it busy."""
 
 
 def snapkv_by_expansion(queries: Tensor, keys: Tensor, values: Tensor, kept: int) -> tuple[Tensor, Tensor]:
@@ -19,7 +19,7 @@ def snapkv_by_expansion(queries: Tensor, keys: Tensor, values: Tensor, kept: int
 
     queries: `[q_heads, W, D]`, the last of the document; keys, values: `[kv_heads, N, D]`. Scores are the mean over
     rows and group, averaged over 5 neighbours. Returns keys and values `[kv_heads, kept, D]` in the order of their
-    scores. kvpress also computes these queries anew, which is left out here.
+    scores. kvpress also recomputes these queries; this function does not.
 
     Bytes, of N columns: keys read and written once per query head, then read; logits, mask and weights of
     `q_heads * W * N` each, written and read, weights twice as wide; int64 indices of `kept * D` per KV head.
@@ -31,7 +31,7 @@ def snapkv_by_expansion(queries: Tensor, keys: Tensor, values: Tensor, kept: int
     weights = torch.softmax(logits, dim=-1, dtype=torch.float32).to(queries.dtype)[..., :-window]
     pooled = functional.avg_pool1d(weights.mean(dim=1).unsqueeze(0), kernel_size=5, stride=1, padding=2)
     scores = pooled.view(kv_heads, -1, num_tokens - window).mean(dim=1)
-    highest = scores.max().item()  # the device is waited for, as there
+    highest = scores.max().item()  # waits for the device, as kvpress does
     chosen = functional.pad(scores, (0, window), value=highest + 1).topk(kept, dim=-1).indices
     return gather_expanded(keys, chosen), gather_expanded(values, chosen)
 
@@ -69,8 +69,8 @@ def layer_prefill(hidden: Tensor, weights: Sequence[Tensor], head_dim: int) -> T
 def column_sums_of_whole_weights(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
     """The sums `[q_heads, N]` of queries `[q_heads, N, D]` in three steps: all logits, their softmax, its sums.
 
-    At once as many query heads as `_WHOLE_WEIGHTS_BYTES` of fp32 weights hold, at least one: the weights of a head of
-    8192 tokens are 268 MB and exist three times.
+    Computes as many query heads at once as `_WHOLE_WEIGHTS_BYTES` of fp32 weights allow, at least one: the weights of a
+    head of 8192 tokens are 268 MB and exist three times.
     """
     num_tokens = queries.shape[1]
     future = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=queries.device).triu_(1)

@@ -25,7 +25,7 @@ from kvshelf.kernels.select import pack, select
 from kvshelf.kernels.window_scores import window_scores
 
 WINDOW, LAG = 64, 128
-_KEPT = 8  # one entry of so many stays
+_KEPT = 8  # one entry of this many stays
 _BITS, _GROUP = 4, 64
 _SUFFIX = 64
 _ROWS = 16
@@ -49,7 +49,7 @@ LLAMA_8B = Shape(q_heads=32, kv_heads=8, head_dim=128, hidden=4096, intermediate
 @dataclass(frozen=True)
 class Case:
     """A call of `run` on fresh arguments from `make`. nbytes: bytes it must read and write at least; flops: FLOPs it
-    must compute; `beside` names the case whose result this one gets in another way."""
+    must compute; `beside` names the case that computes the same result in another way."""
 
     name: str
     make: Callable[[], tuple[Any, ...]]
@@ -112,7 +112,7 @@ class Layer:
 
 
 def cases(layer: Layer) -> list[Case]:
-    """All of them, a baseline after the case that it stands beside."""
+    """All cases, each baseline after the case that it is compared with."""
     families = (prefills, scoring, keeping, snapkv, merging, quantizing, attending)
     return [case for family in families for case in family(layer)]
 
@@ -173,7 +173,7 @@ def scoring(layer: Layer) -> list[Case]:
 
 
 def keeping(layer: Layer) -> list[Case]:
-    """Selection and gather, each by itself."""
+    """Selection and gather, each separately."""
     heads, n, counts = layer.shape.kv_heads, layer.tokens, layer.counts
     protected = layer.protected()
     moved_bytes = 4 * heads * layer.kept * layer.row_bytes

@@ -22,7 +22,7 @@ def kernels(
     dtype: Dtype = "auto",
     threads: Threads = 1,
     lengths: Annotated[
-        str, typer.Option("--lengths", help="Tokens, comma-separated.  [default: 8k, 32k; on a CPU 512, 2k]")
+        str, typer.Option("--lengths", help="Tokens, comma-separated.  [default: 8192,32768; on a CPU 512,2048]")
     ] = "",
     rounds: Annotated[int, typer.Option("--rounds", min=0, help="Calls; 0: 20 on a GPU, 5 on a CPU.")] = 0,
     output: Output = None,

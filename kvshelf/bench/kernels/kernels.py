@@ -22,7 +22,7 @@ _MOST_COPIES = 32
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Of this device: bytes per second copied, read and written counted; FLOP per second of a matrix product."""
+    """Of this device: bytes per second of a copy, reads plus writes; FLOP per second of a matrix product."""
 
     copy_bytes_per_s: float
     matmul_flops: float
@@ -32,16 +32,16 @@ class Ceilings:
         return max(case.nbytes / self.copy_bytes_per_s, case.flops / self.matmul_flops)
 
     def limit(self, case: Case) -> str:
-        """Which of the two that floor is."""
+        """Which of the two ceilings sets that floor."""
         return "bytes" if case.nbytes / self.copy_bytes_per_s >= case.flops / self.matmul_flops else "FLOPs"
 
 
 @dataclass(frozen=True)
 class KernelTime:
-    """One operation on one layer. seconds: of one call, launches included. limit: whether bytes or FLOPs bind; share:
-    of that ceiling. of_prefill: seconds over those of the layer's prefill. slower: for a way around the kernels, its
-    seconds over those of the case `beside`. extra_bytes: memory beyond arguments at its peak, results included; None
-    where it cannot be told (CPU)."""
+    """One operation on one layer. seconds: of one call, launches included. limit: whether bytes or FLOPs are the limit;
+    share: of that ceiling. of_prefill: seconds over those of the layer's prefill. slower: for a way around the kernels,
+    its seconds over those of the case `beside`. extra_bytes: memory beyond arguments at its peak, results included;
+    None where it cannot be told (CPU)."""
 
     name: str
     tokens: int
@@ -64,7 +64,7 @@ def ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
 def kernel_times(
     device: torch.device, dtype: torch.dtype, tokens: int, rounds: int, limits: Ceilings, shape: Shape | None = None
 ) -> Iterator[KernelTime]:
-    """Every case at one length, one after the other; of `LLAMA_8B` without a `shape`."""
+    """Every case at one length, one after the other; the shape is `LLAMA_8B` unless given."""
     medians: dict[str, float] = {}
     for case in cases(Layer(shape or LLAMA_8B, tokens, dtype, device)):
         spread, extra = _time(case, device, rounds)
@@ -98,7 +98,7 @@ def _rotated(case: Case, device: torch.device) -> list[tuple[Any, ...]]:
 
 
 def _event_times(case: Case, rotated: Sequence[tuple[Any, ...]], rounds: int) -> list[float]:
-    """Seconds of each call, between two events on its stream. All are queued before any is waited for."""
+    """Seconds of each call, between two events on its stream. All calls are queued before it waits for any."""
     event = partial(torch.cuda.Event, enable_timing=True)
     events = [(event(), event()) for _ in range(rounds)]
     for i, (start, end) in enumerate(events):

@@ -185,7 +185,7 @@ def retrieval(
 
 @contextmanager
 def _bar(units: Sequence[Unit]) -> Iterator[Callable[[Unit, bool], None]]:
-    """Progress in tokens to prefill, as units differ by an order of magnitude, with the count of units beside it."""
+    """Progress in tokens to prefill, as units differ by an order of magnitude, with the count of units next to it."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     numbered = count(1)
     with Progress(*columns, console=Console(stderr=True), speed_estimate_period=300) as progress:

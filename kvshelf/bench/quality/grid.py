@@ -28,7 +28,7 @@ FEATURED = ("full", "keydiff", "lagkv", "snapkv", "sage", "sablock", "ems", "kvz
 ENCODED = ("full", "keydiff", "lagkv", "ems", "kvzip")
 EXPORTED = ("full", "keydiff")
 VARIANTS = ("ems:merge=false", "ems:pos=pre", "ada:base=keydiff")
-"""Policies of the default size: at further lengths, under codecs, exported, and variants of policies."""
+"""FEATURED to VARIANTS: policies of the default size at further lengths, under codecs, exported, and their variants."""
 
 
 @dataclass(frozen=True, order=True)

@@ -29,7 +29,7 @@ class Outcome:
     """One document under one row. `key` is a digest of everything the result depends on.
 
     exact and partial: one entry per question. stored_bytes: length of the blob. probe_tokens: tokens that the policy
-    runs behind the document, within the prefill. refused: why there is no result; all else is then empty or 0.
+    runs behind the document, within the prefill. refused: why there is no result; all other fields are then empty or 0.
     """
 
     key: str
@@ -116,7 +116,7 @@ def _measured_row(engine: Engine, compression: Compression, row: Row, asks: Sequ
 
 
 def _answer(engine: Engine, cache: CompressedCache, ask: Ask, *, exported: bool) -> str:
-    """exported: that of plain transformers behind an ordinary prefix: the model's own attention, positions 0, 1 ..."""
+    """exported: plain transformers answer behind an ordinary prefix: the model's own attention, positions 0, 1 ..."""
     longest = _SPARE_TOKENS + sum(map(len, ask.references))
     if not exported:
         return engine.answer(cache, ask.text, max_new_tokens=longest).text

@@ -22,7 +22,7 @@ _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#
 _REST = "#9A9A9A"
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _PANELS_A_ROW, _MOST_PANELS = 6, 24
-_SAME_SIZE = 1.02  # of points on the front within this ratio of bytes only the best has a name
+_SAME_SIZE = 1.02  # of front points within this ratio of bytes, only the best gets a label
 _LABEL_HEIGHT = 0.026
 """Least distance of two labels, as a share of the height of the picture."""
 
@@ -165,7 +165,7 @@ def _finish(axes: Axes, summary: Summary, title: str) -> None:
 
 
 def _label(axes: Axes, lines: Sequence[_Line]) -> None:
-    """Names to the right of the plot, joined to the last points of their lines, none over another."""
+    """Names to the right of the plot, joined to the last points of their lines, without overlap."""
     bottom, top = axes.get_ylim()
     ends = sorted(lines, key=lambda line: -line.points[-1].exact)
     wanted = [(line.points[-1].exact - bottom) / (top - bottom) for line in ends]

@@ -34,10 +34,10 @@ def run(
 ) -> Summary:
     """Measure the units of `grid` that the file `resume` lacks, append them there, and summarize all units.
 
-    processes: 0 means one per core. The result depends neither on it nor on the order of the units: each unit is a
-    function of its settings alone, and each process runs on `options.threads` threads. A policy that refuses a document
-    refuses its cell. Raises `InvalidRequest` before any work for a length that cannot hold a task, and for a file that
-    the bench did not write.
+    processes: 0 means one per core. The result depends neither on their number nor on the order of the units: each unit
+    is a function of its settings alone, and each process runs on `options.threads` threads. A policy that refuses a
+    document refuses its cell. Raises `InvalidRequest` before any work for a length that cannot hold a task, and for a
+    file that the bench did not write.
     """
     if resume.exists():  # only then: a run that is refused for its lengths leaves no file
         with ResumeFile(resume) as file:
@@ -68,8 +68,8 @@ def run(
 def _measured(
     units: list[Unit], protocol: Protocol, options: EngineOptions, engine: Engine, count: int
 ) -> Iterator[tuple[Unit, list[Outcome]]]:
-    """In this process if one is enough, as its errors then have their tracebacks; else on `count` processes, in any
-    order, each with an engine of its own on its own threads. Raises `WorkerCrashed` when a process dies."""
+    """In this process if one is enough, so that errors keep their tracebacks; otherwise on `count` processes, in any
+    order, each with its own engine and threads. Raises `WorkerCrashed` when a process dies."""
     # One per core this process may use; one for a GPU, as several would wait for it in turn.
     count = count or (len(os.sched_getaffinity(0)) if protocol.device == "cpu" else 1)
     if count == 1 or len(units) < 2 * count:
@@ -89,7 +89,7 @@ def _measured(
 
 
 def _work(connection: Connection, options: EngineOptions, protocol: Protocol) -> None:
-    """Measures units until the pipe ends, also because the process at the other end was killed."""
+    """Measures units until the pipe closes, even if the process at the other end was killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process at the other end
     engine = options.load()
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):

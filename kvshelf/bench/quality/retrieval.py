@@ -1,7 +1,7 @@
 """How often a model finds one fact in a long document when it answers from a cache.
 
 Documents are compressed without their question; an answer counts if it is exactly the value. The policy `full` measures
-the model, every other policy itself.
+the model; every other policy measures that policy.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ CHAINS: Final = 4
 CHAIN_NAMES: Final = 5
 COMMON_WORDS: Final = 10
 COMMON_TO_UNCOMMON: Final = 6
-"""How often a common word of ``cwe`` stands in its list for one mention of an uncommon one."""
+"""How many times as often a common word of ``cwe`` stands in its list as an uncommon word."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def _multiquery(rng: random.Random) -> _Draft:
 
 
 def _variable_tracking(rng: random.Random) -> _Draft:
-    """A value asks for the names of its chain. Assignments keep their order, as each builds on an earlier one."""
+    """Each question asks for a chain's names. Assignments keep their order, as each builds on an earlier one."""
     chains = _chains(rng)
     asked = list(islice(chains, CHAINS))
     asks = [Ask(words.VARIABLES_QUESTION.format(v=value), tuple(names)) for value, names in asked]
@@ -178,7 +178,7 @@ def _common_words(rng: random.Random, num_tokens: int, count_tokens: CountTokens
     rng.shuffle(pool)
     common, uncommon = pool[:COMMON_WORDS], pool[COMMON_WORDS:]
     items = _items_that_fit(pool, num_tokens, count_tokens)
-    # Words recur as often as the uncommon words need to fill the list.
+    # Words recur often enough for the uncommon words to fill the list.
     times = -(-items // (len(uncommon) + COMMON_WORDS * COMMON_TO_UNCOMMON))
     each = times * COMMON_TO_UNCOMMON
     others = (items - COMMON_WORDS * each) // times
@@ -261,7 +261,7 @@ class Score:
 
 
 def score(ask: Ask, answer: str) -> Score:
-    """Count the references that stand in `answer`, whatever else it says and whatever its case (after RULER).
+    """Count the references that stand in `answer`, ignoring its other text and upper or lower case (after RULER).
 
     Unlike RULER's, a reference counts only as a word of its own: values here have three to nine digits, and a short one
     would too easily be found inside a longer, wrong one. A single long number is scored in part by its digits.

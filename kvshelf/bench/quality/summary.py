@@ -13,7 +13,7 @@ from kvshelf.bench.quality.grid import BASELINE, Cell, Row, Variant
 from kvshelf.bench.quality.outcome import Outcome
 
 ABLE = 0.9
-"""Least share of exact answers from the full cache for a cell to say something about a policy."""
+"""Least share of exact answers from the full cache at which a cell says something about a policy."""
 
 _PLAIN = Row(Variant(BASELINE), 0.0)
 
@@ -25,8 +25,8 @@ class Entry:
     everything, over that prefill: the policy's time over the prefill it ran in, or, for a policy that runs more tokens
     than the document's, its whole time beyond the baseline in the same cell.
 
-    `refused`: why a document was refused. The entry is then empty, as the other documents alone are another set than
-    that of the other rows.
+    `refused`: why a document was refused. The entry is then empty, because the remaining documents are not the set of
+    documents of the other rows.
     """
 
     documents: int

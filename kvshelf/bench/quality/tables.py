@@ -52,7 +52,7 @@ def removed_label(row: Row) -> str:
 
 
 def _columns(summary: Summary, rows: Sequence[Row]) -> list[tuple[Cell, ...]]:
-    """The cells of each table: cells with the same rows stand together, those with most rows first."""
+    """The cells of each table: cells with the same rows share tables; tables with the most rows come first."""
     groups: dict[tuple[Row, ...], list[Cell]] = {}
     for cell in summary.cells:
         groups.setdefault(tuple(row for row in rows if (row, cell) in summary.entries), []).append(cell)

@@ -38,7 +38,7 @@ MULTIKEY_FACTS: Final = 16
 LONG_VALUE_DIGITS: Final = 32
 SHORT_VALUE_DIGITS: Final = (3, 9)
 CALIBRATION_SEED: Final = "calibration"
-"""No evaluation seed, which are numbers: heads are not judged on the documents that they were chosen by."""
+"""Evaluation seeds are numbers, so this is none: heads are not evaluated on the documents that selected them."""
 
 _SLOT: Final = re.compile(r"\{(\w+)\}")
 _BREAK: Final = re.compile(r"\n\n\s+")
@@ -185,7 +185,7 @@ def _joined(hay: Sequence[str], facts: Sequence[str], gaps: Sequence[int]) -> st
 
 
 def _filler(rng: random.Random) -> Iterator[str]:
-    """The five sentences of the passkey test in order, without end, from any one of them."""
+    """The five sentences of the passkey test in order, without end, starting at a random one."""
     start = rng.randrange(len(words.FILLER))
     while True:
         yield " " + words.FILLER[start % len(words.FILLER)]

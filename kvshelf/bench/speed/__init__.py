@@ -1,1 +1,1 @@
-"""How fast prefill, compression, first token and decoding are, beside the peers."""
+"""How fast prefill, compression, first token and decoding are, compared with other software."""

@@ -1,4 +1,4 @@
-"""The time that compression adds to its prefill, policy by policy, beside kvpress."""
+"""The time that compression adds to its prefill, policy by policy, compared with kvpress."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class Hooked:
 class CompressionCost:
     """Seconds and their ratios, each taken within a round.
 
-    plain_s: a prefill of the same tokens by the model alone. hook_s: the policy's part of `Engine.run`; share: that
+    plain_s: a prefill of the same tokens by the model alone. hook_s: the policy's part of `Engine.run`; share: hook_s
     over the rest of the same run. whole, whole_wall: `Engine.prepare` and `Engine.run` over the plain prefill. peer_s:
-    kvpress's hook for the same method; peer_share: that over the rest of its run; beside_peer: our hook over its. None
-    where kvpress was not run.
+    kvpress's hook for the same method; peer_share: peer_s over the rest of its run; beside_peer: our hook over
+    kvpress's. None where kvpress was not run.
     """
 
     policy: str
@@ -61,7 +61,7 @@ class CompressionCost:
 
 @dataclass(frozen=True)
 class CompressionCosts:
-    """The rows of one length. `same`: the plain prefill over itself, run twice a round; its range is noise."""
+    """The rows of one length. `same`: the ratio of two plain prefills in one round; its range is noise."""
 
     tokens: int
     same: Spread
@@ -71,7 +71,7 @@ class CompressionCosts:
 def compression_costs(
     subject: Subject, peer: Peer | None, tokens: int, rounds: int, policies: Sequence[str], removed: float
 ) -> CompressionCosts:
-    """Every policy at `removed`, interleaved with the plain model and, where it knows the method, with kvpress."""
+    """Every policy at `removed`, interleaved with the plain model and, where kvpress has the method, with kvpress."""
     ids = subject.tokens(tokens, seed=1)
     variants: dict[tuple[str, str], Callable[[], Hooked]] = {}
     variants["plain", "first"] = variants["plain", "second"] = lambda: Hooked(plain_prefill(subject, ids), 0.0)
@@ -141,7 +141,7 @@ def _share(runs: list[Hooked]) -> Spread:
 def _hook_seconds(engine: Engine, device: torch.device) -> Iterator[list[float]]:
     """Inside the block, collects the seconds of every `ForwardContext` of the engine after each layer's attention.
 
-    `Compression.compress_s` is the same stretch in wall time; this is under the bench's clock, as kvpress's hook is.
+    `Compression.compress_s` times the same work in wall time; this uses the bench's clock, as kvpress's hook does.
     """
     spent: list[float] = []
 

@@ -1,4 +1,4 @@
-"""New tokens per second of many questions at once, beside one question after the other."""
+"""New tokens per second of many questions at once, compared with one question after the other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DOCUMENT_TOKENS = 2048
 NEW_TOKENS = 64
 
 _ALONE = 8
-"""Most questions answered one at a time for the comparison, as their rate does not depend on their number."""
+"""Most questions answered one at a time for the comparison; their rate does not depend on their number."""
 
 _Count = tuple[str, int]
 
@@ -27,10 +27,10 @@ _Count = tuple[str, int]
 class Decoding:
     """`questions` asked at once about `documents` different documents, under the default policy and ratio.
 
-    together, alone: new tokens per second through the scheduler, and one question at a time through the engine; the
-    prefill of the questions is within both. gain: their ratio within a round. step_s: seconds of one decode step of
-    all, from the difference between answers of 64 tokens and of one. step_bytes: what such a step must read: weights
-    once, each document's cache once, suffixes at their mean length. share: step_bytes / step_s over
+    together, alone: new tokens per second through the scheduler, and one question at a time through the engine; both
+    include the prefill of the questions. gain: their ratio within a round. step_s: seconds of one decode step of all
+    questions, from the difference between answers of 64 tokens and of one. step_bytes: what such a step must read:
+    weights once, each document's cache once, suffixes at their mean length. share: step_bytes / step_s over
     `Decodings.read_bandwidth`. Tokens are counted in the answers.
     """
 
@@ -47,7 +47,7 @@ class Decoding:
 
 @dataclass(frozen=True)
 class Decodings:
-    """All rows. read_bandwidth: bytes per second, measured before them with the same threads."""
+    """All rows. read_bandwidth: bytes per second, measured before the rows with the same threads."""
 
     document_tokens: int
     question_tokens: int
@@ -59,7 +59,7 @@ class Decodings:
 def decodings(
     subject: Subject, questions: Sequence[int], rounds: int, progress: Callable[[], None] = lambda: None
 ) -> Decodings:
-    """Every number of `questions`, on a document each and on one shared document."""
+    """Every number in `questions`: that many questions on a document each, and on one shared document."""
     bandwidth = read_bandwidth(subject.device)
     engine = subject.engine
     caches = [engine.compress(subject.tokens(DOCUMENT_TOKENS, seed=10 + i)) for i in range(max(questions))]
@@ -75,7 +75,7 @@ def decodings(
 
 @contextmanager
 def _endless_answers(subject: Subject) -> Iterator[None]:
-    """Inside the block no token ends an answer: all are equally long."""
+    """Inside the block no token ends an answer, so all answers are equally long."""
     config = subject.engine.model.generation_config
     before, config.eos_token_id = config.eos_token_id, []
     try:

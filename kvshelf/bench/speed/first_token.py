@@ -1,4 +1,4 @@
-"""The cost of an answer's first token from the shelf, beside prefilling the document again."""
+"""The cost of an answer's first token from the shelf, compared with prefilling the document again."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ LEVELS = (("full", 0.0), ("keydiff", 0.75), ("keydiff", 0.875))
 """Policies and the fraction each removes. Only the number of kept entries matters here."""
 
 _ASKED = 5
-"""Questions of one way in its turn, after one that does not count."""
+"""Questions that each way asks in its turn, after one that does not count."""
 
 _AGAIN, _AGAIN_TWICE, _ALONE = "again", "again, a second time", "alone"
 
 
 @dataclass(frozen=True)
 class Tier:
-    """From one place: seconds to the first token, wall seconds, and prefilling again over it, within each round."""
+    """One place. first_s, wall_s: seconds to the first token. speedup: prefilling again over first_s, by round."""
 
     first_s: Spread
     wall_s: Spread
@@ -44,8 +44,8 @@ class FirstToken:
 
     tiers: "memory" has the cache in this process; each store reads, verifies and attaches it for the question;
     "safetensors" reads the same entries from a plain file into a `DynamicCache` for the model's own attention, as a
-    user of transformers or kvpress would. prefill_tokens: what went through the model for the question. entry_bytes:
-    the size of that plain file.
+    user of transformers or kvpress would. prefill_tokens: tokens that went through the model for the question.
+    entry_bytes: the size of that plain file.
     """
 
     policy: str
@@ -59,8 +59,8 @@ class FirstToken:
 
 @dataclass(frozen=True)
 class FirstTokens:
-    """The rows of one length. again_s: the model alone on document and question; `same`: that over itself, run twice a
-    round. alone: the model on the question without a document, the limit of all ways."""
+    """The rows of one length. again_s: the model alone on document and question; `same`: the ratio of two such runs in
+    one round. alone: the model on the question without a document, the limit of all ways."""
 
     tokens: int
     again_s: Spread
@@ -134,7 +134,7 @@ def _ways(
     question: list[int],
     cleanup: ExitStack,
 ) -> Iterator[tuple[str, Callable[[], Cost]]]:
-    """Puts `cache` in every place that it can come from, and says how to ask from there."""
+    """Puts `cache` in every place that it can come from, and yields a function that asks from there."""
     yield "memory", lambda: _ask(subject, lambda: cache, question)
     for name, store in stores.items():
         cache_id = _put(store, cache, cleanup)

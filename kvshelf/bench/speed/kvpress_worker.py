@@ -1,13 +1,13 @@
-"""kvpress, measured by request: a program for an interpreter that has kvpress, and need not have kvshelf.
+"""Measures kvpress on request: a program for an interpreter that has kvpress, and need not have kvshelf.
 
     python -I kvpress_worker.py FOLDER DTYPE DEVICE THREADS
 
 It writes one JSON line when the model of FOLDER is loaded: the methods it knows and the versions of kvpress,
-transformers and torch. Each line it then reads asks for one prefill, {"method", "removed", "token_ids"}, and is
-answered by {"total_s", "hook_s", "wall_s", "kept"}. total_s and hook_s are processor time of this process, on a GPU
-wall time. hook_s is spent in the press's `forward_hook`, which runs after the attention of each layer: it computes the
-queries it needs anew from the hidden states, scores, chooses and gathers, which is all that kvpress adds to a prefill.
-kept: entries left in a head of the first layer. It ends with its standard input.
+transformers and torch. Each line of input then asks for one prefill, {"method", "removed", "token_ids"}, and it answers
+with {"total_s", "hook_s", "wall_s", "kept"}. total_s and hook_s are processor time of this process, on a GPU wall time.
+hook_s is spent in the press's `forward_hook`, which runs after the attention of each layer: it recomputes the queries
+it needs from the hidden states, scores, chooses and gathers, which is all that kvpress adds to a prefill. kept: entries
+left in a head of the first layer. It ends when its standard input does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, DynamicCache
 
-# Where kvpress and kvshelf have other defaults, those of kvshelf: ChunkKV observes from 32 tokens.
+# With the defaults of kvshelf where kvpress has other ones: ChunkKV observes from 32 tokens.
 PRESSES: dict[str, Callable[[Any, float], Any]] = {
     "streaming_llm": lambda kvpress, removed: kvpress.StreamingLLMPress(removed),
     "knorm": lambda kvpress, removed: kvpress.KnormPress(removed),
@@ -86,7 +86,7 @@ def measure(model: Any, press: Any, token_ids: list[int]) -> dict[str, float]:
 
 
 def _clock(device: torch.device) -> Callable[[], float]:
-    """That of `kvshelf.bench.measure`, which cannot be imported here."""
+    """The clock of `kvshelf.bench.measure`, which cannot be imported here."""
     if device.type != "cuda":
         return time.process_time
 

@@ -18,7 +18,7 @@ _WORKER = Path(__file__).with_name("kvpress_worker.py")
 
 
 class Peer:
-    """A running worker. methods: what it can be asked for, by kvshelf's names; versions: of its packages."""
+    """A running worker. methods: the methods it can measure, by kvshelf's names; versions: of its packages."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
@@ -55,9 +55,9 @@ class Peer:
 def open_peer(interpreter: str | None, subject: Subject, threads: int) -> Iterator[Peer | None]:
     """kvpress with the model, dtype, device and threads of `subject`, under `interpreter`.
 
-    None is this interpreter where kvpress is installed in it, which its transformers pin seldom allows, and otherwise
-    no peer. Raises `InvalidRequest` where there is no such interpreter, `WorkerCrashed` when it dies, as it does when
-    it has no kvpress.
+    None means this interpreter if it has kvpress, whose pin of transformers seldom allows this, and otherwise no peer.
+    Raises `InvalidRequest` if the interpreter does not exist, `WorkerCrashed` if the worker dies, as it does without
+    kvpress.
     """
     if interpreter is None and find_spec("kvpress") is not None:
         interpreter = sys.executable
@@ -70,7 +70,7 @@ def open_peer(interpreter: str | None, subject: Subject, threads: int) -> Iterat
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     except OSError as error:
         raise InvalidRequest(f"--kvpress-python {interpreter}: {error}", param="kvpress_python") from error
-    with process:  # closes its standard input, upon which it ends
+    with process:  # closes the worker's standard input, which ends the worker
         try:
             yield Peer(process)
         except BaseException:

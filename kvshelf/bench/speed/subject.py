@@ -1,4 +1,4 @@
-"""The model that a bench of speed measures, in a folder that another process can load it from too."""
+"""The model that a bench of speed measures, in a folder from which another process can load it too."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NAME = re.compile(r"random:(\d+)")
 
 @dataclass(frozen=True)
 class Subject:
-    """An engine, and what loads the same model elsewhere: a local folder or a hub id."""
+    """An engine, and the source from which another process loads the same model: a local folder or a hub id."""
 
     engine: Engine
     source: str
@@ -43,7 +43,7 @@ class Subject:
         return str(self.engine.model.dtype).removeprefix("torch.")
 
     def tokens(self, count: int, seed: int) -> list[int]:
-        """Random token ids. What a document says does not change what its prefill costs."""
+        """Random token ids. The content of a document does not change the cost of its prefill."""
         return random.Random(seed).choices(range(self.engine.model.config.vocab_size), k=count)
 
 
@@ -51,8 +51,8 @@ class Subject:
 def load_subject(name: str, device: str, dtype: str, threads: int) -> Iterator[Subject]:
     """`name` is a bundled model, a local folder, a hub id, or "random:8" for a random Llama of 8 layers.
 
-    `threads` is for torch; 0 leaves its own choice. The model is as replicas have it, prepacked, for everything that is
-    measured, what stands beside kvshelf included.
+    `threads` is for torch; 0 leaves its own choice. The model is prepacked as in replicas, for everything that is
+    measured, including what kvshelf is compared with.
     """
     options, layers = EngineOptions(name, device, dtype, threads), random_layers(name)
     with tempfile.TemporaryDirectory(prefix="kvshelf-bench-") as folder:

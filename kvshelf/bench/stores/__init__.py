@@ -1,1 +1,1 @@
-"""What storing and reading a cache costs, beside the same bytes without kvshelf."""
+"""What storing and reading a cache costs, compared with the same bytes without kvshelf."""

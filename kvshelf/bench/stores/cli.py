@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 PARTS = ("throughput", "manifests")
 
-_MEGABYTES = (0.01, 8000.0)  # so that every layer has an entry, and the caches fit into memory
+_MEGABYTES = (0.01, 8000.0)  # smallest: every layer has an entry; largest: the caches fit into memory
 
 
 def store(
@@ -138,7 +138,7 @@ def _ways_table(found: list[Throughput]) -> Table:
 
 
 def _redis_py() -> str:
-    """What answers are read with makes redis-py half as fast or twice."""
+    """The parser of redis-py, which changes its speed by a factor of two."""
     from redis.utils import HIREDIS_AVAILABLE
 
     return f"redis-py {'with' if HIREDIS_AVAILABLE else 'without'} hiredis"

@@ -64,7 +64,7 @@ def _home(url: str) -> Home:
 
 
 class DiskHome:
-    """A shelf of the bench's own in a folder: `url` opens it, `bare` writes the same bytes beside it."""
+    """A shelf of the bench's own in a folder: `url` opens it, `bare` writes the same bytes next to it."""
 
     name = "disk"
 
@@ -92,9 +92,9 @@ class DiskHome:
 class BareFile:
     """The bytes of a blob as a file, just written and so read from the page cache.
 
-    `writes` and `reads` are ways without kvshelf. Reading through kvshelf is a share of the way `limit`; `peer`, if
-    any, is what one would use instead of kvshelf. `remove` precedes each of `writes`, outside its time, as `put` is
-    timed without the cache on the shelf, too.
+    `writes` and `reads` are ways without kvshelf. The speed of reading through kvshelf is given as a share of the way
+    `limit`; `peer`, if any, is what one would use instead of kvshelf. `remove` runs before each of `writes`, untimed,
+    because `put` is also timed without the cache on the shelf.
     """
 
     limit = "file into a reused buffer, digest"
@@ -145,7 +145,7 @@ class RedisHome:
         parts = urlsplit(url)
         query = dict(parse_qsl(parts.query)) | {"prefix": self._prefix}
         self.url = parts._replace(query=urlencode(query)).geturl()
-        address.parse(url)  # the given URL: the changes above must not hide what is wrong with it
+        address.parse(url)  # check the given URL: the changes above must not hide its errors
         self._address = address.parse(self.url)
         self._client = self._connected()
 
@@ -167,7 +167,7 @@ class RedisHome:
         self._client.close()
 
     def translated(self) -> AbstractContextManager[None]:
-        """Inside the block, errors of redis-py are those of a store."""
+        """Inside the block, errors of redis-py are raised as errors of a store."""
         from kvshelf.store.redis.faults import translated
 
         return translated(self._address)
@@ -188,7 +188,7 @@ class RedisHome:
 
 
 class BareValues:
-    """As `BareFile`, the bytes in chunks of the shelf's size, and as one value if Redis takes that."""
+    """As `BareFile`, with the bytes in chunks of the shelf's size, and as one value if Redis accepts that size."""
 
     limit = "raw socket GETs of the chunks into a reused buffer, digest"
     peer: str | None = None

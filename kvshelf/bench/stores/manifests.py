@@ -33,7 +33,7 @@ _TEAMS: Final = 1000  # values of the label that is asked for
 class Manifests:
     """A shelf of `count` caches. manifest_bytes: the JSON of one. publish_s: seconds for each, begun and published
     through the index, with a blob of a few bytes. calls_s: seconds by the clock of each call, in a process that has
-    opened the shelf for it. process_bytes: by how much that process has grown at most.
+    opened the shelf for it. process_bytes: the most by which that process has grown.
     """
 
     home: str

@@ -36,7 +36,7 @@ _ROWS_AT_ONCE: Final = 64
 
 @dataclass(frozen=True)
 class HomeRates:
-    """Of one home. Seconds per document with a small cache, its request and manifest included.
+    """Of one home: seconds per document with a small cache, including its request and manifest.
 
     clock_s: by the clock, one writer. process_s: processor time of the writer. server_s: of the Redis server, None for
     a folder. server_s_per_mb: what a megabyte of blob adds to that. index_bytes: kept per document besides its blob,
@@ -53,7 +53,7 @@ class HomeRates:
 
 
 def home_rates(home: Home, documents: int) -> HomeRates:
-    """Record so many rows as requests and put their caches."""
+    """Record `documents` rows as requests and put their caches."""
     small, large = random_cache(SMALL_MB, _LAYERS), random_cache(LARGE_MB, _LAYERS)
     small_bytes, fewer = small.pack().nbytes, max(8, documents // 50)
     with Shelf(*home.open()) as store:
@@ -90,7 +90,7 @@ def _put(store: Shelf, name: str, count: int, template: CompressedCache) -> None
 
 
 def _usage(home: Home) -> tuple[float, float]:
-    """Processor seconds of the home's server so far, and bytes kept in its memory; 0 and the database's for a folder.
+    """Processor seconds of the home's server and bytes in its memory so far; for a folder, 0 and the database's bytes.
 
     The database is counted by its pages, those in its WAL included. The WAL itself does not grow with the documents.
     """
@@ -122,8 +122,8 @@ def journal_s(results: int) -> float:
 
 
 def controller_s(few: int, many: int, seconds: float) -> tuple[float, float]:
-    """Processor seconds per second that each further idle replica costs Serve's controller and Ray's GCS, by its
-    health checks, on a Ray of one's own."""
+    """Processor seconds per second that each further idle replica costs Serve's controller and Ray's GCS, by its health
+    checks, on a separate Ray."""
     prepare_environment(None)
     import ray
     from ray import serve

@@ -1,4 +1,4 @@
-"""The cost of putting a cache on a shelf and getting it back, beside the same bytes without kvshelf."""
+"""The cost of putting a cache on a shelf and getting it back, compared with the same bytes without kvshelf."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ and digests the blob, and registers the write."""
 class Way:
     """One way to write or read the bytes. wall_s, cpu_s: seconds of a call, the latter of this process alone.
 
-    ours, ours_cpu: how many times as fast `put` or `get` is within a round, by either clock; 1 for these themselves.
+    ours, ours_cpu: how many times as fast `put` or `get` is within a round, by either clock; 1 for `put` and `get`.
     """
 
     wall_s: Spread
@@ -165,7 +165,7 @@ def _write(bare: Bare, run: Callable[[], object]) -> Cost:
 
 
 def _first_layer(store: Store, cache_id: str) -> Cost:
-    """As for a question: one thread reads, another waits for the first layer. The rest is read outside the time."""
+    """As for a question: one thread reads, another waits for the first layer. The other layers are read untimed."""
     with ThreadPoolExecutor(1) as reader:
 
         def wait() -> None:

@@ -52,8 +52,8 @@ class FileCorpus:
 
     A .jsonl file, compressed or not, has a row per line, and a .parquet file a row per row. Any other file is the text
     of one document, and its name is the row's custom id. defaults: fields of `CreateCache` for rows that do not give
-    them. Hidden files are left out, as are the local files `without`, which the same batch writes. several: there is
-    more than one file, so each line of the output must name its own.
+    them. Hidden files are left out, as are the local files in `without`, which the batch itself writes. several: the
+    corpus has more than one file, so each line of the output must name its input file.
     """
 
     def __init__(self, where: str, defaults: Mapping[str, Any], *, without: Iterable[Path] = ()) -> None:
@@ -144,7 +144,7 @@ class JsonlShard(_FileShard):
 
 
 class ParquetShard(_FileShard):
-    """One Parquet file. Its columns are named as the fields of a creation, and `custom_id`; others are not read."""
+    """One Parquet file. Reads `custom_id` and the columns named like fields of `CreateCache`, and no other columns."""
 
     def read(self) -> Iterator[Row]:
         return _to_the_end(self._system, self._file, without_duplicates(self._rows()))
@@ -165,7 +165,7 @@ class ParquetShard(_FileShard):
                     yield self._row(batch, at, line, share)
 
     def _row(self, batch: Any, at: int, line: int, nbytes: int) -> Row:
-        """One row of a record batch, read value by value: a value that Python cannot hold is this row's error."""
+        """One row of a record batch, read value by value: a value that Python cannot hold fails only this row."""
         given: dict[str, Any] = {}
         bad: InvalidRequest | None = None
         for name, column in zip(batch.schema.names, batch.columns, strict=True):
@@ -194,7 +194,7 @@ def _to_the_end(system: Any, file: InputFile, rows: Iterator[Row]) -> Iterator[R
 
 
 def _require_unchanged(system: Any, file: InputFile) -> None:
-    """A file that is written while it is read may give rows that it never had."""
+    """Raises `StateConflict` if a file has changed: reading it during a write may give rows that it never had."""
     info = system.get_file_info(file.path)
     if info.type is not pafs.FileType.File or (info.size, info.mtime_ns) != (file.nbytes, file.modified):
         raise StateConflict(f"{file.name} has changed since the batch began; run the batch again when it is complete")
@@ -233,7 +233,7 @@ def _found(system: Any, path: str, pattern: str | None) -> Iterator[InputFile]:
 
 
 def _besides(without: Iterable[Path], files: Iterable[InputFile]) -> Iterator[InputFile]:
-    """The files that are not in `without`. Only files of the same name are resolved: a corpus may have millions."""
+    """The files not in `without`. Resolves only paths with one of their file names: a corpus may have millions."""
     left_out = {os.path.realpath(path) for path in without}
     names = {os.path.basename(path) for path in left_out}
     for file in files:
@@ -248,8 +248,8 @@ def _walk_remote(system: Any, top: str) -> Iterator[InputFile]:
 
 
 def _walk_local(_system: Any, top: str) -> Iterator[InputFile]:
-    """As `_walk_remote`. A name that is not UTF-8 or a closed folder would make pyarrow give up the whole tree; here
-    they become files, which then are error rows."""
+    """As `_walk_remote`. pyarrow would abandon the whole tree at a name that is not UTF-8, or at a folder it may not
+    read; here, each of these becomes a file of the corpus, and later an error row."""
     closed: list[str] = []
     for folder, _, names in os.walk(top, onerror=lambda error: closed.append(error.filename)):
         for path in (os.path.join(folder, name) for name in names):
@@ -269,7 +269,7 @@ def _shown(path: str, top: str) -> str:
 
 @contextmanager
 def _named_errors(name: str) -> Iterator[None]:
-    """Translate errors of pyarrow and the operating system. Both raise `OSError` for most."""
+    """Translate errors of pyarrow and the operating system. Both raise `OSError` for most failures."""
     try:
         yield
     except FileNotFoundError as error:

@@ -22,7 +22,7 @@ log = structlog.get_logger("kvshelf.corpus")
 
 PIECE_ROWS: Final = 16
 PIECE_CHARS: Final = 256 << 10
-"""Limits of the piece that one task of a caller gets, at least one row. Small, so that the end keeps replicas busy."""
+"""Limits of the piece that one caller task gets (at least one row). Small, to keep all replicas busy until the end."""
 
 SORTED_ROWS: Final = 4096
 SORTED_CHARS: Final = 8 << 20
@@ -32,7 +32,7 @@ _READ_AGAIN_S: Final = 2.0
 
 
 def reader(shard: Shard) -> Callable[[], Iterator[pa.Table]]:
-    """A function that reads a shard for callers: tables of one row, which holds a piece as JSON.
+    """A function that reads a shard for callers. It yields tables of one row; the row holds a piece as JSON.
 
     A named function, not a partial one: Ray's warning about a large shard prints the function's name.
     """

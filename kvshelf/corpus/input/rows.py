@@ -31,7 +31,7 @@ _ALTERNATIVES: Final = (("compression_ratio", "budget_tokens", "levels"), ("ttl_
 
 
 def require_defaults(defaults: Mapping[str, Any]) -> CreateCache:
-    """The creation of a row that gives a document and nothing else. None means: not given.
+    """The `CreateCache` of a row that gives only a document. A default of None counts as not given.
 
     Raises `InvalidRequest` for fields that no row can have.
     """
@@ -151,7 +151,7 @@ def _openai_body(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _merged(defaults: Mapping[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-    """A row's fields, and those defaults of the batch that fit beside them. Labels are joined."""
+    """A row's fields, and the batch's defaults that do not conflict with them. Labels of both are joined."""
     merged = _given(defaults)
     if fields.get("policy") is not None:
         merged.pop("policy_params", None)  # they belong to another policy

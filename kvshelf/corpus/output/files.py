@@ -32,7 +32,7 @@ def require_format(path: Path) -> None:
 def write_output(path: Path, rows: Iterable[Row], *, file: bool) -> int:
     """Write all rows as JSON lines or Parquet, by the name's ending; returns how many. file: as in `Row.output`.
 
-    The file gets its name when it is complete. Memory does not grow with it.
+    The file appears under its name only when it is complete. Memory does not grow with the number of rows.
     """
     lines = (row.output(file=file) for row in rows)
     with written(path) as target:

@@ -37,11 +37,11 @@ from kvshelf.workers.replica.results import Created
 log = structlog.get_logger("kvshelf.corpus")
 
 PREFIX: Final = "row_"
-"""Prefix of the ids of rows' requests: they belong to a batch, and no other worker takes them up."""
+"""Prefix of the request ids of rows. Only their batch runs these requests; background creations leave them alone."""
 
 _DROP_S: Final = 3.0
 _NO_END: Final = (Cancelled.code, QuotaExceeded.code)
-"""Recorded failures that are retried without being asked."""
+"""Recorded failures that a new run retries even without `retry_failed`."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -58,7 +58,7 @@ class RowJob(Job):
     found: bool = field(default=False, init=False)
 
     def record(self) -> RequestRecord:
-        """The row's request; opened if there is none, or if what was recorded is no end."""
+        """The row's request; opened if there is none, reopened if its recorded end does not settle the row."""
         try:
             record = super().record()
         except RequestNotFound:
@@ -66,14 +66,14 @@ class RowJob(Job):
             return self.requests.open(self.id, tenant=self.tenant, body=b"")
         code = None if record.error is None else record.error.code
         again = record.state == "failed" and not self.found and (self.retry_failed or code in _NO_END)
-        waits = record.attempts == self.lost and code == QuotaExceeded.code  # recorded as an end
+        waits = record.attempts == self.lost and code == QuotaExceeded.code  # a recorded end, but the row waits
         if again or waits or (record.state == "done" and not self._is_stored(record)):
             record = self.requests.open(self.id, tenant=self.tenant, body=b"", again=True)
         self.found = True
         return record
 
     def drop(self) -> RequestRecord:
-        """End the request unless a replica holds it; returns it as it was before that."""
+        """End the request unless a replica holds it; returns the record from before this call."""
         record = super().record()
         if Standing.of(record) is Standing.DUE:
             refuse(self.requests, self.id, Cancelled("the batch was cancelled"), counted=False)
@@ -173,7 +173,7 @@ class Caller:
             return replace(done, attempts=job.attempts, seconds=worked_s, reused=end.existing, worker=end.worker)
         if end.error is not None:
             return job.row.failed(RowError(end.error.code, end.error.message), attempts=end.tries, seconds=job.spent_s)
-        assert job.manifests  # or it would not have ended
+        assert job.manifests  # else `record` would have reopened the request
         done = _made(job.row, job.manifests)
         if any(manifest.created_at >= self.began for manifest in job.manifests):
             return replace(done, attempts=end.tries)
@@ -183,7 +183,7 @@ class Caller:
 async def _dropped(job: RowJob) -> RequestRecord | None:
     """End a cancelled row in the store; its replica stops the work within a layer.
 
-    Returns the record if the row was done before that; the next run would count it as reused.
+    Returns the record if the row was already done, so that this run counts it: the next run would count it as reused.
     """
     end = time.monotonic() + _DROP_S
     while time.monotonic() < end:

@@ -21,14 +21,14 @@ class Order(StrEnum):
 
 @dataclass(frozen=True)
 class Report:
-    """State of callers. at_work: rows they have begun. trouble: what keeps all of those waiting, or ""."""
+    """State of callers. at_work: rows they have begun. trouble: the problem that keeps those rows waiting, or ""."""
 
     at_work: int = 0
     trouble: str = ""
 
 
 class Control:
-    """An actor, one per run. It may die: the run repeats its order, and callers that cannot reach it keep the last."""
+    """One actor per run. It may die: the run repeats its order, and callers that cannot reach it keep the last one."""
 
     def __init__(self) -> None:
         self._order = Order.HOLD

@@ -1,4 +1,4 @@
-"""The journal of a batch that the command line runs: a file beside its output."""
+"""The journal of a batch that the command line runs: a file next to its output."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class FileJournal(Journal):
-    """JSON lines: the first one identifies the batch, each other one is a row that ended. For one process at a time.
+    """JSON lines: the first line identifies the batch, each further line is an ended row. For one process at a time.
 
-    about: the batch's input, options, store and models as plain JSON values; the journal of another batch is refused. A
-    last line that a kill cut off is dropped.
+    about: the batch's input, options, store and models as plain JSON values; the journal of another batch is refused.
+    An incomplete last line, which a killed process left, is dropped.
     """
 
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
@@ -38,7 +38,7 @@ class FileJournal(Journal):
         self._about = {"journal": _FORMAT, **about}
         self._file: BinaryIO | None = None
         self._end = 0
-        self._first = _FIRST  # line of this run
+        self._first = _FIRST  # number of the first line that this run appends
 
     def __enter__(self) -> Self:
         """Open or create it. Raises `StateConflict` if it is in use or another batch's, `InvalidRequest` if the file is
@@ -60,8 +60,8 @@ class FileJournal(Journal):
         self._write(b"".join(_line(row.to_dict()) for row in rows))
 
     def finished(self, *, of_this_run: bool = False) -> Iterator[Row]:
-        """of_this_run: leave out rows that only earlier runs recorded. A completed run has met every row of the input;
-        other rows are no longer part of it."""
+        """of_this_run: leave out rows that only earlier runs recorded. A completed run has met every row of the input,
+        so the rows it did not meet are no longer part of the input."""
         since = self._first if of_this_run else _FIRST
         return last_ends(lambda: self._rows(since))
 

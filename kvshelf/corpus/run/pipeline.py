@@ -1,9 +1,9 @@
 """The pipeline of a run, streamed by Ray Data: shards are read into pieces of rows, and callers send them to the
 engines. Keys and values never travel: a row goes in, and it comes out ended, in a few hundred bytes.
 
-Ray repeats the work of a process that died, and takes blocks it has already seen as the same. So each stage yields the
-same blocks in the same order each time: a piece gives one block per row, in order. The job table records whether a row
-has ended, so that repeating it costs one look-up.
+Ray repeats the work of a dead process, and assumes that the blocks it has already seen come back unchanged. So each
+stage yields the same blocks in the same order each time: a piece gives one block per row, in order. The job table
+records whether a row has ended, so that repeating the row costs one look-up.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _TELL_S: Final = 0.5
 _WATCH_S: Final = 2.0
 
 READ_AHEAD_BYTES: Final = 1 << 30
-"""Rows read and waiting for a caller, on all nodes together; beyond that, reading waits."""
+"""Limit of rows that are read but wait for a caller, on all nodes together; at the limit, reading pauses."""
 
 _UNSEEN_BLOCKS: Final = 8
-"""Blocks a task may buffer before the driver reads one, which it does ten times a second: with Ray's default of 2, a
-slot gives about ten rows a second, and a batch that is all on the shelf is slow. Ray has no public name for it; a Ray
-that does not know this one uses its default."""
+"""Blocks a task may buffer before the driver reads one. The driver reads ten times a second: with Ray's default of 2, a
+slot gives about ten rows a second, so a batch whose caches are all on the shelf would be slow. The setting's name is
+private to Ray; a Ray version that does not know it uses its default."""
 
 _CPUS: Final = 0
 """CPUs reserved by a stage's processes: they compute little, and would wait for ever if replicas hold all CPUs."""
@@ -196,7 +196,7 @@ class _Callers:
             try:
                 order = await self._setup.control.take.remote(self._name, report)
             except ray_errors.RayError:
-                order = None  # it restarts; until then the last order holds
+                order = None  # the control restarts; until then the last order holds
             self._follow(order)
             await asyncio.sleep(_TELL_S)
 

@@ -13,7 +13,7 @@ from kvshelf.errors import InvalidRequest
 
 
 class RunState(StrEnum):
-    """`waiting`: on its own, for `Progress.reason`. The last three are ends."""
+    """`waiting`: the run paused by itself, for `Progress.reason`. The last three states are final."""
 
     RUNNING = "running"
     WAITING = "waiting"

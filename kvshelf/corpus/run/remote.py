@@ -37,10 +37,10 @@ _STATES: Final = {
 def run_at(
     client: Client, shards: Sequence[Shard], options: Mapping[str, Any], about: str, show: Show
 ) -> tuple[Summary, list[Row]]:
-    """Run a batch at a service; returns how it ended, and every row as it ended, those that cannot be sent included.
+    """Run a batch at a service; returns its summary, and every row as it ended, including rows that cannot be sent.
 
-    options: of `client.batches.create`. about: the origin of the rows, as the service shows it. A service that restarts
-    is waited for; KeyboardInterrupt cancels the batch. In the end only the caches are left at the service.
+    options: arguments of `client.batches.create`. about: the origin of the rows, which the service shows. Waits for a
+    service that restarts; KeyboardInterrupt cancels the batch. In the end only the caches are left at the service.
     """
     with TemporaryFile() as upload:
         rows = list(_written(shards, upload))
@@ -62,7 +62,7 @@ def run_at(
 
 
 def _written(shards: Sequence[Shard], upload: BinaryIO) -> Iterator[Row]:
-    """Write the rows that can be sent, identified by their numbers; yields all of them, without their documents."""
+    """Write the rows that can be sent, with their numbers as custom ids; yields all rows, without their documents."""
     for number, row in enumerate(row for shard in shards for row in shard.read()):
         if row.spec is None:
             yield row
@@ -98,14 +98,14 @@ def _followed(client: Client, batch: BatchObject, told: Callable[[BatchObject], 
 
 
 def _ended(client: Client, file_id: str | None, rows: Sequence[Row]) -> Iterator[Row]:
-    """The rows of a file of results, None for no file."""
+    """The rows of a results file, as they ended; no rows if `file_id` is None."""
     if file_id is None:
         return
     by_id = {str(number): row for number, row in enumerate(rows)}
     by_line = dict(enumerate((row for row in rows if row.error is None), 1))
     for text in client.files.content(file_id).splitlines():
         line = json.loads(text)
-        # A line that the service could not read has no custom id, but its number in the upload.
+        # The result of a line that the service could not read has no custom id, but the line's number in the upload.
         row = by_id.get(line["custom_id"]) or by_line.get(line.get("line"))
         if row is None:
             log.warning("the service has a result of a row that it was not sent", result=line)

@@ -113,7 +113,7 @@ class Run:
         """Give orders and record rows until the pipeline has ended, or was stopped and does not end."""
         stopped: float | None = None
         while True:
-            drained = self._drained.is_set()  # read before the rows are taken, so that none can arrive after them
+            drained = self._drained.is_set()  # read before `_keep`, so that no row can arrive after it
             trouble = self._keep()
             if drained and trouble is None:
                 return
@@ -208,7 +208,7 @@ def _told(control: Any, order: Order) -> Report:
     except ray_errors.RayTaskError:
         raise  # a bug in `Control`, which would hold the run for ever
     except ray_errors.RayError:
-        return Report()  # it restarts, and gets the order in the next round
+        return Report()  # the control restarts, and gets the order in the next round
     return said
 
 

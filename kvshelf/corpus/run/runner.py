@@ -1,7 +1,7 @@
 """Runs recorded requests to their end: the background creations of a service and the rows of a batch, by one rule.
 
-A replica counts each attempt in the store before it starts, and keeps a lease meanwhile. Here is decided when the next
-attempt begins, which failures are retried, and when a request is given up.
+A replica counts each attempt in the store before the attempt starts, and holds a lease during it. This module decides
+when the next attempt begins, which failures are retried, and when a request is given up.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Job:
     spec: gives the creation; blocks. create: `create` of an engine, which makes one attempt. leaves_held: leave a
     request that a worker holds, instead of waiting for its end.
 
-    attempts: those that count, the current one included. unrecorded: those that failed before the store knew of them.
+    attempts: how many count, including the current one. unrecorded: how many failed before the store recorded them.
     lost: the number of an attempt whose end the store may not know. spent_s: seconds in failed attempts.
     """
 
@@ -77,7 +77,7 @@ class Breaker:
     """A circuit breaker. Errors of the kinds `trips` open it: one job at a time tries, after a growing pause, until one
     ends.
 
-    A document that finds the store full was computed in vain, so the others wait. trouble: the error that opened it.
+    A document that finds the store full was computed in vain, so other jobs wait. trouble: the error that opened it.
     """
 
     def __init__(self, *trips: type[KvshelfError]) -> None:
@@ -118,7 +118,7 @@ class Runner:
         self._suspects = asyncio.Lock()
 
     async def run(self, job: Job) -> Created | RequestRecord:
-        """What the last attempt made, or the request as it ended otherwise. Raises `RequestNotFound` if it is gone."""
+        """The last attempt's result, or the request if it ended otherwise. Raises `RequestNotFound` if it is gone."""
         while True:
             await self.going.wait()
             try:
@@ -164,7 +164,7 @@ class Runner:
         except _NOT_BEGUN as error:
             return _pause_s(error)
         except KvshelfError as error:
-            if error.details.get("begun") is False:  # its deadline passed before it began
+            if error.details.get("begun") is False:  # the deadline passed before the attempt began
                 return POLL_S
             job.spent_s += time.monotonic() - started
             log.info("an attempt failed", request=job.id, code=error.code)
@@ -195,7 +195,7 @@ def refuse(requests: Requests, request_id: str, error: KvshelfError, *, counted:
 
 
 def _record(job: Job) -> RequestRecord:
-    """The request. If its attempt was lost with the store, no worker has it, and the attempt does not count."""
+    """The request. An attempt whose end the store missed is ended here, uncounted: no worker holds it any more."""
     record = job.record()
     if record.state != "running" or record.attempts != job.lost:
         return record

@@ -1,4 +1,4 @@
-"""A batch of a service: its input is a file in the store, and its journal is there too."""
+"""A batch of a service: its input file and its journal are in the store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvshelf.store.url import StoreConfig
 
 @dataclass(frozen=True)
 class StoredShard(Shard):
-    """One uploaded JSONL file, read in one go: reading is cheap beside the work. Its reader opens the store itself."""
+    """One uploaded JSONL file, read in one go because that costs little. The reader opens the store itself."""
 
     store: StoreConfig
     tenant: str

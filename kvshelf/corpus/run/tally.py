@@ -11,7 +11,7 @@ from kvshelf.corpus.row import Row, Shard
 
 
 class Tally:
-    """Adds up rows; its size does not grow with their number. seconds: of the replicas' work."""
+    """Adds up rows; its size does not grow with their number. seconds: the sum of `Row.seconds`."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

@@ -5,8 +5,8 @@
 
 Bytes it must move: queries and keys once, both sums written. FLOPs: `q_heads * R * N * D` over a causal square (R = N),
 half of an attention's forward, and `q_heads * R * N / 2` exponentials; as much again where log-sum-exps are not given.
-`every` divides all of it. Beyond its results it takes O(q_heads * R) memory on CUDA, O(N) elsewhere.
-Share of the limit on a GPU: not measured.
+`every` divides all this work. Beyond its results it takes O(q_heads * R) memory on CUDA, O(N) elsewhere. Share of the
+limit on a GPU: not measured.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ def column_sums(
     queries: `[q_heads, R, D]`, the last R rows of a causal sequence; keys: `[kv_heads, N, D]`, R <= N. Row r sees the
     first N - R + r + 1 keys. Query head h reads KV head h // (q_heads // kv_heads). Returns both sums, `[q_heads, N]`
     fp32; the second is 0 if local_rows is 0 and equals the first if it is R or more. Weights and sums are fp32 (a bf16
-    sum stops growing at 256 times its addend). The sums of a sequence given in chunks, each with the keys up to its
-    end, add up to those of the whole.
+    sum stops growing at 256 times its addend). If a sequence is given in chunks, each with the keys up to its end, the
+    chunks' sums add up to those of the whole.
 
-    every: of the rows before the last `local_rows` only each `every`-th is computed, counted back from the last of
-    them, and stands for that many: an estimate of `total` for 1 / `every` of the work. `local` stays exact.
+    every: of the rows before the last `local_rows`, only each `every`-th is computed, counted back from the last of
+    these rows, and weighs `every` times: `total` is an estimate for 1 / `every` of the work. `local` stays exact.
 
     lse: the rows' log-sum-exps of the scaled logits, `[q_heads, R]` fp32, natural logarithms, as an attention kernel
     saves them for its backward pass (torch: the second result of `aten._scaled_dot_product_flash_attention` on CUDA,
-    of `aten._scaled_dot_product_flash_attention_for_cpu` elsewhere). With them there is one product instead of two.
+    of `aten._scaled_dot_product_flash_attention_for_cpu` elsewhere). They save one of two matrix products.
 
     Raises `InvalidTensor` for other shapes.
     """

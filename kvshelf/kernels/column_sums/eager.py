@@ -1,9 +1,9 @@
 """Column sums of causal attention with torch's own operations, in one pass.
 
-Without log-sum-exps a block of rows meets all of its keys at once, so that no second pass is needed. With them each
-tile of keys and rows stands for itself: it stays in the cache, and its weights are one exponential away from the
-product. Only there are products of bf16 states in bf16, for torch has no faster ones with fp32 results on a CPU: logits
-are rounded to 8 bits, and sums of 8k rows are 7e-4 of the largest off (measured; 1e-6 in fp32).
+Without log-sum-exps, one product takes a block of rows and all of its keys, so that no second pass is needed. With
+them, each tile of keys and rows is independent: it stays in the cache, and one exponential turns its product into
+weights. Only this path multiplies bf16 states in bf16, as torch has no faster bf16 product with fp32 results on a CPU:
+logits are rounded to 8 bits, and sums of 8k rows are off by 7e-4 of the largest (measured; 1e-6 in fp32).
 
 Bytes: the keys of a head once per block of rows; logits and weights are written and read in cache, and are the only
 large buffers, 2 * 4 MiB at 8k tokens without log-sum-exps, 2 MiB at any length with them. FLOPs: as the public function
@@ -56,7 +56,7 @@ def _add_whole_rows(sums: Tensor, queries: Tensor, keys: Tensor, scale: float, e
     step = max(1, _ROWS_PER_PRODUCT // group)
     for start in range(0, num_rows, step):
         block = queries[:, start : start + step].float() * scale
-        visible = keys.shape[0] - (num_rows - start - block.shape[1]) * every  # what the block's last row sees
+        visible = keys.shape[0] - (num_rows - start - block.shape[1]) * every  # keys that the block's last row sees
         logits = torch.matmul(block.reshape(-1, dim), keys_t[:, :visible]).view(group, -1, visible)
         future = _future(block.shape[1], every, keys.device)
         logits[:, :, visible - future.shape[1] :].masked_fill_(future, -torch.inf)
@@ -64,7 +64,7 @@ def _add_whole_rows(sums: Tensor, queries: Tensor, keys: Tensor, scale: float, e
 
 
 def _add_tiles(sums: Tensor, queries: Tensor, keys: Tensor, scale: float, every: int, lse: Tensor) -> None:
-    """The same, the log-sum-exp of every row given: lse `[group, R]`."""
+    """As `_add_whole_rows`, with the log-sum-exp of every row given: lse `[group, R]`."""
     if queries.dtype == torch.float16:
         queries, keys = queries.float(), keys.float()  # a CPU multiplies fp16 slowly
     group, num_rows, dim = queries.shape
@@ -73,14 +73,14 @@ def _add_tiles(sums: Tensor, queries: Tensor, keys: Tensor, scale: float, every:
         block = queries[:, start : start + step]
         visible = keys.shape[0] - (num_rows - start - block.shape[1]) * every
         future = _future(block.shape[1], every, keys.device).T.unsqueeze(1)  # [keys, 1, rows]
-        certain = visible - future.shape[0]  # what all rows of the block see
+        certain = visible - future.shape[0]  # keys that all rows of the block see
         rows, shift = block.reshape(-1, dim).T, -lse[:, start : start + step].reshape(-1)
         for first in range(0, visible, _TILE):
             last = min(first + _TILE, visible)
-            # Keys are the left operand, which is read as it lies; the right one is packed anew in every product.
+            # Keys are the left operand: a product reads it in place, but repacks the right operand every time.
             logits = torch.matmul(keys[first:last], rows).float()
             weights = torch.add(shift, logits, alpha=scale, out=logits).exp_().view(last - first, group, -1)
-            if last > certain:  # hidden after the exponential: that of -inf takes ten times as long
+            if last > certain:  # masked after the exponential: exp(-inf) takes ten times as long
                 unsure = max(certain, first)
                 hidden = future[unsure - certain : last - certain]
                 weights[unsure - first :].masked_fill_(hidden, 0)
@@ -88,7 +88,7 @@ def _add_tiles(sums: Tensor, queries: Tensor, keys: Tensor, scale: float, every:
 
 
 def _future(num_rows: int, every: int, device: torch.device) -> Tensor:
-    """What rows `every` tokens apart do not see of the keys after the first row's, up to the last one's:
-    `[rows, keys]`."""
+    """Of the keys after the first row's own, up to the last row's own: which ones each row does not see, `[rows,
+    keys]`. Rows are `every` tokens apart."""
     keys = torch.arange((num_rows - 1) * every, device=device)
     return keys >= every * torch.arange(num_rows, device=device).unsqueeze(1)

@@ -1,8 +1,8 @@
 /* Column sums of one query head's causal attention, 32 keys by 32 rows at a time: the logits of such a tile never leave
    the cache.
 
-   One pass takes the log-sum-exp of every row, unless they are given, and one the sum of every key, with the product
-   done anew: to keep the logits of 8k keys would push them out of the cache. Logits and log-sum-exps are to the base 2.
+   One pass computes the log-sum-exp of every row, unless given; the other multiplies again and computes the sum of
+   every key: kept logits of 8k keys would not fit the cache. Logits and log-sum-exps are to the base 2.
 
    Products are fp32 fused multiply-adds or, where a CPU has them, those of AMX or AVX512-BF16: bf16 in, fp32 out, which
    is exact. */
@@ -147,8 +147,8 @@ static void hide(const Columns *a, int64_t tile, int64_t first, OfRows logits[KE
     }
 }
 
-/* A running sum of powers: what they are taken against, `top`, is the largest logit of the first keys, and is raised
-   only where the sum nears the end of fp32. */
+/* A running sum of 2^(logit - top). `top` is the largest logit of the first keys, and is raised only where the sum
+   nears the limit of fp32. */
 typedef struct {
     Floats top, mass;
 } Row;

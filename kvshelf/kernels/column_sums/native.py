@@ -70,7 +70,7 @@ def _padded(of_rows: Tensor) -> Tensor:
 
 
 def _whole_pairs(states: Tensor) -> Tensor:
-    """Channels as AMX takes them, in 64 bytes."""
+    """bf16 channels padded to a multiple of 64 bytes, as AMX takes them."""
     spare = -states.shape[2] % 32 if states.dtype == torch.bfloat16 else 0
     return torch.nn.functional.pad(states, (0, spare)) if spare else states
 

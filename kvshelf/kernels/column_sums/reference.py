@@ -9,8 +9,8 @@ from torch import Tensor
 def column_sums(
     queries: Tensor, keys: Tensor, scale: float, local_rows: int = 0, every: int = 1, lse: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See `kvshelf.kernels.column_sums.column_sums`; computed in fp64, log-sum-exps and all."""
-    del lse  # whether those given are right is for the tests to say
+    """See `kvshelf.kernels.column_sums.column_sums`; computed in fp64, including the log-sum-exps."""
+    del lse  # computed here anew, so that tests can judge the given ones
     q_heads, num_rows, _ = queries.shape
     kv_heads, num_keys, _ = keys.shape
     total = torch.zeros(q_heads, num_keys, dtype=torch.float64, device=keys.device)

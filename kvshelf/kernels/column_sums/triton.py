@@ -1,15 +1,15 @@
 """Column sums of causal attention in two launches, or one where log-sum-exps are given: see the package's docstring.
 
-`_row_lse` makes the rows' log-sum-exps, a program to a block of rows and all keys before them. `_sum_columns` owns a
-block of keys of one query head and walks the rows that see them, so that only it writes its sums: no atomics, one
-order of addition, and no buffer but the log-sum-exps. A program takes one query head and not its whole group: keys are
-loaded once a program, queries are what streams, and those differ from head to head.
+`_row_lse` computes the rows' log-sum-exps; a program takes a block of rows and all keys before them. A program of
+`_sum_columns` owns a block of keys of one query head and walks the rows that see them, so that only it writes their
+sums: no atomics, one order of addition, and no buffer but the log-sum-exps. It takes one query head and not the whole
+group: it loads its keys once and streams the queries, which differ from head to head.
 
-What binds: at D = 128 a weight takes 256 FLOPs and one exponential, about equally long on a GPU that multiplies bf16 at
-800 TFLOP/s and has 16 exponentials a clock and multiprocessor; at D = 64 the exponentials. Each 128 x 128 tile reads
-its streamed side from the second-level cache at 128 FLOPs a byte, as attention kernels do. Tiles are the largest that
-leave room for the next one's loads while this one is multiplied. Keys are the left operand, since sums over rows then
-stay within a warp. Heavy programs (late rows, early keys) start first. Share of the limit: not measured.
+The limit: at D = 128 a weight takes 256 FLOPs and one exponential, about equally long on a GPU that multiplies bf16 at
+800 TFLOP/s and has 16 exponentials a clock and multiprocessor; at D = 64 the exponentials are the limit. Each 128 x 128
+tile reads its streamed side from the L2 cache at 128 FLOPs a byte, as attention kernels do. Tiles are the largest that
+leave room to load the next tile while one is multiplied. Keys are the left operand, since sums over rows then stay
+within a warp. Heavy programs (late rows, early keys) start first. Share of the limit: not measured.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def tiles(dim: int, dtype: torch.dtype) -> dict[str, int | bool]:
     """Sizes of the tiles, and warps and stages, for a head size and dtype."""
     width = max(16, triton.next_power_of_2(dim))
     if dtype == torch.float32:
-        side, warps = 32, 4  # no tensor cores for exact fp32: what meets in a tile is unrolled into registers
+        side, warps = 32, 4  # no tensor cores for exact fp32: a tile's products are unrolled into registers
     elif width > 128:
         side, warps = 64, 4
     else:
@@ -98,7 +98,7 @@ def _row_lse(
     DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_DIM: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """lse of the sampled rows and of the local ones, which stand behind each other as slots."""
+    """lse of the sampled rows and then of the local rows, numbered consecutively as slots."""
     head = (tl.program_id(0) % q_heads).to(tl.int64)
     block = tl.num_programs(0) // q_heads - 1 - tl.program_id(0) // q_heads  # the last rows see most
     num_slots = num_sampled + num_local
@@ -125,7 +125,7 @@ def _add_rows(
     DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr, UPCAST: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add what rows `first_row + every * slot` give to a block of keys, for slots from `begin` to `end`. Row r sees key
-    j if r + hidden_rows >= j; without a mask all see all."""
+    j if r + hidden_rows >= j; unless MASKED, every row sees every key."""
     for start in range(begin, end, BLOCK_ROWS):
         slots = start + tl.arange(0, BLOCK_ROWS)
         rows = first_row + slots * every

@@ -17,12 +17,12 @@ def lag_scores(keys: Tensor, values: Tensor, lag: int, *, own_scale: bool = Fals
         y_d = (x_d - low_d) / (high_d - low_d)                                  (eq. 9)
         score = softmax over the partition's tokens of the deviation of y over its channels   (eq. 10)
 
-    keys: `[kv_heads, partitions * lag, D]`, values: `[kv_heads, partitions * lag, Dv]`, partitions from 1, lag, D and
-    Dv from 2. The scale partition is the next one; with `own_scale` it is the token's own (LocalKV, eq. 14 and 15). The
-    standard deviation is the unbiased one. A channel that is constant over the scale partition counts with a spread of
-    1e-6: the paper leaves 0/0 open, and a NaN would poison the softmax. Computed and returned in fp32, `[kv_heads,
-    partitions - 1, lag]`; what is not a number in a partition or in its scale makes all its scores so. Raises
-    `InvalidTensor` for other shapes.
+    keys: `[kv_heads, partitions * lag, D]`, values: `[kv_heads, partitions * lag, Dv]`, partitions at least 1; lag, D
+    and Dv at least 2. The scale partition is the next one; with `own_scale` it is the token's own (LocalKV, eq. 14 and
+    15). The standard deviation is the unbiased one. A channel that is constant over the scale partition counts with a
+    spread of 1e-6: the paper leaves 0/0 open, and a NaN would poison the softmax. Computed and returned in fp32,
+    `[kv_heads, partitions - 1, lag]`; a NaN in a partition or in its scale partition makes all of its scores NaN.
+    Raises `InvalidTensor` for other shapes.
 
     Bytes: keys and values once, 4 a token and head written. FLOPs: 9 per element, so the memory is the limit. One
     launch on CUDA. Share of the limit on a GPU: not measured.

@@ -31,7 +31,7 @@ def _add_scores(scores: Tensor, partitions: Tensor, own_scale: bool) -> None:
         block = partitions[:, start : start + step + 1].float()
         judged = block[:, :-1]
         scale = judged if own_scale else block[:, 1:]
-        # Minimum and maximum apart, standard deviation as a norm: torch.aminmax and torch.std take ten times as long.
+        # Separate minimum and maximum, deviation as a norm: torch.aminmax and torch.std take ten times as long.
         low = scale.amin(dim=2, keepdim=True)  # [heads, block, 1, D]
         spread = scale.amax(dim=2, keepdim=True) - low
         normalized = (judged - low).div_(spread.masked_fill_(spread == 0, MIN_SPREAD))

@@ -1,16 +1,16 @@
 """Equations 7 to 11 in one launch: a program per head and partition, keys and then values.
 
-Most of a partition is read twice, by its own program and by the one before it, whose scale it is. They are neighbours
-in the grid and so run at the same time: the second read is one of the L2 cache. The alternative, a program that walks
-along a head and keeps the next partition, reads each byte once, but has 8 heads' worth of programs where a card has 132
-multiprocessors.
+Most partitions are read twice: by their own program, and as the scale by the program of the partition before. The two
+are neighbours in the grid and so run at the same time: the second read comes from the L2 cache. The alternative, a
+program that walks along a head and keeps the next partition, reads each byte once, but 8 heads give only 8 programs for
+a card's 132 multiprocessors.
 
 A tile holds all tokens of a partition and some of its channels, because minimum and maximum run over the tokens, and
 the deviation over channels can be put together from parts (Chan, Golub and LeVeque, 1979): no second pass for long
 partitions, and the softmax is over what is in registers. A tile of 4096 elements is 16 a thread of 8 warps, 64 to 80
-registers in all, and both partitions' tiles are 16 KiB of bf16: three programs a multiprocessor have several times in
-flight what the latency of the memory asks for. So the memory should be the limit. Twice the tile takes 168 registers
-for 4 warps and gains nothing. From 1000 tokens a partition registers may spill.
+registers in all, and both partitions' tiles are 16 KiB of bf16: three programs a multiprocessor keep several times as
+many bytes in flight as the memory's latency requires. So bandwidth should be the limit. Twice the tile takes 168
+registers for 4 warps and gains nothing. From 1000 tokens a partition registers may spill.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TILE = 4096
 """Elements of a tile."""
 
 _FEWEST_CHANNELS = 8
-"""Of a tile, 16 bytes of bf16 a token: with fewer, long partitions would read each sector of 32 bytes many times."""
+"""Of a tile: 16 bytes of bf16 a token. With fewer, long partitions would read each 32-byte sector many times."""
 
 
 def lag_scores(keys: Tensor, values: Tensor, lag: int, own_scale: bool) -> Tensor:
@@ -99,7 +99,7 @@ def _unusual(
 
 @triton.jit
 def _normalized(own, scale, inside):
-    """Equations 7 to 9. Minima and maxima pass over what is not a number, so its channel is marked apart."""
+    """Equations 7 to 9. Minima and maxima ignore NaN, so a channel with a NaN is marked separately."""
     number = scale == scale
     low = tl.min(tl.where(inside & number, scale, float("inf")), axis=0)
     high = tl.max(tl.where(inside & number, scale, float("-inf")), axis=0)

@@ -1,4 +1,4 @@
-"""How much each row is like all of them: its cosine with the mean of their directions."""
+"""How similar each row is to all rows: its cosine with the mean of their directions."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def mean_cosines(states: Tensor) -> Tensor:
 
     states: `[heads, N, D]`, any strides as long as the last dimension is contiguous. Returns `[heads, N]`, computed and
     returned in fp32, which must hold the squares. A row of zeros has no direction: it adds nothing, and its cosine is
-    0. What is not finite makes its whole head NaN. Raises `InvalidTensor` for other shapes.
+    0. A value that is not finite makes its whole head NaN. Raises `InvalidTensor` for other shapes.
 
     Bytes: states twice, for the mean comes before any cosine; the second time 8k rows of 64 channels are still in the
-    L2 cache. FLOPs: 6 per element, so the memory is the limit. On CUDA torch's operations, which are nothing beside a
-    prefill. Share of the limit on a GPU: not measured.
+    L2 cache. FLOPs: 6 per element, so the memory is the limit. On CUDA torch's operations run; their time is negligible
+    beside a prefill. Share of the limit on a GPU: not measured.
     """
     require_states("mean_cosines", {"states": 3}, states=states)
     if states.numel() == 0:

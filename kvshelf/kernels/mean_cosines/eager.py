@@ -1,6 +1,6 @@
-"""The cosines with torch's own operations: two products with the rows as they are, whose lengths are weights.
+"""The cosines with torch's own operations: two products with the rows as they are, weighted by inverse norms.
 
-Unit rows would be two more tensors of their size. What is not fp32 is copied once.
+Making unit rows would take two more tensors of the same size. States that are not fp32 are copied once.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The cosines in C: see `native.c`. Rows are read as they lie, without an fp32 copy, and threads add up blocks of them,
-whose sums are added in order: the result does not depend on their number."""
+"""The cosines in C: see `native.c`. Rows are read in place, without an fp32 copy. Threads sum blocks of rows, and the
+blocks' sums are added in order: the result does not depend on the number of threads."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ def nearest_pair(
 
     keys: `[T, D]`, values: `[T, Dv]`, center_keys: `[C, D]`, center_values: `[C, Dv]`, head after head; token_counts
     and center_counts say how many each head has. Keys may have another dtype than values. Returns that product, `[T]`
-    fp32, and j as a row of `center_keys`, `[T]` int64; of equals the smallest j. A vector of zeros has cosine 0 with
-    everything. A token of a head without centers has similarity -inf and j -1. A product that is not a number counts as
+    fp32, and j as a row of `center_keys`, `[T]` int64; of equal products the smallest j wins. A vector of zeros has
+    cosine 0 with everything. A token of a head without centers has similarity -inf and j -1. A NaN product counts as
     the largest. Computed in fp32. Raises `InvalidTensor` for other shapes.
 
     Bytes: tokens and centers once, 12 a token written; no T x C similarities in memory. FLOPs: 2 * (D + Dv) a pair of

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.nn import functional
 
 _PAIRS_PER_BLOCK = 1 << 18
-"""Most similarities held at once, twice: 1 MiB of fp32 for keys and as much for values stay in the second cache."""
+"""Most similarities held at once: 1 MiB of fp32 for keys and as much for values, so that both stay in the L2 cache."""
 
 _GROUP = 64
-"""Centers among which the largest is looked for once their group is known."""
+"""Centers of a group: the search finds the group of the largest similarity first, then the center in that group."""
 
 
 def nearest_pair(
@@ -39,7 +39,7 @@ def nearest_pair(
 
 
 def _nearest_of_head(keys: Tensor, values: Tensor, center_keys: Tensor, center_values: Tensor) -> tuple[Tensor, Tensor]:
-    """The same for one head, which has centers: `[T]` fp32, and `[T]` int64 rows of `center_keys`."""
+    """`nearest_pair` for one head that has centers: `[T]` fp32, and `[T]` int64 rows of `center_keys`."""
     similarity = keys.new_empty(keys.shape[0], dtype=torch.float32)
     index = torch.empty(keys.shape[0], dtype=torch.int64, device=keys.device)
     center_keys_t, center_values_t = _unit(center_keys).T, _unit(center_values).T
@@ -58,8 +58,8 @@ def _nearest_of_head(keys: Tensor, values: Tensor, center_keys: Tensor, center_v
 
 
 def _first_largest(products: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest of each row of `[R, groups, _GROUP]` and its place, of equals the first. torch finds a place seven
-    times slower than a value, so the group is found by its largest value, and the place only in that group."""
+    """The largest value of each row of `[R, groups, _GROUP]` and its index; of equal values the first. torch finds an
+    index seven times slower than a value, so the index is searched only in the group with the largest value."""
     group = products.amax(dim=2).max(dim=1).indices
     largest, place = products[torch.arange(products.shape[0], device=products.device), group].max(dim=1)
     return largest, group * _GROUP + place
@@ -83,5 +83,5 @@ def _sums(states: Tensor, weights: Tensor, classes: Tensor, num_classes: int) ->
 
 
 def _unit(states: Tensor) -> Tensor:
-    """Rows of length 1, fp32; a row of zeros stays."""
+    """Rows scaled to length 1, fp32; a row of zeros stays zero."""
     return functional.normalize(states.float(), dim=1)

@@ -48,6 +48,6 @@ def merge_weighted(
 
 
 def cosine(a: Tensor, b: Tensor) -> float:
-    """Of two vectors; 0 if one is zeros."""
+    """The cosine of two vectors; 0 if one is all zeros."""
     length = float(a.double().norm() * b.double().norm())
     return float(a.double() @ b.double()) / length if length else 0.0

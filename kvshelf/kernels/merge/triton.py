@@ -1,12 +1,12 @@
 """The two halves of the merge on CUDA.
 
-`nearest_pair`: a program holds a block of tokens of one head and passes the head's centers by, as attention passes
-keys; of each pair of blocks it keeps one number and one place a token. Products of bf16 and fp16 are exact in fp32, so
-the lengths are divided out afterwards, and nothing is normalised into memory; those of the centers are found by a small
-launch before, because found again by every program they cost the main loop its registers. The matrix products should be
-the limit: 512 FLOPs a pair at D = 128, beside 6 operations of the ordinary units. 64 tokens and 32 centers of 128
-channels take 150 registers a thread of 4 warps and 64 KiB of shared memory, so three programs share a multiprocessor of
-an H100, and each byte of a center from the L2 cache serves 64 FLOPs.
+`nearest_pair`: a program holds a block of tokens of one head and loops over the head's centers, as attention loops over
+keys; it keeps one number and one index a token. Products of bf16 and fp16 are exact in fp32, so the lengths are divided
+out afterwards, and no normalised copy is written. A small launch before computes the centers' lengths: in every
+program, that would cost the main loop its registers. The matrix products should be the limit: 512 FLOPs a pair at D =
+128, against 6 operations outside the tensor cores. 64 tokens and 32 centers of 128 channels take 150 registers a thread
+of 4 warps and 64 KiB of shared memory, so three programs share a multiprocessor of an H100, and each byte of a center
+from the L2 cache serves 64 FLOPs.
 
 `merge_weighted`: a sort by class, then a program per class, which adds its members in order. Atomics would need no
 sort, but leave the order of the sums to chance; a pass over all tokens by each class would read T * classes numbers.
@@ -27,7 +27,7 @@ from torch import Tensor
 from kvshelf.kernels.tiles import INTERPRETED, load_rows
 
 _LENGTHS = 16
-"""Centers whose lengths are found at once."""
+"""Centers whose lengths are computed at once."""
 
 _MEMBERS = 8
 """Members of a class that are added at once."""
@@ -47,7 +47,7 @@ def nearest_pair(
     if keys.shape[0] == 0:
         return similarity, index
     ends = [list(accumulate(counts, initial=0)) for counts in (token_counts, center_counts)]
-    # Not waited for: the driver has copied so little from the host before the call returns.
+    # Needs no wait: the driver copies so few bytes out of host memory before the call returns.
     token_ends, center_ends = torch.tensor(ends, dtype=torch.int64).to(keys.device, non_blocking=True)
     dims = {"DIM": keys.shape[1], "BLOCK_DIM": _padded(keys.shape[1])}
     dims |= {"VALUE_DIM": values.shape[1], "BLOCK_VALUE_DIM": _padded(values.shape[1])}
@@ -66,14 +66,14 @@ def nearest_pair(
 
 
 def _padded(dim: int) -> int:
-    """To what `tl.dot` takes."""
+    """Rounded up to a size that `tl.dot` accepts."""
     padded: int = triton.next_power_of_2(dim)
     return max(16, padded)
 
 
 def _block(block_dim: int, itemsize: int) -> int:
-    """Tokens of a block: as many as leave the registers room, which fp32 takes without tensor cores. 16 at least, for
-    `tl.dot`."""
+    """Tokens of a block: as many as fit the registers, fewer in fp32, which has no tensor cores and takes more
+    registers. 16 at least, for `tl.dot`."""
     if itemsize > 2:
         return 32 if block_dim <= 128 else 16
     return 64 if block_dim <= 128 else 32 if block_dim <= 256 else 16
@@ -85,7 +85,7 @@ def _inverse_lengths(
     BLOCK: tl.constexpr,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_VALUE_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Of keys and of values, `[2, num_rows]` fp32."""
+    """1 / length of each row of keys and of values, `[2, num_rows]` fp32."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < num_rows
     of_keys = _inverse(load_rows(keys, key_stride, rows, inside, DIM, BLOCK_DIM, True))
@@ -112,7 +112,7 @@ def _nearest_pair(
     place = tl.full([BLOCK], -1, tl.int64)
     first_center = tl.load(center_ends + head)
     last_center = tl.load(center_ends + head + 1)
-    # A head with fewer tokens than the longest has programs without any.
+    # The grid fits the head with the most tokens, so other heads also have programs without a token.
     last_center = tl.where(tl.max(inside.to(tl.int32), axis=0) == 1, last_center, first_center)
     for start in range(first_center, last_center, CENTERS):
         centers = start + tl.arange(0, CENTERS)
@@ -124,7 +124,7 @@ def _nearest_pair(
         along_keys = tl.dot(token_keys, tl.trans(block_keys), input_precision="ieee") * key_inverse[None, :]
         along_values = tl.dot(token_values, tl.trans(block_values), input_precision="ieee") * value_inverse[None, :]
         products = along_keys * along_values
-        # What is not a number is infinite until the end, because a comparison would pass over it.
+        # NaN is held as infinity until the end, because a comparison would ignore NaN.
         products = tl.where(products == products, products, float("inf"))
         products = tl.where(there[None, :], products, float("-inf"))
         block_largest, block_place = tl.max(products, axis=1, return_indices=True)

@@ -2,8 +2,8 @@
 
     out_t = softmax(scale * q_t [prefix_keys; suffix_keys_<=t]^T) [prefix_values; suffix_values_<=t]
 
-computed over the two parts apart and combined by their log-sum-exps, so that prefixes are read in place: nothing is
-padded, copied or repeated.
+computed over each of the two parts separately and combined by log-sum-exp, so that prefixes are read in place: nothing
+is padded, copied or repeated.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ def prefix_attention(
 
     queries: `[N, q_heads, D]`, the new tokens of all rows. layout: which tokens share what. prefixes: for each of
     `layout.shares` the prefixes of its document at this layer; their tokens are disjoint, and all visible to every
-    token of the share; none, or empty ones, are allowed, and so is a head without entries. suffixes: for each of
+    token of the share. A share may have no prefix or an empty one, and a head no entries. suffixes: for each of
     `layout.suffixes` keys `[rows, kv_heads, capacity, D]` and values `[rows, kv_heads, capacity, Dv]`, new tokens
-    included; token t of the new ones of a row sees the first length - new + t + 1. What lies beyond a row's length is
-    not attended to, but must be finite. Query head h reads KV head h // (q_heads // kv_heads). Returns `[N, q_heads,
-    Dv]` in the dtype of the queries; logits and sums in fp32. Raises `InvalidTensor` for other shapes.
+    included; new token t of a row sees the row's first length - new + t + 1 tokens. Memory beyond a row's length is not
+    attended to, but must be finite. Query head h reads KV head h // (q_heads // kv_heads). Returns `[N, q_heads, Dv]`
+    in the dtype of the queries; logits and sums in fp32. Raises `InvalidTensor` for other shapes.
 
     Bytes: every prefix once per share, whatever the number of its tokens, every suffix once. FLOPs: 2 * N * q_heads *
     (K + S) * (D + Dv) for plain prefixes; `prefixes.py` says what the other kinds cost. Share of the limit on a GPU:
-    not measured. On the CPU a decode step reads plain prefixes as fast as a sum over them does, and in torch's own
-    operations at half of that; over quantized ones it takes 1 to 1.5 times as long, and in torch's 4 to 7 times.
+    not measured. On the CPU a decode step reads plain prefixes as fast as a sum over them does; torch's own operations
+    reach half that rate. A quantized prefix takes 1 to 1.5 times as long as a plain one; with torch's, 4 to 7 times.
     """
     keys, values = suffixes[0]
     given = {"queries": queries, "keys": keys, "values": values}

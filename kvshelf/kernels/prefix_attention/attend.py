@@ -15,7 +15,7 @@ _LOGITS_PER_BLOCK = 1 << 22
 def attend(
     queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """softmax(scale * q k^T + mask) v for each batch row and head apart.
+    """softmax(scale * q k^T + mask) v for each batch row and head separately.
 
     queries: `[B, H, R, D]`, keys: `[B, H, K, D]`, values: `[B, H, K, Dv]`, all of one dtype; additive fp32 mask:
     `[B or 1, 1, R or 1, K]`. Returns the output `[B, H, R, Dv]` in that dtype and the log-sum-exp of the logits
@@ -58,8 +58,8 @@ def rows_per_block(logits_per_row: int) -> int:
 def combine(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Attention over the union of two disjoint sets of keys, from the attention over each.
 
-    out, other_out: `[..., R, Dv]`, lse, other_lse: `[..., R]` fp32. Returns both of the union, fp32; -inf and 0 where
-    both are empty.
+    out, other_out: `[..., R, Dv]`, lse, other_lse: `[..., R]` fp32. Returns the union's output and log-sum-exp, fp32; 0
+    and -inf where both sets are empty.
     """
     total = torch.logaddexp(lse, other_lse)
     # Where both sets are empty, -inf - -inf would be NaN; against any finite shift the weights are exp(-inf) = 0.

@@ -1,7 +1,6 @@
-"""Prefix and suffix attended apart and combined by log-sum-exp, with torch's own operations.
+"""Attention over prefix and suffix separately, combined by log-sum-exp, with torch's own operations.
 
-Quantized prefixes, and those that are made when read, go 1024 rows at a time: a long prefix never stands in memory at
-full size.
+Quantized and streamed prefixes are made readable 1024 rows at a time: a long prefix never occupies memory at full size.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _ROWS_PER_BLOCK = 1024
 """Rows of a prefix made at once: keys and values are 512 KiB at D = 128 in bf16, and stay in the L2 cache."""
 
 _QUERIES_PER_BLOCK = 512
-"""Longer questions meet their own suffix in blocks of rows, so that the causal mask stays small."""
+"""Longer questions attend to their own suffix in blocks of rows, so that the causal mask stays small."""
 
 
 AttendShares = Callable[[Tensor, Sequence[Sequence[Prefix]], int, BatchLayout, float], tuple[Tensor, Tensor]]
@@ -43,7 +42,7 @@ def attend_both(
     layout: BatchLayout,
     scale: float,
 ) -> Tensor:
-    """See `kvshelf.kernels.prefix_attention.prefix_attention`; with this form of its first half."""
+    """See `kvshelf.kernels.prefix_attention.prefix_attention`; `over_prefixes` computes its first half."""
     num_tokens, q_heads, dim = queries.shape
     kv_heads, value_dim = suffixes[0][1].shape[1], suffixes[0][1].shape[3]
     grouped = queries.reshape(num_tokens, kv_heads, -1, dim)  # [N, kv_heads, group, D]
@@ -68,7 +67,7 @@ prefix_attention = partial(attend_both, attend_shares)
 
 
 def attend_share(queries: Tensor, parts: Sequence[Prefix], value_dim: int, scale: float) -> tuple[Tensor, Tensor]:
-    """The same for the tokens of one share."""
+    """`attend_shares` for the tokens of one share."""
     count, kv_heads, group, dim = queries.shape
     if count == 1:
         return _attend_all(queries, parts, value_dim, scale)

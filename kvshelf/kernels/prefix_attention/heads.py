@@ -42,8 +42,8 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Heads:
-    """A prefix as the kernel reads it: rows of each head (of a merged one the most there can be), columns 7 to 16 of
-    its items (see `work`), `[kv_heads, 10]` int64 on the CPU, and the tensors that it alone keeps alive."""
+    """A prefix as the kernel reads it. lengths: rows of each head (of a merged prefix, at most). columns: 7 to 16 of
+    its items (see `work`), `[kv_heads, 10]` int64 on the CPU. slots: tensors that nothing else keeps alive."""
 
     kind: Kind
     lengths: tuple[int, ...]
@@ -56,7 +56,7 @@ _HEADS: WeakKeyDictionary[Prefix, Heads] = WeakKeyDictionary()
 
 
 def heads_of(prefix: PackedPrefix | StackedPrefix | MergedPrefix) -> Heads:
-    """Where and how a prefix lies; the tensors must stay where they are."""
+    """The addresses and memory layout of a prefix; its tensors must keep these addresses."""
     heads = _HEADS.get(prefix)
     if heads is None:
         heads = _HEADS[prefix] = _read(prefix)

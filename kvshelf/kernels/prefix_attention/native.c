@@ -1,11 +1,11 @@
 /* Query rows over prefixes, plain or quantized, and over their own suffixes, whose softmax runs along.
 
-   A run is a part of the keys and values of one head. With few rows, those of a decode step, it is memory that limits,
-   for a number that is read is used once or twice: while a thread multiplies the keys of a tile it asks memory for the
-   values, and the other way round. With the many rows of a question it is products, and rows stand in the lanes of
+   A run is a part of the keys and values of one head. With few rows, those of a decode step, bandwidth is the limit,
+   because each number read is used once or twice: while a thread multiplies the keys of a tile it prefetches the
+   values, and vice versa. With the many rows of a question products are the limit, and rows stand in the lanes of
    vectors.
 
-   Quantized rows become numbers a tile at a time, in the first-level cache: memory gives their codes. */
+   Rows are dequantized a tile at a time, in the first-level cache: only their codes come from memory. */
 
 #include "codes.h"
 #include "tiles.h"
@@ -22,9 +22,9 @@ typedef struct {
     int type; /* of queries, and of rows that are not quantized */
 } Call;
 
-/* Rows `row` to `row + rows` of those that `token`, and the tokens after it, have at a head: over keys and values from
-   `first` to `end`. result: the place of row 0 among the results; -1 for a suffix: its rows go on with the softmax that
-   is in their place, which is that of the queries, and token t of them sees the first `visible + t` keys. */
+/* Query rows `row` to `row + rows`, counted from those of `token`, at one head, over keys and values from `first` to
+   `end`. result: the place of row 0 among the results; -1 for a suffix: its rows continue the softmax that stands in
+   their place, the same as in the queries, and token t sees the first `visible + t` keys. */
 typedef struct {
     HeadRows keys, values;
     int64_t first, end, token, head, row, rows, result, visible;
@@ -118,8 +118,8 @@ INLINE void attend_few(const Call *a, const Run *run, const int rows, const int 
     }
 }
 
-/* Products of 32 rows with the keys from `keys` on, times `scale`; -inf for those that are not there. The rows are not
-   scaled before: of a large logit, the roundings of all its channels would be three times its error. */
+/* Products of 32 rows with the keys from `keys` on, times `scale`; -inf for missing keys. The product is scaled and not
+   the rows: rounding every channel of a row would triple the error of a large logit. */
 static void multiply(const float *keys, int64_t stride, int64_t dim, int count, const OfRows *query, float scale,
                      OfRows logits[TILE]) {
     float copy[TILE * MOST_PARTS * LANES];

@@ -1,12 +1,12 @@
-"""Prefix attention in C over prefixes, quantized or not, and suffixes: a decode step's few rows, and in fp32 a
-question's many.
+"""Prefix attention in C over prefixes, quantized or not, and suffixes: for the few rows of a decode step, and in fp32
+for the many rows of a question.
 
-With few rows memory is the limit, and torch's attention reads at half of its speed on a CPU (1.6 to 2 times the time
-for documents of 1024 entries, measured): it packs keys into blocks for products of matrices, once for each document.
-With many it is products, which C makes for all query heads of a KV head together. Suffixes go on from what was found
-in the prefixes, so that nothing is masked, gathered or combined after. Codes become numbers 32 rows at a time, in the
-first-level cache; torch's operations write 1,024 rows of them several times over. Everything else is computed as in
-`eager`: questions in bf16, and prefixes that are merged or made when they are read.
+With few rows bandwidth is the limit, and torch's attention reaches half of it on a CPU (1.6 to 2 times the time for
+documents of 1024 entries, measured): it packs keys into blocks for products of matrices, once for each document. With
+many rows products are the limit; C makes them for all query heads of a KV head together. The softmax over a suffix
+continues that over the prefixes, so that nothing is masked, gathered or combined after. C dequantizes 32 rows at a
+time, in the L1 cache; torch's operations write 1,024 dequantized rows several times over. Everything else is computed
+as in `eager`: questions in bf16, and merged or streamed prefixes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvshelf.kernels.prefix_attention.work import Setting, work_of
 from kvshelf.kernels.quantize.rows import QuantizedRows, Rows
 
 _LEAST_RUN = 512
-"""Fewest entries of a run, so that what it leaves behind is nothing beside what it reads."""
+"""Fewest entries of a run, so that a run writes far fewer bytes than it reads."""
 
 
 def prefix_attention(
@@ -52,8 +52,8 @@ def prefix_attention(
 
 
 def _takes(queries: Tensor, states: Tensor, rows: int = 1) -> bool:
-    """Whether C takes that many query rows of a KV head over states `[..., D]` that lie there as they are: it sees
-    addresses, and would take any bytes for them."""
+    """Whether C can attend with `rows` query rows of a KV head to plain states `[..., D]`. C receives only addresses,
+    so dtype, strides and sizes are checked here."""
     return states.dtype == queries.dtype and states.stride(-1) == 1 and _fits(queries, states.shape[-1], rows)
 
 
@@ -65,7 +65,7 @@ def _fits(queries: Tensor, dim: int, rows: int) -> bool:
 def _attend_shares(
     queries: Tensor, prefixes: Sequence[Sequence[Prefix]], value_dim: int, layout: BatchLayout, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """See `eager.attend_shares`. What is not ours leaves its places as they are, and is filled in after."""
+    """See `eager.attend_shares`. `eager` fills in the shares that C cannot compute."""
     group = queries.shape[2]
     ours = [
         bool(parts) and all(_is_ours(part, queries, count * group) for part in parts)
@@ -91,7 +91,7 @@ def _is_ours(prefix: Prefix, queries: Tensor, rows: int) -> bool:
 def _takes_rows(queries: Tensor, states: Rows, rows: int) -> bool:
     if not isinstance(states, QuantizedRows):
         return _takes(queries, states, rows)
-    # Of codes that C reads, the scales of 16 channels are those of as many groups, or of one.
+    # C reads scales for 16 channels at once: these channels must be in 16 groups ("tokens") or in one.
     whole = states.axis == "tokens" or states.group % LANES == 0
     return whole and states.dtype == queries.dtype and _fits(queries, states.num_channels, rows)
 
@@ -130,7 +130,7 @@ def _add_suffixes(
     layout: BatchLayout,
     scale: float,
 ) -> None:
-    """Go on, in place, from what the prefixes gave, `[N, kv_heads, group, D]` and `[N, kv_heads, group]` fp32."""
+    """Add the suffixes, in place, to the prefixes' fp32 results: `[N, kv_heads, group, D]`, `[N, kv_heads, group]`."""
     native = compiled()
     for rows, table, (keys, values) in zip(layout.suffixes, layout.tables[1], suffixes, strict=True):
         strides = (ctypes.c_int64 * 6)(*keys.stride()[:3], *values.stride()[:3])

@@ -37,7 +37,7 @@ class PackedPrefix:
 
     @cached_property
     def stacked(self) -> StackedPrefix | None:
-        """The same entries as views, where they are plain and every head has as many."""
+        """The same entries as stacked views; None unless they are plain and every head has equally many."""
         if not isinstance(self.keys, Tensor) or not isinstance(self.values, Tensor) or len(set(self.lengths)) > 1:
             return None
         shape = (len(self.lengths), self.lengths[0])
@@ -46,8 +46,8 @@ class PackedPrefix:
 
 @dataclass(frozen=True, eq=False)
 class StackedPrefix:
-    """As many plain entries in every head: keys `[kv_heads, K, D]`, values `[kv_heads, K, Dv]`, views of any stride
-    with a contiguous last dimension. The document of a probe pass, or what a prefill in chunks has kept so far."""
+    """Plain entries, equally many a head: keys `[kv_heads, K, D]`, values `[kv_heads, K, Dv]`, views of any stride with
+    a contiguous last dimension. The document of a probe pass, or the entries that a chunked prefill has kept so far."""
 
     keys: Tensor
     values: Tensor
@@ -149,7 +149,7 @@ class BatchLayout:
     @cached_property
     def gathers(self) -> list[Tensor | None]:
         """For each of `suffixes`, the batch token of every row and new token, `[rows * new]`; None if it is simply the
-        whole batch in order. Rows that take no part borrow token 0; what comes of it is dropped."""
+        whole batch in order. Rows that take no part borrow token 0; their results are dropped."""
         found: list[Tensor | None] = []
         for rows in self.suffixes:
             tokens = [max(first, 0) + t for first in rows.first for t in range(rows.new)]
@@ -173,8 +173,8 @@ class BatchLayout:
 
     @cached_property
     def tables(self) -> tuple[Tensor, list[Tensor]]:
-        """For kernels, int32, brought to the device in one copy: of each token its share, its place in it and the
-        tokens of it, `[N, 3]`; and for each of `suffixes` the first token and the length of each row, `[rows, 2]`."""
+        """For kernels, int32, in one copy to the device: each token's share, place in the share and the share's token
+        count, `[N, 3]`; and for each of `suffixes` the first token and the length of each row, `[rows, 2]`."""
         sizes = torch.tensor(self.shares, dtype=torch.int32)
         share = torch.arange(len(self.shares)).repeat_interleave(sizes)
         starts = torch.tensor(self.share_ends, dtype=torch.int32) - sizes
@@ -193,7 +193,7 @@ class BatchLayout:
             if len(set(rows.lengths)) == 1:
                 masks.append(None)
                 continue
-            lengths = torch.tensor(rows.lengths, device=self.device).clamp_min(1)  # a row of nothing would be NaN
+            lengths = torch.tensor(rows.lengths, device=self.device).clamp_min(1)  # an empty row would give NaN
             beyond = torch.arange(max(rows.lengths), device=self.device) >= lengths.unsqueeze(1)
             masks.append(torch.zeros(beyond.shape, device=self.device).masked_fill_(beyond, -torch.inf)[:, None, None])
         return masks

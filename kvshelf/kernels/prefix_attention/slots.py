@@ -10,17 +10,17 @@ from torch import Tensor
 from kvshelf.kernels.prefix_attention.prefixes import MergedPrefix
 
 SLOTS_PER_ROW = 8
-"""A class of n slots becomes ceil(n / 8) rows. Rows without end would let one large class hold up its whole tile; rows
-of one slot would multiply the class's key and value anew for each."""
+"""A class of n slots becomes ceil(n / 8) rows. With rows of any length, one large class would hold up its whole tile;
+rows of one slot would multiply the class's key and value anew for each."""
 
 
 @dataclass(frozen=True, eq=False)
 class FoldedSlots:
-    """Rows of up to eight slots of one class, those of a head in a row, on the device of the prefix.
+    """Rows of up to eight slots of one class, head after head, on the device of the prefix.
 
     classes: `[rows]` int32, the class within its head. scales: `[8, rows]` fp32, NaN where a row has fewer slots.
-    bounds: `[kv_heads + 1]` int64; head h owns rows `bounds[h]` to `bounds[h + 1]`. How many rows there are only the
-    device knows; `most[h]` bounds those of a head, and behind the last row the tensors hold nothing.
+    bounds: `[kv_heads + 1]` int64; head h owns rows `bounds[h]` to `bounds[h + 1]`. Only the device knows the number of
+    rows; `most[h]` is an upper bound for head h, and the tensors are unused behind the last row.
     """
 
     classes: Tensor

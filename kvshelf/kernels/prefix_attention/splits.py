@@ -20,8 +20,8 @@ def attend_splits(
     """Item `program_id(0)` of `items` `[n, COLUMNS]` int64 (see work.py).
 
     queries: `[N, q_heads, D]`. outs: `[scratch rows, Dv]` fp32, each the softmax of its split; lses: `[scratch rows]`
-    fp32, its log-sum-exp to the base 2. scale: times log2(e). HEADS: query heads of a KV head. SLOTS: of a row of a
-    merged prefix; 0 for others, whose rows are tokens.
+    fp32, its log-sum-exp to the base 2. scale: already times log2(e). HEADS: query heads of a KV head. SLOTS: slots of
+    a row of a merged prefix; 0 for other prefixes, whose rows are tokens.
     """
     item = items + tl.program_id(0).to(tl.int64) * COLUMNS
     start, stop = tl.load(item + 4), tl.load(item + 5)
@@ -74,7 +74,7 @@ def _queries_of(
     item, queries, token_stride, head_stride,
     DIM: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The query rows of an item, `[BLOCK_M, BLOCK_D]`, their numbers in the share, and which of them there are."""
+    """The query rows of an item, `[BLOCK_M, BLOCK_D]`, their numbers in the share, and which of them exist."""
     row = tl.load(item + 2) + tl.arange(0, BLOCK_M)
     live = row < tl.load(item + 1)
     q_head = tl.load(item + 3) * HEADS + row % HEADS
@@ -107,7 +107,7 @@ def add_keys(top, mass, acc, logits, seen, value, UPCAST: tl.constexpr):
 
 @triton.jit
 def add_weighted(top, mass, acc, new_top, weights, value, UPCAST: tl.constexpr):
-    """The same for weights that are known: exp2(logit - new_top) of each key."""
+    """As `add_keys`, for known weights: exp2(logit - new_top) of each key."""
     fade = tl.exp2(top - new_top)
     mass = mass * fade + tl.sum(weights, 1)
     acc = acc * fade[:, None] + dot(weights.to(value.dtype), value, UPCAST)

@@ -1,34 +1,33 @@
 """Prefix attention in two kernels: one over splits of the prefixes, and one over the suffixes that takes in their
 results.
 
-A split is a run of rows of one head of a prefix (flash decoding). Its program keeps up to 64 query rows, the tokens of
-a share times the query heads of a KV head, beside a running softmax, reads keys and values tile by tile, dequantizes
-them in registers, and leaves output and log-sum-exp in fp32 scratch. The second kernel has a program for each block of
-query rows of a row of a suffix and KV head: causal attention over the suffix, joined by the splits of its share, all
-in one running softmax. There are no atomics: two runs give the same bits.
+A split is a run of rows of one head of a prefix (flash decoding). Its program keeps up to 64 query rows (tokens of a
+share times query heads of a KV head) and their running softmax, reads keys and values tile by tile, dequantizes them in
+registers, and writes output and log-sum-exp to fp32 scratch. The second kernel has a program for each block of query
+rows of a row of a suffix and KV head: causal attention over the suffix, joined by the splits of its share, all in one
+running softmax. There are no atomics: two runs give the same bits.
 
 Launches a layer: one for each kind of prefix in the batch (plain, int4, merged, ...) and one for each of
 `layout.suffixes`, whatever the number of documents; streamed prefixes run in torch's operations. Copies to the device:
-one a step, the lengths, and for each layer one whenever prefixes or shares change. Scratch: 4 bytes * N * q_heads *
+the lengths once a step, and one copy a layer whenever prefixes or shares change. Scratch: 4 bytes * N * q_heads *
 splits * (Dv + 1).
 
 Batch 1, 32k rows a head, Llama-3.1-8B (8 KV heads of 4 query heads, D = 128, bf16): 134 MB of keys and values a layer,
 31 us at the 4.3 TB/s that an H200 copies, against 0.54 GFLOP, 2.1 with 4 query rows padded to the 16 of a tensor
 core's tile, 3 us at 788 TFLOP/s: bytes are the limit. Its 132 multiprocessors take two programs each; 32 splits of
-1024 rows for each of the 8 heads are 256 programs, 97 % of the places in one round. What splits leave and the second
-kernel reads is 0.5 MB each way, 0.8 % of the bytes. By these numbers the first kernel can come near the copy rate; the
+1024 rows for each of the 8 heads are 256 programs, 97 % of the places in one round. Writing and reading the splits'
+results moves 0.5 MB each way, 0.8 % of the bytes. By these numbers the first kernel can come near the copy rate; the
 second adds a launch and some ten dependent loads (four splits at a time), a few us, which is most of what the design
-gives away at batch 1. Share of the limit on a GPU: not measured.
+loses at batch 1. Share of the limit on a GPU: not measured.
 
-Slots of a merged prefix go by class, eight at a time (`slots.py`), so that a class's key and value are read and
+Slots of a merged prefix are folded by class, eight to a row (`slots.py`), so that a class's key and value are read and
 multiplied once and not once per slot: gathered by slot, 32k slots would read as many bytes from the L2 cache as the
-whole uncompressed prefix has. An exponential per slot and query row remains, of the padded 16 rows too.
+whole uncompressed prefix has. An exponential per slot and query row remains, for the padded 16 rows too.
 
-Tiles are 64 rows by the head size for 16-bit states, 32 for slots, fp32 and D above 128; two are on their way while
-one is in use. That is 72 KiB of shared memory a program, so that two fit on an A100 as on an H100, and 64 KiB or more
-in flight on each multiprocessor, where 32 KB cover 4.3 TB/s at a latency of 1 us. Codes of 4 bits take a quarter of
-that. Questions of hundreds of tokens go over their own suffix without splits, in blocks of 32 query rows: right, not
-optimal.
+Tiles are 64 rows by the head size for 16-bit states, 32 for slots, fp32 and D above 128; two are loading while one is
+in use. That is 72 KiB of shared memory a program, so that two fit on an A100 as on an H100, and 64 KiB or more in
+flight on each multiprocessor, where 32 KB cover 4.3 TB/s at a latency of 1 us. Codes of 4 bits take a quarter of that.
+Questions of hundreds of tokens attend to their suffix without splits, in blocks of 32 query rows: not optimal.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ def prefix_attention(
 
 
 class _Found(NamedTuple):
-    """What the splits of all prefixes found: `[scratch rows, Dv]`, `[scratch rows]`, and whose rows they are."""
+    """Results of all splits: `[scratch rows, Dv]`, log-sum-exps `[scratch rows]`, and each share's rows among them."""
 
     outs: Tensor
     lses: Tensor
@@ -184,7 +183,7 @@ def suffix_tiles(dim: int, value_dim: int, itemsize: int, rows: int) -> dict[str
     sizes = _head_blocks(dim, value_dim)
     wide = max(sizes.values()) * itemsize > 256 or itemsize == 4
     block_m = min(32, max(16, triton.next_power_of_2(rows)))
-    block_s = max(1, (512 if block_m == 16 else 128) // sizes["BLOCK_DV"])  # as the rows' own accumulators leave room
+    block_s = max(1, (512 if block_m == 16 else 128) // sizes["BLOCK_DV"])  # so that registers hold accumulators too
     return sizes | {
         "BLOCK_M": block_m,
         "BLOCK_N": 32 if wide else 64,
@@ -202,7 +201,7 @@ def _head_blocks(dim: int, value_dim: int) -> dict[str, int]:
 
 
 def aligned(*tensors: Tensor) -> bool:
-    """Whether every row begins at a multiple of 16 bytes, so that loads can be as wide."""
+    """Whether every row begins at a multiple of 16 bytes, so that loads can be 16 bytes wide."""
     starts = [tensor.data_ptr() for tensor in tensors]
     steps = [stride * tensor.itemsize for tensor in tensors for stride in tensor.stride()[:-1]]
     return all(number % 16 == 0 for number in (*starts, *steps))

@@ -1,4 +1,4 @@
-"""The kernel that ends an attention: a row's own suffix, joined by what the splits of its prefixes left."""
+"""The kernel that ends an attention: a row's own suffix, joined with the results of its prefixes' splits."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def attend_suffixes(
 
     queries: `[N, q_heads, D]`. keys, values: `[rows, kv_heads, capacity, D or Dv]`. out: `[N, q_heads, Dv]`,
     contiguous. rows: `[rows, 2]` int32, first token and length. tokens: `[N, 3]` int32, the share, the place in it and
-    its tokens. shares: `[shares, 1 + kv_heads]` int64, first scratch row and splits of each head. outs: `[scratch rows,
-    Dv]`, lses: `[scratch rows]`, fp32, to the base 2; none of the three is read without PREFIXED. scale: times log2(e).
-    KEY_STRIDE, VALUE_STRIDE: from token to token. ALIGNED: every row of keys and values begins at a multiple of 16
-    bytes. BLOCK_S: splits taken in at once.
+    the share's token count. shares: `[shares, 1 + kv_heads]` int64, first scratch row and splits of each head. outs:
+    `[scratch rows, Dv]`, lses: `[scratch rows]`, fp32, to the base 2. shares, outs and lses are read only if PREFIXED.
+    scale: times log2(e). KEY_STRIDE, VALUE_STRIDE: from token to token. ALIGNED: every row of keys and values begins at
+    a multiple of 16 bytes. BLOCK_S: splits taken in at once.
     """
     blocks = tl.cdiv(new * HEADS, BLOCK_M)
     slab, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
@@ -88,8 +88,8 @@ def _join_splits(
     top, mass, acc, token, shares, outs, lses, head, kv_heads, row, live,
     VALUE_DIM: tl.constexpr, HEADS: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Mass and weighted values with those of the splits. token: where the share of each row's token stands."""
-    # Scratch is aligned; of an argument only a launch would see that, not a compiler ahead of time.
+    """Mass and weighted values, with those of the splits added. token: address of each row's entry in `tokens`."""
+    # Scratch is 16-byte aligned, which a launch would find out but an ahead-of-time compiler cannot.
     outs = tl.multiple_of(outs.to(tl.int64).to(tl.pointer_type(tl.float32)), 16)
     columns = tl.arange(0, BLOCK_DV)
     share = tl.load(token)

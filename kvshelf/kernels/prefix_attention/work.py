@@ -1,7 +1,7 @@
-"""The work of the programs of a launch: a table, made on the host once for as long as a batch does not change.
+"""The work table of a launch's programs, made on the host once for as long as a batch does not change.
 
 A program takes one item: some query rows of a share and KV head, and a split, which is a run of rows of one prefix.
-Prefixes of all documents stand in one table by their addresses, so that more documents need no more launches.
+One table holds the addresses of all documents' prefixes, so that more documents need no more launches.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ TILE = 64
 """Splits begin at multiples of this many rows, so that no tile of a kernel crosses a group of quantized keys."""
 
 LEAST_SPLIT = 256
-"""Fewest rows of a split. In bf16 at D = 128 these are 128 KiB to read; what a split leaves behind is written and read
-again, 4 KiB for a group of 4 query heads."""
+"""Fewest rows of a split. In bf16 at D = 128 these are 128 KiB to read; the results of a split, written and read again,
+are 4 KiB for a group of 4 query heads."""
 
 COLUMNS = 17
 """int64 numbers of an item, which the kernel reads by place: 0 first token of the share, 1 query rows of the
@@ -51,7 +51,7 @@ class Streamed(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class WorkTable:
     """The work of one layer, and where its results go: scratch of `scratch_rows` rows, one for each query row of each
-    KV head of each split of each share, in this order from the inside out.
+    KV head of each split of each share; the query row varies fastest, the share slowest.
 
     shares: `[shares, 1 + kv_heads]` int64 on the device, the first scratch row of a share and how many splits each of
     its heads has. block_m: query rows of an item.
@@ -66,7 +66,7 @@ class WorkTable:
     block_m: int
 
     def fits(self, prefixes: Sequence[Prefix], made_for: tuple[object, ...]) -> bool:
-        """Whether this is the table of these prefixes; identity counts, for it holds addresses."""
+        """Whether this is the table of these prefixes, compared by identity because the table holds addresses."""
         return self.made_for == made_for and all(
             mine() is given for mine, given in zip(self.prefixes, prefixes, strict=True)
         )
@@ -74,7 +74,7 @@ class WorkTable:
 
 _TABLES: WeakKeyDictionary[Prefix, WorkTable] = WeakKeyDictionary()
 """The last table of each prefix that was first in a batch. Successive decode steps differ only in the lengths of the
-suffixes, so each layer finds its table again. A table keeps no prefix alive, and is freed with its first one."""
+suffixes, so each layer finds its table again. A table keeps no prefix alive, and is freed with its first prefix."""
 
 
 class Setting(NamedTuple):
@@ -142,11 +142,11 @@ def _streamed(prefixes: Sequence[Sequence[Prefix]], work: _Unplaced) -> list[Str
 
 
 class _Outline(NamedTuple):
-    """What the work of a layer depends on, without the addresses: where every head keeps as many rows, all layers of a
-    model have it in common.
+    """What the work of a layer depends on, without the addresses: if every head keeps equally many rows, all layers of
+    a model share one outline.
 
-    shares: tokens of each share. streamed: its streamed prefixes. Of each other prefix: its share, the rows of its
-    heads, and the number of its kind. plain: whether all kinds are.
+    shares: tokens of each share. streamed: number of its streamed prefixes. share, lengths, kind: of each other prefix,
+    its share, the rows of its heads, and the number of its kind. plain: whether all kinds are plain.
     """
 
     shares: tuple[int, ...]
@@ -162,9 +162,9 @@ class _Outline(NamedTuple):
 class _Unplaced:
     """A table without addresses, on the CPU.
 
-    items: `[n, 7]`, by kind, columns 0 to 6. counts: how many each kind has. segments: the head and prefix of an item,
-    counted over both. shares: as a table's. first_rows, rows_of_split: where the results of each share begin, and the
-    scratch rows of a split of it.
+    items: `[n, 7]`, by kind, columns 0 to 6. counts: how many each kind has. segments: of an item, prefix * kv_heads +
+    head. shares: as in `WorkTable`. first_rows, rows_of_split: where the results of each share begin, and the scratch
+    rows of a split of it.
     """
 
     items: Tensor
@@ -217,7 +217,7 @@ def _unplaced(outline: _Outline) -> _Unplaced:
 
 
 def _cut(lengths: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Rows of a split of each head, and how many splits it has: whole tiles, and as even as these allow."""
+    """For each head, the rows of a split and the number of splits: whole tiles, as even as tiles allow."""
     even = -(-lengths // (-(-lengths // most)).clamp_min(1))
     sizes = (-(-even // TILE) * TILE).clamp_min(TILE)
     return sizes, -(-lengths // sizes)
@@ -225,7 +225,7 @@ def _cut(lengths: Tensor, most: int) -> tuple[Tensor, Tensor]:
 
 def _numbered(splits: Tensor, share: Tensor, streamed: Tensor) -> tuple[Tensor, Tensor]:
     """How many splits each head of each share has, `[shares, kv_heads]`, and the number of each prefix's first one.
-    Streamed prefixes are counted first, for they have one of every head."""
+    Streamed prefixes are counted first, with one split for every head."""
     counts = streamed[:, None].repeat(1, splits.shape[1])
     before = splits.cumsum(0) - splits
     first = before - before[torch.searchsorted(share, share)] + counts[share]
@@ -235,8 +235,8 @@ def _numbered(splits: Tensor, share: Tensor, streamed: Tensor) -> tuple[Tensor, 
 def _items(
     segments: Tensor, sizes: Tensor, splits: Tensor, blocks: Tensor, kv_heads: int, block_m: int
 ) -> tuple[Tensor, Tensor]:
-    """The items of all segments, each given as if it were one, `[n, 7]`, and which segment each is of. Query
-    blocks of one split stand side by side: what the first reads, the others find in the L2 cache."""
+    """The items of all segments, `[n, 7]`, and the segment of each item. A segment is given as if it were one item.
+    Query blocks of one split are adjacent: the first one's reads leave the rows in the L2 cache for the others."""
     repeats = splits * blocks
     segment = torch.arange(len(repeats)).repeat_interleave(repeats)
     nth = torch.arange(len(segment)) - (repeats.cumsum(0) - repeats)[segment]
@@ -252,9 +252,9 @@ def _items(
 def split_size(lengths: Tensor, blocks: Tensor, places: int, least: int) -> int:
     """Most rows of a split, for heads of `lengths` rows that `blocks` items each go over.
 
-    Where the heads leave at least half of the device's places free, their splits fill it once: n heads cut into runs of
-    total / (places - n) rows are at most `places` items. Otherwise the places are filled about four times over: lengths
-    differ, and a last round that is half empty then costs an eighth.
+    If the heads leave at least half of the device's places free, their splits fill the places once: n heads cut into
+    runs of total / (places - n) rows are at most `places` items. Otherwise the places are filled about four times over:
+    lengths differ, and a last round that is half empty then costs an eighth.
     """
     total, heads = int((lengths * blocks).sum()), int(blocks[lengths > 0].sum())
     rounds = places - heads if 2 * heads <= places else 4 * places

@@ -16,8 +16,8 @@ range is too. Every form on every device gives the same codes, scales and zeros,
 A code takes `bits` bits of a byte, the first channel in the lowest ones; the unused bits of a row's last byte are 0.
 "tokens": a group is `group` consecutive rows of one channel, as for keys, whose outliers sit in fixed channels.
 "channels": a group is `group` consecutive channels of one row, as for values. The last group may be short.
-Bytes per element: bits / 8 + 4 / group stored, beside those of x or of what is dequantized. FLOPs: about 8 per element
-to quantize, 2 to dequantize: memory is the limit. Share of the limit on a GPU: not measured.
+Bytes per element: bits / 8 + 4 / group stored, besides those of x or of the dequantized rows. FLOPs: about 8 per
+element to quantize, 2 to dequantize: memory is the limit. Share of the limit on a GPU: not measured.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ def dequantize(
     start: int = 0,
     stop: int | None = None,
 ) -> Tensor:
-    """Rows start..stop of what `quantize` took, `[stop - start, num_channels]` in `dtype`, contiguous.
+    """Rows start..stop of the input of `quantize`, as `[stop - start, num_channels]` in `dtype`, contiguous.
 
-    start and stop need not fall on a group's edge; stop None is the last row. Rounded once, from the fp32 value. Raises
-    `InvalidTensor` for tensors that are not those of `quantize`.
+    start and stop need not fall on a group's edge; stop None is the last row. Each value is rounded once, from fp32.
+    Raises `InvalidTensor` for tensors unlike those that `quantize` returns.
     """
     row_bytes = -(-num_channels * bits // 8)
     shape = scales_shape(axis, max(group, 1), codes.shape[:1], num_channels)

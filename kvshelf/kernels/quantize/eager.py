@@ -1,8 +1,8 @@
 """Quantization by torch's own operations, some rows at a time: see `kvshelf.kernels.quantize`.
 
-Each of its passes over a block reads what the one before wrote, which is still in the L2 cache. Over all rows at once,
-every pass would go to memory and every temporary would be pages that the system has to clear first, which takes most
-of the time of the plain form.
+Each pass over a block reads the output of the pass before, which is still in the L2 cache. Over all rows at once, every
+pass would go to memory and every temporary would be pages that the system has to clear first, which would take most of
+the time.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def dequantize(
     for first, last in _blocks(start, stop, num_channels, rows_of_group):
         groups = slice(first // rows_of_group, -(-last // rows_of_group))
         scale, zero = (table[groups].float().unsqueeze(dim + 1) for table in (scales, zeros))
-        # Whole groups, so that a scale is broadcast over them instead of copied to each element; what of them lies
-        # outside of the block is never written, nor read.
+        # Whole groups, so that a scale is broadcast over them instead of copied to each element; the parts of groups
+        # outside of the block are never written nor read.
         shape = list(scale.shape)
         shape[dim + 1] = group
         by_group = scale.new_empty(shape)
@@ -91,10 +91,10 @@ def _completed(x: Tensor, dim: int, group: int) -> Tensor:
 
 
 def _quantize(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """One group along `dim` of `[A, B, C]` fp32 per index of the others. Codes uint8 in the shape of x, scales and
-    zeros without `dim`."""
+    """One group along `dim` of `[A, B, C]` fp32 per index of the other two dimensions. Codes uint8 in the shape of x,
+    scales and zeros without `dim`."""
     levels = (1 << bits) - 1
-    # Minimum and maximum apart: torch.aminmax takes four times as long as both.
+    # Minimum and maximum separately: torch.aminmax takes four times as long as the two calls.
     zeros = _round_to_bf16(x.amin(dim, keepdim=True), up=False)
     low = zeros.float()
     scales = _round_to_bf16((x.amax(dim, keepdim=True) - low) / levels, up=True)
@@ -106,8 +106,8 @@ def _quantize(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _round_to_bf16(x: Tensor, up: bool) -> Tensor:
-    """fp32 to the nearest bf16 that is not below it, or not above: the upper half of its bits, one further from 0 where
-    that is the direction and the lower half is not 0. (`torch.nextafter` takes twenty times as long.)"""
+    """Round fp32 up or down to bf16: keep the upper half of the bits, and step one further from 0 if the rounding goes
+    that way and the lower half is not 0. (`torch.nextafter` takes twenty times as long.)"""
     bits = x.view(torch.int32)
     outwards = (~bits if up else bits) >> 31  # -1 or 0
     return ((bits + (outwards & 0xFFFF)) >> 16).to(torch.int16).view(torch.bfloat16)

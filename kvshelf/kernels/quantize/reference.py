@@ -60,7 +60,7 @@ def _quantize(x: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Tensor]
 
 
 def floor_to_bf16(x: float) -> float:
-    """The largest bf16 that is not above x: the upper half of its fp32 bits, one further from 0 if that was above."""
+    """The largest bf16 that is not above x: the upper half of x's fp32 bits, one further from 0 if that is above x."""
     (word,) = struct.unpack("<I", struct.pack("<f", x))
     (cut,) = struct.unpack("<f", struct.pack("<I", word & 0xFFFF0000))
     if cut <= x:

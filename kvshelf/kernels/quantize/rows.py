@@ -18,7 +18,7 @@ from kvshelf.kernels.quantize import dequantize, quantize
 
 @dataclass(frozen=True, eq=False)
 class _Coded:
-    """Codes, and what turns them back into rows: see `QuantizedRows`."""
+    """Codes, with the scales and zeros that turn them back into rows: see `QuantizedRows`."""
 
     codes: Tensor
     scales: Tensor
@@ -46,7 +46,7 @@ class HeadRows(_Coded):
         return dequantize(self.codes, self.scales, self.zeros, *coding, start, max(start, stop))
 
     def _picked(self, rows: Tensor) -> Tensor:
-        """Rows in any order. With its group's scales beside it, a row is a group of its own."""
+        """Rows in any order. Each row gets a copy of its group's scales: it becomes its own group."""
         if self.axis == "channels":
             own = replace(self, codes=self.codes[rows], scales=self.scales[rows], zeros=self.zeros[rows])
         else:
@@ -86,7 +86,7 @@ class QuantizedRows(_Coded):
 
     @property
     def shape(self) -> torch.Size:
-        """`[entries, num_channels]`: the shape of what it stands for."""
+        """`[entries, num_channels]`: the shape of the dequantized rows."""
         return torch.Size((self.codes.shape[0], self.num_channels))
 
     @property
@@ -102,7 +102,7 @@ class QuantizedRows(_Coded):
     def finite(self) -> bool:
         """Whether every code stands for a finite number of `dtype`.
 
-        A range that ends near the largest number of a dtype can reach past it once its step is rounded up.
+        If a group's range ends near the largest number of the dtype, rounding the step up can lead past that number.
         """
         bottom = self.zeros.float()
         top = bottom + self.scales.float() * (2**self.bits - 1)

@@ -2,11 +2,11 @@
 
 To quantize, a program holds whole groups in registers, so that x is read once: `_quantize_tokens` the rows of one group
 in some channels, `_quantize_channels` some rows' groups, each a row of its tile. To dequantize, a program makes a tile
-of rows from their bytes; a byte is read once, a scale by every element that has it, which the L1 cache answers. All
-three should be bound by memory: there are fewer than 12 operations an element, and one division that is rounded as IEEE
-wants it, without which the codes would not be those of the CPU. Tiles are `_TILE` elements, 16 a thread: a group of 32
-rows in 64 channels, read in whole lines of bf16. Twice as many a thread spill. Where groups are long, a tile has fewer
-channels. Share of the limit: not measured.
+of rows from their bytes; it reads a byte once, and a scale again for every element, from the L1 cache. All three should
+be bound by memory: there are fewer than 12 operations an element, and one IEEE-rounded division, without which the
+codes would differ from the CPU's. Tiles are `_TILE` elements, 16 a thread: a group of 32 rows in 64 channels, read in
+whole lines of bf16. Twice as many a thread spill. Where groups are long, a tile has fewer channels. Share of the limit:
+not measured.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from kvshelf.kernels.tiles import warps
 
 _TILE = 2048
 _FEWEST_CHANNELS = 16
-"""Of a tile: a sector of 32 bytes in bf16."""
+"""Channels of a tile: a sector of 32 bytes in bf16."""
 
 
 def quantize(x: Tensor, bits: int, group: int, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
     """See `kvshelf.kernels.quantize.quantize`."""
-    if axis == "channels" and group * bits % 8:  # two groups in a byte, as no codec has them
+    if axis == "channels" and group * bits % 8:  # two groups share a byte; no codec does this
         return eager.quantize(x, bits, group, axis)
     num_rows, num_channels = x.shape
     codes, scales, zeros = eager.empty(x, bits, group, axis)
@@ -75,7 +75,7 @@ def dequantize(
 
 @triton.jit
 def _rounded_to_bf16(x, up: tl.constexpr):
-    """fp32 to the nearest bf16 that is not below it, or not above, and to the same number in fp32."""
+    """fp32 rounded up or down to bf16, and the same number in fp32."""
     bits = x.to(tl.int32, bitcast=True)
     outwards = bits >= 0 if up else bits < 0
     upper = (bits + tl.where(outwards, 0xFFFF, 0)) >> 16
@@ -113,7 +113,7 @@ def _quantize_tokens(
     row = index * group + place
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     rows_inside, channels_inside = (place < group) & (row < num_rows), channel < num_channels
-    # Rows after the last are given as the group's first one, which changes no minimum or maximum.
+    # Places past the end of a group read its first row, which changes no minimum or maximum.
     read = tl.where(rows_inside, row, index * group)
     at = x + read[:, None] * row_stride + channel.to(tl.int64)[None, :] * stride
     states = tl.load(at, mask=channels_inside[None, :], other=0.0).to(tl.float32)
@@ -134,13 +134,13 @@ def _quantize_channels(
     x, codes, scales, zeros, total, num_groups, num_channels, row_stride, stride, row_bytes, group,
     BITS: tl.constexpr, GROUPS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    index = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)  # of a row's group, over all rows
+    index = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)  # number of a group, counted over all rows
     inside = index < total
     row, first = index // num_groups, index % num_groups * group
     place = tl.arange(0, CHANNELS)
     channel = first[:, None] + place[None, :]
     channels_inside = (place < group)[None, :] & (channel < num_channels)
-    # Channels after the last are given as the group's first one, which changes no minimum or maximum.
+    # Places past the end of a group read its first channel, which changes no minimum or maximum.
     read = tl.where(channels_inside, channel, first[:, None])
     states = tl.load(x + row[:, None] * row_stride + read * stride, mask=inside[:, None], other=0.0).to(tl.float32)
     low, high = tl.min(states, axis=1), tl.max(states, axis=1)

@@ -14,10 +14,10 @@ __all__ = ["rotate"]
 def rotate(states: Tensor, cos: Tensor, sin: Tensor, partners: Tensor) -> Tensor:
     """out[n, c] = x[n, c] cos[n, c] + x[n, partners[c]] sin[n, c], in fp32, for each head.
 
-    states: `[heads, N, D]`, any strides as long as the last dimension is contiguous. cos, sin: `[N, D]` fp32; the sign
-    that a channel's partner comes with is in `sin`, and a channel that is not rotated has 1 and 0 there. partners:
-    `[D]` int64, the other channel of each one's plane. Returns `[heads, N, D]` fp32. Not the model's function: `Rope`
-    in the workers reads from that how its planes lie. Raises `InvalidTensor` for other shapes.
+    states: `[heads, N, D]`, any strides as long as the last dimension is contiguous. cos, sin: `[N, D]` fp32; `sin`
+    includes the sign of the partner's term, and a channel that is not rotated has cos 1 and sin 0. partners: `[D]`
+    int64, the other channel of each one's plane. Returns `[heads, N, D]` fp32. Not the model's function: `Rope` in the
+    workers reads from that how its planes lie. Raises `InvalidTensor` for other shapes.
 
     Bytes: states once, 4 an element written, the tables once if they stay in the cache. FLOPs: 3 per element, so the
     memory is the limit. Share of the limit on a GPU: not measured.

@@ -1,4 +1,4 @@
-"""The norms with one of torch's own operations, of a copy where the states are not fp32."""
+"""The norms with one of torch's own operations; states that are not fp32 are copied to fp32 first."""
 
 from __future__ import annotations
 

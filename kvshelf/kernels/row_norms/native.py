@@ -1,7 +1,7 @@
 """Norms of rows in C: see `native.c`.
 
 Torch makes an fp32 copy of bf16 states first; here each number is read once, as it lies, and nothing is written but the
-norms. On x86 they have every bit of torch's own, where D is a multiple of 8.
+norms. On x86 they equal torch's bit by bit where D is a multiple of 8.
 """
 
 from __future__ import annotations

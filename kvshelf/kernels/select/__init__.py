@@ -25,8 +25,8 @@ def select(scores: Tensor, protected: Tensor, counts: Sequence[int]) -> Tensor:
     scores: `[rows, N]` fp32, higher is kept. protected: `[N]` bool. counts: entries to keep per row, protected ones
     included, each at least the number of protected and at most N. Among equal scores the smaller position wins
     (`torch.topk` leaves that open, and devices differ in it). A score that is not finite, -inf too, ranks above all
-    finite ones, so that it is kept and found among the scores of kept entries. Returns a mask `[rows, N]` bool. Raises
-    `InvalidTensor` for other shapes.
+    finite ones, so that its entry is kept and a check of the kept scores finds it. Returns a mask `[rows, N]` bool.
+    Raises `InvalidTensor` for other shapes.
     """
     _require_scores(scores, protected, counts)
     if scores.numel() == 0:
@@ -71,10 +71,10 @@ def keep_best(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The entries that `select` chooses, as `pack` packs them, and the importance of each.
 
-    The arguments are theirs: keys `[kv_heads, N, D]`, values `[kv_heads, N, Dv]`, scores `[kv_heads, N]` fp32,
-    protected `[N]` bool, counts one a head. Returns keys `[entries, D]`, values `[entries, Dv]`, positions `[entries]`
-    int32 and importance `[entries]` fp32: `importance_of` of what is kept. Raises `InvalidTensor` as they do, and on
-    the CPU for counts below the number of protected.
+    The arguments are those of `select` and `pack`: keys `[kv_heads, N, D]`, values `[kv_heads, N, Dv]`, scores
+    `[kv_heads, N]` fp32, protected `[N]` bool, counts one a head. Returns keys `[entries, D]`, values `[entries, Dv]`,
+    positions `[entries]` int32 and importance `[entries]` fp32: `importance_of` of each kept entry. Raises
+    `InvalidTensor` as they do, and on the CPU for counts below the number of protected.
     """
     at_once = getattr(implementation("select", keys.device), "keep_best", None)
     if at_once is None or keys.numel() == 0 or values.numel() == 0:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 
 def select(scores: Tensor, protected: Tensor, counts: Sequence[int]) -> Tensor:
-    """See `kvshelf.kernels.select.select`. Only the least score that is kept is looked for, and ties with it are
-    counted: a stable sort of the whole row takes three times as long."""
+    """See `kvshelf.kernels.select.select`. Finds only the least score that is kept, and counts the ties with it: a
+    stable sort of the whole row takes three times as long."""
     ranked = scores.nan_to_num(torch.inf, torch.inf, torch.inf).masked_fill_(protected, -torch.inf)
     held = int(protected.sum())
     wanted = [count - held for count in counts]
@@ -21,9 +21,9 @@ def select(scores: Tensor, protected: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def _ranked_at(ranked: Tensor, places: Sequence[int]) -> Tensor:
-    """The score at a place of each row, 1 for the best; the best for 0. Of `[rows, N]`: `[rows, 1]`."""
+    """Of `[rows, N]`, the score at each row's place, `[rows, 1]`: places 1 and 0 both give the best score."""
     last = max(1, *places)
-    if len(set(places)) == 1:  # then their order does not matter, and not to ask for it halves the time
+    if len(set(places)) == 1:  # then topk need not sort, which halves the time
         return ranked.topk(last, dim=1, sorted=False).values.amin(dim=1, keepdim=True)
     at = torch.tensor(places, device=ranked.device).unsqueeze(1)
     return ranked.topk(last, dim=1).values.gather(1, (at - 1).clamp_min(0))
@@ -48,7 +48,7 @@ def importance_of(scores: Tensor, protected: Tensor) -> Tensor:
 
 
 def of_entries(numbers: Tensor, positions: Tensor, counts: Sequence[int]) -> Tensor:
-    """`numbers` `[kv_heads, N]` of packed entries, `[entries]`. By index: a mask would wait for the device."""
+    """`numbers` `[kv_heads, N]` at packed entries, `[entries]`. Read by index: a mask would wait for the device."""
     if len(set(counts)) == 1:
         return numbers.gather(1, positions.view(len(counts), -1).long()).flatten()
     heads = torch.split(positions.long(), list(counts))
@@ -60,7 +60,7 @@ def rows_at(states: Tensor, heads: Tensor, positions: Tensor) -> Tensor:
 
     Where the states are made of whole rows, head-major or token-major, or a slice of such, their memory is a matrix
     `[*, D]` and one `index_select` copies its rows. Indexing both dimensions takes twice as long; an index for
-    `torch.gather` is D times the size of the positions, and every element is looked up by itself.
+    `torch.gather` is D times the size of the positions, and every element takes a look-up.
     """
     by_head, by_token, _ = states.stride()
     width = states.shape[2]

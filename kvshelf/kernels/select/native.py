@@ -1,9 +1,9 @@
 """Top-k by bisection and the copy of whole rows in C: see `native.c`.
 
-Torch looks for the k-th largest by a partial sort, and packs by an index of 8 bytes an entry that it makes first; here
-a row of scores is counted by some 20 thresholds, vector by vector in the processor's cache, and each kept key and value
-is copied once. `keep_best` is all of it in one call: behind a long prefill no code is in the processor's cache, and
-each of torch's operations that it saves is 20 microseconds.
+Torch finds the k-th largest by a partial sort, and packs by an index that it makes first, 8 bytes an entry. Here a row
+of scores is compared with some 20 thresholds, vector by vector in the processor's cache, and each kept key and value is
+copied once. `keep_best` does all in one call: after a long prefill no code is in the processor's cache, and each of
+torch's operations that it saves is 20 microseconds.
 """
 
 from __future__ import annotations

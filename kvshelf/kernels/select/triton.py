@@ -1,14 +1,14 @@
 """Selection and packing in one launch each: see `kvshelf.kernels.select`.
 
-`select`: one program per row looks for the least score that is kept, two bits of its image at a time, and then writes
-the mask. It reads its row 19 times; a row of up to 32k tokens (128 KiB) stays in the L1 cache of its multiprocessor, a
-longer one in L2. What binds is the latency of one multiprocessor and not memory: a layer has few rows. Rejected: a
-histogram of 8 bits (its ballots cost more than the passes they save), several programs a row (a launch each for the
-counts to meet, or atomics), a sort of the row (it moves every score and position several times).
+`select`: one program per row looks for the least score that is kept, two bits of its int32 image at a time, and then
+writes the mask. It reads its row 19 times; a row of up to 32k tokens (128 KiB) stays in the L1 cache of its
+multiprocessor, a longer one in L2. The limit is the latency of one multiprocessor and not memory: a layer has few rows.
+Rejected: a histogram of 8 bits (its ballots cost more than the passes they save), several programs a row (adding their
+counts takes a launch each time, or atomics), a sort of the row (it moves every score and position several times).
 
-`pack`: one program per `_SPAN` tokens of a head counts the flags before its own and copies what is set, so that no
-prefix sum has to be launched first; all programs of a head read N^2 / (2 * _SPAN) flags, 2 MiB of L2 at 32k tokens.
-Memory should bind. Share of the limit: not measured.
+`pack`: one program per `_SPAN` tokens of a head counts the flags before its own and copies the entries that are set, so
+that no prefix sum has to be launched first; all programs of a head read N^2 / (2 * _SPAN) flags, 2 MiB of L2 at 32k
+tokens. Memory should be the limit. Share of the limit: not measured.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ def pack(keys: Tensor, values: Tensor, mask: Tensor, counts: Sequence[int]) -> t
 
 
 def _on(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """As int64 on the device. Not waited for: the driver has copied so little from the host before the call returns."""
+    """As int64 on the device. Needs no wait: the driver copies so few bytes from the host before the call returns."""
     return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
 
 
 @triton.jit
 def _images(scores, protected, stride, protected_stride, tokens, num_tokens):
-    """int32 images of some scores in their order: 2^31 - 1 of those that are not finite, -2^31 of those that are not
-    to be chosen. Both zeros are 0."""
+    """int32 images of scores, which sort as the scores do: 2^31 - 1 for a score that is not finite, -2^31 for one that
+    must not be chosen. Both zeros give 0."""
     inside = tokens < num_tokens
     bits = tl.load(scores + tokens.to(tl.int64) * stride, mask=inside, other=0.0).to(tl.int32, bitcast=True)
     free = inside & (tl.load(protected + tokens * protected_stride, mask=inside, other=1) == 0)
@@ -91,7 +91,7 @@ def _select(
         kept = tl.load(protected + tokens * protected_stride, mask=tokens < num_tokens, other=0)
         wanted -= tl.sum(kept.to(tl.int32), axis=0)
 
-    # The greatest image that `wanted` scores reach: `least` grows by the greatest of 0 to 3 steps that keeps it so.
+    # Find the greatest image that `wanted` scores reach: `least` grows by the most steps, 0 to 3, that keep this true.
     least = tl.full((), -0x7FFFFFFF - 1, tl.int32)
     for digit in range(16):
         step = tl.full((), 1, tl.int32) << (30 - 2 * digit)

@@ -28,14 +28,14 @@ def window_scores(
     kernel: int = 1,
     pooling: str = "avg",
 ) -> Tensor:
-    """What the rows of each GQA group give to the tokens of a document, reduced over rows and group and then pooled.
+    """The attention of each GQA group's rows to the tokens of a document, reduced over rows and group and then pooled.
 
     queries: `[q_heads, R, D]`, R >= 1; keys: `[kv_heads, N, D]`. Query head h reads KV head h // (q_heads // kv_heads).
     Without `own_keys` the rows are the document's last R tokens, and each sees the keys up to its own. With `own_keys`
     `[kv_heads, T, D]`, T >= R, they are the last R of T tokens after the document: each sees all of the document and
-    those of the T up to its own, which take part in the denominator and have no score. reduce: "mean" or "max".
-    kernel: odd, how many neighbours are pooled, with zeros beyond the edges ("avg") or none ("max").
-    Returns `[kv_heads, N]` fp32. Raises `InvalidTensor` for other shapes.
+    the own keys up to its own, which take part in the denominator and have no score. reduce: "mean" or "max". kernel:
+    odd, how many neighbours are pooled, with zeros beyond the edges ("avg") or none ("max"). Returns `[kv_heads, N]`
+    fp32. Raises `InvalidTensor` for other shapes.
     """
     states = {"queries": queries, "keys": keys} | ({} if own_keys is None else {"own_keys": own_keys})
     _require("window_scores", 3, states)
@@ -60,11 +60,11 @@ def window_scores(
 
 
 def window_attention(queries: Tensor, keys: Tensor, scale: float, own_keys: Tensor | None = None) -> Tensor:
-    """Softmax weights of the rows of one GQA group on the tokens of a document, each row by itself.
+    """Softmax weights of the rows of one GQA group on the tokens of a document, not reduced.
 
     queries: `[group, R, D]`, keys: `[N, D]`, own_keys: `[T, D]`, all as in `window_scores` for one KV head. Returns
-    `[group, R, N]` fp32; rows sum to at most 1. These weights are its cost, `group * R * N * 4` bytes written (8 MiB at
-    64 rows, group 4 and 8k tokens), so that it has no kernel of its own: on CUDA too it is torch's operations.
+    `[group, R, N]` fp32; rows sum to at most 1. Writing them is the cost, `group * R * N * 4` bytes (8 MiB at 64 rows,
+    group 4 and 8k tokens), so this function has no kernel of its own: on CUDA too it uses torch's operations.
     """
     states = {"queries": queries, "keys": keys} | ({} if own_keys is None else {"own_keys": own_keys})
     _require("window_attention", 2, states)

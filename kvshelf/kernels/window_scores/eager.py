@@ -1,4 +1,4 @@
-"""Observation windows with torch's own operations: the keys meet 128 rows of a KV head's whole group at once.
+"""Observation windows with torch's own operations: one product takes 128 rows of a KV head's whole group.
 
 Bytes: the keys of one head once per 128 rows; `128 * (N + T)` fp32 logits and as many weights, 8 MiB at 8k tokens, are
 the only large buffers of `window_scores`. All 256 rows of SnapKV at once take 1.2 times as long.
@@ -52,8 +52,8 @@ def scores_by(
 
 
 def add_weights(scores: Tensor, logits: Tensor, spare: Tensor, reduce: str) -> None:
-    """Add to `scores` `[N]`, in place, what rows of logits `[rows, N + T]` give to the first N keys, or raise them to
-    the largest of it. Logits, and `spare`, as large, are written over."""
+    """Add the softmax weights of logits `[rows, N + T]` on the first N keys to `scores` `[N]`, in place, or raise the
+    scores to the largest weights. May overwrite logits and `spare`, which is as large."""
     weights = torch.softmax(logits, dim=-1, out=spare)[:, : len(scores)]
     if reduce == "max":
         torch.maximum(scores, weights.amax(dim=0), out=scores)
@@ -95,7 +95,7 @@ def _fill_logits(
     multiply_into: Multiply, logits: Tensor, rows: Tensor, keys: Tensor, own_keys: Tensor | None, future: Tensor
 ) -> None:
     """The logits of scaled rows over keys and own keys, `[rows, N + T]` fp32; `future` `[rows, R]` marks which of the
-    last R a row does not see."""
+    last R keys a row does not see."""
     num_keys = keys.shape[0]
     multiply_into(rows, keys, logits[:, :num_keys])
     if own_keys is not None:
@@ -104,5 +104,5 @@ def _fill_logits(
 
 
 def _future(group: int, num_rows: int, device: torch.device) -> Tensor:
-    """What each row does not see of the last `num_rows` tokens, `[group * num_rows, num_rows]` bool."""
+    """Which of the last `num_rows` tokens each row does not see, `[group * num_rows, num_rows]` bool."""
     return torch.ones(num_rows, num_rows, dtype=torch.bool, device=device).triu(1).repeat(group, 1)

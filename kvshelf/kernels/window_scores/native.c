@@ -1,5 +1,5 @@
-/* The logits of few rows, and from logits to what each key receives, a row at a time: its exponentials do not leave the
-   first-level caches before they are summed and added up. */
+/* The logits of few rows, and the way from logits to each key's score, a row at a time: its exponentials do not leave
+   the first-level caches before they are summed and added up. */
 
 #include "native.h"
 

@@ -1,5 +1,5 @@
-"""Observation windows with softmax and sums in C, and the products of few rows: see `native.c`. Those of many rows are
-torch's own, as in `eager`."""
+"""Observation windows with softmax, sums and the products of few rows in C: see `native.c`. The products of many rows
+are torch's own, as in `eager`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvshelf.kernels.native import FEW_ROWS, TYPES, WIDTHS, compiled, pointer
 from kvshelf.kernels.window_scores import eager
-from kvshelf.kernels.window_scores.eager import window_attention as window_attention  # its weights are its cost
+from kvshelf.kernels.window_scores.eager import window_attention as window_attention  # writing weights is its cost
 
 
 def _multiply(rows: Tensor, keys: Tensor, out: Tensor) -> None:

@@ -1,15 +1,15 @@
 """Window scores in two launches, whatever the number of heads and rows.
 
 `_split_lse` takes the log-sum-exp of each row over one split of the keys, and of the own keys as one more split.
-`_score_keys` owns a block of keys of one KV head: it combines the splits' log-sum-exps, makes the logits again for all
-rows of the group, a block of them at a time, reduces the weights over the rows and pools them. Blocks overlap by what
-pooling needs.
+`_score_keys` owns a block of keys of one KV head: it combines the splits' log-sum-exps, computes the logits again for
+all rows of the group, a block of rows at a time, reduces the weights over the rows and pools them. Blocks overlap by
+the neighbours that pooling needs.
 
 Keys are read twice, the second time mostly from the L2 cache (16 MiB a layer at 8k tokens, 8 heads of 128 channels in
-bf16; at 32k most of it comes from memory again), and the products are made twice. To keep the exponentials of one pass
-and mend them afterwards would move `q_heads * R * N` of them twice: at 64 rows and group 4, in bf16, 4 times the bytes
-of the keys. A single row is bound by the bytes of the keys; 64 rows of group 4 by products and exponentials, which take
-a pass about as long as reading the keys once. Share of the limit: not measured.
+bf16; at 32k most of it comes from memory again), and the products are made twice. Keeping the exponentials of one pass
+and correcting them afterwards would move `q_heads * R * N` of them twice: at 64 rows and group 4, in bf16, 4 times the
+bytes of the keys. A single row is bound by the bytes of the keys; 64 rows of group 4 by products and exponentials,
+which take a pass about as long as reading the keys once. Share of the limit: not measured.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ __all__ = ["window_attention", "window_scores"]  # the weights themselves are to
 _LOG2_E = math.log2(math.e)
 
 _MOST_SPLITS = 16
-"""Of 8 KV heads and two blocks of rows they make 256 programs. Each program of the second launch combines them anew: at
-16 this is an eighth of its exponentials."""
+"""With 8 KV heads and two blocks of rows, 16 splits make 256 programs. Each program of the second launch combines the
+splits again, which is an eighth of its exponentials."""
 
 _LEAST_SPLIT = 512
-"""Keys of a split; with fewer, a program's rows are most of what it loads."""
+"""Keys of a split; with fewer, a program would mostly load query rows."""
 
 _WIDEST_POOLING = 15
 """Neighbours that pooling inside a block of keys may have. Wider ones would waste half of the smallest block."""
@@ -80,7 +80,7 @@ def tiles(dim: int, group_rows: int, dtype: torch.dtype) -> dict[str, int | bool
     """Sizes of the tiles, and warps and stages, for a head size, the rows of a KV head, and a dtype."""
     width = max(16, triton.next_power_of_2(dim))
     if dtype == torch.float32:
-        most, block_keys = 32, 32  # no tensor cores for exact fp32: what meets in a tile is unrolled into registers
+        most, block_keys = 32, 32  # no tensor cores for exact fp32: a tile's products are unrolled into registers
     else:
         most, block_keys = 64, 128
     return {
@@ -98,7 +98,7 @@ def _load_rows(
     queries, q_head, q_row, kv_head, start, num_rows, group_rows,
     DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """A block of a group's rows, head after head; which of them are there, and the number of each in its head."""
+    """A block of a group's rows, head after head; which of them exist, and the number of each in its head."""
     slots = start + tl.arange(0, BLOCK_ROWS)
     valid = slots < group_rows
     head = kv_head * (group_rows // num_rows) + slots // num_rows
@@ -121,8 +121,8 @@ def _split_lse(
     DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_DIM: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """lse of each row over a split, to the base 2; -inf where it sees none of its keys. The last split is the own keys,
-    if there are any."""
+    """lse of each row over a split, to the base 2; -inf where the row sees no key of the split. The last split is the
+    own keys, if there are any."""
     start = tl.program_id(0) * BLOCK_ROWS
     split = tl.program_id(1)
     kv_head = tl.program_id(2).to(tl.int64)
@@ -134,7 +134,7 @@ def _split_lse(
     stride = tl.where(is_own, o_row, k_row)
     begin = tl.where(is_own, 0, split * split_keys)
     end = tl.where(is_own, num_own, tl.minimum(begin + split_keys, num_keys))
-    # A row of the document sees the keys up to its own, and own keys the same; any other row all of the document.
+    # A row sees the document's keys, or own keys, up to its own; a row after the document sees all of the document.
     last = tl.where(is_own, num_own, num_keys)
     seen = tl.where((num_own == 0) | is_own, last - num_rows + rows + 1, last)
     best = tl.full([BLOCK_ROWS], -1e30, tl.float32)  # finite, for a row that sees nothing of the split
@@ -153,7 +153,7 @@ def _split_lse(
 
 @triton.jit
 def _combined(lse, kv_head, start, group_rows, num_splits, BLOCK_ROWS: tl.constexpr, SPLITS: tl.constexpr):
-    """lse of a block of rows over all splits; +inf for rows that are not there, whose weights then are zero."""
+    """lse of a block of rows over all splits; +inf for rows that do not exist, so that their weights are zero."""
     slots = start + tl.arange(0, BLOCK_ROWS)
     splits = tl.arange(0, SPLITS)
     place = (kv_head * num_splits + splits[:, None]) * group_rows + slots[None, :]
@@ -190,7 +190,7 @@ def _score_keys(
         sums += tl.sum(weights, axis=1)
         if MAXIMUM:
             largest = tl.maximum(largest, tl.max(weights, axis=1))
-    # On a GPU a maximum passes over what is not a number, and a sum does not.
+    # On a GPU a maximum ignores NaN, and a sum does not.
     if MAXIMUM:  # noqa: SIM108  (Triton takes no conditional expression over blocks)
         reduced = tl.where(sums == sums, largest, sums)
     else:

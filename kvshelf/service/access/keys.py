@@ -39,7 +39,7 @@ class Caller:
 
 
 ANYONE: Final = Caller("default", frozenset(SCOPES), None)
-"""Every caller of a service without keys, see `require_local`: it has one tenant and ignores Authorization headers."""
+"""Every caller of a service without keys, see `require_local`. All have one tenant; Authorization is ignored."""
 
 
 def _with_scope(scope: Scope) -> Callable[[Request], Caller]:

@@ -54,9 +54,9 @@ class RateLimiter:
 class TenantLimits:
     """The limits that apply to requests before they are parsed.
 
-    The token cost of a request is known only after its work, so its tokens then leave the bucket, which may go below
-    zero; while it is below, no work that costs tokens starts. Reserving the maximum beforehand would refuse requests
-    that fit, because answers are rarely as long as allowed.
+    The token cost of a request is known only after its work. Only then do its tokens leave the bucket, which may go
+    below zero; while the bucket is below zero, no work that costs tokens starts. Reserving the maximum beforehand would
+    refuse requests that fit, because answers are rarely as long as allowed.
     """
 
     def __init__(

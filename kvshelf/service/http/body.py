@@ -105,7 +105,7 @@ async def received_file(
 ) -> AsyncIterator[tuple[RequestT, str, BinaryIO]]:
     """The form of an upload: its fields, the name of its `file`, and the file itself, up to `max_file_bytes`, on disk.
 
-    The file is closed with the block. Nested fields are named as OpenAI's client does it: `outer[inner]`.
+    The file is closed with the block. Nested fields are named as OpenAI's client names them: `outer[inner]`.
     """
     _require_type(request, _FORM)
     cap = _Cap("max_file_bytes", settings.max_file_bytes, settings.request_deadline_s)
@@ -143,7 +143,7 @@ def _append(file: BinaryIO, data: bytearray) -> None:
 
 
 def _require_type(request: Request, *accepted: str) -> str:
-    """The media type of the body, which must be named and one of `accepted`."""
+    """The media type of the body. The Content-Type header must give it, and it must be one of `accepted`."""
     essence = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
@@ -216,7 +216,7 @@ class _StrictParser(MultiPartParser):
     """Refuses text that is not UTF-8. Starlette's parser would silently read it as Latin-1."""
 
     async def parsed(self) -> FormData:
-        """As `parse`. Raises `InvalidRequest` for what is no form."""
+        """As `parse`. Raises `InvalidRequest` for a body that is not a form."""
         try:
             return await self.parse()
         except MultiPartException as exc:

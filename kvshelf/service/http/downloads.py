@@ -72,7 +72,7 @@ def _span(header: str, size: int) -> tuple[int, int] | None:
 
 
 def _number(digits: str) -> int | None:
-    """None for no digits. Many mean a number beyond every size; Python would refuse to convert thousands of them."""
+    """None for no digits. Reads 20 digits at most, enough for every size: Python refuses to convert thousands."""
     return int(digits.lstrip("0")[:20] or "0") if digits else None
 
 
@@ -82,6 +82,6 @@ async def _chunks(blob: BlobFile, start: int, end: int) -> AsyncIterator[bytes]:
         while start < end:
             chunk = await off_loop(blob.file.read, min(_CHUNK_BYTES, end - start))
             if not chunk:
-                return  # shorter than its manifest says: the client sees a broken transfer
+                return  # the blob is shorter than its manifest says: the client sees a broken transfer
             start += len(chunk)
             yield chunk

@@ -57,8 +57,8 @@ _MAGIC: Final = {
 
 @dataclass(frozen=True)
 class Upload:
-    """A file as it arrived. `media_type` is the sender's, in lower case without parameters, or empty; `charset` is its
-    parameter, or empty."""
+    """A file as it arrived. `media_type` is the sender's, in lower case without parameters, or empty; `charset` is the
+    media type's parameter, or empty."""
 
     data: bytes
     media_type: str = ""
@@ -100,7 +100,7 @@ class Extractor:
 
     async def text(self, upload: Upload, kind: Literal["pdf", "html"], tenant: str) -> str:
         """The text of a file. Raises `UnsupportedMediaType` without the extra, `InvalidRequest` (with a one-word
-        `reason`) or `BodyTooLarge` for unusable files, `QueueFull`, `DeadlineExceeded`. The child ends with it."""
+        `reason`) or `BodyTooLarge` for bad files, `QueueFull`, `DeadlineExceeded`. The child ends with this call."""
         library = _LIBRARIES[kind]
         if importlib.util.find_spec(library) is None:
             raise UnsupportedMediaType(

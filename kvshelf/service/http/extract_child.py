@@ -14,7 +14,7 @@ from io import BytesIO
 from typing import Final
 
 NOT_SHOWN: Final = ["[hidden]", "[style*='display:none']", "[style*='display: none']", "template"]
-"""Selectors of elements that no reader sees, as far as that shows without style sheets."""
+"""Selectors of elements that no reader sees, as far as one can tell without style sheets."""
 
 
 class Refused(Exception):

@@ -15,7 +15,7 @@ from kvshelf.api.openai import ChatCompletionChunk
 _NAMED: dict[str, type[BaseModel]] = {
     model.__name__: model for model in (AnswerDelta, ChatCompletionChunk, ErrorEnvelope)
 }
-"""Models that the document describes although FastAPI does not see them: events, and what `_reference` names."""
+"""Models that the document describes although FastAPI does not see them: events, and models given to `_reference`."""
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     "default": {
@@ -60,7 +60,7 @@ def json_or_events(one: type[BaseModel], *more: type[BaseModel]) -> dict[int | s
 
 
 def query_of(model: type[BaseModel]) -> dict[str, Any]:
-    """The `parameters` of a route that parses its query string itself, without labels, whose names are free."""
+    """The `parameters` of a route that parses its query string itself, without labels: callers choose their names."""
     fields = model.model_json_schema()["properties"]
     return {"parameters": [_parameter(name, schema) for name, schema in fields.items() if name != "labels"]}
 

@@ -15,7 +15,7 @@ READY = "kvshelf is ready at "
 """Start of the line on standard output with the service's address."""
 
 LEAVING = "leaving"
-"""Name of the event in a request's state that is set once the server accepts no more and finishes open requests."""
+"""Name of the event in a request's state, set once the server takes no more connections and finishes open requests."""
 
 _KEEP_ALIVE_S = 75
 """How long a connection may be idle. Longer than clients keep theirs (5 s in httpx and openai), because a request may

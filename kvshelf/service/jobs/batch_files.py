@@ -82,7 +82,7 @@ def _keep(store: Store, record: BatchRecord, term: int, file: BinaryIO, name: st
         filename=f"{record.id}_{name}.jsonl",
         purpose="batch_output",
         ttl_s=record.body["output_keep_s"],
-        beyond_quota=True,  # results are small beside the caches, and the batch cannot end without them
+        beyond_quota=True,  # results are small compared with caches, and the batch cannot end without them
     )
     stale = kept.id  # until the record names it
     try:

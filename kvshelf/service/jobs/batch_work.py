@@ -97,7 +97,7 @@ class BatchWork:
     metrics: Metrics
     others_wait: Callable[[], bool]
     _let_go: bool = field(default=False, init=False)  # whether the run was cancelled to let the batch rest
-    _waits_for: str = field(default="", init=False)  # the reason, if no caller asked for the rest
+    _waits_for: str = field(default="", init=False)  # the trouble it rests for; "" if it was told to rest
 
     async def run(self) -> None:
         """Work until the batch ends or rests, or the lease is lost. Raises nothing."""
@@ -120,7 +120,7 @@ class BatchWork:
             # The first end is reported above. A second error is most likely a consequence of the cancellation.
             await asyncio.gather(working, renewing, return_exceptions=True)
             if not unexpected:
-                with suppress(StoreError):  # the lease then ends by itself
+                with suppress(StoreError):  # the lease then expires
                     await asyncio.to_thread(self.store.batches.table.release, self.record.id, self.term)
 
     async def _renew(self) -> None:
@@ -221,7 +221,7 @@ class BatchWork:
             run.cancel(reason)
 
     def _after(self, record: BatchRecord, summary: Summary) -> BatchRecord:
-        """The record after a run. A run that no caller cancelled has used up its hours, so the batch ends."""
+        """The record after a run. A run that cancelled itself has used up its GPU hours, so the batch ends."""
         if summary.state != RunState.CANCELLED or _is_to_end(record):
             return record
         if self._let_go:

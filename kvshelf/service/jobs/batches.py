@@ -1,8 +1,8 @@
 """Takes batches from the store under a lease and runs them on the replicas that also answer queries.
 
 The store holds the whole state of a batch. The front end that runs a batch writes its progress there, and reads there
-what callers want, whichever front end they asked. If it dies, its lease expires and another front end continues where
-the journal ends.
+what callers requested of any front end. If the running front end dies, its lease expires and another one continues
+where the journal ends.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class Metrics:
         self._caches = gauge("caches", "caches on the shelf; NaN if unknown")
         self._shelf_bytes = gauge("shelf_bytes", "bytes of all caches on the shelf; NaN if unknown")
         self._usage_until = -math.inf
-        # Create these labels at once: a counter that first appears with its first count has no rate then.
+        # Create these labels at once: a counter that only appears with its first count shows no rate for that count.
         for counted, names in ((self._hits, _PLACES), (self._misses, _REASONS)):
             for name in names:
                 counted.labels(name)
@@ -102,7 +102,7 @@ class Metrics:
             raise
 
     def created(self, model: str, policy: str, created: Created) -> None:
-        """Records a successful creation. It counts once, its document once if any cache is new, and each new cache."""
+        """Records a successful creation: counts it once, its document once if any cache is new, and each new cache."""
         self._creations.labels(model, policy, "existing" if created.existing else "new").inc()
         if not created.existing:
             self._document_tokens.labels(model).inc(created.manifest.num_tokens)
@@ -167,7 +167,7 @@ class Metrics:
         """Reads the store's usage unless it was read a moment ago. Waits for at most two seconds."""
         if time.monotonic() < self._usage_until:
             return
-        self._usage_until = time.monotonic() + USAGE_AGE_S  # before the call, so that others do not ask meanwhile
+        self._usage_until = time.monotonic() + USAGE_AGE_S  # before the call, so that other scrapes do not ask too
         try:
             async with asyncio.timeout(_USAGE_PATIENCE_S):
                 usage = await asyncio.to_thread(store.usage)

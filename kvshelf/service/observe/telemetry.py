@@ -34,7 +34,7 @@ _AT_THE_DOOR = (Forbidden.code, RateLimited.code, Unauthorized.code)
 class ObservedRequests:
     """ASGI middleware: counts, times and traces each request, and writes its log line.
 
-    It is the outermost middleware, so that it also sees the answers of the others.
+    It is the outermost middleware, so that it also sees the answers of all other middleware.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, tracer: Tracer) -> None:

@@ -46,7 +46,7 @@ def serve(settings: Settings, place: Place) -> None:
     prepare_environment(settings.address)
     keys = None
     if settings.api_key_file is not None:
-        from kvshelf.service.access.keys import LiveKeys  # here: it imports fastapi, and Ray would wait for that
+        from kvshelf.service.access.keys import LiveKeys  # here: it imports fastapi, which would delay Ray
 
         keys = LiveKeys(KeyFile(settings.api_key_file))
     from kvshelf.service.storage import store_config

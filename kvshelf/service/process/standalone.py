@@ -28,7 +28,7 @@ _LOOK_S = 0.5
 _DESCRIBE_S = 60.0
 
 INTERRUPTED = "interrupted"
-"""Why a run was cancelled by a signal."""
+"""The reason of a run that a signal cancelled."""
 
 
 def run_standalone(

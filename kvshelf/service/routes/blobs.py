@@ -43,14 +43,14 @@ async def import_cache(request: Request, service: InService, caller: Writer) -> 
 
 
 def _import(service: Service, file: BinaryIO, about: ImportCache, tenant: str) -> tuple[Manifest, bool]:
-    """Stores the cache in a file. Returns its manifest, and whether the shelf already had it."""
+    """Stores the cache that a file contains. Returns its manifest, and whether the shelf already had it."""
     cache = CompressedCache.from_bytes(_mapped(file))
     service.serving(cache.identity.model)
     store = service.store
     try:
         cache_id = store.cache_id(cache.identity, tenant=tenant, codec=cache.codec)
         there = store.stat(cache_id, tenant=tenant)
-    except (CacheNotFound, CacheError):  # a cache that is there but unusable is replaced
+    except (CacheNotFound, CacheError):  # an unusable cache on the shelf is replaced
         manifest = store.put(
             cache,
             tenant=tenant,

@@ -36,15 +36,15 @@ _RUN_BYTES: Final = 4 << 20
 other's code from the processor's caches more often; with larger ones, hashing waits for memory."""
 
 Guard = Callable[[], AbstractContextManager[None]]
-"""Makes a block in which errors of a store's bytes and of its medium become the errors that the store promises."""
+"""Makes a `with` block that turns errors of a store's bytes and medium into the errors that the store promises."""
 
 
 class ArrivingCache:
     """A stored cache with a verified header, whose layers arrive in order, a few at a time.
 
-    One thread calls `read`; others wait for `layers`, or call `cache` for all. A layer resolves when the digests of its
-    portion are checked. `close` ends the reading early. Made by `Store.open_cache`; close it, or use it in a `with`
-    block.
+    One thread calls `read`; other threads wait for single `layers`, or for all layers in `cache`. A layer resolves when
+    the digests of its portion are checked. `close` ends the reading early. Made by `Store.open_cache`; close it, or use
+    it in a `with` block.
     """
 
     on_read: Callable[[CompressedCache], None] | None = None
@@ -186,7 +186,7 @@ class ArrivingCache:
             return self._refuse(error)
         try:
             with self.elsewhere() as other:
-                if other.root != self.root:  # it was replaced meanwhile
+                if other.root != self.root:  # the cache was replaced meanwhile
                     return self._refuse(error)
                 for mine, theirs in zip(self.layers, other.layers, strict=True):
                     theirs.add_done_callback(partial(_pass_on, mine))
@@ -196,7 +196,7 @@ class ArrivingCache:
 
     def _refuse(self, error: Exception) -> None:
         for layer in self.layers[self._resolved :]:
-            with suppress(InvalidStateError):  # resolved already, or refused by the other of `read` and `close`
+            with suppress(InvalidStateError):  # already resolved, or refused: `read` and `close` may both refuse
                 layer.set_exception(error)
 
     def __enter__(self) -> Self:

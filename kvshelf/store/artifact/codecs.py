@@ -1,4 +1,4 @@
-"""The codecs: how keys and values are encoded, as one-line texts. `encoding` does it; this module imports no torch.
+"""The codecs: how keys and values are encoded, as one-line texts. `encoding` applies them; this module needs no torch.
 
     none                     the model's dtype
     int8, int4, int2         codes in groups (`QuantizedRows`), after KIVI (arXiv 2402.02750)

@@ -31,7 +31,7 @@ def digest(domain: str, *parts: bytes | str, key: bytes | None = None) -> str:
     """Hex BLAKE3 of `parts`, each prefixed with its length, under a domain name.
 
     The length prefixes keep ("ab", "c") apart from ("a", "bc"); the domain keeps equal parts with different meanings
-    apart. With `key` (32 bytes) the hash is keyed: only its holder can test a guess of the content against an id.
+    apart. With `key` (32 bytes) the hash is keyed: only the key's holder can test a guess of the content against an id.
     """
     hasher = blake3(key=key) if key is not None else blake3()
     for part in (domain, *parts):

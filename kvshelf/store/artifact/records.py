@@ -34,8 +34,8 @@ class Kept(Packed):
     def prefixes(self, rotate: Rotate | None = None) -> tuple[Prefix, ...]:
         """The prefixes of this layer for attention. `rotate` is needed for keys that carry no rotation yet.
 
-        Rows are read in place, quantized or not; keys without rotation are rotated a block of rows at a time, and not
-        kept. Raises `StateConflict` when the model has no rotation to apply.
+        Rows are read in place, quantized or not. Keys without rotation are rotated a block of rows at a time, and the
+        result is not kept. Raises `StateConflict` when the model has no rotation to apply.
         """
         rotate = rotation(self.rope_mode, rotate)
         lengths = tuple(self.lengths)

@@ -43,8 +43,8 @@ class DiskStore(Shelf):
         """Open the shelf in a folder; both are created if missing. Raises `StoreUnavailable`, `StorageFull`.
 
         key: the key of content addresses for a new folder (32 bytes; random if None). busy_s: how long a writer waits
-        for the lock. write_lease_s: how long it may be silent. now: the wall clock, Unix seconds. Open it after
-        forking: connections do not survive a fork.
+        for the lock. write_lease_s: how long a writer may be silent. now: the wall clock, Unix seconds. Open the store
+        after forking: connections do not survive a fork.
         """
         with translated(home):
             home.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -73,7 +73,7 @@ class Folder(Blobs):
                     return None
                 raise  # other errors, such as too many open files, say nothing about the cache
             if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                with suppress(OSError):  # a file system without locks: eviction sees no readers, who are safe
+                with suppress(OSError):  # without file locks, eviction sees no readers; open files stay readable
                     fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 return file
             file.close()

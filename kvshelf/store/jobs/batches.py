@@ -83,9 +83,9 @@ class Batches:
     def update(
         self, batch_id: str, change: Callable[[BatchRecord], BatchRecord], *, tenant: str, term: int | None = None
     ) -> BatchRecord:
-        """Change the batch as it is now, and again if another process was faster; store nothing if it stays as it was.
+        """Change the current record; retries if another process was faster, stores nothing if nothing changes.
 
-        Raises `BatchNotFound`, what `change` raises, and `StateConflict` if the lease of `term` is over.
+        Raises `BatchNotFound`, any error of `change`, and `StateConflict` if the lease of `term` is over.
         """
         tried = -1
         while True:

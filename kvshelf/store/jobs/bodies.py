@@ -1,6 +1,6 @@
-"""Bytes that items of the job table hold: contents of files, bodies of requests. They lie in `Blobs` beside those of
-caches, sealed alike, and are stored as a cache is: registered, written, read back, and only then made visible, by one
-step of the job table.
+"""Bytes that items of the job table hold: contents of files, bodies of requests. Like the bytes of caches, they lie in
+`Blobs` and are sealed. They are registered, written, read back, and only then made visible, by one step of the job
+table.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from kvshelf.store.sealing import PARTS_LIMIT
 from kvshelf.store.writer import Content, Writer, opened
 
 PART: Final = 1 << 20
-"""Bytes that are sealed together, at least: what a reader of a sealed body holds in memory."""
+"""Least bytes of a sealed part, except the last one. A reader of a sealed body holds one part in memory."""
 
 Charge = Literal["within quota", "beyond quota", "nobody"]
-"""How bytes count: for their tenant, refused if its quota has no room; for their tenant, accepted all the same; or for
+"""How bytes count: for their tenant, refused if its quota has no room; for their tenant, even beyond its quota; or for
 no quota and no budget, so that a waiting request never takes the room that its own cache needs."""
 
 
@@ -59,11 +59,11 @@ class Bodies:
     ) -> Item | None:
         """Make bytes durable, verify them, and only then have `store` put them into the job table.
 
-        subject: what they belong to, see `sealing`. store: is told of the body (None for no bytes), and returns the
-        item that holds it now (`Item.held`); without an item, the bytes are removed. Raises `QuotaExceeded`,
+        subject: what the bytes belong to, see `sealing`. store: gets the body (None for no bytes), and returns the item
+        that now holds it (`Item.held`); if it returns None, the bytes are removed. Raises `QuotaExceeded`,
         `StorageFull`.
         """
-        if not data:  # the sealed format has no form for nothing
+        if not data:  # the sealed format cannot hold zero bytes
             return store(None)
         quota, payer = self._rules.quota, tenant
         if charge == "beyond quota":
@@ -108,7 +108,7 @@ class Bodies:
 
 
 def digest_of(file: RawIOBase | BinaryIO) -> str:
-    """The digest of what is left of a file, as `Body` has it."""
+    """The digest of the rest of a file, in the form of `Body.digest`."""
     hasher = blake3()
     while piece := file.read(PART):
         hasher.update(piece)

@@ -92,7 +92,7 @@ class Files:
     def list(
         self, *, tenant: str, limit: int, after: str | None = None, purpose: str | None = None
     ) -> tuple[list[FileRecord], bool]:
-        """A tenant's files, newest first, and whether there are more. Raises `InvalidRequest` where `after` is none."""
+        """A tenant's files, newest first, and whether more follow. Raises `InvalidRequest` for an unknown `after`."""
         require_after(self._table, tenant, after)
         found: list[FileRecord] = []
         while True:
@@ -105,9 +105,9 @@ class Files:
             after = items[-1].id
 
     def open(self, file_id: str, *, tenant: str) -> BlobFile:
-        """The content, seekable. It is not verified: a reader of all of it can compare its digest (`digest_of`).
+        """The content, seekable and not verified. A caller that reads all of it can compare the digest (`digest_of`).
 
-        A reader may finish when the file is deleted meanwhile. Raises `FileNotFound`.
+        A reader can finish even if the file is deleted meanwhile. Raises `FileNotFound`.
         """
         record = self.get(file_id, tenant=tenant)
         if record.body is None:

@@ -1,7 +1,7 @@
 """Background requests: each request, and each attempt before it starts, is recorded durably.
 
-A document that kills its worker is therefore counted too. The number of the attempt is the term of the item's lease and
-the fence. The body is sealed as a file is; it is durable before the request is visible, and dropped when that ends.
+An attempt that kills its worker is therefore counted too. The attempt's number is the term of the item's lease, and the
+fence. The body is sealed like a file; it is durable before the request is visible, and dropped when the request ends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _STORED: Final = {"state", "attempts_before", "cache_ids", "error", "body"}
 
 
 class RequestError(Record):
-    """Why an attempt failed, in the words of the wire. `details` as those of a `KvshelfError`: JSON types only."""
+    """Why an attempt failed, as fields of an API error. `details` as those of a `KvshelfError`: JSON types only."""
 
     code: str
     message: str
@@ -33,10 +33,10 @@ class RequestError(Record):
 
 
 class RequestRecord(Record):
-    """One request. Times are Unix seconds. `error` is the last attempt's, also while another attempt is to come.
+    """One request. Times are Unix seconds. `error` is the last attempt's, even if another attempt will follow.
 
-    attempts: the number of the last attempt. Numbers never begin anew, not even when an ended request is queued again:
-    `attempts_before` says how many came before that, or do not count. body: None for an empty or dropped one.
+    attempts: the number of the last attempt. Numbers never start again, not even when an ended request is queued again:
+    `attempts_before` says how many attempts came before that, or do not count. body: None for an empty or dropped body.
     """
 
     id: str
@@ -55,7 +55,7 @@ class RequestRecord(Record):
 
     @property
     def tries(self) -> int:
-        """Attempts that count, since the request was last queued anew."""
+        """Attempts that count, since `open` last queued the request."""
         return self.attempts - self.attempts_before
 
     @property

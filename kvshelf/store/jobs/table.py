@@ -1,6 +1,6 @@
 """Job table: versioned items with leases and journals; their texts are opaque.
 
-An item is changed by comparing versions, so that of two writers who saw the same version one succeeds. A lease says who
+A change compares versions: of two writers that saw the same version of an item, one succeeds. A lease says which worker
 works on an open item. Its term counts the attempts and is the fence: a holder whose lease ran out, and whose item
 another worker took, holds an old term and can change nothing.
 """
@@ -25,10 +25,10 @@ RecordT = TypeVar("RecordT", bound=Record)
 class Item:
     """One item of one tenant. Times are Unix seconds on the home's clock, but `due` is on the caller's.
 
-    text: JSON. version: counts the changes of the item; leases are none. open: there is work to do on it. due: when to
-    forget it, None: never. held: the name in `Blobs` of bytes that belong to it.
+    text: JSON. version: counts the changes of the item, not its leases. open: whether there is work to do. due: when to
+    forget the item, None: never. held: the name in `Blobs` of bytes that belong to the item.
 
-    The table sets the rest. term: number of the newest lease, 0 before the first. holder: who took that lease.
+    The table sets the rest. term: number of the newest lease, 0 before the first. holder: the worker that took it.
     lease_until: its end, 0 if it was released. updated_at: the last change or lease.
     """
 
@@ -48,12 +48,12 @@ class Item:
 
 
 class JobTable(abc.ABC):
-    """The items of one home. Every method is one atomic step, whoever else works on the home, and durable when it
-    returns, unless it says otherwise. All users of the home share the clock of its leases.
+    """The items of one home. Unless a method says otherwise, it is one atomic step, even while others work on the home,
+    and durable when it returns. All users of the home share the clock of its leases.
 
-    `held` of an item names a write in progress (`Index.begin`). Storing the item takes the end off that write's lease,
-    so that its bytes stay and count for the tenant; `StoreUnavailable` if the lease has run out. When the item lets go
-    of the bytes, or is removed, they are among the abandoned ones of the index.
+    `held` of an item names a write in progress (`Index.begin`). Storing the item makes that write's lease endless, so
+    that its bytes stay and count for their tenant; `StoreUnavailable` if the lease has run out. When the item drops
+    `held`, or is removed, the write becomes one of `Index.abandoned`.
 
     Methods raise `StoreUnavailable` and `StorageFull` when the home does not work.
     """
@@ -68,11 +68,11 @@ class JobTable(abc.ABC):
 
     @abc.abstractmethod
     def listing(self, kind: Kind, tenant: str, after: str | None, limit: int) -> list[Item]:
-        """A tenant's items, newest first, behind the one with the id `after`; empty if there is no such item."""
+        """A tenant's items, newest first, starting after the item `after`; empty if there is no such item."""
 
     @abc.abstractmethod
     def change(self, item: Item, *, term: int | None = None, release: bool = False) -> Item | None:
-        """Replace text, `open`, `due` and `held` of the version that the item has; returns the next version.
+        """Replace text, `open`, `due` and `held`, if the stored version is `item.version`; returns the next version.
 
         release: end the lease too. None, and nothing is changed, if the item was changed or removed since, or if `term`
         is given and not the newest.
@@ -122,7 +122,7 @@ class JobTable(abc.ABC):
 
 
 def read(item: Item, record: type[RecordT], **fields: Any) -> RecordT:
-    """The record in an item's text, with some fields from elsewhere. Raises `StoreUnavailable` if it is none."""
+    """The record in an item's text, with the given `fields` added. Raises `StoreUnavailable` for any other text."""
     try:
         return record.model_validate(json.loads(item.text) | fields)
     except (ValueError, TypeError) as wrong:
@@ -131,7 +131,7 @@ def read(item: Item, record: type[RecordT], **fields: Any) -> RecordT:
 
 
 def require_after(table: JobTable, tenant: str, after: str | None) -> None:
-    """Raise `InvalidRequest` for an `after` that is no item: a listing behind it would be empty, and look complete."""
+    """Raise `InvalidRequest` if `after` is not an item: a listing from there would be empty, and look complete."""
     if after is not None and table.find(after, tenant) is None:
         raise InvalidRequest(f"after: there is no {after[:80]!r} to continue from", param="after")
 

@@ -14,8 +14,8 @@ local function now_ms()
 end
 
 -- Removes the ended leases from KEYS[1], the readers' key. Returns when the last remaining lease ends, 0 without one.
--- A full server may refuse only the first write of a script, and never this one. So after it, `lease` can ZADD: a full
--- shelf stays readable.
+-- A full server may refuse only the first write command of a script, and it never refuses ZREMRANGEBYSCORE. So `lease`
+-- can call ZADD afterwards: a full shelf stays readable.
 local function read_until()
   call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now_ms())
   local last = call('ZRANGE', KEYS[1], -1, -1, 'WITHSCORES')[2]

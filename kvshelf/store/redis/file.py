@@ -112,7 +112,7 @@ class RedisFile(SeekableFile):
         view[:] = data
 
     def _stream_into(self, view: memoryview, position: int) -> int:
-        """Read from the stream at a position, or from a new one if it is elsewhere. Returns how many bytes came."""
+        """Read from the stream, or from a new one if it is not at `position`. Returns how many bytes came."""
         if self._stream is None or self._stream.position != position:
             self._end_stream()
             self._begin_stream(position)
@@ -143,7 +143,7 @@ class _Stream:
         self, link: RedisLink, pieces: Sequence[Piece], skip: int, position: int, last: Command | None
     ) -> None:
         """skip: unwanted bytes of the first piece. position: where in the file the stream begins. last: a command sent
-        with the last span, so that no thread waits for its answer, a number."""
+        with the last span; its answer is a number, and no thread waits for it."""
         self.position = position
         self.has_said_last = False
         self._last = last

@@ -2,7 +2,7 @@
 
 - A command is sent once. Idle connections that the server has closed are detected before they are used; a command sent
   on a connection that then breaks may have been executed, so it is not sent again. Only commands that the server itself
-  declares undone are repeated: their key moved in a cluster, or the server forgot the script.
+  declares not executed are repeated: their key moved in a cluster, or the server forgot the script.
 - Every wait on a socket ends after `timeout_s` without progress. After that the server's circuit breaker is open for a
   second, in which every call fails at once; then one caller tries, and its success closes the breaker.
 - A connection on which anything went wrong is closed.

@@ -18,7 +18,7 @@ class Script:
     its reply names the kind of reply."""
 
     def __init__(self, link: RedisLink, file: str, key: str, replies: Mapping[str, int]) -> None:
-        """file: beside this module. replies: the words that replies begin with, and how many parts follow each."""
+        """file: in this module's folder. replies: the words that replies begin with, and how many parts follow each."""
         self._link = link
         self._source = resources.files(__package__).joinpath(file).read_text()
         self._key = key

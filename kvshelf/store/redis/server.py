@@ -40,7 +40,7 @@ class Breaker:
                 return
             if time.monotonic() < self._resting_until:
                 raise Resting(f"{self._reason}, a moment ago")
-            # This call tries. The others are refused meanwhile; if this try never returns, one of them is the next.
+            # This call tries; other calls are refused meanwhile. If this call never returns, a later call tries.
             self._resting_until = time.monotonic() + REST_S + self._patience_s
 
     @property
@@ -115,7 +115,7 @@ class Server:
 
 
 def _is_demoted(reply: Reply) -> bool:
-    """Whether a server says that it is no primary any more; new connections find out whether it is one again."""
+    """Whether a server says that it is no primary any more; new connections find out if it is a primary again."""
     return isinstance(reply, Refused) and reply.code == "READONLY"
 
 
@@ -147,8 +147,8 @@ class Loan:
 
 
 class _Greeting:
-    """Makes redis-py open and check connections through `Wire`. Its own reader trusts any length a peer claims, and
-    with hiredis allocates memory for it."""
+    """Makes redis-py open and check connections through `Wire`. redis-py's own reader trusts any length a peer claims,
+    and with hiredis allocates memory for it."""
 
     def __init__(self, *, primary: bool = False, **options: Any) -> None:
         self._primary = primary
@@ -165,7 +165,7 @@ class _Greeting:
             if self._primary and (not isinstance(reply, list) or reply[:1] != [b"master"]):
                 raise NoServer(f"{location(self.host, self.port)} is no primary")
         except BaseException:
-            self.disconnect()  # redis-py would keep it in the pool, not authenticated
+            self.disconnect()  # redis-py would keep the connection in the pool, not authenticated
             raise
 
     def _greetings(self: Any) -> Iterator[Command]:

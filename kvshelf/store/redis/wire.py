@@ -16,7 +16,7 @@ Command = Sequence[Part]
 Reply = Any
 """bytes, int, None, a list of replies, or a `Refused` that the server gave as its answer."""
 
-_INBOX: Final = 16 << 10  # bytes; also the longest line: the answers that are lines are short
+_INBOX: Final = 16 << 10  # bytes; also the limit of one line: answers of one line are short
 _SMALL: Final = 32 << 10  # bytes; below it, copying buffers together is cheaper than sending each
 _REPLY_LIMIT: Final = 64 << 20  # bytes of one whole reply; values that may be larger are read by `bulk`
 _ITEM: Final = 64  # bytes that an item of a list counts for, besides its own
@@ -93,7 +93,7 @@ class Wire:
     # Receiving
 
     def receive(self) -> Reply:
-        """The next answer. An error of the server is returned, not raised: others may follow it."""
+        """The next answer. An error of the server is returned, not raised: other answers may follow it."""
         reply, _ = self._reply(_REPLY_LIMIT, _DEPTH)
         return reply
 

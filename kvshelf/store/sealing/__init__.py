@@ -4,12 +4,12 @@
     lengths      of each part, plain                                        8 bytes each
     parts        ciphertext and tag, without holes                          plain length + 16 bytes each
 
-A part is what a reader takes at once: the head of a blob, a segment, the trailer. So a layer can be used as soon as its
-own tag is checked, as its digest is in a plain blob.
+A part is the unit of reading: the head of a blob, a segment, or the trailer. So a layer can be used as soon as its own
+tag is checked, as in a plain blob once its own digest is checked.
 
-Every blob has a key of its own, from the master key, a random salt and the tenant (`Keyring.derive`). A nonce is the
-number of a part: it cannot repeat under one key, however many blobs there are, and no writer counts anything. Each tag
-also covers the header, the tenant and the subject, which is what the blob belongs to. So parts that are changed, cut
+Every blob has its own key, derived from the master key, a random salt and the tenant (`Keyring.derive`). A nonce is the
+number of a part: it cannot repeat under one key, however many blobs there are, and no writer needs a counter. Each tag
+also covers the header, the tenant and the subject, which names what the blob belongs to. So parts that are changed, cut
 off, left out, put in another order, or taken from another blob do not open, and neither does a whole blob under the
 name of another cache or tenant.
 
@@ -54,7 +54,7 @@ PARTS_LIMIT: Final = 4096 + 2
 _FIXED = struct.Struct("<8sHH8s32sI")
 
 HEADER_BYTES: Final = _FIXED.size
-"""What `is_sealed` and `key_id_of` need of a blob."""
+"""How many first bytes of a blob `is_sealed` and `key_id_of` need."""
 
 _SALT_BYTES = 32
 _TAG_BYTES = 16
@@ -84,7 +84,7 @@ def key_id_of(header: bytes) -> str:
 
 
 def seal(keyring: Keyring, tenant: str, subject: str, parts: Sequence[Sequence[memoryview]]) -> SealedParts:
-    """Seal parts, each of which may consist of several buffers of bytes; empty parts are left out. What is in the
+    """Seal parts, each of which may consist of several buffers of bytes; empty parts are left out. The content of the
     buffers must not change until it has been encrypted.
 
     Raises `InvalidRequest` for parts that the format cannot hold: more than `PARTS_LIMIT`, one of more than
@@ -104,9 +104,9 @@ def seal(keyring: Keyring, tenant: str, subject: str, parts: Sequence[Sequence[m
 def unseal(keyring: Keyring, tenant: str, subject: str, file: RawIOBase, nbytes: int) -> SealedFile:
     """The plain bytes of a sealed blob of `nbytes` bytes in a seekable file, which the result takes over.
 
-    Raises `BlobError` for what is not a whole sealed blob (`bad_magic`, `newer_major`, `unknown_major`,
-    `header_too_large`, `field_malformed`, `truncated`, `trailing_bytes`), and `StoreUnavailable` for one whose key the
-    keyring does not have. Then the file stays open. What is wrong with a part is found when it is read.
+    Raises `BlobError` if the file is not a whole sealed blob (`bad_magic`, `newer_major`, `unknown_major`,
+    `header_too_large`, `field_malformed`, `truncated`, `trailing_bytes`), and `StoreUnavailable` if the keyring lacks
+    the blob's key. After an error the file stays open. A damaged part is found when it is read.
     """
     header = _read_header(file, nbytes)
     return SealedFile(file, header, _Ciphers(keyring, header, tenant, subject))
@@ -116,11 +116,11 @@ class SealedFile(SeekableFile):
     """The plain bytes of a sealed blob. Closing it closes the file below.
 
     No byte is handed out before the tag of its part is checked. A read that takes a whole part decrypts it straight
-    into the caller's buffer, and wipes it there if the tag is wrong. For smaller reads one part, the one last read, is
-    kept in memory, and wiped likewise.
+    into the caller's buffer, and wipes the buffer if the tag is wrong. For smaller reads, the part last read is kept in
+    memory, which is also wiped if the tag is wrong.
 
     Reading raises `BlobError`: `sealed_damaged` for a part that is not what was sealed for this tenant and subject,
-    `truncated` where the file ends while it is read, and what the file below raises.
+    `truncated` if the file ends too early. It also raises any error of the file below.
     """
 
     def __init__(self, file: RawIOBase, header: _Header, ciphers: _Ciphers) -> None:
@@ -132,7 +132,7 @@ class SealedFile(SeekableFile):
         self._held: int | None = None  # the part that is in `_memory`
         self._memory = memoryview(b"")
         self.nbytes = sum(header.lengths)
-        """Plain bytes. What the header says of lengths is verified with each part."""
+        """Plain bytes, by the header. Checking a part's tag also verifies the lengths in the header."""
 
     def close(self) -> None:
         self._held, self._memory = None, memoryview(b"")
@@ -156,7 +156,7 @@ class SealedFile(SeekableFile):
         length = self._lengths[part]
         self._held = None
         if len(self._memory) < length:
-            self._memory = memoryview(b"")  # the old one is freed before there is a new one
+            self._memory = memoryview(b"")  # frees the old memory before the new is allocated
             self._memory = fresh_memory(length)
         self._decrypt(part, self._memory[:length])
         self._held = part
@@ -170,12 +170,12 @@ class SealedFile(SeekableFile):
                 f"part {part} of the sealed blob does not open: it is damaged, or sealed for another cache or tenant",
                 reason="sealed_damaged",
             ) from error
-        except BaseException:  # whatever it is: nothing that was not verified stays
+        except BaseException:  # after any error, no unverified bytes may stay
             _wipe(into)
             raise
 
     def _decrypt_and_check(self, part: int, into: memoryview) -> None:
-        """Not in one call for the whole part: its ciphertext would need memory of its own, and is no faster."""
+        """Decrypts piece by piece: one call for the whole part needs memory for the ciphertext, and is no faster."""
         decryptor = self._ciphers.decryptor(part)
         self._file.seek(self._body + self._starts[part] + part * _TAG_BYTES)
         piece = memoryview(bytearray(min(_PIECE, len(into))))
@@ -215,8 +215,8 @@ class _Header:
 class _Ciphers:
     """The ciphers of a blob's parts: one key, a nonce for each part, the same associated data for all.
 
-    The associated data need not repeat the number of a part, which its nonce is, nor whether it is the last: the header
-    is in them and says how many there are.
+    The associated data need not hold the number of a part, because that is its nonce, nor whether a part is the last:
+    they hold the header, which has the number of parts.
     """
 
     def __init__(self, keyring: Keyring, header: _Header, tenant: str, subject: str) -> None:

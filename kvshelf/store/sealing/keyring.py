@@ -33,7 +33,7 @@ class Keyring:
     """
 
     def __init__(self, keys: Sequence[bytes]) -> None:
-        """`keys`: 32 random bytes each. Raises `InvalidRequest` for none, for another length, and for doubles."""
+        """`keys`: 32 random bytes each. Raises `InvalidRequest` for no key, another length, or a repeated key."""
         if not keys or any(len(key) != KEY_BYTES for key in keys):
             raise InvalidRequest(f"a keyring needs keys of {KEY_BYTES} bytes, at least one", param=_PARAM)
         self._keys = {_id(key): key for key in keys}
@@ -49,7 +49,7 @@ class Keyring:
         """A text file with a key on each line: 64 hex digits, or base64 of 32 bytes. What follows a # is a comment.
 
         Only its owner may have access to the file. Raises `InvalidRequest` for a file that is missing, open to
-        others, or not of this form; no message holds anything of a line.
+        others, or not of this form; no message repeats any part of a line.
         """
         lines = read_private(Path(path), param=_PARAM).splitlines()
         keys: dict[bytes, int] = {}
@@ -70,7 +70,7 @@ class Keyring:
     def derive(self, key_id: str, salt: bytes, *context: str) -> bytes:
         """32 bytes that belong to a key, a random salt and a context: HKDF-SHA256 (RFC 5869).
 
-        Raises `StoreUnavailable` for a key that is not in the ring: what is sealed with it is as good as ever.
+        Raises `StoreUnavailable` for a key that is not in the ring: a missing key does not make its blobs corrupt.
         """
         if key_id not in self._keys:
             raise StoreUnavailable(

@@ -45,11 +45,11 @@ class DiskTier(Tier):
         self.max_bytes = max_bytes
         self._store = store
         self._note = store.home / _NOTE
-        self._keeping = threading.Lock()  # one at a time: others would take the space that this one freed
+        self._keeping = threading.Lock()  # one at a time: other threads would take the freed space
 
     @staticmethod
     def known_key(folder: Path) -> bytes | None:
-        """The key of the home that the copies in a folder belong to, None if there are none yet.
+        """The key of the home that the copies in a folder belong to, None if the folder is no tier yet.
 
         Raises `StoreUnavailable` for a folder that is a home itself.
         """
@@ -70,7 +70,7 @@ class DiskTier(Tier):
     ) -> Self:
         """Open the tier in a folder, or make it in an empty one.
 
-        key: the home's. Raises `StoreUnavailable`, also for a folder that is a home or belongs to another one.
+        key: the home's. Raises `StoreUnavailable`, also for a folder that is a home or has copies for another home.
         """
         cls.known_key(folder)
         with translated(folder):
@@ -97,7 +97,7 @@ class DiskTier(Tier):
     def keep(self, manifest: Manifest, cache: CompressedCache) -> None:
         if manifest.bytes_stored > self.max_bytes or self._has(manifest):
             return
-        with self._keeping, suppress(BlobError):  # the cache is not the manifest's
+        with self._keeping, suppress(BlobError):  # the cache does not belong to the manifest
             self.drop(manifest.id, manifest.tenant)  # a copy of another blob, or a damaged one
             self._store.adopt(cache, manifest)
 
@@ -117,7 +117,7 @@ class DiskTier(Tier):
             self._store.update(manifest.id, tenant=manifest.tenant, **changing)
 
     def find(self, cache_id: str, tenant: str, *, recent: bool = False) -> Manifest | None:  # noqa: ARG002
-        """All copies are recent: deletions on this machine reach them at once, others with the next sweep."""
+        """All copies are recent: deletions on this machine reach them at once, other deletions with the next sweep."""
         with suppress(CacheNotFound, CacheError):
             return self._store.stat(cache_id, tenant=tenant)
         return None
@@ -166,7 +166,7 @@ class DiskTier(Tier):
         return copy is not None and copy.blob_digest == manifest.blob_digest
 
     def _read(self, manifest: Manifest, read: Callable[[], ReadT]) -> ReadT | None:
-        """What `read` finds in the copy of the manifest's blob."""
+        """The result of `read` on the copy of the manifest's blob; None if there is no good copy."""
         if not self._has(manifest):
             return None
         try:

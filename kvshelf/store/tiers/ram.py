@@ -29,13 +29,13 @@ RECENT_S: Final = 60.0
 """How long a copy may be used without the home after the home has confirmed it.
 
 A deletion by another process drops no copy here before the next sweep, and some processes never sweep. Equal to the
-default interval of sweeps, so that a deleted cache is not served for longer than from a disk.
+default interval of sweeps, so that a deleted cache is not served for longer than from a disk tier.
 """
 
 
 PER_COPY: Final = 16 << 10
 """Bytes of the objects that describe a copy, besides its blob, so that many small caches count in full. With many
-layers these objects take about ten times as much, but then little compared with the blob."""
+layers these objects take about ten times as much, but then the blob is far larger."""
 
 _LEAST_MAPPED: Final = 2 << 20  # bytes; smaller copies share pages: a process may have only some 65,000 maps
 

@@ -1,4 +1,4 @@
-"""A tier: a place for copies of caches, before the home that has them all."""
+"""A tier: a place for copies of caches, in front of the home that has all caches."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Tier(abc.ABC):
 
     @abc.abstractmethod
     def keep_source(self, manifest: Manifest, text: str) -> None:
-        """Keep the source beside a copy. Does nothing if there is no copy."""
+        """Keep the source with a copy. Does nothing if there is no copy."""
 
     @abc.abstractmethod
     def confirm(self, manifest: Manifest) -> None:

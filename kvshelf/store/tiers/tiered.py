@@ -1,4 +1,4 @@
-"""Tiers before a home: local copies make reads faster and bridge an outage of the home.
+"""Tiers in front of a home: local copies make reads faster and bridge an outage of the home.
 
 The home is authoritative. Every read asks it for the manifest first, one round trip that reveals expiry and deletion;
 only the bytes come from a copy of the same blob. A copy's own manifest counts in three cases:
@@ -47,7 +47,7 @@ ResultT = TypeVar("ResultT")
 log = logging.getLogger("kvshelf.store")
 
 _Word = Literal["live", "lost", "away"]
-"""The home's answer about a cache: it has it; it lost or damaged it; it cannot be reached."""
+"""The home's answer about a cache: it has the cache; it lost or damaged the cache; it cannot be reached."""
 
 
 class _Lost(CacheNotFound):
@@ -123,7 +123,7 @@ class TieredStore(Store):
             raise _Lost(error.message, param=error.param) from error
 
     def _stand_in(self, cache_id: str, tenant: str, error: KvshelfError) -> Manifest:
-        """The manifest of a copy that counts although the home raised `error`; raises that if there is no copy."""
+        """The manifest of a copy that counts although the home raised `error`; without such a copy, raises `error`."""
         recent = not isinstance(error, CacheCorrupt)
         copy = self._tiers.first(lambda tier: tier.find(cache_id, tenant, recent=recent), self._witnesses(error))
         if copy is not None:
@@ -144,7 +144,7 @@ class TieredStore(Store):
         return [tier for tier, incarnation in noted if incarnation not in ("", self._home.incarnation)]
 
     def _open(self, manifest: Manifest, word: _Word, first: int = 0) -> ArrivingCache:
-        """Open a manifest's blob in the first tier that has it, from tier `first` on, or at home. word: of the home."""
+        """Open a manifest's blob in the first tier that has it, from tier `first` on, or at home. word: see `_Word`."""
         for index, tier in enumerate(self._tiers.all[first:], first):
             with self._tiers.tolerant(tier):
                 if word == "live":
@@ -161,7 +161,7 @@ class TieredStore(Store):
         return arriving
 
     def _share(self, manifest: Manifest, tiers: Sequence[Tier], cache: CompressedCache) -> None:
-        """After a read or a write: copy the cache to `tiers`, and to the home if that has lost it."""
+        """After a read or a write: copy the cache to `tiers`, and to the home if the home has lost it."""
         self._tiers.each(lambda tier: tier.keep(manifest, cache), tiers)
         # Look it up again: a caller may have deleted the cache meanwhile, before there was a copy to drop.
         with suppress(KvshelfError):  # the reader has its cache, and the next sweep tries again
@@ -171,12 +171,12 @@ class TieredStore(Store):
     # Giving back
 
     def _give_back(self, manifest: Manifest, cache: CompressedCache) -> None:
-        """Store a cache at home again, with its source if a tier has that. Raises as `Shelf.adopt` does."""
+        """Store a cache at home again, with its source if a tier has the source. Raises as `Shelf.adopt` does."""
         with self._giving_back:  # one at a time: many threads notice the loss at once
             text = self._tiers.source(manifest)
             try:
                 self._ask_home(manifest.id, manifest.tenant)
-                return  # it has it already
+                return  # the home has the cache already
             except CacheCorrupt:
                 # The home's manifest counts: its labels, expiry or pin may be newer than the copy's.
                 self._home.mend(cache, manifest.id, tenant=manifest.tenant)
@@ -187,7 +187,7 @@ class TieredStore(Store):
             log.info("gave cache %s back to its home", manifest.id)
 
     def _insist(self, cache_id: str, tenant: str, call: Callable[[], ResultT]) -> ResultT:
-        """Call the home about one cache. If the home has lost the cache and a tier has a copy, give that back first."""
+        """Call the home about one cache. If the home lost the cache and a tier has a copy, first give it back."""
         try:
             return call()
         except (CacheNotFound, CacheError):
@@ -258,7 +258,7 @@ class TieredStore(Store):
                 stat = partial(self._home.stat, copy.id, tenant=copy.tenant)
                 tier.confirm(self._insist(copy.id, copy.tenant, stat))
             except (CacheNotFound, CacheError):
-                pass  # and so its copies were dropped
+                pass  # `_insist` has dropped its copies
             except QuotaExceeded:
                 all_compared = False  # other tenants may have quota left
             except StoreError as error:

@@ -1,4 +1,4 @@
-"""All tiers before a home together. A failing tier is logged and otherwise ignored."""
+"""All tiers in front of a home together. A failing tier is logged and otherwise ignored."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Tiers:
         return [name for name, at in self._failed_at.items() if now - at < _FAILING_S]
 
     def each(self, act: Callable[[Tier], ResultT], tiers: Iterable[Tier] | None = None) -> list[tuple[Tier, ResultT]]:
-        """Every tier that works (of `tiers`; None: of all), and what `act` returns for it."""
+        """Call `act` on each of `tiers` (None: on all); returns each tier that works, with the result."""
         found: list[tuple[Tier, ResultT]] = []
         for tier in self.all if tiers is None else tiers:
             with self.tolerant(tier):
@@ -57,7 +57,7 @@ class Tiers:
         return found
 
     def first(self, act: Callable[[Tier], ResultT | None], tiers: Iterable[Tier] | None = None) -> ResultT | None:
-        """The first thing that `act` returns for a tier that works, and that is not None."""
+        """The first result of `act` that is not None, over the tiers that work."""
         for tier in self.all if tiers is None else tiers:
             with self.tolerant(tier):
                 if (found := act(tier)) is not None:
@@ -80,7 +80,7 @@ class Tiers:
         return [tier.name for tier, had in dropped if had]
 
     def problems(self) -> list[str]:
-        """As `Store.check`; a tier that does not work is one."""
+        """As `Store.check`; a tier that does not work is a problem, too."""
         found: list[str] = []
         for tier in self.all:
             try:
@@ -90,7 +90,7 @@ class Tiers:
         return found
 
     def scrub(self) -> Iterator[Scrubbed]:
-        """Read every copy to its end, drop the damaged ones, and report these only."""
+        """Read every copy to its end, drop the damaged copies, and report only those."""
         for tier in self.all:
             with self.tolerant(tier):
                 for found in tier.scrub():

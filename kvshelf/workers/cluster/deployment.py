@@ -158,7 +158,7 @@ def undeploy(engines: Iterable[RemoteEngine]) -> None:
 
 
 def _resources(device: str) -> dict[str, float]:
-    # Not by the cluster alone: GPU nodes may join after the service, which would then stay on their CPUs for good.
+    # "cuda" takes a GPU even if the cluster has none yet: a node may join later, and replicas never change device.
     there = device == "auto" and ray.cluster_resources().get("GPU", 0) > 0
     return {"num_gpus": 1, "num_cpus": 0} if there or device.startswith("cuda") else {"num_cpus": 1}
 

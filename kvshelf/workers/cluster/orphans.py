@@ -1,8 +1,8 @@
 """Orphans: deployments on a shared Ray cluster whose owner, the process that made them, has ended.
 
-Ray Serve keeps a deployment running after its owner, and with it a GPU for each replica. So each process on a shared
-cluster holds an actor there, which Ray ends together with the process; a deployment whose owner has no actor is an
-orphan. (Fixed names, taken over by the next process, would let two services on one cluster overwrite each other.)
+Ray Serve keeps a deployment running after its owner has ended, and with it a GPU for each replica. So each process on a
+shared cluster holds an actor there, which Ray ends together with the process; a deployment whose owner has no actor is
+an orphan. (Fixed names, taken over by the next process, would let two services on one cluster overwrite each other.)
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """What each worker of Ray imports before its first task: Serve's controller and the replicas all need Serve, and
-importing it takes 1 s. A replica calls `startup.end`; the controller, without tensors, stays as it is."""
+importing it takes 1 s. A replica calls `startup.end`; the controller does not, as it has no tensors."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ _GRACE_S = 5.0  # the replica enforces deadlines itself; this covers one that no
 
 
 class RemoteEngine:
-    """The replicas of one model, whose methods it calls; cancelling the caller's task cancels their work.
+    """Calls the replicas of one model; cancelling the caller's task cancels their work.
 
     running: replicas that take requests, as last reported by Ray; `watch` updates it. While it is 0, requests are
     refused, because Ray would let them wait for ever. target_replicas: how many Ray is to run. app, handle: Ray's.
@@ -69,7 +69,7 @@ class RemoteEngine:
         """The result of a method of `Replica`, which runs under the caller's log id.
 
         limit_s: seconds until `DeadlineExceeded`. By default a little more than the `deadline_s` among the arguments,
-        which the replica keeps itself.
+        which the replica itself enforces.
         """
         limit_s = kwargs["deadline_s"] + _GRACE_S if limit_s is None else limit_s
         started = time.monotonic()

@@ -1,6 +1,6 @@
 """Garbage collection while a process starts.
 
-Imported modules stay. To search them for garbage again and again takes a sixth of the time of importing transformers.
+Imported modules are no garbage. Searching them again and again takes a sixth of the time of importing transformers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def begin() -> None:
 
 
 def end() -> None:
-    """Collect as often as usual again, because reference cycles may hold tensors. What there is by now stays, so it is
+    """Collect as often as usual again, because reference cycles may hold tensors. Objects made by now stay, so they are
     searched no more."""
     gc.freeze()
     gc.set_threshold(*_USUAL)

@@ -43,8 +43,8 @@ __all__ = ["Compression", "Engine", "Prefill"]
 class Engine:
     """A causal language model of transformers, its tokenizer, and what kvshelf does with them.
 
-    One thread owns the model; only `prepare`, `encode_document`, `encode_query`, `attach` and `start` are thread-safe. The model
-    keeps its own attention function: kvshelf's is selected for the duration of a call.
+    One thread owns the model; only `prepare`, `encode_document`, `encode_query`, `attach` and `start` are thread-safe.
+    The model keeps its own attention function; a call selects kvshelf's while it runs.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any = None, *, name: str | None = None) -> None:
@@ -156,9 +156,9 @@ class Engine:
         """Compress one document at several levels and measure the quality of each. In the order of `levels`.
 
         Levels whose policies need the same probe passes share a prefill (`job.shared` says which do not). Quality is
-        measured with `questions` made from the document; 0 measures nothing. A level has the bytes that `run` and its
-        codec give, except for last bits where a device sums longer calls in another order. All levels of a prefill are
-        in memory at once. Encoding counts as compression time.
+        measured with `questions` made from the document; 0 measures nothing. A level gets the same bytes as from `run`
+        and its codec, except for last bits where a device sums longer calls in another order. All levels of a prefill
+        are in memory at once. Encoding counts as compression time.
         """
         done: dict[int, Compression] = {}
         for group in shared(levels):
@@ -182,11 +182,11 @@ class Engine:
     # Measuring
 
     def probe(self, job: Job, questions: int = QUESTIONS) -> Probe | None:
-        """The probe that measures the quality of this document's caches; None if `questions` is 0 or none is possible.
+        """The probe that measures the quality of a document's caches; None if `questions` is 0 or it is impossible.
 
-        None is possible for a document too short to ask about; for one read chunk by chunk, because there is never a
-        full cache to compare with; without room for the questions behind the document; and under a RoPE that changes
-        with the length, because tokens behind the document would change its keys.
+        No probe is possible for a document too short to ask about; for a document read chunk by chunk, because there is
+        never a full cache to compare with; without room for the questions behind the document; under a RoPE that
+        cannot be undone; and under one that changes with the length, so that later tokens would change earlier keys.
         """
         if not questions or job.absorber is not None or self.rope is None or self.rope.length_dependent:
             return None
@@ -201,7 +201,7 @@ class Engine:
         """How close `cache` is to the full cache of its document; `reference` is from the prefill of that document.
 
         Raises `InvalidRequest` for a cache of another document, `ModelMismatch` for one of another model, and
-        `PolicyUnsupported` where the model's logits are not numbers: under no policy would it answer.
+        `PolicyUnsupported` where the model's logits are not numbers: no policy would help.
         """
         if cache.identity.document != reference.document:
             raise InvalidRequest("the reference is of another document than the cache; use that of its own prefill")
@@ -226,8 +226,8 @@ class Engine:
         """A transformers `Cache` with `cache` as its read-only prefix. Inside the block the model runs kvshelf's
         attention.
 
-        `model(ids, past_key_values=past)` takes the question's ids; `model.generate` takes the whole sequence, for
-        which `past.with_document(ids)` stands in the document's part. Raises `ModelMismatch` for a cache of another
+        `model(ids, past_key_values=past)` takes the question's ids; `model.generate` takes the whole sequence:
+        `past.with_document(ids)` puts stand-ins in the document's place. Raises `ModelMismatch` for a cache of another
         model.
         """
         past = AttachedCache(self.attach(cache), reach(self.model.config, cache.num_tokens))
@@ -242,7 +242,7 @@ class Engine:
         are stored; only for code that sets position ids itself, the first of them `cache.next_position`. Quantized
         caches are dequantized.
 
-        Raises `ModelMismatch`, and `PolicyUnsupported` for what is no such prefix: heads or layers of different
+        Raises `ModelMismatch`, and `PolicyUnsupported` for a cache that is no such prefix: heads or layers of different
         lengths, merged tokens, and, where keys have to move, a RoPE that cannot be undone.
         """
         self.identity.require_match(cache.identity.model)
@@ -320,7 +320,7 @@ class Engine:
         """
         batch = self.batch()
         answers = [self.start(cache, self.encode_query(cache, prompt), sampling) for cache, prompt in asked]
-        with kvshelf_attention(self.model):  # each step would select and restore it
+        with kvshelf_attention(self.model):  # otherwise each step would select and restore it
             while open_ones := [answer for answer in answers if not answer.finished]:
                 for told in batch.step(open_ones):
                     if isinstance(told, Exception):

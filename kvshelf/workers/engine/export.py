@@ -1,7 +1,7 @@
 """A compressed cache as a plain transformers `DynamicCache`, for code without kvshelf.
 
-An engine that takes a KV cache as a prefix takes this one, in a form that holds for that engine: one key and one value
-per token and head, equally many in every head and layer, rotated to positions that it agrees on.
+Any engine that accepts a KV cache as a prefix accepts this one: it has one key and one value per token and head,
+equally many in every head and layer, rotated to the positions that the engine expects.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _Places:
 
 
 def _plain_parts(record: LayerRecord, index: int) -> tuple[Kept, ...]:
-    """The parts of a layer, if each of its entries is one token's key and value and all heads have as many."""
+    """The parts of a layer, if each entry is one token's key and value and all heads have equally many."""
     kept = []
     for part in record.parts if isinstance(record, Parts) else (record,):
         if isinstance(part, Merged):
@@ -93,7 +93,7 @@ def _plain_parts(record: LayerRecord, index: int) -> tuple[Kept, ...]:
 
 
 def _one_length(records: Sequence[LayerRecord]) -> int:
-    """K. Plain transformers makes one mask for all layers, from the length of one of them."""
+    """K, the entries per head. transformers makes one mask for all layers, from the length of one layer."""
     lengths = [len(record.positions[0]) for record in records]
     if len(set(lengths)) > 1:
         raise _unsupported(

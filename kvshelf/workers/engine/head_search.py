@@ -27,13 +27,13 @@ from kvshelf.workers.policies.view import LayerView, ProbePass
 
 ANSWER_TOKENS = 32
 ERROR_RATIO = 0.875
-"""Fraction removed, the same in every layer, under which the layers' errors are measured. Ours: the paper's budgets are
-numbers of tokens for documents of other lengths."""
+"""Fraction removed, the same in every layer, under which the layers' errors are measured. Not the paper's: its budgets
+are numbers of tokens for documents of other lengths."""
 
 
 @dataclass(frozen=True)
 class Needle:
-    """A document, the sentence in it (`document[start:end]`) that a question asks about, and the data set it is of."""
+    """A document, the sentence in it (`document[start:end]`) that a question asks about, and its data set."""
 
     dataset: str
     document: str
@@ -48,7 +48,7 @@ class _Sample:
 
     dataset: str
     job: Job
-    asked: tuple[int, ...]  # question and answer, but for the last token, from which nothing follows
+    asked: tuple[int, ...]  # question and answer, without the last token, which predicts nothing more
     answer: tuple[int, ...]
     needle: slice
 
@@ -62,7 +62,7 @@ class _Sample:
 def calibrate(engine: Engine, needles: Sequence[Needle], progress: Callable[[], None] = lambda: None) -> Calibration:
     """Score every query head and every layer of the model. `progress` is called twice per needle.
 
-    Raises `InvalidRequest` where no answer holds a token of its needle: nothing can be learned from these.
+    Raises `InvalidRequest` where no answer holds a token of its needle: such answers teach nothing.
     """
     samples, scores = [], None
     for needle in needles:
@@ -107,7 +107,7 @@ def retrieval_scores(engine: Engine, sample: _Sample) -> Tensor:
 
 def layer_errors(engine: Engine, sample: _Sample, calibration: Calibration) -> Tensor:
     """||O_c - O||_F / (||O||_F + 1e-5) of each layer, `[layers]` fp64. O is the attention output (before W_o) of the
-    question and the answer; O_c the same queries' where the document is reduced as CompressKV would, but evenly."""
+    question and the answer; O_c the same for the document reduced as CompressKV would, but evenly."""
     errors: dict[int, float] = {}
     document = replace(sample.job.document, calibration=calibration)
     ending = [ProbePass(document.suffix, document.num_tokens)] if document.suffix else []
@@ -128,7 +128,7 @@ def layer_errors(engine: Engine, sample: _Sample, calibration: Calibration) -> T
 def _layer_errors(
     engine: Engine, samples: Sequence[_Sample], even: Calibration, progress: Callable[[], None]
 ) -> tuple[float, ...]:
-    """Summed over the samples of a data set, made to add up to 1, and averaged over the data sets."""
+    """Errors summed over the samples of a data set, made to add up to 1, and averaged over the data sets."""
     sums: dict[str, Tensor] = {}
     for sample in samples:
         found = layer_errors(engine, sample, even)

@@ -2,8 +2,8 @@
 
 The real questions are not known yet, so they are made from the document. The first words of a passage with rare tokens
 are the question; the passage's next words stand in place of the answer. Both caches predict the same tokens of these
-answers, each token behind the right ones before it, and two numbers say how far the compressed cache is from the full
-one. The measure is the full cache and not the truth: what the model cannot find is no fault of the compression.
+answers, each token after the right ones before it. Two numbers say how far the compressed cache is from the full one.
+The reference is the full cache and not the truth: an answer that the model cannot find is no fault of the compression.
 
 With p the probabilities under the full cache, q under the compressed one, n under none (the chat template's tokens
 alone), and a = argmax p at each predicted token:
@@ -38,13 +38,13 @@ VERSION: Final = 1
 """Raised whenever the numbers of an unchanged cache can change."""
 
 QUESTIONS: Final = 8
-"""Made of a document by default. Six times as many cost six times as much and rank no better (docs/quality.md)."""
+"""Questions made by default. Six times as many cost six times as much and rank no better (docs/quality.md)."""
 
 CUE: Final = 6
 """Tokens of a passage that are put as the question."""
 
 ANSWER: Final = 4
-"""Tokens of a passage that are predicted. Later ones depend on those before them, and ever less on the cache."""
+"""Tokens of a passage that are predicted. Later tokens depend more on the tokens before them, and less on the cache."""
 
 _SURE: Final = 0.9
 _TIE: Final = 1e-4
@@ -55,8 +55,8 @@ _TIE: Final = 1e-4
 class Probe:
     """Questions made from a document, and their answers, in one pass behind it.
 
-    One pass and not one for each: a tenth of the calls, and the order of caches comes out the same. predicting: which
-    of its tokens predict those of the answers. prefix: the chat template's tokens before the document.
+    One pass for all questions takes a tenth of the calls of one pass for each, and ranks caches the same. predicting:
+    the tokens of the pass that predict the answers' tokens. prefix: the chat template's tokens before the document.
     """
 
     asked: ProbePass
@@ -65,7 +65,7 @@ class Probe:
 
     @classmethod
     def of(cls, document: DocumentView, questions: int = QUESTIONS) -> Probe | None:
-        """`questions` of them at most; None for a document that is too short for one."""
+        """At most `questions` questions; None for a document that is too short for one."""
         separator = document.text.encode(QUESTION_SEPARATOR) if document.text is not None else ()
         ids: list[int] = []
         predicting: list[int] = []
@@ -93,8 +93,8 @@ class Probe:
 class Reference:
     """The full cache's predictions for a probe, and the weight of each token.
 
-    log_probs: `[predicted, vocabulary]` fp32. best: `[predicted]`, what it would say. weights: the same shape, with a
-    sum of 1. document: the digest of the document's ids, as in an `Identity`. probe_s: seconds that
+    log_probs: `[predicted, vocabulary]` fp32. best: `[predicted]`, the full cache's most likely tokens. weights: the
+    same shape, with a sum of 1. document: the digest of the document's ids, as in an `Identity`. probe_s: seconds that
     the answers without a document took.
     """
 
@@ -124,18 +124,18 @@ class Reference:
         agreed = log_probs.amax(dim=-1) - chosen <= _TIE
         divergence = (self.log_probs.exp() * (self.log_probs - log_probs)).sum(dim=-1)
         agreement, kl = (float((self.weights * values).sum()) for values in (agreed, divergence))
-        # Sums of weights and of rounded terms: neither must leave its range by a last bit.
+        # Rounding in the sums must not push agreement above 1 or KL below 0.
         return min(round(agreement, 6), 1.0), kl if math.isnan(kl) else max(kl, 0.0)
 
 
 def rare_passages(token_ids: Sequence[int], first: int, count: int) -> list[int]:
-    """Where up to `count` passages of `CUE` + `ANSWER` tokens begin, in ascending order, that do not overlap.
+    """Where up to `count` passages of `CUE` + `ANSWER` tokens begin, in ascending order. They do not overlap.
 
-    The document behind its first `first` tokens is cut into strips of equal length, and each gives the passage whose
-    answer has the rarest tokens: names and numbers, which are what people ask for, and of repeated text the places that
-    differ. Of equal ones the last: sentences say what is new at their end. By strips, because the rarest of all can
-    stand in one paragraph. Rare is what the document has few of: the model's own surprise would need logits of the
-    whole document.
+    The document after its first `first` tokens is cut into strips of equal length. Each strip gives the passage whose
+    answer has the rarest tokens: names and numbers, which people ask for, and the places where repeated text differs.
+    Among equals the last passage wins: sentences say what is new at their end. Strips, because the rarest passages of
+    all can stand in one paragraph. Rare means few in this document: the model's own surprise would need logits of all
+    of it.
     """
     whole = CUE + ANSWER
     room = len(token_ids) - first - whole + 1

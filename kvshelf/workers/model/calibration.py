@@ -1,7 +1,7 @@
 """Calibrations: measured scores of a model's heads and layers, and the files that hold them.
 
-A calibration is a small JSON file, made by `kvshelf calibrate` for one set of weights, whose digest it holds. It is
-looked up in the user's data folder, under that digest, and then beside the weights.
+A calibration is a small JSON file, made by `kvshelf calibrate` for one set of weights, whose digest it holds. kvshelf
+looks for it in the user's data folder, under that digest, and then in the folder of the weights.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Loads and identifies models, and refuses by name those that kvshelf cannot attach to."""
+"""Loads and identifies models, and refuses models that kvshelf cannot attach to."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def described(model_type: str, **fields: Any) -> PreTrainedModel:
 
 
 def _without_weights(config: PretrainedConfig) -> PreTrainedModel:
-    """On torch's meta device, where numbers take no memory."""
+    """The model on torch's meta device, where tensors take no memory."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):

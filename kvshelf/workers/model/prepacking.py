@@ -25,8 +25,8 @@ class PrepackedLinear(nn.Module):
     """As `nn.Linear`, for inference alone: x [..., in_features] to [..., out_features], no gradient.
 
     Sums run in another order than `nn.Linear`'s, so fp32 results differ in their last bits. `weight` is opaque to
-    torch's other operations (`weight.to_dense()` is what it was) and cannot be changed; the state dict has it as that
-    of `nn.Linear` has.
+    torch's other operations (`weight.to_dense()` returns the original) and cannot be changed; the state dict holds it
+    as `nn.Linear`'s does.
     """
 
     def __init__(self, packed: Tensor, bias: nn.Parameter | None) -> None:
@@ -47,7 +47,7 @@ class PrepackedLinear(nn.Module):
         return product
 
     def extra_repr(self) -> str:
-        """As `nn.Linear` tells its shape."""
+        """The shape, printed as `nn.Linear` prints it."""
         rows, columns = self.weight.shape
         return f"in_features={columns}, out_features={rows}, bias={self.bias is not None}"
 
@@ -59,9 +59,9 @@ class PrepackedLinear(nn.Module):
 def prepack(model: PreTrainedModel) -> None:
     """Replace the linear layers of `model`, in place, where that makes them faster: on x86 CPUs.
 
-    Weights are freed one by one, so the peak is one more weight. Unchanged stay weights that two modules share (a head
-    tied to the embedding), dtypes without a fast product in oneDNN, subclasses of `nn.Linear`, and models on other
-    devices. Not for a model that is trained or whose weights change.
+    Old weights are freed one by one, so peak memory grows by one weight. Weights that two modules share (a head tied to
+    the embedding), dtypes without a fast product in oneDNN, subclasses of `nn.Linear`, and models on other devices stay
+    unchanged. Do not use it on a model that is trained or whose weights change.
     """
     if platform.machine() != "x86_64" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return

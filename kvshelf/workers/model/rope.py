@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _Turn = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""A model's function: states `[n, D]` and tables `[n, T]` to states."""
+"""A model's rotation function: from states `[n, D]` and tables `[n, T]` to rotated states."""
 
 _CHANGES_WITH_LENGTH = ("dynamic", "longrope")
 """Kinds of RoPE whose frequencies depend on the length of the sequence: without it a key cannot be moved."""
@@ -28,9 +28,9 @@ _CHANGES_WITH_LENGTH = ("dynamic", "longrope")
 
 @dataclass(frozen=True, eq=False)
 class _Planes:
-    """How a model turns heads of D channels by tables of T columns: channel c by column `columns[c]`, in one plane with
-    channel `partners[c]`, whose part has the sign `signs[c]`; `[D]` each. Channels that are never rotated have sign 0.
-    plain: all are, and the columns are the channels.
+    """How a model rotates heads of D channels by tables of T columns. Channel c turns by column `columns[c]`, in one
+    plane with channel `partners[c]`, whose part has the sign `signs[c]`; `[D]` each. Channels that are never rotated
+    have sign 0. plain: all channels are rotated, and channel c by column c.
     """
 
     partners: Tensor
@@ -40,11 +40,11 @@ class _Planes:
 
     @classmethod
     def of(cls, turn: _Turn, size: int, width: int, device: torch.device) -> _Planes:
-        """Those of a model's function, read from what it makes of unit vectors. Its formula is not written again here,
-        because layouts differ: halves or interleaved pairs, all of a head or a part of it."""
+        """The planes of a model's function, read from its results on unit vectors. Its formula is not written again
+        here, because layouts differ: halves or interleaved pairs, all of a head or a part of it."""
         unit = torch.eye(size, dtype=torch.float32, device=device)
         nothing = unit.new_zeros(size, width)
-        still = turn(unit, nothing, nothing)  # what is left of each channel is not rotated
+        still = turn(unit, nothing, nothing)  # only unrotated channels are left
         crossed = turn(unit, nothing, nothing + 1) - still  # [from, to]
         partners = crossed.abs().argmax(dim=0)
         one_column = torch.eye(width, dtype=torch.float32, device=device)
@@ -85,7 +85,7 @@ class Rope:
         if _differs_by_layer(model):
             return None
         kind = getattr(embedding, "rope_type", "default")
-        # Phi cuts off what it rotates before it calls its function; of GLM and Phi-3 the function itself knows.
+        # Phi slices the rotated channels before it calls its function; in GLM and Phi-3 the function slices them.
         turn = partial(_by_model, apply, getattr(attention, "rotary_ndims", None))
         cos, sin = _tables(embedding, torch.arange(1, 3, device=model.device))
         planes = _Planes.of(turn, head_size(model.config), cos.shape[1], model.device)
@@ -144,11 +144,11 @@ def _by_model(
 
 
 def reach(config: Any, num_tokens: int) -> int | None:
-    """The longest sequence whose keys go with those of a call of `num_tokens` tokens; None: any.
+    """The longest sequence whose keys have the same frequencies as those of a call of `num_tokens` tokens; None: any.
 
-    LongRoPE has two sets of frequencies, and a call that reaches beyond a certain position takes the other one for all
-    of its positions: keys of a shorter call, asked by a longer one, would be wrong without a sign of it. (transformers'
-    own `generate` computes the whole sequence anew there.)
+    LongRoPE has two sets of frequencies. A call that reaches beyond a certain position takes the other set for all of
+    its positions, so it would silently misread the keys of a shorter call. (transformers' own `generate` computes the
+    whole sequence anew there.)
     """
     parameters = getattr(config, "rope_parameters", None) or {}
     by_layer = [kind for kind in parameters.values() if isinstance(kind, dict)]
@@ -163,8 +163,8 @@ def reach(config: Any, num_tokens: int) -> int | None:
 def _differs_by_layer(model: PreTrainedModel) -> bool:
     """Whether some layers may go without RoPE.
 
-    Some models say so per layer (SmolLM3); others rotate in sliding layers only (Cohere 2, EXAONE 4) and do not say so
-    anywhere, so a mixture of layer kinds is refused although a few of them rotate alike in both.
+    Some models set it per layer (SmolLM3). Others rotate in sliding layers only (Cohere 2, EXAONE 4), and no field says
+    so. So every mixture of layer kinds is refused, although a few models rotate alike in both.
     """
     mixed = len(set(getattr(model.config, "layer_types", None) or ())) > 1
     layers: Any = model.base_model.layers

@@ -45,7 +45,7 @@ class EncodedDocument:
 class TextFormat:
     """The tokenizer and chat template of one model. Thread-safe: encoding changes no state.
 
-    `tokenizer` is a fast tokenizer of transformers; anything else is refused by name.
+    `tokenizer` is a fast tokenizer of transformers; any other is refused.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -124,7 +124,7 @@ class TextFormat:
                     f"document) and has role {added[0][0]!r}",
                     param="messages[0].role",
                 )
-            # The document stands where the first message does; what follows it is what the question adds.
+            # The document stands in the first message's place; the pieces after it are what the question adds.
             pieces = self._template_pieces(added, opening=True)[1:]
             return self.encode(QUESTION_SEPARATOR + added[0][1]) + self._encode_pieces(pieces, added[1:])
         return self._appended(boundary.removeprefix("after_"), added)
@@ -151,9 +151,9 @@ class TextFormat:
         return self._control.decode(list(token_ids), skip_special_tokens=False)
 
     def segment_ends(self, token_ids: Sequence[int], endings: tuple[str, ...] = SEGMENT_ENDS) -> list[bool]:
-        """Which tokens are the last of a segment: their text ends with one of `endings`. The point of "3.14" ends none.
+        """Which tokens are the last of a segment: their text ends with one of `endings`. The point in "3.14" ends none.
 
-        Tokens of single bytes split a character ("。" has three bytes): its last token is then the one that ends it.
+        Single-byte tokens split a character ("。" has three bytes); its last token then ends the segment.
         """
         texts = {i: self._token_text(i) for i in set(token_ids)}
         ends = {i: text.endswith(endings) for i, text in texts.items()}

@@ -152,9 +152,9 @@ def _info(cls: type[Policy]) -> PolicyInfo:
 
 @cache
 def _measured() -> list[dict[str, Any]]:
-    """Results of the quality bench on the bundled model, as `scripts/publish_quality.py` wrote them; none where the
-    package brings none. Each is of one policy, fraction removed and codec. `exact`: mean share of exact answers over
-    the cells that the model can do with the full cache. `bytes_per_token`: per document token, as stored.
-    `compress_share`: time of the policy over that of its prefill."""
+    """Results of the quality bench on the bundled model, as `scripts/publish_quality.py` wrote them; empty if the
+    package contains none. Each row is of one policy, fraction removed and codec. `exact`: mean share of exact answers
+    over the cells that the model solves with the full cache. `bytes_per_token`: stored bytes per document token.
+    `compress_share`: the policy's time divided by its prefill's time."""
     file = files("kvshelf") / "models" / "kvshelf-tiny" / "quality.json"
     return json.loads(file.read_text())["rows"] if file.is_file() else []

@@ -19,19 +19,19 @@ from kvshelf.workers.policies.view import DocumentView, LayerView, ProbePass
 
 @dataclass(frozen=True)
 class Ada(ScoringPolicy):
-    """Let another policy score, and give heads with more high scores more of the budget: those of a layer share its
-    budget, or all heads of all layers that of the cache.
+    """Let another policy score, and give heads with more high scores more of the budget: the heads of a layer share the
+    layer's budget, or all heads share the cache's.
 
-    Algorithm 1 of the paper with the safeguard as kvpress has it: each head keeps its best `floor` of an even share
-    whatever its scores, and the rest goes to the best scores of all heads together, so that the total is exact. (The
-    authors' code mixes the two counts and rounds, which can miss it by a few.) Where the base gives layers unequal
-    budgets (pyramidkv), the heads of a layer share that. `across="cache"` is not in the paper.
+    Algorithm 1 of the paper with kvpress's safeguard: each head keeps its best entries up to `floor` of an even share.
+    The rest of the budget goes to the best scores of all heads together, so that the total is exact. (The authors' code
+    mixes the two counts and rounds, and can miss the total by a few.) Where the base gives layers unequal budgets
+    (pyramidkv), the heads of a layer share their layer's. `across="cache"` is not in the paper.
 
-    Scores must mean the same in every head, and with `across="cache"` in every layer. Those that are parts of an
+    Scores must mean the same in every head, and with `across="cache"` in every layer. Scores that are parts of an
     attention row do (snapkv, h2o). Norms and cosines of keys (knorm, keydiff) do not: a head with long keys would take
     the budget from others for no merit.
 
-    The parameters of the base are given beside these.
+    Give the base's parameters together with these.
     """
 
     name: ClassVar[str] = "ada"

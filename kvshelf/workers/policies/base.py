@@ -2,7 +2,7 @@
 end of the prompt (`ProbedPolicy`, `TailPolicy`).
 
 A policy is a frozen dataclass in a file of its own. Its fields are its parameters; `parameter()` gives each one its
-default, range and help text, from which requests are checked and `kvshelf policies` is printed.
+default, range and help text. kvshelf checks requests against these and prints them in `kvshelf policies`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from kvshelf.workers.policies.sharing import Sharing
 from kvshelf.workers.policies.view import DocumentView, LayerView, ProbePass
 
 MAX_PROBE_BYTES = 16 * 1024
-"""UTF-8 bytes of a probe text, which becomes part of every blob made with it."""
+"""Most UTF-8 bytes of a probe text. Limited, because every blob made with the text contains it."""
 
 
 class Observes(Flag):
-    """What a policy must see of the prefill besides keys and values. The engine provides nothing else, and refuses the
-    policy before the prefill if the model cannot provide it."""
+    """What a policy needs of the prefill besides keys and values. The engine refuses the policy before the prefill if
+    the model cannot provide it."""
 
     NOTHING = 0
     QUERIES = auto()
@@ -55,7 +55,7 @@ def parameter(
 
 
 def pooling_kernel(default: int) -> Any:
-    """The parameter of policies that pool scores. Bounded, because some hold that many values for each token."""
+    """The pooling width of policies that pool scores. Bounded, because some hold as many values for each token."""
     return parameter(default, "width of the pooling over neighbouring tokens", minimum=1, maximum=255, odd=True)
 
 
@@ -64,7 +64,7 @@ class Absorber(Protocol):
 
     @property
     def mode(self) -> str:
-        """Its name in the identity of a cache: everything about it that changes the numbers of the prefill."""
+        """Its name in a cache's identity. States everything that changes the numbers of the prefill."""
 
     @property
     def policy(self) -> Policy:
@@ -87,9 +87,9 @@ class Absorber(Protocol):
 class Policy(ABC):
     """One layer in, one reduced layer out.
 
-    `version` is raised by hand whenever the entries a policy chooses can change; it is part of a cache's identity.
-    `source` names the paper, `advice` says when to choose it. The class docstring's first paragraph is the summary
-    people are shown.
+    Raise `version` by hand whenever the entries that a policy chooses can change; it is part of a cache's identity.
+    `source` names the paper, `advice` says when to choose the policy. Users see the class docstring's first paragraph
+    as the policy's summary.
     """
 
     name: ClassVar[str]
@@ -100,7 +100,7 @@ class Policy(ABC):
 
     @property
     def revision(self) -> int:
-        """The version in the identity of caches: that of the class and of the policy it is built around, if any."""
+        """The version in a cache's identity: the class's version, combined with the base policy's, if there is one."""
         return self.version
 
     @property
@@ -116,9 +116,9 @@ class Policy(ABC):
     def phase(self) -> Literal["during", "cascade"]:
         """When it reduces.
 
-        "during": each layer once, as its attention is done; the peak is one full layer beside what was kept of the
-        others. "cascade": what was kept shrinks again as later layers claim their part of a budget shared by all; the
-        peak is one full layer beside the budget of the whole cache.
+        "during": each layer once, when its attention is done. The memory peak is one full layer and the entries kept
+        from the others. "cascade": earlier layers shrink again as later ones claim their part of a budget that all
+        layers share. The memory peak is one full layer and about 1.125 times the budget of the whole cache.
         """
         return "during"
 
@@ -171,7 +171,7 @@ class Policy(ABC):
     def build(cls, given: Mapping[str, Any], known: Mapping[str, type[Policy]]) -> Self:  # noqa: ARG003
         """Make the policy from a request's parameters. Raises `InvalidRequest` naming the parameter and its range.
 
-        known: all policies by name, for one that is made around another.
+        known: all policies by name. A policy that is built around another one looks its base up here.
         """
         own = {f.name: f for f in parameter_fields(cls)}
         for name, value in given.items():
@@ -221,9 +221,9 @@ class ScoringPolicy(Policy):
     def importance(self, layer: LayerView) -> Tensor:
         """The scores, infinite where a token is protected: `[kv_heads, N]` fp32.
 
-        `select` ranks scores that are not finite first, so that one that could have decided anything is a NaN among the
-        entries kept. `require_finite_scores` looks for it once in the whole cache, after the prefill: a look at each
-        layer's scores would wait for the device once a layer.
+        `select` ranks scores that are not finite first. So a bad score that could have decided anything belongs to a
+        kept entry, as a NaN. `require_finite_scores` looks for NaN once in the whole cache, after the prefill: a check
+        of each layer's scores would wait for the device once per layer.
         """
         return importance_of(self.score(layer), self.protected(layer))
 
@@ -239,10 +239,10 @@ class ScoringPolicy(Policy):
 class ProbedPolicy(Policy):
     """Judges by what the end of the prompt attends to.
 
-    The papers put the question there. Here it is not known yet, so the end is the first of these that is given: the
-    questions that the caller expects, the text of `probe`, the chat template's text before the answer. An empty
-    `probe`, or a document without template, leaves the document's own last tokens. The identity of the cache says
-    which it was.
+    The papers end the prompt with the question. Here the question is not known yet, so the end is the first of these
+    that is given: the questions that the caller expects, the text of `probe`, the chat template's text before the
+    answer. With an empty `probe`, or without a template, the document's own last tokens are the end. The cache's
+    identity records which end was used.
     """
 
     probe: str | None = parameter(None, "text put behind the document to observe; null: the chat template's suffix")
@@ -270,7 +270,7 @@ class ProbedPolicy(Policy):
 
 @dataclass(frozen=True)
 class TailPolicy(ProbedPolicy, ScoringPolicy):
-    """Scores by the last `window` rows of the prompt, and keeps those of them that are the document's."""
+    """Scores by the last `window` rows of the prompt, and keeps those rows that are the document's own tokens."""
 
     window: int = parameter(64, "last tokens that observe; those of the document are kept", minimum=1)
 

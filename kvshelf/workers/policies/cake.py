@@ -20,17 +20,17 @@ class Cake(TailPolicy):
     """Give layers whose attention is spread out and shifting more of the budget, and keep what is attended to
     steadily or in bursts.
 
-    With A the weights of the window's rows on the judged tokens, the preference of a layer is
-    P = H^(1/tau1) * V^(1/tau2) (section 4.1): H, the entropy, sums -A log A over query heads, rows and tokens; V sums
-    the variance of A over the rows (unbiased) over query heads and tokens. A layer's share of the budget is
-    proportional to P. The indicator of a token is mean + gamma * variance of A over the rows (section 4.3), pooled, and
-    the mean over the GQA group. The authors tune tau1 and tau2 to model and budget, 1.6 and 0.4 for Llama 3.1 8B at
-    1,024 entries, 1.5 and 0.6 for Qwen 2.5 7B; 1 and 1 is their fallback.
+    With A the weights of the window's rows on the judged tokens, the preference of a layer is P = H^(1/tau1) *
+    V^(1/tau2) (section 4.1): H, the entropy, sums -A log A over query heads, rows and tokens; V is the variance of A
+    over the rows (unbiased), summed over query heads and tokens. A layer's share of the budget is proportional to P. A
+    token's score is mean + gamma * variance of A over the rows (section 4.3), averaged over the GQA group and pooled.
+    The authors tune tau1 and tau2 to model and budget, 1.6 and 0.4 for Llama 3.1 8B at 1,024 entries, 1.5 and 0.6 for
+    Qwen 2.5 7B; 1 and 1 is their fallback.
 
-    The layers are reduced in cascade (section 4.2). Departures, ours: where a share exceeds the document, the others
-    take the excess in proportion and not evenly, for only then can a share never grow when a layer joins
-    (`ProportionalSharing` has the proof), and cascading gives what waiting for every layer would give; the total is
-    exact; a window of one row has no variance, so that all layers are alike.
+    The layers are reduced in cascade (section 4.2). Departures: if a share exceeds the document, the other layers take
+    the excess in proportion and not evenly. Only then can a share never grow when a layer joins (`ProportionalSharing`
+    has the proof), and the cascade keeps what waiting for every layer would keep. The total is exact. A window of one
+    row has no variance, so all layers get equal shares.
     """
 
     name: ClassVar[str] = "cake"
@@ -67,7 +67,7 @@ class Cake(TailPolicy):
 
 
 def _variance(weights: Tensor) -> Tensor:
-    """Over the rows: `[group, R, columns]` to `[group, columns]`. Unbiased; that of a single row is zero."""
+    """The variance over the rows: `[group, R, columns]` to `[group, columns]`. Unbiased; zero for a single row."""
     # `torch.var` takes ten times as long over a dimension that is not the last.
     deviations = weights - weights.mean(dim=1, keepdim=True)
     return deviations.square_().sum(dim=1) / max(1, weights.shape[1] - 1)

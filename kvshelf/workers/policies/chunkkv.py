@@ -21,19 +21,19 @@ from kvshelf.workers.policies.view import DocumentView, LayerView
 
 @dataclass(frozen=True)
 class ChunkKV(TailPolicy):
-    """Keep whole chunks of neighbouring tokens, those that the end of the prompt attends to most, the same in every
+    """Keep the whole chunks of neighbouring tokens that the end of the prompt attends to most, the same chunks in every
     head of a layer.
 
     Tokens are scored as in SnapKV; a chunk's score is the mean over its tokens of the sum over KV heads. The document
-    is cut from its start into chunks of `chunk` tokens; what remains at the end is a chunk with a mean of its own.
-    Chunks that touch the template's tokens or the window stay.
+    is cut from its start into chunks of `chunk` tokens; the tokens left at the end form a shorter chunk, with the mean
+    over its own length. Chunks that touch the template's tokens or the window stay.
 
-    Granularity: of n chunks, the remainder counted, max(1, floor(n * (1 - compression_ratio))) are kept, as kvpress
-    counts, so that the kept total can differ from the budget by up to two chunks: fewer because only whole ones are
-    kept, more because the remainder can be the one that is not.
+    Granularity: of n chunks, the shorter one included, max(1, floor(n * (1 - compression_ratio))) are kept, as in
+    kvpress. So the kept total can differ from the budget by up to two chunks: fewer entries, because only whole chunks
+    stay, or more, because the shorter chunk can be among the dropped ones.
 
-    Departures: no layer reuses the indices of the one before it (the paper's N_reuse), pooling as in kvpress's SnapKV
-    (`kernel=1` for none), chunks of 20 as in kvpress (the paper: 10).
+    Departures: no layer reuses the indices of the layer before it (the paper's N_reuse). Scores are pooled as in
+    kvpress's SnapKV (`kernel=1` for no pooling). Chunks have 20 tokens as in kvpress (the paper: 10).
     """
 
     name: ClassVar[str] = "chunkkv"
@@ -45,7 +45,7 @@ class ChunkKV(TailPolicy):
     kernel: int = pooling_kernel(5)
     chunk: int = parameter(20, "tokens per chunk", minimum=1)
     share: float | None = field(default=None, compare=False, repr=False)
-    """The fraction of chunks to keep, from the request; the budget's whole number of entries has lost its digits."""
+    """The fraction of chunks to keep, from the request; the budget's number of entries is already rounded."""
 
     @property
     def exact(self) -> bool:
@@ -81,7 +81,7 @@ class ChunkKV(TailPolicy):
         return torch.stack([part.any() for part in touched]).repeat_interleave(lengths)
 
     def counts(self, layer: LayerView, scores: Tensor, protected: Tensor, budget: LayerBudget) -> Sequence[int]:  # noqa: ARG002
-        """The tokens of the best chunks. Those of one chunk have one score, so that the best tokens are these."""
+        """The tokens of the best chunks. A chunk's tokens share one score, so they are the best tokens."""
         lengths = self._lengths(layer)
         chosen = select(scores[:1, :: self.chunk], protected[:: self.chunk], [self._kept(layer.num_tokens)])
         return [int(lengths[chosen[0]].sum())] * layer.kv_heads
@@ -97,7 +97,7 @@ class ChunkKV(TailPolicy):
         return max(1, math.floor(math.ceil(num_tokens / self.chunk) * self.share + 1e-9))
 
     def _fits(self, document: DocumentView, budget: Budget) -> bool:
-        """Whether the budget holds a chunk, and those that always stay."""
+        """Whether the budget holds one chunk, and the number of kept chunks covers those that always stay."""
         chunks, before = (math.ceil(count / self.chunk) for count in (document.num_tokens, document.protected_prefix))
         always = min(chunks, before + chunks - (document.num_tokens - self.window) // self.chunk)
         return self.chunk <= budget.tokens and always <= self._kept(document.num_tokens)

@@ -23,17 +23,17 @@ _MOST = 3  # times an even share
 
 @dataclass(frozen=True)
 class CompressKV(TailPolicy):
-    """Keep what each layer's retrieval heads attend to from the end of the prompt; more in layers that suffer more.
+    """Keep what each layer's retrieval heads attend to from the end of the prompt; layers that suffer more keep more.
 
-    Which query heads retrieve, and how much each layer's output suffers (e_l, adding up to 1), is found out once per
-    model by `kvshelf calibrate`. The weights of the last `window` rows in the `heads` best heads of a layer are summed
-    over the rows, pooled over neighbours (average) and averaged over these heads: one set of tokens for all KV heads.
-    Layer l of L keeps 32 + e_l (B L - 32 L) entries, 3 B at most.
+    `kvshelf calibrate` measures once per model which query heads retrieve, and how much each layer's output suffers
+    under compression (e_l, adding up to 1). The weights of the last `window` rows in the `heads` best heads of a layer
+    are summed over the rows, pooled over neighbours (average) and averaged over these heads: one set of tokens for all
+    KV heads. Layer l of L keeps 32 + e_l (B L - 32 L) entries, 3 B at most.
 
-    Departures: the prompt's end is that of `TailPolicy`; the 4 heads of the paper, whose models have 32, become an
-    eighth of the heads of a smaller model; what a layer cannot hold goes to the others in proportion, and shares are
-    rounded by largest remainders, so that the total is exact; 32 shrinks to the budget, and a layer holds its window
-    and the chat template's tokens at least.
+    Departures: `ProbedPolicy` says what the prompt's end is. The paper takes 4 of 32 heads; kvshelf takes an eighth of
+    the heads in smaller models. Entries that a layer cannot hold go to the others in proportion, and shares are rounded
+    by largest remainders, so that the total is exact. The 32 shrink to the budget, and a layer keeps at least its
+    window and the chat template's tokens.
     """
 
     name: ClassVar[str] = "compresskv"

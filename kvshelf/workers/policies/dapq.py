@@ -16,16 +16,16 @@ from kvshelf.workers.policies.view import DocumentView, LayerView, ProbePass
 
 @dataclass(frozen=True)
 class DapQ(ScoringPolicy):
-    """Keep what pseudo queries attend to that stand where questions and answers will stand.
+    """Keep what pseudo queries attend to: queries placed at the positions of later questions and answers.
 
-    That the position of a query says more of what it attends to than its content is the paper's; the rest is ours,
-    made from its abstract. Some fixed text is repeated to `pseudo` tokens and run once behind the document, from
+    The paper's idea: a query's position says more about what it attends to than its content. The rest is kvshelf's,
+    made from the paper's abstract. A fixed text is repeated to `pseudo` tokens and runs once behind the document, from
     position N + `offset` on. The score is the mean weight of these rows on each document token, over the GQA group,
-    pooled over neighbours (average). No token is kept for standing at the document's end, as with SnapKV.
+    pooled over neighbours (average). Unlike in SnapKV, no token is kept for standing at the document's end.
 
-    The text is, in this order: the questions that the caller expects (not repeated; where they differ in length, the
-    last rows of each, as many as the shortest has), `probe`, what the chat template writes before the answer, and for
-    a document without template its own last tokens again.
+    The text is the first of these that is given: the expected questions, `probe`, the chat template's text before the
+    answer. An empty `probe`, or no template, repeats the document's own last tokens. Questions are not repeated; if
+    they differ in length, the last rows of each count, as many as the shortest has.
     """
 
     name: ClassVar[str] = "dapq"

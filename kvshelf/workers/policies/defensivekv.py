@@ -18,7 +18,7 @@ from kvshelf.workers.policies.sharing import flat_counts
 from kvshelf.workers.policies.view import DocumentView, LayerView
 
 _BLOCK_TOKENS = 1024
-"""Tokens whose values are projected at once: of N x q_heads x hidden only a block is ever in memory."""
+"""Tokens whose values are projected at once, so that only a block of N x q_heads x hidden is in memory."""
 
 _SECURED = 2.0
 """Raises secured tokens above all others, whose scores are at most 1."""
@@ -29,16 +29,16 @@ class DefensiveKV(TailPolicy):
     """Keep every token that any row at the end of the prompt might miss badly, weighed by what its value adds to the
     output; the heads of a layer share one budget.
 
-    With A the window's weights on the judged tokens: each row is pooled over neighbours and rescaled to the mass it
-    had; the risk of a token is its largest weight over rows and GQA group, and at least the mean risk of its head. It
-    is multiplied by its cost, the mean over the group of ||W_o v||_1, as a part of the costs of all KV heads at that
-    token. Before that, each head secures tokens in descending order of the plain mean of A, until what it loses of its
-    rows' attention is at most 1 - `mass`. Then the best of all heads of the layer together stay.
+    A is the window's attention on the judged tokens. Each row of A is pooled over neighbours and rescaled to its mass
+    before. A token's risk is its largest weight over rows and GQA group, and at least the mean risk of its head. The
+    risk is multiplied by a cost: the group's mean of ||W_o v||_1, divided by its sum over all KV heads at that token.
+    First, each head secures tokens in descending order of the plain mean of A, until it loses at most 1 - `mass` of its
+    rows' attention. Then the best tokens of all heads of the layer together stay.
 
     Departures from the authors' code: their correction for the window's own attention measures tokens outside the
-    window, while here the loss is measured itself; the token that crosses the threshold is secured too, since without
-    it the threshold is not reached; secured tokens, window and template are kept for certain, by rank and by mask
-    (theirs get the layer's largest score and may lose a tie).
+    window; kvshelf measures the loss itself. The token that crosses the threshold is secured too, since without it the
+    threshold is not reached. Secured tokens, window and template are kept for certain, by rank and by mask; in the
+    authors' code they get the layer's largest score and may lose a tie.
     """
 
     name: ClassVar[str] = "defensivekv"
@@ -88,14 +88,14 @@ class DefensiveKV(TailPolicy):
 
     def _risk(self, weights: Tensor) -> Tensor:
         """`[group, R, columns]` to `[columns]`: the worst case over rows and group, at least the mean worst case."""
-        # Sums do for means, since rows are rescaled anyway; `avg_pool1d` takes ten times as long.
+        # Sums instead of means, since rows are rescaled anyway; `avg_pool1d` takes ten times as long.
         neighbours = F.pad(weights, (self.kernel // 2,) * 2).unfold(-1, self.kernel, 1).sum(dim=-1)
         lost = weights.sum(dim=-1) / neighbours.sum(dim=-1).clamp_min(torch.finfo(weights.dtype).tiny)
         worst = neighbours.mul_(lost.unsqueeze(-1)).amax(dim=(0, 1))
         return worst.clamp_min(worst.mean())
 
     def _secured(self, mean: Tensor) -> Tensor:
-        """`[columns]` bool: the largest weights, until what is missing of the judged attention is 1 - `mass`."""
+        """`[columns]` bool: the largest weights, until at most 1 - `mass` of the judged attention is missing."""
         ranked = mean.double().sort(descending=True, stable=True)
         before = ranked.values.cumsum(dim=0) - ranked.values
         wanted = before < ranked.values.sum() - (1 - self.mass)
@@ -108,7 +108,7 @@ def projected_norms(layer: LayerView) -> Tensor:
     weights = layer.grouped(layer.output_projection())  # [kv_heads, group, Dv, hidden]
     norms = []
     for values, projection in zip(layer.values, weights, strict=True):
-        # The group side by side: the norms of a group add up to that of its concatenated outputs.
+        # One product per group: the norms of its heads add up to the norm of their concatenated outputs.
         wide = projection.transpose(0, 1).flatten(1)  # [Dv, group * hidden]
         blocks = (values[start : start + _BLOCK_TOKENS] for start in range(0, layer.num_tokens, _BLOCK_TOKENS))
         norms.append(torch.cat([(block @ wide).abs_().sum(dim=-1, dtype=torch.float32) for block in blocks]))

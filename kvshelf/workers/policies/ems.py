@@ -22,30 +22,30 @@ from kvshelf.workers.policies.view import LayerView
 
 @dataclass(frozen=True)
 class EMS(TailPolicy):
-    """Evict by global and local attention, then merge the next best tokens into the most similar ones that are kept.
+    """Evict by global and local attention, then merge the next best tokens into the kept tokens most similar to them.
 
     Score per query head (eq. 2): s = max(s_glo * mean(s_loc) / mean(s_glo), s_loc), where s_glo is the attention a
-    token receives from all rows of the document, s_loc that from the observing rows; then pooled. Of B entries the
-    protected tokens and the best by s are kept; the latter are class centers. Each of the next (gamma - 1) * B tokens
-    looks for the center j of greatest cos(k_i, k_j) * cos(v_i, v_j) (eq. 5) and joins its class if that is at least
-    tau. All others are evicted. A class has one key direction, the mean of k / |k| weighted by s, and one value, the
-    mean weighted by s; each of its tokens keeps a slot with the length of its own key.
+    token receives from all rows of the document, s_loc that from the observing rows; then s is pooled. B entries are
+    kept: the protected tokens, and the best by s as class centers. Each of the next (gamma - 1) * B tokens looks for
+    the center j of greatest cos(k_i, k_j) * cos(v_i, v_j) (eq. 5) and joins its class if that is at least tau. All
+    other tokens are evicted. A class has one key direction, the mean of k / |k| weighted by s, and one value, the mean
+    of v weighted by s. Each of its tokens keeps a slot with the length of its own key.
 
-    A budget counts classes. Slots are extra: at most gamma * B a head, 12 bytes each (scale, class, position), which
-    at gamma 4 and D = 128 in bfloat16 is up to 9 % of the entries' bytes.
+    The budget counts classes. Slots are extra: at most gamma * B per head, 12 bytes each (scale, class, position). At
+    gamma 4 and D = 128 in bfloat16, that is up to 9 % of the entries' bytes.
 
-    `pos="post"` compares and merges keys as attention sees them. With "pre" RoPE is undone first, so more is similar,
-    and each slot is rotated to its own position whenever it is read: better for gist and worse for retrieval (the
+    `pos="post"` compares and merges keys as attention sees them. "pre" undoes RoPE first, so more tokens are similar,
+    and each slot is rotated to its own position whenever it is read. This is better for gist, worse for retrieval (the
     paper's "w.o. pos" and "w. pos"), and slower to attend to.
 
-    Departures: a GQA group shares the mean of its scores, where the authors repeat KV heads; the local rows are those
-    of the probe passes where there are any (eq. 2's means then leave out the tail); the tokens of the chat template
-    and of the tail take no members; keys that point apart never merge, though two negative cosines have a positive
-    product; nothing is updated while decoding. Ours: the mean direction is made as long as the center's key; evicted
-    tokens have no slot, for the key of a "zero class" has logit 0, and so a share of the softmax; a token alone in its
-    class keeps key and value bit by bit. Also ours: `every` above 1 takes s_glo from that part of the rows, for that
-    part of the work. With every eighth row, a quarter kept and nothing merged, 65 % of the entries are those that all
-    rows keep (kvshelf-tiny, a document of 4k tokens).
+    Departures: a GQA group shares the mean of its scores, while the authors repeat KV heads. The local rows are those
+    of the probe passes, if there are any; eq. 2's means then leave out the tail. Tokens of the chat template and of the
+    tail take no members. Keys that point apart never merge, though two negative cosines have a positive product.
+    Nothing is updated while decoding. kvshelf's own: the mean direction gets the length of the center's key; evicted
+    tokens have no slot, because the key of a "zero class" has logit 0, and so a share of the softmax; a token alone in
+    its class keeps key and value bit by bit; `every` n above 1 takes s_glo from every n-th row, for 1 / n of the work.
+    With every eighth row, a quarter kept and nothing merged, 65 % of the entries are those that all rows keep
+    (kvshelf-tiny, a document of 4k tokens).
     """
 
     name: ClassVar[str] = "ems"
@@ -108,9 +108,9 @@ class EMS(TailPolicy):
 
 
 def classified(keys: Tensor, values: Tensor, kept: Tensor, candidates: Tensor, centers: Tensor, tau: float) -> Tensor:
-    """The class of each token, as an index into the kept ones of its head, -1 if it is evicted: `[kv_heads, N]` int64.
+    """The class of each token, as an index into its head's kept tokens, -1 if it is evicted: `[kv_heads, N]` int64.
 
-    keys, values: `[kv_heads, N, D]`; kept, candidates, centers (the kept that take members): `[kv_heads, N]` bool.
+    keys, values: `[kv_heads, N, D]`; kept, candidates, centers (kept tokens that take members): `[kv_heads, N]` bool.
     """
     classes = torch.where(kept, kept.cumsum(1) - 1, -1)
     center_counts = centers.sum(dim=1).tolist()
@@ -130,7 +130,7 @@ def classified(keys: Tensor, values: Tensor, kept: Tensor, candidates: Tensor, c
 def merged(
     keys: Tensor, values: Tensor, scores: Tensor, kept: Tensor, classes: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What the classes of all heads share, keys `[entries, D]` fp32 and values `[entries, Dv]`, and `[slots]` scales.
+    """Keys `[entries, D]` fp32 and values `[entries, Dv]` of all heads' classes, and the slots' scales.
 
     kept: `[kv_heads, N]` bool, classes: `[kv_heads, N]` int64, as from `classified`.
     """
@@ -142,7 +142,7 @@ def merged(
     directions, means = merge_weighted(keys[slots], values[slots], weights, owners, len(centers))
     alone = (torch.bincount(owners) == 1).unsqueeze(1)
     return (
-        # As long as the center, not of length 1: among keys of length 10 a codec's channel groups would round it away.
+        # As long as the center, not of length 1: a codec's channel groups would round it away among keys of length 10.
         torch.where(alone, centers, F.normalize(directions, dim=1) * lengths[kept].unsqueeze(1)),
         torch.where(alone, values[kept], means.to(values.dtype)),
         torch.where(kept[slots], 1.0, lengths[slots] / lengths[kept][owners]),

@@ -23,15 +23,15 @@ _ROWS_PER_BLOCK = 512
 class ExpectedAttention(ScoringPolicy):
     """Keep what future queries are expected to attend to, judged by the distribution of the document's own queries.
 
-    Queries before RoPE are taken as Gaussian with the mean mu and covariance Sigma of the document's tokens after the
-    sinks (divided by their number), and moved to the positions N .. N + n_future - 1 by the mean R of their rotation
-    matrices. The expected weight of key j is then softmax_j(s k_j . R mu + s^2/2 k_j^T R Sigma R^T k_j), s being the
-    model's attention scale; the score is (its mean over the GQA group + eps) * ||v_j||. This is kvpress's
-    ExpectedAttentionPress, with R made of the model's own RoPE tables, whatever their scaling, and in fp32, for the
-    quadratic term leaves the range of half precision. Departures: scores are logarithms, the same order without the
-    underflow in which most tokens of some heads would tie at zero; the chat template's tokens count as sinks when there
-    are more of them than `sink`; sinks stay, and neither queries nor softmax include them. The published results take
-    per-head budgets and eps 0.01 on top.
+    Queries before RoPE are taken as Gaussian. Their mean mu and covariance Sigma (divided by the number of tokens) are
+    those of the document after the sinks. R, the mean rotation matrix of the positions N .. N + n_future - 1, moves the
+    queries there. The expected weight of key j is then softmax_j(s k_j . R mu + s^2/2 k_j^T R Sigma R^T k_j), s being
+    the model's attention scale; the score is (its mean over the GQA group + eps) * ||v_j||. This is kvpress's
+    ExpectedAttentionPress, but R comes from the model's own RoPE tables, whatever their scaling, and all is fp32,
+    because the quadratic term leaves the range of half precision. Departures: scores are logarithms: the same order,
+    without an underflow in which most tokens of some heads would tie at zero. The chat template's tokens count as sinks
+    if they are more than `sink`. Sinks stay, and neither queries nor softmax include them. The published results also
+    use per-head budgets and eps 0.01.
     """
 
     name: ClassVar[str] = "expected_attention"
@@ -86,9 +86,9 @@ class ExpectedAttention(ScoringPolicy):
 def _moments(queries: Tensor, positions: Tensor, rope: Rope, *, covariance: bool) -> tuple[Tensor, Tensor]:
     """Mean `[q_heads, D]` and covariance `[q_heads, D, D]` (zeros if not asked for) of un-rotated queries, fp32.
 
-    queries: `[q_heads, n, D]`, as rotated to positions `[n]`. A block of rows at a time, so that the un-rotated ones
-    stay in the cache. Sums are of what differs from the first block's mean: of the queries themselves their squares
-    could be far greater than their spread, and fp32 would lose it.
+    queries: `[q_heads, n, D]`, as rotated to positions `[n]`. One block of rows at a time, so that the un-rotated rows
+    stay in the processor's cache. Sums are over differences from the first block's mean: squares of the queries
+    themselves could far exceed their spread, which fp32 would lose.
     """
     heads, num_rows, dim = queries.shape
     total = queries.new_zeros(heads, dim, dtype=torch.float32)

@@ -17,7 +17,7 @@ from kvshelf.workers.policies.view import LayerView
 class Full(Policy):
     """Keep every entry: the answers of the plain model, without its prefill.
 
-    It ranks nothing; codecs that treat some entries better than others take the most recent ones for the better.
+    It ranks entries by position alone: codecs that store some entries with more bits choose the most recent ones.
     """
 
     name: ClassVar[str] = "full"

@@ -15,19 +15,19 @@ from kvshelf.workers.policies.view import DocumentView, LayerView
 
 @dataclass(frozen=True)
 class H2O(ScoringPolicy):
-    """Keep the heavy hitters, which all of the document's queries together attend to most, and the most recent tokens.
+    """Keep the heavy hitters, to which all of the document's queries together attend most, and the most recent tokens.
 
-    The score of token j is the sum of its attention column, sum_{i >= j} A_ij (section 4 of the paper), the exact one:
-    it takes a second pass over queries and keys. Early tokens are seen by more rows than late ones; `normalize="rows"`
-    divides by their number, N - j. The document is scored once, as a whole, and then cut, as the authors' code that
-    really drops entries does; their other code lets each token compete only with those that survived before it.
-    Departures: the mean over a GQA group, so that KV heads are not repeated; the chat template's tokens stay; no
-    eviction while decoding, because what is stored is never changed. The split between the two kinds is ours where
-    `recent` is not given, for the paper leaves it open: half of the budget each.
+    The score of token j is the exact sum of its attention column, sum_{i >= j} A_ij (section 4 of the paper), which
+    takes a second pass over queries and keys. More rows see early tokens than late ones; `normalize="rows"` divides by
+    their number, N - j. The document is scored once, as a whole, and then cut, like the authors' code that really drops
+    entries. Their other code lets each token compete only with earlier survivors. Departures: the mean over a GQA
+    group, so that KV heads are not repeated; the chat template's tokens stay; no eviction while decoding, because a
+    stored cache never changes. The paper leaves the split between the two kinds open; without `recent`, kvshelf gives
+    each half of the budget.
 
-    Ours too: `every` above 1 sums that part of the rows, for that part of the work. With every eighth row and a quarter
+    kvshelf adds `every`: n above 1 sums every n-th row, for 1 / n of the work. With every eighth row and a quarter
     kept, 67 % of the entries are those that all rows keep, 49 % with `recent` 0 (kvshelf-tiny, a document of 4k
-    tokens): rows that are skipped take along what they alone attend to.
+    tokens): entries that only skipped rows attend to are lost.
     """
 
     name: ClassVar[str] = "h2o"

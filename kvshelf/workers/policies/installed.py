@@ -1,7 +1,7 @@
 """Policies of other packages: classes that they name under the entry point group `kvshelf.policies`.
 
-Entry points, not a setting or a call, because they hold for the front end, for replicas on every machine that has the
-package, and for an engine in one's own process alike.
+Entry points are used instead of a setting or a call, because they work alike in the front end, in replicas on every
+machine that has the package, and in an engine in the caller's own process.
 """
 
 from __future__ import annotations

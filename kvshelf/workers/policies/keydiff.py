@@ -17,8 +17,8 @@ class KeyDiff(ScoringPolicy):
     """Keep the keys least like the mean direction of all keys. Sees no query; strong among filler, weak where all is
     fact.
 
-    score_j = -cos(k_j, mean_i k_i / |k_i|) per KV head, on keys after RoPE. Departure: the whole document at once,
-    where the paper goes block by block.
+    score_j = -cos(k_j, mean_i k_i / |k_i|) per KV head, on keys after RoPE. Departure: the whole document is scored at
+    once; the paper goes block by block.
     """
 
     name: ClassVar[str] = "keydiff"

@@ -16,8 +16,8 @@ from kvshelf.workers.policies.view import LayerView
 class Knorm(ScoringPolicy):
     """Keep the keys of smallest norm: they tend to be attended to most. Sees no query.
 
-    score_j = -|k_j|_2 per KV head; a rotation changes no norm, so RoPE plays no part. Models that normalise their keys
-    (Qwen3) leave little to tell tokens apart by. Departure: no layer is left out, as in kvpress; the paper keeps the
+    score_j = -|k_j|_2 per KV head; a rotation changes no norm, so RoPE plays no part. In models that normalise their
+    keys (Qwen3), norms hardly tell tokens apart. Departure, as in kvpress: no layer is left out; the paper keeps the
     first two whole.
     """
 

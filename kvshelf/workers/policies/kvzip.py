@@ -29,16 +29,16 @@ _ROWS = 128
 class KVzip(ScoringPolicy):
     """Keep what the model attends to while it repeats the document word for word, chunk by chunk.
 
-    For each chunk of the document a pass runs behind it: a prompt that asks to repeat it (for all but the first: from
-    the last 8 tokens of the chunk before on), what the chat template writes before the answer, and the chunk itself.
-    The passes see the whole document; the score of token j of chunk i is the largest weight that any row of pass i, of
-    any head of the GQA group, gives it in a softmax over the first `sink` tokens, the chunk and the pass. All layers
-    and heads share one budget (`across="cache"`, the authors' "pair"), or each layer has one, or each head
-    ("pair-uniform"). The forward pass has 2 N tokens and more, which must fit into the model's longest sequence.
+    For each chunk, a pass runs behind the document: a prompt that asks to repeat the chunk (after the first chunk, from
+    the last 8 tokens of the chunk before on), the chat template's text before the answer, and the chunk itself. Each
+    pass sees the whole document. The score of token j of chunk i is the largest weight that any row of pass i, of any
+    head of the GQA group, gives it in a softmax over the first `sink` tokens, the chunk and the pass. All layers and
+    heads share one budget (`across="cache"`, the authors' "pair"), or each layer has its own, or each head
+    ("pair-uniform"). The forward pass has 2 N tokens or more, which must fit into the model's longest sequence.
 
     Departures: the sink block is the chat template's tokens or the first `sink`, whichever are more, and always stays;
-    softmax in fp32; the kept total is exact where the authors' threshold drops ties; without a tokenizer there are no
-    prompt words, only the 8 tokens. A default chunk shrinks (to 256 at least) to what the model has room for.
+    softmax runs in fp32; the kept total is exact, while the authors' threshold drops ties; without a tokenizer the
+    prompt is only the 8 tokens. A default `chunk` shrinks to what the model has room for, but not below 256.
     """
 
     name: ClassVar[str] = "kvzip"
@@ -100,7 +100,7 @@ class KVzip(ScoringPolicy):
         """The largest weight that pass `index` gives to each of `keys` `[n, D]` in one GQA group: `[n]` fp32."""
         probed = layer.probes[index]
         queries, own = layer.grouped(probed.queries)[head], probed.keys[head]
-        every = torch.cat([keys, own])  # in one piece: its rows are then the last ones of what they see
+        every = torch.cat([keys, own])  # one tensor: the scored rows are the last of the keys that they see
         count = keys.shape[0]
         largest = torch.zeros(count, device=keys.device)
         for first in range(0, own.shape[0], _ROWS):
@@ -118,6 +118,6 @@ class KVzip(ScoringPolicy):
             yield start, min(start + self.chunk, document.num_tokens)
 
     def _ask(self, document: DocumentView, lead: tuple[int, ...] | None) -> tuple[int, ...]:
-        """The tokens that ask for a chunk, for the one after `lead`."""
+        """The tokens that ask for a chunk: the first, or the one after `lead`."""
         words = () if document.text is None else document.text.encode(_FIRST if lead is None else _NEXT)
         return (*words, *(lead or ()), *document.suffix)

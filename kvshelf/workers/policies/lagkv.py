@@ -12,15 +12,15 @@ from kvshelf.workers.policies.partitions import PartitionPolicy
 class LagKV(PartitionPolicy):
     """Keep, in every partition of `lag` tokens, those that stand out in the scale of the next partition. Sees no query.
 
-    After `sink` tokens the document is cut into partitions; all but the last full one are reduced (eq. 7 to 11: the
-    score is the sum of that of keys and that of values), the last full one and the remainder stay whole (eq. 12). With
+    After `sink` tokens the document is cut into partitions; all full ones but the last are reduced (eq. 7 to 11: the
+    score is the keys' score plus the values' score). The last full one and the remainder stay whole (eq. 12). With
     `prefill` "chunked" the document is read chunk by chunk and compressed in between, as the paper does for documents
     whose cache would not fit: later chunks see the compressed past, so their keys differ from those of one pass.
 
-    Departures: the budget is given and the share per partition follows from it; where it does not divide, the earliest
-    partitions keep one entry more. A channel that is constant over a partition gets a small spread instead of 0/0. No
-    layer is left uncompressed (the authors' code has a list for that, empty by default). `sink` and `lag` default to
-    kvpress's 4 and 128, not to the authors' 16 and 1024, because documents may be short.
+    Departures: the budget is given and the share per partition follows from it; if it does not divide evenly, the
+    earliest partitions keep one entry more. A channel that is constant over a partition gets a small spread instead of
+    0/0. No layer is left uncompressed (the authors' code has a list for that, empty by default). `sink` and `lag`
+    default to kvpress's 4 and 128, not to the authors' 16 and 1024, because documents may be short.
     """
 
     name: ClassVar[str] = "lagkv"

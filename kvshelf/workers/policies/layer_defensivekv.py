@@ -13,9 +13,9 @@ from kvshelf.workers.policies.sharing import GlobalSharing
 class LayerDefensiveKV(DefensiveKV):
     """Score as DefensiveKV does, and keep the best of all layers and heads together.
 
-    The authors' code waits for the last layer with every layer in full; here layers are reduced in cascade, which keeps
-    the same entries. Departure beside those of `DefensiveKV`: the tokens a head secured are kept for certain in every
-    layer, where theirs get the largest score of their layer and may lose to those of another.
+    The authors' code holds every layer in full until the last; here layers are reduced in cascade, which keeps the same
+    entries. One departure besides those of `DefensiveKV`: secured tokens are kept for certain in every layer. In the
+    authors' code they get their layer's largest score and may lose to another layer's tokens.
     """
 
     name: ClassVar[str] = "layer_defensivekv"

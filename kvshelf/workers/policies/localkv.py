@@ -13,8 +13,8 @@ class LocalKV(PartitionPolicy):
     """Keep, in every partition of `lag` tokens, those that stand out in the partition's own scale. Sees no query.
 
     The LagKV paper's ablation: minimum and maximum are those of the partition itself (eq. 14, 15), and everything else
-    is `lagkv`: what is reduced and what stays whole, `prefill`, and the departures. The last full partition could be
-    judged too, since it needs no successor; it stays whole, so that the two policies differ in the scale alone.
+    is as in `lagkv`: what is reduced and what stays whole, `prefill`, and the departures. The last full partition could
+    be judged too, since it needs no successor; it stays whole, so that the two policies differ in the scale alone.
     """
 
     name: ClassVar[str] = "localkv"

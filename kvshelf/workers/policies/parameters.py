@@ -8,7 +8,7 @@ from typing import Any, Final
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 
 LARGEST: Final = 2**24
-"""Most that any number may be. No document has more tokens, and beyond it fp32 has no longer every integer."""
+"""Largest legal number. No document has more tokens, and above it fp32 cannot represent every integer."""
 
 
 def legal_values(types: tuple[type, ...], rule: Mapping[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """Base of LagKV and LocalKV: a document cut into partitions, each judged by its own neighbourhood alone.
 
-A partition needs nothing behind its successor. So the choice is the same with the whole document at hand and while it
-is read: one-shot, recursive and streaming selection agree on equal keys and values.
+Judging a partition needs no token after the next partition. So the choice is the same with the whole document at hand
+and while the document is read: one-shot, recursive and streaming selection agree on equal keys and values.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from kvshelf.workers.policies.view import DocumentView, LayerView
 
 @dataclass(frozen=True)
 class Cut:
-    """A document of `num_tokens`: `sink` tokens, partitions of `lag`, and a remainder shorter than one. All partitions
-    but the last are reduced; the rest stays whole."""
+    """A document of `num_tokens`: `sink` tokens, partitions of `lag`, and a remainder shorter than `lag`. All
+    partitions but the last are reduced; the rest stays whole."""
 
     num_tokens: int
     sink: int
@@ -42,16 +42,16 @@ class Cut:
         return self.num_tokens - self.reduced * self.lag
 
     def shares(self, entries: int) -> list[int]:
-        """Entries that each reduced partition keeps, so that `entries` stay in all (eq. 12 solved for the share). The
-        remainder goes to the earliest partitions: fixed by the length, so that it is known while the document is
-        read."""
+        """Entries that each reduced partition keeps, so that `entries` stay in total (eq. 12 solved for the share). If
+        the division is uneven, the earliest partitions keep one more. Only the length decides, so shares are known
+        while the document is read."""
         share, left = divmod(entries - self.whole, self.reduced)
         return [share + (index < left) for index in range(self.reduced)]
 
 
 @dataclass(frozen=True)
 class PartitionPolicy(Policy):
-    """Equations 7 to 15 of the LagKV paper; a subclass says whose scale a partition is judged in."""
+    """Equations 7 to 15 of the LagKV paper; a subclass says which partition's scale judges a partition."""
 
     own_scale: ClassVar[bool]
 
@@ -119,7 +119,7 @@ class PartitionAbsorber:
     """The recursive form: whenever two partitions are buffered, the first of them is reduced and then never changes.
 
     The first pass takes the sinks and two partitions, later ones take one partition each, as in the paper. A pass still
-    sees the entries it evicts (the paper's use, then compress).
+    sees the entries it evicts (the paper: use, then compress).
     """
 
     policy: PartitionPolicy

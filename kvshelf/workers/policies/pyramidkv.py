@@ -18,11 +18,11 @@ from kvshelf.workers.policies.view import LayerView
 class PyramidKV(SnapKV):
     """Score as SnapKV does, and let the budget fall in equal steps from the first layer to the last.
 
-    With B the mean budget and w the window, the last layer gets B / beta and the first 2B - B / beta, but at most
-    N - w, in which case the last gets what that leaves. This is kvpress's form of the formula: the window is included
-    and steps are rounded, so that the total can miss B * layers by half an entry per layer and head. Where the last
-    layer could not hold its window and the chat template, all layers get B. Departures: B is the integer budget, and a
-    model of one layer gets B.
+    B is the mean budget, w the window. The last layer gets B / beta and the first 2B - B / beta. If the first would get
+    more than N - w, it gets N - w and the last 2B - (N - w). This is kvpress's form of the formula: the window is
+    included and steps are rounded, so that the total can miss B * layers by half an entry per layer and head. If the
+    last layer could not hold its window and the chat template, all layers get B. Departures: B is the integer budget,
+    and a model of one layer gets B.
     """
 
     name: ClassVar[str] = "pyramidkv"

@@ -1,4 +1,4 @@
-"""SABlock: segments guide the scores, and each is kept in blocks as large as it bears (Chen et al., 2025, arXiv
+"""SABlock: segments guide the scores, and each is kept in the largest blocks that lose little (Chen et al., 2025, arXiv
 2510.22556)."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvshelf.workers.policies.segments import Segments
 from kvshelf.workers.policies.view import LayerView
 
 MAX_SEGMENT = 64
-"""Tokens; a longer segment is cut. Text without punctuation, a table say, would be a single one."""
+"""Most tokens of a segment; a longer one is cut. Otherwise a table without punctuation would be one segment."""
 
 _EPSILON = 1e-8  # of eq. 6
 _TINY = 1e-30  # attention to a whole segment can underflow to 0
@@ -26,21 +26,21 @@ _TINY = 1e-30  # attention to a whole segment can underflow to 0
 
 @dataclass(frozen=True)
 class SABlock(TailPolicy):
-    """Give each part of a sentence its share of the budget by attention, and fill the share with blocks of neighbours
-    as large as lose little of it; the same tokens in every head of a layer.
+    """Give each part of a sentence a share of the budget by attention, and fill it with the largest blocks of
+    neighbours that lose little attention; the same tokens in every head of a layer.
 
     Segments end at punctuation. s_j is the attention of the observing rows on token j, the mean over all query heads
-    and rows (eq. 3, 4); I_k is its mean over segment k (eq. 5), D_k the entropy of its distribution in there (eq. 6).
-    W_k joins the two with weight `diversity`, lambda (eq. 7), and guides the scores with strength `alpha` to s~_j (eq.
-    8). The best tokens by s~ give each segment its count m_k (eq. 9, 10). For each block size b, the segment is cut
-    into blocks of b tokens, the best of which by their mean s~ give m_k tokens (the last one its best only); the
-    largest b <= m_k is taken whose tokens have at least `tau` of the s~ that the m_k best tokens have (eq. 11, 12).
-    What stays is their union and the window (eq. 13), exactly the budget.
+    and rows (eq. 3, 4). I_k is the mean of s over segment k (eq. 5), D_k the entropy of its distribution there (eq. 6).
+    W_k combines I_k and D_k with weight `diversity`, lambda (eq. 7), and turns s_j into s~_j with strength `alpha` (eq.
+    8). m_k counts segment k's tokens among the best by s~ (eq. 9, 10). For each block size b, the segment is cut into
+    blocks of b tokens. The blocks of best mean s~ give m_k tokens (the last one only its best). The largest b <= m_k
+    wins whose tokens have at least `tau` of the s~ of the m_k best tokens (eq. 11, 12). The union of these tokens and
+    the window stay (eq. 13), exactly the budget.
 
-    Ours, since no code is public and the formulas are not to be had: eq. 7 is W_k = I_k / max I * (1 + lambda * D_k /
-    log |S_k|); eq. 8 is s~_j = s_j * (1 + alpha * W_k), or s_j * W_k ** alpha with `form="power"`; the block sizes are
-    the odd ones up to `block`; segments end at . , ; : ? ! and the line's end, but for the point within a number, and
-    are cut after 64 tokens; all defaults. Departure: the chat template's tokens stay and are in no segment.
+    No code is public and the formulas were not available, so these are kvshelf's: eq. 7 is W_k = I_k / max I * (1 +
+    lambda * D_k / log |S_k|); eq. 8 is s~_j = s_j * (1 + alpha * W_k), or s_j * W_k ** alpha with `form="power"`; block
+    sizes are the odd ones up to `block`; segments end at . , ; : ? ! and line ends, but not at the point within a
+    number, and are cut after 64 tokens; all defaults. Departure: the chat template's tokens stay and are in no segment.
     """
 
     name: ClassVar[str] = "sablock"
@@ -89,7 +89,7 @@ class SABlock(TailPolicy):
         return attention.masked_scatter(region, segments.tokens(rows * guide.unsqueeze(1))), segments  # eq. 8
 
     def _blocks(self, scores: Tensor, segments: Segments, best: Tensor) -> Tensor:
-        """Exchange the best tokens of each segment for blocks where those hold enough. All: `[segments, width]`."""
+        """Exchange the best tokens of each segment for blocks that hold enough score. All: `[segments, width]`."""
         chosen, counts = best.clone(), best.sum(dim=1)  # blocks of 1; m, eq. 10
         wanted = self.tau * (scores * best).double().sum(dim=1)
         is_open = torch.ones_like(counts, dtype=torch.bool)
@@ -104,11 +104,11 @@ class SABlock(TailPolicy):
 
 
 def best_blocks(scores: Tensor, inside: Tensor, counts: Tensor, size: int) -> Tensor:
-    """Tokens of the best blocks of each row until there are `counts` of them: `[rows, width]` bool.
+    """Take the tokens of each row's best blocks until there are `counts` of them: `[rows, width]` bool.
 
-    scores: `[rows, width]` from 0, zero where `inside` is not set. A block is `size` neighbours, counted from the first
-    token of the row; the last can be shorter. It is as good as its mean. Of a block that would give too many, the best
-    tokens are taken.
+    scores: `[rows, width]`, not negative, zero where `inside` is not set. A block is `size` neighbours, counted from
+    the row's first token; the last can be shorter. Blocks rank by their means. A block that would give too many tokens
+    gives its best.
     """
     rows, width = scores.shape
     shape = (rows, -(-width // size), size)

@@ -18,23 +18,22 @@ from kvshelf.workers.policies.view import DocumentView, LayerView
 
 @dataclass(frozen=True)
 class Sage(ProbedPolicy):
-    """Keep the first tokens, the most recent ones, and in between what each query head asks for by the last token of
-    the prompt.
+    """Keep the first tokens, the most recent ones, and between them the tokens that each query head asks for with the
+    prompt's last token.
 
-    Of the B entries of a KV head with G query heads, S = floor(B / 4) are the first tokens, G * k with k = B / (2G),
-    rounded down to a `multiple`, are chosen between, and R = B - S - G * k are the most recent (the paper's Qwen row,
-    G = 7 and B = 8192, has k = 512 and R = 2560: a multiple of 512). Query head h chooses the k tokens of greatest
-    q_h . k_j, and the KV head keeps the union of what its query heads chose. Original positions.
+    A KV head with G query heads keeps B entries: S = floor(B / 4) first tokens, G * k chosen between them, where k is B
+    / (2G) rounded down to a multiple of `multiple`, and R = B - S - G * k most recent ones (the paper's Qwen row, G = 7
+    and B = 8192, has k = 512 and R = 2560: a multiple of 512). Query head h chooses the k tokens of greatest q_h . k_j,
+    and the KV head keeps the union of these. Keys keep their original positions.
 
-    Where heads choose alike the union is smaller than G * k. Ours, for the paper leaves it open: `union="refill"` goes
-    on with the tokens of greatest max_h q_h . k_j; `union="ragged"` leaves the places empty, and keeps between
-    B - (G - 1) * k and B entries.
+    If heads choose the same tokens, the union is smaller than G * k. The paper leaves this open. In kvshelf,
+    `union="refill"` adds the tokens of greatest max_h q_h . k_j; `union="ragged"` leaves the places empty, and keeps
+    between B - (G - 1) * k and B entries.
 
-    Departures: the last token of the document counts as one of the recent, where the paper keeps it beside B; a chat
-    template of more than B / 4 tokens takes its place out of all shares (the chosen get two thirds of what is left);
-    with several expected questions a token counts by the best of their last rows; nothing leaves the recent while
-    decoding, because what is stored is never changed. `ProbedPolicy` says what the last token is while no question is
-    known.
+    Departures: the document's last token counts as a recent one; the paper keeps it in addition to B. A chat template
+    of more than B / 4 tokens takes its place out of all shares (chosen tokens get two thirds of the rest). With several
+    expected questions, a token counts by the best of their last rows. No recent token leaves while decoding, because a
+    stored cache never changes. `ProbedPolicy` says which token is the last while no question is known.
     """
 
     name: ClassVar[str] = "sage"
@@ -76,7 +75,7 @@ class Sage(ProbedPolicy):
     def shares(self, budget: int, group: int, protected_prefix: int) -> tuple[int, int, int]:
         """(S, k, R) of a KV head with `group` query heads: S + group * k + R = budget."""
         sinks = max(budget // 4, protected_prefix)
-        # Two thirds of what the sinks leave: the second is the smaller only where the template is more than B / 4.
+        # The second term, two thirds of what the sinks leave, is smaller only if the template exceeds B / 4.
         chosen = min(budget // (2 * group), 2 * (budget - sinks) // (3 * group))
         chosen -= chosen % self.multiple
         return sinks, chosen, budget - sinks - group * chosen
@@ -91,7 +90,7 @@ class Sage(ProbedPolicy):
 
     def _logits(self, layer: LayerView, kv_head: int) -> Tensor:
         """q_h . k_j of the last row, `[group, columns]` fp32: within a head its order is that of the softmax. NaN where
-        a product is not finite, for one of -inf would not be seen in the maximum over the rows or the group."""
+        a product is not finite: a maximum over the rows or the group would hide one of -inf."""
         window = layer.window(1)
         keys = layer.keys[kv_head, : window.columns].float()  # [columns, D]
         logits = torch.matmul(window.queries(kv_head).float(), keys.T)  # [group, rows, columns]

@@ -1,4 +1,4 @@
-"""SentenceKV: what of each sentence matters, and then which sentences (Zhu et al., 2025, arXiv 2504.00970)."""
+"""SentenceKV: the tokens that matter, and then the sentences that matter (Zhu et al., 2025, arXiv 2504.00970)."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ MAX_SENTENCE = 256
 
 @dataclass(frozen=True)
 class SentenceKV(TailPolicy):
-    """Keep the tokens that the end of the prompt attends to, the greatest over 7 neighbours, with the first tokens and
-    the window; with `semantic_factor` above 1, those of them that stand in the most relevant sentences.
+    """Keep the tokens that the end of the prompt attends to (the maximum over 7 neighbours), the first tokens and the
+    window; with `semantic_factor` above 1, only attended tokens of the most relevant sentences.
 
-    Of the paper's two phases this is the prefill, and on request the first step of decoding. Prefill: each KV head
-    keeps `semantic_factor` * B tokens by SnapKV's score (window 32, maximum over 7 neighbours), and those of one
-    sentence form a group, described by the mean of their keys. First step: sentences are ranked by the product of that
-    mean key with the mean query of the observing rows, and give their tokens in order until there are B, with `sink`
-    first tokens and the window among them. B is the budget.
+    B is the budget. kvshelf does the paper's prefill phase and, on request, its first decode step. Prefill: each KV
+    head keeps `semantic_factor` * B tokens by SnapKV's score (window 32, maximum over 7 neighbours). The kept tokens of
+    a sentence form a group, described by their mean key. First step: sentences rank by the product of that mean key
+    with the mean query of the observing rows. In this order they give their tokens until there are B, the first `sink`
+    tokens and the window included.
 
-    Not here: the choice of sentences at every step of an answer, from a table of mean keys beside the tokens. A stored
-    cache answers with all it holds, so that by default `semantic_factor` is 1 (the paper: 3 or more): all B entries are
-    the prefill's, and sentences decide nothing. Above 1 the choice is made once, for the end of the prompt and not for
-    the question: a factor of 3 cost the bundled model more than half of its right answers to unknown questions.
+    kvshelf does not choose sentences again at every decode step, from a table of mean keys. A stored cache answers with
+    all entries it holds. So `semantic_factor` is 1 by default (the paper: 3 or more): the prefill chooses all B
+    entries, and sentences decide nothing. Above 1, sentences are chosen once, for the end of the prompt and not for the
+    question: a factor of 3 cost the bundled model more than half of its right answers to unknown questions.
 
-    Departures: a GQA group shares the mean of its scores and of its queries, where the authors repeat KV heads; the
-    query is that of all observing rows, as no sentence of an answer has begun. Ours: sentences end at . ? ! and the
-    line's end, and are cut after 256 tokens.
+    Departures: a GQA group shares the mean of its scores and of its queries, while the authors repeat KV heads. The
+    query is the mean over all observing rows, as no sentence of an answer has begun. In kvshelf, sentences end at . ? !
+    and at line ends, and are cut after 256 tokens.
     """
 
     name: ClassVar[str] = "sentencekv"
@@ -85,16 +85,16 @@ class SentenceKV(TailPolicy):
         survivors = [int(min(self.semantic_factor * count, layer.num_tokens)) for count in budget.per_head]
         alive = select(scores, protected, survivors)
         segments = Segments.cut(torch.tensor(layer.document.sentence_ends, device=alive.device), MAX_SENTENCE)
-        # Tokens of one sentence have one relevance, so that they are taken in order.
+        # All tokens of a sentence have the same relevance, so they are taken in order.
         relevance = torch.stack([self._relevance(layer, head, segments, alive) for head in range(layer.kv_heads)])
-        # Below any relevance, and finite: what is not finite would be kept, to be seen.
+        # Below any relevance, and finite: `select` keeps scores that are not finite, so that they show.
         lowest = torch.finfo(relevance.dtype).min
         kept = select(relevance.masked_fill(~alive, lowest), protected, budget.per_head)
         bad = ~relevance.isfinite()
         return keep(layer, kept, importance_of(scores.masked_fill(bad, torch.nan), protected), budget.per_head)
 
     def _relevance(self, layer: LayerView, head: int, sentences: Segments, alive: Tensor) -> Tensor:
-        """Of each token's sentence: the mean key of the tokens alive, times the mean query, `[N]` fp32."""
+        """Relevance of each token's sentence, `[N]` fp32: mean key of its surviving tokens, times the mean query."""
         query = layer.window(self.window).queries(head).float().mean(dim=(0, 1))  # [D]
         products = sentences.rows(torch.mv(layer.keys[head].float(), query))  # [sentences, width]
         counted = sentences.rows(alive[head])

@@ -31,8 +31,8 @@ class LayerStats:
 class Sharing(ABC):
     """How the layers and heads of a cache share one budget, decided while the layers arrive.
 
-    The share of a head may only shrink when a later layer joins, because evicted entries are gone. Each way of
-    sharing proves this for itself; one without such a proof would need every layer in full until the end.
+    The share of a head may only shrink when a later layer joins, because evicted entries are gone. Each subclass proves
+    this; a sharing without such a proof would need every layer in full until the last one.
     """
 
     @abstractmethod
@@ -80,7 +80,7 @@ class GlobalSharing(Sharing):
 
 @dataclass(frozen=True)
 class ProportionalSharing(Sharing):
-    """Each layer gets in proportion to its weight, its heads alike, and no layer more than the document has.
+    """Each layer's share is proportional to its weight, at most the whole document, and equal for its heads.
 
     The share of layer l is min(cap, level * weight_l), with the one level at which the shares add up to the budget:
     what a layer cannot hold goes to the others in proportion. A share can only shrink when a layer joins, because the
@@ -89,8 +89,8 @@ class ProportionalSharing(Sharing):
     evenly, as CAKE's code does, has no such level: the excess of a heavy layer that joins may lift a light one.)
 
     While layers are missing, shares are rounded up. At the end they are rounded by largest remainders to the exact
-    total: each down or up, a whole number to itself. Neither exceeds an earlier ceiling, since a <= b gives
-    floor(a) <= ceil(a) <= ceil(b). Fractions, because the error of a float around a whole number would lift a ceiling.
+    total: down or up, and whole numbers stay. Neither way exceeds an earlier ceiling, since a <= b gives floor(a) <=
+    ceil(a) <= ceil(b). Shares are fractions, because a float's error around a whole number would lift a ceiling.
     """
 
     def counts(self, layers: Sequence[LayerStats], budget: Budget, num_layers: int) -> list[tuple[int, ...]]:
@@ -110,8 +110,8 @@ def least(floor: float, tokens: int, protected: int) -> int:
 
 
 def fill(weights: Sequence[float], total: int, cap: int) -> list[Fraction]:
-    """Exact shares of `total` in proportion to `weights` (finite, not negative), none above `cap`: those that would
-    exceed it get it, and the others share the rest. All get `cap` where `total` is more than that."""
+    """Exact shares of `total` in proportion to `weights` (finite, not negative), none above `cap`: a share that would
+    exceed `cap` becomes `cap`, and the others divide the rest. If `total` is too large for that, all are `cap`."""
     # A weight of zero becomes the smallest number, so that its layer gets what the others cannot hold.
     exact = [Fraction(max(weight, math.ulp(0.0))) for weight in weights]
     shares = [Fraction(cap)] * len(exact)
@@ -128,8 +128,8 @@ def fill(weights: Sequence[float], total: int, cap: int) -> list[Fraction]:
 
 
 def largest_remainders(shares: Sequence[Fraction]) -> list[int]:
-    """Each share rounded down or up so that their total, a whole number, stays: up where most was cut off, earlier
-    first among equals. A whole number stays itself."""
+    """Each share rounded down or up so that their total, a whole number, stays. The largest fractions are rounded up,
+    the earlier one among equals. A whole number stays."""
     counts = [math.floor(share) for share in shares]
     missing = int(sum(shares)) - sum(counts)
     for i in sorted(range(len(shares)), key=lambda i: (counts[i] - shares[i], i))[:missing]:

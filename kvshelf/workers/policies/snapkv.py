@@ -17,7 +17,7 @@ class SnapKV(TailPolicy):
 
     Listing 1 of the paper, with two departures that kvpress also makes: the mean over the window's rows instead of the
     sum (the same order), and the mean over a GQA group, taken before pooling, so that KV heads are not repeated. The
-    paper's prompt ends with the question; `TailPolicy` says what stands there here.
+    paper's prompt ends with the question; `ProbedPolicy` says what ends it here.
     """
 
     name: ClassVar[str] = "snapkv"

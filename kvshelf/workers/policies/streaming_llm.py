@@ -21,12 +21,12 @@ from kvshelf.workers.policies.view import DocumentView, LayerView
 class StreamingLLM(Policy):
     """Keep the first tokens (attention sinks) and the most recent ones; the middle is gone.
 
-    With `positions` "absolute" keys keep the angles of their places in the document, and a question continues at its
-    end. With "cache", as in the paper (section 3.2), keys are un-rotated and rotated once in fp32 to their places in
-    the cache, and a question continues at the number of kept entries.
+    With `positions` "absolute", keys keep the RoPE angles of their places in the document, and a question continues at
+    the document's end. With "cache", as in the paper (section 3.2), keys are un-rotated and rotated once in fp32 to
+    their places in the cache, and a question's first position is the number of kept entries.
 
     Departures: the chat template's tokens before the document count as sinks when there are more of them than `sink`.
-    The paper streams without end and so rotates at every step; here the document is finite, and once is enough.
+    The paper streams without end and so rotates at every step; here the document is finite, and one rotation is enough.
     """
 
     name: ClassVar[str] = "streaming_llm"
@@ -52,7 +52,7 @@ class StreamingLLM(Policy):
 
     def reduce(self, layer: LayerView, budget: LayerBudget) -> Kept:
         sinks = max(self.sink, layer.protected_prefix)
-        # Two runs of rows a head, copied as they are: an index of the rows takes three times as long.
+        # Two runs of rows per head, copied as slices: indexing the rows takes three times as long.
         recents = [slice(layer.num_tokens - (count - sinks), layer.num_tokens) for count in budget.per_head]
         positions = _positions(sinks, recents, layer.keys.device)
         record = Kept(
@@ -71,7 +71,7 @@ def _runs(states: Tensor, sinks: int, recents: Sequence[slice]) -> Tensor:
 
 
 def _positions(sinks: int, recents: Sequence[slice], device: torch.device) -> Tensor:
-    """Of the same rows, `[entries]` int32. Not by slices of all positions: to make those takes longer than the rest."""
+    """Positions of the same rows, `[entries]` int32. Slicing all positions would be slower: they must be made first."""
     first = torch.arange(sinks, dtype=torch.int32, device=device)
     runs = [torch.arange(r.start, r.stop, dtype=torch.int32, device=device) for r in recents]
     return torch.cat([part for run in runs for part in (first, run)])

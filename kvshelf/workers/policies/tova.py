@@ -16,9 +16,9 @@ class Tova(ProbedPolicy, ScoringPolicy):
     """Keep what the last token of the prompt attends to, the same tokens in every head of a layer.
 
     score_j = the mean over all query heads of the last row's softmax weight on token j; with several expected
-    questions, the mean over their last rows. Where the last row is the document's own, its token stays. Departures: the
-    document is reduced once, where the paper drops one token at every step of decoding; `ProbedPolicy` says what the
-    last token is while no question is known.
+    questions, the mean over their last rows. If the last row is the document's own, its token stays. Departures: the
+    document is reduced once, while the paper drops one token at every decode step. `ProbedPolicy` says which token is
+    the last while no question is known.
     """
 
     name: ClassVar[str] = "tova"

@@ -23,8 +23,8 @@ if TYPE_CHECKING:  # a view is also made without a model
 class ProbePass:
     """Tokens run behind the document, to observe what they attend to. Their states are not stored.
 
-    Each sees the whole document and the earlier tokens of its pass; several passes do not see each other. Positions
-    count up from `first_position`.
+    Each token sees the whole document and the earlier tokens of its pass. Passes do not see each other. Positions count
+    up from `first_position`.
     """
 
     token_ids: tuple[int, ...]
@@ -37,9 +37,8 @@ class DocumentView:
 
     The first `protected_prefix` tokens come from the chat template and are never evicted. `suffix`: the tokens that the
     template writes between the document and the model's answer, the last ones the model reads before any answer.
-    `questions`: the expected ones, as the tokens that would ask them. `text` is None for an engine without tokenizer.
-    `max_tokens`: the longest sequence of the model. `calibration`: that of the model's heads, for a policy that
-    observes it.
+    `questions`: the tokens of each expected question. `text` is None for an engine without tokenizer. `max_tokens`: the
+    longest sequence of the model. `calibration`: the model's `Calibration`, for a policy that observes it.
     """
 
     token_ids: Sequence[int]
@@ -84,8 +83,8 @@ class LayerView:
     """One layer of a prefilled document, as a policy sees it. Read-only; it is freed when the layer is reduced.
 
     keys: `[kv_heads, N, D]` and values: `[kv_heads, N, Dv]`, after RoPE and any key norm. queries: `[q_heads, N, D]`,
-    likewise, and None unless the policy observes them; so are `probes`, and `lse`, the log-sum-exps of their rows as
-    `Attended` has them, `[q_heads, N]` fp32. `module` is the model's attention module.
+    likewise. lse: the log-sum-exps of their rows, as in `Attended`, `[q_heads, N]` fp32. Unless the policy observes
+    queries, both are None and `probes` is empty. `module` is the model's attention module.
     """
 
     layer_idx: int
@@ -141,7 +140,7 @@ class LayerView:
 
     def column_sums(self, local_rows: int = 0, every: int = 1) -> tuple[Tensor, Tensor]:
         """Attention each document token receives, summed over all rows and over the last `local_rows`, each `[q_heads,
-        N]` fp32; above 1, `every` estimates the first by that part of the rows."""
+        N]` fp32. With `every` n above 1, the first sum is an estimate from every n-th row."""
         return column_sums(self.all_queries, self.keys, self.scaling, local_rows, every=every, lse=self.lse)
 
     def keys_unrotated(self) -> Tensor:
@@ -149,7 +148,7 @@ class LayerView:
         return self._rope().unrotate(self.keys, self.positions)
 
     def output_projection(self) -> Tensor:
-        """The rows of W_o that each query head's output meets, `[q_heads, Dv, hidden]`."""
+        """The rows of W_o that multiply each query head's output, `[q_heads, Dv, hidden]`."""
         weight = output_weight(self.module)
         assert weight is not None, "the policy must say that it observes weights"
         return weight.T.reshape(self.all_queries.shape[0], -1, weight.shape[0])
@@ -160,12 +159,12 @@ class LayerView:
 
 
 def output_weight(attention: nn.Module | None) -> Tensor | None:
-    """The weight of an attention module's output projection, `[hidden, q_heads * Dv]`; None where it has none that can
-    be read: it has another name, or is packed by quantization."""
+    """The weight of an attention module's output projection, `[hidden, q_heads * Dv]`; None if it cannot be read,
+    because it has another name or is packed by quantization."""
     weight = getattr(getattr(attention, "o_proj", None), "weight", None)
     if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.dtype.itemsize == 1:
         return None  # fp8 needs scales
-    return weight.to_dense() if weight.is_mkldnn else weight  # laid out for products (`prepacking`)
+    return weight.to_dense() if weight.is_mkldnn else weight  # `prepacking` changed its layout
 
 
 class Window:
@@ -215,7 +214,7 @@ class Window:
         """Mean weight over the rows and the group, pooled over `kernel` neighbours: `[kv_heads, columns]` fp32."""
         layer = self._layer
         keys, tail = layer.keys[:, : self.columns], layer.keys[:, self.columns :]
-        # The own keys of the rows, which are not judged: the tail, and behind it a pass.
+        # Keys of the observing rows themselves, which are not judged: the tail, then a pass.
         rows = [(layer.all_queries[:, self.columns :], tail)] if self.tail else []
         rows += [
             (probed.queries[:, -self._rows :], torch.cat([tail, probed.keys], dim=1) if self.tail else probed.keys)

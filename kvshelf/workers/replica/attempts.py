@@ -30,7 +30,7 @@ MAX_ATTEMPTS = 3
 """Attempts at a request before its failure is final."""
 
 LEASE_S = 10.0
-"""Seconds after a worker's last renewal until another may take its request over."""
+"""Seconds after a worker's last renewal until another worker may take its request over."""
 
 
 class Standing(Enum):
@@ -75,7 +75,7 @@ def _counts(error: KvshelfError) -> bool:
 
 
 def _is_final(error: KvshelfError) -> bool:
-    """Whether another attempt would fail alike, as for a cache that does not fit even on an empty shelf."""
+    """Whether another attempt would fail the same way, as for a cache that does not fit even on an empty shelf."""
     return isinstance(error, CallerError | QuotaExceeded) or error.details.get("fits") is False
 
 
@@ -100,7 +100,7 @@ class Attempts:
         try:
             yield attempt
         except asyncio.CancelledError:
-            # The service is stopping, or the batch. The write outlives the cancellation.
+            # The service or the batch is stopping. The write outlives the cancellation.
             stopped = Cancelled("the service stopped")
             await asyncio.shield(self._record_failure(request_id, attempt, stopped, final=False, counted=False))
             raise

@@ -30,7 +30,7 @@ class Threads(ThreadPoolExecutor):
 
 @contextmanager
 def called_as(origin: str) -> Iterator[None]:
-    """One call of a replica, a task of its own: its log lines carry the caller's id, its errors are kvshelf's."""
+    """One call of a replica, in its own task: log lines carry the caller's id, and errors are kvshelf's."""
     structlog.contextvars.bind_contextvars(request_id=origin)
     with named_errors():
         yield

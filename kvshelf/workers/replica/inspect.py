@@ -29,7 +29,7 @@ from kvshelf.workers.engine.inputs.encode import Document
 from kvshelf.workers.policies.view import DocumentView
 
 BITMAP_BYTES: Final = 4 << 20
-"""Most bytes of bitmaps in one answer: for 100,000 tokens, 80 layers of 8 heads have twice that, in pages."""
+"""Most bytes of bitmaps in one answer, in base64. 80 layers of 8 heads and 100,000 tokens have 10.7 MB: three pages."""
 
 _OWN = "A kept token has its own key and value in the cache, of which a codec may have fewer bits."
 _MERGED = (

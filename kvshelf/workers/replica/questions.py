@@ -62,7 +62,7 @@ class Questions:
     async def stream(
         self, cache_id: str, query: Query, *, tenant: str, deadline_s: float | None = None, origin: str = ""
     ) -> AsyncIterator[str | Reply]:
-        """The pieces of the answer to the one prompt as they become final, then the answer. Closing it cancels it."""
+        """Pieces of the answer to the prompt as they become final, then the answer. Closing the iterator cancels it."""
         with called_as(origin):
             async with self._loaded(cache_id, tenant, deadline_s) as loaded:
                 (ids,) = await self._encode(loaded.document, query)
@@ -110,10 +110,10 @@ class Questions:
 
 @dataclass(frozen=True)
 class _Loaded:
-    """A cache to query. It may still be arriving; an answer has waited for all of it.
+    """A cache to query. It may still be arriving; every answer waits for all of it.
 
-    started: the time of the request, of `time.monotonic`. found_s: seconds until the cache was there or began to
-    arrive.
+    started: the time of the request, of `time.monotonic`. found_s: seconds until the cache was found in memory or began
+    to arrive.
     """
 
     cache_id: str

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 ResultT_co = TypeVar("ResultT_co", covariant=True)
 
 UNMEASURED_RETRY_S = 1.0
-"""What a full queue tells its caller before any work has been measured."""
+"""After how long a full queue tells callers to retry, before any work has been measured."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Compressing:
 
 @dataclass(eq=False)
 class Answering:
-    """A question's place in the queue and among the open answers. `suffix_bytes`: of itself and its longest answer."""
+    """A question's place in the queue and among the open answers. `suffix_bytes`: of question and longest answer."""
 
     ticket: Ticket[Answer]
     generation: Generation
@@ -139,8 +139,8 @@ class Queues:
         return bool(self._documents)
 
     def wait_for_work(self, *, busy: bool) -> bool:
-        """Block until there is work; a busy thread has some. False once the queues are closed and either empty or out
-        of time."""
+        """Block until there is work; a busy thread does not wait. False once the queues are closed and either empty or
+        out of time."""
         with self.changed:
             while self.accepting and not (busy or self._questions or self._documents):
                 self.changed.wait()

@@ -26,8 +26,8 @@ from kvshelf.workers.replica.residents import ResidentLimits, Residents
 from kvshelf.workers.replica.scheduler import Scheduler
 
 STUCK_S = 30.0
-"""After its deadline, how long a document may hold the model before its replica is replaced. Between two layers it ends
-by itself, so a layer that takes so long does not come to its end at all, or takes the replica from everyone else."""
+"""How long a document may hold the model after its deadline, before its replica is replaced. Late work ends between two
+layers, so one layer has taken this long: it hangs, or it blocks the replica for all other callers."""
 
 
 class Replica:

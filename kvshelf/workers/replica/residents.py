@@ -27,8 +27,8 @@ Attach = Callable[[ArrivingCache], Attachment]
 
 @dataclass(frozen=True)
 class ResidentLimits:
-    """Together at most `max_bytes`; one larger cache may be held alone. A question waits for memory until others are
-    answered. Caches without a question for `idle_s` seconds are evicted."""
+    """All caches together have at most `max_bytes`; one larger cache may be held alone. If memory is full, a question
+    waits until others are answered. Caches without a question for `idle_s` seconds are evicted."""
 
     max_bytes: int = 2 << 30
     idle_s: float = 600.0
@@ -113,14 +113,14 @@ class Residents:
             if resident is None:
                 there = False
                 _, began = await self._opening.join(f"{tenant}/{cache_id}", lambda: self._open(cache_id, tenant))
-                if not began:  # the call read the manifest before this question came, so the shelf is asked again
+                if not began:  # the call read the manifest before this question came, so ask the store again
                     continue
                 # Taken from the table, not from the shared call: another cache may have needed its room meanwhile.
                 resident = self._held.get(key)
             elif not await self._current(key, resident):
                 self._drop(key, resident)
                 continue
-            elif self._held.get(key) is not resident:  # it left while the shelf was asked
+            elif self._held.get(key) is not resident:  # it was dropped while the store was asked
                 continue
             if resident is not None:
                 self._held.move_to_end(key)
@@ -169,5 +169,5 @@ def _read(arriving: ArrivingCache, resident: Resident) -> None:
     def note(_: object) -> None:
         resident.read_s = time.monotonic() - started
 
-    arriving.layers[-1].add_done_callback(note)  # not after `read`, which then makes copies for faster places
+    arriving.layers[-1].add_done_callback(note)  # not after `read`: that also copies the cache to faster places
     arriving.read()

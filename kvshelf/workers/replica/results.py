@@ -33,7 +33,7 @@ def in_sequence(**seconds: float) -> tuple[Phase, ...]:
 
 
 def rounded(phases: tuple[Phase, ...]) -> dict[str, float]:
-    """Their seconds by name, for a log line."""
+    """Seconds of each phase by name, for a log line."""
     return {f"{phase.name}_s": round(phase.seconds, 4) for phase in phases}
 
 
@@ -75,11 +75,11 @@ class Created:
 
 
 class Reply(AnswerObject):
-    """An answer as the API reports it, and what the service alone needs to know of it, which is not serialized.
+    """An answer as the API reports it, with fields for the service alone, which are not serialized.
 
-    token_ids: with the end token, where there is one. read_from: "memory", or where the blob was read, as
-    `ArrivingCache.place`. phases: load, queue, prefill (up to the first token), decode; the others may begin before the
-    last layer is loaded.
+    token_ids: including the end token, if there is one. read_from: "memory", or where the blob was read, as
+    `ArrivingCache.place`. phases: load, queue, prefill (up to the first token), decode. The later ones may begin before
+    the last layer is loaded.
     """
 
     token_ids: list[int] = Field(exclude=True)

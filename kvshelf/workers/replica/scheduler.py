@@ -1,7 +1,7 @@
 """One thread owns the model and divides its time between layers of a prefill and steps of all open answers together.
 
-Continuous batching: between two steps new questions join, and finished and abandoned ones leave. While a document is
-still being read, its questions pass each layer as it arrives, and the other answers take their steps meanwhile.
+Continuous batching: between two steps new questions join, and finished and abandoned ones leave. While a cache is still
+being read, its questions run through each layer as it arrives, and the other answers take their steps meanwhile.
 
 Questions before documents: between two layers of a compression, queued questions are prefilled and open answers take
 their steps. A question is answered while a long document is still being prefilled, and a compression never starves: it
@@ -24,7 +24,7 @@ from kvshelf.errors import InvalidRequest, KvshelfError, NoWorker
 from kvshelf.workers.engine.attention.attachment import block
 from kvshelf.workers.engine.attention.function import kvshelf_attention
 from kvshelf.workers.engine.decode.suffixes import capacity_for
-from kvshelf.workers.replica.queues import Compressing, Answering, Queues, SchedulerLimits, Work
+from kvshelf.workers.replica.queues import Answering, Compressing, Queues, SchedulerLimits, Work
 from kvshelf.workers.replica.ticket import Ticket
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class Scheduler:
 
     def _run(self) -> None:
         try:
-            with kvshelf_attention(self._engine.model):  # each step would select and restore it
+            with kvshelf_attention(self._engine.model):  # otherwise each step would select and restore it
                 while self._queues.wait_for_work(busy=bool(self._open)):
                     self._generate_for(0.0)
                     self._compress_next()
@@ -182,7 +182,7 @@ class Scheduler:
         return bool(self._open)
 
     def _step(self) -> None:
-        """One step for all answers whose documents are there, and one for those of a document that is arriving."""
+        """One step for all answers whose caches have arrived, and one for those on one cache that is arriving."""
         ready = [work for work in self._open if work.generation.document.arrived]
         arriving = [work for work in self._open if not work.generation.document.arrived]
         if ready:
@@ -222,9 +222,9 @@ class Scheduler:
                 self._tell(work, text)
 
     def _tell(self, work: Answering, text: str | Exception) -> None:
-        """Hand over what a step brought."""
+        """Deliver a step's text or error for one answer."""
         if isinstance(text, Exception):
-            if self._still_wanted(work):  # a step that all have left raises the error of one of them
+            if self._still_wanted(work):  # a step that all callers have left raises one caller's error
                 self._end(work, text)
             return
         if work.generation.token_ids:
@@ -232,7 +232,7 @@ class Scheduler:
         try:
             if text:
                 work.on_text(text)
-        except Exception as exc:  # the listener's error is its own
+        except Exception as exc:  # a listener's error ends its own answer only
             self._end(work, exc)
             return
         if work.generation.finished:

@@ -60,7 +60,7 @@ class IdentityHeader(Strict):
 
 
 class Header(Strict):
-    """The whole header. codec: the canonical text of the codec that the cache is under.
+    """The whole header. codec: the canonical text of the cache's codec.
 
     Reading stops at the first layer and the first record at fault: a list of all errors would take hundreds of times
     the header's bytes.
@@ -100,8 +100,8 @@ def parse_header(data: bytes) -> Header:
         )
     _check_codec(header)  # before the layout, which divides by the groups
     _check_layout(header)
-    # Packs the fields as they were read, which `_unique` has checked to be sorted; the model's are not. The model also
-    # accepts an integer for a float.
+    # Packs the fields as they were read, not the model's: `_unique` has checked that the former are sorted. The check
+    # for a float is separate because the model also accepts an integer.
     is_float = isinstance(fields["identity"]["compression_ratio"], float)
     if not is_float or msgpack.packb(fields, use_bin_type=True) != data:
         raise _not_canonical()
@@ -154,7 +154,7 @@ def _refuse_foreign(value: Any) -> None:
     """Refuse values that msgpack can express and a header cannot, and nesting that no header needs.
 
     Walks level by level, because hostile nesting would exhaust the stack of a recursive walk. Stops at the first fault:
-    the models would list every one, at hundreds of times its bytes.
+    the models would list every fault, in hundreds of times the header's bytes.
     """
     level = [value]
     for _ in range(_MAX_DEPTH):

@@ -256,7 +256,7 @@ def _by_head(found: Tensor, lengths: list[int]) -> Ints:
 
 
 def _require_disjoint(where: str, parts: list[Ints]) -> None:
-    """Refuse a head's position that is in two parts. By sorting: the header would determine the size of a bitmap."""
+    """Refuse a head's position that is in two parts. Sorts, because the header would set the size of a bitmap."""
     together = np.sort(np.concatenate(parts), kind="stable")  # linear, because each part is an ascending run
     twice = together[1:][np.diff(together) == 0]
     if twice.size:

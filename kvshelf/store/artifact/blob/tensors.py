@@ -1,4 +1,4 @@
-"""Blobs from tensors and tensors from blobs. All other modules that check or move blobs import no torch."""
+"""Blobs from tensors and tensors from blobs. Modules that only check or move blobs import no torch."""
 
 from __future__ import annotations
 

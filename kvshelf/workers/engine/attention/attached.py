@@ -110,7 +110,7 @@ class AttachedLayer(UnboundedLayer):
         return self.start + self._length
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        """Logical length after `query_length` more tokens, and offset 0. transformers 5.2 passes their positions."""
+        """Logical length after `query_length` more tokens, and offset 0. transformers 5.2 passes positions."""
         added = query_length if isinstance(query_length, int) else query_length.shape[0]
         if added == 0:
             _refuse_positions(self.get_seq_length())
@@ -147,8 +147,8 @@ class AttachedStates:
     Deliberately not a tensor: another attention function would silently attend to a tensor of the suffix alone, and
     answer without the document.
 
-    prefixes, suffixes and layout are those of `prefix_attention`. `new_keys`: `[B, kv_heads, T, D]`, of this call's
-    tokens, as `new_values`. `logical_length`: the longest document and suffix, this call's tokens included.
+    prefixes, suffixes and layout are those of `prefix_attention`. `new_keys` `[B, kv_heads, T, D]` and `new_values` are
+    those of this call's tokens. `logical_length`: the longest document and suffix, this call's tokens included.
     `first_position`: where the call has to begin; None if the caller has set the positions.
     """
 

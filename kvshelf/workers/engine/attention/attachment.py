@@ -47,7 +47,7 @@ class Attachment:
 
     @property
     def arrived(self) -> bool:
-        """Whether every layer is there, or will never be."""
+        """Whether every layer has arrived or failed."""
         self._arrived = self._arrived or all(record.done() for record in self._records)  # asked before every step
         return self._arrived
 
@@ -59,8 +59,8 @@ class Attachment:
     def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]:
         """The prefixes of the document at this layer, which every token of a question sees.
 
-        Until the layer arrives, `wait` is called with it repeatedly and may do other work. Raises the error of a layer
-        that could not be read.
+        Until the layer arrives, `wait` is called repeatedly with the layer's future, and may do other work. Raises the
+        error of a layer that could not be read.
         """
         made = self._prefixes[layer]
         if made is None:

@@ -40,7 +40,7 @@ class Attended:
 
     queries: `[B, q_heads, T, D]`, keys: `[B, kv_heads, T, D]`, values: `[B, kv_heads, T, Dv]`. lse: the log-sum-exps of
     the scaled logits of every token before the probe passes, `[B, q_heads, T - probes]` fp32, natural logarithms; None
-    where the attention in use does not tell them. `module` is the model's attention module.
+    where the attention function in use does not return them. `module` is the model's attention module.
     """
 
     module: nn.Module
@@ -54,8 +54,8 @@ class Attended:
 class ForwardContext(Protocol):
     """Observer of one forward pass, called after the attention of each layer. It may raise to end the pass.
 
-    `probe_lengths`: the last tokens of the call are that many probe passes of these lengths. Each pass sees the tokens
-    before all of them and its own, and no other pass.
+    `probe_lengths`: lengths of the probe passes, which are the call's last tokens. Each pass sees its own tokens and
+    the tokens before the first pass, but no other pass.
     """
 
     probe_lengths: tuple[int, ...]
@@ -130,10 +130,10 @@ def causal_mask(*, attention_mask: Tensor | None = None, allow_is_causal_skip: b
 def _with_probes(
     query: Tensor, key: Tensor, value: Tensor, scaling: float, probe_lengths: tuple[int, ...]
 ) -> tuple[Tensor, Tensor | None]:
-    """Causal attention of a document, and of each probe pass behind it over the document and itself; of the document
-    the log-sum-exps too, as `Attended` has them."""
+    """Causal attention of a document, and of each probe pass over the document and the pass itself. Also returns the
+    document's log-sum-exps, as in `Attended`."""
     document, *probes = torch.split(query, [query.shape[2] - sum(probe_lengths), *probe_lengths], dim=2)
-    start = key.shape[2] - sum(probe_lengths)  # more than the call's own tokens behind a cache of transformers
+    start = key.shape[2] - sum(probe_lengths)  # with a cache of transformers, more than the call's own tokens
     prefix = [StackedPrefix(key[0, :, :start], value[0, :, :start])]
     of_document, lse = _causal(document, key[:, :, :start], value[:, :, :start], scaling)
     outs = [of_document]
@@ -150,7 +150,7 @@ def _with_probes(
 def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor | None]:
     num_queries, num_keys = query.shape[2], key.shape[2]
     if num_queries == num_keys and _tells_lse(query, key, value):
-        # What the public function calls as well, which drops the second result.
+        # The public function calls this as well, and drops the log-sum-exps.
         key, value = (states.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for states in (key, value))
         out, lse = CPU_ATTENTION(query, key, value, 0.0, True, attn_mask=None, scale=scaling)
         return out, lse
@@ -165,9 +165,9 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[
 
 
 def _tells_lse(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether torch's attention of a whole causal call is the one that returns log-sum-exps.
+    """Whether torch would run a whole causal call by the attention function that returns log-sum-exps.
 
-    On a CPU only: those of CUDA's functions have not been tested.
+    On a CPU only: kvshelf has not tested those of CUDA's functions.
     """
     if query.device.type != "cpu":
         return False

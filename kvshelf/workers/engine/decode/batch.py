@@ -98,8 +98,8 @@ class DecodeBatch:
 
 @dataclass(frozen=True)
 class _Place:
-    """The tokens of one row in a step: `first` to `first + count` of the batch. `complete`: none is left for a later
-    step, so that the row's next token can be chosen."""
+    """The tokens of one row in a step: `first` to `first + count` of the batch. `complete`: no token is left for a
+    later step, so the row's next token can be chosen."""
 
     generation: Generation
     first: int
@@ -222,7 +222,7 @@ class _BatchLayer(UnboundedLayer):
         return 0
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        """There is no mask; what is visible follows from the step."""
+        """There is no mask: the step's layout says which tokens each row sees."""
         return (query_length if isinstance(query_length, int) else query_length.shape[0]), 0
 
     def lazy_initialization(self, *_: Any) -> NoReturn:

@@ -7,16 +7,15 @@ from typing import Final
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-_UNFINISHED: Final = 3  # bytes that may still become one character of UTF-8, and so the most tokens
-_LONGEST_RUN: Final = 16  # tokens without text; each more is decoded with all of them
+_UNFINISHED: Final = 3  # most bytes, and so most tokens, of an incomplete UTF-8 character
+_LONGEST_RUN: Final = 16  # tokens to hold before giving up: each further one decodes all of them again
 
 
 class Detokenizer:
-    """The text of tokens that come one after the other: whole characters only, and U+FFFD for bytes that are none.
+    """Turns a stream of tokens into text: whole characters only, and U+FFFD for bytes that form no character.
 
-    All pieces together are what `decoder` makes of all tokens, but for bytes that are no text, of which there may be
-    more or fewer U+FFFD. A tokenizer that falls back to bytes lets one bad byte spoil the characters beside it; those
-    that are out already stay.
+    The pieces together equal `decoder`'s text of all tokens, but invalid bytes may give more or fewer U+FFFD. With a
+    tokenizer that falls back to bytes, one bad byte spoils the characters next to it, except those already returned.
     """
 
     def __init__(self, decoder: Tokenizer, *, skip_special_tokens: bool) -> None:
@@ -24,10 +23,10 @@ class Detokenizer:
         self._skip = skip_special_tokens
         self._stream = self._new_stream()
         self._held: list[int] = []
-        """Tokens whose text is not out, oldest first. The stream has them too, and does not tell."""
+        """Tokens whose text has not been returned, oldest first. The stream holds them too, but hides them."""
 
     def push(self, token: int) -> str:
-        """Add a token. Returns the text that is final with it: "" within a character."""
+        """Add a token. Returns the text that it completes: "" in the middle of a character."""
         self._held.append(token)
         piece = self._step(token)
         if piece is not None:
@@ -36,18 +35,18 @@ class Detokenizer:
         return self._let_go() if len(self._held) >= _LONGEST_RUN else ""
 
     def rest(self) -> str:
-        """The text of what is held, after the last token: U+FFFD for a character that is not whole."""
+        """The text of the held tokens, to call after the last one: U+FFFD for an incomplete character."""
         return self._decode(self._held)
 
     def _step(self, token: int) -> str | None:
         try:
             return self._stream.step(self._decoder, token)
-        except Exception:  # tokenizers has no class for it: what was text is none any more beside these bytes
+        except Exception:  # tokenizers has no class for this error: the new bytes changed text already decoded
             self._stream = self._new_stream()
             return self._stream.step(self._decoder, self._held)
 
     def _let_go(self) -> str:
-        """No character: the stream would hold it, and all that follows, for ever."""
+        """Stop waiting for a character: the stream would hold these tokens, and all after them, for ever."""
         ended, last = self._held[:-_UNFINISHED], self._held[-_UNFINISHED:]
         text = self._decode(ended)
         if not text:  # control tokens, say, which are skipped

@@ -52,7 +52,7 @@ class Answer:
 class Generation:
     """An unfinished answer: the tokens that a `DecodeBatch` must run next, and the text so far.
 
-    Several may be open on one engine and one compressed cache. One batch steps it from first to last.
+    Several may be open on one engine and one compressed cache. The same batch runs all of its steps.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Generation:
     def take(self, token: int) -> str:
         """Add a token to the answer. Returns the text that became final with it, possibly "".
 
-        An answer for which this raises is over, and never `finished`.
+        If this raises, the answer is over, and never `finished`.
         """
         assert not self.finished
         assert not self.pending
@@ -157,12 +157,12 @@ class _Sampler:
         if self._sampling.temperature == 0:
             return int(logits.argmax())
         logits = logits.float().cpu()
-        # The largest becomes 0, so that no temperature makes it infinite; below the floor all others have no mass left.
+        # The largest becomes 0, so that no temperature makes it infinite; at the least one, all others have no mass.
         scaled = (logits - logits.max()) / max(self._sampling.temperature, _LEAST_TEMPERATURE)
         probabilities = torch.softmax(scaled, dim=-1)
         ranked, order = probabilities.sort(descending=True, stable=True)
-        # A token stays while the mass before it is short of top_p. The first one always stays: a top_p below the
-        # smallest number of float32 is 0 beside the masses.
+        # A token stays while the mass before it is short of top_p. The first one always stays, even if top_p is so
+        # small that float32 makes it 0.
         cut = ranked.cumsum(0) - ranked >= self._sampling.top_p
         cut[0] = False
         ranked[cut] = 0
@@ -170,7 +170,7 @@ class _Sampler:
 
 
 class _TextStream:
-    """Text of a growing answer: whole characters only, without an end that may still become a stop text."""
+    """Text of a growing answer: whole characters only, without a tail that may still become a stop text."""
 
     def __init__(self, decoder: Tokenizer | None, stop: Sequence[str]) -> None:
         self._tokens = None if decoder is None else Detokenizer(decoder, skip_special_tokens=True)

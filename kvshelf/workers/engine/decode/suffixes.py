@@ -1,9 +1,9 @@
 """The private suffixes of a batch's rows: keys and values of each question and answer behind its document.
 
 Rows of similar length share one pair of tensors per layer, a slab, so that a decode step reads all of them with one
-operation. Slabs have capacities of 64, 128, 256 ... tokens: a row never costs more than twice its length, and a long
-question never makes its neighbours read its padding. One slab for all would do both; a tensor per row would cost a call
-per row, layer and step.
+operation. Slabs have capacities of 64, 128, 256 ... tokens: a row costs at most twice its length or 64 tokens, and a
+long question never makes its neighbours read its padding. One slab for all rows would have both costs; a tensor per row
+would cost a call per row, layer and step.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class SuffixRow:
 
 
 class Slab:
-    """Rows of one capacity. For each layer keys `[slots, kv_heads, capacity, D]` and as many values, of Dv, made when
+    """Rows of one capacity. For each layer keys `[slots, kv_heads, capacity, D]` and values, with Dv for D, made when
     the layer's first states arrive.
 
-    What no row uses is zero: a masked entry must be finite, because a weight of 0 times NaN is NaN.
+    Unused entries are zero: a masked entry must be finite, because a weight of 0 times NaN is NaN.
     """
 
     def __init__(self, capacity: int, num_layers: int) -> None:
@@ -53,7 +53,7 @@ class Slab:
         return made, made_values
 
     def take(self, row: SuffixRow) -> None:
-        """Move a row here, with its tokens in another slab."""
+        """Give a row a slot here, and move its tokens from its previous slab."""
         if not self._free:
             self._free = list(range(self.slots, max(1, 2 * self.slots)))[::-1]
             self.slots = max(1, 2 * self.slots)

@@ -20,7 +20,7 @@ Prompt = Document
 """A question: a text, messages, or token ids that are appended as they are."""
 
 MAX_QUESTION_BYTES = 64 * 1024
-"""UTF-8 bytes of all expected questions of a document, which become part of its blob."""
+"""Most UTF-8 bytes of a document's expected questions together. Limited, because its blob contains them."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -40,7 +40,7 @@ class Job:
             ids += probe.token_ids
             positions += range(probe.first_position, probe.first_position + len(probe.token_ids))
         input_ids = torch.tensor([ids], device=device)
-        # With a mask given, transformers does not take positions that start again for packed rows.
+        # Without a mask, transformers would take positions that start again for packed sequences.
         return {
             "input_ids": input_ids,
             "position_ids": torch.tensor([positions], device=device),

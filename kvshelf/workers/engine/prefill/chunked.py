@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 class ChunkedPrefill:
     """The `ForwardContext` of a chunked prefill: after the attention of each layer the policy reduces the oldest tokens
-    of its buffer, then other work has a turn."""
+    of its buffer, then `checkpoint` lets other work run."""
 
     probe_lengths: tuple[int, ...] = ()
 

@@ -60,7 +60,7 @@ class Prefill:
 def run_prefill(
     model: PreTrainedModel, rope: Rope | None, group: Sequence[Level], probe: Probe | None, checkpoint: Checkpoint
 ) -> Prefill:
-    """Prefill one group of `job.shared`. The full cache answers `probe` on the way; without one there is no reference.
+    """Prefill one group of `job.shared`. The full cache answers `probe`; without a probe there is no reference.
 
     `checkpoint` is called between layers; no compression counts its time.
     """

@@ -55,7 +55,7 @@ class LayerReducer:
         else:
             assert isinstance(self.policy, ScoringPolicy)
             weight = self.policy.weight(layer)
-            if not math.isfinite(weight):  # nothing can be shared by it, so this cannot wait for the end
+            if not math.isfinite(weight):  # shares need a finite weight now, so this cannot wait for the end
                 raise _not_finite(self.policy, f"the weight of layer {layer.layer_idx}")
             self._cascade.add(layer, self.policy.importance(layer), weight)
         self.compress_s += time.perf_counter() - started
@@ -99,7 +99,7 @@ class LayerReducer:
 class SharedReducer:
     """The `ForwardContext` of a prefill that several levels share: each reduces the layer, then other work has a turn.
 
-    `measured`: lengths of the probe passes behind those of the policies, which no policy sees.
+    `measured`: lengths of further probe passes, behind those of the policies. No policy sees them.
     """
 
     reducers: Sequence[LayerReducer]
@@ -159,7 +159,7 @@ def _not_finite(policy: Policy, what: str) -> PolicyUnsupported:
 
 
 class Cascade:
-    """Layers that share one budget: each is reduced as it arrives, and those before it shrink to make room."""
+    """Layers that share one budget: each is reduced as it arrives, and earlier layers shrink to make room."""
 
     def __init__(self, sharing: Sharing, budget: Budget, num_layers: int) -> None:
         self._sharing = sharing

@@ -32,11 +32,11 @@ CANDIDATES: Final[tuple[tuple[str, float | None, str], ...]] = (
     ("kvzip", 0.75, "int4"),
     ("kvzip", 0.875, "int4"),
 )
-"""Policy, fraction removed and codec: what docs/policies.md found best at its size.
+"""Policy, fraction removed and codec: the best of their sizes in docs/policies.md.
 
-If every sentence is a fact, nothing can be evicted, and `full` under a codec remains. Among filler `keydiff` keeps
-what stands out. Both read nothing behind the document and share one prefill. `kvzip` holds longest, for a prefill of
-its own that costs several plain ones; it runs only if it could still save bytes.
+If every sentence is a fact, nothing can be evicted, and `full` under a codec remains. Among filler `keydiff` keeps what
+stands out. Both need no probe pass, so they share one prefill. `kvzip` keeps its quality longest, but needs its own
+prefill, which costs several plain ones; it runs only if it could still save bytes.
 """
 
 UNMEASURABLE: Final = "no quality can be measured on this document in this way"
@@ -145,7 +145,7 @@ class _Search:
         self.tried: dict[int, Tried] = {}
 
     def try_group(self, group: Sequence[Level]) -> None:
-        """Levels of one prefill."""
+        """Try the levels of one prefill."""
         questions = self._selection.questions
         if self._engine.probe(group[0].job, questions) is None:
             self._leave_out([level for level in group if not level.keeps_all], UNMEASURABLE)

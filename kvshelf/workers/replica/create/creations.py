@@ -31,15 +31,15 @@ ResultT = TypeVar("ResultT")
 log = structlog.get_logger("kvshelf.workers")
 
 _HANG_S = 2.0
-"""Seconds after its deadline in which a document must reach the end of a layer; callers wait for longer."""
+"""Seconds after its deadline in which a document must reach the end of a layer; remote callers wait longer."""
 
 
 class NegativeCache:
-    """Levels that missed their `min_quality`, so that they are not compressed again to miss it again: those of the
-    newest refusals, by the ids that their caches would have.
+    """Levels of the newest refusals, by the ids that their caches would have. So a level that missed its `min_quality`
+    is not compressed again only to miss it again.
 
-    In memory: a refusal stores no cache to write it to, and an entry that saves one prefill is not worth a table. It
-    needs no expiry, because an id covers everything that a quality depends on, the tenant included.
+    Held in memory: a refusal stores no cache that could record it, and saving one prefill is not worth a table. Entries
+    need no expiry, because an id covers everything that a quality depends on, the tenant included.
     """
 
     def __init__(self, capacity: int = 4096) -> None:  # each takes less than a kilobyte
@@ -80,7 +80,7 @@ class Creations:
     _rates: Rates = field(default_factory=Rates, init=False)
 
     async def estimate(self, spec: Estimate, *, origin: str = "") -> EstimateObject:
-        """What creating this would take, in seconds as this replica has measured them."""
+        """The bytes and seconds of this creation, at the speed that this replica has measured."""
         with called_as(origin):
             document = await self.threads.run(encode, self.engine, spec, self.max_document_tokens)
             return await self.threads.run(estimate, self.engine, self._rates, document, spec)

@@ -47,7 +47,7 @@ class Shape:
     @classmethod
     def of(cls, model: PreTrainedModel) -> Shape:
         config = model.config
-        # Two operations for each weight, as is usual; attention is left out, which counts in long documents only.
+        # Two operations for each weight, as is usual. Attention is left out: it counts in long documents only.
         flops = 2.0 * model.num_parameters(exclude_embeddings=True)
         return cls(
             config.num_hidden_layers,
@@ -179,7 +179,7 @@ def _ways(spec: Estimate) -> list[_Way]:
         return [_Way(spec.policy, ratio, codecs, more) for ratio in ratios]
     found = []
     for policy in POLICIES:
-        # Alone, a policy without a budget refuses one; among all policies it is estimated without.
+        # A policy without a budget refuses one if asked for alone; among all policies it is estimated without.
         taken = build(policy, {}).takes_budget
         found += [_Way(policy, ratio, codecs, budget if taken else {}) for ratio in (ratios if taken else [None])]
     return found

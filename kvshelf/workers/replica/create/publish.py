@@ -19,7 +19,7 @@ from kvshelf.workers.replica.create.spec import source_of
 
 @dataclass(frozen=True)
 class Publisher:
-    """The store as one creation uses it. `ids`: of the caches of its levels, whether they are on the shelf or not."""
+    """The store as one creation uses it. `ids`: of its levels' caches, whether they are stored or not."""
 
     store: Store
     tenant: str
@@ -72,7 +72,7 @@ class Publisher:
         queue_s: float,
         tried: Sequence[Tried] = (),
     ) -> Manifest:
-        """Store one level; one that was on the shelf gets the new measurements. Raises as `Store.put` does."""
+        """Store one level; a cache that was on the shelf gets the new measurements. Raises as `Store.put` does."""
         judged = Judgement(quality=compression.quality, tried=tuple(tried))
         manifest = self.store.put(
             compression.cache,
@@ -126,7 +126,7 @@ def _tried(manifest: Manifest) -> dict[str, Tried]:
 
 
 def comparable(tried: Tried) -> Tried:
-    """A level without a quality of another version, which does not compare."""
+    """The level, without its quality if another version measured it: such numbers do not compare."""
     if tried.quality is None or tried.quality.version == VERSION:
         return tried
     return tried.model_copy(update={"quality": None})

@@ -46,7 +46,7 @@ def requested_levels(
 ) -> Levels | Selection:
     """The levels to keep the document at: all of them, or the smallest that is good enough. The model does not run.
 
-    `questions` measure the quality of each level where no selection does. Raises as `Engine.prepare` does.
+    `questions` measure the quality of each level, unless a `Selection` does. Raises as `Engine.prepare` does.
     """
     require_policy(spec)
     document = encode(engine, spec, max_document_tokens)
@@ -69,7 +69,7 @@ def requested_levels(
 
 
 def require_policy(spec: CreateCache) -> None:
-    """Raises `InvalidRequest` for a policy or a parameter that does not exist, and for levels of one that has none."""
+    """Raises `InvalidRequest` for an unknown policy or parameter, and for levels of a policy without a budget."""
     if spec.policy == AUTO:
         return
     policy = build(spec.policy, spec.policy_params)
@@ -79,7 +79,7 @@ def require_policy(spec: CreateCache) -> None:
 
 def encode(engine: Engine, spec: CreateCache | Estimate, max_document_tokens: int | None) -> EncodedDocument:
     """The document's token ids. Raises as `Engine.encode_document`, and `DocumentTooLong` above `max_document_tokens`,
-    the limit of this service below that of the model."""
+    the service's own limit, below the model's."""
     found = engine.encode_document(document_of(spec), layout=spec.layout)
     if max_document_tokens is not None and len(found.token_ids) > max_document_tokens:
         raise DocumentTooLong(
