@@ -16,8 +16,10 @@ import signal
 import socket
 import subprocess
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 
@@ -118,11 +120,16 @@ class _Supervisor:
     async def run(self) -> int:
         """See `supervise`. Ends when no child is left: a starting child may replace one that died."""
         loop = asyncio.get_running_loop()
+        # Other threads block the signals, and in the end this one too. asyncio closes the pipe of its signal handlers
+        # before it removes them, so a late signal would print a traceback, or end this process.
+        block = partial(signal.pthread_sigmask, signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+        loop.set_default_executor(ThreadPoolExecutor(initializer=block))
         async with self._lives:
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, self._stop, number)
             loop.add_signal_handler(signal.SIGHUP, self._replace)
             self._start()
+        block()
         return self._exit_code
 
     def _stop(self, number: int) -> None:

@@ -102,10 +102,8 @@ class Questions:
             yield _Loaded(cache_id, resident, there, started, time.monotonic() - started)
 
     async def _encode(self, document: Attachment, query: Query) -> list[list[int]]:
-        def encode() -> list[list[int]]:
-            return [self.engine.encode_query(document, prompt) for prompt in _prompts(query)]
-
-        return await self.threads.run(encode)
+        prompts = _prompts(query)
+        return await self.threads.run(lambda: [self.engine.encode_query(document, prompt) for prompt in prompts])
 
 
 @dataclass(frozen=True)

@@ -195,6 +195,18 @@ def test_a_signal_reaches_all_children(supervised: Callable[..., Supervised]) ->
             os.kill(pid, 0)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_at_its_very_end_changes_nothing(supervised: Callable[..., Supervised], number: int) -> None:
+    service = supervised()
+    service.pids("ready", 1)
+    service.process.terminate()
+    while service.process.poll() is None:
+        service.process.send_signal(number)
+        time.sleep(0.001)  # more would fill the pipe of asyncio's handlers
+    assert service.process.returncode == 128 + signal.SIGTERM  # of the child, which a signal ended
+    assert "Traceback" not in (service.folder / "log").read_text()
+
+
 def test_a_window_that_is_closed_asks_for_no_restart(supervised: Callable[..., Supervised]) -> None:
     ours, theirs = pty.openpty()
     it = supervised(stdin=theirs, start_new_session=True)
