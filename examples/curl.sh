@@ -7,7 +7,7 @@ url=${KVSHELF_URL:-http://127.0.0.1:8765}
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 
-call() { # method, path, and what else curl is to do; an error of the service ends this script
+call() { # method, path, further options of curl; an error of the service ends this script
   curl --fail-with-body --silent --show-error --request "$1" "$url$2" \
     --header "authorization: Bearer ${KVSHELF_API_KEY:-none}" "${@:3}"
 }

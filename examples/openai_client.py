@@ -1,4 +1,4 @@
-"""Ask a document on the shelf with OpenAI's own client: nothing of it is sent or read again.
+"""Ask a document on the shelf with OpenAI's own client, without sending or prefilling it again.
 
 pip install openai . (in a checkout of kvshelf)
 python examples/openai_client.py            # the service at KVSHELF_URL, or http://127.0.0.1:8765

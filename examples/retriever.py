@@ -1,4 +1,4 @@
-"""Retrieval over whole documents: each is compressed once, the best one is found by its words, and its cache answers.
+"""Retrieval over whole documents: each is compressed once; a question goes to the cache of the best match.
 
 It works with LangChain's documents, or anything that has a `page_content`, and without LangChain. In a chain:
 
@@ -21,14 +21,14 @@ from kvshelf import Client
 
 @dataclass
 class Document:
-    """As LangChain's, for those who have none."""
+    """Has the fields of LangChain's `Document`, for use without LangChain."""
 
     page_content: str
     metadata: dict[str, Any] = field(default_factory=dict)
 
 
 class Shelf:
-    """Documents that can be asked. No passages are cut out: an answer comes from all of its document."""
+    """Documents that can be asked. They are not cut into passages: each answer uses one whole document."""
 
     def __init__(self, client: Client, **compression: Any) -> None:
         """compression: what `client.caches.create` takes, such as `policy` and `compression_ratio`."""
@@ -51,7 +51,7 @@ class Shelf:
         return [self._documents[n] for n in order[:k]]
 
     def ask(self, question: str, max_tokens: int = 16) -> str:
-        """What the best document answers."""
+        """The answer from the document that matches the question best."""
         (best,) = self.retrieve(question, k=1)
         return self._client.caches.query(best.metadata["cache_id"], question, max_tokens=max_tokens).text
 

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# A front end on a running Ray cluster: a Ray node that has nothing to give, and `kvshelf serve` on it. Ends when either
-# of the two ends, so that whatever supervises this starts both anew. Arguments go to `kvshelf serve`.
+# A front end on a running Ray cluster: a Ray node without CPUs and GPUs, and `kvshelf serve` on it. When one of the two
+# ends, this script ends too, so that its supervisor restarts both. Arguments go to `kvshelf serve`.
 #
 #   RAY_HEAD          host:6379 of the cluster's head
 #   RAY_AUTH_MODE, RAY_AUTH_TOKEN, KVSHELF_...
 set -euo pipefail
 : "${RAY_HEAD:?set it to the address of the head of the Ray cluster, such as ray-head:6379}"
 
-# Ray calls only go out from a machine that is a node itself. The service waits for the node to be up.
+# Only a machine that is a Ray node itself can make Ray calls. The service waits until the node is up.
 ray start --address="$RAY_HEAD" --num-cpus=0 --num-gpus=0 --disable-usage-stats --block &
 node=$!
 kvshelf serve --address "$RAY_HEAD" "$@" &
@@ -15,7 +15,7 @@ service=$!
 trap 'kill -TERM "$service"' TERM INT
 trap 'kill -HUP "$service"' HUP
 
-# A signal ends `wait`, too: it goes on while both are there.
+# A signal also ends `wait`, so wait again while both processes run.
 while kill -0 "$node" 2>/dev/null && kill -0 "$service" 2>/dev/null; do
   wait -n "$node" "$service" || true
 done

@@ -16,7 +16,7 @@ export function LateField({ value, onValue, ...rest }) {
   return html`<${Field} ...${rest} value=${draft} onValue=${setDraft} onChange=${hear} />`;
 }
 
-/** A choice; `options` maps values to shown texts. */
+/** A choice; `options` maps values to the texts that are shown. */
 export function Choice({ label, options, value, onValue, ...rest }) {
   return html`<label>
     ${label}

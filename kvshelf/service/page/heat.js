@@ -1,6 +1,6 @@
 /** The kept tokens of a cache as numbers to draw. Independent of the page. */
 
-export const LEVELS = 8; // of color, besides none
+export const LEVELS = 8; // color levels, not counting 0, which means none
 
 /** The answer of /v1/caches/{id}/kept, with the layers of later answers added. */
 export class Kept {
@@ -41,8 +41,8 @@ export class Kept {
   }
 
   /**
-   * For each token the share of heads that kept it, 0 to 1, and whether any has it merged into another: of all layers,
-   * of one (`layer`), or of one head.
+   * For each token: the share of heads that kept it, 0 to 1, and whether any head merged it into another token. Counts
+   * the heads of all layers, of one (`layer`), or one head.
    */
   shares(layer = null, head = null) {
     if (layer === null) {

@@ -2,11 +2,11 @@
 
 import { createInBackground, getRequest } from "./api.js";
 
-const AT_ONCE = 2; // a browser has six connections to a host, and a job waits on one
+const AT_ONCE = 2; // a browser has six connections per host, and each waiting job uses one
 const WAIT_S = 20;
 const AGAIN_MS = 2000;
 
-/** Whether a repeat may succeed: the service is down, busy or restarting. */
+/** Whether a retry may succeed: the service is down, busy or restarting. */
 const mayPass = ({ code, status }) => code === "connection_failed" || status === 429 || status >= 500;
 
 const pause = (signal) =>
@@ -24,7 +24,7 @@ export class Jobs extends EventTarget {
   list = [];
   #next = 1;
 
-  /** Put a document on the shelf: `body` as of `createInBackground`. */
+  /** Put a document on the shelf. `body`: as for `createInBackground`. */
   add(name, body) {
     const job = { key: this.#next, name, body, state: "waiting", share: 0, stop: new AbortController() };
     this.#next += 1;

@@ -3,8 +3,8 @@
 import { html } from "./dom.js";
 import { useEffect, useLayoutEffect, useRef, useState } from "./vendor/hooks.js";
 
-const BEYOND = 8; // rows drawn above and below those in sight
-const AHEAD = 60; // rows before the end at which the next page is asked for
+const BEYOND = 8; // rows drawn above and below the visible ones
+const AHEAD = 60; // the next page is requested this many rows before the end
 
 /**
  * `columns`: [{name, title, cell(row), className}]. `current` is the index of the current row, or -1; `onCurrent`

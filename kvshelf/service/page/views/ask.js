@@ -84,7 +84,7 @@ function Answer({ asked, id, name }) {
   </section>`;
 }
 
-/** One streamed answer: its text so far, the complete answer at the end, and the time to its first piece as measured here. */
+/** One streamed answer: its text so far, the complete answer at the end, and the browser's time to its first piece. */
 function useAnswer(asked, id) {
   const [told, setTold] = useState({ text: "", answer: null, failure: null, firstMs: null });
   const stop = useRef(null);
