@@ -59,7 +59,8 @@ class HttpServer(uvicorn.Server):
             self._following = asyncio.create_task(self._follow())
 
     async def _follow(self) -> None:
-        await asyncio.get_running_loop().sock_recv(self._line, 1)
+        with suppress(ConnectionResetError):  # the supervisor died before it read that this server is ready
+            await asyncio.get_running_loop().sock_recv(self._line, 1)
         self._replaced = self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -102,8 +102,7 @@ class Questions:
             yield _Loaded(cache_id, resident, there, started, time.monotonic() - started)
 
     async def _encode(self, document: Attachment, query: Query) -> list[list[int]]:
-        prompts = _prompts(query)
-        return await self.threads.run(lambda: [self.engine.encode_query(document, prompt) for prompt in prompts])
+        return await self.threads.run(lambda: [self.engine.encode_query(document, each) for each in _prompts(query)])
 
 
 @dataclass(frozen=True)

@@ -109,12 +109,16 @@ def test_waiting_has_bounds(http: httpx.Client, wait_s: str) -> None:
 
 
 def test_waiting_ends_when_its_time_is_over(http: httpx.Client) -> None:
-    accepted = submit(http, token_ids=[5 + n % 600 for n in range(16_000)], policy="streaming_llm")
-    started = time.monotonic()
-    request = http.get(f"/v1/requests/{accepted['id']}", params={"wait_s": 0.2}).json()
-    assert time.monotonic() - started < 10
-    assert request["state"] in ("queued", "running")
-    http.delete(f"/v1/caches/{ended(http, accepted)['cache_id']}")
+    states = []
+    for first in range(5):  # on a busy machine the answer may take longer than the work
+        accepted = submit(http, token_ids=[5 + (first + n) % 600 for n in range(16_000)], policy="streaming_llm")
+        started = time.monotonic()
+        states.append(http.get(f"/v1/requests/{accepted['id']}", params={"wait_s": 0.2}).json()["state"])
+        assert time.monotonic() - started < 10
+        http.delete(f"/v1/caches/{ended(http, accepted)['cache_id']}")
+        if states[-1] in ("queued", "running"):
+            return
+    raise AssertionError(states)
 
 
 @pytest.mark.timeout(400)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import http.client
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -23,6 +24,7 @@ import pytest
 
 from kvshelf import Client
 from kvshelf.client import Retries
+from kvshelf.service.process.supervisor import Place
 from tests.service.conftest import await_log, created, refused, stopped
 from tests.service.jobs.test_batches import begun, closed_window, lines
 from tests.service.process.test_supervisor import SUPERVISOR
@@ -171,6 +173,25 @@ async def streamed():
 with Place.inherited(sys.argv[1].removeprefix("--place=")) as place:
     HttpServer(app, place, grace_s=1).run(sockets=[place.listener])
 """
+
+
+def test_a_server_leaves_if_its_supervisor_dies_before_it_reads_that_the_server_is_ready(tmp_path: Path) -> None:
+    (tmp_path / "child.py").write_text(CHILD)
+    ours, theirs = socket.socketpair()
+    with socket.create_server(("127.0.0.1", 0)) as listener, theirs:
+        place = Place(listener, theirs)
+        command = [sys.executable, str(tmp_path / "child.py"), f"--place={place}"]
+        numbers = (listener.fileno(), theirs.fileno())
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, pass_fds=numbers)
+    with process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            ours.recv(1, socket.MSG_PEEK)  # it is there, and stays unread: the server's next read is a reset
+            ours.close()
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
