@@ -157,7 +157,7 @@ class _Sampler:
         if self._sampling.temperature == 0:
             return int(logits.argmax())
         logits = logits.float().cpu()
-        # The largest becomes 0, so that no temperature makes it infinite; at the least one, all others have no mass.
+        # The largest becomes 0, so that no temperature makes it infinite. At the least temperature only it has mass.
         scaled = (logits - logits.max()) / max(self._sampling.temperature, _LEAST_TEMPERATURE)
         probabilities = torch.softmax(scaled, dim=-1)
         ranked, order = probabilities.sort(descending=True, stable=True)
