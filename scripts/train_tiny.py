@@ -49,6 +49,7 @@ from kvshelf.bench.quality.tasks import (
     make_facts,
     write_document,
 )
+from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 MODEL_FOLDER: Final = ROOT / "kvshelf" / "models" / "kvshelf-tiny"
@@ -422,11 +423,11 @@ def export(training: Training, folder: Path) -> None:
 def answer(model: Qwen2ForCausalLM, encoder: Encoder, document: str, question: str, plain: bool) -> str:
     """Prefill the document, then the question, and decode greedily."""
     cache = DynamicCache()
-    model.model(input_ids=torch.tensor([encoder.document(document, plain)]), past_key_values=cache)
+    model.model(input_ids=torch.tensor([encoder.document(document, plain)]), **{CACHE_ARGUMENT: cache})
     ids = encoder.question(question, plain)
     answered: list[int] = []
     while len(answered) < 24:
-        logits = model(input_ids=torch.tensor([ids]), past_key_values=cache, logits_to_keep=1).logits
+        logits = model(input_ids=torch.tensor([ids]), **{CACHE_ARGUMENT: cache}, logits_to_keep=1).logits
         ids = [int(logits[0, -1].argmax())]
         if ids[0] == encoder.end_id:
             break

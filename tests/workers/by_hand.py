@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AttentionInterface, DynamicCache
 
+from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT
+
 
 def frequencies(model) -> Tensor:
     """Angles per position, fp64 `[D / 2]`: from the formula, or the model's table where the config scales them."""
@@ -110,7 +112,7 @@ def logits_after(model, prefix: Prefix, tokens: list[int], first_position: int) 
         past.update(keys[None], values[None], index)
     positions = torch.arange(first_position, first_position + len(tokens))[None]
     with torch.no_grad():
-        return model(torch.tensor([tokens]), past_key_values=past, position_ids=positions).logits[0]
+        return model(torch.tensor([tokens]), **{CACHE_ARGUMENT: past}, position_ids=positions).logits[0]
 
 
 def greedy(model, prefix: Prefix, question: list[int], first_position: int, count: int) -> list[int]:

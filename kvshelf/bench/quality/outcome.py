@@ -14,6 +14,7 @@ from kvshelf.bench.quality.suite import Ask, make_case, score
 from kvshelf.errors import KvshelfError
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.identity import canonical_json, digest
+from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.workers.engine.engine import Compression, Engine
 from kvshelf.workers.policies import build
 
@@ -127,7 +128,7 @@ def _answer(engine: Engine, cache: CompressedCache, ask: Ask, *, exported: bool)
     with torch.no_grad():
         mask = torch.ones_like(ids)
         output = engine.model.generate(
-            ids, attention_mask=mask, past_key_values=past, max_new_tokens=longest, do_sample=False
+            ids, attention_mask=mask, max_new_tokens=longest, do_sample=False, **{CACHE_ARGUMENT: past}
         )
     text: str = engine.require_text("prompt").decoder().decode(output[0, ids.shape[1] :].tolist())
     return text

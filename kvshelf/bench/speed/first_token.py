@@ -19,6 +19,7 @@ from kvshelf.bench.speed.subject import QUESTION_TOKENS, Subject
 from kvshelf.errors import CacheError, CacheNotFound
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.base import Store
+from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT
 
 LEVELS = (("full", 0.0), ("keydiff", 0.75), ("keydiff", 0.875))
 """Policies and the fraction each removes. Only the number of kept entries matters here."""
@@ -182,7 +183,7 @@ def _ask_model(
     def ask() -> None:
         with torch.no_grad():
             out = subject.engine.model(
-                input_ids=given, past_key_values=fetch(), position_ids=positions, logits_to_keep=1
+                input_ids=given, position_ids=positions, logits_to_keep=1, **{CACHE_ARGUMENT: fetch()}
             )
         int(out.logits[0, -1].argmax())
 

@@ -179,6 +179,8 @@ async def _run(command: list[str], data: bytes, most: int) -> tuple[int, bytes]:
         if process.returncode is None:
             with suppress(ProcessLookupError):
                 process.kill()
+        while await process.stdout.read(_PIECE_BYTES):  # unread output stops the pipe, and wait() waits for its end
+            pass
         await asyncio.gather(feeding, process.wait(), return_exceptions=True)
     assert process.returncode is not None
     return process.returncode, bytes(said)

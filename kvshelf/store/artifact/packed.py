@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from kvshelf.errors import StateConflict
 from kvshelf.kernels.quantize.rows import HeadRows, QuantizedRows, Rows, by_head, plain
@@ -129,10 +130,8 @@ class Packed:
 
     def plain_heads(self) -> tuple[list[Tensor], list[Tensor]]:
         """Keys `[kept_h, D]` and values `[kept_h, Dv]` of each KV head, dequantized."""
-        return (
-            list(torch.split(plain(self.keys), self.lengths)),
-            list(torch.split(plain(self.values), self.lengths)),
-        )
+        keys, values = (list(torch.split(plain(rows), self.lengths)) for rows in (self.keys, self.values))
+        return keys, values
 
     def dense(self) -> tuple[Tensor, Tensor, Tensor]:
         """Keys `[kv_heads, max_kept, D]`, values `[kv_heads, max_kept, Dv]`, and valid `[kv_heads, max_kept]` bool.
@@ -175,15 +174,10 @@ def offsets_of(lengths: Sequence[int]) -> tuple[int, ...]:
 
 def padded(keys: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Keys and values of all heads, padded with zeros to the longest head, and the mask of valid rows."""
-    lengths = [head.shape[0] for head in keys]
-    widest = max(lengths)
-    all_keys = keys[0].new_zeros(len(keys), widest, keys[0].shape[1])
-    all_values = values[0].new_zeros(len(values), widest, values[0].shape[1])
-    for head, length in enumerate(lengths):
-        all_keys[head, :length] = keys[head]
-        all_values[head, :length] = values[head]
-    columns = torch.arange(widest, device=keys[0].device)
-    return all_keys, all_values, columns < torch.tensor(lengths, device=keys[0].device).unsqueeze(1)
+    lengths = torch.tensor([len(head) for head in keys], device=keys[0].device)
+    all_keys, all_values = (pad_sequence(list(heads), batch_first=True) for heads in (keys, values))
+    columns = torch.arange(all_keys.shape[1], device=lengths.device)
+    return all_keys, all_values, columns < lengths.unsqueeze(1)
 
 
 def rotation(rope_mode: RopeMode, rotate: Rotate | None) -> Rotate | None:

@@ -226,9 +226,9 @@ class Engine:
         """A transformers `Cache` with `cache` as its read-only prefix. Inside the block the model runs kvshelf's
         attention.
 
-        `model(ids, past_key_values=past)` takes the question's ids; `model.generate` takes the whole sequence:
-        `past.with_document(ids)` puts stand-ins in the document's place. Raises `ModelMismatch` for a cache of another
-        model.
+        `model(ids, past_key_values=past)` takes the question's ids (from transformers 5.24 on: `cache=past`).
+        `model.generate` takes the whole sequence: `past.with_document(ids)` puts stand-ins in the document's place.
+        Raises `ModelMismatch` for a cache of another model.
         """
         past = AttachedCache(self.attach(cache), reach(self.model.config, cache.num_tokens))
         with kvshelf_attention(self.model):

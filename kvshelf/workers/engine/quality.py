@@ -30,7 +30,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from kvshelf.workers.engine.attention.attached import AttachedCache
+from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT, AttachedCache
 from kvshelf.workers.model.text import QUESTION_SEPARATOR
 from kvshelf.workers.policies.view import DocumentView, ProbePass
 
@@ -156,7 +156,7 @@ def ask(model: nn.Module, probe: Probe, past: AttachedCache) -> Tensor:
     """Logits `[predicted, vocabulary]` behind an attached cache."""
     device: Any = model.device
     ids = torch.tensor([probe.asked.token_ids], device=device)
-    logits: Tensor = model(ids, past_key_values=past, logits_to_keep=probe.places(0, device)).logits
+    logits: Tensor = model(ids, logits_to_keep=probe.places(0, device), **{CACHE_ARGUMENT: past}).logits
     return logits[0]
 
 

@@ -28,6 +28,7 @@ from kvshelf.bench.speed.subject import (
 )
 from kvshelf.errors import InvalidRequest, StoreUnavailable, WorkerCrashed
 from kvshelf.store.url import open_store
+from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.workers.model.loading import bundled_folder
 from tests.store.redis.servers import PATIENT, ValkeyServer
 
@@ -129,7 +130,7 @@ class HalvingPress:
     """What the worker needs of a press of kvpress: a hook, and a context that registers it on every layer."""
 
     def forward_hook(self, module, _, kwargs, output):
-        layer = kwargs["past_key_values"].layers[module.layer_idx]
+        layer = kwargs[CACHE_ARGUMENT].layers[module.layer_idx]
         layer.keys, layer.values = layer.keys[:, :, ::2], layer.values[:, :, ::2]
         return output
 

@@ -235,6 +235,23 @@ def test_a_reader_that_crashes_hangs_or_floods_is_one_that_failed(monkeypatch: p
     assert b"secret" not in ran("import os; print(os.environ)")[1]
 
 
+def test_a_reader_that_dies_slowly_while_it_floods_is_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pipe is full by then: asyncio stops reading it, and waits for the end of an output that nobody reads."""
+    kill = asyncio.subprocess.Process.kill
+
+    def late(process: asyncio.subprocess.Process) -> None:
+        asyncio.get_running_loop().call_later(0.3, kill, process)
+
+    async def flood() -> tuple[int, bytes]:
+        command = [sys.executable, "-c", "while True: print('x' * 100_000)"]
+        return await asyncio.wait_for(extract._run(command, b"", 1000), 10)
+
+    monkeypatch.setattr(asyncio.subprocess.Process, "kill", late)
+    code, said = asyncio.run(flood())
+    assert code < 0
+    assert len(said) < 4 << 20
+
+
 def test_who_does_not_wait_leaves_no_process() -> None:
     async def give_up() -> None:
         async with asyncio.timeout(1.5):

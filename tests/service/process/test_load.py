@@ -27,6 +27,7 @@ import torch
 
 from kvshelf import CompressedCache, Engine
 from kvshelf.bench.quality.tasks import make_facts, write_document
+from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT
 
 if TYPE_CHECKING:
     from tests.conftest import LiveService
@@ -186,7 +187,7 @@ def equally_good(engine: Engine, http: httpx.Client, known: Known, text: str) ->
     query = engine.encode_query(cache, known.prompt)
     ids = engine.answer(cache, known.prompt, max_new_tokens=MAX_TOKENS).token_ids
     with engine.attached(cache) as past, torch.no_grad():
-        logits = engine.model(torch.tensor([query + ids[:-1]]), past_key_values=past).logits[0]
+        logits = engine.model(torch.tensor([query + ids[:-1]]), **{CACHE_ARGUMENT: past}).logits[0]
     best = logits[len(query) - 1 :].float().topk(2).values.tolist()
     close = [step for step, (first, second) in enumerate(best) if first - second < CLOSE]
     told = [engine.require_text("prompt").decode(ids[:step]).strip() for step in range(len(ids) + 1)]

@@ -10,6 +10,7 @@ from transformers import DynamicCache
 
 from kvshelf.errors import InvalidRequest, ModelMismatch, StateConflict
 from kvshelf.store.artifact.cache import CompressedCache
+from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.workers.engine.engine import Engine
 from tests.amounts import amount
 from tests.store.caches import from_heads
@@ -48,7 +49,7 @@ def test_full_cache_equals_prefilling_again(oracle, length):
     expected = logits_of(oracle.model, ids)[:, DOCUMENT:]
     for source in (cache, CompressedCache.from_bytes(cache.to_bytes())):
         with oracle.engine.attached(source) as past, torch.no_grad():
-            ours = oracle.model(torch.tensor([ids[DOCUMENT:]]), past_key_values=past).logits
+            ours = oracle.model(torch.tensor([ids[DOCUMENT:]]), **{CACHE_ARGUMENT: past}).logits
         assert relative_error(ours, expected) < fp32_bound(oracle.model, ids)
 
 
@@ -57,7 +58,7 @@ def test_question_in_pieces_equals_question_at_once(oracle, full):
     expected = logits_of(oracle.model, oracle.ids[: DOCUMENT + QUESTION])[:, DOCUMENT:]
     with oracle.engine.attached(full) as past, torch.no_grad():
         pieces = [question[:7], question[7:8], question[8:]]
-        ours = [oracle.model(torch.tensor([piece]), past_key_values=past).logits for piece in pieces]
+        ours = [oracle.model(torch.tensor([piece]), **{CACHE_ARGUMENT: past}).logits for piece in pieces]
         assert past.get_seq_length() == DOCUMENT + QUESTION
     # The recorded models are badly conditioned: the same pieces under plain transformers are off by 3e-5.
     assert relative_error(torch.cat(ours, dim=1), expected) < 1e-4
@@ -69,11 +70,11 @@ def test_generate_is_token_equal(oracle, full):
     ones = torch.ones_like(whole)
     expected = oracle.model.generate(whole, attention_mask=ones, **options)
     with oracle.engine.attached(full) as past:
-        ours = oracle.model.generate(whole, attention_mask=ones, past_key_values=past, **options)
+        ours = oracle.model.generate(whole, attention_mask=ones, **{CACHE_ARGUMENT: past}, **options)
     assert ours.tolist() == expected.tolist()
     with oracle.engine.attached(full) as past:
         ids = past.with_document(whole[:, DOCUMENT:])
-        ours = oracle.model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=past, **options)
+        ours = oracle.model.generate(ids, attention_mask=torch.ones_like(ids), **{CACHE_ARGUMENT: past}, **options)
     assert ours[:, DOCUMENT:].tolist() == expected[:, DOCUMENT:].tolist()
 
 
@@ -83,7 +84,7 @@ def test_beam_search_runs_on_an_attached_cache(llama):
     options = {"max_new_tokens": 8, "num_beams": 3, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     expected = llama.model.generate(whole, attention_mask=torch.ones_like(whole), **options)
     with llama.engine.attached(cache) as past:
-        ours = llama.model.generate(whole, attention_mask=torch.ones_like(whole), past_key_values=past, **options)
+        ours = llama.model.generate(whole, attention_mask=torch.ones_like(whole), **{CACHE_ARGUMENT: past}, **options)
     assert ours.tolist() == expected.tolist()
 
 
@@ -92,7 +93,7 @@ def test_generate_with_the_question_alone_is_refused(llama):
     question = torch.tensor([llama.ids[DOCUMENT : DOCUMENT + QUESTION]])
     # Older versions of transformers fail by themselves on the empty slice; none may answer.
     with llama.engine.attached(cache) as past, pytest.raises((InvalidRequest, IndexError)):
-        llama.model.generate(question, past_key_values=past, max_new_tokens=4, pad_token_id=0)
+        llama.model.generate(question, **{CACHE_ARGUMENT: past}, max_new_tokens=4, pad_token_id=0)
 
 
 def test_ragged_heads_equal_a_mask_over_the_full_cache(oracle):
@@ -114,7 +115,7 @@ def test_ragged_heads_equal_a_mask_over_the_full_cache(oracle):
     ragged = CompressedCache(tuple(layers), full.num_tokens, full.next_position, full.identity)
     question = torch.tensor([oracle.ids[DOCUMENT : DOCUMENT + QUESTION]])
     with oracle.engine.attached(ragged) as past, torch.no_grad():
-        ours = model(question, past_key_values=past).logits
+        ours = model(question, **{CACHE_ARGUMENT: past}).logits
     assert relative_error(ours, masked_logits(model, full, kept_masks, question)) < 1e-5
 
 
@@ -143,14 +144,14 @@ def masked_logits(model, full, kept_masks, question):
         past.update(keys[None].clone(), values[None].clone(), i)
     positions = torch.arange(DOCUMENT, DOCUMENT + question.shape[1])[None]
     with torch.no_grad():
-        return model(question, past_key_values=past, position_ids=positions).logits
+        return model(question, **{CACHE_ARGUMENT: past}, position_ids=positions).logits
 
 
 def test_a_batch_of_questions_shares_one_document(oracle, full):
     rows = [oracle.ids[DOCUMENT + i * 10 : DOCUMENT + (i + 1) * 10] for i in range(4)]
     expected = torch.cat([logits_of(oracle.model, oracle.ids[:DOCUMENT] + row)[:, DOCUMENT:] for row in rows])
     with oracle.engine.attached(full) as past, torch.no_grad():
-        ours = oracle.model(torch.tensor(rows), past_key_values=past).logits
+        ours = oracle.model(torch.tensor(rows), **{CACHE_ARGUMENT: past}).logits
     assert relative_error(ours, expected) < 1e-5
 
 
@@ -180,7 +181,7 @@ def test_another_attention_function_refuses(oracle, full, implementation):
     model = copy.deepcopy(oracle.model)
     model.set_attn_implementation(implementation)
     with pytest.raises(StateConflict, match="does not run kvshelf's attention"), torch.no_grad():
-        model(torch.tensor([oracle.ids[:3]]), past_key_values=past)
+        model(torch.tensor([oracle.ids[:3]]), **{CACHE_ARGUMENT: past})
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -223,8 +224,8 @@ def test_the_model_inside_the_block_still_works_without_the_cache(oracle, full):
     with oracle.engine.attached(full), torch.no_grad():
         ours = oracle.model(torch.tensor([oracle.ids[:50]])).logits
         cached = DynamicCache()
-        first = oracle.model(torch.tensor([oracle.ids[:40]]), past_key_values=cached).logits
-        rest = oracle.model(torch.tensor([oracle.ids[40:50]]), past_key_values=cached).logits
+        first = oracle.model(torch.tensor([oracle.ids[:40]]), **{CACHE_ARGUMENT: cached}).logits
+        rest = oracle.model(torch.tensor([oracle.ids[40:50]]), **{CACHE_ARGUMENT: cached}).logits
     assert relative_error(ours, expected) < 1e-5
     assert relative_error(torch.cat([first, rest], dim=1), expected) < 1e-5
 
@@ -234,21 +235,21 @@ def test_left_padding_is_refused(oracle, full):
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
     mask = torch.cat([torch.ones(2, DOCUMENT, dtype=torch.long), mask], dim=1)
     with oracle.engine.attached(full) as past, pytest.raises(InvalidRequest, match="padding"), torch.no_grad():
-        oracle.model(rows, attention_mask=mask, past_key_values=past)
+        oracle.model(rows, attention_mask=mask, **{CACHE_ARGUMENT: past})
 
 
 def test_a_mask_of_ones_is_accepted(oracle, full):
     row = torch.tensor([oracle.ids[DOCUMENT : DOCUMENT + 4]])
     mask = torch.ones(1, DOCUMENT + 4, dtype=torch.long)
     with oracle.engine.attached(full) as past, torch.no_grad():
-        ours = oracle.model(row, attention_mask=mask, past_key_values=past).logits
+        ours = oracle.model(row, attention_mask=mask, **{CACHE_ARGUMENT: past}).logits
     ids = oracle.ids[: DOCUMENT + 4]
     assert relative_error(ours, logits_of(oracle.model, ids)[:, DOCUMENT:]) < fp32_bound(oracle.model, ids)
 
 
 def test_wrong_positions_are_refused(oracle, full):
     with oracle.engine.attached(full) as past, pytest.raises(InvalidRequest, match="position 500"), torch.no_grad():
-        oracle.model(torch.tensor([[5, 6]]), position_ids=torch.tensor([[0, 1]]), past_key_values=past)
+        oracle.model(torch.tensor([[5, 6]]), position_ids=torch.tensor([[0, 1]]), **{CACHE_ARGUMENT: past})
 
 
 def test_an_attached_cache_cannot_be_cropped(llama):

@@ -13,7 +13,7 @@ import torch
 from kvshelf.errors import StateConflict
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.records import Merged, Parts
-from kvshelf.workers.engine.attention.attached import AttachedCache
+from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT, AttachedCache
 from kvshelf.workers.engine.attention.attachment import Attachment
 from tests.amounts import pairwise
 from tests.store.caches import from_heads
@@ -75,7 +75,7 @@ def test_attached_equals_every_token_spelled_out(oracle, compressed, codec):
     expected = logits_after(model, by_hand, question, TOKENS)
     for source in (cache, CompressedCache.from_bytes(cache.to_bytes())):
         with oracle.engine.attached(source) as past, torch.no_grad():
-            ours = model(torch.tensor([question]), past_key_values=past).logits[0]
+            ours = model(torch.tensor([question]), **{CACHE_ARGUMENT: past}).logits[0]
         # Merged and quantized prefixes hold their sums in fp32; the models are badly conditioned (see test_attach).
         assert relative_error(ours, expected) < 1e-4
 
@@ -89,7 +89,7 @@ def test_generate_answers_as_spelled_out(oracle, compressed, codec):
     with oracle.engine.attached(cache) as past:
         ids = past.with_document(torch.tensor([question]))
         out = oracle.model.generate(
-            ids, attention_mask=torch.ones_like(ids), past_key_values=past, max_new_tokens=ANSWER, do_sample=False,
+            ids, attention_mask=torch.ones_like(ids), **{CACHE_ARGUMENT: past}, max_new_tokens=ANSWER, do_sample=False,
             pad_token_id=0, eos_token_id=None,
         )  # fmt: skip
     assert out[0, ids.shape[1] :].tolist()[: len(expected)] == expected

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvshelf.errors import InternalError
 from kvshelf.store.url import open_store
+from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.workers.engine.decode import batch as batch_module
 from kvshelf.workers.engine.decode.generation import Sampling
 from kvshelf.workers.engine.engine import Engine
@@ -50,7 +51,7 @@ def alone(engine, cache, query, sampling):
 def close_calls(engine, cache, query, answer):
     """Steps of an answer at which the second best token was as good as the best."""
     with engine.attached(cache) as past, torch.no_grad():
-        logits = engine.model(torch.tensor([query + answer.token_ids[:-1]]), past_key_values=past).logits[0]
+        logits = engine.model(torch.tensor([query + answer.token_ids[:-1]]), **{CACHE_ARGUMENT: past}).logits[0]
     best = logits[len(query) - 1 :].float().topk(2).values
     return [step for step, (first, second) in enumerate(best.tolist()) if first - second < CLOSE]
 

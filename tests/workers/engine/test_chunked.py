@@ -10,6 +10,7 @@ from transformers import AttentionInterface, DynamicCache
 
 from kvshelf.errors import Cancelled, PolicyUnsupported
 from kvshelf.store.artifact.cache import CompressedCache
+from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.workers.engine.prefill.chunked import ChunkedPrefill
 from tests.workers.policies.test_lagkv import naive_scores
 
@@ -54,7 +55,9 @@ class ByHand:
             length = SINK + 2 * LAG if seen == 0 else min(LAG, len(ids) - seen)
             places = torch.arange(seen, seen + length)[None]
             with torch.no_grad():
-                self.model(torch.tensor([ids[seen : seen + length]]), past_key_values=self.past, position_ids=places)
+                self.model(
+                    torch.tensor([ids[seen : seen + length]]), **{CACHE_ARGUMENT: self.past}, position_ids=places
+                )
             seen += length
             if seen - self.start >= 2 * LAG:
                 self.hide()

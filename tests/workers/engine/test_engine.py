@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from kvshelf.errors import Cancelled, DocumentTooLong, DocumentTooShort, InvalidRequest, PolicyUnsupported
 from kvshelf.store.artifact.cache import CompressedCache
+from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.model.loading import bundled_folder
 
@@ -295,7 +296,7 @@ def test_a_mixture_of_experts_works_like_any_other():
     ids = list(range(60))
     cache = engine.compress(ids[:50], policy="full")
     with engine.attached(cache) as past, torch.no_grad():
-        ours = model(torch.tensor([ids[50:]]), past_key_values=past).logits
+        ours = model(torch.tensor([ids[50:]]), **{CACHE_ARGUMENT: past}).logits
     with torch.no_grad():
         expected = model(torch.tensor([ids])).logits[:, 50:]
     assert float((ours - expected).abs().max() / expected.abs().max()) < 1e-5

@@ -13,6 +13,7 @@ from kvshelf.bench.quality.tasks import make_document
 from kvshelf.errors import InvalidRequest, ModelMismatch, PolicyUnsupported
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.records import Merged, Parts
+from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.workers.engine.engine import Engine
 from tests.amounts import pairwise
 from tests.store.caches import from_heads
@@ -39,7 +40,7 @@ def plain(model, implementation):
 def generated(model, past, question, **extra):
     """`generate()` as for any prefix: stand-ins for the cached tokens, then the question."""
     ids = torch.tensor([[0] * past.get_seq_length() + question])
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=past, **OPTIONS, **extra)
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), **{CACHE_ARGUMENT: past}, **OPTIONS, **extra)
     return out[0, ids.shape[1] :].tolist()
 
 
@@ -92,7 +93,7 @@ def test_absolute_in_a_loop_of_ones_own(oracle, full, cache, question):
     while len(tokens) < ANSWER:
         places = torch.arange(position, position + len(step))[None]
         with torch.no_grad():
-            logits = model(torch.tensor([step]), position_ids=places, past_key_values=past).logits
+            logits = model(torch.tensor([step]), position_ids=places, **{CACHE_ARGUMENT: past}).logits
         position, step = position + len(step), [int(logits[0, -1].argmax())]
         tokens += step
     assert_same(tokens, greedy(oracle.model, Prefix.kept(full, cache), question, TOKENS, ANSWER))
@@ -111,7 +112,7 @@ def test_contiguous_keys_are_those_turned_by_hand(oracle, cache):
 def test_a_full_cache_is_a_fresh_prefill(oracle, full, positions):
     exported, fresh = oracle.engine.export(full, positions=positions), DynamicCache()
     with torch.no_grad():
-        plain(oracle.model, "sdpa")(torch.tensor([oracle.ids[:TOKENS]]), past_key_values=fresh)
+        plain(oracle.model, "sdpa")(torch.tensor([oracle.ids[:TOKENS]]), **{CACHE_ARGUMENT: fresh})
     for ours, expected in zip(exported.layers, fresh.layers, strict=True):
         assert relative_error(ours.keys, expected.keys) < 1e-5
         assert relative_error(ours.values, expected.values) < 1e-5

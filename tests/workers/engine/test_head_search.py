@@ -10,6 +10,7 @@ from kvshelf.bench.quality.retrieval import measure_cell
 from kvshelf.bench.quality.tasks import needles
 from kvshelf.errors import InvalidRequest
 from kvshelf.workers.engine import head_search
+from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.engine.head_search import Needle, calibrate, layer_errors, retrieval_scores
 from kvshelf.workers.model.calibration import Calibration, Origin
@@ -28,8 +29,9 @@ def plain(model, ids):
     model.set_attn_implementation("eager")
     try:
         with torch.no_grad():
-            out = model(torch.tensor([ids]), past_key_values=DynamicCache(), output_attentions=True)
-        return [weights[0].double() for weights in out.attentions], out.past_key_values
+            cache = DynamicCache()
+            out = model(torch.tensor([ids]), **{CACHE_ARGUMENT: cache}, output_attentions=True)
+        return [weights[0].double() for weights in out.attentions], cache
     finally:
         model.set_attn_implementation(before)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
+from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.workers.engine.engine import Engine
 from tests.workers.model.test_rope import LONG, random_model
 
@@ -30,7 +31,7 @@ def plain(engine: Engine, sequence: list[int]) -> torch.Tensor:
 def attached(engine: Engine, document: list[int], question: list[int]) -> torch.Tensor:
     cache = engine.compress(document, policy="full")
     with torch.no_grad(), engine.attached(cache) as past:
-        return engine.model(input_ids=torch.tensor([question]), past_key_values=past).logits[0, -1].log_softmax(-1)
+        return engine.model(input_ids=torch.tensor([question]), **{CACHE_ARGUMENT: past}).logits[0, -1].log_softmax(-1)
 
 
 @pytest.mark.parametrize(("document", "question"), [(40, 24), (PLACE - 1, 1), (PLACE + 1, 10), (100, 30)])

@@ -15,6 +15,7 @@ from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.prefix_attention.eager import attend_prefix
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.records import Kept, Merged
+from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.workers.engine.attention.function import CONTEXT
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.policies import LayerView, build
@@ -353,7 +354,7 @@ def test_attention_of_an_attached_cache_is_that_over_the_expanded_slots(oracle, 
         recorder = Recorder()
         hooks = recorder.hooks(oracle.model)
         with engine.attached(held) as past, torch.no_grad():
-            oracle.model(torch.tensor([ids[400:430]]), past_key_values=past, **{CONTEXT: recorder})
+            oracle.model(torch.tensor([ids[400:430]]), **{CACHE_ARGUMENT: past}, **{CONTEXT: recorder})
         for hook in hooks:
             hook.remove()
         for record, states, out in zip(held.layers, recorder.states, recorder.outputs, strict=True):

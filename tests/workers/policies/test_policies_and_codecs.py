@@ -10,6 +10,7 @@ import torch
 from kvshelf.bench.quality.tasks import make_document
 from kvshelf.store.artifact import blob
 from kvshelf.store.artifact.cache import CompressedCache
+from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.policies import POLICIES
 
@@ -77,7 +78,7 @@ def test_quantized_answers_stay_close(tiny, document, compressed, policy):
     logits = []
     for codec in ("none", "int8"):
         with torch.no_grad(), tiny.attached(cache.encoded(codec)) as past:
-            logits.append(tiny.model(ids, past_key_values=past).logits[0, -1].log_softmax(-1))
+            logits.append(tiny.model(ids, **{CACHE_ARGUMENT: past}).logits[0, -1].log_softmax(-1))
     assert torch.nn.functional.kl_div(logits[1], logits[0], log_target=True, reduction="sum") < 0.02
 
 

@@ -9,6 +9,7 @@ import torch
 
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.store.artifact.cache import CompressedCache
+from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.policies import build
 from kvshelf.workers.policies.base import Observes
@@ -51,7 +52,7 @@ def test_a_question_continues_where_the_cache_ends(oracle):
     assert (cached.next_position, cached.num_tokens) == (KEPT, TOKENS)
     with oracle.engine.attached(cached) as past, torch.no_grad():
         assert past.get_seq_length() == KEPT
-        ours = oracle.model(torch.tensor([question]), past_key_values=past).logits[0]
+        ours = oracle.model(torch.tensor([question]), **{CACHE_ARGUMENT: past}).logits[0]
     by_hand = Prefix.kept(full, cached, slots_by=frequencies(oracle.model))
     assert relative_error(ours, logits_after(oracle.model, by_hand, question, KEPT)) < 1e-4
     elsewhere = logits_after(oracle.model, by_hand, question, TOKENS)
@@ -63,7 +64,7 @@ def test_absolute_positions_leave_the_gap(oracle):
     full, cache = oracle.engine.compress(document, policy="full"), compressed(oracle)
     assert cache.next_position == TOKENS
     with oracle.engine.attached(cache) as past, torch.no_grad():
-        ours = oracle.model(torch.tensor([question]), past_key_values=past).logits[0]
+        ours = oracle.model(torch.tensor([question]), **{CACHE_ARGUMENT: past}).logits[0]
     assert relative_error(ours, logits_after(oracle.model, Prefix.kept(full, cache), question, TOKENS)) < 1e-4
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from importlib.metadata import version
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from kvshelf.errors import InvalidRequest, StateConflict
 from kvshelf.kernels.prefix_attention import BatchLayout, Prefix, SuffixRows, prefix_attention
 from kvshelf.workers.engine.attention.attachment import Attachment
+
+CACHE_ARGUMENT: Final = "cache" if [*map(int, version("transformers").split(".")[:2])] >= [5, 24] else "past_key_values"
+"""Name of the argument of a model's forward pass that takes a cache. transformers 5.24 warns about the older name."""
 
 _FIRST_CAPACITY = 64
 
@@ -52,9 +56,7 @@ class UnboundedLayer(CacheLayerMixin):  # type: ignore[misc]
         """-1: no longest length."""
         return -1
 
-    def get_max_cache_shape(self) -> int:
-        """`get_max_length` by its name in older versions of transformers 5."""
-        return -1
+    get_max_cache_shape = get_max_length  # its name in older versions of transformers 5
 
 
 class AttachedLayer(UnboundedLayer):

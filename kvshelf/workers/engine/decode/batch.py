@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 
 from kvshelf.errors import InternalError
 from kvshelf.kernels.prefix_attention import BatchLayout, SuffixRows
-from kvshelf.workers.engine.attention.attached import AttachedStates, UnboundedLayer
+from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT, AttachedStates, UnboundedLayer
 from kvshelf.workers.engine.attention.attachment import Attachment, Wait, block
 from kvshelf.workers.engine.attention.function import CONTEXT, Attended, kvshelf_attention
 from kvshelf.workers.engine.decode.generation import Checkpoint, Generation
@@ -87,9 +87,9 @@ class DecodeBatch:
             out = self._model(
                 input_ids=step.token_ids,
                 position_ids=step.positions,
-                past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=step.last_tokens,
+                **{CACHE_ARGUMENT: cache},
                 **context,
             )
         logits: Tensor = out.logits[0]

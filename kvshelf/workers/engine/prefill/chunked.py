@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 from kvshelf.kernels.prefix_attention import StackedPrefix
 from kvshelf.kernels.select import pack
 from kvshelf.store.artifact.records import Kept
-from kvshelf.workers.engine.attention.attached import AttachedLayer
+from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT, AttachedLayer
 from kvshelf.workers.engine.attention.function import CONTEXT, Attended
 from kvshelf.workers.engine.prefill.reducing import require_every_layer, require_finite_scores
 from kvshelf.workers.policies.base import Absorber
@@ -50,7 +50,7 @@ class ChunkedPrefill:
         ids = torch.tensor([token_ids], device=model.device)
         positions = torch.arange(len(token_ids), device=model.device).unsqueeze(0)
         for chunk, at in zip(torch.split(ids, self._chunks, 1), torch.split(positions, self._chunks, 1), strict=True):
-            model.base_model(input_ids=chunk, position_ids=at, past_key_values=cache, use_cache=True, **{CONTEXT: self})
+            model.base_model(input_ids=chunk, position_ids=at, use_cache=True, **{CACHE_ARGUMENT: cache, CONTEXT: self})
 
     def after_attention(self, layer: Attended) -> None:
         started = time.perf_counter()
