@@ -35,7 +35,8 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 prepare_environment(None)
 
 # No test is about the time of one example, and a busy machine takes longer than the 0.2 s that hypothesis allows.
-hypothesis.settings.register_profile("kvshelf", deadline=None)
+# Examples are the same in each run, so that a run fails because of a change; `make soak` tries new ones.
+hypothesis.settings.register_profile("kvshelf", deadline=None, derandomize=os.environ.get("KVSHELF_SOAK") != "1")
 hypothesis.settings.load_profile("kvshelf")
 
 # By default structlog shows the locals of every frame of an error, which takes seconds where they are tensors.
