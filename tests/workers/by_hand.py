@@ -1,7 +1,7 @@
 """What an exported or renumbered cache must answer, made by hand: RoPE from its formula, one masked softmax in fp64.
 
-No code of kvshelf and no cache logic of transformers but the storage: every token runs again at every step, over the
-whole document's keys, of which those that were not kept are hidden.
+No code of kvshelf but the name of an argument, and no cache logic of transformers but the storage: every token runs
+again at every step, over the whole document's keys, of which those that were not kept are hidden.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ async def _run(command: list[str], data: bytes, most: int) -> tuple[int, bytes]:
         if process.returncode is None:
             with suppress(ProcessLookupError):
                 process.kill()
-        while await process.stdout.read(_PIECE_BYTES):  # unread output stops the pipe, and wait() waits for its end
+        while await process.stdout.read(_PIECE_BYTES):  # wait() also waits for the end of the output
             pass
         await asyncio.gather(feeding, process.wait(), return_exceptions=True)
     assert process.returncode is not None

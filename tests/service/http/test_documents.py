@@ -236,7 +236,7 @@ def test_a_reader_that_crashes_hangs_or_floods_is_one_that_failed(monkeypatch: p
 
 
 def test_a_reader_that_dies_slowly_while_it_floods_is_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pipe is full by then: asyncio stops reading it, and waits for the end of an output that nobody reads."""
+    """A full `StreamReader` stops reading the pipe, and `wait()` waits for the end of the output."""
     kill = asyncio.subprocess.Process.kill
 
     def late(process: asyncio.subprocess.Process) -> None:

@@ -354,7 +354,7 @@ def test_attention_of_an_attached_cache_is_that_over_the_expanded_slots(oracle, 
         recorder = Recorder()
         hooks = recorder.hooks(oracle.model)
         with engine.attached(held) as past, torch.no_grad():
-            oracle.model(torch.tensor([ids[400:430]]), **{CACHE_ARGUMENT: past}, **{CONTEXT: recorder})
+            oracle.model(torch.tensor([ids[400:430]]), **{CACHE_ARGUMENT: past, CONTEXT: recorder})
         for hook in hooks:
             hook.remove()
         for record, states, out in zip(held.layers, recorder.states, recorder.outputs, strict=True):
