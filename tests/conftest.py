@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import shutil
 import signal
@@ -82,6 +83,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not starts and not _NO_UNITS.match(item.location[0]):
             item.add_marker(pytest.mark.unit)
     items.sort(key=turn)
+
+
+@pytest.fixture(autouse=True)
+def seeded(soak: bool) -> None:
+    """A test draws the same numbers in each run, so that a run fails because of a change; a soak draws new ones."""
+    if not soak:
+        random.seed(0)
+        if torch := sys.modules.get("torch"):
+            torch.manual_seed(0)
 
 
 TOKENIZER = Path(__file__).parent.parent / "kvshelf" / "models" / "kvshelf-tiny"

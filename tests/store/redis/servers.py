@@ -12,7 +12,7 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import os
-import random
+import secrets
 import select
 import shutil
 import signal
@@ -58,7 +58,7 @@ def free_port() -> int:
     different ones."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 3
     while True:
-        port = 20_000 + 900 * worker + random.randrange(900)
+        port = 20_000 + 900 * worker + secrets.randbelow(900)
         with socket.socket() as probe, socket.socket() as bus, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             bus.bind(("127.0.0.1", port + 10_000))
@@ -225,14 +225,16 @@ class SentinelSet:
 class Cluster:
     """Three primaries with a third of the slots each, without replicas."""
 
+    SLOTS = (range(5461), range(5461, 10923), range(10923, 16384))
+
     def __init__(self, folder: Path) -> None:
         self._stack = ExitStack()
         self.nodes = [
             self._stack.enter_context(ValkeyServer(folder, cluster_enabled="yes", cluster_node_timeout=15000))
             for _ in range(3)
         ]
-        for node, slots in zip(self.nodes, ((0, 5460), (5461, 10922), (10923, 16383)), strict=True):
-            node.client().execute_command("CLUSTER", "ADDSLOTSRANGE", *slots)
+        for node, slots in zip(self.nodes, self.SLOTS, strict=True):
+            node.client().execute_command("CLUSTER", "ADDSLOTSRANGE", slots[0], slots[-1])
             if node is not self.nodes[0]:
                 node.client().execute_command("CLUSTER", "MEET", "127.0.0.1", self.nodes[0].port)
         wait_until(lambda: all(self._is_ready(node) for node in self.nodes), "the cluster is whole")
@@ -240,6 +242,11 @@ class Cluster:
     @property
     def url(self) -> str:
         return "redis-cluster://" + ",".join(f"127.0.0.1:{node.port}" for node in self.nodes)
+
+    def place(self, key: str) -> tuple[int, int]:
+        """A key's slot, and the number of the node that had the slot at first."""
+        slot = self.nodes[0].client().execute_command("CLUSTER", "KEYSLOT", key)
+        return slot, next(number for number, slots in enumerate(self.SLOTS) if slot in slots)
 
     def move_slot(self, slot: int, source: ValkeyServer, target: ValkeyServer) -> None:
         """Give a slot and its keys to another node."""

@@ -476,9 +476,8 @@ def test_a_cluster_is_used_as_a_whole(cluster: Cluster, connect: Connect) -> Non
 def test_a_key_that_moves_is_found(cluster: Cluster, connect: Connect) -> None:
     link = connect(cluster.url)
     link.call("SET", "{moving}a", 1)
-    slot = cluster.nodes[0].client().execute_command("CLUSTER", "KEYSLOT", "{moving}a")
-    source = cluster.nodes[slot // 5461]
-    target = cluster.nodes[(slot // 5461 + 1) % 3]
+    slot, home = cluster.place("{moving}a")
+    source, target = cluster.nodes[home], cluster.nodes[(home + 1) % 3]
     ids = {node: node.client().execute_command("CLUSTER", "MYID") for node in (source, target)}
     target.client().execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[source])
     source.client().execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[target])
@@ -535,8 +534,7 @@ def _a_key_of_each(cluster: Cluster, link: RedisLink) -> list[str]:
     """A key on each node, in the order of the nodes."""
     found: dict[int, str] = {}
     for number in range(100):
-        slot = cluster.nodes[0].client().execute_command("CLUSTER", "KEYSLOT", f"k{number}")
-        found.setdefault(min(slot // 5461, 2), f"k{number}")
+        found.setdefault(cluster.place(f"k{number}")[1], f"k{number}")
     for key in found.values():
         link.call("SET", key, 1)
     return [found[index] for index in range(3)]
