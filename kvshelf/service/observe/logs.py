@@ -30,7 +30,7 @@ def configure(level: str) -> None:
     structlog.configure(
         processors=[*shared, structlog.processors.format_exc_info, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(number),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr),  # print would write each line in two steps
         cache_logger_on_first_use=True,
     )
     handler = logging.StreamHandler(sys.stderr)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -156,3 +158,30 @@ def test_no_log_holds_a_text_a_key_or_an_answer(http: httpx.Client, service: Liv
         assert len(answer) > 20
         assert answer not in logged
         assert json.dumps(answer)[1:-1] not in logged
+
+
+STEPS = """
+import sys
+import structlog
+from kvshelf.service.observe import logs
+
+written = []
+
+class Steps:
+    def write(self, text): written.append(text)
+    def flush(self): pass
+    def isatty(self): return False
+
+sys.stderr = Steps()
+logs.configure("info")
+structlog.get_logger("kvshelf").info("created", cache_id="kvs")
+print(*written, sep="|", end="")
+"""
+
+
+def test_a_line_is_written_in_one_step() -> None:
+    """Else lines of other threads, which write to the same stream, come between its text and its end."""
+    ran = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True, check=True)
+    (line,) = ran.stdout.split("|")
+    assert line.endswith("\n")
+    assert json.loads(line)["event"] == "created"
