@@ -24,12 +24,14 @@
     │   └── DocumentTooShort            422  document_too_short
     ├── CacheError                      the stored cache cannot be used
     │   ├── CacheExpired                410  cache_expired
-    │   └── CacheCorrupt                424  cache_corrupt
-    │       └── BlobError                    cache_corrupt, with the reason why the bytes were refused
+    │   ├── CacheCorrupt                424  cache_corrupt
+    │   │   └── BlobError                    cache_corrupt, with the reason why the bytes were refused
+    │   └── CacheUnusable               424  cache_unusable        (the model gives no numbers after it)
     ├── LoadError                       too much load; try again after `retry_after_s`
     │   ├── RateLimited                 429  rate_limited
     │   ├── QueueFull                   429  queue_full
-    │   └── QuotaExceeded               429  quota_exceeded
+    │   ├── QuotaExceeded               429  quota_exceeded
+    │   └── ServiceBusy                 503  service_busy          (bodies of open requests fill its memory)
     ├── StoreError                      the store failed
     │   ├── StoreUnavailable            503  store_unavailable
     │   └── StorageFull                 507  storage_full
@@ -184,6 +186,12 @@ class BlobError(CacheCorrupt):
         self.reason = reason
 
 
+class CacheUnusable(CacheError):
+    """The bytes are as they were written, and the model's logits after them are not numbers."""
+
+    code, status = "cache_unusable", 424
+
+
 class LoadError(KvshelfError):
     """Too much load. `details["retry_after_s"]` says when to try again and becomes the Retry-After header."""
 
@@ -200,6 +208,10 @@ class QueueFull(LoadError):
 
 class QuotaExceeded(LoadError):
     code, status = "quota_exceeded", 429
+
+
+class ServiceBusy(LoadError):
+    code, status = "service_busy", 503
 
 
 class StoreError(KvshelfError):

@@ -87,8 +87,11 @@ def import_cache(
 def _put(store: str, key_file: Path | None, blob: bytes, fields: ImportFields) -> CacheObject:
     with stores.opened(store, key_file) as shelf:
         from kvshelf.service.state import cache_object
+        from kvshelf.store.artifact.blob import inspect
         from kvshelf.store.artifact.cache import CompressedCache
 
+        header = inspect(blob).header
+        header.shape.require_bounds(header.to_identity().model)
         cache = CompressedCache.from_bytes(blob)
         return cache_object(
             shelf.put(cache, ttl_s=fields["ttl_s"], name=fields["name"] or "", labels=fields["labels"] or {})

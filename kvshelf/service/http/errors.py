@@ -35,6 +35,7 @@ from kvshelf.errors import (
     NotFound,
     RateLimited,
     RequestTimeout,
+    ServiceBusy,
     StoreUnavailable,
     Unauthorized,
     WorkerCrashed,
@@ -48,7 +49,7 @@ LINGER_S = 2.0
 
 _LITTLE_BYTES = 64 << 10
 _STOPPED_RETRY_S = 1.0  # during a restart the next service is already ready
-_BEFORE_THE_BODY = (BodyTooLarge, Forbidden, RateLimited, Unauthorized)
+_BEFORE_THE_BODY = (BodyTooLarge, Forbidden, RateLimited, ServiceBusy, Unauthorized)
 
 SAFE_HEADERS = {
     "cache-control": "no-store",

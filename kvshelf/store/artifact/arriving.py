@@ -73,6 +73,7 @@ class ArrivingCache:
         self.num_tokens = summary.header.num_tokens
         self.next_position = summary.header.next_position
         self.codec = summary.header.codec
+        self.shape = summary.header.shape
         self.num_layers = len(summary.header.layers)
         self.nbytes = summary.header.body_bytes
         """Bytes of all layers together, which is what `read` allocates."""

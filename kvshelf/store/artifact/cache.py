@@ -14,6 +14,7 @@ from kvshelf.store.artifact.blob import PackedBlob, tensors
 from kvshelf.store.artifact.encoding import encode
 from kvshelf.store.artifact.identity import Identity
 from kvshelf.store.artifact.records import Kept, LayerRecord, Merged, PackedRecord, Parts, RopeMode
+from kvshelf.store.artifact.shape import LayerShape, Shape
 
 __all__ = ["CompressedCache", "Kept", "LayerRecord", "Merged", "PackedRecord", "Parts", "RopeMode"]
 
@@ -42,6 +43,14 @@ class CompressedCache:
         """Entries kept per layer and KV head, the mean rounded to the nearest integer."""
         heads = sum(layer.kv_heads for layer in self.layers)
         return round(sum(layer.entries for layer in self.layers) / heads)
+
+    @property
+    def shape(self) -> Shape:
+        layers = (
+            LayerShape(layer.kv_heads, layer.key_dim, layer.value_dim, str(layer.dtype).removeprefix("torch."))
+            for layer in self.layers
+        )
+        return Shape(tuple(layers), self.num_tokens, self.next_position)
 
     def to(self, device: torch.device | str) -> CompressedCache:
         """The same cache on another device."""

@@ -10,7 +10,7 @@ smallest from about one token kept in eight; int64 positions would cost 64 times
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Literal
 
@@ -60,7 +60,7 @@ def decode(name: Encoding, data: memoryview, lengths: Sequence[int], num_tokens:
     """The inverse of `encode`: returns a function that expands the positions, `[sum(lengths)]`, and cannot fail.
 
     Raises `BlobError` at once for bytes that `encode` cannot have written. Expansion is deferred: it takes ten times as
-    long as checking a bitmap, and few readers need positions.
+    long as checking a bitmap, 8 bytes for each stored one, and few readers need positions.
     """
     raw: Bytes = np.frombuffer(data, np.uint8)
     if name == "range":
@@ -71,12 +71,14 @@ def decode(name: Encoding, data: memoryview, lengths: Sequence[int], num_tokens:
         expand = partial(_from_bitmap, raw, lengths, num_tokens)
         if _bitmap_wins(lengths, num_tokens):
             return expand
-        positions = expand()
+        smallest = choose(expand(), lengths, num_tokens) == name
     else:
-        positions = _from_varints(raw, lengths, num_tokens)
-    if choose(positions, lengths, num_tokens) != name:
+        _check_varints(raw, lengths, num_tokens)
+        expand = partial(_from_varints, raw, lengths)
+        smallest = not _all_kept(lengths, num_tokens) and raw.size < len(lengths) * _bitmap_stride(num_tokens)
+    if not smallest:
         raise BlobError(f"positions are stored as {name!r} though another encoding is smaller", reason="not_canonical")
-    return lambda: positions
+    return expand
 
 
 def _all_kept(lengths: Sequence[int], num_tokens: int) -> bool:
@@ -151,22 +153,34 @@ def _from_bitmap(raw: Bytes, lengths: Sequence[int], num_tokens: int) -> Ints:
     return found - np.repeat(np.arange(len(lengths)) * (_bitmap_stride(num_tokens) * 8), lengths)
 
 
-def _from_varints(raw: Bytes, lengths: Sequence[int], num_tokens: int) -> Ints:
-    gaps = _read_varints(raw, sum(lengths))
-    # A running sum over all heads, minus its value before the head. Sums stay below 2**63: at most 2**28 gaps (each has
-    # a stored byte) of at most 2**35 each.
-    steps = gaps + 1
-    running = np.cumsum(steps)
-    first = _starts(lengths)
-    before = running[first] - steps[first]
-    positions = running - np.repeat(before, [n for n in lengths if n]) - 1
-    # Gaps cannot be negative, so positions ascend by construction and only the upper end is left to check.
-    if positions.size and int(positions.max()) >= num_tokens:
-        raise BlobError(
-            f"position {int(positions.max())} is stored for a document of {num_tokens} tokens",
-            reason="positions_out_of_range",
-        )
-    return positions
+def _check_varints(raw: Bytes, lengths: Sequence[int], num_tokens: int) -> None:
+    if raw.size and raw[-1] >= 0x80:
+        raise BlobError("the position deltas end within a varint", reason="positions_malformed")
+    found, count = int(np.count_nonzero(raw < 0x80)), sum(lengths)
+    if found != count:
+        raise BlobError(f"{found} position deltas are stored for {count} entries", reason="positions_count")
+    for positions in _heads_of_varints(raw, lengths):
+        # Gaps cannot be negative, so positions ascend by construction and only the upper end is left to check.
+        if int(positions[-1]) >= num_tokens:
+            raise BlobError(
+                f"position {positions[-1]} is stored for a document of {num_tokens} tokens",
+                reason="positions_out_of_range",
+            )
+
+
+def _from_varints(raw: Bytes, lengths: Sequence[int]) -> Ints:
+    return np.concatenate([np.empty(0, np.int64), *_heads_of_varints(raw, lengths)])
+
+
+def _heads_of_varints(raw: Bytes, lengths: Sequence[int]) -> Iterator[Ints]:
+    """The positions of each head that has entries: head by head, because reading takes 40 bytes for each entry."""
+    start = 0
+    for length in filter(None, lengths):
+        ends = np.flatnonzero(raw[start : start + _VARINT_BYTES * length] < 0x80)[:length] + 1
+        if ends.size < length:
+            raise _too_long()
+        yield np.cumsum(_read_varints(raw[start : start + int(ends[-1])], ends) + 1) - 1
+        start += int(ends[-1])
 
 
 def _varint_lengths(values: Ints) -> Ints:
@@ -188,22 +202,20 @@ def _to_varints(values: Ints) -> Bytes:
     return out
 
 
-def _read_varints(raw: Bytes, count: int) -> Ints:
-    ends = raw < 0x80  # each varint's last byte
-    if raw.size and not ends[-1]:
-        raise BlobError("the position deltas end within a varint", reason="positions_malformed")
-    found = int(np.count_nonzero(ends))
-    if found != count:  # before building an index, which takes eight bytes for each
-        raise BlobError(f"{found} position deltas are stored for {count} entries", reason="positions_count")
-    last = np.flatnonzero(ends)
-    starts = np.concatenate(([0], last[:-1] + 1)) if last.size else last
-    lengths = last - starts + 1
-    if lengths.size and int(lengths.max()) > _VARINT_BYTES:
-        raise BlobError(f"a position delta is longer than {_VARINT_BYTES} bytes", reason="positions_malformed")
-    if np.any((raw[last] == 0) & (lengths > 1)):
+def _read_varints(raw: Bytes, ends: Ints) -> Ints:
+    """Varints of which each one ends before a byte of `ends`."""
+    starts = np.concatenate(([0], ends[:-1]))
+    lengths = ends - starts
+    if int(lengths.max()) > _VARINT_BYTES:
+        raise _too_long()
+    if np.any((raw[ends - 1] == 0) & (lengths > 1)):
         raise BlobError("a position delta is written with more bytes than it needs", reason="positions_malformed")
-    values = np.zeros(last.shape, np.int64)
+    values = np.zeros(ends.shape, np.int64)
     for index in range(_VARINT_BYTES):
         has = lengths > index
         values[has] |= (raw[starts[has] + index].astype(np.int64) & 0x7F) << (7 * index)
     return values
+
+
+def _too_long() -> BlobError:
+    return BlobError(f"a position delta is longer than {_VARINT_BYTES} bytes", reason="positions_malformed")

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -16,9 +17,10 @@ from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.store.artifact.arriving import ArrivingCache
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.identity import Layout
+from kvshelf.store.artifact.shape import LayerShape
 from kvshelf.workers.engine.attention.attached import AttachedCache
 from kvshelf.workers.engine.attention.attachment import Attachment
-from kvshelf.workers.engine.attention.function import kvshelf_attention
+from kvshelf.workers.engine.attention.function import kvshelf_attention, layer_shapes
 from kvshelf.workers.engine.decode.batch import DecodeBatch
 from kvshelf.workers.engine.decode.generation import Answer, Checkpoint, Generation, Sampling
 from kvshelf.workers.engine.export import Positions, export
@@ -69,6 +71,11 @@ class Engine:
         """
         model, tokenizer = models.load(name, device=device, dtype=dtype)
         return cls(model, tokenizer, name=name)
+
+    @cached_property
+    def layer_shapes(self) -> tuple[LayerShape, ...]:
+        """The layers of this model's caches, measured in a forward pass: a configuration does not tell."""
+        return layer_shapes(self.model)
 
     @property
     def default_layout(self) -> Layout:
@@ -245,7 +252,7 @@ class Engine:
         Raises `ModelMismatch`, and `PolicyUnsupported` for a cache that is no such prefix: heads or layers of different
         lengths, merged tokens, and, where keys have to move, a RoPE that cannot be undone.
         """
-        self.identity.require_match(cache.identity.model)
+        self.require_own(cache)
         return export(cache.to(self.model.device), positions, rope=self.rope, config=self.model.config)
 
     def encode_query(self, cache: CompressedCache | Attachment, prompt: Prompt) -> list[int]:
@@ -253,14 +260,20 @@ class Engine:
         Thread-safe."""
         return self._encoder.query(cache.identity.boundary, prompt)
 
+    def require_own(self, cache: CompressedCache | ArrivingCache) -> None:
+        """Raises `ModelMismatch` for a cache of another model, `BlobError` for one that this model cannot have made."""
+        self.identity.require_match(cache.identity.model)
+        cache.shape.require_bounds(self.identity)
+        cache.shape.require_layers(self.layer_shapes)
+
     def attach(self, cache: CompressedCache | ArrivingCache) -> Attachment:
         """`cache` as the model's layers read it. Any number of questions may share it, also concurrently.
 
-        Raises `ModelMismatch` for a cache of another model.
+        Raises as `require_own` does.
         """
-        self.identity.require_match(cache.identity.model)
         found = self._attachments.get(cache)
         if found is None:
+            self.require_own(cache)
             rotate = None if self.rope is None or self.rope.length_dependent else self.rope.rotate
             found = self._attachments[cache] = Attachment(cache, self.model.device, rotate)
         return found

@@ -53,8 +53,9 @@ def kept_tokens(
 ) -> KeptTokens:
     """Which tokens a cache kept, with the bitmaps of the layers from `first_layer` on.
 
-    `document` None stands for the kept source. Raises as `Store.get` and `Engine.prepare` do; also `SourceNotKept`,
-    `ModelMismatch`, `StateConflict` for a document other than the cache's, and `InvalidRequest` for a missing layer.
+    `document` None stands for the kept source. Raises as `Store.open_cache`, `Engine.prepare` and `Engine.require_own`
+    do; also `SourceNotKept`, `StateConflict` for a document other than the cache's, and `InvalidRequest` for a missing
+    layer.
     """
     manifest = store.stat(cache_id, tenant=tenant)
     identity = Identity.from_dict(manifest.identity)
@@ -62,7 +63,10 @@ def kept_tokens(
     if document is None:
         document = _kept_source(store, manifest, identity)
     source = _same_document(engine, store, manifest, identity, document)
-    cache = store.get(cache_id, tenant=tenant)
+    with store.open_cache(cache_id, tenant=tenant) as arriving:
+        engine.require_own(arriving)  # the bitmaps below have the size that its header claims
+        arriving.read(together=True)
+        cache = arriving.cache()
     num_layers = len(cache.layers)
     if first_layer >= num_layers:
         raise InvalidRequest(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvshelf.errors import InternalError
+from kvshelf.errors import CacheUnusable
 from kvshelf.store.url import open_store
 from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.workers.engine.decode import batch as batch_module
@@ -216,7 +216,7 @@ def test_logits_that_are_no_numbers_are_an_error_of_their_row(llama, caches):
     order = sorted(range(3), key=lambda i: id(together[i].document))
     told = batch.step(together)
     handle.remove()
-    assert [isinstance(told[i], InternalError) for i in order] == [False, True, False]
+    assert [isinstance(told[i], CacheUnusable) for i in order] == [False, True, False]
     sound = together[order[0]]
     run(batch, [sound])
     assert sound.token_ids == alone(llama.engine, caches[order[0]], llama.ids[:4], Sampling(3)).token_ids

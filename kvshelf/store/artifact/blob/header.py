@@ -15,7 +15,8 @@ from pydantic import FailFast, Field, JsonValue, ValidationError
 from kvshelf.errors import BlobError, InvalidRequest
 from kvshelf.store.artifact.blob.layer import ALIGNMENT, MAX_ARRAY, Count, Layer, Size, Strict
 from kvshelf.store.artifact.codecs import Codec
-from kvshelf.store.artifact.identity import Boundary, Identity, Layout
+from kvshelf.store.artifact.identity import Boundary, Identity, Layout, canonical_msgpack
+from kvshelf.store.artifact.shape import LayerShape, Shape
 
 HEADER_LIMIT: Final = 256 * 1024
 """Bytes. 200 layers of 128 ragged KV heads need about 160 KiB; reading 256 KiB takes at most 80 MB."""
@@ -77,13 +78,17 @@ class Header(Strict):
         """Bytes of all segments, which follow each other without holes."""
         return sum(layer.nbytes for layer in self.layers)
 
+    @property
+    def shape(self) -> Shape:
+        layers = (LayerShape(len(layer.records[0].lengths), *layer.dims[1:], layer.dtype) for layer in self.layers)
+        return Shape(tuple(layers), self.num_tokens, self.next_position)
+
     def to_identity(self) -> Identity:
         return Identity.from_dict(self.identity.model_dump())
 
     def pack(self) -> bytes:
-        """The one msgpack text of the header: keys of every map sorted, shortest integers, 64-bit floats."""
-        data: bytes = msgpack.packb(_sorted(self.model_dump()), use_bin_type=True)
-        return data
+        """The one msgpack text of the header."""
+        return canonical_msgpack(self.model_dump())
 
 
 def parse_header(data: bytes) -> Header:
@@ -113,14 +118,6 @@ def _not_canonical() -> BlobError:
         "the header is not written in the one canonical way (sorted keys, shortest integers, 64-bit floats)",
         reason="not_canonical",
     )
-
-
-def _sorted(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _sorted(value[key]) for key in sorted(value)}
-    if isinstance(value, list):
-        return [item if type(item) is int else _sorted(item) for item in value]  # most of a header: entries of heads
-    return value
 
 
 def _unpack(data: bytes) -> Any:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.kernels.prefix_attention import BatchLayout, StackedPrefix, SuffixRows, prefix_attention
 from kvshelf.kernels.prefix_attention.attend import CPU_ATTENTION
+from kvshelf.store.artifact.shape import LayerShape
 from kvshelf.workers.engine.attention.attached import AttachedStates
 
 if TYPE_CHECKING:
@@ -61,6 +62,29 @@ class ForwardContext(Protocol):
     probe_lengths: tuple[int, ...]
 
     def after_attention(self, layer: Attended) -> None: ...
+
+
+class _ShapeObserver:
+    """Notes the shape of each layer's keys and values."""
+
+    probe_lengths: tuple[int, ...] = ()
+
+    def __init__(self) -> None:
+        self.layers: dict[int, LayerShape] = {}
+
+    def after_attention(self, layer: Attended) -> None:
+        (_, heads, _, key_dim), value_dim = layer.keys.shape, layer.values.shape[-1]
+        dtype = str(layer.keys.dtype).removeprefix("torch.")
+        self.layers[layer.module.layer_idx] = LayerShape(heads, key_dim, value_dim, dtype)  # type: ignore[index]
+
+
+def layer_shapes(model: PreTrainedModel) -> tuple[LayerShape, ...]:
+    """The shape of each layer's keys and values, from a forward pass over one token."""
+    observer = _ShapeObserver()
+    with torch.no_grad(), kvshelf_attention(model):
+        token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+        model.base_model(input_ids=token, use_cache=False, **{CONTEXT: observer})
+    return tuple(observer.layers.values())
 
 
 @contextmanager

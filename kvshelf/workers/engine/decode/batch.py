@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from kvshelf.errors import InternalError
+from kvshelf.errors import CacheUnusable
 from kvshelf.kernels.prefix_attention import BatchLayout, SuffixRows
 from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT, AttachedStates, UnboundedLayer
 from kvshelf.workers.engine.attention.attachment import Attachment, Wait, block
@@ -254,9 +254,9 @@ def _likeliest(logits: Tensor) -> list[int | None]:
 def _token_taken(generation: Generation, logits: Tensor, row: int, likeliest: int | None) -> str | Exception:
     """Choose the next token of one answer from its row of logits `[rows, vocabulary]` and add it."""
     if likeliest is None:
-        return InternalError(
-            "the model's logits are not numbers, so no answer can be given; if the model overflows in float16, load it "
-            "with dtype bfloat16 or float32"
+        return CacheUnusable(
+            "the model's logits after this cache are not numbers, so no answer can be given. If the model overflows in "
+            "float16, load it with dtype bfloat16 or float32; an imported cache may hold such numbers itself"
         )
     try:
         return generation.take(generation.sample(logits[row]) if generation.samples else likeliest)

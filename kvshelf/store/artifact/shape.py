@@ -1,0 +1,76 @@
+"""The shape of a cache, checked against its model before anything is allocated for it.
+
+A forged blob of a kilobyte may claim any number of tokens or heads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from kvshelf.errors import BlobError
+from kvshelf.store.artifact.identity import ModelIdentity
+
+
+class LayerShape(NamedTuple):
+    """The keys `[kv_heads, N, key_dim]` and values `[kv_heads, N, value_dim]` of one layer."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: str
+
+
+class Shape(NamedTuple):
+    """The shape of a cache. `num_tokens` and `next_position` are those of `CompressedCache`."""
+
+    layers: tuple[LayerShape, ...]
+    num_tokens: int
+    next_position: int
+
+    def require_bounds(self, model: ModelIdentity) -> None:
+        """Raise `BlobError` beyond what the configuration in a model's identity allows.
+
+        These are bounds, and `require_layers` is exact: a configuration does not say how many KV heads its model has.
+        """
+        attention, rope = _object(model.attention), _object(model.rope)
+        heads = _size(attention, "num_attention_heads", most=max(layer.kv_heads for layer in self.layers))
+        tokens = _size(rope, "max_positions", most=self.num_tokens)
+        if len(self.layers) != (layers := _size(attention, "num_hidden_layers", most=len(self.layers))):
+            raise _refusal(f"{len(self.layers)} layers", layers)
+        for layer in self.layers:
+            if layer.kv_heads > heads:
+                raise _refusal(f"{layer.kv_heads} KV heads", f"at most {heads}")
+        if self.num_tokens > tokens:
+            raise _refusal(f"{self.num_tokens} tokens", f"at most {tokens}")
+        if self.next_position > self.num_tokens:
+            raise _refusal(f"a question at position {self.next_position}", f"{self.num_tokens} for its document")
+
+    def require_layers(self, expected: Sequence[LayerShape]) -> None:
+        """Raise `BlobError` unless the layers are those of a model's own caches."""
+        if len(self.layers) != len(expected):
+            raise _refusal(f"{len(self.layers)} layers", len(expected))
+        for index, (found, ours) in enumerate(zip(self.layers, expected, strict=True)):
+            for what, value, right in zip(LayerShape._fields, found, ours, strict=True):
+                if value != right:
+                    raise _refusal(f"in layer {index} the {what} {value}", right)
+
+
+def _refusal(found: str, expected: object) -> BlobError:
+    return BlobError(f"the cache has {found}; its model makes {expected}", reason="wrong_shape")
+
+
+def _object(text: str) -> dict[str, Any]:
+    """A JSON object; empty for any other text, which a hostile header may have."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _size(fields: dict[str, Any], name: str, *, most: int) -> int:
+    """A size in a configuration; `most` where it has none."""
+    value = fields.get(name)
+    return value if type(value) is int else most
