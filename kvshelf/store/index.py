@@ -22,9 +22,6 @@ from kvshelf.store.manifest import Manifest, Usage
 
 EntryState = Literal["ready", "corrupt", "expired", "evicted", "deleted"]
 
-UNCOUNTED: Final = ""
-"""The tenant of a `Writing` whose bytes count for no quota and no budget."""
-
 KEEP_ENDED_S: Final = 30 * 86400.0
 """How long tombstones and ended requests can still be looked up."""
 
@@ -110,7 +107,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Writing:
-    """A write in progress: names in `Blobs` with their sizes, which are reserved for the tenant, see `UNCOUNTED`.
+    """A write in progress: names in `Blobs` with their sizes, which are reserved for the tenant.
 
     `nbytes` is 0 where only a source is written; `name` is then that of the source.
     """

@@ -53,7 +53,7 @@ class Shelf(Store):
         self._writer = Writer(index, blobs, self._rules, now, on_step)
         bodies = Bodies(index, blobs, self._writer, self._rules)
         self.files = Files(index.jobs, bodies, now)
-        self.requests = Requests(index.jobs, bodies, now)
+        self.requests = Requests(index.jobs, bodies, now, index.key)
         self.batches = Batches(index.jobs)
 
     def close(self) -> None:

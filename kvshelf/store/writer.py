@@ -118,19 +118,18 @@ class Writer:
         contents: Sequence[Content],
         *,
         source_only: bool = False,
-        payer: str | None = None,
         quota: Quota | None = None,
     ) -> Iterator[Writing]:
         """Write and verify contents. An error here or in the block leaves nothing behind.
 
-        cache_id: of the cache, or another key of its form. source_only: there is one content, and it is no blob. payer:
-        for whom the bytes count, `tenant` by default, or `UNCOUNTED`. quota: used in place of that of the rules.
+        cache_id: of the cache, or another key of its form. source_only: there is one content, and it is no blob. quota:
+        used in place of that of the rules.
         """
         sealed = [self._sealed(tenant, content) for content in contents]
         names = [new_name(cache_id) for _ in contents]
         sizes = [nbytes for _, nbytes in sealed]
         if source_only:
-            writing = Writing(names[0], cache_id, tenant if payer is None else payer, 0, names[0], sizes[0])
+            writing = Writing(names[0], cache_id, tenant, 0, names[0], sizes[0])
         else:
             source = (names[1], sizes[1]) if len(contents) > 1 else (None, 0)
             writing = Writing(names[0], cache_id, tenant, sizes[0], *source)

@@ -11,7 +11,7 @@ from kvshelf.store import eviction
 from kvshelf.store.blobs import WRITE_LEASE_S
 from kvshelf.store.disk.database import Database
 from kvshelf.store.disk.jobs import SqliteJobs
-from kvshelf.store.index import UNCOUNTED, Entry, Index, Query, Quota, Writing, lapsed
+from kvshelf.store.index import Entry, Index, Query, Quota, Writing, lapsed
 from kvshelf.store.manifest import Manifest, Usage
 
 _FIELDS: Final = (
@@ -95,8 +95,8 @@ class SqliteIndex(Index):
                 where.append(f"{name} = ?")
                 values.append(value)
         for name, value in query.labels.items():
-            where.append("seq IN (SELECT seq FROM labels WHERE name = ? AND value = ?)")
-            values += [name, value]
+            where.append("seq IN (SELECT seq FROM labels WHERE tenant = ? AND name = ? AND value = ?)")
+            values += [query.tenant, name, value]
         if before is not None:
             where.append("seq < ?")
             values.append(before)
@@ -147,7 +147,7 @@ class SqliteIndex(Index):
             )
             if swapped.rowcount != 1:
                 return False
-            _set_labels(tx, entry.seq, manifest.labels)
+            _set_labels(tx, entry.seq, manifest.tenant, manifest.labels)
             if gone is not None:
                 _register(tx, gone, 0)
             if writing is not None:
@@ -187,7 +187,7 @@ class SqliteIndex(Index):
                 values,
             ).rowcount
             if buried:
-                _set_labels(tx, entry.seq, {})
+                _set_labels(tx, entry.seq, entry.tenant, {})
                 if state == "evicted":
                     _raise_clock(tx, entry.priority)
         return buried == 1
@@ -232,7 +232,7 @@ def _taken(connection: sqlite3.Connection, cache_id: str, tenant: str | None) ->
         f"  SELECT caches, bytes FROM usage WHERE true {mine}"
         f"  UNION ALL SELECT -1, -nbytes - source_bytes FROM caches WHERE id = ? AND state = 'ready' {mine}"
         f"  UNION ALL SELECT nbytes > 0, nbytes + source_bytes FROM writes"
-        f"  WHERE lease_until > 0 AND tenant != '{UNCOUNTED}' AND id != ? {mine})",
+        f"  WHERE lease_until > 0 AND id != ? {mine})",
         (*values, cache_id, *values, cache_id, *values),
     ).fetchone()
     return row["caches"], row["bytes"]
@@ -254,7 +254,7 @@ def _insert(connection: sqlite3.Connection, writing: Writing, manifest: Manifest
         asdict(writing) | described | {"cost_s": cost_s, "priority": priority, "manifest": manifest.model_dump_json()},
     )
     assert cursor.lastrowid is not None
-    _set_labels(connection, cursor.lastrowid, manifest.labels)
+    _set_labels(connection, cursor.lastrowid, manifest.tenant, manifest.labels)
 
 
 def _register(connection: sqlite3.Connection, writing: Writing, lease_until: float) -> None:
@@ -271,9 +271,9 @@ def _doom(connection: sqlite3.Connection, where: str, values: tuple[Any, ...]) -
     )
 
 
-def _set_labels(connection: sqlite3.Connection, seq: int, labels: Mapping[str, str]) -> None:
+def _set_labels(connection: sqlite3.Connection, seq: int, tenant: str, labels: Mapping[str, str]) -> None:
     connection.execute("DELETE FROM labels WHERE seq = ?", (seq,))
-    connection.executemany("INSERT INTO labels VALUES (?, ?, ?)", [(seq, *pair) for pair in labels.items()])
+    connection.executemany("INSERT INTO labels VALUES (?, ?, ?, ?)", [(seq, tenant, *pair) for pair in labels.items()])
 
 
 def _clock(connection: sqlite3.Connection) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from kvshelf.store.disk.database import Database
-from kvshelf.store.jobs.table import Item, JobTable, Kind, overtaken, too_slow
+from kvshelf.store.jobs.table import Item, JobTable, Kind, overtaken, too_many, too_slow
 
 _FIELDS: Final = "kind, id, tenant, text, version, open, due, held, term, holder, lease_until, created_at, updated_at"
 
@@ -22,11 +22,14 @@ class SqliteJobs(JobTable):
         self._database = database
         self._now = now
 
-    def add(self, item: Item) -> Item | None:
+    def add(self, item: Item, *, most_open: int | None = None) -> Item | None:
         now = self._now()
         with self._database.write() as tx:
             if _items(tx, "id = ?", (item.id,)):
                 return None
+            counting = "SELECT count(*) AS open FROM jobs WHERE kind = ? AND tenant = ? AND open = 1"
+            if most_open is not None and tx.execute(counting, (item.kind, item.tenant)).fetchone()["open"] >= most_open:
+                raise too_many(item, most_open)
             self._hold(tx, item.held)
             tx.execute(
                 "INSERT INTO jobs (kind, id, tenant, text, open, due, held, created_at, updated_at) "

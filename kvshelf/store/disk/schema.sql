@@ -36,11 +36,13 @@ CREATE INDEX caches_by_priority ON caches (priority) WHERE state = 'ready' AND p
 
 CREATE TABLE labels (
     seq INTEGER NOT NULL REFERENCES caches (seq) ON DELETE CASCADE,
+    tenant TEXT NOT NULL,
     name TEXT NOT NULL,
     value TEXT NOT NULL,
     PRIMARY KEY (seq, name)
 ) STRICT, WITHOUT ROWID;
-CREATE INDEX labels_by_value ON labels (name, value);
+-- By tenant first: otherwise the time of a search would tell how often other tenants use a label.
+CREATE INDEX labels_by_value ON labels (tenant, name, value, seq);
 
 -- Writes in progress, bytes that jobs hold, and bytes that are to be removed. A writer that is silent until lease_until
 -- can publish nothing any more; 0: it was revoked, or its bytes gave way to others.

@@ -60,7 +60,10 @@ class Batches:
     def __init__(self, table: JobTable) -> None:
         self.table = table
 
-    def create(self, tenant: str, body: dict[str, Any], *, now: float, expires_at: float) -> BatchRecord:
+    def create(
+        self, tenant: str, body: dict[str, Any], *, now: float, expires_at: float, most_open: int | None = None
+    ) -> BatchRecord:
+        """Raises `QuotaExceeded` if the tenant has `most_open` batches that have not ended."""
         record = BatchRecord(
             id="batch_" + secrets.token_hex(20),
             tenant=tenant,
@@ -70,7 +73,7 @@ class Batches:
             created_at=now,
             expires_at=expires_at,
         )
-        self.table.add(_item(record))
+        self.table.add(_item(record), most_open=most_open)
         return record
 
     def get(self, batch_id: str, *, tenant: str) -> BatchRecord:

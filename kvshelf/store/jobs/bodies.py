@@ -10,13 +10,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from io import RawIOBase
-from typing import BinaryIO, Final, Literal
+from typing import BinaryIO, Final
 
 from blake3 import blake3
 
 from kvshelf.errors import BlobError, StorageFull, StoreError
 from kvshelf.store.blobs import Blobs
-from kvshelf.store.index import UNCOUNTED, Index, Quota
+from kvshelf.store.index import Index
 from kvshelf.store.jobs.table import Item
 from kvshelf.store.manifest import Record
 from kvshelf.store.rules import Rules
@@ -25,10 +25,6 @@ from kvshelf.store.writer import Content, Writer, opened
 
 PART: Final = 1 << 20
 """Least bytes of a sealed part, except the last one. A reader of a sealed body holds one part in memory."""
-
-Charge = Literal["within quota", "beyond quota", "nobody"]
-"""How bytes count: for their tenant, refused if its quota has no room; for their tenant, even beyond its quota; or for
-no quota and no budget, so that a waiting request never takes the room that its own cache needs."""
 
 
 class Body(Record):
@@ -55,27 +51,23 @@ class Bodies:
         data: memoryview,
         store: Callable[[Body | None], Item | None],
         *,
-        charge: Charge = "within quota",
+        beyond_quota: bool = False,
     ) -> Item | None:
         """Make bytes durable, verify them, and only then have `store` put them into the job table.
 
         subject: what the bytes belong to, see `sealing`. store: gets the body (None for no bytes), and returns the item
-        that now holds it (`Item.held`); if it returns None, the bytes are removed. Raises `QuotaExceeded`,
-        `StorageFull`.
+        that now holds it (`Item.held`); if it returns None, the bytes are removed. The bytes count for the tenant.
+        beyond_quota: even if its quota has no room for them. Raises `QuotaExceeded`, `StorageFull`.
         """
         if not data:  # the sealed format cannot hold zero bytes
             return store(None)
-        quota, payer = self._rules.quota, tenant
-        if charge == "beyond quota":
-            quota = replace(quota, max_bytes=None)
-        elif charge == "nobody":
-            quota, payer = Quota(), UNCOUNTED
+        quota = replace(self._rules.quota, max_bytes=None) if beyond_quota else self._rules.quota
         digest = blake3(data).hexdigest()
         size = max(PART, -(-len(data) // PARTS_LIMIT))
         parts = [[data[start : start + size]] for start in range(0, len(data), size)]
         content = Content(subject, parts, len(data), lambda file, _: digest_of(file) == digest)
         key = f"kvs_{secrets.token_hex(20)}"
-        writing = self._writer.writing(key, tenant, [content], source_only=True, payer=payer, quota=quota)
+        writing = self._writer.writing(key, tenant, [content], source_only=True, quota=quota)
         with writing as written:
             # Forever: an item of the job table ends with a sweep, whatever the server's clock says.
             self._writer.keep_until(written, None)

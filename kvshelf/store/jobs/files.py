@@ -11,7 +11,7 @@ from typing import BinaryIO, Final
 from blake3 import blake3
 
 from kvshelf.errors import BlobError, FileNotFound
-from kvshelf.store.jobs.bodies import PART, Bodies, Body, Charge
+from kvshelf.store.jobs.bodies import PART, Bodies, Body
 from kvshelf.store.jobs.table import Item, JobTable, read, require_after
 from kvshelf.store.manifest import Record
 from kvshelf.store.types import BlobFile
@@ -77,8 +77,8 @@ class Files:
             return self._table.add(_item(record.model_copy(update={"body": body})))
 
         content = mmap.mmap(file.fileno(), record.nbytes, access=mmap.ACCESS_READ) if record.nbytes else b""
-        charge: Charge = "beyond quota" if beyond_quota else "within quota"
-        stored = self._bodies.write(tenant, FILE_PREFIX + record.id, memoryview(content), keep, charge=charge)
+        subject = FILE_PREFIX + record.id
+        stored = self._bodies.write(tenant, subject, memoryview(content), keep, beyond_quota=beyond_quota)
         assert stored is not None, "no other file has this id"
         return _record(stored)
 

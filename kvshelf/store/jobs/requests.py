@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from kvshelf.api.strict import RequestState
 from kvshelf.errors import BlobError, InternalError, RequestNotFound, StateConflict
+from kvshelf.store.artifact.identity import digest
 from kvshelf.store.index import KEEP_ENDED_S
 from kvshelf.store.jobs.bodies import Bodies, Body
 from kvshelf.store.jobs.table import Item, JobTable, overtaken, read
@@ -18,6 +19,9 @@ from kvshelf.store.manifest import Record
 
 REQUEST_PREFIX: Final = "request:"
 """Tells a sealed body of a request from a sealed cache or file."""
+
+REQUEST_ID: Final = "req_"
+"""Begins the ids of `request_id`; rows of batches have other ids."""
 
 _STORED: Final = {"state", "attempts_before", "cache_ids", "error", "body"}
 """The fields of a record that are in its item's text; the others are fields of the item."""
@@ -66,10 +70,16 @@ class RequestRecord(Record):
 class Requests:
     """The requests of one home. Durable when a method returns. Raises as `JobTable` and `Blobs` do, too."""
 
-    def __init__(self, table: JobTable, bodies: Bodies, now: Callable[[], float]) -> None:
+    def __init__(self, table: JobTable, bodies: Bodies, now: Callable[[], float], key: bytes) -> None:
+        """key: that of the home's content addresses."""
+        self._key = key
         self._table = table
         self._bodies = bodies
         self._now = now
+
+    def request_id(self, body: bytes, *, tenant: str) -> str:
+        """The id of a request with this body: keyed as cache ids are, so that nobody can test a guess of a body."""
+        return REQUEST_ID + digest("kvshelf.request", tenant, body, key=self._key)
 
     def open(self, request_id: str, *, tenant: str, body: bytes, again: bool = False) -> RequestRecord:
         """Queue a request; opening it twice changes nothing.
@@ -98,7 +108,7 @@ class Requests:
         def keep(held: Body | None) -> Item | None:
             return store(self._item(record.model_copy(update={"body": held})))
 
-        return self._bodies.write(record.tenant, REQUEST_PREFIX + record.id, memoryview(body), keep, charge="nobody")
+        return self._bodies.write(record.tenant, REQUEST_PREFIX + record.id, memoryview(body), keep)
 
     def start(self, request_id: str, *, worker: str, lease_s: float) -> int:
         """Count an attempt and take the lease; returns the attempt's number, 1 for the first.

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from kvshelf.errors import InvalidRequest, StateConflict, StoreUnavailable
+from kvshelf.errors import InvalidRequest, QuotaExceeded, StateConflict, StoreUnavailable
 from kvshelf.store.manifest import Record
 
 Kind = Literal["file", "batch", "request"]
@@ -59,8 +59,11 @@ class JobTable(abc.ABC):
     """
 
     @abc.abstractmethod
-    def add(self, item: Item) -> Item | None:
-        """Store a new item; returns it as stored. None if the id is taken."""
+    def add(self, item: Item, *, most_open: int | None = None) -> Item | None:
+        """Store a new item; returns it as stored. None if the id is taken.
+
+        Raises `QuotaExceeded` if the tenant has `most_open` open items of this kind.
+        """
 
     @abc.abstractmethod
     def find(self, item_id: str, tenant: str | None) -> Item | None:
@@ -138,6 +141,12 @@ def require_after(table: JobTable, tenant: str, after: str | None) -> None:
 
 def overtaken(item_id: str, term: int) -> StateConflict:
     return StateConflict(f"term {term} of {item_id!r:.80} is over: it has ended, or another worker took it")
+
+
+def too_many(item: Item, most_open: int | None) -> QuotaExceeded:
+    return QuotaExceeded(
+        f"{most_open} {item.kind} items of this tenant have not ended, as many as may be; wait for some"
+    )
 
 
 def too_slow() -> StoreUnavailable:

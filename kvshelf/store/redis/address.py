@@ -5,23 +5,27 @@
     redis-cluster://[user:password@]host1[:6379],host2[:6379]
 
 `rediss://`, `rediss-sentinel://` and `rediss-cluster://` are the same over TLS; certificates and host names are always
-checked. Parameters: `prefix`, `timeout_s`, and with TLS `ca`.
+checked. Parameters: `prefix`, `timeout_s`, `password_file`, and with TLS `ca`. A password on a command line shows in
+the process list; the file does not.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final, Literal
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 from kvshelf.errors import InvalidRequest
+from kvshelf.store.private import read_private
 
 Kind = Literal["single", "sentinel", "cluster"]
 
 _SUPPORTED: Final = (
     "supported are redis://[user:password@]host[:6379][/db], redis-sentinel://host1:26379,host2:26379/service[/db] and "
-    "redis-cluster://host1:6379,host2:6379, each as rediss for TLS, with ?prefix=...&timeout_s=...&ca=..."
+    "redis-cluster://host1:6379,host2:6379, each as rediss for TLS, with ?prefix=...&timeout_s=...&"
+    "password_file=...&ca=..."
 )
 _SCHEME = re.compile(r"(rediss?)(?:-(sentinel|cluster))?")
 _HOST = re.compile(r"(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.%a-z]+\])(?::(?P<port>[0-9]{1,5}))?")
@@ -79,16 +83,20 @@ def parse(url: str) -> RedisAddress:
     tls = scheme[1] == "rediss"
     credentials, _, places = parts.netloc.rpartition("@")
     hosts = _hosts(kind, places)  # first, because it refuses a password with an unescaped '?' or '/'
-    user, password = _credentials(credentials)
     service, db = _path(kind, parts.path)
-    ca, prefix, timeout_s = _parameters(query, tls)
+    ca, prefix, timeout_s, password_file = _parameters(query, tls)
+    user, password = _credentials(credentials, password_file)
     return RedisAddress(kind, hosts, service, db, user, password, tls, ca, prefix, timeout_s)
 
 
-def _credentials(text: str) -> tuple[str | None, str | None]:
+def _credentials(text: str, password_file: str | None) -> tuple[str | None, str | None]:
     user, _, password = text.partition(":")
-    if text and not password:
-        raise _refused("a user needs a password, as in user:password@host")
+    if password_file is not None:
+        if password:
+            raise _refused("it has a password and a password_file")
+        password = quote(read_private(Path(password_file), param="store").decode().strip())
+    if (text or password_file) and not password:
+        raise _refused("a user needs a password, as in user:password@host, or a password_file with one line")
     return unquote(user) or None, unquote(password) or None
 
 
@@ -117,18 +125,21 @@ def _path(kind: Kind, path: str) -> tuple[str, int]:
     return service, int(parts[0]) if parts else 0
 
 
-def _parameters(query: list[tuple[str, str]], tls: bool) -> tuple[str | None, str, float]:
+def _parameters(query: list[tuple[str, str]], tls: bool) -> tuple[str | None, str, float, str | None]:
     given = dict(query)
     if len(given) < len(query):
         raise _refused("a parameter is given twice")
-    ca, prefix, timeout = (given.pop(name, None) for name in ("ca", "prefix", "timeout_s"))
+    names = ("ca", "prefix", "timeout_s", "password_file")
+    ca, prefix, timeout, password_file = (given.pop(name, None) for name in names)
     if given:
         raise _refused(f"it has no parameter {min(given)!r:.40}")
     if ca is not None and not (tls and ca.startswith("/")):
         raise _refused("ca is the absolute path of a file and needs TLS, as in rediss://...?ca=/etc/ssl/redis.pem")
     if prefix is not None and not _PREFIX.fullmatch(prefix):
         raise _refused("prefix must be 1 to 64 letters, digits, '-' and '_'")
-    return ca, prefix or "kvshelf", 0.5 if timeout is None else _seconds(timeout)
+    if password_file is not None and not password_file.startswith("/"):
+        raise _refused("password_file is the absolute path of a file, because replicas run in other folders")
+    return ca, prefix or "kvshelf", 0.5 if timeout is None else _seconds(timeout), password_file
 
 
 def _seconds(text: str) -> float:

@@ -74,10 +74,8 @@ end
 
 -- Counting
 
--- Adds to the usage of the home and of a tenant. `kind` is '' for ready entries, 'held_' for writes. The tenant '' is
--- not counted.
+-- Adds to the usage of the home and of a tenant. `kind` is '' for ready entries, 'held_' for writes.
 local function count(tenant, caches, bytes, kind)
-  if tenant == '' then return end
   for _, key in ipairs({USAGE, USAGE .. ':' .. tenant}) do
     call('HINCRBY', key, kind .. 'caches', whole(caches))
     call('HINCRBY', key, kind .. 'bytes', whole(bytes))

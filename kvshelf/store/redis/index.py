@@ -14,7 +14,7 @@ from typing import Any, Final, Literal, Self
 
 from kvshelf.errors import StoreUnavailable
 from kvshelf.store.blobs import WRITE_LEASE_S
-from kvshelf.store.index import KEEP_ENDED_S, UNCOUNTED, Entry, Index, Query, Quota, Writing, lapsed
+from kvshelf.store.index import KEEP_ENDED_S, Entry, Index, Query, Quota, Writing, lapsed
 from kvshelf.store.manifest import Manifest, Usage
 from kvshelf.store.redis.entries import (
     listings_of,
@@ -263,8 +263,7 @@ class RedisIndex(Index):
                     due.update(_counted(tenant, "", 1, int(nbytes)))
         for writing in self._writes("held"):
             caches, size = int(writing.nbytes > 0), writing.nbytes + writing.source_bytes
-            if writing.tenant != UNCOUNTED:
-                due.update(_counted(writing.tenant, "held_", caches, size))
+            due.update(_counted(writing.tenant, "held_", caches, size))
         counted = self._counts(sorted(due))
         return found, Counter({what: counted[what] - number for what, number in due.items()})
 

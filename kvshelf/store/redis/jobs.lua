@@ -11,6 +11,7 @@
 --   j:<id>              hash: the fields of an Item; seq
 --   jt:<kind>:<tenant>  ids of a tenant's items by seq
 --   open:<kind>         ids of open items by seq
+--   ot:<kind>:<tenant>  ids of a tenant's open items by seq
 --   due:<kind>          ids by `due`, the time to forget the item
 --   jl:<id>             list: the lines of the item's journal
 --   writes              a key of the index: names of writes by the end of their lease
@@ -36,6 +37,8 @@ local function lines_key(id) return BASE .. 'jl:' .. id end
 local function listing_key(kind, tenant) return BASE .. 'jt:' .. kind .. ':' .. tenant end
 
 local function open_key(kind) return BASE .. 'open:' .. kind end
+
+local function open_of_key(kind, tenant) return BASE .. 'ot:' .. kind .. ':' .. tenant end
 
 local function due_key(kind) return BASE .. 'due:' .. kind end
 
@@ -96,7 +99,9 @@ local function write(kind, seq)
   set('due', a.due)
   set('held', a.held)
   call('HSET', KEY, 'text', a.text, 'open', a.open, 'updated_at', exact(NOW))
-  if a.open == '1' then call('ZADD', open_key(kind), seq, a.id) else call('ZREM', open_key(kind), a.id) end
+  for _, key in ipairs({open_key(kind), open_of_key(kind, get('tenant'))}) do
+    if a.open == '1' then call('ZADD', key, seq, a.id) else call('ZREM', key, a.id) end
+  end
   if a.due then call('ZADD', due_key(kind), a.due, a.id) else call('ZREM', due_key(kind), a.id) end
   keep()
 end
@@ -105,6 +110,7 @@ local function remove(id)
   local kind, tenant, held = unpack(call('HMGET', item_key(id), 'kind', 'tenant', 'held'))
   if not kind then return 0 end
   call('ZREM', open_key(kind), id)
+  call('ZREM', open_of_key(kind, tenant), id)
   call('ZREM', due_key(kind), id)
   call('ZREM', listing_key(kind, tenant), id)
   call('UNLINK', item_key(id), lines_key(id))
@@ -115,6 +121,7 @@ end
 function operations.add()
   if call('EXISTS', KEY) == 1 then return {'none'} end
   if not may_hold() then return {'too_slow'} end
+  if a.most_open and call('ZCARD', open_of_key(a.kind, a.tenant)) >= tonumber(a.most_open) then return {'too_many'} end
   local seq = tostring(call('INCR', SEQ))
   call('HSET', KEY, 'kind', a.kind, 'id', a.id, 'tenant', a.tenant, 'version', '0', 'seq', seq, 'term', '0',
     'holder', '', 'lease_until', '0', 'created_at', exact(NOW))

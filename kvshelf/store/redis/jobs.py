@@ -8,7 +8,7 @@ from typing import Any, Final
 from pydantic import TypeAdapter
 
 from kvshelf.errors import StoreUnavailable
-from kvshelf.store.jobs.table import Item, JobTable, Kind, overtaken, too_slow
+from kvshelf.store.jobs.table import Item, JobTable, Kind, overtaken, too_many, too_slow
 from kvshelf.store.redis.link import RedisLink
 from kvshelf.store.redis.script import Script, Value
 
@@ -19,7 +19,7 @@ _FIELDS: Final = (
 """In the order in which `jobs.lua` shows an item."""
 
 _REPLIES: Final = {
-    **dict.fromkeys(("none", "too_slow", "leased", "appended"), 0),
+    **dict.fromkeys(("none", "too_many", "too_slow", "leased", "appended"), 0),
     **dict.fromkeys(("item", "items", "ids", "removed", "taken", "lines"), 1),
     "forgotten": 2,
 }
@@ -41,8 +41,11 @@ class RedisJobs(JobTable):
     def __init__(self, link: RedisLink, prefix: str) -> None:
         self._run = Script(link, "jobs.lua", f"{{{prefix}}}:jobs", _REPLIES).run
 
-    def add(self, item: Item) -> Item | None:
-        return _stored(self._run("add", kind=item.kind, tenant=item.tenant, **_changing(item)))
+    def add(self, item: Item, *, most_open: int | None = None) -> Item | None:
+        reply = self._run("add", kind=item.kind, tenant=item.tenant, most_open=most_open, **_changing(item))
+        if reply[0] == "too_many":
+            raise too_many(item, most_open)
+        return _stored(reply)
 
     def find(self, item_id: str, tenant: str | None) -> Item | None:
         return _stored(self._run("find", id=item_id, tenant=tenant))

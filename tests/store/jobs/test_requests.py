@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kvshelf.errors import InternalError, RequestNotFound, StateConflict
+from kvshelf.errors import InternalError, QuotaExceeded, RequestNotFound, StateConflict
 from kvshelf.store.disk import DiskStore
 from kvshelf.store.index import KEEP_ENDED_S, Index, Quota
 from kvshelf.store.jobs.requests import RequestError, Requests
-from kvshelf.store.manifest import Usage
 from kvshelf.store.rules import Rules
 from kvshelf.store.sealing.keyring import Keyring
 from kvshelf.store.shelf import Shelf
@@ -383,20 +382,20 @@ def test_a_body_whose_request_ended_is_swept(place: Place, clock: Clock) -> None
         assert place.names() == set()
 
 
-def test_a_waiting_body_takes_no_room_from_the_cache_of_its_request(place: Place) -> None:
-    """Else a request would be accepted that can never be done."""
-    with place.open() as store:
-        nbytes = store.put(make_cache()).bytes_stored
-        store.delete(store.list().data[0].id)
-    with place.open(rules=Rules(quota=Quota(max_bytes=nbytes, budget_bytes=nbytes))) as store:
+def test_a_waiting_body_counts_for_the_quota_of_its_tenant(place: Place) -> None:
+    """96 MiB of them once waited for a tenant with a quota of 60 MB."""
+    with place.open(rules=Rules(quota=Quota(max_bytes=3000))) as store:
         for number in range(3):
-            store.requests.open(f"req_{number}", tenant="default", body=b"x" * nbytes)
-        store.admit("default")
-        store.put(make_cache())
+            store.requests.open(f"req_{number}", tenant="me", body=b"x" * 1000)
+        with pytest.raises(QuotaExceeded, match="3000 of 3000"):
+            store.requests.open("req_3", tenant="me", body=b"x")
+        with pytest.raises(QuotaExceeded, match="3000 of 3000"):
+            store.put(make_cache(), tenant="me")
+        store.requests.open("req_4", tenant="other", body=b"x" * 1000)
         attempt = store.requests.start("req_0", worker="w", lease_s=60)
         store.requests.finish("req_0", attempt, cache_ids=[])
-        assert len(place.names()) == 3, "the cache and two bodies"
-        assert store.usage(tenant="default") == Usage(caches=1, bytes=nbytes)
+        store.requests.open("req_3", tenant="me", body=b"x" * 1000)
+        assert len(place.names()) == 4
         assert store.check() == []
 
 
