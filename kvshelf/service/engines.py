@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import InitVar, dataclass
-from typing import Any
+from typing import Any, cast
 
 from opentelemetry.trace import Span, Status, StatusCode, Tracer
 
@@ -82,12 +82,31 @@ class EngineClient:
         return created
 
     async def query(self, cache_id: str, query: Query, *, tenant: str, deadline_s: float) -> list[Reply]:
-        async with self._answering("query", tenant, deadline_s) as (left_s, span):
-            began_ns = time.time_ns()
-            replies: list[Reply] = await self.remote.call("query", cache_id, query, tenant=tenant, deadline_s=left_s)
-            self._answered(replies, span, began_ns)
-        self.spend(tenant, sum(map(_used, replies)))
+        """The answer to each prompt, in their order. Each prompt takes a turn of its own; the first error ends all."""
+        prompts = query.prompt if isinstance(query.prompt, list) else [query.prompt]
+        some = asyncio.Semaphore(self._queues["question"].slots)  # a long list leaves places in the queue
+
+        async def ask(prompt: str | None) -> Reply:
+            async with some:
+                return await self._ask(cache_id, query.model_copy(update={"prompt": prompt}), tenant, deadline_s)
+
+        with self.metrics.asking():
+            try:
+                async with asyncio.TaskGroup() as group:
+                    asked = [group.create_task(ask(prompt)) for prompt in prompts]
+            except ExceptionGroup as errors:
+                raise errors.exceptions[0] from None
+            replies = [task.result() for task in asked]
+            self._answered(replies)
         return replies
+
+    async def _ask(self, cache_id: str, query: Query, tenant: str, deadline_s: float) -> Reply:
+        async with self._turn("query", tenant, deadline_s) as (left_s, span):
+            began_ns = time.time_ns()
+            (reply,) = await self.remote.call("query", cache_id, query, tenant=tenant, deadline_s=left_s)
+            add_phases(self.tracer, span, began_ns, reply.phases)
+        self.spend(tenant, _used(reply))
+        return cast(Reply, reply)
 
     async def stream(
         self, cache_id: str, query: Query, *, tenant: str, deadline_s: float
@@ -98,7 +117,7 @@ class EngineClient:
         async def fetch() -> None:
             used = 0  # a reader that leaves early has used one token for each piece, as far as is known
             async with (
-                self._answering("stream", tenant, deadline_s) as (left_s, span),
+                self._turn("stream", tenant, deadline_s) as (left_s, span),
                 aclosing(self.remote.stream(cache_id, query, tenant=tenant, deadline_s=left_s)) as answer,
             ):
                 began_ns = time.time_ns()
@@ -111,12 +130,17 @@ class EngineClient:
                                 "stream faster, or ask without streaming"
                             )
                         if isinstance(piece, Reply):
-                            self._answered([piece], span, began_ns)
+                            add_phases(self.tracer, span, began_ns, piece.phases)
+                            self._answered([piece])
                         pieces.put_nowait(piece)
                 finally:
                     self.spend(tenant, used)
 
-        fetching = asyncio.create_task(fetch())
+        async def counted() -> None:
+            with self.metrics.asking():
+                await fetch()
+
+        fetching = asyncio.create_task(counted())
         fetching.add_done_callback(lambda _: pieces.put_nowait(None))
         try:
             while (piece := await pieces.get()) is not None:
@@ -127,17 +151,14 @@ class EngineClient:
             await asyncio.gather(fetching, return_exceptions=True)
 
     @asynccontextmanager
-    async def _answering(self, name: str, tenant: str, deadline_s: float) -> AsyncIterator[tuple[float, Span]]:
+    async def _turn(self, name: str, tenant: str, deadline_s: float) -> AsyncIterator[tuple[float, Span]]:
         """Holds a slot for a question; gives the seconds left after the wait for the slot, and the span of the call."""
-        with self.metrics.asking():
-            async with self._queues["question"].turn(tenant, deadline_s) as left_s:
-                with self._observed(name) as span:
-                    yield left_s, span
+        async with self._queues["question"].turn(tenant, deadline_s) as left_s:
+            with self._observed(name) as span:
+                yield left_s, span
 
-    def _answered(self, replies: Sequence[Reply], span: Span, began_ns: int) -> None:
+    def _answered(self, replies: Sequence[Reply]) -> None:
         self.metrics.answered(self.model, replies)
-        for reply in replies:
-            add_phases(self.tracer, span, began_ns, reply.phases)
         note(
             cache_id=replies[0].cache_id,
             read_from=replies[0].read_from,

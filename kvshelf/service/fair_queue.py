@@ -4,54 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Generic, TypeVar
 
 from kvshelf.errors import DeadlineExceeded, QueueFull
-from kvshelf.workers.replica.queues import Pace
-
-ItemT = TypeVar("ItemT")
-
-
-class Rounds(Generic[ItemT]):
-    """A queue for each tenant, from which items are taken in turn. Not thread-safe."""
-
-    def __init__(self) -> None:
-        self._queues: dict[str, deque[ItemT]] = {}  # the tenant whose turn is next comes first
-
-    def __len__(self) -> int:
-        return sum(map(len, self._queues.values()))
-
-    def add(self, tenant: str, item: ItemT) -> None:
-        self._queues.setdefault(tenant, deque()).append(item)
-
-    def take(self) -> ItemT:
-        """The next item. Raises `IndexError` when nothing waits."""
-        if not self._queues:
-            raise IndexError("nothing waits")
-        tenant = next(iter(self._queues))
-        queue = self._queues.pop(tenant)
-        item = queue.popleft()
-        if queue:
-            self._queues[tenant] = queue
-        return item
-
-    def remove(self, tenant: str, item: ItemT) -> None:
-        """Remove an item if it waits."""
-        queue = self._queues.get(tenant, deque())
-        if item in queue:
-            queue.remove(item)
-        if not queue:
-            self._queues.pop(tenant, None)
-
-    def take_newest_of_longest(self, against: str) -> ItemT | None:
-        """The newest item of the longest queue, if the queue of `against` is shorter by more than one; else None."""
-        longest = max(self._queues, key=lambda tenant: len(self._queues[tenant]))
-        if len(self._queues[longest]) <= len(self._queues.get(against, ())) + 1:
-            return None
-        return self._queues[longest].pop()
+from kvshelf.workers.replica.queues import Pace, Rounds
 
 
 class FairQueue:
@@ -63,7 +20,7 @@ class FairQueue:
 
     def __init__(self, what: str, slots: int, max_waiting: int) -> None:
         self._what = what
-        self._slots = slots
+        self.slots = slots
         self._max_waiting = max_waiting
         self._free = slots
         self._waiting: Rounds[asyncio.Future[None]] = Rounds()
@@ -119,7 +76,7 @@ class FairQueue:
     def _shed(self, tenant: str) -> None:
         refusal = QueueFull(
             f"too many requests wait for {self._what}: {len(self._waiting)}",
-            retry_after_s=round(max(0.5, self._pace.estimate(1 + len(self._waiting) / self._slots)), 3),
+            retry_after_s=round(max(0.5, self._pace.estimate(1 + len(self._waiting) / self.slots)), 3),
         )
         newest = self._waiting.take_newest_of_longest(against=tenant)
         if newest is None:

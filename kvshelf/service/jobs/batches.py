@@ -23,6 +23,8 @@ from kvshelf.store.jobs.batches import BatchRecord
 from kvshelf.workers.cluster.remote import RemoteEngine
 
 _LOOK_S: Final = 1.0
+_PLACES_OF_OTHERS: Final = 4
+"""So many times `max_running_batches` may run, if each one more is the only one of its tenant."""
 
 
 class BatchRunner:
@@ -70,9 +72,13 @@ class BatchRunner:
         unfinished = await asyncio.to_thread(self._store.batches.unfinished)
         now = time.time()
         idle = [each for each in unfinished if each.id not in self._running and not rest_reason(each, now)]
-        while idle and len(self._running) < self._settings.max_running_batches:
+        while idle:
             busy = Counter(tenant for tenant, _ in self._running.values())
             record = min(idle, key=lambda each: (busy[each.tenant], each.created_at))
+            # The rows of all running batches take turns, so a place for each tenant costs the others little.
+            places = self._settings.max_running_batches * (1 if busy[record.tenant] else _PLACES_OF_OTHERS)
+            if len(self._running) >= places:
+                break
             idle.remove(record)
             term = await asyncio.to_thread(self._store.batches.table.take, record.id, lease_s=LEASE_S)
             if term is not None:  # None: another front end runs it

@@ -52,7 +52,9 @@ class Questions:
                 sampling, tickets = _sampling(query), list[Ticket[Answer]]()
                 try:
                     for ids in await self._encode(loaded.document, query):
-                        ticket = self.scheduler.generate(loaded.document, ids, sampling, deadline_s=deadline_s)
+                        ticket = self.scheduler.generate(
+                            loaded.document, ids, sampling, tenant=tenant, deadline_s=deadline_s
+                        )
                         tickets.append(ticket)
                     return [loaded.reply(await asyncio.wrap_future(ticket.future), ticket) for ticket in tickets]
                 finally:
@@ -73,7 +75,7 @@ class Questions:
                     loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
                 ticket = self.scheduler.generate(
-                    loaded.document, ids, _sampling(query), on_text=put, deadline_s=deadline_s
+                    loaded.document, ids, _sampling(query), on_text=put, tenant=tenant, deadline_s=deadline_s
                 )
                 ticket.future.add_done_callback(lambda _: put(None))
                 try:

@@ -1,4 +1,4 @@
-"""Bounded queues of questions and of documents for the thread that owns a model, each in the order of arrival."""
+"""Bounded queues of questions and of documents for the thread that owns a model. In each, tenants take turns."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from kvshelf.errors import KvshelfError, NoWorker, QueueFull
 from kvshelf.workers.replica.ticket import Ticket
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from kvshelf.workers.engine.decode.generation import Answer, Checkpoint, Generation
     from kvshelf.workers.engine.engine import Engine
 
+ItemT = TypeVar("ItemT")
 ResultT_co = TypeVar("ResultT_co", covariant=True)
 
 UNMEASURED_RETRY_S = 1.0
@@ -55,6 +57,7 @@ class Compressing:
 
     ticket: Ticket[Any]
     work: Work[Any]
+    tenant: str
 
 
 @dataclass(eq=False)
@@ -65,6 +68,7 @@ class Answering:
     generation: Generation
     on_text: Callable[[str], None]
     suffix_bytes: int
+    tenant: str
 
 
 @dataclass
@@ -81,6 +85,54 @@ class Pace:
         return UNMEASURED_RETRY_S if self.seconds is None else max(0.1, units * self.seconds)
 
 
+class Rounds(Generic[ItemT]):
+    """A queue for each tenant, from which items are taken in turn. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._queues: dict[str, deque[ItemT]] = {}  # the tenant whose turn is next comes first
+
+    def __iter__(self) -> Iterator[ItemT]:
+        """All items, tenant by tenant. Items may be removed meanwhile."""
+        return chain.from_iterable([list(queue) for queue in self._queues.values()])
+
+    def __len__(self) -> int:
+        return sum(map(len, self._queues.values()))
+
+    def add(self, tenant: str, item: ItemT) -> None:
+        self._queues.setdefault(tenant, deque()).append(item)
+
+    @property
+    def next(self) -> ItemT | None:
+        """The item that `take` would give; None when nothing waits."""
+        return next(iter(self._queues.values()))[0] if self._queues else None
+
+    def take(self) -> ItemT:
+        """The next item. Raises `IndexError` when nothing waits."""
+        if not self._queues:
+            raise IndexError("nothing waits")
+        tenant = next(iter(self._queues))
+        queue = self._queues.pop(tenant)
+        item = queue.popleft()
+        if queue:
+            self._queues[tenant] = queue
+        return item
+
+    def remove(self, tenant: str, item: ItemT) -> None:
+        """Remove an item if it waits."""
+        queue = self._queues.get(tenant, deque())
+        if item in queue:
+            queue.remove(item)
+        if not queue:
+            self._queues.pop(tenant, None)
+
+    def take_newest_of_longest(self, against: str) -> ItemT | None:
+        """The newest item of the longest queue, if the queue of `against` is shorter by more than one; else None."""
+        longest = max(self._queues, key=lambda tenant: len(self._queues[tenant]))
+        if len(self._queues[longest]) <= len(self._queues.get(against, ())) + 1:
+            return None
+        return self._queues[longest].pop()
+
+
 class Queues:
     """Any thread adds work; one thread takes it and owns what it has taken. `changed` guards all state, reentrantly.
 
@@ -94,8 +146,8 @@ class Queues:
         self.answer_pace = Pace()
         self._name = name
         self._limits = limits
-        self._questions: deque[Answering] = deque()
-        self._documents: deque[Compressing] = deque()
+        self._questions: Rounds[Answering] = Rounds()
+        self._documents: Rounds[Compressing] = Rounds()
         self._stop_at = math.inf
 
     # Any thread
@@ -111,7 +163,7 @@ class Queues:
         """Raises `QueueFull`."""
         with self.changed:
             self.require_room()
-            self._documents.append(work)
+            self._documents.add(work.tenant, work)
             self.changed.notify()
 
     def require_room(self) -> None:
@@ -129,7 +181,7 @@ class Queues:
             if queued >= self._limits.max_waiting:
                 rounds = queued / self._limits.max_open
                 raise _queue_full("questions", queued, self.answer_pace.estimate(rounds))
-            self._questions.append(work)
+            self._questions.add(work.tenant, work)
             self.changed.notify()
 
     # The thread that takes
@@ -149,28 +201,28 @@ class Queues:
 
     def take_document(self) -> Compressing | None:
         with self.changed:
-            return self._documents.popleft() if self._documents else None
+            return self._documents.take() if self._documents else None
 
     def take_questions(self, rows: int, held_bytes: int) -> list[Answering]:
-        """As many questions as fit beside `rows` open answers, whose suffixes take `held_bytes`; in order."""
+        """As many questions as fit beside `rows` open answers, whose suffixes take `held_bytes`; tenants in turn."""
         with self.changed:
             self._drop_ended(self._questions)
             self._drop_ended(self._documents)
             taken: list[Answering] = []
-            while self._questions and rows + len(taken) < self._limits.max_open:
-                held_bytes += self._questions[0].suffix_bytes
+            while (following := self._questions.next) is not None and rows + len(taken) < self._limits.max_open:
+                held_bytes += following.suffix_bytes
                 if held_bytes > self._limits.max_suffix_bytes:
                     break
-                taken.append(self._questions.popleft())
+                taken.append(self._questions.take())
         return taken
 
-    def _drop_ended(self, queue: deque[Any]) -> None:
+    def _drop_ended(self, queue: Rounds[Any]) -> None:
         """Remove queued work that was cancelled or ran out of time, so that it holds no place in the queue."""
-        for work in list(queue):
+        for work in queue:
             try:
                 self.check(work.ticket)
             except KvshelfError as exc:
-                queue.remove(work)
+                queue.remove(work.tenant, work)
                 work.ticket.resolve(None, exc)
 
     def take_all(self) -> list[Answering | Compressing]:
@@ -178,8 +230,7 @@ class Queues:
         with self.changed:
             self.accepting = False
             rest: list[Answering | Compressing] = [*self._questions, *self._documents]
-            self._questions.clear()
-            self._documents.clear()
+            self._questions, self._documents = Rounds(), Rounds()
         return rest
 
     def check(self, ticket: Ticket[Any]) -> None:

@@ -49,6 +49,7 @@ class Replica:
     ) -> None:
         self.name = f"{os.uname().nodename}:{os.getpid()}:{secrets.token_hex(4)}"
         self._engine = engine
+        engine.layer_shapes  # noqa: B018 - measured here, before the scheduler's thread owns the model
         self._store = store
         self._scheduler = scheduler
         self._threads = threads = Threads(max_workers=8, thread_name_prefix="replica")
@@ -76,7 +77,7 @@ class Replica:
             raise InternalError(f"{self._engine.name!r} hangs in a document that should have ended {STUCK_S:g} s ago")
 
     async def describe(self, *, origin: str = "") -> dict[str, Any]:
-        """The model, for /v1/models, and its `ModelIdentity`. JSON types only."""
+        """The model, for /v1/models, its `ModelIdentity` and the shape of its layers. JSON types only."""
         with called_as(origin):
             engine = self._engine
             return {
@@ -88,6 +89,7 @@ class Replica:
                 "dtype": engine.identity.dtype,
                 "device": str(engine.model.device),
                 "identity": asdict(engine.identity),
+                "layer_shapes": engine.layer_shapes,
             }
 
     async def inspect(

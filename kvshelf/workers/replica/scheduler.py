@@ -73,12 +73,14 @@ class Scheduler:
         compressing = self._compressing
         return 0.0 if compressing is None else compressing.ticket.overdue_s
 
-    def compress(self, work: Work[ResultT], *, deadline_s: float | None = None) -> Ticket[ResultT]:
+    def compress(
+        self, work: Work[ResultT], *, tenant: str = "default", deadline_s: float | None = None
+    ) -> Ticket[ResultT]:
         """Queue a prepared document. Raises `QueueFull`, `NoWorker`."""
         ticket: Ticket[ResultT] = Ticket(deadline_s)
         with self._queues.changed:
             self._require_accepting()
-            self._queues.add_document(Compressing(ticket, work))
+            self._queues.add_document(Compressing(ticket, work, tenant))
         return ticket
 
     def require_room(self) -> None:
@@ -94,6 +96,7 @@ class Scheduler:
         sampling: Sampling,
         *,
         on_text: Callable[[str], None] = lambda _: None,
+        tenant: str = "default",
         deadline_s: float | None = None,
     ) -> Ticket[Answer]:
         """Queue a question. `on_text` gets each piece of final text on the scheduler's thread, so it must not block.
@@ -103,7 +106,7 @@ class Scheduler:
         """
         suffix_bytes = self._suffix_bytes(len(query) + sampling.max_tokens)
         generation = self._engine.start(cache, query, sampling)
-        work = Answering(Ticket(deadline_s), generation, on_text, suffix_bytes)
+        work = Answering(Ticket(deadline_s), generation, on_text, suffix_bytes, tenant)
         with self._queues.changed:
             self._require_accepting()
             self._queues.add_question(work)
@@ -174,7 +177,7 @@ class Scheduler:
                 return
 
     def _admit(self) -> bool:
-        """Open queued questions in order, as far as rows and bytes allow. Returns whether any answer is open."""
+        """Open queued questions in turn, as far as rows and bytes allow. Returns whether any answer is open."""
         held_bytes = sum(work.suffix_bytes for work in self._open)
         for work in self._queues.take_questions(len(self._open), held_bytes):
             work.ticket.begin()

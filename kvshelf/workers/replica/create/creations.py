@@ -158,7 +158,7 @@ class Creations:
     async def _run(self, work: Work[ResultT], tenant: str, deadline_s: float | None) -> tuple[ResultT, Ticket[ResultT]]:
         """Run work on the model; it stops within a layer when its caller leaves."""
         await self.threads.run(self.store.admit, tenant)
-        ticket = self.scheduler.compress(work, deadline_s=deadline_s)
+        ticket = self.scheduler.compress(work, tenant=tenant, deadline_s=deadline_s)
         try:
             async with asyncio.timeout(None if deadline_s is None else deadline_s + _HANG_S):
                 return await asyncio.wrap_future(ticket.future), ticket
