@@ -12,7 +12,23 @@ Url = Annotated[
     typer.Option("--url", envvar="KVSHELF_URL", help="Address of the service.  [default: http://127.0.0.1:8765]"),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print API objects and errors as JSON, one per line.")]
-Store = Annotated[str | None, typer.Option("--store", help="URL of the store, such as disk:///var/lib/kvshelf.")]
+
+
+def _warned(store: str | None) -> str | None:
+    from kvshelf.store.private import without_secret
+
+    if store is not None and without_secret(store) != store:
+        typer.echo(
+            "kvshelf: the password in --store shows in the process list; use KVSHELF_STORE, or ?password_file=/path",
+            err=True,
+        )
+    return store
+
+
+Store = Annotated[
+    str | None,
+    typer.Option("--store", callback=_warned, help="URL of the store, such as disk:///var/lib/kvshelf."),
+]
 KeyFile = Annotated[
     Path | None,
     typer.Option(

@@ -17,6 +17,7 @@ import structlog
 from opentelemetry.trace import Tracer
 
 from kvshelf.service.access.keyfile import KeyFile
+from kvshelf.service.http.connections import ConnectionLimits
 from kvshelf.service.http.server import HttpServer, cut_off_unread
 from kvshelf.service.observe import logs
 from kvshelf.service.observe.tracing import tracer_to
@@ -93,7 +94,10 @@ def _serve_on(
         await_running(engines.values(), deadline_s=settings.startup_deadline_s)
         startup.end()
         cut_off_unread(place.listener, settings.unread_deadline_s)
-        HttpServer(app, place, grace_s=settings.shutdown_grace_s).run(sockets=[place.listener])
+        limits = ConnectionLimits(
+            settings.max_connections, settings.max_connections_per_address, settings.headers_deadline_s
+        )
+        HttpServer(app, place, limits=limits, grace_s=settings.shutdown_grace_s).run(sockets=[place.listener])
 
 
 class _Leave(BaseException):

@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 
 from kvshelf.errors import NoWorker
 
@@ -15,13 +18,15 @@ def prepare_environment(address: str | None) -> None:
     """Set the variables that Ray and torch read when they start. Call it before the first import of ray; variables that
     are set already stay.
 
-    A local cluster always listens on the machine's network address, and anyone who reaches it could run code. So it
-    asks for a token, generated here and known only to this process and its children. (Without a mode Ray would write a
-    token to the home folder and print a banner.) Nothing is reported to Ray's makers.
+    Anyone who reaches a cluster could run code. So a local one listens on loopback, where Ray can be told to, and asks
+    for a token, generated here and known only to this process and its children. (Without a mode Ray would write a token
+    to the home folder and print a banner.) Nothing is reported to Ray's makers.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if address is not None:
         return
+    # Despite its name, on Linux too: without it Ray takes the machine's network address.
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     if "RAY_AUTH_MODE" not in os.environ:
         os.environ["RAY_AUTH_MODE"] = "token"
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
@@ -43,9 +48,11 @@ def ray_cluster(address: str | None, *, min_cpus: int) -> Iterator[bool]:
     import ray  # here, because it reads the environment when it is imported
 
     local = address is None
+    folder = own_folder() if local and "RAY_TMPDIR" not in os.environ else None
     with _named_errors(address):
         ray.init(
             address="local" if local else address,
+            _temp_dir=folder,
             num_cpus=max(os.cpu_count() or 1, min_cpus) if local else None,
             include_dashboard=False if local else None,
             log_to_driver=False,
@@ -58,6 +65,20 @@ def ray_cluster(address: str | None, *, min_cpus: int) -> Iterator[bool]:
         ray.shutdown()
 
 
+def own_folder() -> str:
+    """Ray's folder for local clusters, with its sockets and logs, inside a folder that only this user may enter.
+
+    Ray's own choice, `ray` in the temporary folder, is shared by all users of the machine; and Ray opens whatever
+    folder it gets to all of them.
+    """
+    folder = Path(tempfile.gettempdir()) / f"kvshelf-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise NoWorker(f"{folder} is not a folder that only this user may access; remove it, or set RAY_TMPDIR")
+    return str(folder / "ray")
+
+
 @contextmanager
 def _named_errors(address: str | None) -> Iterator[None]:
     """Raises `NoWorker` if Ray is unavailable. For a node that does not start, Ray raises a bare `Exception`."""
@@ -68,7 +89,7 @@ def _named_errors(address: str | None) -> Iterator[None]:
             raise NoWorker(
                 f"Ray did not come up on this machine: {error}. It gives its processes 30 seconds: if they were late, "
                 "start again when the machine does less, or give the address of a cluster that is up. Its own logs are "
-                "in the folder session_latest/logs, by default below /tmp/ray"
+                f"in session_latest/logs below {os.environ.get('RAY_TMPDIR') or own_folder()}"
             ) from error
         if isinstance(error, ConnectionError):
             raise NoWorker(
