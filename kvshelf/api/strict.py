@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
@@ -15,6 +16,11 @@ MAX_STOPS = 16
 MAX_LABELS = 64
 MAX_LEVELS = 16
 MAX_TTL_S = 10 * 365 * 86400.0
+MAX_FIELDS = 16_384
+"""Fields of a whole body, with those of its messages and labels."""
+MAX_ELEMENTS = 1 << 20
+"""Elements of all lists of a body: more tokens than any model reads."""
+MAX_DEPTH = 32
 
 LayoutName = Literal["chat", "plain"]
 Role = Literal["system", "user", "assistant"]
@@ -145,14 +151,40 @@ MessageList = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAG
 RequestT = TypeVar("RequestT", bound=RequestBody)
 
 
-def parse_request(model: type[RequestT], body: bytes | dict[str, Any]) -> RequestT:
+def parse_request(model: type[RequestT], body: bytes | bytearray | dict[str, Any]) -> RequestT:
     """Validates a request body, as JSON text or as Python values. Raises `InvalidRequest` that names the field."""
     try:
-        if isinstance(body, bytes):
+        if isinstance(body, bytes | bytearray):
+            require_bounded(body)
             return model.model_validate_json(body)
         return model.model_validate(body)
     except ValidationError as exc:
         raise refusal(exc) from exc
+
+
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+_NO_BRACKET = bytes(set(range(256)) - set(b"[]{}"))
+
+
+def require_bounded(body: bytes | bytearray) -> None:
+    """Raises `InvalidRequest` for JSON with too many fields or elements, or nested too deeply, before it is parsed.
+
+    A scan without objects: each field or element costs a hundred times its bytes once it is an object or an error.
+    """
+    structure = _STRING.sub(b"", body)
+    for what, found, most in (
+        ("fields", structure.count(b":"), MAX_FIELDS),
+        ("elements and fields", structure.count(b","), MAX_ELEMENTS),
+    ):
+        if found > most:
+            raise InvalidRequest(f"the body has {found} {what}; at most {most} are accepted")
+    brackets = structure.translate(None, _NO_BRACKET)
+    if len(brackets) > 2 * MAX_FIELDS:
+        raise InvalidRequest(f"the body has {len(brackets) // 2} lists and objects; at most {MAX_FIELDS} are accepted")
+    for _ in range(MAX_DEPTH):
+        brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")
+    if b"[]" in brackets or b"{}" in brackets:
+        raise InvalidRequest(f"the body is nested deeper than {MAX_DEPTH} levels")
 
 
 def refusal(exc: ValidationError) -> InvalidRequest:

@@ -32,7 +32,7 @@ _SPREAD = 0.25
 _FINAL_CODES = frozenset({"quota_exceeded"})
 
 # Refused before any work. A store or a worker that failed may have done the work before.
-_NOTHING_DONE = frozenset({"rate_limited", "queue_full", "no_worker"})
+_NOTHING_DONE = frozenset({"rate_limited", "queue_full", "service_busy", "no_worker"})
 
 # The request never reached the service: the repeat is the first one that arrives.
 _NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout)

@@ -22,6 +22,7 @@ from kvshelf.service.engines import EngineClient
 from kvshelf.service.fair_queue import FairQueue
 from kvshelf.service.http import errors, openapi
 from kvshelf.service.http.extract import Extractor
+from kvshelf.service.http.parsing import Parser
 from kvshelf.service.jobs.background import Background
 from kvshelf.service.jobs.batches import BatchRunner
 from kvshelf.service.loops import repeat
@@ -43,8 +44,10 @@ from kvshelf.service.routes import (
 from kvshelf.service.settings import Settings
 from kvshelf.service.state import THREADS, WHOLE_CACHES, Service
 from kvshelf.store.artifact.identity import ModelIdentity
+from kvshelf.store.artifact.shape import LayerShape
 from kvshelf.store.base import Store
 from kvshelf.workers.cluster.remote import RemoteEngine, watch
+from kvshelf.workers.replica.singleflight import SingleFlight
 
 log = structlog.get_logger("kvshelf.service")
 
@@ -55,7 +58,10 @@ def create_app(
     """The application for running workers. Its lifespan owns the background tasks."""
     numbers = Metrics()
     limits = TenantLimits(
-        settings.tenant_max_concurrent, settings.tenant_requests_per_minute, settings.tenant_tokens_per_minute
+        settings.tenant_max_concurrent,
+        settings.tenant_requests_per_minute,
+        settings.tenant_tokens_per_minute,
+        max_held_bytes=settings.max_held_bytes,
     )
     engines = {
         name: EngineClient(engine, settings, numbers, tracer, limits.spend_tokens) for name, engine in workers.items()
@@ -87,7 +93,9 @@ def create_app(
                 task.cancel()
             await asyncio.gather(*beside, return_exceptions=True)
 
-    app = FastAPI(title="kvshelf", version=kvshelf.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="kvshelf", version=kvshelf.__version__, lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None
+    )
     resources = (caches, blobs, queries, inspect, requests, estimate, chat, files, batches, meta, page)
     routers = [resource.router for resource in resources]
     for router in routers:
@@ -116,11 +124,14 @@ async def _service(
         engines=engines,
         models=tuple(ModelObject.model_validate(about | {"created": int(time.time())}) for about in described),
         identities={about["id"]: ModelIdentity(**about["identity"]) for about in described},
+        layer_shapes={about["id"]: [LayerShape(*layer) for layer in about["layer_shapes"]] for about in described},
         background=Background(store, engines, deadline_s=settings.request_deadline_s, max_unfinished=waiting),
         batches=BatchRunner(store, workers, settings, numbers),
         metrics=numbers,
         whole=FairQueue("whole caches", WHOLE_CACHES, waiting),
         extractor=Extractor(settings),
+        parser=Parser(settings),
+        readiness=SingleFlight(),
         limits=limits,
     )
 

@@ -72,16 +72,28 @@ class Settings(BaseSettings):
         None, ge=1, description="longest document to compress; default: the limit of the model"
     )
     max_body_bytes: int = Field(64 << 20, ge=1024)
+    max_held_bytes: int = Field(
+        default_factory=lambda set_before: max(256 << 20, 4 * set_before.get("max_body_bytes", 0)),
+        description="bodies that open requests hold in memory, half of it for one tenant; default: four, or 256 MiB",
+    )
     max_import_bytes: int = Field(4 << 30, ge=1024, description="largest blob to import")
     max_file_bytes: int = Field(1 << 30, ge=1024, description="largest uploaded batch input")
     max_batch_rows: int = Field(100_000, ge=1, description="most rows in the input of one batch")
-    max_running_batches: int = Field(2, ge=1, le=64, description="batches that run at once; others wait for their turn")
+    max_running_batches: int = Field(
+        4,
+        ge=1,
+        le=64,
+        description="batches that run at once; a tenant's first may run beyond it, up to four times as many",
+    )
     tenant_max_batches: int = Field(100, ge=1, description="unfinished batches of one tenant")
     extract_cpu_s: Seconds = Field(60.0, description="processor time to extract the text of one PDF or HTML file")
     extract_memory_bytes: int = Field(1 << 30, ge=256 << 20, description="memory to extract it")
     upload_deadline_s: Seconds = Field(120.0, description="time for the whole body to arrive")
     min_upload_bytes_per_s: int = Field(1024, ge=1, description="slower bodies are refused, after a grace time")
     upload_grace_s: Seconds = Field(10.0, description="grace time before the minimum rate applies")
+    max_connections: int = Field(2048, ge=1, description="open connections")
+    max_connections_per_address: int = Field(1024, ge=1, description="open connections from one address")
+    headers_deadline_s: Seconds = Field(15.0, description="time for the headers of a request to arrive")
     unread_deadline_s: Seconds = Field(60.0, description="how long a client may leave an answer unread")
     request_deadline_s: Seconds = Field(600.0, description="limit of one creation, import or query, including queueing")
 
@@ -139,6 +151,13 @@ class Settings(BaseSettings):
         default = info.data.get("default_ttl_s")
         if value is not None and default is not None and default > value:
             raise ValueError(f"it is less than default_ttl_s, {default:g}")
+        return value
+
+    @field_validator("max_held_bytes")
+    @classmethod
+    def _at_least_two_bodies(cls, value: int, info: ValidationInfo) -> int:
+        if value < 2 * info.data.get("max_body_bytes", 0):
+            raise ValueError(f"it is less than two bodies of max_body_bytes, {info.data['max_body_bytes']}")
         return value
 
     def redacted(self) -> dict[str, Any]:

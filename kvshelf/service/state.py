@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -11,19 +11,23 @@ from fastapi import Depends, Request
 from fastapi.responses import JSONResponse
 
 from kvshelf.api import CacheObject, ModelObject
+from kvshelf.api.service import Readiness
 from kvshelf.errors import Cancelled, InvalidRequest, ModelMismatch
 from kvshelf.service.access.keys import Caller
 from kvshelf.service.access.limits import TenantLimits
 from kvshelf.service.engines import EngineClient
 from kvshelf.service.fair_queue import FairQueue
 from kvshelf.service.http.extract import Extractor
+from kvshelf.service.http.parsing import Parser
 from kvshelf.service.jobs.background import Background
 from kvshelf.service.jobs.batches import BatchRunner
 from kvshelf.service.observe.metrics import Metrics
 from kvshelf.service.settings import Settings
 from kvshelf.store.artifact.identity import ModelIdentity
+from kvshelf.store.artifact.shape import LayerShape
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
+from kvshelf.workers.replica.singleflight import SingleFlight
 
 ResultT = TypeVar("ResultT")
 
@@ -36,10 +40,11 @@ WHOLE_CACHES = 4
 
 @dataclass(frozen=True)
 class Service:
-    """The parts of a running front end. `engines`, `models` and `identities` are in the order of the settings.
+    """The parts of a running front end. The mappings and `models` are in the order of the settings.
 
     whole: the queue of calls that read or write whole caches. extractor: reads uploaded files that are not plain text.
-    limits: what each tenant may ask, and how much of it is left.
+    parser: parses JSON bodies. limits: what each tenant may ask, and how much of it is left.
+    readiness: concurrent questions whether the service is ready share one look.
     """
 
     settings: Settings
@@ -47,11 +52,14 @@ class Service:
     engines: Mapping[str, EngineClient]
     models: tuple[ModelObject, ...]
     identities: Mapping[str, ModelIdentity]
+    layer_shapes: Mapping[str, Sequence[LayerShape]]
     background: Background
     batches: BatchRunner
     metrics: Metrics
     whole: FairQueue
     extractor: Extractor
+    parser: Parser
+    readiness: SingleFlight[Readiness]
     limits: TenantLimits
 
     def engine(self, model: str | None) -> EngineClient:

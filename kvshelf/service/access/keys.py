@@ -155,7 +155,8 @@ class Access:
             await send(message)
 
         try:
-            with self._limits.request(caller.tenant):
+            with self._limits.request(caller.tenant) as hold:
+                scope["state"]["hold"] = hold
                 await self._app(scope, receive, send_with_rate)
         except RateLimited as error:  # raised by these limits; errors of routes are already answered
             await error_response(error)(scope, receive, send_with_rate)

@@ -1,4 +1,4 @@
-"""Limits of one tenant: requests per minute, tokens per minute, and open requests."""
+"""Limits of one tenant: requests per minute, tokens per minute, open requests and the memory of their bodies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from kvshelf.api import Allowance
-from kvshelf.errors import RateLimited
+from kvshelf.errors import RateLimited, ServiceBusy
 
 _RETRY_S = 1.0
 
@@ -60,16 +60,26 @@ class TenantLimits:
     """
 
     def __init__(
-        self, max_concurrent: int, requests_per_minute: int | None, tokens_per_minute: int | None = None
+        self,
+        max_concurrent: int,
+        requests_per_minute: int | None,
+        tokens_per_minute: int | None = None,
+        *,
+        max_held_bytes: int = 1 << 30,
     ) -> None:
         self._max_concurrent = max_concurrent
+        self._max_held_bytes = max_held_bytes
+        self._held: Counter[str] = Counter()
         self._rate = None if requests_per_minute is None else RateLimiter(requests_per_minute)
         self._tokens = None if tokens_per_minute is None else RateLimiter(tokens_per_minute)
         self._open: Counter[str] = Counter()
 
     @contextmanager
-    def request(self, tenant: str) -> Iterator[None]:
-        """Wraps one request, from its first byte to the last of its answer. Raises `RateLimited`."""
+    def request(self, tenant: str) -> Iterator[Callable[[int], None]]:
+        """Wraps one request, from its first byte to the last of its answer. Raises `RateLimited`.
+
+        Gives the function that `_hold` describes, for the body of this request.
+        """
         if self._open[tenant] >= self._max_concurrent:
             raise RateLimited(
                 f"this tenant has {self._max_concurrent} open requests, the maximum; wait for some to end",
@@ -81,10 +91,34 @@ class TenantLimits:
                 retry_after_s=wait_s,
             )
         self._open[tenant] += 1
+        held = 0
+
+        def hold(nbytes: int) -> None:
+            nonlocal held
+            self._hold(tenant, nbytes)
+            held += nbytes
+
         try:
-            yield
+            yield hold
         finally:
             self._open[tenant] -= 1
+            self._held[tenant] -= held
+
+    def _hold(self, tenant: str, nbytes: int) -> None:
+        """Count bytes of a body until its request ends. Raises `ServiceBusy` beyond `max_held_bytes`.
+
+        A tenant may take half of it, so that one alone cannot shut out the others.
+        """
+        if (
+            self._held[tenant] + nbytes > self._max_held_bytes // 2
+            or self._held.total() + nbytes > self._max_held_bytes
+        ):
+            raise ServiceBusy(
+                f"the bodies of open requests fill the {self._max_held_bytes} bytes for them, or this tenant's "
+                "bodies half of it. Try again later, or raise the service's max_held_bytes",
+                retry_after_s=_RETRY_S,
+            )
+        self._held[tenant] += nbytes
 
     def require_tokens(self, tenant: str) -> None:
         """Raises `RateLimited` while the tenant has used more tokens than allowed."""

@@ -22,7 +22,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 
 from kvshelf.api import CreateCache, QueryString
-from kvshelf.api.strict import RequestT, parse_request
+from kvshelf.api.strict import RequestT, parse_request, require_bounded
 from kvshelf.errors import BodyTooLarge, Cancelled, InvalidRequest, RequestTimeout, UnsupportedMediaType
 from kvshelf.service.access.keys import Caller
 from kvshelf.service.http.extract import Upload
@@ -37,16 +37,18 @@ BLOB_TYPE = "application/octet-stream"
 _JSON = "application/json"
 _FORM = "multipart/form-data"
 _PIECE_BYTES = 4 << 20
+_SLICE_BYTES = 64 << 10
 _MAX_FIELD_BYTES = 1 << 20
 _MAX_NAME = 255
 _CHARSET = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:+-]{0,39}")
 _INSTEAD_OF_FILE = ("document", "messages", "token_ids")
 
 
-async def read_json(request: Request, model: type[RequestT], settings: Settings) -> RequestT:
+async def read_json(request: Request, model: type[RequestT], service: Service) -> RequestT:
     """The validated JSON body of a request."""
     _require_type(request, _JSON)
-    return parse_request(model, await _read(request, settings))
+    body = await _read(request, service.settings)
+    return await service.parser.parsed(model, body, request.state.caller.tenant)
 
 
 async def read_create(request: Request, service: Service, caller: Caller) -> CreateCache:
@@ -54,7 +56,7 @@ async def read_create(request: Request, service: Service, caller: Caller) -> Cre
     is_form = _require_type(request, _JSON, _FORM) == _FORM
     body = await _read(request, service.settings)
     if not is_form:
-        return parse_request(CreateCache, body)
+        return await service.parser.parsed(CreateCache, body, caller.tenant)
     values, file = await _form_values(request, body)
     # Validate the other fields before extracting text from the file, which is expensive.
     checked = parse_request(CreateCache, values | {"document": ""})
@@ -171,20 +173,31 @@ class _Cap:
         )
 
 
-async def _read(request: Request, settings: Settings) -> bytes:
-    """The whole body of a document or a question. Raises as `_arriving` does."""
+async def _read(request: Request, settings: Settings) -> bytearray:
+    """The whole body of a document or a question. Raises as `_arriving` does, and `ServiceBusy`."""
     body = bytearray()
+    held = 0
     cap = _Cap("max_body_bytes", settings.max_body_bytes, settings.upload_deadline_s)
     async with aclosing(_arriving(request, settings, cap)) as chunks:
         async for chunk in chunks:
+            if (needed := len(body) + len(chunk)) > held:
+                # All that is announced at once: bodies that fill the memory together would all be refused in the end.
+                needed = max(needed, _announced(request))
+                request.state.hold(needed - held)
+                held = needed
             body += chunk
-    return bytes(body)
+    return body
+
+
+def _announced(request: Request) -> int:
+    """The length of the body; 0 if its headers do not say it."""
+    length = request.headers.get("content-length", "")
+    return int(length) if length.isdecimal() and len(length) < 20 else 0
 
 
 async def _arriving(request: Request, settings: Settings, cap: _Cap) -> AsyncGenerator[bytes, None]:
     """The body as it arrives. Raises `BodyTooLarge`, `RequestTimeout`, and `Cancelled` when the caller hangs up."""
-    announced = request.headers.get("content-length", "")
-    if announced.isdecimal() and int(announced) > cap.nbytes:
+    if (announced := _announced(request)) > cap.nbytes:
         raise cap.refuse(f"is {announced} bytes long")
     received = 0
     started = time.monotonic()
@@ -230,11 +243,13 @@ class _StrictParser(MultiPartParser):
             super().on_part_end()
 
 
-async def _form_values(request: Request, body: bytes) -> tuple[dict[str, Any], Upload]:
+async def _form_values(request: Request, body: bytearray) -> tuple[dict[str, Any], Upload]:
     """The fields of a creation from a form, and its `file`. Text fields are text, all others JSON."""
 
     async def chunks() -> AsyncGenerator[bytes, None]:
-        yield body
+        for start in range(0, len(body), _SLICE_BYTES):
+            yield bytes(body[start : start + _SLICE_BYTES])
+            await asyncio.sleep(0)  # the parser may take its time for each byte; others get a turn
 
     parser = _StrictParser(request.headers, chunks(), max_files=1, max_fields=64, max_part_size=_MAX_FIELD_BYTES)
     parser.spool_max_size = len(body) + 1
@@ -270,6 +285,7 @@ def _is_text(schema: Mapping[str, Any], name: str) -> bool:
 
 def _json(text: str, name: str) -> Any:
     try:
+        require_bounded(text.encode())
         return pydantic_core.from_json(text, allow_inf_nan=False)
     except ValueError as exc:
         raise InvalidRequest(f"{name}: not JSON: {exc}", param=name) from exc

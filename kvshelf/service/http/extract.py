@@ -10,16 +10,14 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import math
-import os
-import signal
 import sys
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from kvshelf.errors import BodyTooLarge, DeadlineExceeded, InvalidRequest, NoWorker, UnsupportedMediaType
 from kvshelf.service.fair_queue import FairQueue
+from kvshelf.service.http.expendable import ended_by, run
 from kvshelf.service.settings import Settings
 
 Kind = Literal["text", "pdf", "html"]
@@ -29,7 +27,6 @@ AT_ONCE: Final = 2
 
 _CHILD: Final = Path(__file__).with_name("extract_child.py")
 _LIBRARIES: Final[dict[Kind, str]] = {"pdf": "pypdf", "html": "resiliparse"}
-_PIECE_BYTES: Final = 1 << 20
 
 _PDF_TYPES: Final = ("application/pdf", "application/x-pdf")
 _HTML_TYPES: Final = ("text/html", "application/xhtml+xml")
@@ -113,7 +110,7 @@ class Extractor:
         command = [sys.executable, "-PB", str(_CHILD), kind, upload.charset, *map(str, limits)]
         try:
             async with self._turns.turn(tenant, settings.request_deadline_s) as left_s, asyncio.timeout(left_s):
-                code, said = await _run(command, upload.data, settings.max_body_bytes + 1024)
+                code, said = await run(command, upload.data, settings.max_body_bytes + 1024)
         except TimeoutError as exc:
             raise DeadlineExceeded(f"the {kind.upper()} was not read in {settings.request_deadline_s:g} s") from exc
         except OSError as exc:
@@ -121,7 +118,7 @@ class Extractor:
         word, _, behind = said.partition(b"\n")
         if code == 0 and word == b"text":
             return behind.decode()
-        raise self._refusal(kind, word.decode() if code == 0 else _ended_by(code), behind.decode(errors="replace"))
+        raise self._refusal(kind, word.decode() if code == 0 else ended_by(code), behind.decode(errors="replace"))
 
     def _refusal(self, kind: str, reason: str, detail: str) -> InvalidRequest | BodyTooLarge:
         settings, what = self._settings, f"file: this {kind.upper()}"
@@ -145,50 +142,3 @@ class Extractor:
         }
         cannot = "cannot be read: the parser crashed, as it may on hostile files; send its text"
         return InvalidRequest(f"{what} {because.get(reason, cannot)}", param="file", reason=reason)
-
-
-def _ended_by(code: int) -> str:
-    """The reason for a process that ended without output."""
-    return "time" if code == -signal.SIGXCPU else "crashed"
-
-
-async def _run(command: list[str], data: bytes, most: int) -> tuple[int, bytes]:
-    """Runs a process with `data` as input; returns its exit code and output. Kills it if it writes more than `most`
-    bytes or if this call is cancelled."""
-    # No settings and keys of the service, only what Python needs to find its modules.
-    environment = {name: value for name, value in os.environ.items() if name.startswith("PYTHON") or name == "PATH"}
-    process = await asyncio.create_subprocess_exec(
-        *command,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-        env=environment,
-        cwd="/",
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    feeding = asyncio.create_task(_feed(process.stdin, data))
-    said = bytearray()
-    try:
-        while len(said) <= most and (piece := await process.stdout.read(_PIECE_BYTES)):
-            said += piece
-        if len(said) <= most:
-            await process.wait()
-    finally:
-        feeding.cancel()
-        if process.returncode is None:
-            with suppress(ProcessLookupError):
-                process.kill()
-        while await process.stdout.read(_PIECE_BYTES):  # wait() also waits for the end of the output
-            pass
-        await asyncio.gather(feeding, process.wait(), return_exceptions=True)
-    assert process.returncode is not None
-    return process.returncode, bytes(said)
-
-
-async def _feed(pipe: asyncio.StreamWriter, data: bytes) -> None:
-    with suppress(ConnectionError):  # the process has already ended; its output says why
-        for start in range(0, len(data), _PIECE_BYTES):
-            pipe.write(data[start : start + _PIECE_BYTES])
-            await pipe.drain()
-        pipe.close()

@@ -7,6 +7,7 @@ a failure), followed by the text in UTF-8 or the library's message.
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 from collections.abc import Callable, Iterable
@@ -75,6 +76,8 @@ def extracted(kind: str, charset: str, max_bytes: int) -> tuple[str, bytes]:
 
 
 def bound(memory_bytes: int, cpu_s: int) -> None:
+    """Limit this process, and let the service go first where processors are few."""
+    os.nice(10)
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
@@ -75,9 +78,10 @@ def _parameter(name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def install(app: FastAPI) -> None:
-    """Make `app.openapi` add the schemas of `_NAMED`."""
+    """Make `app.openapi` add the schemas of `_NAMED`, and serve the document, which is made once: anyone may ask."""
     generate = app.openapi
 
+    @cache
     def openapi() -> dict[str, Any]:
         document = generate()
         _, definitions = models_json_schema(
@@ -88,7 +92,15 @@ def install(app: FastAPI) -> None:
             schemas.setdefault(name, schema)
         return document
 
+    @cache
+    def text() -> bytes:
+        return json.dumps(openapi(), ensure_ascii=False).encode()
+
+    async def serve(_: Request) -> Response:
+        return Response(await asyncio.to_thread(text), media_type="application/json")
+
     app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's documented way to extend its document
+    app.add_route("/openapi.json", serve, include_in_schema=False)
 
 
 def _reference(model: type[BaseModel]) -> dict[str, str]:

@@ -6,9 +6,11 @@ import asyncio
 import socket
 import time
 from contextlib import suppress
+from functools import partial
 
 import uvicorn
 
+from kvshelf.service.http.connections import MAX_HEADER_BYTES, BoundedConnection, ConnectionLimits
 from kvshelf.service.process.supervisor import Place
 
 READY = "kvshelf is ready at "
@@ -29,11 +31,13 @@ class HttpServer(uvicorn.Server):
     The state of every request has an `asyncio.Event` named `LEAVING`, so that waiting requests can end at once.
     """
 
-    def __init__(self, app: object, place: Place, *, grace_s: float) -> None:
+    def __init__(self, app: object, place: Place, *, limits: ConnectionLimits, grace_s: float) -> None:
         super().__init__(
             uvicorn.Config(
                 app,  # type: ignore[arg-type]  # FastAPI is an ASGI application, uvicorn's own type is a union of Any
                 loop="asyncio",
+                http=partial(BoundedConnection, limits),  # type: ignore[arg-type]  # called as a class is
+                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
                 lifespan="on",
                 log_config=None,
                 access_log=False,

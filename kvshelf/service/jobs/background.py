@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import msgpack
 import structlog
 
 from kvshelf.api import CreateCache
@@ -28,18 +29,17 @@ from kvshelf.errors import (
     StoreError,
 )
 from kvshelf.service.engines import EngineClient
-from kvshelf.service.fair_queue import Rounds
 from kvshelf.service.loops import repeat
 from kvshelf.service.observe.logs import note
-from kvshelf.store.artifact.identity import canonical_json, digest
+from kvshelf.store.artifact.identity import canonical_msgpack
 from kvshelf.store.base import Store
-from kvshelf.store.jobs.requests import RequestRecord, Requests
+from kvshelf.store.jobs.requests import REQUEST_ID, RequestRecord, Requests
 from kvshelf.workers.replica.attempts import Standing
+from kvshelf.workers.replica.queues import Rounds
 from kvshelf.workers.replica.results import Created
 
 log = structlog.get_logger("kvshelf.service")
 
-_PREFIX = "req_"
 _JOBS_PER_MODEL = 2  # so that one document is prefilled while another is tokenized or stored
 _LOOK_S = 2.0
 _MISHAP_PAUSE_S = 60.0  # the next try most likely meets the same bug and logs another traceback
@@ -95,13 +95,13 @@ class Background:
 
         Raises `QueueFull` and `QuotaExceeded` for a new request: without limits, waiting bodies would fill the store.
         """
-        body = canonical_json(spec.model_dump(mode="json", exclude_defaults=True))
-        key = _Key(_PREFIX + digest("kvshelf.request", tenant, body), tenant, spec.model or "")
+        body = canonical_msgpack(spec.model_dump(mode="json", exclude_defaults=True))
+        key = _Key(self.store.requests.request_id(body, tenant=tenant), tenant, spec.model or "")
         note(request=key.id)
         record = await asyncio.to_thread(self._there, key)
         if record is None:
             with self._place(key):
-                record = await asyncio.to_thread(self._open, key, body.encode())
+                record = await asyncio.to_thread(self._open, key, body)
         if record.state in ("queued", "running"):
             self._enqueue(key)
         return record
@@ -153,7 +153,7 @@ class Background:
         ready.
         """
         unfinished = await asyncio.to_thread(self.store.requests.unfinished)
-        requests = [record for record in unfinished if record.id.startswith(_PREFIX)]  # not rows of batches
+        requests = [record for record in unfinished if record.id.startswith(REQUEST_ID)]  # not rows of batches
         ids = {record.id for record in requests}
         self._elsewhere = {id_: seen for id_, seen in self._elsewhere.items() if id_ in ids}
         for record in requests:
@@ -222,10 +222,18 @@ class Background:
 def _spec(requests: Requests, request_id: str) -> CreateCache:
     """A request's body. Raises `StateConflict` if the request has ended; a lost or invalid body ends it."""
     try:
-        return parse_request(CreateCache, requests.body(request_id))
+        return parse_request(CreateCache, _unpacked(requests.body(request_id)))
     except (InternalError, InvalidRequest) as error:
         refuse(requests, request_id, error)
         raise StateConflict(error.message) from error
+
+
+def _unpacked(body: bytes) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = msgpack.unpackb(body)
+    except ValueError as error:
+        raise InternalError("the body was written by another version of kvshelf; send the request again") from error
+    return found
 
 
 class _Key(NamedTuple):

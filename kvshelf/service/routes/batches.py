@@ -22,7 +22,7 @@ from kvshelf.api.batches import (
 )
 from kvshelf.corpus.input.rows import require_defaults
 from kvshelf.corpus.run.progress import Window
-from kvshelf.errors import InvalidRequest, QuotaExceeded, StateConflict
+from kvshelf.errors import InvalidRequest, StateConflict
 from kvshelf.service.access.keys import Caller, Reader, Writer
 from kvshelf.service.http import openapi
 from kvshelf.service.http.body import read_json, read_query
@@ -47,7 +47,7 @@ _EVENTS: Final[dict[int | str, dict[str, Any]]] = {
 async def create_batch(request: Request, service: InService, caller: Writer) -> BatchObject:
     """Create a batch. Only the request is checked now. The whole file is checked before any work; if it is unusable,
     the batch ends as `failed`."""
-    body = await read_json(request, CreateBatch, service.settings)
+    body = await read_json(request, CreateBatch, service)
     service.engine(body.model)
     require_policy(require_defaults(body.options()))
     if body.window is not None:
@@ -64,12 +64,9 @@ async def create_batch(request: Request, service: InService, caller: Writer) -> 
 
 
 def _created(service: Service, tenant: str, body: CreateBatch) -> BatchRecord:
-    limit = service.settings.tenant_max_batches
-    if service.store.batches.count_unfinished(tenant=tenant) >= limit:
-        raise QuotaExceeded(f"{limit} batches of this tenant have not ended, as many as may be; wait, or cancel some")
-    now = time.time()
+    now, most = time.time(), service.settings.tenant_max_batches
     expires_at = now + _seconds(body.completion_window)
-    return service.store.batches.create(tenant, _body(body), now=now, expires_at=expires_at)
+    return service.store.batches.create(tenant, _body(body), now=now, expires_at=expires_at, most_open=most)
 
 
 def _body(body: CreateBatch) -> dict[str, Any]:

@@ -9,15 +9,17 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 
 from kvshelf.api import CacheObject, ImportCache, Verification
-from kvshelf.errors import CacheCorrupt, CacheError, CacheNotFound
+from kvshelf.errors import CacheCorrupt, CacheError, CacheNotFound, NoWorker
 from kvshelf.service.access.keys import Reader, Writer
 from kvshelf.service.http import openapi
 from kvshelf.service.http.body import BLOB_TYPE, read_query, received_blob
 from kvshelf.service.http.downloads import InDownload, download
 from kvshelf.service.state import InService, Service, cache_response, in_turn, off_loop
+from kvshelf.store.artifact.blob import inspect
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
+from kvshelf.workers.cluster.remote import RESTART_S
 from kvshelf.workers.replica.create.publish import prolonged
 
 router = APIRouter(prefix="/v1/caches", tags=["caches"], responses=openapi.ERRORS)
@@ -44,8 +46,14 @@ async def import_cache(request: Request, service: InService, caller: Writer) -> 
 
 def _import(service: Service, file: BinaryIO, about: ImportCache, tenant: str) -> tuple[Manifest, bool]:
     """Stores the cache that a file contains. Returns its manifest, and whether the shelf already had it."""
-    cache = CompressedCache.from_bytes(_mapped(file))
-    service.serving(cache.identity.model)
+    view = _mapped(file)
+    header = inspect(view).header
+    model = service.serving(header.to_identity().model)
+    header.shape.require_bounds(service.identities[model])
+    header.shape.require_layers(service.layer_shapes[model])
+    if service.engine(model).remote.running == 0:
+        raise NoWorker(f"no worker of {model!r} runs; one is being started", retry_after_s=RESTART_S)
+    cache = CompressedCache.from_bytes(view)
     store = service.store
     try:
         cache_id = store.cache_id(cache.identity, tenant=tenant, codec=cache.codec)

@@ -128,7 +128,7 @@ async def update_cache(
     cache_id: str, request: Request, service: InService, caller: Writer, if_match: Annotated[str, Header()] = ""
 ) -> Response:
     """Change the expiry, name, labels or pin of a cache. Absent fields stay as they are."""
-    body = await read_json(request, UpdateCache, service.settings)
+    body = await read_json(request, UpdateCache, service)
     condition = {"tenant": caller.tenant, "if_revision": _seen(if_match)}
     manifest = await off_loop(service.store.update, cache_id, **condition, **body.changes())
     return _tagged(manifest)

@@ -44,7 +44,7 @@ router = APIRouter(prefix="/v1/chat", tags=["chat"], responses=openapi.ERRORS)
 )
 async def complete(request: Request, service: InService, caller: Reader) -> Response:
     """Continue a conversation that begins with a stored cache."""
-    body = await read_json(request, ChatCompletionRequest, service.settings)
+    body = await read_json(request, ChatCompletionRequest, service)
     assert body.cache_id is not None  # the type refuses a body without it
     with service.metrics.asking():
         manifest = await off_loop(service.store.stat, body.cache_id, tenant=caller.tenant)

@@ -18,7 +18,7 @@ router = APIRouter(prefix="/v1/estimate", tags=["caches"], responses=openapi.ERR
 @router.post("", openapi_extra=openapi.body_of(Estimate))
 async def estimate(request: Request, service: InService, caller: Reader) -> EstimateObject:
     """The document's tokens and, for each policy, the kept entries, stored bytes and seconds. Nothing is compressed."""
-    body = await read_json(request, Estimate, service.settings)
+    body = await read_json(request, Estimate, service)
     if body.policy is not None:
         require_policy(body)
     engine = service.engine(body.model)

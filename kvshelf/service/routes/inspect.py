@@ -32,7 +32,7 @@ async def kept_of(
     cache_id: str, request: Request, service: InService, caller: Reader, first_layer: FirstLayer = 0
 ) -> KeptTokens:
     """As GET, with the caller's own copy of the document. `state_conflict` if that is a different document."""
-    body = await read_json(request, KeptOf, service.settings)
+    body = await read_json(request, KeptOf, service)
     return await _kept(request, service, caller, cache_id, document_of(body), first_layer)
 
 

@@ -81,15 +81,19 @@ async def livez() -> Response:
 
 @router.get("/readyz", response_model=Readiness, responses={503: {"model": Readiness, "description": "not ready"}})
 async def readyz(service: InService) -> Response:
-    """Whether the service can do work now, and the state of each part."""
+    """Whether the service can do work now, and the state of each part. Concurrent callers share one look."""
+    found, _ = await service.readiness.join("", lambda: _readiness(service))
+    return JSONResponse(found.model_dump(mode="json"), status_code=200 if found.status == "ready" else 503)
+
+
+async def _readiness(service: Service) -> Readiness:
     probes = [
         _store(service),
         *(_workers(engine.remote, service.settings.replicas) for engine in service.engines.values()),
     ]
     parts = await asyncio.gather(*probes)
     ready = all(part.ready for part in parts)
-    content = Readiness(status="ready" if ready else "degraded", parts=parts).model_dump(mode="json")
-    return JSONResponse(content, status_code=200 if ready else 503)
+    return Readiness(status="ready" if ready else "degraded", parts=parts)
 
 
 async def _store(service: Service) -> ReadyPart:

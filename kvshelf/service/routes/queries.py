@@ -33,7 +33,7 @@ router = APIRouter(prefix="/v1/caches", tags=["queries"], responses=openapi.ERRO
 )
 async def query(cache_id: str, request: Request, service: InService, caller: Reader) -> Response:
     """Answer one or more prompts from a stored cache, without prefilling its document again."""
-    body = await read_json(request, Query, service.settings)
+    body = await read_json(request, Query, service)
     if body.compare and body.seed is None:
         # Compared answers share one seed, so that they differ by their caches and not by chance.
         body = body.model_copy(update={"seed": secrets.randbits(63)})

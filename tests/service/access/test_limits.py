@@ -14,7 +14,7 @@ from opentelemetry.trace import NoOpTracer
 
 from kvshelf import open_store
 from kvshelf.api import CreateCache, Query, Usage
-from kvshelf.errors import DeadlineExceeded, InternalError, QueueFull, RateLimited, RequestTimeout
+from kvshelf.errors import DeadlineExceeded, InternalError, InvalidRequest, QueueFull, RateLimited, RequestTimeout
 from kvshelf.service.access.limits import RateLimiter, TenantLimits
 from kvshelf.service.engines import MAX_UNREAD_PIECES, EngineClient
 from kvshelf.service.fair_queue import FairQueue, Rounds
@@ -400,6 +400,7 @@ class Talker:
 
     def __init__(self, pieces: int) -> None:
         self.pieces = pieces
+        self.asked: list[str] = []
 
     async def stream(self, *_: Any, **__: Any) -> AsyncGenerator[str | Reply, None]:
         try:
@@ -410,9 +411,12 @@ class Talker:
         finally:
             self.closed = True
 
-    async def call(self, method: str, asked: Any, *_: Any, **__: Any) -> Created | list[Reply]:
+    async def call(self, method: str, asked: Any, *rest: Any, **_: Any) -> Created | list[Reply]:
         if method == "query":
-            return [REPLY, REPLY]
+            (query,) = rest
+            self.asked.append(query.prompt)
+            await asyncio.sleep(0)
+            return [REPLY]
         phases = () if asked.document == "on the shelf" else (Phase("prefill", 0.0, 1.0),)
         return Created(tuple(Stored(MANIFEST, existing=False) for _ in range(2)), phases)
 
@@ -460,6 +464,43 @@ def test_a_reader_who_leaves_ends_the_work() -> None:
     run(test())
 
 
+def test_each_prompt_of_a_question_takes_a_turn_of_its_own() -> None:
+    """256 prompts took one turn together, and another tenant's question waited for all of them."""
+
+    async def test() -> None:
+        talker = Talker(0)
+        engine = fair(talker)
+        many = Query(prompt=[f"many {number}" for number in range(256)])
+        asking = asyncio.create_task(engine.query("kvs", many, tenant="a", deadline_s=60))
+        while not talker.asked:
+            await asyncio.sleep(0)
+        before = len(talker.asked)
+        await engine.query("kvs", ASKED, tenant="b", deadline_s=60)
+        assert talker.asked.index("?") <= before + 1
+        assert len(await asking) == 256
+        assert [prompt for prompt in talker.asked if prompt != "?"] == many.prompt
+
+    run(test())
+
+
+def test_the_first_error_of_a_prompt_ends_the_others() -> None:
+    async def test() -> None:
+        talker = Talker(0)
+
+        async def call(_: str, __: str, query: Query, **___: Any) -> list[Reply]:
+            if query.prompt == "bad":
+                raise InvalidRequest("bad")
+            await asyncio.sleep(60)
+            return [REPLY]
+
+        talker.call = call  # type: ignore[assignment, method-assign]
+        prompts = Query(prompt=["bad", "good", "good"])
+        with pytest.raises(InvalidRequest, match="bad"):
+            await asyncio.wait_for(fair(talker).query("kvs", prompts, tenant="a", deadline_s=60), 5)
+
+    run(test())
+
+
 def test_a_tenant_s_tokens_are_those_that_went_through_the_model_and_came_out() -> None:
     async def test() -> None:
         spent: list[tuple[str, int]] = []
@@ -467,9 +508,9 @@ def test_a_tenant_s_tokens_are_those_that_went_through_the_model_and_came_out() 
         call: dict[str, Any] = {"tenant": "a", "deadline_s": 60}
         await engine.create(CreateCache(document="new"), **call)
         await engine.create(CreateCache(document="on the shelf"), **call)
-        await engine.query("kvs", ASKED, **call)
+        await engine.query("kvs", Query(prompt=["one", "two"]), **call)
         assert [piece async for piece in engine.stream("kvs", ASKED, **call)][-1] == REPLY
-        assert spent == [("a", 400), ("a", 0), ("a", 46), ("a", 23)]
+        assert spent == [("a", 400), ("a", 0), ("a", 23), ("a", 23), ("a", 23)]
         left = fair(Talker(10**9), spend=lambda tenant, tokens: spent.append((tenant, tokens)))
         stream = left.stream("kvs", ASKED, **call)
         assert [await anext(stream) for _ in range(3)] == ["0", "1", "2"]

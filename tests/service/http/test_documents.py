@@ -16,7 +16,7 @@ import pytest
 
 from kvshelf import Client, open_store
 from kvshelf.errors import BodyTooLarge, InvalidRequest, KvshelfError, UnsupportedMediaType
-from kvshelf.service.http import extract
+from kvshelf.service.http import expendable
 from kvshelf.service.http.extract import Extractor, Upload
 from kvshelf.service.settings import Settings
 from tests.conftest import _children
@@ -220,12 +220,12 @@ def test_what_is_no_character_does_not_get_through() -> None:
 
 
 def ran(program: str, data: bytes = b"", most: int = 1000) -> tuple[int, bytes]:
-    return asyncio.run(extract._run([sys.executable, "-c", program], data, most))
+    return asyncio.run(expendable.run([sys.executable, "-c", program], data, most))
 
 
 def test_a_reader_that_crashes_hangs_or_floods_is_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     code, _ = ran("import os; os.abort()")
-    assert extract._ended_by(code) == "crashed"
+    assert expendable.ended_by(code) == "crashed"
     code, said = ran("while True: print('x' * 100_000)")
     assert code < 0
     assert len(said) < 4 << 20
@@ -244,7 +244,7 @@ def test_a_reader_that_dies_slowly_while_it_floods_is_one_that_failed(monkeypatc
 
     async def flood() -> tuple[int, bytes]:
         command = [sys.executable, "-c", "while True: print('x' * 100_000)"]
-        return await asyncio.wait_for(extract._run(command, b"", 1000), 10)
+        return await asyncio.wait_for(expendable.run(command, b"", 1000), 10)
 
     monkeypatch.setattr(asyncio.subprocess.Process, "kill", late)
     code, said = asyncio.run(flood())
@@ -255,7 +255,7 @@ def test_a_reader_that_dies_slowly_while_it_floods_is_one_that_failed(monkeypatc
 def test_who_does_not_wait_leaves_no_process() -> None:
     async def give_up() -> None:
         async with asyncio.timeout(1.5):
-            await extract._run([sys.executable, "-c", "import time; time.sleep(3600)"], b"", 10)
+            await expendable.run([sys.executable, "-c", "import time; time.sleep(3600)"], b"", 10)
 
     with pytest.raises(TimeoutError):
         asyncio.run(give_up())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import msgpack
 import pytest
 
 from kvshelf import open_store
@@ -85,7 +85,7 @@ def test_what_another_service_on_the_shelf_accepted_for_its_model_is_left_to_it(
     """This test is that other service."""
     request_id, body = "req_" + "e" * 40, {"document": "Not for you.", "model": "served-elsewhere"}
     with open_store(f"disk://{service.home}/shelf") as store:
-        store.requests.open(request_id, tenant="default", body=json.dumps(body).encode())
+        store.requests.open(request_id, tenant="default", body=msgpack.packb(body))
         end = time.monotonic() + 30
         while f'"request": "{request_id}"' not in service.log.read_text():
             assert time.monotonic() < end, "the service has not seen the request"

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 # The real HTTP server with an application that says which process answers: starting it takes a second.
 CHILD = """
 import asyncio, os, sys
+from kvshelf.service.http.connections import ConnectionLimits
 from kvshelf.service.http.server import HttpServer
 from kvshelf.service.process.supervisor import Place
 
@@ -53,7 +54,7 @@ async def app(scope, receive, send):
     await send({"type": "http.response.body", "body": b""})
 
 with Place.inherited(sys.argv[1].removeprefix("--place=")) as place:
-    HttpServer(app, place, grace_s=20).run(sockets=[place.listener])
+    HttpServer(app, place, limits=ConnectionLimits(99, 99, 15), grace_s=20).run(sockets=[place.listener])
 """
 
 
@@ -152,6 +153,7 @@ import asyncio, sys
 from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 from kvshelf.service.http import errors
+from kvshelf.service.http.connections import ConnectionLimits
 from kvshelf.service.http.server import HttpServer
 from kvshelf.service.process.supervisor import Place
 
@@ -171,7 +173,7 @@ async def streamed():
     return StreamingResponse(pieces())
 
 with Place.inherited(sys.argv[1].removeprefix("--place=")) as place:
-    HttpServer(app, place, grace_s=1).run(sockets=[place.listener])
+    HttpServer(app, place, limits=ConnectionLimits(99, 99, 15), grace_s=1).run(sockets=[place.listener])
 """
 
 

@@ -1,0 +1,146 @@
+"""Bodies are bounded before they are parsed, and a large one is parsed in its own process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvshelf.api import CreateCache, Query
+from kvshelf.api.strict import MAX_DEPTH, MAX_ELEMENTS, MAX_FIELDS, parse_request, require_bounded
+from kvshelf.errors import DeadlineExceeded, InvalidRequest, KvshelfError
+from kvshelf.service.http import parsing
+from kvshelf.service.http.parsing import LARGE_BYTES, Parser
+from kvshelf.service.settings import Settings
+
+MEGABYTE = 1 << 20
+
+
+def nested(depth: int) -> bytes:
+    return b'{"policy_params":' + b'{"a":' * (depth - 1) + b"1" + b"}" * depth
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        (b"{" + b",".join(b'"f%d":1' % i for i in range(MAX_FIELDS + 1)) + b"}", "fields"),
+        (b'{"token_ids":[' + b"1," * (MAX_ELEMENTS + 1) + b"1]}", "elements"),
+        (b'{"messages":[' + b"[]," * MAX_FIELDS + b"[]]}", "lists and objects"),
+        (nested(MAX_DEPTH + 1), "nested"),
+    ],
+)
+def test_a_body_beyond_a_bound_is_refused_before_it_is_parsed(body: bytes, problem: str) -> None:
+    with pytest.raises(InvalidRequest, match=problem):
+        require_bounded(body)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        nested(MAX_DEPTH),
+        json.dumps({"document": '{"a": [1, 2]}, \\" ' * 20_000}).encode(),
+        json.dumps({"messages": [{"role": "user", "content": "x"}] * 4096}).encode(),
+        b'{"token_ids":[' + b"1," * (MAX_ELEMENTS - 1) + b"1]}",
+    ],
+    ids=["depth", "text that looks like JSON", "messages", "tokens"],
+)
+def test_what_a_request_may_have_is_within_the_bounds(body: bytes) -> None:
+    require_bounded(body)
+
+
+def test_unbalanced_brackets_and_quotes_are_left_to_the_parser() -> None:
+    for body in (b"[" * 100, b'{"a": "' + b"[" * 100, b"]]]]", b'"', b""):
+        require_bounded(body)
+        with pytest.raises(InvalidRequest):
+            parse_request(CreateCache, body)
+
+
+def longest_silence(work: Callable[[], Any]) -> tuple[Any, float]:
+    """What `work` gives or raises, and the longest time in which nothing else ran on the event loop."""
+
+    async def run() -> tuple[Any, float]:
+        longest = 0.0
+
+        async def beat() -> None:
+            nonlocal longest
+            while True:
+                started = time.perf_counter()
+                await asyncio.sleep(0.002)
+                longest = max(longest, time.perf_counter() - started)
+
+        beating = asyncio.create_task(beat())
+        await asyncio.sleep(0.05)
+        try:
+            found = await work()
+        except KvshelfError as error:
+            found = error
+        beating.cancel()
+        return found, longest
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"token_ids": [' + b'"",' * 2_600_000 + b'""]}',
+        b"{" + b",".join(b'"f%d":1' % i for i in range(200_000)) + b"}",
+        b'{"policy_params":{"a":[' + b"[]," * (4 * MEGABYTE) + b"[]]}}",
+        b'{"policy_params":{"a":' + b"[" * (16 * MEGABYTE),
+        b'{"document": "' + b"\\ud800" * MEGABYTE + b'"}',
+    ],
+    ids=["wrong elements", "unknown fields", "lists", "depth", "half characters"],
+)
+def test_a_large_bad_body_does_not_hold_the_loop(body: bytes) -> None:
+    """They held it for up to 17.8 s."""
+    found, silence = longest_silence(lambda: Parser(Settings()).parsed(CreateCache, body, "acme"))
+    assert isinstance(found, InvalidRequest)
+    assert "to parse" not in found.message
+    assert silence < 0.3
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"document": "größer 😀\n" * 200_000, "labels": {"team": "law"}, "compression_ratio": 0.5},
+        {
+            "messages": [{"role": "user", "content": "x" * 2_000}] * 1_000,
+            "policy": "lagkv",
+            "policy_params": {"lag": 32},
+        },
+        {"token_ids": list(range(300_000)), "name": "ids", "ttl_s": 5},
+    ],
+    ids=["text", "messages", "tokens"],
+)
+def test_a_large_body_means_what_a_small_one_means(fields: dict[str, Any]) -> None:
+    body = json.dumps(fields).encode()
+    assert len(body) > LARGE_BYTES
+    found, _ = longest_silence(lambda: Parser(Settings()).parsed(CreateCache, body, "acme"))
+    expected = CreateCache.model_validate_json(body)
+    assert found == expected
+    assert found.model_fields_set == expected.model_fields_set
+
+
+def test_an_error_of_a_large_body_names_its_field() -> None:
+    body = json.dumps({"prompt": "x" * 2 * MEGABYTE, "max_tokens": 0}).encode()
+    found, _ = longest_silence(lambda: Parser(Settings()).parsed(Query, body, "acme"))
+    assert isinstance(found, InvalidRequest)
+    assert found.param == "max_tokens"
+
+
+def test_a_body_that_needs_too_much_to_parse_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parsing, "_MEMORY_BYTES", 256 * MEGABYTE)
+    body = json.dumps({"document": "x" * 60 * MEGABYTE + "😀"}, ensure_ascii=False).encode()
+    found, _ = longest_silence(lambda: Parser(Settings()).parsed(CreateCache, body, "acme"))
+    assert isinstance(found, InvalidRequest)
+    assert "takes too much memory" in found.message
+
+
+def test_a_body_that_is_parsed_too_late_is_refused() -> None:
+    body = json.dumps({"document": "x" * 2 * MEGABYTE}).encode()
+    found, _ = longest_silence(lambda: Parser(Settings(request_deadline_s=0.01)).parsed(CreateCache, body, "acme"))
+    assert isinstance(found, DeadlineExceeded)
