@@ -1,0 +1,62 @@
+"""A service with keys and all defaults, for attacks; and one client of each of two tenants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+
+from kvshelf.service.access.keyfile import KeyFile
+from tests.attack.watch import memory_of
+
+if TYPE_CHECKING:
+    from tests.conftest import LiveService
+
+Start = Callable[..., AbstractContextManager["LiveService"]]
+
+
+@dataclass(frozen=True)
+class Attacked:
+    """The service, the keys of its tenants by name, and the memory that its front end took before any request."""
+
+    service: LiveService
+    keys: dict[str, str]
+    base_bytes: int
+
+    @property
+    def url(self) -> str:
+        return self.service.url
+
+    def client(self, tenant: str) -> httpx.Client:
+        return httpx.Client(base_url=self.url, headers=self.headers(tenant), timeout=300)
+
+    def headers(self, tenant: str) -> dict[str, str]:
+        return {"authorization": f"Bearer {self.keys[tenant]}"}
+
+
+@pytest.fixture(scope="session")
+def attacked(start_service: Start, tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
+    home = tmp_path_factory.mktemp("attacked")
+    file = KeyFile(home / "api-keys.json")
+    keys = {tenant: file.create(tenant, ["read", "write"])[1] for tenant in ("mallory", "alice")}
+    with start_service(home, tiny_folder, api_key_file=file.path) as running:
+        yield Attacked(running, keys, memory_of(running.front_end_pid()))
+
+
+@pytest.fixture
+def mallory(attacked: Attacked) -> Iterator[httpx.Client]:
+    """Who attacks."""
+    with attacked.client("mallory") as client:
+        yield client
+
+
+@pytest.fixture
+def alice(attacked: Attacked) -> Iterator[httpx.Client]:
+    """Who works meanwhile."""
+    with attacked.client("alice") as client:
+        yield client
