@@ -39,7 +39,7 @@ class Attacked:
         return {"authorization": f"Bearer {self.keys[tenant]}"}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def attacked(start_service: Start, tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
     home = tmp_path_factory.mktemp("attacked")
     file = KeyFile(home / "api-keys.json")

@@ -23,7 +23,7 @@ from tests.store.caches import from_heads, make_cache, make_identity, make_layer
 Fields = dict[str, Any]
 
 HEADER_MEMORY = 96 << 20
-MEMORY_FACTOR = 16
+MEMORY_FACTOR = 8
 
 
 def aligned(size: int) -> int:

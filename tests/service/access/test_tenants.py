@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import socket
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -276,45 +274,6 @@ def test_a_request_in_the_background_is_its_tenant_s_alone(acme: httpx.Client, o
     assert ended["cache_id"] in ids(acme)
     assert ended["cache_id"] not in ids(other)
     assert other.get(f"/v1/requests/{theirs['id']}", params={"wait_s": 60}).json()["cache_id"] in ids(other)
-
-
-def mann_whitney_p(one: list[float], other: list[float]) -> float:
-    """Two-sided p of the hypothesis that two samples are of one distribution, by the normal approximation of U (Mann
-    and Whitney 1947): the share of pairs in which the first is larger, against what chance makes of it."""
-    ranks: dict[float, list[int]] = {}
-    for rank, value in enumerate(sorted(one + other), 1):
-        ranks.setdefault(value, []).append(rank)
-    rank_sum = sum(statistics.mean(ranks[value]) for value in one)
-    n, m = len(one), len(other)
-    u = rank_sum - n * (n + 1) / 2
-    ties = sum(len(equal) ** 3 - len(equal) for equal in ranks.values())
-    deviation = math.sqrt(n * m / 12 * (n + m + 1 - ties / ((n + m) * (n + m - 1))))
-    return math.erfc(abs(u - n * m / 2) / deviation / math.sqrt(2))
-
-
-def test_the_statistic_tells_samples_apart() -> None:
-    """Five against five that do not overlap: U is 0, which is 12.5 / 4.787 deviations from its mean."""
-    assert mann_whitney_p([1, 2, 3, 4, 5], [6, 7, 8, 9, 10]) == pytest.approx(0.00902, abs=5e-5)
-    same = [float(7919 * n % 1009) for n in range(1000)]
-    assert mann_whitney_p(same, same[::-1]) > 0.9
-    assert mann_whitney_p(same, [value + 100 for value in same]) < 1e-6
-
-
-def test_another_tenant_s_id_takes_as_long_as_an_unknown_one(guarded: Guarded, acme: httpx.Client, soak: bool) -> None:
-    """Pairs in random-looking order, so that what else this machine does meets both alike. Where there is no difference
-    this fails once in 10,000 times; and as many pairs find no less than 200 (1,000) would at once in a hundred."""
-    ours = created(acme, document=DOCUMENT)["id"]
-    times: dict[bool, list[float]] = {True: [], False: []}
-    with ExitStack() as clients:  # three, each of which may send only so many requests a minute
-        probers = [clients.enter_context(guarded.client(guarded.key(f"prober{n}"))) for n in range(3)]
-        for number in range(2300 if soak else 460):
-            prober, unknown = probers[number % 3], f"kvs_{number:040x}"
-            for theirs in (True, False) if number * 7919 % 1009 % 2 else (False, True):
-                started = time.perf_counter()
-                response = prober.get(f"/v1/caches/{ours if theirs else unknown}")
-                times[theirs].append(time.perf_counter() - started)
-                assert response.status_code == 404
-    assert mann_whitney_p(times[True], times[False]) > 1e-4, {k: statistics.median(v) for k, v in times.items()}
 
 
 def test_keys_come_and_go_while_the_service_runs(guarded: Guarded, acme: httpx.Client) -> None:

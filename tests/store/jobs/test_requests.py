@@ -329,19 +329,29 @@ def test_a_sweep_forgets_requests_after_a_month(tmp_path: Path, clock: Clock) ->
 # Bodies
 
 
-def test_the_body_of_a_sealed_home_is_nowhere_in_plain_text(place: Place) -> None:
+@pytest.mark.parametrize("sealed", [True, False])
+def test_the_body_of_a_sealed_home_is_nowhere_in_plain_text(place: Place, *, sealed: bool) -> None:
+    """Everything that the home holds is searched for it, in each state of a request. In a plain one it is found."""
     secret = b"The treasure is buried under the third oak."
-    for keyring in (None, Keyring([secrets.token_bytes(32)])):
-        with place.open(rules=Rules(keyring=keyring)) as store:
-            request_id = f"req_{keyring is None}"
+    rules = Rules(keyring=Keyring([secrets.token_bytes(32)]) if sealed else None)
+
+    def found() -> bool:
+        return any(secret in data for data in place.contents())
+
+    with place.open(rules=rules) as store:
+        for request_id in ("req_done", "req_failed"):
             store.requests.open(request_id, tenant="me", body=b'{"document": "' + secret * 99 + b'"}')
-            assert secret in store.requests.body(request_id)
-            found = any(secret in data for data in place.contents())
-            assert found == (keyring is None), "the search itself finds what is there"
-            attempt = store.requests.start(request_id, worker="w", lease_s=60)
-            store.requests.fail(request_id, attempt, code="internal", message="oops", final=True)
-            assert place.names() == set()
-            assert store.check() == []
+            assert found() == (not sealed), "queued"
+    with place.open(rules=rules) as store:
+        assert found() == (not sealed), "after a restart"
+        attempts = [store.requests.start(each, worker="w", lease_s=60) for each in ("req_done", "req_failed")]
+        assert secret in store.requests.body("req_done")
+        assert found() == (not sealed), "running"
+        store.requests.finish("req_done", attempts[0], cache_ids=())
+        store.requests.fail("req_failed", attempts[1], code="internal", message="oops", final=True)
+        assert place.names() == set()
+        assert store.check() == []
+        assert not (sealed and found()), "done and failed"
 
 
 def test_a_request_is_not_visible_before_its_body_is_durable(place: Place, clock: Clock) -> None:

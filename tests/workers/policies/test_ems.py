@@ -351,6 +351,7 @@ def test_attention_of_an_attached_cache_is_that_over_the_expanded_slots(oracle, 
     cache = engine.compress(ids[:400], policy="ems", budget_tokens=100, pos=pos, tau=0.1)
     assert all(record.slots > record.entries == 100 * record.kv_heads for record in cache.layers)
     for held in (cache, CompressedCache.from_bytes(cache.to_bytes())):
+        engine.attach(held)  # the first one measures the model's layers in a forward pass, which the hooks would see
         recorder = Recorder()
         hooks = recorder.hooks(oracle.model)
         with engine.attached(held) as past, torch.no_grad():
