@@ -1,4 +1,4 @@
-"""A service with keys and all defaults, for attacks; and one client of each of two tenants."""
+"""A service with keys and, in a soak, all defaults, for attacks; and one client of each of two tenants."""
 
 from __future__ import annotations
 
@@ -40,11 +40,14 @@ class Attacked:
 
 
 @pytest.fixture(scope="package")
-def attacked(start_service: Start, tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
+def attacked(
+    start_service: Start, tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory, soak: bool
+) -> Iterator[Attacked]:
     home = tmp_path_factory.mktemp("attacked")
     file = KeyFile(home / "api-keys.json")
     keys = {tenant: file.create(tenant, ["read", "write"])[1] for tenant in ("mallory", "alice")}
-    with start_service(home, tiny_folder, api_key_file=file.path) as running:
+    waiting_s = 15 if soak else 4  # the former is the default, and a test waits so long
+    with start_service(home, tiny_folder, api_key_file=file.path, headers_deadline_s=waiting_s) as running:
         yield Attacked(running, keys, memory_of(running.front_end_pid()))
 
 

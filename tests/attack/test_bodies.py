@@ -59,6 +59,9 @@ BODIES: dict[str, Callable[[int], bytes]] = {
     "half UTF-8": lambda size: filled(b'{"document":"', b"x", b'\xf0\x9f"}', size),
 }
 
+WORST = {"wrong elements", "token ids", "fields", "empty lists", "deep lists", "messages", "wide text", "escapes"}
+"""Most of them silenced the service for seconds."""
+
 FORMS: dict[str, Callable[[int], bytes]] = {
     "beginnings of a boundary": lambda size: filled(part(b"file"), b"\r\n--boundar", b"\r\n--boundary--\r\n", size),
     "line ends": lambda size: filled(part(b"file"), b"\r\n", b"\r\n--boundary--\r\n", size),
@@ -92,7 +95,11 @@ def attack(attacked: Attacked, path: str, body: bytes, content_type: str) -> tup
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_no_json_body_silences_the_service(attacked: Attacked, name: str, size: int, silence_s: float) -> None:
+def test_no_json_body_silences_the_service(
+    attacked: Attacked, name: str, size: int, silence_s: float, soak: bool
+) -> None:
+    if not soak and name not in WORST:
+        pytest.skip("it is one of those that were harmless before, too; `make soak` has it")
     body = BODIES[name](size)
     response, seen = attack(attacked, "/v1/estimate", body, "application/json")
     assert response.status_code < 500 or name in ("text", "wide text")
