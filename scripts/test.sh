@@ -5,7 +5,7 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 computing=$(mktemp)
-OMP_NUM_THREADS=1 nice -n 10 .venv/bin/python -m pytest -n 2 --dist loadfile -m "not service and not faults" > "$computing" 2>&1 &
+OMP_NUM_THREADS=1 nice -n 5 .venv/bin/python -m pytest -n 2 --dist loadfile -m "not service and not faults" > "$computing" 2>&1 &
 pid=$!
 trap 'kill $pid 2> /dev/null; rm -f "$computing"' EXIT
 

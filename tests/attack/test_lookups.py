@@ -20,11 +20,11 @@ DOCUMENT = "The pilot boat leaves at the second bell. " * 300
 
 
 @pytest.fixture(scope="module")
-def theirs(attacked: Attacked) -> Iterator[dict[str, tuple[str, str]]]:
+def theirs(attacked: Attacked, soak: bool) -> Iterator[dict[str, tuple[str, str]]]:
     """What another tenant has, and what nobody has: the path of each, by what it is."""
     with attacked.client("alice") as alice:
         cache_id = created(alice, document=DOCUMENT, labels={"case": "theirs"}, keep_source=True)["id"]
-        for number in range(100):
+        for number in range(1000 if soak else 30):
             created(alice, document=f"Boat {number} is in.", labels={"case": "theirs"})
         waiting = alice.post("/v1/caches", json={"document": DOCUMENT * 99}, headers={"prefer": "respond-async"})
         batch_id = begun(alice, [{"document": "One row."}])
@@ -70,7 +70,7 @@ def test_what_another_tenant_has_is_answered_in_the_time_of_what_nobody_has(
     draw, seen = random.Random(18), {path: list[float]() for path in theirs[what]}
     for answer in map(mallory.get, seen):
         assert answer.status_code == 404 or answer.json()["data"] == []
-    for _ in range(1000 if soak else 300):
+    for _ in range(1000 if soak else 150):
         for path in draw.sample(list(seen), 2):
             began = time.perf_counter()
             mallory.get(path)

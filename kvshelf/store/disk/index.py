@@ -214,13 +214,16 @@ class SqliteIndex(Index):
         self._database.close()
 
 
-def _entries(connection: sqlite3.Connection, where: str, values: tuple[Any, ...]) -> list[Entry]:
-    rows = connection.execute(f"SELECT {_FIELDS} FROM caches WHERE {where}", values)
+def _entries(
+    connection: sqlite3.Connection, where: str, values: tuple[Any, ...], index: str | None = None
+) -> list[Entry]:
+    by = "" if index is None else f"INDEXED BY {index}"
+    rows = connection.execute(f"SELECT {_FIELDS} FROM caches {by} WHERE {where}", values)
     return [Entry(**{**row, "pinned": bool(row["pinned"])}) for row in rows]
 
 
 def _find(connection: sqlite3.Connection, cache_id: str, tenant: str) -> Entry | None:
-    found = _entries(connection, "id = ? AND tenant = ?", (cache_id, tenant))
+    found = _entries(connection, "tenant = ? AND id = ?", (tenant, cache_id), "caches_by_tenant_and_id")
     return found[0] if found else None
 
 

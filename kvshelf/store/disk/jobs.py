@@ -40,7 +40,10 @@ class SqliteJobs(JobTable):
 
     def find(self, item_id: str, tenant: str | None) -> Item | None:
         with self._database.read() as connection:
-            found = _items(connection, "id = ? AND tenant = coalesce(?, tenant)", (item_id, tenant))
+            if tenant is None:
+                found = _items(connection, "id = ?", (item_id,))
+            else:
+                found = _items(connection, "tenant = ? AND id = ?", (tenant, item_id), "jobs_by_tenant_and_id")
         return found[0] if found else None
 
     def listing(self, kind: Kind, tenant: str, after: str | None, limit: int) -> list[Item]:
@@ -131,8 +134,9 @@ class SqliteJobs(JobTable):
                 raise too_slow()
 
 
-def _items(connection: sqlite3.Connection, where: str, values: Sequence[Any]) -> list[Item]:
-    rows = connection.execute(f"SELECT {_FIELDS} FROM jobs WHERE {where}", values)
+def _items(connection: sqlite3.Connection, where: str, values: Sequence[Any], index: str | None = None) -> list[Item]:
+    by = "" if index is None else f"INDEXED BY {index}"
+    rows = connection.execute(f"SELECT {_FIELDS} FROM jobs {by} WHERE {where}", values)
     return [Item(**{**row, "open": bool(row["open"])}) for row in rows]
 
 

@@ -28,6 +28,8 @@ CREATE TABLE caches (
     problem TEXT,
     manifest TEXT
 ) STRICT;
+-- By tenant first: otherwise a look-up would take longer where the id is another tenant's (by 0.3 us).
+CREATE UNIQUE INDEX caches_by_tenant_and_id ON caches (tenant, id);
 CREATE INDEX caches_of_tenant ON caches (tenant, state, seq);
 CREATE INDEX caches_of_document ON caches (document_id, tenant, seq);
 CREATE INDEX tombstones ON caches (ended_at) WHERE ended_at IS NOT NULL;
@@ -92,6 +94,7 @@ CREATE TABLE jobs (
     created_at REAL NOT NULL,
     updated_at REAL NOT NULL
 ) STRICT;
+CREATE UNIQUE INDEX jobs_by_tenant_and_id ON jobs (tenant, id);  -- as for caches
 CREATE INDEX jobs_of_tenant ON jobs (kind, tenant, seq);
 CREATE INDEX jobs_open ON jobs (kind, seq) WHERE open = 1;
 CREATE INDEX jobs_due ON jobs (kind, due) WHERE due IS NOT NULL;
