@@ -147,4 +147,5 @@ def test_doctor_advises_on_redis_and_shows_no_password(tmp_path: Path) -> None:
 def test_an_outage_is_told_without_the_password(tmp_path: Path) -> None:
     done = run("export", MISSING, "--store", "redis://:hunter2@127.0.0.1:9", "--output", tmp_path / "x", code=1)
     assert "cannot be reached" in done.stderr
+    assert "the password in --store shows in the process list" in done.stderr
     assert "hunter2" not in done.output

@@ -120,6 +120,7 @@ def test_no_waiting_document_silences_the_service(attacked: Attacked, name: str,
     assert seen.silent_s < silence_s
 
 
+@pytest.mark.faults
 def test_large_documents_together_take_a_multiple_of_what_bodies_may_hold(attacked: Attacked, soak: bool) -> None:
     """The multiple is that of a text in ASCII with one wide character: each of its characters takes four bytes."""
     body = BODIES["wide text"]((60 if soak else 20) * MB)
@@ -144,6 +145,7 @@ def test_no_form_silences_the_service(attacked: Attacked, name: str, size: int, 
     assert seen.silent_s < silence_s
 
 
+@pytest.mark.faults
 def test_unfinished_bodies_are_bounded_in_memory(attacked: Attacked) -> None:
     """Twelve of 60 MiB held 540 MB, and 1,024 are allowed."""
     where = urlsplit(attacked.url)

@@ -10,9 +10,12 @@ from collections import Counter
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.attack.conftest import Attacked
 from tests.service.conftest import created
+
+pytestmark = pytest.mark.faults  # both keep all processors busy for some time
 
 DOCUMENT = "The harbour master keeps the tide tables in a green book. " * 20
 PROMPTS, SLOTS = 256, 64

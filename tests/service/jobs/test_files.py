@@ -45,6 +45,8 @@ def test_a_file_comes_back_as_it_went_in(http: httpx.Client) -> None:
         assert (part.status_code, part.content) == (status, data[start:end])
     beyond = http.get(f"/v1/files/{file['id']}/content", headers={"range": f"bytes={len(data)}-"})
     refused(beyond, 416, "invalid_request")
+    long = http.get(f"/v1/files/{file['id']}/content", headers={"range": f"bytes={'9' * 5000}-"})
+    refused(long, 416, "invalid_request")
     same = http.get(f"/v1/files/{file['id']}/content", headers={"if-none-match": content.headers["etag"]})
     assert same.status_code == 304
     assert http.delete(f"/v1/files/{file['id']}").json() == {"id": file["id"], "object": "file", "deleted": True}

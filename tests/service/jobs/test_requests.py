@@ -121,6 +121,7 @@ def test_waiting_ends_when_its_time_is_over(http: httpx.Client) -> None:
     raise AssertionError(states)
 
 
+@pytest.mark.faults
 @pytest.mark.timeout(400)
 def test_accepted_work_survives_the_death_of_the_whole_service(
     start_service: Callable[..., AbstractContextManager[LiveService]], tiny_folder: Path, tmp_path: Path

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from kvshelf.errors import InvalidRequest
@@ -92,6 +94,23 @@ def test_password_is_in_no_refusal(url: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         parse(url)
     assert SECRET not in str(caught.value)
+
+
+def test_the_password_may_be_in_a_file_of_its_owner(tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    file.write_text("50% @/#s3cret\n")
+    file.chmod(0o600)
+    address = parse(f"redis://me@a?password_file={file}")
+    assert (address.user, address.password) == ("me", "50% @/#s3cret")
+    assert parse(f"redis://a?password_file={file}").password == "50% @/#s3cret"
+    assert SECRET not in str(address) + repr(address)
+    with pytest.raises(InvalidRequest, match="a password and a password_file"):
+        parse(f"redis://me:other@a?password_file={file}")
+    file.chmod(0o644)
+    with pytest.raises(InvalidRequest, match=str(file)):
+        parse(f"redis://me@a?password_file={file}")
+    with pytest.raises(InvalidRequest, match="absent"):
+        parse(f"redis://me@a?password_file={tmp_path}/absent")
 
 
 @pytest.mark.parametrize("url", ["rediss://me:s3cret@[::1]:7000/3", "redis-sentinel://:s3cret@a,b:5/m/2"])
