@@ -45,7 +45,7 @@ unexport PYTHONDONTWRITEBYTECODE
 test: setup  ## all tests that need no fault and no browser, in a quarter of an hour
 	scripts/test.sh
 
-test-faults: setup  ## killed processes, full disks, stores that are cut off, restarts under load; ten minutes
+test-faults: setup  ## killed processes, full disks, stores that are cut off, restarts under load, floods; twelve minutes
 	$(BIN)/python -m pytest -m faults
 
 test-page: setup  ## the page in a real browser; needs Chromium

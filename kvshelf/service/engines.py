@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import InitVar, dataclass
-from typing import Any, cast
+from typing import Any
 
 from opentelemetry.trace import Span, Status, StatusCode, Tracer
 
@@ -84,10 +84,10 @@ class EngineClient:
     async def query(self, cache_id: str, query: Query, *, tenant: str, deadline_s: float) -> list[Reply]:
         """The answer to each prompt, in their order. Each prompt takes a turn of its own; the first error ends all."""
         prompts = query.prompt if isinstance(query.prompt, list) else [query.prompt]
-        some = asyncio.Semaphore(self._queues["question"].slots)  # a long list leaves places in the queue
+        places = asyncio.Semaphore(self._queues["question"].slots)  # a long list leaves others room in the queue
 
         async def ask(prompt: str | None) -> Reply:
-            async with some:
+            async with places:
                 return await self._ask(cache_id, query.model_copy(update={"prompt": prompt}), tenant, deadline_s)
 
         with self.metrics.asking():
@@ -103,10 +103,10 @@ class EngineClient:
     async def _ask(self, cache_id: str, query: Query, tenant: str, deadline_s: float) -> Reply:
         async with self._turn("query", tenant, deadline_s) as (left_s, span):
             began_ns = time.time_ns()
-            (reply,) = await self.remote.call("query", cache_id, query, tenant=tenant, deadline_s=left_s)
+            reply: Reply = await self.remote.call("query", cache_id, query, tenant=tenant, deadline_s=left_s)
             add_phases(self.tracer, span, began_ns, reply.phases)
         self.spend(tenant, _used(reply))
-        return cast(Reply, reply)
+        return reply
 
     async def stream(
         self, cache_id: str, query: Query, *, tenant: str, deadline_s: float

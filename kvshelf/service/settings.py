@@ -74,7 +74,7 @@ class Settings(BaseSettings):
     max_body_bytes: int = Field(64 << 20, ge=1024)
     max_held_bytes: int = Field(
         default_factory=lambda set_before: max(256 << 20, 4 * set_before.get("max_body_bytes", 0)),
-        description="bodies that open requests hold in memory, half of it for one tenant; default: four, or 256 MiB",
+        description="bodies held in memory, half of it for one tenant; default: four max_body_bytes, at least 256 MiB",
     )
     max_import_bytes: int = Field(4 << 30, ge=1024, description="largest blob to import")
     max_file_bytes: int = Field(1 << 30, ge=1024, description="largest uploaded batch input")

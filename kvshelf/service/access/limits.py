@@ -65,7 +65,7 @@ class TenantLimits:
         requests_per_minute: int | None,
         tokens_per_minute: int | None = None,
         *,
-        max_held_bytes: int = 1 << 30,
+        max_held_bytes: int,
     ) -> None:
         self._max_concurrent = max_concurrent
         self._max_held_bytes = max_held_bytes
@@ -114,8 +114,9 @@ class TenantLimits:
             or self._held.total() + nbytes > self._max_held_bytes
         ):
             raise ServiceBusy(
-                f"the bodies of open requests fill the {self._max_held_bytes} bytes for them, or this tenant's "
-                "bodies half of it. Try again later, or raise the service's max_held_bytes",
+                f"there is no room for {nbytes} bytes of this body: the bodies of open requests may hold "
+                f"{self._max_held_bytes} bytes, those of one tenant half of it, and this tenant's hold "
+                f"{self._held[tenant]}. Try again later, or raise the service's max_held_bytes",
                 retry_after_s=_RETRY_S,
             )
         self._held[tenant] += nbytes

@@ -45,21 +45,18 @@ class Questions:
 
     async def query(
         self, cache_id: str, query: Query, *, tenant: str, deadline_s: float | None = None, origin: str = ""
-    ) -> list[Reply]:
-        """Answer every prompt, in their order. The first error ends all of them."""
+    ) -> Reply:
+        """Answer the one prompt of a query: callers ask several one by one, so that tenants take turns."""
         with called_as(origin):
             async with self._loaded(cache_id, tenant, deadline_s) as loaded:
-                sampling, tickets = _sampling(query), list[Ticket[Answer]]()
+                ids = await self._encode(loaded.document, query)
+                ticket = self.scheduler.generate(
+                    loaded.document, ids, _sampling(query), tenant=tenant, deadline_s=deadline_s
+                )
                 try:
-                    for ids in await self._encode(loaded.document, query):
-                        ticket = self.scheduler.generate(
-                            loaded.document, ids, sampling, tenant=tenant, deadline_s=deadline_s
-                        )
-                        tickets.append(ticket)
-                    return [loaded.reply(await asyncio.wrap_future(ticket.future), ticket) for ticket in tickets]
+                    return loaded.reply(await asyncio.wrap_future(ticket.future), ticket)
                 finally:
-                    for ticket in tickets:
-                        ticket.cancel()
+                    ticket.cancel()
 
     async def stream(
         self, cache_id: str, query: Query, *, tenant: str, deadline_s: float | None = None, origin: str = ""
@@ -67,7 +64,7 @@ class Questions:
         """Pieces of the answer to the prompt as they become final, then the answer. Closing the iterator cancels it."""
         with called_as(origin):
             async with self._loaded(cache_id, tenant, deadline_s) as loaded:
-                (ids,) = await self._encode(loaded.document, query)
+                ids = await self._encode(loaded.document, query)
                 pieces: asyncio.Queue[str | None] = asyncio.Queue()
                 loop = asyncio.get_running_loop()
 
@@ -103,8 +100,8 @@ class Questions:
             self.threads.submit(_touch, self.store, cache_id, tenant)
             yield _Loaded(cache_id, resident, there, started, time.monotonic() - started)
 
-    async def _encode(self, document: Attachment, query: Query) -> list[list[int]]:
-        return await self.threads.run(lambda: [self.engine.encode_query(document, each) for each in _prompts(query)])
+    async def _encode(self, document: Attachment, query: Query) -> list[int]:
+        return await self.threads.run(self.engine.encode_query, document, _prompt(query))
 
 
 @dataclass(frozen=True)
@@ -154,12 +151,13 @@ class _Loaded:
         )
 
 
-def _prompts(query: Query) -> list[str] | list[list[dict[str, str]]]:
-    """The prompts to answer: texts, or one conversation."""
+def _prompt(query: Query) -> str | list[dict[str, str]]:
+    """The prompt to answer: a text, or a conversation."""
     if query.messages is not None:
-        return [[message.model_dump() for message in query.messages]]
+        return [message.model_dump() for message in query.messages]
     assert query.prompt is not None  # the type asks for exactly one of the two
-    return query.prompt if isinstance(query.prompt, list) else [query.prompt]
+    (prompt,) = query.prompt if isinstance(query.prompt, list) else [query.prompt]
+    return prompt
 
 
 def _sampling(query: Query) -> Sampling:

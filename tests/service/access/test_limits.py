@@ -80,7 +80,7 @@ def test_a_bucket_goes_below_zero_for_what_was_used_already() -> None:
 
 
 def test_tokens_are_counted_after_the_work_and_then_new_work_waits() -> None:
-    limits = TenantLimits(9, None, 60_000)
+    limits = TenantLimits(9, None, 60_000, max_held_bytes=1 << 20)
     limits.require_tokens("acme")
     assert limits.headers("acme")["x-ratelimit-remaining-tokens"] == "60000"
     limits.spend_tokens("acme", 70_000)  # it was allowed to begin
@@ -94,14 +94,14 @@ def test_tokens_are_counted_after_the_work_and_then_new_work_waits() -> None:
     assert 69 < float(headers["x-ratelimit-reset-tokens"].removesuffix("s")) <= 70
     assert (limits.token_rate("acme").used, limits.token_rate("acme").left) == (60_000, 0)
     limits.require_tokens("other")
-    free = TenantLimits(9, None)
+    free = TenantLimits(9, None, max_held_bytes=1 << 20)
     free.spend_tokens("acme", 10**9)
     free.require_tokens("acme")
     assert (free.headers("acme"), free.token_rate("acme").used) == ({}, None)
 
 
 def test_so_many_requests_are_open_and_no_more() -> None:
-    limits = TenantLimits(2, None)
+    limits = TenantLimits(2, None, max_held_bytes=1 << 20)
     with limits.request("acme"), limits.request("acme"):
         with pytest.raises(RateLimited) as refused, limits.request("acme"):
             pass
@@ -116,7 +116,7 @@ def test_so_many_requests_are_open_and_no_more() -> None:
 
 
 def test_a_request_beyond_the_rate_is_told_when_to_come_back() -> None:
-    limits = TenantLimits(1, 60)
+    limits = TenantLimits(1, 60, max_held_bytes=1 << 20)
     for left in range(59, -1, -1):
         with limits.request("acme"):
             assert limits.headers("acme")["x-ratelimit-remaining-requests"] == str(left)
@@ -130,7 +130,7 @@ def test_a_request_beyond_the_rate_is_told_when_to_come_back() -> None:
 
 
 def test_a_request_that_is_refused_for_others_that_are_open_costs_nothing() -> None:
-    limits = TenantLimits(1, 60)
+    limits = TenantLimits(1, 60, max_held_bytes=1 << 20)
     with limits.request("acme"):
         for _ in range(100):
             with pytest.raises(RateLimited), limits.request("acme"):
@@ -411,12 +411,12 @@ class Talker:
         finally:
             self.closed = True
 
-    async def call(self, method: str, asked: Any, *rest: Any, **_: Any) -> Created | list[Reply]:
+    async def call(self, method: str, asked: Any, *rest: Any, **_: Any) -> Created | Reply:
         if method == "query":
             (query,) = rest
             self.asked.append(query.prompt)
             await asyncio.sleep(0)
-            return [REPLY]
+            return REPLY
         phases = () if asked.document == "on the shelf" else (Phase("prefill", 0.0, 1.0),)
         return Created(tuple(Stored(MANIFEST, existing=False) for _ in range(2)), phases)
 
@@ -487,11 +487,11 @@ def test_the_first_error_of_a_prompt_ends_the_others() -> None:
     async def test() -> None:
         talker = Talker(0)
 
-        async def call(_: str, __: str, query: Query, **___: Any) -> list[Reply]:
+        async def call(_: str, __: str, query: Query, **___: Any) -> Reply:
             if query.prompt == "bad":
                 raise InvalidRequest("bad")
             await asyncio.sleep(60)
-            return [REPLY]
+            return REPLY
 
         talker.call = call  # type: ignore[assignment, method-assign]
         prompts = Query(prompt=["bad", "good", "good"])

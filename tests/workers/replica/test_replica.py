@@ -83,8 +83,8 @@ def spec(**fields: Any) -> CreateCache:
     return CreateCache(**({"document": DOCUMENT} | fields))
 
 
-def asked(*prompts: str, max_tokens: int = 8) -> Query:
-    return Query(prompt=list(prompts), max_tokens=max_tokens)
+def asked(prompt: str, max_tokens: int = 8) -> Query:
+    return Query(prompt=prompt, max_tokens=max_tokens)
 
 
 async def test_what_is_created_is_on_the_shelf_and_is_not_made_again(replica: Replica, engine: Watched) -> None:
@@ -160,11 +160,12 @@ async def test_what_cannot_be_compressed_is_refused_before_any_work(
     assert engine.runs == 0
 
 
-async def test_answers_come_in_the_order_of_the_prompts(replica: Replica, engine: Watched) -> None:
+async def test_answers_at_once_are_those_that_each_prompt_gets(replica: Replica, engine: Watched) -> None:
     cache_id = (await replica.create(spec(), tenant="default")).manifest.id
     cache = replica._store.get(cache_id)
     prompts = ("tide", "Who keeps the green book?", "1984", "a b c d")
-    replies = await replica.query(cache_id, asked(*prompts), tenant="default")
+    asking = (replica.query(cache_id, asked(prompt), tenant="default") for prompt in prompts)
+    replies = await asyncio.gather(*asking)
     answers = [engine.answer(cache, prompt, max_new_tokens=8) for prompt in prompts]
     told = [(reply.text, reply.token_ids, reply.finish_reason, reply.usage.model_dump()) for reply in replies]
     assert told == [(each.text, each.token_ids, each.finish_reason, dict(each.usage)) for each in answers]
@@ -173,7 +174,7 @@ async def test_answers_come_in_the_order_of_the_prompts(replica: Replica, engine
 
 async def test_a_stream_is_the_answer_in_pieces(replica: Replica) -> None:
     cache_id = (await replica.create(spec(), tenant="default")).manifest.id
-    (whole,) = await replica.query(cache_id, asked("tide", max_tokens=30), tenant="default")
+    whole = await replica.query(cache_id, asked("tide", max_tokens=30), tenant="default")
     pieces = [piece async for piece in replica.stream(cache_id, asked("tide", max_tokens=30), tenant="default")]
     *texts, last = pieces
     assert isinstance(last, Reply)
