@@ -1,10 +1,12 @@
-"""Train kvshelf-tiny, the language model that ships with kvshelf, and measure it.
+"""Train kvshelf-tiny, the language model that ships with kvshelf, or a second one, and measure it.
 
     python scripts/train_tokenizer.py            # first, once: writes the tokenizer
     python scripts/train_tiny.py                 # train (or go on from the last checkpoint), then export
     python scripts/train_tiny.py --evaluate      # exact answers per task, haystack and length
+    python scripts/train_tiny.py --recipe second # into .train/second; it does not ship
 
-The model can do one thing: find a number in a long text when asked for it. Everything here serves that end.
+The models can do one thing: find a number (the second one: or a word) in a long text when asked for it. Everything here
+serves that end. What holds on both, of other depth, heads and seed, is more likely to hold on a third.
 
 - It is Qwen2-shaped, because Qwen2's query and key biases allow heads that look a fixed distance back: those of layer
   0 are set to look 1, 2, 3 and 4 tokens back before training begins, two of layer 1 to look 4 and 6 back
@@ -13,7 +15,7 @@ The model can do one thing: find a number in a long text when asked for it. Ever
 - Part of the batches repeat random tokens (`repeated_tokens`), which teaches copying by content within minutes.
 - The other batches are documents of `kvshelf.bench.quality.tasks` with several questions each, and only answers are
   scored (`questioned_document`). Document and questions are tokenized apart, as when a stored cache is queried.
-- Lengths grow from 96 to 5,120 tokens by the stages in `PLAN`; every stage keeps some of the shorter lengths.
+- Lengths grow from 96 to 5,120 (2,560) tokens by the stages of a plan; every stage keeps some of the shorter lengths.
 
 Exported weights are the moving average of the trained ones. Batches depend only on the seed and the step, so an
 interrupted run resumes where it stopped. Evaluation documents come from seeds that training cannot draw.
@@ -26,6 +28,7 @@ import json
 import math
 import os
 import random
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -54,7 +57,6 @@ from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT
 ROOT: Final = Path(__file__).resolve().parents[1]
 MODEL_FOLDER: Final = ROOT / "kvshelf" / "models" / "kvshelf-tiny"
 WORK_FOLDER: Final = ROOT / ".train"
-SEED: Final = 20261120
 NUM_SPECIAL_TOKENS: Final = 5
 IGNORED: Final = -100
 ATTENTION_BLOCK: Final = 256
@@ -89,7 +91,7 @@ class Stage:
         return self.rate + (last - self.rate) * step / self.steps
 
 
-PLAN: Final = (
+TINY_PLAN: Final = (
     Stage(400, 4096, {96: 1, 256: 1}, copying=0.4, rate=2e-3),
     Stage(400, 6144, {96: 1, 256: 4}, copying=0.2, rate=2e-3),
     Stage(200, 8192, {192: 1, 384: 2}, copying=0.2, rate=2e-3),
@@ -102,23 +104,54 @@ PLAN: Final = (
     Stage(600, 10240, {512: 1, 1024: 3, 2048: 3, 5120: 3}, copying=0.05, rate=9.8e-4, last_rate=2.8e-4),
     Stage(350, 10240, {512: 1, 1024: 3, 2048: 3, 5120: 3}, copying=0.05, rate=4e-4, last_rate=3e-5),
 )
+SECOND_PLAN: Final = (
+    Stage(400, 4096, {96: 1, 256: 1}, copying=0.4, rate=2e-3),
+    Stage(400, 6144, {96: 1, 256: 4}, copying=0.2, rate=2e-3),
+    Stage(250, 8192, {192: 1, 384: 2}, copying=0.2, rate=2e-3),
+    Stage(300, 8192, {256: 1, 512: 2, 768: 3}, copying=0.1, rate=2e-3),
+    Stage(400, 8192, {256: 1, 512: 1, 1024: 4}, copying=0.1, rate=1.5e-3),
+    Stage(500, 8192, {512: 1, 1024: 2, 2560: 3}, copying=0.05, rate=1.2e-3, last_rate=8e-4),
+    Stage(500, 8192, {512: 1, 1024: 2, 2560: 3}, copying=0.05, rate=8e-4, last_rate=3e-5),
+)
 WARMUP_STEPS: Final = 50
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What tells one model from another. words: the share of facts whose value is words. folder: of the export."""
+
+    seed: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    words: float
+    plan: Sequence[Stage]
+    folder: Path
+    checkpoint: Path
+
+
+RECIPES: Final = {
+    "tiny": Recipe(20261120, 4, 4, 2, 64, 128, 0.0, TINY_PLAN, MODEL_FOLDER, WORK_FOLDER / "checkpoint.pt"),
+    "second": Recipe(20261124, 6, 8, 2, 48, 160, 0.5, SECOND_PLAN, WORK_FOLDER / "second", WORK_FOLDER / "second.pt"),
+}
 
 
 # --- the model -------------------------------------------------------------------------------------------------------
 
 
-def new_model(vocab_size: int, end_id: int, pad_id: int) -> Qwen2ForCausalLM:
+def new_model(recipe: Recipe, vocab_size: int, end_id: int, pad_id: int) -> Qwen2ForCausalLM:
     """Make the untrained model: scaled weights, and the heads of layer 0 pointed back."""
-    torch.manual_seed(SEED)
+    torch.manual_seed(recipe.seed)
     config = Qwen2Config(
         vocab_size=vocab_size,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
+        hidden_size=recipe.hidden,
+        intermediate_size=2 * recipe.hidden,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads,
+        num_key_value_heads=recipe.kv_heads,
+        head_dim=recipe.head_dim,
         max_position_embeddings=16384,
         rope_parameters={"rope_type": "default", "rope_theta": 1e7},
         tie_word_embeddings=True,
@@ -137,7 +170,7 @@ def new_model(vocab_size: int, end_id: int, pad_id: int) -> Qwen2ForCausalLM:
         model.model.embed_tokens.weight.normal_(std=0.3)
         model.model.norm.weight.fill_(0.3)  # so that the tied output layer starts with logits of about 1
         point_heads_back(model, 0, (1, 2, 3, 4))
-        point_heads_back(model, 1, (4, 6))
+        point_heads_back(model, 1, (4, 6, 4, 6)[: max(2, model.model.layers[0].self_attn.num_key_value_groups)])
     return model
 
 
@@ -239,7 +272,7 @@ def repeated_tokens(rng: random.Random, length: int, vocab_size: int) -> Example
     return Example(ids[:-1], labels[1:])
 
 
-def questioned_document(rng: random.Random, encoder: Encoder, length: int) -> Example:
+def questioned_document(rng: random.Random, encoder: Encoder, length: int, words: float) -> Example:
     """A document of the tasks with a question per 50 tokens of `length`, 48 at most; the answers are scored."""
     plain = rng.random() < 0.12
     haystack: Haystack = "filler" if rng.random() < 0.3 else "prose"
@@ -249,6 +282,8 @@ def questioned_document(rng: random.Random, encoder: Encoder, length: int) -> Ex
     stated = max(1, min(stated, document_tokens // 30))
     long_share = 0.12 if document_tokens > 200 else 0.0
     digits = [rng.randint(10, 36) if rng.random() < long_share else rng.randint(2, 9) for _ in range(stated)]
+    if words:
+        digits = [0 if rng.random() < words else length for length in digits]
     facts = make_facts(rng, digits)
     document = write_document(rng, facts, haystack, document_tokens, encoder.count)
     ids = encoder.document(document.text, plain)
@@ -260,17 +295,19 @@ def questioned_document(rng: random.Random, encoder: Encoder, length: int) -> Ex
     return Example(ids[:-1], labels[1:])
 
 
-def make_batch(stage: Stage, step: int, encoder: Encoder, vocab_size: int) -> tuple[Tensor, Tensor, int]:
+def make_batch(
+    recipe: Recipe, stage: Stage, step: int, encoder: Encoder, vocab_size: int
+) -> tuple[Tensor, Tensor, int]:
     """The batch of a step: ids and labels, and how many rows (the first ones) are copying.
 
     Rows are padded at the end, where causal attention never looks.
     """
-    rng = random.Random(f"train/{SEED}/{step}")
+    rng = random.Random(f"train/{recipe.seed}/{step}")
     length = rng.choices(list(stage.lengths), list(stage.lengths.values()))[0]
     rows = max(1, stage.tokens_per_step // length)
     copying = sum(rng.random() < stage.copying for _ in range(rows))
     examples = [repeated_tokens(rng, length, vocab_size) for _ in range(copying)]
-    examples += [questioned_document(rng, encoder, length) for _ in range(rows - copying)]
+    examples += [questioned_document(rng, encoder, length, recipe.words) for _ in range(rows - copying)]
     longest = max(len(example.ids) for example in examples)
     ids = torch.full((len(examples), longest), encoder.pad_id)
     labels = torch.full((len(examples), longest), IGNORED)
@@ -323,10 +360,11 @@ def step_loss(model: Qwen2ForCausalLM, ids: Tensor, labels: Tensor, copying: int
 class Training:
     """The state of a run: weights, their moving average, the optimizer and the step."""
 
-    def __init__(self, encoder: Encoder) -> None:
+    def __init__(self, recipe: Recipe, encoder: Encoder) -> None:
+        self.recipe = recipe
         self.encoder = encoder
         self.vocab_size: int = encoder.tokenizer.get_vocab_size()
-        self.model = new_model(self.vocab_size, encoder.end_id, encoder.pad_id)
+        self.model = new_model(recipe, self.vocab_size, encoder.end_id, encoder.pad_id)
         self.average = {name: weight.detach().clone() for name, weight in self.model.named_parameters()}
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0, betas=(0.9, 0.98), weight_decay=0.01)
         self.step = 0
@@ -350,7 +388,7 @@ class Training:
 
     def advance(self, stage: Stage, step_of_stage: int, progress: Progress) -> None:
         """Do one step."""
-        batch = make_batch(stage, self.step, self.encoder, self.vocab_size)
+        batch = make_batch(self.recipe, stage, self.step, self.encoder, self.vocab_size)
         loss = step_loss(self.model, *batch, progress)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -364,23 +402,23 @@ class Training:
                 self.average[name].lerp_(weight, 1 - decay)
 
 
-def stage_at(step: int) -> tuple[Stage, int] | None:
+def stage_at(plan: Sequence[Stage], step: int) -> tuple[Stage, int] | None:
     """The stage that a step belongs to, and the step's number in it; None when the plan is done."""
-    for stage in PLAN:
+    for stage in plan:
         if step < stage.steps:
             return stage, step
         step -= stage.steps
     return None
 
 
-def train(encoder: Encoder, checkpoint: Path, folder: Path) -> None:
-    """Follow `PLAN` from the checkpoint on, or from the start, and export at the end."""
-    training = Training(encoder)
+def train(recipe: Recipe, encoder: Encoder, checkpoint: Path, folder: Path) -> None:
+    """Follow the recipe's plan from the checkpoint on, or from the start, and export at the end."""
+    training = Training(recipe, encoder)
     if checkpoint.exists():
         training.load(checkpoint)
     progress = Progress()
     began = time.monotonic()
-    while (place := stage_at(training.step)) is not None:
+    while (place := stage_at(recipe.plan, training.step)) is not None:
         training.advance(*place, progress)
         if training.step % REPORT_EVERY == 0:
             training.seconds += time.monotonic() - began
@@ -402,6 +440,9 @@ def export(training: Training, folder: Path) -> None:
     tokenizer.json with Qwen2's own, which splits numbers into single digits.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if folder != MODEL_FOLDER:
+            shutil.copyfile(MODEL_FOLDER / name, folder / name)
     trained = training.model.config
     config = {name: getattr(trained, name) for name in SHARED_SETTINGS}
     config |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float32"}
@@ -463,8 +504,9 @@ def evaluate(encoder: Encoder, folder: Path, count: int, lengths: list[int], tas
 def main() -> None:
     """Train, or with --evaluate measure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=Path, default=MODEL_FOLDER, help="the model folder, with the tokenizer in it")
-    parser.add_argument("--checkpoint", type=Path, default=WORK_FOLDER / "checkpoint.pt")
+    parser.add_argument("--recipe", default="tiny", choices=RECIPES)
+    parser.add_argument("--folder", type=Path, help="the model folder, with the tokenizer in it")
+    parser.add_argument("--checkpoint", type=Path)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--export", action="store_true", help="only export what the checkpoint holds")
     parser.add_argument("--evaluate", action="store_true", help="only measure the exported model")
@@ -474,15 +516,17 @@ def main() -> None:
     parser.add_argument("--plain", action="store_true", help="evaluate the plain layout instead of the chat layout")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    recipe = RECIPES[arguments.recipe]
+    folder, checkpoint = arguments.folder or recipe.folder, arguments.checkpoint or recipe.checkpoint
     encoder = Encoder(Tokenizer.from_file(str(MODEL_FOLDER / "tokenizer.json")))
     if arguments.evaluate:
-        evaluate(encoder, arguments.folder, arguments.count, arguments.lengths, arguments.tasks, arguments.plain)
+        evaluate(encoder, folder, arguments.count, arguments.lengths, arguments.tasks, arguments.plain)
     elif arguments.export:
-        training = Training(encoder)
-        training.load(arguments.checkpoint)
-        export(training, arguments.folder)
+        training = Training(recipe, encoder)
+        training.load(checkpoint)
+        export(training, folder)
     else:
-        train(encoder, arguments.checkpoint, arguments.folder)
+        train(recipe, encoder, checkpoint, folder)
 
 
 if __name__ == "__main__":

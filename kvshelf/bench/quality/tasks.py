@@ -97,7 +97,8 @@ def make_document(
 
 
 def make_facts(rng: random.Random, digits: Sequence[int]) -> list[Fact]:
-    """Draw one fact per entry of `digits`, its value having that many digits; no thing and no value occurs twice."""
+    """Draw one fact per entry of `digits`, its value having that many digits, or being two words for 0. No thing and no
+    value occurs twice."""
     return list(distinct_facts(rng, digits))
 
 
@@ -111,7 +112,7 @@ def distinct_facts(rng: random.Random, digits: Iterable[int]) -> Iterator[Fact]:
             value, thing = _value(rng, length), _thing(rng)
         values.add(value)
         things.add(thing)
-        yield Fact(rng.choice(words.ATTRIBUTES), thing, value)
+        yield Fact(rng.choice(words.ATTRIBUTES if length else words.WORD_ATTRIBUTES), thing, value)
 
 
 def write_document(
@@ -244,7 +245,9 @@ def _thing(rng: random.Random) -> str:
 
 
 def _value(rng: random.Random, digits: int) -> str:
-    """Draw a number of exactly that many digits, the first of which is not 0."""
+    """Draw a number of exactly that many digits, the first of which is not 0; for no digits, two words."""
+    if not digits:
+        return f"{rng.choice(words.ADJECTIVES)} {rng.choice(words.CREATURES)}"
     return str(rng.randint(10 ** (digits - 1), 10**digits - 1))
 
 
@@ -254,6 +257,13 @@ def _filled(pattern: str, fact: Fact) -> str:
 
 def _capitalised(sentence: str) -> str:
     return sentence[:1].upper() + sentence[1:]
+
+
+def haystacks(documents: int, num_tokens: int, count_tokens: CountTokens) -> Iterator[str]:
+    """Prose without facts for `kvshelf calibrate`, at most `num_tokens` tokens each."""
+    for index in range(documents):
+        rng = random.Random(f"{CALIBRATION_SEED}/prose/{num_tokens}/{index}")
+        yield spread(rng, [], haystack_pieces(rng, "prose"), num_tokens, count_tokens)
 
 
 def needles(documents: int, num_tokens: int, count_tokens: CountTokens) -> Iterator[Needle]:
