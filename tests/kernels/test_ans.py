@@ -1,0 +1,106 @@
+"""Entropy coding: every form decodes what was encoded, and says of anything else that it is not."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvshelf.kernels import ans
+from kvshelf.kernels.ans import eager, native, reference
+from kvshelf.kernels.native import library
+
+FORMS = [eager, reference, pytest.param(native, marks=pytest.mark.skipif(library() is None, reason="not compiled"))]
+
+
+def table(deviation: float) -> ans.Ints:
+    """Frequencies of a two-sided exponential distribution, and one slot for the escape."""
+    reach = max(1, int(5 * deviation))
+    shares = np.exp(-np.abs(np.arange(-reach, reach + 1)) * 1.4 / deviation)
+    frequencies = np.maximum(1, np.round(shares / shares.sum() * 4000)).astype(np.int32)
+    frequencies[reach] += 4095 - frequencies.sum()
+    return np.append(frequencies, 1).astype(np.int32)
+
+
+DEVIATIONS = (0.1, 0.5, 2.0, 9.0)
+TABLES = ans.Tables([table(deviation) for deviation in DEVIATIONS])
+
+
+def drawn(order: list[int], rows: int, seed: int = 0, spread: float = 1.0) -> ans.Ints:
+    draw = np.random.default_rng(seed)
+    sizes = [draw.laplace(0, spread * DEVIATIONS[table] / 1.4, rows) for table in order]
+    return np.round(np.stack(sizes)).astype(np.int32) if sizes else np.zeros((0, rows), np.int32)
+
+
+def decoded(form, runs: list[bytes], rows: list[int], order: list[int]):
+    data = torch.frombuffer(bytearray(b"".join(runs) or b"\0"), dtype=torch.uint8)[: sum(map(len, runs))]
+    return form.decode(data, [len(run) for run in runs], rows, TABLES, order)
+
+
+@pytest.mark.parametrize("module", FORMS)
+@pytest.mark.parametrize("rows", [[1], [64] * 4, [64] * 9 + [5], [0]])
+@pytest.mark.parametrize("channels", [1, 31, 70])
+def test_what_was_encoded_comes_back(module, rows: list[int], channels: int) -> None:
+    order = [channel % len(DEVIATIONS) for channel in range(channels)]
+    numbers = drawn(order, sum(rows), spread=2)
+    numbers[1::3] = 0  # whole channels of zeros
+    runs = [ans.encode(part, TABLES, order) for part in np.split(numbers, np.cumsum(rows)[:-1], axis=1)]
+    out, sound = decoded(module, runs, rows, order)
+    assert all(sound)
+    assert np.array_equal(out.numpy(), numbers)
+
+
+@pytest.mark.parametrize("module", FORMS)
+def test_numbers_outside_their_table_come_back(module) -> None:
+    numbers = np.array([[0, 1 << 22, -5, 3, -(1 << 24)], [99, -99, 0, 0, 64]], np.int32)
+    out, sound = decoded(module, [ans.encode(numbers, TABLES, [0, 1])], [5], [0, 1])
+    assert sound == [True]
+    assert np.array_equal(out.numpy(), numbers)
+
+
+def test_a_stream_has_as_many_bits_as_its_tables_say() -> None:
+    """The library's, so within 64 bits of the sum of the logarithms."""
+    order = [2] * 40
+    numbers = np.clip(drawn(order, 1024), -TABLES.reach(2), TABLES.reach(2))
+    ideal = -np.log2(TABLES.frequencies[2][numbers + TABLES.reach(2)] / 4096).sum()
+    flags = 4 + 4 * 2
+    assert 0 <= 8 * (len(ans.encode(numbers, TABLES, order)) - flags) - ideal < 64 + 0.001 * ideal
+
+
+@pytest.mark.parametrize("module", FORMS)
+def test_every_bit_counts(module) -> None:
+    """A flipped bit is found, or changes the numbers and nothing else; a digest finds those."""
+    order = [0, 1, 2, 3]
+    run = ans.encode(drawn(order, 30, seed=2, spread=3), TABLES, order)
+    found = 0
+    for bit in range(8 * len(run)):
+        other = bytearray(run)
+        other[bit // 8] ^= 1 << bit % 8
+        out, sound = decoded(module, [bytes(other)], [30], order)
+        assert out.shape == (4, 30)
+        found += not sound[0]
+    assert found > 0.8 * 8 * len(run)
+
+
+@pytest.mark.skipif(library() is None, reason="not compiled")
+@given(data=st.binary(max_size=400), rows=st.integers(0, 40), seed=st.integers(0, 99), cut=st.integers(0, 100))
+@settings(max_examples=300, deadline=None)
+def test_the_forms_agree_on_any_bytes(data: bytes, rows: int, seed: int, cut: int) -> None:
+    """Noise, and streams with noise in them or cut short."""
+    order = random.Random(seed).choices(range(4), k=7)
+    run = ans.encode(drawn(order, rows, seed), TABLES, order) if seed % 2 else b""
+    mixed = run[: 4 * cut] + data
+    mixed = mixed[: len(mixed) // 4 * 4]
+    (one, sound), (other, also) = (decoded(form, [mixed], [rows], order) for form in (native, reference))
+    assert sound == also
+    if sound[0]:
+        assert torch.equal(one, other)
+
+
+def test_tables_add_up() -> None:
+    with pytest.raises(AssertionError):
+        ans.Tables([np.array([1, 2, 3, 4], np.int32)])
