@@ -200,25 +200,40 @@ def test_calibrate_writes_where_engines_look(tmp_path: Path, monkeypatch: pytest
     assert job.document.calibration.origin.documents == 2
     printed = run(
         "calibrate", "--model", "kvshelf-tiny", "--documents", "2", "--tokens", "200", "--device", "cpu",
-        "--output", str(tmp_path / "elsewhere" / "it.json"), "--json",
+        "--output", str(tmp_path / "elsewhere"),
     )  # fmt: skip
-    assert json.loads(printed.stdout.strip().splitlines()[-1]) == json.loads(path.read_text())
-    assert (tmp_path / "elsewhere" / "it.json").read_text() == path.read_text()
+    assert printed.exit_code == 0, printed.output
+    assert (tmp_path / "elsewhere" / "compresskv.json").read_text() == path.read_text()
+    made_again = (tmp_path / "elsewhere" / "klt.safetensors").read_bytes()
+    assert engine.coder.transforms.data == made_again == path.with_suffix(".klt.safetensors").read_bytes()
+
+
+def test_transforms_are_made_from_one_s_own_texts(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("The tide turns at noon, and the pilot waits. " * 40)
+    command = ("calibrate", "--model", "kvshelf-tiny", "--only", "transforms", "--device", "cpu", "--output")
+    made = run(*command, str(tmp_path / "made"), "--text", str(text))
+    assert made.exit_code == 0, made.output
+    assert [path.name for path in (tmp_path / "made").iterdir()] == ["klt.safetensors"]
+    text.write_bytes(b"\xff")
+    refused = run(*command, str(tmp_path / "no"), "--text", str(text))
+    assert refused.exit_code == 2
+    assert "cannot be read as UTF-8 text" in " ".join(refused.stderr.split())
 
 
 def test_calibrate_refuses_a_model_that_finds_nothing(tiny_folder: Path, tmp_path: Path) -> None:
     failed = run(
         "calibrate", "--model", str(tiny_folder), "--documents", "1", "--tokens", "128", "--device", "cpu",
-        "--output", str(tmp_path / "it.json"),
+        "--only", "heads", "--output", str(tmp_path / "made"),
     )  # fmt: skip
     assert failed.exit_code == 2
     assert "answered none of 1 questions" in " ".join(failed.stderr.split())
-    assert not (tmp_path / "it.json").exists()
+    assert list((tmp_path / "made").iterdir()) == []
 
 
 def test_calibrate_refuses_an_output_that_cannot_be_written_before_the_search(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for output in (tmp_path, tmp_path / "file" / "it.json"):
+    for output in (tmp_path / "file", tmp_path / "file" / "below"):
         failed = run("calibrate", "--model", "kvshelf-tiny", "--output", str(output), "--documents", "1000000")
         assert failed.exit_code == 2
         assert "cannot be written" in " ".join(failed.stderr.split())

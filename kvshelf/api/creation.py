@@ -116,14 +116,14 @@ class CreateCache(CacheOptions):
 class Estimate(CreateCache):
     """POST /v1/estimate: the cost of a creation with these fields. Nothing is compressed or stored.
 
-    Without `policy`, estimates all policies with their default parameters; without `codec`, the five codecs. Each of
+    Without `policy`, estimates all policies with their default parameters; without `codec`, all codecs. Each of
     the `levels` gets a row, and so does each combination that the policy "auto" would try.
     """
 
     policy: Annotated[str, Field(min_length=1, max_length=64)] | None = Field(  # type: ignore[assignment]  # wider
         None, description="one of /v1/policies, or auto; default: all of them"
     )
-    codec: CodecText | None = Field(None, description="as in a creation; default: the five codecs")  # type: ignore[assignment]
+    codec: CodecText | None = Field(None, description="as in a creation; default: all codecs")  # type: ignore[assignment]
 
 
 class RequestObject(ResponseBody):

@@ -27,7 +27,7 @@ def estimate(
     model: _options.ServiceModel = None,
     layout: _options.Layout = None,
     codec: Annotated[
-        str | None, typer.Option(help="Estimate only this codec.  [default: the five without parameters]")
+        str | None, typer.Option(help="Estimate only this codec.  [default: all, without parameters]")
     ] = None,
     url: _options.Url = None,
     as_json: _options.AsJson = False,

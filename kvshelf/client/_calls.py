@@ -279,7 +279,7 @@ def retrieve_request(id: str, *, wait_s: float | None = None) -> Call[api.Reques
 def estimate(**fields: Unpack[LevelFields]) -> Call[api.EstimateObject]:
     """What `caches.create` with these arguments would take in tokens, bytes and seconds; nothing is compressed.
 
-    Without `policy` the answer covers every policy, without `codec` all five codecs; with `levels` each of them, and
+    Without `policy` the answer covers every policy, without `codec` all codecs; with `levels` each of them, and
     with the policy "auto" each combination that it would try. Raises as `caches.create` does.
     """
     given = dict(fields)

@@ -12,6 +12,7 @@ from kvshelf.store.blobs import Health
 from kvshelf.store.jobs.batches import Batches
 from kvshelf.store.jobs.files import Files
 from kvshelf.store.jobs.requests import Requests
+from kvshelf.store.jobs.transforms import KeptTransforms
 from kvshelf.store.manifest import Judgement, Manifest, Usage
 from kvshelf.store.types import UNSET, BlobFile, Page, Receipt, Scrubbed, Swept, Unset
 
@@ -29,6 +30,7 @@ class Store(abc.ABC):
 
     requests: Requests
     files: Files
+    transforms: KeptTransforms
     batches: Batches
 
     @abc.abstractmethod

@@ -21,6 +21,7 @@ from kvshelf.store.jobs.batches import Batches
 from kvshelf.store.jobs.bodies import Bodies
 from kvshelf.store.jobs.files import Files
 from kvshelf.store.jobs.requests import Requests
+from kvshelf.store.jobs.transforms import KeptTransforms
 from kvshelf.store.manifest import Judgement, Manifest, Usage, describe, source_digest
 from kvshelf.store.reader import Reader, require_root
 from kvshelf.store.rules import Rules
@@ -55,6 +56,7 @@ class Shelf(Store):
         self.files = Files(index.jobs, bodies, now)
         self.requests = Requests(index.jobs, bodies, now, index.key)
         self.batches = Batches(index.jobs)
+        self.transforms = KeptTransforms(index.jobs, bodies, now)
 
     def close(self) -> None:
         self._index.close()

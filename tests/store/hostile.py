@@ -111,7 +111,9 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 def _names(record: Fields) -> list[str]:
     """The arrays of a record, in the order of docs/format.md."""
     names = ["keys", "values"]
-    if record["codec"] != "none":
+    if record["codec"] == "klt":
+        names = [f"{rows} coded" for rows in names]
+    elif record["codec"] != "none":
         names = [f"{rows} {what}" for rows in names for what in ("codes", "scales", "zeros")]
     names.append("positions")
     return [*names, "slot positions", "slot classes", "slot scales"] if record["kind"] == "merged" else names

@@ -74,9 +74,12 @@ class ArrivingCache:
         self.next_position = summary.header.next_position
         self.codec = summary.header.codec
         self.shape = summary.header.shape
+        self.repositioned = self.next_position != self.num_tokens
         self.num_layers = len(summary.header.layers)
         self.nbytes = summary.header.body_bytes
         """Bytes of all layers together, which is what `read` allocates."""
+        self.attached_bytes = summary.header.attached_bytes
+        """As `CompressedCache.attached_bytes`."""
         self._read_ahead = read_ahead and self.nbytes >= _READ_AHEAD_BYTES
         self.root = summary.root
         """The blob's root digest: equal roots mean equal content. `Manifest.blob_digest` is its hex form."""

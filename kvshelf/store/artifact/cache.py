@@ -11,6 +11,7 @@ import torch
 
 from kvshelf.store.artifact import codecs
 from kvshelf.store.artifact.blob import PackedBlob, tensors
+from kvshelf.store.artifact.coder import Coder
 from kvshelf.store.artifact.encoding import encode
 from kvshelf.store.artifact.identity import Identity
 from kvshelf.store.artifact.records import Kept, LayerRecord, Merged, PackedRecord, Parts, RopeMode
@@ -39,6 +40,14 @@ class CompressedCache:
         return sum(layer.nbytes for layer in self.layers)
 
     @property
+    def attached_bytes(self) -> int:
+        """Bytes that the layers take while questions are asked: those of a cache under codec klt are decoded first."""
+        if not self.identity.transforms:
+            return self.nbytes
+        shapes = ((layer.entries, layer.key_dim + layer.value_dim, layer.dtype.itemsize) for layer in self.layers)
+        return sum(entries * channels * itemsize for entries, channels, itemsize in shapes)
+
+    @property
     def kept_tokens(self) -> int:
         """Entries kept per layer and KV head, the mean rounded to the nearest integer."""
         heads = sum(layer.kv_heads for layer in self.layers)
@@ -56,8 +65,9 @@ class CompressedCache:
         """The same cache on another device."""
         return replace(self, layers=tuple(layer.to(device) for layer in self.layers))
 
-    def encoded(self, codec: str) -> CompressedCache:
-        """The cache under a codec (see `kvshelf.store.artifact.codecs`); itself if nothing changes.
+    def encoded(self, codec: str, coder: Coder | None = None) -> CompressedCache:
+        """The cache under a codec (see `kvshelf.store.artifact.codecs`); itself if nothing changes. Only `klt` needs a
+        coder, which an engine has.
 
         "none" adds no encoding: an encoded cache stays as it is. Raises `InvalidRequest` for an unknown codec, for a
         cache under another codec, and for layers that the codec cannot encode.
@@ -65,8 +75,26 @@ class CompressedCache:
         wanted = codecs.resolve(self.codec, codec)
         if str(wanted) == self.codec:
             return self
-        layers = (encode(wanted, layer, f"layer {index}") for index, layer in enumerate(self.layers))
-        return replace(self, layers=tuple(layers), codec=str(wanted))
+        layers = tuple(
+            encode(wanted, layer, f"layer {index}", None if coder is None else coder.layer(index, self.repositioned))
+            for index, layer in enumerate(self.layers)
+        )
+        identity = self.identity
+        if wanted.name == "klt":
+            assert coder is not None
+            identity = coder.transforms.mark(identity)
+        return replace(self, layers=layers, identity=identity, codec=str(wanted))
+
+    def decoded(self, coder: Coder) -> CompressedCache:
+        """The cache with plain rows in place of those under codec `klt`, for attention. It is no artifact any more: its
+        codec says what its numbers went through, and it cannot be written."""
+        layers = (coder.layer(index, self.repositioned).decoded(layer) for index, layer in enumerate(self.layers))
+        return replace(self, layers=tuple(layers))
+
+    @property
+    def repositioned(self) -> bool:
+        """Whether its policy counts positions within the cache, and rotated the keys to those."""
+        return self.next_position != self.num_tokens
 
     def to_bytes(self, codec: str | None = None) -> bytes:
         """The blob of docs/format.md. `codec` None keeps the encoding the cache has; equal caches give equal bytes.

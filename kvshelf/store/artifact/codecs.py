@@ -3,6 +3,7 @@
     none                     the model's dtype
     int8, int4, int2         codes in groups (`QuantizedRows`), after KIVI (arXiv 2402.02750)
     mixed                    the important entries in more bits than the rest, after MiKV (arXiv 2402.18096)
+    klt                      entropy-coded coefficients of a transform of the model, after KVTC (arXiv 2511.01815)
 
 A text is a name and parameters: `int4`, `int4:group=64,residual=128`, `mixed:high=none,low=int4,share=0.25`. Its
 canonical form leaves defaults out and keeps the parameters in order; cache ids and manifests hold that form.
@@ -17,8 +18,8 @@ from typing import Final, Literal
 
 from kvshelf.errors import InvalidRequest
 
-Name = Literal["none", "int8", "int4", "int2", "mixed"]
-Precision = Literal["none", "int8", "int4", "int2"]
+Name = Literal["none", "int8", "int4", "int2", "mixed", "klt"]
+Precision = Literal["none", "int8", "int4", "int2", "klt"]
 """How the rows of one record are stored."""
 
 BITS: Final[Mapping[Precision, int]] = {"int8": 8, "int4": 4, "int2": 2}
@@ -29,9 +30,13 @@ _PARAMETERS: Final[Mapping[str, tuple[str, ...]]] = {
     "int4": ("group", "residual"),
     "int2": ("group", "residual"),
     "mixed": ("high", "low", "share", "group"),
+    "klt": ("step", "heads"),
 }
 _HIGH: Final = ("none", "int8")
 _LOW: Final = ("int2", "int4")
+_CHOICES: Final[Mapping[str, tuple[str, ...]]] = {"high": _HIGH, "low": _LOW, "heads": ("joint", "each")}
+STEPS: Final = (0.05, 16.0)
+"""The smallest and the largest step of klt."""
 _GROUPS: Final = tuple(8 << power for power in range(8))
 _MAX_RESIDUAL: Final = 65_536
 _TEXT_LIMIT: Final = 128
@@ -46,6 +51,9 @@ class Codec:
     questions attend to them most. For mixed: `share` is the fraction of each head's entries, the most important ones,
     in `high`; the others are in `low`. Mixed has no residual: a policy protects the last entries by giving them
     importance.
+
+    For klt: `step` is the distance of two codes, in units of the model's transforms; `heads` says whether the heads of
+    a layer are transformed together (joint) or each alone. "" is joint where all heads keep the same tokens, else each.
     """
 
     name: Name = "none"
@@ -54,6 +62,8 @@ class Codec:
     high: Literal["none", "int8"] = "int8"
     low: Literal["int2", "int4"] = "int2"
     share: float = 0.5
+    step: float = 1.5
+    heads: Literal["", "joint", "each"] = ""
 
     @classmethod
     def parse(cls, text: str) -> Codec:
@@ -77,7 +87,7 @@ class Codec:
     def __str__(self) -> str:
         defaults = {field.name: field.default for field in fields(self)}
         given = [(key, getattr(self, key)) for key in _PARAMETERS[self.name]]
-        changed = ",".join(f"{key}={value}" for key, value in given if value != defaults[key])
+        changed = ",".join(f"{key}={_text(value)}" for key, value in given if value != defaults[key])
         return f"{self.name}:{changed}" if changed else self.name
 
     @property
@@ -85,9 +95,15 @@ class Codec:
         """Every precision that a record may have under this codec, with its group size (0 for none)."""
         if self.name == "none":
             return {("none", 0)}
+        if self.name == "klt":
+            return {("none", 0), ("klt", 0)}
         names: tuple[Precision, ...] = (self.high, self.low) if self.name == "mixed" else (self.name,)
         found: set[tuple[Precision, int]] = {("none", 0)}
         return found | {(name, self.group) for name in names if name != "none"}
+
+
+def _text(value: int | float | str) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def resolve(current: str, wanted: str) -> Codec:
@@ -108,8 +124,8 @@ def resolve(current: str, wanted: str) -> Codec:
 
 def _value(key: str, text: str) -> int | float | str:
     """A parameter's value. Refuses signs and exponents: each value has one form, leading and trailing zeros aside."""
-    if key in ("high", "low"):
-        names = _HIGH if key == "high" else _LOW
+    if key in _CHOICES:
+        names = _CHOICES[key]
         if text not in names:
             raise refused(f"{key} must be one of {', '.join(names)}, not {text!r}")
         return text
@@ -117,6 +133,11 @@ def _value(key: str, text: str) -> int | float | str:
         if not re.fullmatch(r"0?\.[0-9]{1,4}", text) or float(text) == 0:
             raise refused(f"share must be from 0.0001 to 0.9999, with at most four decimals, not {text!r}")
         return float(text)
+    if key == "step":
+        step = float(text) if re.fullmatch(r"[0-9]{1,2}(\.[0-9]{1,4})?", text) else -1.0
+        if not STEPS[0] <= step <= STEPS[1]:
+            raise refused(f"step must be from {STEPS[0]:g} to {STEPS[1]:g}, with at most four decimals, not {text!r}")
+        return step
     number = int(text) if re.fullmatch(r"[0-9]{1,9}", text) else -1
     if key == "group" and number not in _GROUPS:
         raise refused(f"group must be a power of two from {_GROUPS[0]} to {_GROUPS[-1]}, not {text!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,7 +14,13 @@ from kvshelf.store.artifact.packed import Packed
 from kvshelf.store.artifact.records import LayerRecord, PackedRecord, Parts
 
 
-def encode(codec: Codec, record: LayerRecord, where: str = "the layer") -> LayerRecord:
+class LayerCoder(Protocol):
+    """Encodes and decodes the records of one layer under the codec `klt` (`transforms.Coder` makes it)."""
+
+    def encoded(self, record: PackedRecord, codec: Codec, where: str) -> PackedRecord: ...
+
+
+def encode(codec: Codec, record: LayerRecord, where: str = "the layer", coder: LayerCoder | None = None) -> LayerRecord:
     """The record encoded under a codec, without `importance`; the input stays unchanged.
 
     Each part of `Parts` is encoded separately, with its own residual and share. `where` names the record in errors.
@@ -23,6 +30,13 @@ def encode(codec: Codec, record: LayerRecord, where: str = "the layer") -> Layer
     if codec.name == "none":
         return record
     parts = record.parts if isinstance(record, Parts) else (record,)
+    if codec.name == "klt":
+        if coder is None:
+            raise refused("codec klt needs the transforms of the model; encode the cache by its engine: Engine.encoded")
+        for part in parts:
+            _require_encodable(part, where)
+        coded = tuple(coder.encoded(part, codec, where) for part in parts)
+        return coded[0] if len(coded) == 1 else Parts(coded)
     pieces = [piece for part in parts for piece in _pieces(codec, part, where)]
     if not pieces:  # the layer kept no entries
         return record
@@ -81,7 +95,7 @@ def _last(record: Packed, count: int) -> Tensor:
 
 def _require_encodable(record: PackedRecord, where: str) -> None:
     for name, rows in (("keys", record.keys), ("values", record.values)):
-        if isinstance(rows, QuantizedRows):
-            raise refused(f"the {name} of {where} are quantized already and are not encoded again")
+        if not isinstance(rows, Tensor):
+            raise refused(f"the {name} of {where} are encoded already and are not encoded again")
         if not bool(torch.isfinite(rows).all()):
             raise refused(f"the {name} of {where} hold NaN or infinity, which no quantizing codec can store")

@@ -110,7 +110,8 @@ class Identity:
     `document` is a digest of the token ids, never the text. `prefill` names the prefill mode ("whole"), because a
     chunked prefill gives other numbers. `policy_params` are the parameters as used, after defaults were shrunk to the
     document. `budget_tokens` is the mean number of entries kept per layer and KV head, `compression_ratio` the
-    requested fraction to remove.
+    requested fraction to remove. `transforms` is the digest of those that the codec `klt` encoded it by, "" under any
+    other codec.
     """
 
     model: ModelIdentity
@@ -126,6 +127,7 @@ class Identity:
     compression_ratio: float
     probe: str = ""
     expected_questions: tuple[str, ...] = ()
+    transforms: str = ""
 
     def __post_init__(self) -> None:
         # 0 and 0.0 are equal and must have one content address; JSON and msgpack write them differently.

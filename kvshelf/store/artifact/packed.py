@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from kvshelf.errors import StateConflict
 from kvshelf.kernels.quantize.rows import HeadRows, QuantizedRows, Rows, by_head, plain
+from kvshelf.store.artifact.coded import CodedRows
 from kvshelf.store.artifact.identity import RopeMode
 
 Rotate = Callable[[Tensor, Tensor], Tensor]
@@ -36,7 +37,8 @@ class Packed:
     can still be viewed as `[kv_heads, kept, D]` without a copy.
 
     keys: `[entries, D]` and values: `[entries, Dv]`, in the model's dtype, contiguous, each head's rows in ascending
-    position; or the same as `QuantizedRows`. entries_at: `[entries]` int32, the value of `entry_positions`, or a
+    position; or the same as `QuantizedRows`, or as `CodedRows`, which are decoded before they are
+    read. entries_at: `[entries]` int32, the value of `entry_positions`, or a
     function that computes it on first use and cannot fail: expanding the bitmaps of a 64 MB cache takes half as long as
     receiving it, and attention needs no positions. Two threads may both call it; the results are equal. `rope_mode`
     says whether the rotation of RoPE is in the keys ("baked") or still to be applied ("pre").
@@ -45,8 +47,8 @@ class Packed:
     memory only, not in blobs, and does not count in `nbytes`.
     """
 
-    keys: Rows
-    values: Rows
+    keys: Rows | CodedRows
+    values: Rows | CodedRows
     entries_at: Tensor | Callable[[], Tensor]
     offsets: tuple[int, ...]
     rope_mode: RopeMode = "baked"
@@ -100,6 +102,18 @@ class Packed:
         """Whether keys or values are codes."""
         return isinstance(self.keys, QuantizedRows) or isinstance(self.values, QuantizedRows)
 
+    @property
+    def coded(self) -> bool:
+        """Whether keys and values are `CodedRows`."""
+        return isinstance(self.keys, CodedRows)
+
+    @property
+    def rows(self) -> tuple[Rows, Rows]:
+        """Keys and values. Raises `StateConflict` for coded ones: `Coder` decodes them."""
+        if isinstance(self.keys, CodedRows) or isinstance(self.values, CodedRows):
+            raise StateConflict("the cache is under codec klt; decode it with its model: Engine.decoded(cache)")
+        return self.keys, self.values
+
     @cached_property
     def entry_positions(self) -> Tensor:
         """`[entries]` int32, original positions in the document, ascending within a head."""
@@ -125,12 +139,12 @@ class Packed:
 
     def views(self) -> list[HeadView]:
         """Keys, values and positions of each KV head, quantized where the record is."""
-        keys, values = by_head(self.keys, self.lengths), by_head(self.values, self.lengths)
+        keys, values = (by_head(rows, self.lengths) for rows in self.rows)
         return [HeadView(*head) for head in zip(keys, values, self.positions, strict=True)]
 
     def plain_heads(self) -> tuple[list[Tensor], list[Tensor]]:
         """Keys `[kept_h, D]` and values `[kept_h, Dv]` of each KV head, dequantized."""
-        keys, values = (list(torch.split(plain(rows), self.lengths)) for rows in (self.keys, self.values))
+        keys, values = (list(torch.split(plain(rows), self.lengths)) for rows in self.rows)
         return keys, values
 
     def dense(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -40,7 +40,7 @@ class Kept(Packed):
         rotate = rotation(self.rope_mode, rotate)
         lengths = tuple(self.lengths)
         if rotate is None:
-            return (PackedPrefix(self.keys, self.values, lengths),)
+            return (PackedPrefix(*self.rows, lengths),)
         return (StreamedPrefix(lengths, partial(_block, self.views(), rotate)),)
 
     def select(self, chosen: Tensor) -> Kept:
@@ -99,7 +99,7 @@ class Merged(Packed):
         rotate = rotation(self.rope_mode, rotate)
         lengths, slot_lengths = tuple(self.lengths), tuple(self.slot_lengths)
         if rotate is None:
-            return (MergedPrefix(self.keys, self.values, lengths, self.slot_scales, self.slot_classes, slot_lengths),)
+            return (MergedPrefix(*self.rows, lengths, self.slot_scales, self.slot_classes, slot_lengths),)
         slots = zip(
             torch.split(self.slot_scales, self.slot_lengths),
             torch.split(self.slot_classes.long(), self.slot_lengths),

@@ -61,6 +61,7 @@ class TieredStore(Store):
         """tiers: fastest first. This store closes the home and the tiers."""
         self.requests = home.requests
         self.files = home.files
+        self.transforms = home.transforms
         self.batches = home.batches
         self._home = home
         self._tiers = Tiers(tiers)

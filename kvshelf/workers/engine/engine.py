@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -13,11 +13,14 @@ from weakref import WeakKeyDictionary
 import torch
 
 from kvshelf.api import Quality
-from kvshelf.errors import InvalidRequest, PolicyUnsupported
+from kvshelf.errors import InvalidRequest, ModelMismatch, PolicyUnsupported
 from kvshelf.store.artifact.arriving import ArrivingCache
 from kvshelf.store.artifact.cache import CompressedCache
+from kvshelf.store.artifact.codecs import Codec
+from kvshelf.store.artifact.coder import Coder
 from kvshelf.store.artifact.identity import Layout
 from kvshelf.store.artifact.shape import LayerShape
+from kvshelf.store.artifact.transforms import Transforms
 from kvshelf.workers.engine.attention.attached import AttachedCache
 from kvshelf.workers.engine.attention.attachment import Attachment
 from kvshelf.workers.engine.attention.function import kvshelf_attention, layer_shapes
@@ -30,6 +33,7 @@ from kvshelf.workers.engine.inputs.prepare import Preparer
 from kvshelf.workers.engine.inputs.requirements import require_budget_taken, require_questions_taken
 from kvshelf.workers.engine.prefill.prefill import Compression, Prefill, run_prefill
 from kvshelf.workers.engine.quality import QUESTIONS, VERSION, Probe, Reference, ask
+from kvshelf.workers.model import calibration
 from kvshelf.workers.model import loading as models
 from kvshelf.workers.model.rope import Rope, reach
 from kvshelf.workers.model.text import EncodedDocument, TextFormat
@@ -60,6 +64,7 @@ class Engine:
         self.kv_bytes_per_token = models.kv_bytes_per_token(model.config, model.dtype)
         self.rope = Rope.of(model)
         self._attachments: WeakKeyDictionary[CompressedCache | ArrivingCache, Attachment] = WeakKeyDictionary()
+        self._coders: dict[str, Coder] = {}
         self._encoder = Encoder(self.name, self.text, self.max_tokens, model.config.vocab_size)
         self._preparer = Preparer(model, self.name, self.identity, self.rope, self.max_tokens)
 
@@ -147,6 +152,10 @@ class Engine:
             view, chosen, budget, encoded=encoded, given=frozenset(given), questions=expected_questions
         )
 
+    def level(self, job: Job, codec: str = "none") -> Level:
+        """A job with the codec of its cache. Raises `InvalidRequest` for an unknown codec, and as `coder` does."""
+        return Level(job, codec, self.coder.transforms if Codec.parse(codec).name == "klt" else None)
+
     def run(self, job: Job, *, checkpoint: Checkpoint | None = None) -> Compression:
         """Prefill the document and reduce each layer as soon as its attention is done: in one pass, or chunk by chunk
         where the policy asks for it.
@@ -184,7 +193,7 @@ class Engine:
         `probe` can make) the result has no reference to measure by.
         """
         probe = self.probe(group[0].job, questions)
-        return run_prefill(self.model, self.rope, group, probe, checkpoint or _nothing)
+        return run_prefill(self.model, self.rope, group, probe, checkpoint or _nothing, self.encoded)
 
     # Measuring
 
@@ -226,6 +235,71 @@ class Engine:
         tokens = len(reference.best)
         return Quality(agreement=agreement, kl=kl, tokens=tokens, probe_s=seconds, version=VERSION)
 
+    # Encoding
+
+    def encoded(self, cache: CompressedCache, codec: str) -> CompressedCache:
+        """`cache` under a codec: `cache.encoded`, which alone cannot do `klt`, because that needs this model's
+        transforms.
+
+        Raises as `CompressedCache.encoded` does, and `PolicyUnsupported` where this model has no transforms.
+        """
+        return cache.encoded(codec, self.coder if Codec.parse(codec).name == "klt" else None)
+
+    def decoded(self, cache: CompressedCache) -> CompressedCache:
+        """A cache under codec klt with plain keys and values; any other cache as it is. Raises as `coder_of` does."""
+        return cache if not cache.identity.transforms else cache.decoded(self.coder_of(cache.identity.transforms))
+
+    @cached_property
+    def coder(self) -> Coder:
+        """Encodes this model's caches under codec klt. Raises `PolicyUnsupported` without transforms, and where the
+        model's RoPE cannot be undone."""
+        if self.rope is None or self.rope.length_dependent:
+            raise PolicyUnsupported(
+                f"codec klt takes the rotation off the keys, and that of {self.name!r} cannot be undone; use int4",
+                param="codec",
+            )
+        folder = self.model.config.name_or_path or ""
+        return self._learned(calibration.find_transforms(self.identity, folder, self.layer_shapes))
+
+    @property
+    def has_transforms(self) -> bool:
+        """Whether `coder` can be made."""
+        try:
+            return bool(self.coder)
+        except PolicyUnsupported:
+            return False
+
+    def coder_of(self, transforms: str) -> Coder:
+        """The coder with the transforms of this digest. Raises `ModelMismatch` if they are unknown (see `learn`)."""
+        if transforms not in self._coders:
+            with suppress(PolicyUnsupported):
+                self.coder  # noqa: B018 - loads this model's own
+        if transforms not in self._coders:
+            raise ModelMismatch(
+                f"the cache is under codec klt with the transforms {transforms[:16]}, and they are neither those of "
+                f"{self.name!r} here nor on the shelf; fetch their file, or compress the document again",
+                transforms=transforms,
+            )
+        return self._coders[transforms]
+
+    def knows(self, transforms: str) -> bool:
+        """Whether `coder_of` finds these transforms."""
+        try:
+            return bool(self.coder_of(transforms))
+        except ModelMismatch:
+            return False
+
+    def learn(self, transforms: bytes) -> None:
+        """Take a file of transforms, so that caches under them can be read. Raises `InvalidRequest` and
+        `ModelMismatch`."""
+        found = Transforms.from_bytes(transforms)
+        found.require_of(self.identity, self.layer_shapes)
+        self._learned(found)
+
+    def _learned(self, transforms: Transforms) -> Coder:
+        assert self.rope is not None
+        return self._coders.setdefault(transforms.digest, Coder(transforms, self.rope.rotate, self.rope.unrotate))
+
     # Attaching
 
     @contextmanager
@@ -253,7 +327,7 @@ class Engine:
         lengths, merged tokens, and, where keys have to move, a RoPE that cannot be undone.
         """
         self.require_own(cache)
-        return export(cache.to(self.model.device), positions, rope=self.rope, config=self.model.config)
+        return export(self.decoded(cache).to(self.model.device), positions, rope=self.rope, config=self.model.config)
 
     def encode_query(self, cache: CompressedCache | Attachment, prompt: Prompt) -> list[int]:
         """Token ids that ask `prompt` (a text, messages, or ids to append as they are) after this cache.
@@ -275,7 +349,9 @@ class Engine:
         if found is None:
             self.require_own(cache)
             rotate = None if self.rope is None or self.rope.length_dependent else self.rope.rotate
-            found = self._attachments[cache] = Attachment(cache, self.model.device, rotate)
+            transforms = cache.identity.transforms
+            coder = self.coder_of(transforms) if transforms else None
+            found = self._attachments[cache] = Attachment(cache, self.model.device, rotate, coder)
         return found
 
     def batch(self) -> DecodeBatch:

@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kvshelf.atomic import written
-from kvshelf.errors import InvalidRequest, PolicyUnsupported
+from kvshelf.errors import InvalidRequest, ModelMismatch, PolicyUnsupported
 from kvshelf.store.artifact.identity import ModelIdentity, canonical_json, digest
+from kvshelf.store.artifact.shape import LayerShape
+from kvshelf.store.artifact.transforms import Transforms
 
 BESIDE_THE_WEIGHTS = "compresskv.json"
 """Name of the calibration that a model's own folder may hold."""
+
+TRANSFORMS_BESIDE_THE_WEIGHTS = "klt.safetensors"
+"""Name of the transforms that a model's own folder may hold."""
 
 _LARGEST_FILE = 16 * 2**20
 
@@ -91,12 +97,40 @@ def find(model: ModelIdentity, folder: str) -> Calibration:
     Raises `PolicyUnsupported` if there is none, if it belongs to other weights, or if its file is broken.
     """
     beside = [Path(folder) / BESIDE_THE_WEIGHTS] if folder else []
-    for path in (data_folder() / f"{model.weights}.json", *beside):
+    for path in (paths(model.weights)[0], *beside):
         if path.is_file():
             return _of(model, load(path), path)
     raise PolicyUnsupported(
         f"the policy needs a calibration of {model.name!r}, and there is none; make one: {_command(model)}",
         param="policy",
+    )
+
+
+def paths(weights: str, folder: Path | None = None) -> tuple[Path, Path]:
+    """Where the calibration and the transforms of these weights lie: in a model's folder, or in the user's data folder,
+    which holds those of many models."""
+    if folder is not None:
+        return folder / BESIDE_THE_WEIGHTS, folder / TRANSFORMS_BESIDE_THE_WEIGHTS
+    return data_folder() / f"{weights}.json", data_folder() / f"{weights}.{TRANSFORMS_BESIDE_THE_WEIGHTS}"
+
+
+def find_transforms(model: ModelIdentity, folder: str, layers: Sequence[LayerShape]) -> Transforms:
+    """The transforms of a model for the codec klt, from the places of `find`. layers: of its caches.
+
+    Raises `PolicyUnsupported` if there are none, if they belong to other weights, or if their file is broken.
+    """
+    beside = [Path(folder) / TRANSFORMS_BESIDE_THE_WEIGHTS] if folder else []
+    for path in (paths(model.weights)[1], *beside):
+        if path.is_file():
+            try:
+                found = Transforms.from_bytes(path.read_bytes())
+                found.require_of(model, layers)
+            except (InvalidRequest, ModelMismatch, OSError) as error:
+                raise PolicyUnsupported(f"{path}: {error}", param="codec") from error
+            return found
+    raise PolicyUnsupported(
+        f"codec klt needs the transforms of {model.name!r}, and there are none; make them: {_command(model)}",
+        param="codec",
     )
 
 

@@ -9,11 +9,14 @@ from __future__ import annotations
 import os
 import secrets
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from kvshelf.api.inspect import KeptTokens
 from kvshelf.errors import InternalError
+from kvshelf.store.artifact.arriving import ArrivingCache
 from kvshelf.store.base import Store
+from kvshelf.workers.engine.attention.attachment import Attachment
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.engine.inputs.encode import Document
 from kvshelf.workers.engine.quality import QUESTIONS
@@ -56,7 +59,7 @@ class Replica:
         attempts = Attempts(store.requests, self.name, threads)
         self._creations = Creations(engine, store, scheduler, threads, attempts, questions, max_document_tokens)
         self.create, self.estimate = self._creations.create, self._creations.estimate
-        held = Residents(store, engine.attach, residents or ResidentLimits(), threads)
+        held = Residents(store, partial(_attached, engine, store), residents or ResidentLimits(), threads)
         self._questions = Questions(engine, store, scheduler, threads, held)
         self.query, self.stream = self._questions.query, self._questions.stream
 
@@ -100,3 +103,11 @@ class Replica:
             return await self._threads.run(
                 kept_tokens, self._engine, self._store, cache_id, document, tenant=tenant, first_layer=first_layer
             )
+
+
+def _attached(engine: Engine, store: Store, arriving: ArrivingCache) -> Attachment:
+    """The cache as the model reads it, by transforms from the shelf if the engine does not have them."""
+    digest = arriving.identity.transforms
+    if digest and not engine.knows(digest) and (data := store.transforms.get(digest)) is not None:
+        engine.learn(data)
+    return engine.attach(arriving)

@@ -136,8 +136,8 @@ class Residents:
     async def _open(self, cache_id: str, tenant: str) -> Resident:
         arriving = await self._off_loop(lambda: self._store.open_cache(cache_id, tenant=tenant))
         try:
-            document = self._attach(arriving)
-            await self._make_room(arriving.nbytes)
+            document = await self._off_loop(lambda: self._attach(arriving))
+            await self._make_room(arriving.attached_bytes)
         except BaseException:
             arriving.close()
             raise

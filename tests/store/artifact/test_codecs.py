@@ -342,7 +342,7 @@ def test_an_encoded_cache_is_another_cache() -> None:
     assert encoded.kept_tokens == cache.kept_tokens
     assert encoded.nbytes < cache.nbytes / 2
     assert all(isinstance(layer, Kept) and layer.quantized for layer in encoded.layers)
-    with pytest.raises(InvalidRequest, match="quantized already"):
+    with pytest.raises(InvalidRequest, match="encoded already"):
         encode(Codec.parse("int4"), encoded.layers[0])
 
 

@@ -58,6 +58,7 @@ class IdentityHeader(Strict):
     compression_ratio: float
     probe: Text
     expected_questions: list[str]
+    transforms: Text
 
 
 class Header(Strict):
@@ -77,6 +78,11 @@ class Header(Strict):
     def body_bytes(self) -> int:
         """Bytes of all segments, which follow each other without holes."""
         return sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def attached_bytes(self) -> int:
+        """As `CompressedCache.attached_bytes`."""
+        return sum(layer.decoded_bytes for layer in self.layers) if self.identity.transforms else self.body_bytes
 
     @property
     def shape(self) -> Shape:

@@ -110,6 +110,12 @@ class Layer(Strict):
     def dims(self) -> Dims:
         return Dims(self.dtype, self.key_dim, self.value_dim)
 
+    @property
+    def decoded_bytes(self) -> int:
+        """Bytes of all keys and values in `dtype`."""
+        entries = sum(sum(record.lengths) for record in self.records)
+        return entries * (self.key_dim + self.value_dim) * ITEM_BYTES[self.dtype]
+
     @cached_property
     def arrays(self) -> list[dict[str, Span]]:
         """For each record, the spans of its arrays by name, in segment order."""
@@ -135,7 +141,8 @@ class Layer(Strict):
 
 
 def array_sizes(record: RecordHeader, dims: Dims) -> dict[str, int | None]:
-    """Bytes that each array of a record must have, in segment order; None for positions, which depend on the data.
+    """Bytes that each array of a record must have, in segment order; None where it depends on the data: positions and
+    coded rows.
 
     Python's integers are unbounded: no product of dimensions overflows.
     """
@@ -155,8 +162,11 @@ def class_bytes(lengths: list[int]) -> int:
     return 2 if max(lengths) <= 1 << 16 else 4
 
 
-def _row_sizes(name: str, record: RecordHeader, dtype: DtypeName, dim: int) -> Iterator[tuple[str, int]]:
+def _row_sizes(name: str, record: RecordHeader, dtype: DtypeName, dim: int) -> Iterator[tuple[str, int | None]]:
     entries = sum(record.lengths)
+    if record.codec == "klt":
+        yield f"{name}_coded", None
+        return
     if record.codec == "none":
         yield name, entries * dim * ITEM_BYTES[dtype]
         return

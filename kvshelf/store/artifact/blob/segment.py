@@ -32,6 +32,7 @@ from kvshelf.store.artifact.blob.layer import (
     class_bytes,
 )
 from kvshelf.store.artifact.codecs import BITS, Precision
+from kvshelf.store.artifact.coded import CodedRows
 from kvshelf.store.artifact.packed import offsets_of
 from kvshelf.store.artifact.records import Kept, LayerRecord, Merged, PackedRecord, Parts
 
@@ -121,6 +122,8 @@ def _precision(record: PackedRecord) -> tuple[Precision, int]:
     keys, values = record.keys, record.values
     if isinstance(keys, Tensor) and isinstance(values, Tensor):
         return "none", 0
+    if isinstance(keys, CodedRows) and isinstance(values, CodedRows):
+        return "klt", 0
     if isinstance(keys, QuantizedRows) and isinstance(values, QuantizedRows):
         alike = (keys.bits, keys.group, keys.lengths) == (values.bits, values.group, values.lengths)
         if alike and (keys.axis, values.axis, keys.lengths) == ("tokens", "channels", tuple(record.lengths)):
@@ -130,9 +133,11 @@ def _precision(record: PackedRecord) -> tuple[Precision, int]:
     )
 
 
-def _row_arrays(name: str, rows: Rows) -> Arrays:
+def _row_arrays(name: str, rows: Rows | CodedRows) -> Arrays:
     if isinstance(rows, Tensor):
         return {name: _raw(rows)}
+    if isinstance(rows, CodedRows):
+        return {f"{name}_coded": _raw(rows.data)}
     return {f"{name}_{what}": _raw(getattr(rows, what)) for what in ("codes", "scales", "zeros")}
 
 
@@ -175,9 +180,15 @@ class _Reader:
             slot_offsets=offsets_of(header.slot_lengths),
         )
 
-    def _rows(self, name: str, dim: int) -> Rows:
+    def _rows(self, name: str, dim: int) -> Rows | CodedRows:
         header, dtype = self.header, DTYPES[self.layer.dtype]
         entries = sum(header.lengths)
+        if header.codec == "klt":
+            array = f"{name}_coded"
+            data = self._tensor(array, torch.uint8, self.spans[array].nbytes)
+            rows = CodedRows(data, tuple(header.lengths), dim, dtype)
+            rows.require_sound(array)
+            return rows
         if header.codec == "none":
             return self._tensor(name, dtype, entries, dim)
         bits, axis = BITS[header.codec], _AXES[name]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import torch
 
 from kvshelf.kernels.prefix_attention import Prefix
 from kvshelf.store.artifact.arriving import ArrivingCache
 from kvshelf.store.artifact.cache import CompressedCache
+from kvshelf.store.artifact.coder import Coder
 from kvshelf.store.artifact.records import LayerRecord, Rotate
 
 Wait = Callable[[Future[LayerRecord]], None]
@@ -28,16 +30,23 @@ class Attachment:
     thread may ask for `arrived` and `failed`.
     """
 
-    def __init__(self, cache: CompressedCache | ArrivingCache, device: torch.device, rotate: Rotate | None) -> None:
+    def __init__(
+        self,
+        cache: CompressedCache | ArrivingCache,
+        device: torch.device,
+        rotate: Rotate | None,
+        coder: Coder | None = None,
+    ) -> None:
         """`rotate` applies the model's RoPE; records whose keys carry no rotation need it, and raise `StateConflict`
-        without."""
+        without. `coder` decodes a cache under codec klt, each layer as soon as it arrives, on threads of its own."""
         self.identity = cache.identity
         self.num_tokens = cache.num_tokens
         self.next_position = cache.next_position
-        self.nbytes = cache.nbytes
+        self.nbytes = cache.attached_bytes
         self._device = device
         self._rotate = rotate
-        self._records = _arrived(cache.layers) if isinstance(cache, CompressedCache) else cache.layers
+        records = _arrived(cache.layers) if isinstance(cache, CompressedCache) else cache.layers
+        self._records = records if coder is None else _decoded(records, coder, cache.repositioned)
         self._prefixes: list[tuple[Prefix, ...] | None] = [None] * len(self._records)
         self._arrived = False
 
@@ -69,6 +78,33 @@ class Attachment:
             made = self._records[layer].result().to(self._device).prefixes(self._rotate)
             self._prefixes[layer] = made
         return made
+
+
+def _decoded(
+    records: Sequence[Future[LayerRecord]], coder: Coder, repositioned: bool
+) -> tuple[Future[LayerRecord], ...]:
+    """The layers once they are decoded; as many at a time as there are threads."""
+    threads = ThreadPoolExecutor(torch.get_num_threads(), "kvshelf-decode")
+    decoded: tuple[Future[LayerRecord], ...] = tuple(Future() for _ in records)
+
+    def decode(index: int, record: Future[LayerRecord]) -> None:
+        try:
+            decoded[index].set_result(coder.layer(index, repositioned).decoded(record.result()))
+        except Exception as error:  # any error: threads wait for the layer
+            decoded[index].set_exception(error)
+
+    for index, record in enumerate(records):
+        record.add_done_callback(partial(_submit, threads, decode, index))
+    return decoded
+
+
+def _submit(
+    threads: ThreadPoolExecutor,
+    decode: Callable[[int, Future[LayerRecord]], None],
+    index: int,
+    record: Future[LayerRecord],
+) -> None:
+    threads.submit(decode, index, record)
 
 
 def _arrived(layers: Sequence[LayerRecord]) -> tuple[Future[LayerRecord], ...]:

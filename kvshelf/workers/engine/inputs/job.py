@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvshelf.store.artifact.identity import Identity
+from kvshelf.store.artifact.transforms import Transforms
 from kvshelf.workers.policies import Policy
 from kvshelf.workers.policies.base import Absorber
 from kvshelf.workers.policies.budgets import Budget
@@ -50,10 +51,19 @@ class Job:
 
 @dataclass(frozen=True)
 class Level:
-    """One compressed form of a document: a job and the codec of its cache (see `kvshelf.store.artifact.codecs`)."""
+    """One compressed form of a document: a job and the codec of its cache (see `kvshelf.store.artifact.codecs`).
+
+    transforms: those of codec klt. Made by `Engine.level`.
+    """
 
     job: Job
     codec: str = "none"
+    transforms: Transforms | None = None
+
+    @property
+    def identity(self) -> Identity:
+        """That of the encoded cache."""
+        return self.job.identity if self.transforms is None else self.transforms.mark(self.job.identity)
 
     @property
     def keeps_all(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+Encode = Callable[[CompressedCache, str], CompressedCache]
+"""`Engine.encoded`."""
+
+
 @dataclass(frozen=True)
 class Compression:
     """A compressed cache and the seconds its prefill and its compression took (pauses at checkpoints not counted).
@@ -36,11 +40,10 @@ class Compression:
     compress_s: float
     quality: Quality | None = None
 
-    def encoded(self, codec: str) -> Compression:
-        """This compression with its cache encoded, which counts as compression time. Raises as
-        `CompressedCache.encoded`."""
+    def encoded(self, codec: str, encode: Encode) -> Compression:
+        """This compression with its cache encoded, which counts as compression time. Raises as `encode`."""
         started = time.perf_counter()
-        cache = self.cache.encoded(codec)
+        cache = encode(self.cache, codec)
         return replace(self, cache=cache, compress_s=self.compress_s + time.perf_counter() - started)
 
     def measured(self, quality: Quality) -> Compression:
@@ -58,7 +61,12 @@ class Prefill:
 
 
 def run_prefill(
-    model: PreTrainedModel, rope: Rope | None, group: Sequence[Level], probe: Probe | None, checkpoint: Checkpoint
+    model: PreTrainedModel,
+    rope: Rope | None,
+    group: Sequence[Level],
+    probe: Probe | None,
+    checkpoint: Checkpoint,
+    encode: Encode,
 ) -> Prefill:
     """Prefill one group of `job.shared`. The full cache answers `probe`; without a probe there is no reference.
 
@@ -83,7 +91,7 @@ def run_prefill(
         next_position = job.policy.next_position(job.num_tokens, job.budget)
         cache = CompressedCache(layers, job.num_tokens, next_position, job.identity)
         made[id(job)] = Compression(cache, prefill_s, reducer.compress_s)
-    return Prefill([made[id(level.job)].encoded(level.codec) for level in group], reference)
+    return Prefill([made[id(level.job)].encoded(level.codec, encode) for level in group], reference)
 
 
 def _whole(

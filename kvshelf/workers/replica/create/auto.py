@@ -126,7 +126,7 @@ def auto(
     levels, refused = [], []
     for policy, ratio, codec in CANDIDATES:
         try:
-            levels.append(Level(engine.prepare(encoded, policy=policy, compression_ratio=ratio), codec))
+            levels.append(engine.level(engine.prepare(encoded, policy=policy, compression_ratio=ratio), codec))
         except KvshelfError as error:  # what a policy refuses, others may take
             if policy == "full":
                 raise

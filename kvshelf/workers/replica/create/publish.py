@@ -29,7 +29,7 @@ class Publisher:
     @classmethod
     def of(cls, store: Store, tenant: str, spec: CreateCache, levels: Sequence[Level]) -> Publisher:
         """Raises `InvalidRequest` for an unknown codec."""
-        ids = tuple(store.cache_id(level.job.identity, tenant=tenant, codec=level.codec) for level in levels)
+        ids = tuple(store.cache_id(level.identity, tenant=tenant, codec=level.codec) for level in levels)
         return cls(store, tenant, spec, ids)
 
     def there(self) -> dict[str, Manifest]:
@@ -74,6 +74,8 @@ class Publisher:
     ) -> Manifest:
         """Store one level; a cache that was on the shelf gets the new measurements. Raises as `Store.put` does."""
         judged = Judgement(quality=compression.quality, tried=tuple(tried))
+        if level.transforms is not None:
+            self.store.transforms.keep(level.transforms.digest, level.transforms.data)
         manifest = self.store.put(
             compression.cache,
             codec=level.codec,

@@ -64,7 +64,7 @@ def requested_levels(
         )
         for ratio in (spec.levels or (spec.compression_ratio,))
     ]
-    levels = tuple(Level(job, spec.codec) for job in jobs)
+    levels = tuple(engine.level(job, spec.codec) for job in jobs)
     return Levels(levels, questions) if floor is None else Selection(levels, floor)
 
 

@@ -1,0 +1,164 @@
+"""The transforms of a model: what the codec `klt` multiplies keys and values by, and how often each code occurs.
+
+They belong to the model, not to a document, and are made once by `kvshelf calibrate`. A cache names the digest of its
+transforms and cannot be read without them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Final, Literal
+
+import numpy as np
+import torch
+from blake3 import blake3
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from kvshelf.errors import InvalidRequest, ModelMismatch
+from kvshelf.kernels.ans import Tables
+from kvshelf.store.artifact.identity import Identity, ModelIdentity
+from kvshelf.store.artifact.shape import LayerShape
+
+Kind = Literal["keys", "values"]
+KINDS: Final[tuple[Kind, ...]] = ("keys", "values")
+
+EIGHTHS: Final = 8
+"""Tables are made for ratios of a channel's deviation to the step that are an eighth of an octave apart."""
+
+LOWEST, HIGHEST = -48, 96
+"""Eighths of an octave: the ratios with a table. Others take the nearest one."""
+
+STEP_PARTS: Final = 10_000
+"""A step is stored as an integer in these parts of a unit."""
+
+_FORMAT: Final = "kvshelf.transforms/1"
+_STEP_EDGES: Final = [round(STEP_PARTS * 2 ** ((eighth + 0.5) / EIGHTHS)) for eighth in range(-41, 41)]
+
+
+@dataclass(frozen=True, eq=False)
+class RowTransform:
+    """What the keys or the values of one layer are multiplied by, for H heads of D channels.
+
+    mean: `[H, D]`. joint: `[H * D, H * D]` and each: `[H, D, D]`, orthogonal, a coefficient a column, all fp32.
+    joint_scales: `[H * D]` and each_scales: `[H, D]`: the deviation of each coefficient, as eighths of an octave above
+    one unit. unit: the length that a step counts.
+    """
+
+    mean: Tensor
+    joint: Tensor
+    each: Tensor
+    joint_scales: tuple[int, ...]
+    each_scales: tuple[tuple[int, ...], ...]
+    unit: float
+
+    def order(self, step_parts: int, head: int | None) -> list[int]:
+        """The table of each channel at a step, for one head's transform or (None) that of all heads together."""
+        scales = self.joint_scales if head is None else self.each_scales[head]
+        offset = bisect_left(_STEP_EDGES, step_parts) - 41
+        return [min(max(scale - offset, LOWEST), HIGHEST) - LOWEST for scale in scales]
+
+
+@dataclass(frozen=True, eq=False)
+class Transforms:
+    """All transforms of a model. data: the file; digest: BLAKE3 of it, hex. weights: digest of the model's weights."""
+
+    data: bytes
+    weights: str
+    layers: tuple[Mapping[Kind, RowTransform], ...]
+    tables: Tables
+
+    @cached_property
+    def digest(self) -> str:
+        return blake3(self.data).hexdigest()
+
+    def mark(self, identity: Identity) -> Identity:
+        """The identity of a cache that was encoded by these."""
+        return replace(identity, transforms=self.digest)
+
+    def require_of(self, model: ModelIdentity, layers: Sequence[LayerShape]) -> None:
+        """Raise `ModelMismatch` unless these are the transforms of this model, whose caches have such layers."""
+        shapes = [(*found["keys"].mean.shape, found["values"].mean.shape[1]) for found in self.layers]
+        if self.weights != model.weights or shapes != [layer[:3] for layer in layers]:
+            raise ModelMismatch(
+                f"the transforms {self.digest[:16]} are of other weights ({self.weights[:16]}) than {model.name!r} as "
+                f"{model.dtype} ({model.weights[:16]}); make some for these with kvshelf calibrate",
+                transforms=self.digest,
+            )
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Transforms:
+        """Read a file of transforms. Raises `InvalidRequest` for anything that `pack` does not write."""
+        try:
+            tensors = load_tensors(data)
+            about = _metadata(data)
+            if about.get("format") != _FORMAT:
+                raise ValueError(f"its format is {about.get('format')!r}, not {_FORMAT!r}")
+            layers = tuple(_layer(tensors, index) for index in range(int(about["layers"])))
+            return cls(data, about["weights"], layers, _tables(tensors))
+        except (SafetensorError, KeyError, ValueError, TypeError, AssertionError) as error:
+            raise InvalidRequest(
+                f"the file is no transforms of a model ({str(error)[:200]}); make them again with kvshelf calibrate"
+            ) from error
+
+
+def pack(
+    weights: str, layers: Sequence[Mapping[Kind, RowTransform]], tables: Sequence[Any], origin: Mapping[str, str]
+) -> bytes:
+    """The file of these transforms. origin: how they were made, for people."""
+    tensors: dict[str, Tensor] = {}
+    for index, layer in enumerate(layers):
+        for kind, found in layer.items():
+            tensors |= {
+                f"{index}.{kind}.mean": found.mean.float(),
+                f"{index}.{kind}.joint": found.joint.half(),
+                f"{index}.{kind}.each": found.each.half(),
+                f"{index}.{kind}.joint_scales": torch.tensor(found.joint_scales, dtype=torch.int16),
+                f"{index}.{kind}.each_scales": torch.tensor(found.each_scales, dtype=torch.int16),
+                f"{index}.{kind}.unit": torch.tensor([found.unit], dtype=torch.float32),
+            }
+    tensors["tables.lengths"] = torch.tensor([len(table) for table in tables], dtype=torch.int32)
+    tensors["tables"] = torch.from_numpy(np.concatenate(tables).astype(np.int16))
+    about = {"format": _FORMAT, "weights": weights, "layers": str(len(layers)), **origin}
+    return save_tensors({name: tensor.contiguous() for name, tensor in tensors.items()}, about)
+
+
+def _metadata(data: bytes) -> dict[str, str]:
+    """What `safetensors` leaves out when it reads bytes: the map of strings in the header."""
+    import json
+
+    size = int.from_bytes(data[:8], "little")
+    found = json.loads(data[8 : 8 + size]).get("__metadata__", {})
+    return {str(name): str(value) for name, value in found.items()}
+
+
+def _layer(tensors: Mapping[str, Tensor], index: int) -> Mapping[Kind, RowTransform]:
+    return {kind: _row_transform(tensors, f"{index}.{kind}") for kind in KINDS}
+
+
+def _row_transform(tensors: Mapping[str, Tensor], name: str) -> RowTransform:
+    mean, joint, each = (tensors[f"{name}.{part}"].float() for part in ("mean", "joint", "each"))
+    heads, dim = mean.shape
+    joint_scales, each_scales = (tensors[f"{name}.{part}_scales"] for part in ("joint", "each"))
+    unit = float(tensors[f"{name}.unit"])
+    expected = ((heads * dim,) * 2, (heads, dim, dim), (heads * dim,), (heads, dim))
+    if (joint.shape, each.shape, joint_scales.shape, each_scales.shape) != expected:
+        raise ValueError(f"{name} has shapes that do not fit together")
+    if not (0 < unit < float("inf") and bool(mean.isfinite().all())):
+        raise ValueError(f"{name} has numbers that are not finite, or no unit")
+    for basis in (joint, *each):
+        if not bool(((basis.T @ basis - torch.eye(len(basis))).abs() < 0.02).all()):
+            raise ValueError(f"{name} is not orthogonal")
+    return RowTransform(mean, joint, each, tuple(joint_scales.tolist()), tuple(map(tuple, each_scales.tolist())), unit)
+
+
+def _tables(tensors: Mapping[str, Tensor]) -> Tables:
+    lengths = tensors["tables.lengths"].tolist()
+    if len(lengths) != HIGHEST - LOWEST + 1 or min(lengths) < 4 or sum(lengths) != len(tensors["tables"]):
+        raise ValueError("the tables have other lengths")
+    return Tables([found.numpy().astype(np.int32) for found in torch.split(tensors["tables"], lengths)])

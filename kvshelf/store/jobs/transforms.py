@@ -1,0 +1,69 @@
+"""The transforms that caches under codec klt were encoded by: one file for each digest, kept as long as the home.
+
+They belong to no tenant and count for none. Without them such a cache cannot be read, whatever becomes of the folder in
+which `kvshelf calibrate` has left its file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from kvshelf.errors import BlobError, CacheCorrupt
+from kvshelf.store.jobs.bodies import Bodies, Body
+from kvshelf.store.jobs.table import Item, JobTable, read
+from kvshelf.store.manifest import Record
+
+TRANSFORMS_PREFIX: Final = "transforms:"
+"""Tells sealed transforms from a sealed cache or file."""
+
+_NOBODY: Final = "kvshelf"
+"""The tenant of what belongs to the home. A tenant of this name sees nothing of it: it has no ids of this kind."""
+
+
+class _Kept(Record):
+    digest: str
+    body: Body
+
+
+class KeptTransforms:
+    """The transforms of one home, by digest. Raises as `JobTable` and `Blobs` do."""
+
+    def __init__(self, table: JobTable, bodies: Bodies, now: Callable[[], float]) -> None:
+        self._table = table
+        self._bodies = bodies
+        self._now = now
+
+    def keep(self, digest: str, data: bytes) -> None:
+        """Keep a file, unless it is there. Durable when it returns. Raises `StorageFull`."""
+        if self._find(digest) is not None:
+            return
+
+        def store(body: Body | None) -> Item | None:
+            assert body is not None, "a file of transforms is not empty"
+            text = _Kept(digest=digest, body=body).model_dump_json()
+            return self._table.add(Item("transforms", _id(digest), _NOBODY, text, held=body.name))
+
+        self._bodies.write(_NOBODY, TRANSFORMS_PREFIX + digest, memoryview(data), store, beyond_quota=True)
+
+    def get(self, digest: str) -> bytes | None:
+        """A file; None if the home has none of this digest. Raises `CacheCorrupt` for a damaged one."""
+        found = self._find(digest)
+        if found is None:
+            return None
+        try:
+            return self._bodies.read(found.body, _NOBODY, TRANSFORMS_PREFIX + digest)
+        except BlobError as error:
+            raise CacheCorrupt(
+                f"the transforms {digest[:16]} on the shelf are damaged ({error}); put their file into the calibration "
+                "folder again, or make them anew with kvshelf calibrate",
+                transforms=digest,
+            ) from error
+
+    def _find(self, digest: str) -> _Kept | None:
+        item = self._table.find(_id(digest), _NOBODY)
+        return None if item is None else read(item, _Kept)
+
+
+def _id(digest: str) -> str:
+    return f"klt_{digest}"
