@@ -43,8 +43,9 @@ _SHIFTS: Final = 8
 _COUNTED: Final = 1024
 """Sizes of codes that are counted apart when a table is chosen; no table reaches that far."""
 _DEAD: Final = 0.15
-"""How much further than the next half a coefficient has to be to be rounded away from zero, in steps. Numbers near zero are
-the most frequent: on kvshelf-tiny, 2,048 tokens, this saves an eighth of the bytes at step 1.5 and no answer."""
+"""How much further than the next half a coefficient has to be to be rounded away from zero, in steps. Numbers near
+zero are the most frequent: on kvshelf-tiny, 2,048 tokens, this saves an eighth of the bytes at step 1.5 and no answer.
+"""
 _MAX_CODE: Final = (1 << 30) - 1
 
 Turn = Callable[[Tensor, Tensor], Tensor]
