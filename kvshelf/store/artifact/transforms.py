@@ -6,6 +6,7 @@ transforms and cannot be read without them.
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from kvshelf.errors import InvalidRequest, ModelMismatch
 from kvshelf.kernels.ans import Tables
-from kvshelf.store.artifact.identity import Identity, ModelIdentity
+from kvshelf.store.artifact.identity import Identity, ModelIdentity, canonical_json
 from kvshelf.store.artifact.shape import LayerShape
 
 Kind = Literal["keys", "values"]
@@ -38,6 +39,7 @@ STEP_PARTS: Final = 10_000
 """A step is stored as an integer in these parts of a unit."""
 
 _FORMAT: Final = "kvshelf.transforms/1"
+_ABOUT: Final = "kvshelf"
 _STEP_EDGES: Final = [round(STEP_PARTS * 2 ** ((eighth + 0.5) / EIGHTHS)) for eighth in range(-41, 41)]
 
 
@@ -96,11 +98,11 @@ class Transforms:
         """Read a file of transforms. Raises `InvalidRequest` for anything that `pack` does not write."""
         try:
             tensors = load_tensors(data)
-            about = _metadata(data)
+            about = _about(data)
             if about.get("format") != _FORMAT:
                 raise ValueError(f"its format is {about.get('format')!r}, not {_FORMAT!r}")
-            layers = tuple(_layer(tensors, index) for index in range(int(about["layers"])))
-            return cls(data, about["weights"], layers, _tables(tensors))
+            layers = tuple(_layer(tensors, index) for index in range(about["layers"]))
+            return cls(data, str(about["weights"]), layers, _tables(tensors))
         except (SafetensorError, KeyError, ValueError, TypeError, AssertionError) as error:
             raise InvalidRequest(
                 f"the file is no transforms of a model ({str(error)[:200]}); make them again with kvshelf calibrate"
@@ -124,17 +126,18 @@ def pack(
             }
     tensors["tables.lengths"] = torch.tensor([len(table) for table in tables], dtype=torch.int32)
     tensors["tables"] = torch.from_numpy(np.concatenate(tables).astype(np.int16))
-    about = {"format": _FORMAT, "weights": weights, "layers": str(len(layers)), **origin}
-    return save_tensors({name: tensor.contiguous() for name, tensor in tensors.items()}, about)
+    about = {"format": _FORMAT, "weights": weights, "layers": len(layers), **origin}
+    # In one string: safetensors writes several in another order each time, and equal transforms need one digest.
+    return save_tensors(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, {_ABOUT: canonical_json(about)}
+    )
 
 
-def _metadata(data: bytes) -> dict[str, str]:
+def _about(data: bytes) -> dict[str, Any]:
     """What `safetensors` leaves out when it reads bytes: the map of strings in the header."""
-    import json
-
     size = int.from_bytes(data[:8], "little")
-    found = json.loads(data[8 : 8 + size]).get("__metadata__", {})
-    return {str(name): str(value) for name, value in found.items()}
+    found: dict[str, Any] = json.loads(json.loads(data[8 : 8 + size])["__metadata__"][_ABOUT])
+    return found
 
 
 def _layer(tensors: Mapping[str, Tensor], index: int) -> Mapping[Kind, RowTransform]:

@@ -23,6 +23,7 @@ from tests.service.conftest import created, refused, stopped
 if TYPE_CHECKING:
     from tests.conftest import LiveService
 
+ROOT = Path(__file__).resolve().parents[3]
 DOCUMENT = "The harbour master counts the boats of the northern quay every morning. " * 60
 
 
@@ -33,12 +34,25 @@ def estimate(http: httpx.Client, **body: Any) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("codec", [*CODECS, "int4:group=64,residual=0", "mixed:high=none,low=int4,share=0.25"])
+FIXED = [codec for codec in CODECS if codec != "klt"]
+
+
+@pytest.mark.parametrize("codec", [*FIXED, "int4:group=64,residual=0", "mixed:high=none,low=int4,share=0.25"])
 @pytest.mark.parametrize("removed", [0.0, 0.5, 0.9, 0.97])
 def test_sizes_are_those_of_real_blobs(tiny: Engine, codec: str, removed: float) -> None:
     cache = tiny.compress(DOCUMENT, policy="keydiff", compression_ratio=removed)
     said = Shape.of(tiny.model).stored_bytes(cache.num_tokens, cache.kept_tokens, codec)
-    assert said == pytest.approx(len(cache.to_bytes(codec=codec)), rel=0.05)
+    assert said == pytest.approx(len(tiny.encoded(cache, codec).to_bytes()), rel=0.05)
+
+
+@pytest.mark.parametrize("step", [0.5, 1.5, 4])
+@pytest.mark.parametrize("removed", [0.0, 0.5, 0.9])
+def test_the_size_of_streams_is_told_within_a_fifth(tiny: Engine, step: float, removed: float) -> None:
+    """It depends on the text. Text that repeats itself takes a third of what is said."""
+    text = (ROOT / "docs" / "secure.md").read_text()[:9000]
+    cache = tiny.compress(text, policy="keydiff", compression_ratio=removed)
+    said = Shape.of(tiny.model).stored_bytes(cache.num_tokens, cache.kept_tokens, f"klt:step={step}")
+    assert said == pytest.approx(len(tiny.encoded(cache, f"klt:step={step}").to_bytes()), rel=0.2)
 
 
 def test_what_is_said_is_what_a_creation_does(http: httpx.Client) -> None:

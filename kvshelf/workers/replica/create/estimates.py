@@ -78,9 +78,9 @@ class Shape:
 
     def _streams(self, num_tokens: int, kept: int, codec: Codec) -> int:
         """Bytes under codec klt, which depend on the text: about a fifth more or less, and a third where it repeats
-        itself. Bits per number fitted to kvshelf-tiny at steps of 0.5 to 4; its heads alone take a third more."""
+        itself. Bits per number fitted to kvshelf-tiny at steps of 0.25 to 8; its heads alone take a third more."""
         alone = codec.heads == "each" or kept < num_tokens
-        bits = 1.085 * math.log2(1 + 1.2 / codec.step) * (1.32 if alone else 1.0)
+        bits = 0.42 * math.log2(1 + (2.6 / codec.step) ** 1.6) * (1.37 if alone else 1.0)
         numbers = 2 * self.layers * self.kv_heads * self.head_dim  # of a token
         first = min(kept, _FIRST_ROWS)
         runs = math.ceil((kept - first) / RUN_ROWS)
