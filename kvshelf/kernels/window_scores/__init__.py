@@ -15,7 +15,7 @@ from kvshelf.kernels.checks import require, require_states
 from kvshelf.kernels.dispatch import implementation
 from kvshelf.kernels.window_scores.eager import pooled
 
-__all__ = ["pooled", "window_attention", "window_scores"]
+__all__ = ["pass_scores", "pooled", "window_attention", "window_scores"]
 
 
 def window_scores(
@@ -56,6 +56,36 @@ def window_scores(
     )
     form = implementation("window_scores", keys.device)
     scores: Tensor = form.window_scores(queries, keys, scale, own_keys, reduce, kernel, pooling)
+    return scores.float()
+
+
+def pass_scores(queries: Tensor, keys: Tensor, scale: float, own_keys: Tensor) -> Tensor:
+    """The largest attention that the last rows of many passes behind a document give each of its tokens.
+
+    Each pass sees the document and its own tokens up to the row, but no other pass: `window_scores` with `own_keys` and
+    reduce "max", of all passes together. queries: `[P, q_heads, R, D]`, keys: `[kv_heads, N, D]`, own_keys: `[P,
+    kv_heads, T, D]`, 1 <= R <= T. Returns `[kv_heads, N]` fp32, zeros without a pass. Raises `InvalidTensor` for other
+    shapes. FLOPs: `2 * P * q_heads * R * N * D` and `P * q_heads * R * N` exponentials. No kernel of its own: on CUDA
+    it uses torch's operations, 128 rows at a time.
+    """
+    require_states(
+        "pass_scores", {"queries": 4, "keys": 3, "own_keys": 4}, queries=queries, keys=keys, own_keys=own_keys
+    )
+    require(
+        queries.shape[0] == own_keys.shape[0]
+        and 0 < keys.shape[0] == own_keys.shape[1]
+        and queries.shape[1] > 0
+        and queries.shape[1] % keys.shape[0] == 0
+        and 1 <= queries.shape[2] <= own_keys.shape[2]
+        and queries.shape[3] == keys.shape[2] == own_keys.shape[3],
+        "pass_scores",
+        "queries must be [P, q_heads, R, D], keys [kv_heads, N, D] and own_keys [P, kv_heads, T, D], R from 1 to T, "
+        "q_heads a multiple of kv_heads",
+        queries=queries,
+        keys=keys,
+        own_keys=own_keys,
+    )
+    scores: Tensor = implementation("window_scores", keys.device).pass_scores(queries, keys, scale, own_keys)
     return scores.float()
 
 

@@ -51,6 +51,29 @@ def scores_by(
     return pooled(scores if reduce == "max" else scores.div_(len(future)), kernel, pooling)
 
 
+def pass_scores_by(
+    multiply_into: Multiply, add: AddWeights, queries: Tensor, keys: Tensor, scale: float, own_keys: Tensor
+) -> Tensor:
+    """See `kvshelf.kernels.window_scores.pass_scores`; with these forms of its two halves."""
+    (passes, q_heads, num_rows, dim), (kv_heads, num_keys, _), length = queries.shape, keys.shape, own_keys.shape[2]
+    future = torch.ones(num_rows, length, dtype=torch.bool, device=keys.device).triu(length - num_rows + 1)
+    grouped = (queries * scale).view(passes, kv_heads, q_heads // kv_heads, num_rows, dim)
+    rows_of_pass = q_heads // kv_heads * num_rows
+    at_once = max(1, _ROWS_PER_PRODUCT // rows_of_pass)
+    # Made once, as in `scores_by`.
+    buffers = keys.new_empty(2, min(at_once, passes) * rows_of_pass, num_keys + length, dtype=torch.float32)
+    scores = keys.new_zeros(kv_heads, num_keys, dtype=torch.float32)
+    for head in range(kv_heads):
+        for start in range(0, passes, at_once):
+            some, own = grouped[start : start + at_once, head], own_keys[start : start + at_once, head]
+            logits, spare = buffers[:, : len(some) * rows_of_pass]
+            multiply_into(some.reshape(-1, dim), keys[head], logits[:, :num_keys])
+            own_logits = (some @ own.mT[:, None]).float().masked_fill_(future, -torch.inf)  # [passes, group, R, T]
+            logits[:, num_keys:] = own_logits.flatten(0, 2)
+            add(scores[head], logits, spare, "max")
+    return scores
+
+
 def add_weights(scores: Tensor, logits: Tensor, spare: Tensor, reduce: str) -> None:
     """Add the softmax weights of logits `[rows, N + T]` on the first N keys to `scores` `[N]`, in place, or raise the
     scores to the largest weights. May overwrite logits and `spare`, which is as large."""
@@ -89,6 +112,7 @@ def multiply(rows: Tensor, keys: Tensor, out: Tensor) -> None:
 
 
 window_scores = partial(scores_by, multiply, add_weights)
+pass_scores = partial(pass_scores_by, multiply, add_weights)
 
 
 def _fill_logits(

@@ -38,3 +38,4 @@ def _add_weights(scores: Tensor, logits: Tensor, spare: Tensor, reduce: str) -> 
 
 
 window_scores = partial(eager.scores_by, _multiply, _add_weights)
+pass_scores = partial(eager.pass_scores_by, _multiply, _add_weights)

@@ -38,3 +38,11 @@ def window_attention(queries: Tensor, keys: Tensor, scale: float, own_keys: Tens
             logits = scale * visible @ queries[head, row].double()
             weights[head, row, : visible.shape[0]] = torch.softmax(logits, dim=0)
     return weights[:, :, :num_tokens]
+
+
+def pass_scores(queries: Tensor, keys: Tensor, scale: float, own_keys: Tensor) -> Tensor:
+    """See `kvshelf.kernels.window_scores.pass_scores`."""
+    scores = torch.zeros(keys.shape[:2], dtype=torch.float64, device=keys.device)
+    for rows, own in zip(queries, own_keys, strict=True):
+        scores = torch.maximum(scores, window_scores(rows, keys, scale, own, "max", 1, "avg"))
+    return scores

@@ -22,9 +22,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kvshelf.kernels.tiles import INTERPRETED, load_rows
-from kvshelf.kernels.window_scores.eager import pooled, window_attention
+from kvshelf.kernels.window_scores.eager import pass_scores, pooled, window_attention
 
-__all__ = ["window_attention", "window_scores"]  # the weights themselves are torch's operations on CUDA too
+__all__ = ["pass_scores", "window_attention", "window_scores"]  # the first two are torch's operations on CUDA too
 
 _LOG2_E = math.log2(math.e)
 

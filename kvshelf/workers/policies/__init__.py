@@ -25,6 +25,7 @@ from kvshelf.workers.policies.h2o import H2O
 from kvshelf.workers.policies.installed import installed
 from kvshelf.workers.policies.keydiff import KeyDiff
 from kvshelf.workers.policies.knorm import Knorm
+from kvshelf.workers.policies.kvcues import KVcues
 from kvshelf.workers.policies.kvzip import KVzip
 from kvshelf.workers.policies.lagkv import LagKV
 from kvshelf.workers.policies.layer_defensivekv import LayerDefensiveKV
@@ -58,6 +59,7 @@ _OURS: Mapping[str, type[Policy]] = {
         H2O,
         KeyDiff,
         Knorm,
+        KVcues,
         KVzip,
         LagKV,
         LayerDefensiveKV,

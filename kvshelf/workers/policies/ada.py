@@ -50,8 +50,10 @@ class Ada(ScoringPolicy):
         own = {f.name for f in parameter_fields(cls)}
         ada = super().build({name: value for name, value in given.items() if name in own}, known)
         of_base = {name: value for name, value in given.items() if name not in own}
-        scoring = _scoring_policy(ada.base, known).build(of_base, known)
-        if ada.across == "cache" and type(scoring).counts is not ScoringPolicy.counts:
+        base = _scoring_policy(ada.base, known)
+        leaves_sharing = _can_leave_sharing(base)
+        scoring = base.build(of_base | ({"across": "head"} if leaves_sharing else {}), known)
+        if ada.across == "cache" and base.counts is not ScoringPolicy.counts and not leaves_sharing:
             raise InvalidRequest(
                 f"policy {ada.base!r} shares the budget among layers or heads itself, which across 'cache' would undo; "
                 "give across 'layer', or another base",
@@ -60,7 +62,7 @@ class Ada(ScoringPolicy):
         return replace(ada, scoring=scoring)
 
     def parameters(self) -> dict[str, Any]:
-        return super().parameters() | self.scoring.parameters()
+        return self.scoring.parameters() | super().parameters()  # `across` is this policy's
 
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
         return replace(self, scoring=self.scoring.fitted(document, budget, given))
@@ -108,13 +110,18 @@ class Ada(ScoringPolicy):
         return self.scoring.next_position(num_tokens, budget)
 
 
+def _can_leave_sharing(cls: type[Policy]) -> bool:
+    """Whether the policy shares budgets by a parameter `across`, which can also give each head its own."""
+    return any(f.name == "across" and "head" in f.metadata["choices"] for f in parameter_fields(cls))
+
+
 def _scoring_policy(name: str, known: Mapping[str, type[Policy]]) -> type[ScoringPolicy]:
     """The policy of that name, if budgets per head can be built around it. Raises `InvalidRequest`."""
     legal = {
         cls.name: cls
         for cls in known.values()
         if issubclass(cls, ScoringPolicy) and cls.reduce is ScoringPolicy.reduce and cls is not Ada
-        if not cls.shared_by_heads and cls.sharing is ScoringPolicy.sharing
+        if not cls.shared_by_heads and (cls.sharing is ScoringPolicy.sharing or _can_leave_sharing(cls))
     }
     if name not in legal:
         raise InvalidRequest(

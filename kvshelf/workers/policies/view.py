@@ -5,18 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor, nn
 
 from kvshelf.kernels.column_sums import column_sums
 from kvshelf.kernels.window_scores import pooled, window_attention, window_scores
+from kvshelf.workers.model.text import QUESTION_SEPARATOR, SENTENCE_ENDS
 
 if TYPE_CHECKING:  # a view is also made without a model
     from kvshelf.workers.model.calibration import Calibration
     from kvshelf.workers.model.rope import Rope
     from kvshelf.workers.model.text import TextFormat
+
+
+CUE: Final = 6
+"""Tokens of a document that `DocumentView.cue` puts as a question."""
+
+CUE_ANSWER: Final = 4
+"""Tokens of a document that follow those of a cue. Later ones depend more on the tokens before them than on the
+document."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +63,14 @@ class DocumentView:
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
+    def cue(self, start: int) -> ProbePass:
+        """A question that the document answers: `CUE` tokens from `start`, what the chat template writes before an
+        answer, and the next `CUE_ANSWER` tokens. The model finds what follows the cue, as it finds what a real
+        question asks for."""
+        separator = self.text.encode(QUESTION_SEPARATOR) if self.text is not None else ()
+        asked, answer = (self.token_ids[a:b] for a, b in pairwise((start, start + CUE, start + CUE + CUE_ANSWER)))
+        return ProbePass((*separator, *asked, *self.suffix, *answer), self.num_tokens)
+
     @cached_property
     def segment_ends(self) -> list[bool]:
         """Which tokens end a part of a sentence, by its punctuation."""
@@ -62,8 +80,6 @@ class DocumentView:
     @cached_property
     def sentence_ends(self) -> list[bool]:
         """Which tokens end a sentence."""
-        from kvshelf.workers.model.text import SENTENCE_ENDS
-
         assert self.text is not None, "the policy must say that it observes text"
         return self.text.segment_ends(self.token_ids, SENTENCE_ENDS)
 

@@ -123,6 +123,10 @@ def test_the_heads_of_a_pyramid_share_each_layer_of_it(llama):
     assert not all(record.uniform for record in ada.layers)
 
 
+SHARING = {"kvzip", "kvcues"}
+"""Bases that share budgets by a parameter `across`, unless ada does."""
+
+
 def test_the_bases_parameters_stand_beside_adas_own():
     ada = build("ada", {"base": "pyramidkv", "floor": 0.3, "beta": 7, "window": 9, "probe": "Why?"})
     assert ada.scoring == build("pyramidkv", {"beta": 7, "window": 9, "probe": "Why?"})
@@ -148,6 +152,7 @@ def test_the_bases_parameters_stand_beside_adas_own():
         ({"base": "cake"}, "base", "leaves the sharing to ada"),
         ({"base": "layer_defensivekv"}, "base", "leaves the sharing to ada"),
         ({"base": "pyramidkv", "across": "cache"}, "across", "'pyramidkv' shares the budget"),
+        ({"base": "kvzip", "across": "head"}, "across", "'layer', 'cache'"),
     ],
     ids=str,
 )
@@ -197,7 +202,8 @@ def test_a_new_version_of_the_base_is_a_new_policy(llama):
 @pytest.mark.parametrize("name", [name for name, _ in bases()])
 def test_every_base_has_heads_that_choose_for_themselves(tiny, document, name):
     """And a share that differs: else budgets per head would mean nothing, and `shared_by_heads` should say so."""
-    alone = tiny.compress(document, policy=name, compression_ratio=0.75)
+    own = {"across": "head"} if name in SHARING else {}
+    alone = tiny.compress(document, policy=name, compression_ratio=0.75, **own)
     assert any(not torch.equal(record.positions[0], record.positions[1]) for record in alone.layers)
     ada = tiny.compress(document, policy="ada", base=name, compression_ratio=0.75)
     assert [record.entries for record in ada.layers] == [record.entries for record in alone.layers]
@@ -209,7 +215,19 @@ def test_bases_and_ada_share_no_parameter_name():
     assert {"snapkv", "keydiff", "pyramidkv"} <= dict(bases()).keys()
     for name, cls in bases():
         assert issubclass(cls, ScoringPolicy)
-        assert not OWN & {f.name for f in parameter_fields(cls)}, name
+        shared = OWN & {f.name for f in parameter_fields(cls)}
+        assert shared == ({"across"} if name in SHARING else set()), name
+
+
+@pytest.mark.parametrize("across", ["layer", "cache"])
+def test_ada_shares_in_place_of_a_base_that_shares_budgets_itself(tiny, document, across):
+    ada = build("ada", {"base": "kvcues", "every": 9, "across": across})
+    assert ada.scoring == build("kvcues", {"every": 9, "across": "head"})
+    assert ada.parameters()["across"] == across
+    assert build("ada", ada.parameters()) == ada
+    cache = tiny.compress(document, policy="ada", base="kvcues", across=across, compression_ratio=0.75)
+    entries = [record.entries for record in cache.layers]
+    assert (len(set(entries)) == 1) == (across == "layer")
 
 
 def test_the_catalog_shows_adas_own_parameters():

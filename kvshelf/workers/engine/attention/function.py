@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -156,19 +157,29 @@ def _with_probes(
 ) -> tuple[Tensor, Tensor | None]:
     """Causal attention of a document, and of each probe pass over the document and the pass itself. Also returns the
     document's log-sum-exps, as in `Attended`."""
-    document, *probes = torch.split(query, [query.shape[2] - sum(probe_lengths), *probe_lengths], dim=2)
-    start = key.shape[2] - sum(probe_lengths)  # with a cache of transformers, more than the call's own tokens
-    prefix = [StackedPrefix(key[0, :, :start], value[0, :, :start])]
-    of_document, lse = _causal(document, key[:, :, :start], value[:, :, :start], scaling)
+    end = query.shape[2] - sum(probe_lengths)
+    length = key.shape[2] - sum(probe_lengths)  # with a cache of transformers, more than the call's own tokens
+    prefix = [StackedPrefix(key[0, :, :length], value[0, :, :length])]
+    of_document, lse = _causal(query[:, :, :end], key[:, :, :length], value[:, :, :length], scaling)
     outs = [of_document]
-    for probe in probes:
-        length = probe.shape[2]
-        layout = BatchLayout((length,), (SuffixRows((length,), (0,), length),), query.device)
-        own = [(key[:, :, start : start + length], value[:, :, start : start + length])]
-        out = prefix_attention(probe[0].transpose(0, 1), [prefix], own, layout, scaling)  # [T, q_heads, Dv]
+    for each, same in groupby(probe_lengths):
+        # One call for neighbours of one length: the cues of a document are hundreds of passes of a dozen tokens.
+        passes = len(list(same))
+        tokens = passes * each
+        rows = SuffixRows((each,) * passes, tuple(range(0, tokens, each)), each)
+        own_keys, own_values = (_per_pass(states[0, :, length : length + tokens], passes) for states in (key, value))
+        of_passes = query[0, :, end : end + tokens].transpose(0, 1)  # [passes * T, q_heads, D]
+        layout = BatchLayout((tokens,), (rows,), query.device)
+        out = prefix_attention(of_passes, [prefix], [(own_keys, own_values)], layout, scaling)  # [tokens, q_heads, Dv]
         outs.append(out.transpose(0, 1).unsqueeze(0))
-        start += length
-    return torch.cat(outs, dim=2) if probes else of_document, lse
+        length, end = length + tokens, end + tokens
+    return torch.cat(outs, dim=2) if probe_lengths else of_document, lse
+
+
+def _per_pass(states: Tensor, passes: int) -> Tensor:
+    """`[heads, passes * T, D]` as `[passes, heads, T, D]`."""
+    heads, _, dim = states.shape
+    return states.reshape(heads, passes, -1, dim).transpose(0, 1)
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor | None]:
