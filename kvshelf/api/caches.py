@@ -29,9 +29,12 @@ class TokenCounts(ResponseBody):
 
 
 class ByteCounts(ResponseBody):
-    """`full` is the size of the document's uncompressed KV cache, `stored` the size of the blob."""
+    """`full` is the size of the document's uncompressed KV cache in the model's dtype, `full_16bit` its size in 16-bit
+    numbers, `stored` the size of the blob. Say how much smaller a cache is against `full_16bit`: an fp32 cache doubles
+    every factor."""
 
     full: int
+    full_16bit: int
     stored: int
 
 

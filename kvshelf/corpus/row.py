@@ -31,10 +31,11 @@ class Row:
 
     source: the input that holds it, by the name users know; a file's path. line: 1-based; 1 for a file that is one
     document. nbytes: of the input. spec: the creation; its `model` may be None, which means the first one served.
-    tokens: of the document; kept: of those, per layer and KV head. bytes_full: of the uncompressed KV. seconds: of the
-    attempt that succeeded, or of this run's failed ones; 0 if nothing was done. reused: the cache was there before.
-    worker: the replica that made the cache, "" if none did. levels: all caches of a row that asked for several, the
-    first included; `bytes_stored` is the sum of their bytes.
+    tokens: of the document; kept: of those, per layer and KV head. bytes_full: of the uncompressed KV cache;
+    bytes_full_16bit: of the same in 16-bit numbers. seconds: of the attempt that succeeded, or of this run's failed
+    ones; 0 if nothing was done. reused: the cache was there before. worker: the replica that made the cache, "" if none
+    did. levels: all caches of a row that asked for several, the first included; `bytes_stored` is the sum of their
+    bytes.
     """
 
     source: str
@@ -45,6 +46,7 @@ class Row:
     tokens: int = 0
     kept: int = 0
     bytes_full: int = 0
+    bytes_full_16bit: int = 0
     bytes_stored: int = 0
     quality: Mapping[str, Any] | None = None
     attempts: int = 0
@@ -105,7 +107,7 @@ class Row:
             "cache_id": self.cache_id,
             "document_id": self.document_id,
             "tokens": {"document": self.tokens, "kept": self.kept},
-            "bytes": {"full": self.bytes_full, "stored": self.bytes_stored},
+            "bytes": {"full": self.bytes_full, "full_16bit": self.bytes_full_16bit, "stored": self.bytes_stored},
             "quality": None if self.quality is None else dict(self.quality),
             "attempts": self.attempts,
             "seconds": round(self.seconds, 4),

@@ -163,7 +163,7 @@ def cache_object(manifest: Manifest, *, existing: bool = False) -> CacheObject:
         manifest.model_dump(include=same)
         | {
             "tokens": {"document": manifest.num_tokens, "kept": manifest.kept_tokens},
-            "bytes": {"full": manifest.bytes_full, "stored": manifest.bytes_stored},
+            "bytes": manifest.bytes,
             "existing": existing,
         }
     )

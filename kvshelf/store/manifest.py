@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field
@@ -36,6 +36,10 @@ class Judgement(Record):
 
     quality: Quality | None = None
     tried: tuple[Tried, ...] = ()
+
+
+_TIMES_16_BITS: Final = {"float32": 2, "float64": 4}
+"""How much wider than 16 bits a model's numbers are. By name, because a front end does not import torch."""
 
 
 class Manifest(Record):
@@ -75,6 +79,12 @@ class Manifest(Record):
     has_source: bool = False
     source_digest: str | None = None
     uses: int = 0
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """The sizes as the API shows them, see `kvshelf.api.caches.ByteCounts`."""
+        in_16_bits = self.bytes_full // _TIMES_16_BITS.get(self.identity["model"]["dtype"], 1)
+        return {"full": self.bytes_full, "full_16bit": in_16_bits, "stored": self.bytes_stored}
 
     @property
     def revision(self) -> str:

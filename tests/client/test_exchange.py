@@ -27,7 +27,7 @@ CACHE = {
     "compression_ratio": 0.75,
     "codec": "none",
     "tokens": {"document": 8, "kept": 2},
-    "bytes": {"full": 800, "stored": 200},
+    "bytes": {"full": 800, "full_16bit": 400, "stored": 200},
     "created_at": 1.0,
 }
 Handler = Callable[[httpx.Request], httpx.Response]

@@ -23,9 +23,9 @@ BASELINE = "full"
 """The policy that keeps everything and shows what the model itself can do. Every cell has it."""
 
 RATIOS = (0.5, 0.75, 0.875, 0.9375)
-CODECS = ("none", "int8", "int4", "int2", "mixed")
-FEATURED = ("full", "keydiff", "lagkv", "snapkv", "sage", "sablock", "ems", "kvzip", "expected_attention")
-ENCODED = ("full", "keydiff", "lagkv", "ems", "kvzip")
+CODECS = ("none", "int8", "int4", "int2", "mixed", "klt")
+FEATURED = ("full", "keydiff", "lagkv", "snapkv", "sage", "sablock", "ems", "kvzip", "kvcues", "expected_attention")
+ENCODED = ("full", "keydiff", "lagkv", "ems", "kvzip", "kvcues")
 EXPORTED = ("full", "keydiff")
 VARIANTS = ("ems:merge=false", "ems:pos=pre", "ada:base=keydiff")
 """FEATURED to VARIANTS: policies of the default size at further lengths, under codecs, exported, and their variants."""

@@ -109,8 +109,10 @@ def _usage(home: Home) -> tuple[float, float]:
 def journal_s(results: int) -> float:
     """Processor seconds that the process which runs a batch spends to record one result durably."""
     like = Row(
-        "corpus.jsonl", 0, "row-0", "kvs_" + "0" * 40, "doc_" + "0" * 40, 4096, 1024, 10**9, 10**8,
-        {"agreement": 0.97, "kl": 0.02, "tokens": 64}, 1, 2.0, worker="replica-1", policy="keydiff",
+        "corpus.jsonl", 0, "row-0", "kvs_" + "0" * 40, "doc_" + "0" * 40, 4096, 1024,
+        bytes_full=10**9, bytes_full_16bit=10**9, bytes_stored=10**8,
+        quality={"agreement": 0.97, "kl": 0.02, "tokens": 64}, attempts=1, seconds=2.0,
+        worker="replica-1", policy="keydiff",
     )  # fmt: skip
     every = [replace(like, line=number, custom_id=f"row-{number}") for number in range(results)]
     folder = tempfile.TemporaryDirectory(prefix="kvshelf-bench-")

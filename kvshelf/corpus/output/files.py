@@ -51,7 +51,7 @@ def _write_parquet(target: IO[bytes], lines: Iterator[dict[str, Any]]) -> int:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    numbers = {"tokens": ("document", "kept"), "bytes": ("full", "stored")}
+    numbers = {"tokens": ("document", "kept"), "bytes": ("full", "full_16bit", "stored")}
     text, integer, real = pa.string(), pa.int64(), pa.float64()
     schema = pa.schema(
         [(name, text) for name in ("custom_id", "file")]

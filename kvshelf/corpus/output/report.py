@@ -57,7 +57,7 @@ def write_report(path: Path, summary: Summary, results: Iterable[Row]) -> None:
         *_failures(found),
         *_throughput(summary),
         *_distribution("Lengths", found.tokens, _whole, "tokens of a document"),
-        *_distribution("Compression", found.stored, _share, "stored bytes of full bytes"),
+        *_distribution("Compression", found.stored, _share, "stored bytes of those of a 16-bit cache"),
         *_quality(found),
         *_saved(summary, found),
         *_slowest(found),
@@ -145,8 +145,8 @@ class _Findings:
                 examples.append((result.error.message, result))
             return
         self.tokens.add(result.tokens)
-        if result.bytes_full:
-            self.stored.add(result.bytes_stored / result.bytes_full)
+        if result.bytes_full_16bit:
+            self.stored.add(result.bytes_stored / result.bytes_full_16bit)
         if result.quality is not None:
             self.agreement.add(result.quality["agreement"])
             _keep(self.worst, result.quality["agreement"], result)

@@ -213,6 +213,7 @@ def _made(row: Row, manifests: Sequence[Manifest]) -> Row:
         tokens=first.num_tokens,
         kept=first.kept_tokens,
         bytes_full=first.bytes_full,
+        bytes_full_16bit=first.bytes["full_16bit"],
         bytes_stored=sum(each.bytes_stored for each in manifests),
         quality=None if first.quality is None else first.quality.model_dump(),
         seconds=sum(each.timings.prefill_s + each.timings.compress_s + each.timings.store_s for each in manifests),
@@ -226,6 +227,6 @@ def _level(manifest: Manifest) -> dict[str, Any]:
         "cache_id": manifest.id,
         "compression_ratio": manifest.compression_ratio,
         "tokens": {"document": manifest.num_tokens, "kept": manifest.kept_tokens},
-        "bytes": {"full": manifest.bytes_full, "stored": manifest.bytes_stored},
+        "bytes": manifest.bytes,
         "quality": None if manifest.quality is None else manifest.quality.model_dump(),
     }

@@ -119,6 +119,7 @@ def _ended(client: Client, file_id: str | None, rows: Sequence[Row]) -> Iterator
             tokens=line["tokens"]["document"],
             kept=line["tokens"]["kept"],
             bytes_full=line["bytes"]["full"],
+            bytes_full_16bit=line["bytes"]["full_16bit"],
             bytes_stored=line["bytes"]["stored"],
             levels=tuple(line.get("levels", ())),
         )

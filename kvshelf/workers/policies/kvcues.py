@@ -14,8 +14,6 @@ from kvshelf.workers.policies.base import parameter
 from kvshelf.workers.policies.kvzip import KVzip
 from kvshelf.workers.policies.view import CUE, CUE_ANSWER, DocumentView, LayerView, ProbePass
 
-ROWS = 99
-
 
 @dataclass(frozen=True)
 class KVcues(KVzip):
@@ -57,6 +55,6 @@ class KVcues(KVzip):
 def _cue_scores(layer: LayerView, cues: int) -> Tensor:
     """The largest weight that a row of the last `cues` passes gives each token: `[kv_heads, N]` fp32."""
     probes = layer.probes[-cues:]
-    queries = torch.stack([probed.queries[:, -ROWS:] for probed in probes])  # [cues, q_heads, R, D]
+    queries = torch.stack([probed.queries for probed in probes])  # [cues, q_heads, T, D]
     own_keys = torch.stack([probed.keys for probed in probes])  # [cues, kv_heads, T, D]
     return pass_scores(queries, layer.keys, layer.scaling, own_keys)

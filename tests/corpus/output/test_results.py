@@ -142,7 +142,7 @@ def test_the_lines_of_the_output_are_the_contract() -> None:
         "cache_id": "kvs_7",
         "document_id": "doc_7",
         "tokens": {"document": 100, "kept": 25},
-        "bytes": {"full": 1000, "stored": 250},
+        "bytes": {"full": 1000, "full_16bit": 500, "stored": 250},
         "quality": {"agreement": 0.9},
         "attempts": 1,
         "seconds": 0.5,
