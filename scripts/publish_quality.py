@@ -77,7 +77,7 @@ def glance(policies: list[PolicyInfo]) -> str:
 
 def codecs(policies: list[PolicyInfo]) -> str:
     """The policies that were measured under every codec: exact answers, and bytes per document token."""
-    names = ("none", "int8", "int4", "int2", "mixed", "klt")
+    names = ("none", "int8", "int4", "int2", "mixed")
     lines = [
         "## Codecs",
         "",

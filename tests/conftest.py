@@ -94,6 +94,7 @@ def seeded(soak: bool) -> None:
             torch.manual_seed(0)
 
 
+DOCS = Path(__file__).parent.parent / "docs"
 TOKENIZER = Path(__file__).parent.parent / "kvshelf" / "models" / "kvshelf-tiny"
 
 
@@ -122,6 +123,19 @@ def save_random_model(folder: Path, *, layers: int = 2, width: int = 64, positio
     return folder
 
 
+def save_transforms(folder: Path) -> None:
+    """Transforms of a saved model, from two pages of the documentation, beside its weights."""
+    from kvshelf import Engine
+    from kvshelf.workers.engine.transform_search import find_transforms
+    from kvshelf.workers.model.calibration import TRANSFORMS_BESIDE_THE_WEIGHTS
+
+    engine = Engine.load(str(folder), device="cpu")
+    assert engine.text is not None
+    pages = [(DOCS / name).read_text()[:4000] for name in ("put.md", "secure.md")]
+    data = find_transforms(engine, [engine.text.encode(page) for page in pages])
+    (folder / TRANSFORMS_BESIDE_THE_WEIGHTS).write_bytes(data)
+
+
 def len_tokenizer() -> int:
     from tokenizers import Tokenizer
 
@@ -131,8 +145,10 @@ def len_tokenizer() -> int:
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model of 2 layers: a forward takes milliseconds."""
-    return save_random_model(tmp_path_factory.mktemp("models") / "random-tiny")
+    """A random model of 2 layers, with transforms for codec klt: a forward takes milliseconds."""
+    folder = save_random_model(tmp_path_factory.mktemp("models") / "random-tiny")
+    save_transforms(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

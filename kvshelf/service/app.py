@@ -125,6 +125,7 @@ async def _service(
         models=tuple(ModelObject.model_validate(about | {"created": int(time.time())}) for about in described),
         identities={about["id"]: ModelIdentity(**about["identity"]) for about in described},
         layer_shapes={about["id"]: [LayerShape(*layer) for layer in about["layer_shapes"]] for about in described},
+        transforms={about["id"]: about["transforms"] for about in described},
         background=Background(store, engines, deadline_s=settings.request_deadline_s, max_unfinished=waiting),
         batches=BatchRunner(store, workers, settings, numbers),
         metrics=numbers,

@@ -42,9 +42,9 @@ WHOLE_CACHES = 4
 class Service:
     """The parts of a running front end. The mappings and `models` are in the order of the settings.
 
-    whole: the queue of calls that read or write whole caches. extractor: reads uploaded files that are not plain text.
-    parser: parses JSON bodies. limits: what each tenant may ask, and how much of it is left.
-    readiness: concurrent questions whether the service is ready share one look.
+    transforms: the digest of each model's own, "" without. whole: the queue of calls that read or write whole caches.
+    extractor: reads uploaded files that are not plain text. parser: parses JSON bodies. limits: what each tenant
+    may ask, and how much of it is left. readiness: concurrent questions whether the service is ready share one look.
     """
 
     settings: Settings
@@ -53,6 +53,7 @@ class Service:
     models: tuple[ModelObject, ...]
     identities: Mapping[str, ModelIdentity]
     layer_shapes: Mapping[str, Sequence[LayerShape]]
+    transforms: Mapping[str, str]
     background: Background
     batches: BatchRunner
     metrics: Metrics

@@ -44,11 +44,13 @@ OTHERS: tuple[Any, ...] = (
 
 @pytest.fixture(scope="module")
 def blobs(attacked: Attacked) -> list[bytes]:
-    """Exported caches of the served model: one that is whole, one of ragged heads, one merged and encoded."""
+    """Exported caches of the served model: whole, of ragged heads, merged and encoded, and in streams."""
     options: list[dict[str, Any]] = [
         {"policy": "full"},
         {"policy": "lagkv", "compression_ratio": 0.9, "codec": "int8"},
         {"policy": "ems", "compression_ratio": 0.5, "codec": "int4"},
+        {"policy": "full", "codec": "klt"},
+        {"policy": "kvzip", "compression_ratio": 0.5, "codec": "klt"},
     ]
     with attacked.client("alice") as client:
         ids = [created(client, document=DOCUMENT, **chosen)["id"] for chosen in options]
@@ -161,9 +163,10 @@ class Forger:
         return _joined(parts, blob)
 
     def _array(self, blob: bytes) -> bytes:
-        """Every number of the first keys or values at once."""
+        """Every number of the first keys or values at once, or every word of their streams."""
         parts = Parts(blob)
-        names = [name for name in ("keys", "values", "keys scales", "values zeros") if _has(parts, name)]
+        arrays = ("keys", "values", "keys scales", "values zeros", "keys coded", "values coded")
+        names = [name for name in arrays if _has(parts, name)]
         array = parts.array(0, self.random.choice(names))
         array[:] = self.random.choice((b"\xff", b"\x7f", b"\0")) * len(array)
         del array

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 
 from kvshelf.api import CacheObject, ImportCache, Verification
-from kvshelf.errors import CacheCorrupt, CacheError, CacheNotFound, NoWorker
+from kvshelf.errors import CacheCorrupt, CacheError, CacheNotFound, ModelMismatch, NoWorker
 from kvshelf.service.access.keys import Reader, Writer
 from kvshelf.service.http import openapi
 from kvshelf.service.http.body import BLOB_TYPE, read_query, received_blob
@@ -48,9 +48,11 @@ def _import(service: Service, file: BinaryIO, about: ImportCache, tenant: str) -
     """Stores the cache that a file contains. Returns its manifest, and whether the shelf already had it."""
     view = _mapped(file)
     header = inspect(view).header
-    model = service.serving(header.to_identity().model)
+    identity = header.to_identity()
+    model = service.serving(identity.model)
     header.shape.require_bounds(service.identities[model])
     header.shape.require_layers(service.layer_shapes[model])
+    _require_transforms(service, model, identity.transforms)
     if service.engine(model).remote.running == 0:
         raise NoWorker(f"no worker of {model!r} runs; one is being started", retry_after_s=RESTART_S)
     cache = CompressedCache.from_bytes(view)
@@ -69,6 +71,16 @@ def _import(service: Service, file: BinaryIO, about: ImportCache, tenant: str) -
         )
         return manifest, False
     return prolonged(store, there, about.ttl_s, about.expires_at), True
+
+
+def _require_transforms(service: Service, model: str, digest: str) -> None:
+    """Raises `ModelMismatch` for a cache under transforms that neither the model nor the shelf has."""
+    if digest and digest != service.transforms[model] and service.store.transforms.get(digest) is None:
+        raise ModelMismatch(
+            f"the cache is under codec klt with the transforms {digest[:16]}, and they are neither those of {model!r} "
+            "here nor on the shelf; put their file into the calibration folder, or compress the document again",
+            transforms=digest,
+        )
 
 
 def _mapped(file: BinaryIO) -> memoryview:

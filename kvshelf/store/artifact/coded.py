@@ -129,7 +129,7 @@ class CodedRows:
     def require_sound(self, where: str) -> None:
         """Raise `BlobError` unless the array has the parts that its numbers promise. Decodes nothing."""
         heads = len(self.lengths)
-        if len(self._words) * 4 != self.data.numel() or len(self._words) < 2 + heads:
+        if self.data.numel() % 4 or self.data.numel() // 4 < 2 + heads:
             raise _malformed(where, "is too short")
         if self._words[1] > 1 or not 0 < self.step_parts <= 1 << 24:
             raise _malformed(where, "has another layout or no step")
@@ -137,6 +137,8 @@ class CodedRows:
             raise _malformed(where, "has heads of different lengths that are transformed together")
         if any(first > min(length, FIRST_TOKENS) for first, length in zip(self.first, self.lengths, strict=True)):
             raise _malformed(where, "has more first rows than entries")
+        if sum(length // RUN_ROWS for length in self.lengths) > len(self._words):  # before a list of all runs is made
+            raise _malformed(where, "is too short")
         begin, sizes = self._streams
         if len(self._words) < begin or begin + int((sizes & ~np.uint32(_FRAME)).sum()) // 4 > 1 << 40:
             raise _malformed(where, "is too short")

@@ -80,7 +80,8 @@ class Replica:
             raise InternalError(f"{self._engine.name!r} hangs in a document that should have ended {STUCK_S:g} s ago")
 
     async def describe(self, *, origin: str = "") -> dict[str, Any]:
-        """The model, for /v1/models, its `ModelIdentity` and the shape of its layers. JSON types only."""
+        """The model, for /v1/models, its `ModelIdentity`, the shape of its layers and the digest of its transforms.
+        JSON types only."""
         with called_as(origin):
             engine = self._engine
             return {
@@ -93,6 +94,7 @@ class Replica:
                 "device": str(engine.model.device),
                 "identity": asdict(engine.identity),
                 "layer_shapes": engine.layer_shapes,
+                "transforms": engine.coder.transforms.digest if engine.has_transforms else "",
             }
 
     async def inspect(
@@ -106,8 +108,12 @@ class Replica:
 
 
 def _attached(engine: Engine, store: Store, arriving: ArrivingCache) -> Attachment:
-    """The cache as the model reads it, by transforms from the shelf if the engine does not have them."""
+    """The cache as the model reads it, by transforms from the shelf if the engine does not have them. An imported cache
+    is under transforms that the shelf may lack: it keeps them from now on."""
     digest = arriving.identity.transforms
-    if digest and not engine.knows(digest) and (data := store.transforms.get(digest)) is not None:
-        engine.learn(data)
+    if digest and not engine.knows(digest):
+        if (data := store.transforms.get(digest)) is not None:
+            engine.learn(data)
+    elif digest:
+        store.transforms.keep(digest, engine.coder_of(digest).transforms.data)
     return engine.attach(arriving)

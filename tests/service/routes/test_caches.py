@@ -57,7 +57,13 @@ def test_a_new_cache_is_201_and_the_same_again_200(http: httpx.Client) -> None:
 
 @pytest.mark.parametrize(
     ("codec", "canonical"),
-    [("int4", "int4"), ("int2:residual=8,group=32", "int2:residual=8"), ("mixed:share=.25", "mixed:share=0.25")],
+    [
+        ("int4", "int4"),
+        ("int2:residual=8,group=32", "int2:residual=8"),
+        ("mixed:share=.25", "mixed:share=0.25"),
+        ("klt:step=1.50", "klt"),
+        ("klt:step=3", "klt:step=3"),
+    ],
 )
 def test_a_codec_is_stored_named_and_read_back(http: httpx.Client, codec: str, canonical: str) -> None:
     plain = create(http, document=DOCUMENT, compression_ratio=0.5)

@@ -12,6 +12,7 @@ import pytest
 
 from kvshelf import CompressedCache
 from tests.service.conftest import created, other_model, refused
+from tests.store.hostile import Parts
 
 if TYPE_CHECKING:
     from tests.conftest import LiveService
@@ -191,3 +192,18 @@ def test_imported_and_downloaded_are_the_same_cache(http: httpx.Client, blob: by
     cache_id = post(http, blob).json()["id"]
     mine = CompressedCache.from_bytes(http.get(f"/v1/caches/{cache_id}/blob").content)
     assert (mine.codec, mine.to_bytes()) == ("int8", blob)
+
+
+def test_a_cache_in_streams_comes_back_where_its_transforms_are_known(http: httpx.Client) -> None:
+    cache = created(http, document=DOCUMENT + "Streams.", policy="full", codec="klt")
+    blob = http.get(f"/v1/caches/{cache['id']}/blob").content
+    ask = {"prompt": "Which seal?", "max_tokens": 8}
+    before = http.post(f"/v1/caches/{cache['id']}/query", json=ask).json()["text"]
+    http.delete(f"/v1/caches/{cache['id']}")
+    again = post(http, blob).json()
+    assert http.post(f"/v1/caches/{again['id']}/query", json=ask).json()["text"] == before
+    parts = Parts(blob)
+    parts.fields["identity"]["transforms"] = "ab" * 32
+    response = post(http, parts.join())
+    refused(response, 409, "model_mismatch")
+    assert response.json()["error"]["details"]["transforms"] == "ab" * 32

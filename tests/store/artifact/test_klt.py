@@ -205,6 +205,20 @@ def test_forged_streams_are_refused_or_give_bounded_numbers() -> None:
 def test_rows_are_decoded_by_their_own_lengths() -> None:
     rows = scaled(((600, 600),) * 2, num_tokens=600).encoded("klt", make_coder()).layers[0].keys
     assert isinstance(rows, CodedRows)
-    for lengths in ((599, 601), (600, 599), (600,), (1 << 30, 1 << 30)):
+    for lengths in ((599, 601), (600, 599), (600,), (1 << 30, 1 << 30), (1 << 62, 1 << 62)):
         with pytest.raises(BlobError):
             replace(rows, lengths=lengths).require_sound("keys")
+    for end in (1, 2, 3, 5, 7, 8, 11, 400, rows.nbytes - 4, rows.nbytes - 1):
+        with pytest.raises(BlobError):
+            replace(rows, data=rows.data[:end]).require_sound("keys")
+
+
+@pytest.mark.parametrize(("codec", "transforms"), [("klt", ""), ("none", "ab" * 32), ("int4", "ab" * 32)])
+def test_transforms_belong_to_codec_klt_alone(codec: str, transforms: str) -> None:
+    """Else a cache is taken in, and each question of it is an error about what is inside."""
+    cache = scaled(SHAPES["short"])
+    parts = Blob((cache.encoded("klt", make_coder()) if codec == "klt" else cache).to_bytes(codec))
+    parts.fields["identity"]["transforms"] = transforms
+    with pytest.raises(BlobError, match="codec klt has some") as refused:
+        CompressedCache.from_bytes(parts.join())
+    assert refused.value.reason == "inconsistent"

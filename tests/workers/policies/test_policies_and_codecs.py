@@ -14,7 +14,7 @@ from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.policies import POLICIES
 
-CODECS = ("none", "int8", "int4", "int2", "mixed")
+CODECS = ("none", "int8", "int4", "int2", "mixed", "klt")
 
 
 @pytest.fixture(scope="module")
@@ -41,14 +41,16 @@ def compressed(tiny, document):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_bytes_and_back(tiny, document, compressed, policy, codec):
     cache = compressed(policy)
-    in_memory = cache.encoded(codec)
-    data = cache.to_bytes(codec)
+    in_memory = tiny.encoded(cache, codec)
+    data = in_memory.to_bytes()
     read = CompressedCache.from_bytes(data)
     assert read.to_bytes() == data
     assert (read.codec, read.next_position) == (in_memory.codec, cache.next_position)
     for record, decoded, exact in zip(in_memory.layers, read.layers, cache.layers, strict=True):
         for ours, theirs, original in zip(record.positions, decoded.positions, exact.positions, strict=True):
             assert ours.tolist() == theirs.tolist() == original.tolist()
+    plain = [tiny.decoded(each).layers for each in (in_memory, read)]
+    for record, decoded in zip(*plain, strict=True):
         for ours, theirs in zip(record.dense(), decoded.dense(), strict=True):
             assert torch.equal(ours, theirs)
     question = document.questions[0].text
@@ -62,9 +64,9 @@ def test_bytes_and_back(tiny, document, compressed, policy, codec):
 def test_done_again_the_segments_are_the_same(tiny, document, compressed, policy):
     options = {} if policy == "full" else {"compression_ratio": 0.5}
     again = tiny.compress(document.text, policy=policy, **options)
-    for codec in ("none", "int4"):
+    for codec in ("none", "int4", "klt"):
         digests = [
-            [layer.digest for layer in blob.inspect(cache.to_bytes(codec)).header.layers]
+            [layer.digest for layer in blob.inspect(tiny.encoded(cache, codec).to_bytes()).header.layers]
             for cache in (compressed(policy), again)
         ]
         assert digests[0] == digests[1]
@@ -82,8 +84,10 @@ def test_quantized_answers_stay_close(tiny, document, compressed, policy):
     assert torch.nn.functional.kl_div(logits[1], logits[0], log_target=True, reduction="sum") < 0.02
 
 
-def test_fewer_bits_are_fewer_bytes(compressed):
-    none, int8, int4, int2, mixed = (len(compressed("full").to_bytes(codec)) for codec in CODECS)
+def test_fewer_bits_are_fewer_bytes(tiny, compressed):
+    full = compressed("full")
+    none, int8, int4, int2, mixed, klt = (len(tiny.encoded(full, codec).to_bytes()) for codec in CODECS)
     assert none > int8 > int4 > int2
     assert int8 > mixed > int2
     assert int2 < none / 6
+    assert klt < none / 2 / 16, "16 times fewer than in 16 bits, with all of the header"
