@@ -23,7 +23,7 @@ class Full(Policy):
     name: ClassVar[str] = "full"
     source: ClassVar[str] = "the model itself"
     advice: ClassVar[str] = (
-        "when nothing may be lost; with the codec int4 it takes a third of a 16-bit cache, with klt about a sixteenth."
+        "when nothing may be lost; under int4 it takes a third of a 16-bit cache, under klt about a twentieth."
     )
     takes_budget: ClassVar[bool] = False
 

@@ -34,7 +34,7 @@ class KVcues(KVzip):
     name: ClassVar[str] = "kvcues"
     source: ClassVar[str] = "KVzip, arXiv 2505.23416, and cues (docs/policies.md)"
     advice: ClassVar[str] = (
-        "for the smallest caches that still answer: keeps what questions read, for five to eight times the prefill."
+        "for the smallest caches that still answer: keeps what questions read, for up to ten times the prefill."
     )
 
     every: int = parameter(8, "document tokens from one cue to the next", minimum=1)

@@ -225,8 +225,8 @@ def _check_codec(header: Header) -> None:
         raise BlobError(f"the header says codec {header.codec!r} for {str(codec)!r}", reason="not_canonical")
     if bool(header.identity.transforms) != (codec.name == "klt"):
         raise BlobError(
-            f"the header names codec {codec} and the transforms {header.identity.transforms[:16]!r}; codec klt has some, "
-            "and no other has",
+            f"the header names codec {codec} and the transforms {header.identity.transforms[:16]!r}; codec klt has "
+            "some, and no other codec has",
             reason="inconsistent",
         )
     for index, layer in enumerate(header.layers):
