@@ -149,7 +149,8 @@ class Forger:
         lengths = [[draw.randrange(tokens + 1) for _ in range(heads)] for _ in range(layers)]
         dims = (draw.choice([16, 8, 1]), draw.choice([16, 8, 1]))
         made = make_cache(draw.randrange(99), num_tokens=tokens, lengths=lengths, dims=dims)
-        identity = replace(cache.identity, num_tokens=tokens, document=f"{draw.randrange(1 << 99):040x}")
+        document = f"{draw.randrange(1 << 99):040x}"
+        identity = replace(cache.identity, num_tokens=tokens, document=document, transforms="")
         return replace(made, identity=identity).to_bytes(draw.choice(["none", "int8", "int4:group=8", "int2"]))
 
     def _content(self, blob: bytes) -> bytes:
