@@ -237,7 +237,7 @@ def encode_rows(
 
 
 def _rounded(coefficients: Tensor) -> Tensor:
-    """To the next integer towards zero, but for a part of a step (`_DEAD`)."""
+    """The nearest integers, with the borders between two of them moved away from zero by `_DEAD`."""
     return coefficients.sign() * (coefficients.abs() + (0.5 - _DEAD)).floor_()
 
 

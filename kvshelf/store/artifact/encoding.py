@@ -15,7 +15,7 @@ from kvshelf.store.artifact.records import LayerRecord, PackedRecord, Parts
 
 
 class LayerCoder(Protocol):
-    """Encodes and decodes the records of one layer under the codec `klt` (`transforms.Coder` makes it)."""
+    """Encodes the records of one layer under the codec `klt` (`Coder.layer` makes it)."""
 
     def encoded(self, record: PackedRecord, codec: Codec, where: str) -> PackedRecord: ...
 

@@ -37,11 +37,11 @@ class Packed:
     can still be viewed as `[kv_heads, kept, D]` without a copy.
 
     keys: `[entries, D]` and values: `[entries, Dv]`, in the model's dtype, contiguous, each head's rows in ascending
-    position; or the same as `QuantizedRows`, or as `CodedRows`, which are decoded before they are
-    read. entries_at: `[entries]` int32, the value of `entry_positions`, or a
-    function that computes it on first use and cannot fail: expanding the bitmaps of a 64 MB cache takes half as long as
-    receiving it, and attention needs no positions. Two threads may both call it; the results are equal. `rope_mode`
-    says whether the rotation of RoPE is in the keys ("baked") or still to be applied ("pre").
+    position; or the same as `QuantizedRows`; or as `CodedRows`, which have to be decoded before anything reads them.
+    entries_at: `[entries]` int32, the value of `entry_positions`, or a function that computes it on first use and
+    cannot fail: expanding the bitmaps of a 64 MB cache takes half as long as receiving it, and attention needs no
+    positions. Two threads may both call it; the results are equal. `rope_mode` says whether the rotation of RoPE is in
+    the keys ("baked") or still to be applied ("pre").
 
     importance: `[entries]` fp32, higher is more important, or None; codec `mixed` chooses entries by it. It exists in
     memory only, not in blobs, and does not count in `nbytes`.
@@ -101,11 +101,6 @@ class Packed:
     def quantized(self) -> bool:
         """Whether keys or values are codes."""
         return isinstance(self.keys, QuantizedRows) or isinstance(self.values, QuantizedRows)
-
-    @property
-    def coded(self) -> bool:
-        """Whether keys and values are `CodedRows`."""
-        return isinstance(self.keys, CodedRows)
 
     @property
     def rows(self) -> tuple[Rows, Rows]:

@@ -253,13 +253,18 @@ class Engine:
     def coder(self) -> Coder:
         """Encodes this model's caches under codec klt. Raises `PolicyUnsupported` without transforms, and where the
         model's RoPE cannot be undone."""
+        self.rope_to_undo()
+        folder = self.model.config.name_or_path or ""
+        return self._learned(calibration.find_transforms(self.identity, folder, self.layer_shapes))
+
+    def rope_to_undo(self) -> Rope:
+        """The model's RoPE, for codec klt. Raises `PolicyUnsupported` if it cannot be undone."""
         if self.rope is None or self.rope.length_dependent:
             raise PolicyUnsupported(
                 f"codec klt takes the rotation off the keys, and that of {self.name!r} cannot be undone; use int4",
                 param="codec",
             )
-        folder = self.model.config.name_or_path or ""
-        return self._learned(calibration.find_transforms(self.identity, folder, self.layer_shapes))
+        return self.rope
 
     @property
     def has_transforms(self) -> bool:
@@ -297,8 +302,8 @@ class Engine:
         self._learned(found)
 
     def _learned(self, transforms: Transforms) -> Coder:
-        assert self.rope is not None
-        return self._coders.setdefault(transforms.digest, Coder(transforms, self.rope.rotate, self.rope.unrotate))
+        rope = self.rope_to_undo()
+        return self._coders.setdefault(transforms.digest, Coder(transforms, rope.rotate, rope.unrotate))
 
     # Attaching
 

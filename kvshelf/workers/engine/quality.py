@@ -31,20 +31,13 @@ import torch
 from torch import Tensor, nn
 
 from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT, AttachedCache
-from kvshelf.workers.model.text import QUESTION_SEPARATOR
-from kvshelf.workers.policies.view import DocumentView, ProbePass
+from kvshelf.workers.policies.view import CUE, CUE_ANSWER, DocumentView, ProbePass
 
 VERSION: Final = 1
 """Raised whenever the numbers of an unchanged cache can change."""
 
 QUESTIONS: Final = 8
 """Questions made by default. Six times as many cost six times as much and rank no better (docs/quality.md)."""
-
-CUE: Final = 6
-"""Tokens of a passage that are put as the question."""
-
-ANSWER: Final = 4
-"""Tokens of a passage that are predicted. Later tokens depend more on the tokens before them, and less on the cache."""
 
 _SURE: Final = 0.9
 _TIE: Final = 1e-4
@@ -66,14 +59,11 @@ class Probe:
     @classmethod
     def of(cls, document: DocumentView, questions: int = QUESTIONS) -> Probe | None:
         """At most `questions` questions; None for a document that is too short for one."""
-        separator = document.text.encode(QUESTION_SEPARATOR) if document.text is not None else ()
         ids: list[int] = []
         predicting: list[int] = []
         for start in rare_passages(document.token_ids, document.protected_prefix, questions):
-            cue = document.token_ids[start : start + CUE]
-            ids += (*separator, *cue, *document.suffix)
-            predicting += range(len(ids) - 1, len(ids) - 1 + ANSWER)
-            ids += document.token_ids[start + CUE : start + CUE + ANSWER]
+            ids += document.cue(start).token_ids
+            predicting += range(len(ids) - 1 - CUE_ANSWER, len(ids) - 1)
         if not ids:
             return None
         asked = ProbePass(tuple(ids), document.num_tokens)
@@ -129,7 +119,7 @@ class Reference:
 
 
 def rare_passages(token_ids: Sequence[int], first: int, count: int) -> list[int]:
-    """Where up to `count` passages of `CUE` + `ANSWER` tokens begin, in ascending order. They do not overlap.
+    """Where up to `count` passages of `CUE` + `CUE_ANSWER` tokens begin, in ascending order. They do not overlap.
 
     The document after its first `first` tokens is cut into strips of equal length. Each strip gives the passage whose
     answer has the rarest tokens: names and numbers, which people ask for, and the places where repeated text differs.
@@ -137,7 +127,7 @@ def rare_passages(token_ids: Sequence[int], first: int, count: int) -> list[int]
     all can stand in one paragraph. Rare means few in this document: the model's own surprise would need logits of all
     of it.
     """
-    whole = CUE + ANSWER
+    whole = CUE + CUE_ANSWER
     room = len(token_ids) - first - whole + 1
     if room < 1:
         return []

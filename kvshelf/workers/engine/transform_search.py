@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels import ans
 from kvshelf.store.artifact.coded import FIRST_TOKENS
 from kvshelf.store.artifact.records import Kept
@@ -67,10 +66,7 @@ def find_transforms(
     report: called with the passes done, and with their number. Raises `PolicyUnsupported` for a model whose RoPE cannot
     be undone.
     """
-    if engine.rope is None or engine.rope.length_dependent:
-        raise PolicyUnsupported(
-            f"codec klt takes the rotation off the keys, and that of {engine.name!r} cannot be undone", param="codec"
-        )
+    engine.rope_to_undo()
     moments = [{kind: _Moments() for kind in KINDS} for _ in engine.layer_shapes]
     for number, ids in enumerate(documents):
         for found, rows in zip(moments, _rows(engine, ids), strict=True):
@@ -91,12 +87,12 @@ def find_transforms(
 
 def _rows(engine: Engine, ids: Sequence[int]) -> list[dict[Kind, Tensor]]:
     """Keys without rotation and values of each layer, `[H, n, D]` fp32, without the first tokens."""
-    assert engine.rope is not None
+    rope = engine.rope_to_undo()
     found: list[dict[Kind, Tensor]] = []
     for record in engine.compress(list(ids), policy="full").layers:
         assert isinstance(record, Kept)
         keys, values, positions = _stacked(record)
-        keys = engine.rope.unrotate(keys, positions)
+        keys = rope.unrotate(keys, positions)
         found.append({"keys": keys[:, FIRST_TOKENS:].cpu(), "values": values[:, FIRST_TOKENS:].float().cpu()})
     return found
 

@@ -13,10 +13,11 @@ from kvshelf.bench.quality.tasks import Fact, make_document
 from kvshelf.errors import Cancelled, InvalidRequest, ModelMismatch
 from kvshelf.workers.engine.decode.generation import Sampling
 from kvshelf.workers.engine.inputs.job import Level, shared
-from kvshelf.workers.engine.quality import ANSWER, CUE, QUESTIONS, VERSION, Probe, Reference, rare_passages
+from kvshelf.workers.engine.quality import QUESTIONS, VERSION, Probe, Reference, rare_passages
 from kvshelf.workers.policies import POLICIES
 from kvshelf.workers.policies.base import ScoringPolicy
 from kvshelf.workers.policies.budgets import Budget
+from kvshelf.workers.policies.view import CUE, CUE_ANSWER
 from tests.workers.by_hand import Prefix, logits_after
 
 TOKENS = 400
@@ -39,7 +40,7 @@ def test_nothing_removed_costs_nothing(tiny, prose):
     quality = measured(tiny, prose, policy="full")
     assert quality.agreement == 1.0
     assert 0 <= quality.kl < 1e-6
-    assert quality.tokens == QUESTIONS * ANSWER
+    assert quality.tokens == QUESTIONS * CUE_ANSWER
     assert quality.probe_s > 0
 
 
@@ -190,8 +191,8 @@ def test_measuring_again_gives_the_same_numbers(tiny, prose):
 def test_passages_lie_in_the_document_apart_and_in_order(ids, first, count):
     starts = rare_passages(ids, first, count)
     assert len(starts) <= count
-    assert bool(starts) == (len(ids) - first >= CUE + ANSWER)
-    ends = [first, *(start + CUE + ANSWER for start in starts)]
+    assert bool(starts) == (len(ids) - first >= CUE + CUE_ANSWER)
+    ends = [first, *(start + CUE + CUE_ANSWER for start in starts)]
     assert all(start >= end for start, end in zip(starts, ends, strict=False))
     assert ends[-1] <= max(len(ids), first)
 
@@ -201,7 +202,7 @@ def test_of_each_strip_the_rarest_answer_is_asked_for():
     ids[40:44] = [90, 91, 92, 93]
     ids[100:104] = [94, 95, 96, 97]
     starts = rare_passages(ids, 0, 2)
-    assert [ids[start + CUE : start + CUE + ANSWER] for start in starts] == [[90, 91, 92, 93], [94, 95, 96, 97]]
+    assert [ids[start + CUE : start + CUE + CUE_ANSWER] for start in starts] == [[90, 91, 92, 93], [94, 95, 96, 97]]
 
 
 def test_a_probe_asks_in_the_models_own_form(tiny):

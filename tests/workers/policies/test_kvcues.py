@@ -85,7 +85,7 @@ def test_the_cues(engine):
 
 
 def test_cues_of_one_length_are_attended_to_together(engine, monkeypatch):
-    """One call for the repeats of each length and one for all cues: a call for each cue takes ten times as long."""
+    """One call for the repeats of each length and one for all cues, not one for each cue."""
     calls = []
 
     def counting(*args):
