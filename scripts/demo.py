@@ -103,7 +103,8 @@ def demo(folder: Path, out: Console, status: Status) -> None:
     status.stop()
     tokens = shelves["full"].cache.tokens.document
     out.print(
-        f"[bold]report.txt[/]: {tokens:,} tokens of prose, {len(FACT_DIGITS)} facts in it. {MODEL}, {hardware()}."
+        f"[bold]report.txt[/]: {tokens:,} tokens of prose, {len(FACT_DIGITS)} facts in it. "
+        f"{MODEL} in {str(engine.model.dtype).removeprefix('torch.')}, {hardware()}."
     )
     out.print(f"A service was started (in {started_s:.0f} s) and put it on its shelf three times.")
     for part in (sizes(shelves), answers(shelves, document.questions), times(shelves, again_s), own):
@@ -214,11 +215,12 @@ def table(*headings: str) -> Table:
 
 def sizes(shelves: dict[str, Shelf]) -> Table:
     made = table("", *shelves)
-    full = shelves["full"].cache.bytes.stored
     caches = [shelf.cache for shelf in shelves.values()]
     made.add_row("entries kept", *(f"{cache.tokens.kept:,} of {cache.tokens.document:,}" for cache in caches))
+    full = caches[0].bytes
     made.add_row(
-        "size (share of full)", *(f"{c.bytes.stored / 1e6:.2f} MB ({c.bytes.stored / full:.0%})" for c in caches)
+        f"size (of {full.full_16bit / 1e6:.2f} MB in 16 bits)",
+        *(f"{cache.bytes.stored / 1e6:.2f} MB ({cache.bytes.share:.0%})" for cache in caches),
     )
     made.add_row("time to put it there", *(f"{shelf.put_s:.2f} s" for shelf in shelves.values()))
     return made

@@ -83,6 +83,7 @@ def test_ls_show_and_rm(report: Path, tmp_path: Path) -> None:
     blob = tmp_path / "report.kvshelf"
     shown = run("show", id, "--output", blob)
     assert id in shown.stdout
+    assert " MB uncompressed in 16 bits; " in shown.stdout
     assert (
         CompressedCache.from_bytes(blob.read_bytes()).num_tokens
         == json.loads(run("show", id, "--json").stdout)["tokens"]["document"]

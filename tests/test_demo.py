@@ -61,6 +61,9 @@ def test_the_demo_is_one_screen_and_leaves_nothing_behind() -> None:
     tokens = re.match(r"report\.txt: ([\d,]+) tokens", lines[0])
     assert tokens is not None
     assert int(tokens[1].replace(",", "")) >= 4000
+    shares = re.search(r"size \(of [\d.]+ MB in 16 bits\) .*?\((\d+)%\) .*?\((\d+)%\) .*?\((\d+)%\)", out)
+    assert shares is not None
+    assert shares.groups() == ("200", "50", "50"), "the model computes in fp32, and three quarters are removed"
     # Six questions to three caches, each marked, and the marks add up to the counts below them.
     assert len(re.findall(r"\bright\b(?! answers)|\bwrong: ", out.split("time to the first token")[0])) == 18
     counted = [int(count) for count in re.findall(r"(\d) of 6", out)]

@@ -160,6 +160,7 @@ class BatchProgress(ResponseBody):
     reason: str = ""
     tokens: int = 0
     bytes_full: int = 0
+    bytes_full_16bit: int = 0
     bytes_stored: int = 0
     tokens_per_s: float = 0.0
     elapsed_s: float = 0.0

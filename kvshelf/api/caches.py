@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -36,6 +37,16 @@ class ByteCounts(ResponseBody):
     full: int
     full_16bit: int
     stored: int
+
+    @property
+    def share(self) -> float:
+        """What `stored` takes of `full_16bit`; 0 where nothing is stored."""
+        return self.stored / self.full_16bit if self.full_16bit else 0.0
+
+    def told(self, show: Callable[[int], str]) -> str:
+        """For people, with sizes as `show` writes them: `full` too where the model computes in wider numbers."""
+        wider = f"; {show(self.full)} in the model's dtype" if self.full > self.full_16bit else ""
+        return f"{show(self.stored)}, {self.share:.1%} of {show(self.full_16bit)} uncompressed in 16 bits{wider}"
 
 
 class Timings(ResponseBody):

@@ -161,7 +161,8 @@ class PolicyEstimate(ResponseBody):
 
 
 class EstimateObject(ResponseBody):
-    """Estimated cost of a creation. `tokens` and `bytes_full` (the uncompressed KV cache) are exact.
+    """Estimated cost of a creation. `tokens`, `bytes_full` (the uncompressed KV cache) and
+    `bytes_full_16bit` (the same in 16-bit numbers) are exact.
 
     `measured_tokens`: document tokens that the answering worker has compressed since it started.
     """
@@ -171,5 +172,6 @@ class EstimateObject(ResponseBody):
     layout: LayoutName
     tokens: int
     bytes_full: int
+    bytes_full_16bit: int
     measured_tokens: int
     policies: list[PolicyEstimate]

@@ -61,10 +61,10 @@ def _headline(progress: Progress) -> str:
 
 
 def _numbers(progress: Progress) -> str:
-    saved = progress.bytes_full - progress.bytes_stored
     return (
         f"{progress.reused:,} reused, {progress.failed:,} failed, {progress.tokens_per_s:,.0f} tokens/s, "
-        f"{_common.megabytes(saved)} saved, {progress.gpu_hours:.2f} GPU hours"
+        f"{_common.megabytes(progress.bytes_stored)} stored ({progress.bytes.share:.1%} of 16 bits), "
+        f"{progress.gpu_hours:.2f} GPU hours"
     )
 
 

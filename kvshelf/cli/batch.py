@@ -226,14 +226,13 @@ class _Job:
 
 def _sentence(summary: Summary) -> str:
     rows = f"{summary.done:,} documents on the shelf, {summary.reused:,} of them before; {summary.failed:,} failed"
-    sizes = f"{_common.megabytes(summary.bytes_stored)} hold what takes {_common.megabytes(summary.bytes_full)} in full"
     match summary.state:
         case "cancelled":
             return f"stopped ({summary.reason}): {rows}. Run the same command again to go on"
         case "failed":
             return f"failed: {summary.reason}"
     again = ". The output says why; --retry-failed tries them again" if summary.failed else ""
-    return f"{rows}; {sizes}; {summary.gpu_hours:.2f} GPU hours{again}"
+    return f"{rows}; {summary.bytes.told(_common.megabytes)}; {summary.gpu_hours:.2f} GPU hours{again}"
 
 
 def _is_remote(context: typer.Context) -> bool:

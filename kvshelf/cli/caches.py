@@ -17,7 +17,6 @@ from kvshelf.errors import KvshelfError
 
 if TYPE_CHECKING:
     from kvshelf.api import AnswerObject, CacheObject
-    from kvshelf.api.caches import ByteCounts
     from kvshelf.client import Client
 
 Files = Annotated[
@@ -90,17 +89,12 @@ def _put_one(client: Client, file: Path, fields: Mapping[str, Any], as_json: boo
             _common.notes.print(f"{file}: {_summary(cache)}", style="dim", soft_wrap=True)
 
 
-def _in_16_bits(bytes: ByteCounts) -> str:
-    """The base of every factor, where the model computes in wider numbers."""
-    return "" if bytes.full == bytes.full_16bit else f", in 16 bits {_common.megabytes(bytes.full_16bit)}"
-
-
 def _summary(cache: CacheObject) -> str:
     done = "already on the shelf" if cache.existing else f"prefilled in {cache.timings.prefill_s:.2f} s"
     agreement = "" if cache.quality is None else f", agreement {cache.quality.agreement:.3f}"
     return (
         f"{cache.tokens.document} tokens, {cache.tokens.kept} kept by {cache.policy}, codec {cache.codec}, "
-        f"{_common.megabytes(cache.bytes.stored)} ({cache.bytes.stored / cache.bytes.full_16bit:.1%} of 16 bits)"
+        f"{_common.megabytes(cache.bytes.stored)} ({cache.bytes.share:.1%} of 16 bits)"
         f"{agreement}, {done}"
     )
 
@@ -202,8 +196,8 @@ def _details(cache: CacheObject) -> Table:
         "model": f"{cache.model} ({cache.layout})",
         "policy": f"{cache.policy}{f' ({used})' if used else ''}, {cache.compression_ratio:.0%} removed",
         "tokens": f"{cache.tokens.document}, of which {cache.tokens.kept} kept per layer and head",
-        "size": f"{_common.megabytes(cache.bytes.stored)}, codec {cache.codec}; "
-        f"uncompressed {_common.megabytes(cache.bytes.full)}{_in_16_bits(cache.bytes)}",
+        "codec": cache.codec,
+        "size": cache.bytes.told(_common.megabytes),
         "quality": _quality(cache),
         "labels": ", ".join(f"{key}={value}" for key, value in cache.labels.items()) or "-",
         "created": when(cache.created_at),

@@ -56,20 +56,22 @@ def estimate(
 def _table(found: EstimateObject) -> Table:
     codecs = list(dict.fromkeys(codec for row in found.policies for codec in row.bytes_stored or ()))
     headings = ("POLICY", "KEPT", "SECONDS", *codecs)
-    rows = ((row.policy, *_cells(row, codecs)) for row in found.policies)
+    rows = ((row.policy, *_cells(row, codecs, found.bytes_full_16bit)) for row in found.policies)
     return _common.table(headings, rows, numbers=range(1, len(headings)))
 
 
-def _cells(row: PolicyEstimate, codecs: list[str]) -> list[str]:
+def _cells(row: PolicyEstimate, codecs: list[str], full_16bit: int) -> list[str]:
     if row.bytes_stored is None or row.seconds is None:
         return ["refused"]
     mark = {"measured": "", "other_policies": "~", "assumed": "?"}[row.basis or "assumed"]
-    sizes = [_common.megabytes(row.bytes_stored[codec]) if codec in row.bytes_stored else "" for codec in codecs]
+    stored = [row.bytes_stored.get(codec) for codec in codecs]
+    sizes = ["" if size is None else f"{_common.megabytes(size)} ({size / full_16bit:.1%})" for size in stored]
     return [str(row.kept), f"{mark}{row.seconds:.3g}", *sizes]
 
 
 def _about(found: EstimateObject) -> str:
     return (
-        f"{found.tokens} tokens, {_common.megabytes(found.bytes_full)} uncompressed. Seconds are scaled from "
-        f"{found.measured_tokens} measured tokens; ~ measured on other policies, ? assumed from the size of the model."
+        f"{found.tokens} tokens. Shares are of {_common.megabytes(found.bytes_full_16bit)}, the uncompressed cache in "
+        f"16 bits. Seconds are scaled from {found.measured_tokens} measured tokens; ~ measured on other policies, "
+        "? assumed from the size of the model."
     )

@@ -91,6 +91,7 @@ def plan(
 
 
 def _plan_table(found: Plan) -> Table:
+    stored = f"{_size(found.bytes_stored)}, {found.bytes_stored / found.bytes_full_16bit:.1%}"
     rows = [
         ("documents", f"{found.documents:,}"),
         ("tokens", f"{found.tokens:,}"),
@@ -99,8 +100,8 @@ def _plan_table(found: Plan) -> Table:
         ("hours", f"{found.hours:,.2f}"),
         ("GPU hours", f"{found.gpu_hours:,.1f}"),
         ("documents an hour", f"{found.documents_per_hour:,.0f}"),
-        ("full KV", _size(found.bytes_full)),
-        ("stored", f"{_size(found.bytes_stored)}, {_size(found.bytes_stored / found.documents)} a document"),
+        ("full KV in 16 bits", _size(found.bytes_full_16bit)),
+        ("stored", f"{stored} of that, {_size(found.bytes_stored / found.documents)} a document"),
         ("manifests, index, job table", _size(found.home_bytes)),
         ("memory of Redis", "none" if found.redis_memory_bytes is None else _size(found.redis_memory_bytes)),
         ("network to the home", f"{_size(found.network_bytes_per_s)} a second"),

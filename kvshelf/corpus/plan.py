@@ -180,6 +180,7 @@ class Plan:
     gpu_hours: float
     documents_per_hour: float
     bytes_full: int
+    bytes_full_16bit: int
     bytes_stored: int
     home_bytes: float
     redis_memory_bytes: float | None
@@ -226,7 +227,8 @@ def make_plan(
         hours=took,
         gpu_hours=gpu_hours,
         documents_per_hour=documents / took,
-        bytes_full=sum(count * shape.full_bytes(tokens) for tokens, count in lengths),
+        bytes_full=shape.full_bytes(all_tokens),
+        bytes_full_16bit=shape.full_16bit_bytes(all_tokens),
         bytes_stored=stored,
         home_bytes=index,
         redis_memory_bytes=stored + index if in_redis else None,

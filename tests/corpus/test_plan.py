@@ -60,11 +60,20 @@ def test_the_sums_are_those_made_by_hand() -> None:
     assert plan.gpu_hours == pytest.approx(4096 * 10**6 / 10_000 / 3600)
     assert plan.hours == pytest.approx(plan.gpu_hours / 100)
     assert plan.documents_per_hour == pytest.approx(10**6 / plan.hours)
-    assert plan.bytes_full == 10**6 * 4096 * 32 * 8 * 2 * 128 * 2
+    assert plan.bytes_full == plan.bytes_full_16bit == 10**6 * 4096 * 32 * 8 * 2 * 128 * 2
     # A quarter of that, positions (a bitmap of 512 bytes for each head) and at most 600 bytes for each layer.
     assert plan.bytes_stored == pytest.approx(plan.bytes_full / 4 + 10**6 * 32 * 8 * 512, rel=1e-3)
     assert plan.redis_memory_bytes == plan.bytes_stored + 10**6 * MEASURED.redis_document_bytes
     assert plan.network_bytes_per_s == pytest.approx(plan.bytes_stored / (plan.hours * 3600))
+
+
+def test_an_fp32_cache_is_planned_against_16_bits() -> None:
+    words = ("--model", "kvshelf-tiny", "--documents", "1000", "--tokens", "1000", "--policy", "full")
+    plan = json.loads(run(*words, "--json"))["plan"]
+    assert plan["bytes_full"] == 2 * plan["bytes_full_16bit"] == 4096 * 10**6
+    said = lines(run(*words))
+    assert "full KV in 16 bits 2.0 GB" in said
+    assert "stored 4.1 GB, 200.1% of that, 4.10 MB a document" in said
 
 
 def test_hours_give_gpus_and_gpus_hours() -> None:

@@ -128,7 +128,7 @@ def memory(
             rows.append(row)
             progress.advance(bar)
     table = Table(
-        "policy", "phase", "removed", "peak", "of full", "cache", "prefill", "compression", title=f"{tokens} tokens"
+        "policy", "phase", "removed", "peak", "of full's", "cache", "prefill", "compression", title=f"{tokens} tokens"
     )
     for row in rows:
         share = f"{row.peak_bytes / rows[0].peak_bytes:.0%}" if rows[0].peak_bytes else ""

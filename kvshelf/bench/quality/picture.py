@@ -60,6 +60,7 @@ def draw(summary: Summary, path: Path, title: str) -> bool:
     lines = _lines(points)
     _draw_front(axes, points)
     _draw_lines(axes, points, lines)
+    _draw_base(axes, summary.full_16bit)
     _finish(axes, summary, title)
     _label(axes, lines)
     for place, cell in enumerate(shown):
@@ -115,6 +116,13 @@ def _draw_lines(axes: Axes, points: Sequence[_Point], lines: Sequence[_Line]) ->
     encoded = [point for point in points if point.row.codec != "none"]
     edges = [colours.get(row_name(point.row), _REST) for point in encoded]
     axes.scatter(*_places(encoded), s=16, facecolors="none", edgecolors=edges, linewidths=0.9, zorder=2.5)
+
+
+def _draw_base(axes: Axes, full_16bit: int) -> None:
+    """The full cache in 16 bits; where the model computes in wider numbers, its own point is further right."""
+    axes.axvline(full_16bit, color="#777777", linewidth=0.9, linestyle=":", zorder=1)
+    place: dict[str, Any] = {"xycoords": axes.get_xaxis_transform(), "textcoords": "offset points", "rotation": 90}
+    axes.annotate("full cache in 16 bits", (full_16bit, 0), (-3, 4), ha="right", fontsize=7, color="#777777", **place)
 
 
 def _places(points: Sequence[_Point]) -> tuple[list[float], list[float]]:

@@ -24,6 +24,7 @@ from kvshelf.bench.quality.retrieval import counter
 from kvshelf.bench.quality.suite import make_case
 from kvshelf.bench.quality.summary import Summary
 from kvshelf.workers.engine.engine import Engine
+from kvshelf.workers.replica.create.estimates import Shape
 
 Progress = Callable[[Unit, bool], None]
 """Called with each finished unit, and whether its outcomes were in the resume file already."""
@@ -62,7 +63,7 @@ def run(
                 known[outcome.key] = outcome
             progress(unit, False)
     found = ((row, unit.cell, known[protocol.key(unit, row)]) for unit in units for row in unit.rows)
-    return Summary.of(grid.cells(), grid.rows(), found)
+    return Summary.of(grid.cells(), grid.rows(), found, Shape.of(engine.model).full_16bit_bytes(1))
 
 
 def _measured(

@@ -74,20 +74,28 @@ class Overall:
 
 @dataclass(frozen=True)
 class Summary:
-    """The whole table. Cells and rows are in the order of the grid."""
+    """The whole table. Cells and rows are in the order of the grid. `full_16bit`: bytes of the model's full cache per
+    document token in 16-bit numbers, the base of every factor."""
 
     cells: list[Cell]
     rows: list[Row]
     entries: Mapping[tuple[Row, Cell], Entry]
+    full_16bit: int
 
     @classmethod
-    def of(cls, cells: Iterable[Cell], rows: Iterable[Row], outcomes: Iterable[tuple[Row, Cell, Outcome]]) -> Summary:
+    def of(
+        cls,
+        cells: Iterable[Cell],
+        rows: Iterable[Row],
+        outcomes: Iterable[tuple[Row, Cell, Outcome]],
+        full_16bit: int,
+    ) -> Summary:
         """`outcomes` in the order of the documents."""
         grouped: dict[tuple[Row, Cell], list[Outcome]] = defaultdict(list)
         for row, cell, outcome in outcomes:
             grouped[row, cell].append(outcome)
         entries = {place: Entry.of(found, grouped.get((_PLAIN, place[1]), ())) for place, found in grouped.items()}
-        return cls(sorted(cells), list(rows), entries)
+        return cls(sorted(cells), list(rows), entries, full_16bit)
 
     def able(self, cell: Cell) -> bool:
         """Whether the model itself answers this cell, from the full cache, at least `ABLE` of the time."""
@@ -122,7 +130,8 @@ class Summary:
             asdict(cell) | {"name": cell.label, "able": self.able(cell), "common": cell in common}
             for cell in self.cells
         ]
-        return {"cells": cells, "rows": [self._row_dict(row) for row in self.rows]}
+        rows = [self._row_dict(row) for row in self.rows]
+        return {"full_16bit": self.full_16bit, "cells": cells, "rows": rows}
 
     def _row_dict(self, row: Row) -> dict[str, Any]:
         overall = self.overall(row)

@@ -33,7 +33,8 @@ def notes(summary: Summary) -> str:
     """How to read the table."""
     text = (
         "Cells: exact answers in % (95 % interval over questions, documents being the independent units). "
-        "B/token: bytes of the stored blob per document token. time: what compression adds to a plain prefill. "
+        "B/token: bytes of the stored blob per document token, and their share of the "
+        f"{summary.full_16bit:,} bytes of the full cache in 16 bits. time: what compression adds to a plain prefill. "
         "mean: over the cells marked +, which all rows have."
     )
     if any(not summary.able(cell) for cell in summary.cells):
@@ -86,7 +87,8 @@ def _head(summary: Summary, row: Row, entries: Sequence[Entry | None]) -> list[s
     """The first columns: bytes and time over the cells of this table, the mean over the whole row."""
     measured = [entry for entry in entries if entry is not None and entry.refused is None]
     overall = summary.overall(row)
-    stored = f"{fmean(entry.bytes_per_token for entry in measured):,.0f}" if measured else ""
+    size = fmean(entry.bytes_per_token for entry in measured) if measured else 0.0
+    stored = f"{size:,.0f} {size / summary.full_16bit:4.0%}" if measured else ""
     share = f"{fmean(entry.compress_share for entry in measured):.1%}" if measured else ""
     return [row_name(row), removed_label(row), row.codec, stored, share, f"{overall.exact:.1%}" if overall else ""]
 

@@ -123,7 +123,7 @@ class Histogram:
 class _Findings:
     """Sums over the results. `seconds`, `slowest` and `repeated` cover documents compressed in this batch only.
 
-    stored: share of the full bytes that was stored. examples: (message, result) by code. repeated: documents that took
+    stored: what was stored, as a share of 16 bits. examples: (message, result) by code. repeated: documents that took
     more than one attempt. slowest and worst: (rank, result), lowest rank first.
     """
 
@@ -171,7 +171,7 @@ def _totals(summary: Summary) -> list[str]:
         ("of those, there before", _whole(summary.reused)),
         ("failed", _whole(summary.failed)),
         ("tokens", _whole(summary.tokens)),
-        ("bytes of their KV uncompressed", _bytes(summary.bytes_full)),
+        ("bytes of their KV uncompressed, in 16 bits", _bytes(summary.bytes_full_16bit)),
         ("bytes stored", _bytes(summary.bytes_stored)),
         ("time at work", _duration(summary.elapsed_s)),
         ("replicas' time", f"{summary.gpu_hours:,.2f} hours"),
@@ -229,7 +229,7 @@ def _saved(summary: Summary, found: _Findings) -> list[str]:
     if not summary.done:
         return []
     sentences = [
-        f"The shelf takes {_bytes(summary.bytes_full - summary.bytes_stored)} less than the uncompressed caches would.",
+        f"The shelf takes {summary.bytes.told(_bytes)}.",
         f"A question on one of these documents reads {found.tokens.mean:,.0f} tokens from the shelf, on average, "
         "instead of prefilling them.",
     ]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Self
 
+from kvshelf.api import ByteCounts
 from kvshelf.api.batches import WorkerShare
 from kvshelf.errors import InvalidRequest
 
@@ -92,6 +93,7 @@ class Progress:
     failed: int = 0
     tokens: int = 0
     bytes_full: int = 0
+    bytes_full_16bit: int = 0
     bytes_stored: int = 0
     tokens_per_s: float = 0.0
     elapsed_s: float = 0.0
@@ -100,6 +102,10 @@ class Progress:
     gpu_hours: float = 0.0
     workers: Mapping[str, WorkerShare] = field(default_factory=dict)
     times: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> ByteCounts:
+        return ByteCounts(full=self.bytes_full, full_16bit=self.bytes_full_16bit, stored=self.bytes_stored)
 
 
 @dataclass(frozen=True)

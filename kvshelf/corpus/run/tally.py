@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from kvshelf.api.batches import WorkerShare
 from kvshelf.corpus.row import Row, Shard
+
+SUMMED: Final = ("tokens", "bytes_full", "bytes_full_16bit", "bytes_stored")
+"""What is added up over the rows that are done."""
 
 
 class Tally:
@@ -15,7 +18,7 @@ class Tally:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self._sums = Counter(dict.fromkeys(("done", "reused", "failed", "tokens", "bytes_full", "bytes_stored"), 0))
+        self._sums = Counter(dict.fromkeys(("done", "reused", "failed", *SUMMED), 0))
         self._new_tokens = 0
         self._total: int | None = None
         self._input_bytes = 0
@@ -53,7 +56,7 @@ class Tally:
         if row.error is not None:
             self._sums["failed"] += 1
             return
-        self._sums.update(done=1, tokens=row.tokens, bytes_full=row.bytes_full, bytes_stored=row.bytes_stored)
+        self._sums.update({"done": 1} | {name: getattr(row, name) for name in SUMMED})
         if row.reused:
             self._sums["reused"] += 1
             self._input_reused += row.nbytes

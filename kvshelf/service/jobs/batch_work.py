@@ -17,6 +17,7 @@ from kvshelf.backoff import backoff_s
 from kvshelf.corpus.run.progress import Progress, RunOptions, RunState, Summary, Window
 from kvshelf.corpus.run.run import Run
 from kvshelf.corpus.run.stored import HomeJournal, StoredShard
+from kvshelf.corpus.run.tally import SUMMED
 from kvshelf.errors import FileNotFound, StateConflict, StoreError
 from kvshelf.service.jobs.batch_files import BadInput, count_rows, outcome, write_results
 from kvshelf.service.observe.metrics import Metrics
@@ -287,9 +288,7 @@ def with_progress(record: BatchRecord, progress: Progress, before: BatchRecord) 
     told = {
         "waits_for": waits,
         "pauses": past.get("pauses", 0) if counts.completed == had.completed else 0,
-        "tokens": max(past.get("tokens", 0), progress.tokens),
-        "bytes_full": max(past.get("bytes_full", 0), progress.bytes_full),
-        "bytes_stored": max(past.get("bytes_stored", 0), progress.bytes_stored),
+        **{name: max(past.get(name, 0), getattr(progress, name)) for name in SUMMED},
         "tokens_per_s": round(progress.tokens_per_s, 3),
         "elapsed_s": round(past.get("elapsed_s", 0.0) + progress.elapsed_s, 3),
         "eta_s": None if progress.eta_s is None else round(progress.eta_s, 3),

@@ -59,6 +59,7 @@ class Metrics:
         self._document_tokens = counter("document_tokens", "tokens of compressed documents", "model")
         self._kept_tokens = counter("kept_tokens", "tokens that new caches keep, per layer and KV head", "model")
         self._full_bytes = counter("full_bytes", "bytes of new caches before compression", "model")
+        self._full_16bit_bytes = counter("full_16bit_bytes", "the same in 16-bit numbers", "model")
         self._stored_bytes = counter("stored_bytes", "bytes of new caches as stored", "model")
         about = "agreement of new caches with the full cache"
         self._agreement = histogram("quality_agreement", about, "model", "policy", buckets=_AGREEMENTS)
@@ -109,6 +110,7 @@ class Metrics:
         for manifest in (cache.manifest for cache in created.caches if not cache.existing):
             self._kept_tokens.labels(model).inc(manifest.kept_tokens)
             self._full_bytes.labels(model).inc(manifest.bytes_full)
+            self._full_16bit_bytes.labels(model).inc(manifest.bytes["full_16bit"])
             self._stored_bytes.labels(model).inc(manifest.bytes_stored)
             if manifest.quality is not None:
                 self._agreement.labels(model, manifest.policy).observe(manifest.quality.agreement)

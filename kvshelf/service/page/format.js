@@ -21,6 +21,12 @@ export function bytes(number) {
   return `${unit && number < 100 ? number.toFixed(1) : Math.round(number)} ${UNITS[unit]}`;
 }
 
+/** What is stored against the full cache in 16 bits, and in the model's dtype where that is wider. */
+export function size({ stored, full, full_16bit: base }) {
+  const wider = full > base ? `; ${bytes(full)} in the model's dtype` : "";
+  return `${bytes(stored)}, ${percent(stored / base)} of ${bytes(base)} in 16 bits${wider}`;
+}
+
 export const percent = (share) => `${Number((share * 100).toFixed(share > 0.99 && share < 1 ? 2 : 1))} %`;
 
 export const milliseconds = (ms) =>

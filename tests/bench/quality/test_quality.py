@@ -261,8 +261,12 @@ def test_the_command_writes_a_table_a_report_and_a_picture(tmp_path):
         code, text = bench(options, *more, "--output", report, "--picture", picture)
         assert code == 0
         assert picture.stat().st_size > 10_000
-    assert "keydiff" in (tmp_path / "quality.svg").read_text()
+    drawn = (tmp_path / "quality.svg").read_text()
+    assert "keydiff" in drawn
+    assert "full cache in 16 bits" in drawn
     assert max(map(len, text.splitlines())) <= 120
+    assert "of the 2,048 bytes of the full cache in 16 bits" in " ".join(text.split())
+    assert json.loads(report.read_text())["full_16bit"] == 2048
     rows = json.loads(report.read_text())["rows"]
     assert [(row["policy"], row["removed"]) for row in rows] == [
         ("full", 0.0), ("keydiff", 0.5), ("keydiff", 0.9), ("streaming_llm", 0.5), ("streaming_llm", 0.9),

@@ -40,7 +40,7 @@ def test_a_cell_is_the_mean_of_its_questions_and_able_with_the_baseline():
     found = [(FULL, PROSE, outcome(1, 1, 1, 1)), (KEYDIFF, PROSE, outcome(1, 1, 0, 0, stored_bytes=500))]
     found += [(KEYDIFF, PROSE, outcome(1, 1, 1, 0, stored_bytes=700))]
     found += [(FULL, other, outcome(1, 0, 0, 0)), (KEYDIFF, other, outcome(1, 1, 1, 1))]
-    summary = Summary.of([PROSE, other], [FULL, KEYDIFF], found)
+    summary = Summary.of([PROSE, other], [FULL, KEYDIFF], found, 20)
     entry = summary.entries[KEYDIFF, PROSE]
     assert (entry.documents, entry.questions, entry.exact, entry.bytes_per_token) == (2, 8, 0.625, 6.0)
     assert entry.compress_share == pytest.approx(0.1)
@@ -55,7 +55,7 @@ def test_tokens_that_a_policy_runs_behind_the_document_are_paid_by_the_policy():
     slow = [replace(outcome(1), probe_tokens=200, prefill_s=seconds) for seconds in (3.0, 4.0)]
     found = [(FULL, PROSE, outcome(1)), (FULL, PROSE, outcome(1)), *((kvzip, PROSE, one) for one in slow)]
     found += [(KEYDIFF, PROSE, replace(outcome(1), prefill_s=2.0))]  # a slow moment of the machine, not of KeyDiff
-    summary = Summary.of([PROSE], [FULL, KEYDIFF, kvzip], found)
+    summary = Summary.of([PROSE], [FULL, KEYDIFF, kvzip], found, 20)
     assert summary.entries[kvzip, PROSE].compress_share == pytest.approx(2.5 + 0.1)
     assert summary.entries[KEYDIFF, PROSE].compress_share == pytest.approx(0.05)
 
@@ -63,7 +63,7 @@ def test_tokens_that_a_policy_runs_behind_the_document_are_paid_by_the_policy():
 def test_a_refused_document_refuses_its_cell_and_the_mean_of_its_row():
     found = [(FULL, PROSE, outcome(1)), (FULL, PROSE, outcome(1))]
     found += [(KEYDIFF, PROSE, outcome(1)), (KEYDIFF, PROSE, outcome(refused="no room"))]
-    summary = Summary.of([PROSE], [FULL, KEYDIFF], found)
+    summary = Summary.of([PROSE], [FULL, KEYDIFF], found, 20)
     assert summary.entries[KEYDIFF, PROSE].refused == "no room"
     assert summary.overall(KEYDIFF) is None
     assert summary.refusals() == {"no room": [(KEYDIFF, PROSE)]}
@@ -76,7 +76,7 @@ def test_tables_fit_the_terminal_and_show_every_row_once_and_codecs_apart():
     found = [(row, cell, outcome(1, 1, 1, 1)) for row in (FULL, KEYDIFF) for cell in cells]
     found += [(encoded, cells[0], outcome(1, 1, 1, 0))]
     console = Console(width=120, record=True, file=StringIO())
-    tables = quality_tables(Summary.of(cells, [FULL, KEYDIFF, encoded], found), "title")
+    tables = quality_tables(Summary.of(cells, [FULL, KEYDIFF, encoded], found, 20), "title")
     for table in tables:
         console.print(table)
     text = console.export_text()
@@ -84,6 +84,7 @@ def test_tables_fit_the_terminal_and_show_every_row_once_and_codecs_apart():
     assert [table.row_count for table in tables] == [2, 2, 2]
     assert text.count("int4") == 1
     assert "75 (" in text
+    assert text.count("10  50%") == 6, "of the 20 bytes a token in 16 bits"
     assert "…" not in text
 
 

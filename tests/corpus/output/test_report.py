@@ -47,8 +47,8 @@ def failed(number: int, code: str = "worker_crashed", message: str = "it died", 
 
 
 SUMMARY = Summary(
-    RunState.COMPLETED, total=10, done=8, reused=2, failed=2, tokens=8000, bytes_full=32000, bytes_stored=8000,
-    tokens_per_s=1500.0, elapsed_s=60.0, gpu_hours=0.25,
+    RunState.COMPLETED, total=10, done=8, reused=2, failed=2, tokens=8000, bytes_full=32000, bytes_full_16bit=16000,
+    bytes_stored=8000, tokens_per_s=1500.0, elapsed_s=60.0, gpu_hours=0.25,
     workers={"replica-1": WorkerShare(done=6, tokens=6000, seconds=12.0)},
     times={"running": 1_800_000_000.0, "completed": 1_800_000_060.0},
 )  # fmt: skip
@@ -94,7 +94,8 @@ def test_it_says_what_happened(tmp_path: Path) -> None:
     assert sum(name == "svg" for name, _ in tags.found) == 4, "lengths, compression, quality, seconds"
     for words in (
         "Batch completed", "documents in the input", "1,500 tokens a second and 360 documents an hour", "0.25 hours",
-        "worker_crashed", "corpus.jsonl, line 9", "it died", "no document", "24.00 kB less", "2027-01-15 08:00:00 UTC",
+        "worker_crashed", "corpus.jsonl, line 9", "it died", "no document", "2027-01-15 08:00:00 UTC",
+        "8.00 kB, 50.0% of 16.00 kB uncompressed in 16 bits; 32.00 kB in the model's dtype",
         "from 1,000 to 1,006", "2,000 tokens were not prefilled",
         "One took 0.88 s of a replica", "more than one attempt: 1.",
         "Measured on 8 documents",

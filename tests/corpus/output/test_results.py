@@ -218,6 +218,7 @@ def test_a_tally_adds_up() -> None:
     found = tally.counts()
     assert (found["total"], found["done"], found["reused"], found["failed"]) == (10, 4, 1, 1)
     assert (found["tokens"], found["bytes_full"], found["bytes_stored"]) == (400, 4000, 1000)
+    assert found["bytes_full_16bit"] == 2000
     assert found["tokens_per_s"] == 150  # of new ones
     assert found["gpu_hours"] == pytest.approx(2.5 / 3600)
     assert (found["workers"]["a"].done, found["workers"]["b"].tokens) == (2, 100)

@@ -76,9 +76,9 @@ def test_callers_are_told_of_no_step_back_when_a_run_begins_again() -> None:
     told = [with_progress(before, progress(n, n, tokens=100 * n, gpu_hours=0.5), before) for n in (1, 6)]
     assert [record.counts for record in told] == [before.counts] * 2
     assert [record.progress["tokens"] for record in told] == [600] * 2
-    on = with_progress(before, progress(8, 7, failed=1, tokens=800, gpu_hours=1.0), before)
+    on = with_progress(before, progress(8, 7, failed=1, tokens=800, bytes_full_16bit=9, gpu_hours=1.0), before)
     assert on.counts == RequestCounts(total=10, completed=8, failed=1, reused=2)
-    assert (on.progress["tokens"], on.progress["gpu_hours"]) == (800, 3.0)
+    assert (on.progress["tokens"], on.progress["bytes_full_16bit"], on.progress["gpu_hours"]) == (800, 9, 3.0)
 
 
 def test_nothing_is_told_for_the_passing_of_time() -> None:

@@ -120,6 +120,7 @@ def test_a_creation_is_new_once_and_existing_afterwards(http: httpx.Client) -> N
     assert moved("kvshelf_document_tokens_total", model=MODEL) == cache["tokens"]["document"]
     assert moved("kvshelf_kept_tokens_total", model=MODEL) == cache["tokens"]["kept"]
     assert moved("kvshelf_full_bytes_total", model=MODEL) == cache["bytes"]["full"]
+    assert moved("kvshelf_full_16bit_bytes_total", model=MODEL) == cache["bytes"]["full_16bit"]
     assert moved("kvshelf_stored_bytes_total", model=MODEL) == cache["bytes"]["stored"]
     for phase in ("queue", "prefill", "compress", "store"):
         assert moved("kvshelf_creation_phase_seconds_count", phase=phase) == 1

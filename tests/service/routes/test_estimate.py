@@ -64,6 +64,7 @@ def test_what_is_said_is_what_a_creation_does(http: httpx.Client) -> None:
     for policy, codec in (("keydiff", "none"), ("snapkv", "int4"), ("lagkv", "mixed")):
         cache = created(http, document=DOCUMENT, policy=policy, codec=codec, compression_ratio=0.75)
         assert (said["tokens"], said["bytes_full"]) == (cache["tokens"]["document"], cache["bytes"]["full"])
+        assert said["bytes_full_16bit"] == cache["bytes"]["full_16bit"]
         assert rows[policy]["kept"] == cache["tokens"]["kept"]
         assert rows[policy]["bytes_stored"][codec] == pytest.approx(cache["bytes"]["stored"], rel=0.05)
     assert rows["full"]["kept"] == said["tokens"]
@@ -140,6 +141,9 @@ def test_the_client_and_the_command(service_url: str, tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert f"{said.tokens} tokens" in done.stderr
     assert f" {said.policies[0].kept} " in done.stdout
+    (row,) = said.policies
+    assert f"({row.bytes_stored['int4'] / said.bytes_full_16bit:.1%})" in done.stdout
+    assert f"Shares are of {said.bytes_full_16bit / 1e6:.2f} MB" in done.stderr
     as_json = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
     assert as_json["policies"][0]["kept"] == said.policies[0].kept
     assert CliRunner().invoke(app, ["estimate", str(tmp_path / "none.txt"), "--url", service_url]).exit_code == 2

@@ -12,7 +12,7 @@ import {
 } from "../api.js";
 import { html } from "../dom.js";
 import { Check, Choice, Field } from "../fields.js";
-import { bytes, count, fromNow, moment, percent } from "../format.js";
+import { count, fromNow, moment, size } from "../format.js";
 import { Announce, Facts, FailureNote, Progress, useLoaded } from "../parts.js";
 import { useEffect, useState } from "../vendor/hooks.js";
 
@@ -122,6 +122,7 @@ function BatchCard({ id, onEnded }) {
     </section>`;
   const saving = (file) => () => save(file).catch(setFailure);
   const { request_counts: counts, progress } = batch;
+  const full_16bit = progress.bytes_full_16bit;
   const done = counts.completed + counts.failed;
   return html`<section class="card" aria-label="The chosen batch">
     <h2>${told(batch)}</h2>
@@ -140,9 +141,7 @@ function BatchCard({ id, onEnded }) {
       Reason: progress.reason,
       Reused: counts.reused ? `${count(counts.reused)} were on the shelf` : null,
       Tokens: `${count(progress.tokens)}, ${count(Math.round(progress.tokens_per_s))} a second`,
-      Size: progress.bytes_full
-        ? `${bytes(progress.bytes_stored)} of ${bytes(progress.bytes_full)} (${percent(1 - progress.bytes_stored / progress.bytes_full)} saved)`
-        : null,
+      Size: full_16bit ? size({ stored: progress.bytes_stored, full: progress.bytes_full, full_16bit }) : null,
       "Time left": progress.eta_s === null || ended ? null : `about ${Math.ceil(progress.eta_s)} s`,
       Expires: ended || !batch.expires_at ? null : fromNow(batch.expires_at),
     }} />

@@ -4,7 +4,6 @@ import { deleteCache, updateCache } from "../api.js";
 import { html } from "../dom.js";
 import { Choice, Field } from "../fields.js";
 import {
-  bytes,
   count,
   expiry,
   fromNow,
@@ -13,6 +12,7 @@ import {
   parseLabels,
   percent,
   quality,
+  size,
   summary,
   title,
 } from "../format.js";
@@ -78,7 +78,7 @@ function CacheFacts({ cache }) {
     Policy: `${cache.policy}, ${percent(cache.compression_ratio)} removed`,
     Codec: cache.codec,
     Tokens: `${count(tokens.kept)} of ${count(tokens.document)} per head`,
-    Size: `${bytes(cache.bytes.stored)} of ${bytes(cache.bytes.full_16bit)} in 16 bits (${percent(cache.bytes.stored / cache.bytes.full_16bit)})`,
+    Size: size(cache.bytes),
     Quality: measured && `${quality(cache)} of tokens agree with the full cache, KL ${measured.kl.toFixed(3)}`,
     Hits: `${count(cache.uses)}${cache.last_used_at ? `, last ${fromNow(cache.last_used_at)}` : ""}`,
     Created: `${moment(cache.created_at)}, ${(timings.prefill_s + timings.compress_s).toFixed(2)} s of work`,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from kvshelf.api import Estimate, EstimateObject, PolicyEstimate, Timings
@@ -65,6 +65,10 @@ class Shape:
     def full_bytes(self, num_tokens: int) -> int:
         """Keys and values of all tokens, uncompressed."""
         return self.layers * self.kv_heads * num_tokens * 2 * self.head_dim * self.itemsize
+
+    def full_16bit_bytes(self, num_tokens: int) -> int:
+        """The same in 16-bit numbers."""
+        return replace(self, itemsize=2).full_bytes(num_tokens)
 
     def stored_bytes(self, num_tokens: int, kept: int, codec: str) -> int:
         """Approximate bytes of the blob of a cache with `kept` entries in each head; `docs/format.md` has the sum."""
@@ -169,6 +173,7 @@ def estimate(engine: Engine, rates: Rates, document: EncodedDocument, spec: Esti
         layout=document.layout,
         tokens=num_tokens,
         bytes_full=shape.full_bytes(num_tokens),
+        bytes_full_16bit=shape.full_16bit_bytes(num_tokens),
         measured_tokens=rates.measured_tokens,
         policies=rows,
     )
