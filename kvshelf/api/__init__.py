@@ -22,10 +22,12 @@ from kvshelf.api.caches import TokenCounts as TokenCounts
 from kvshelf.api.caches import Tried as Tried
 from kvshelf.api.caches import UpdateCache as UpdateCache
 from kvshelf.api.caches import Verification as Verification
+from kvshelf.api.caches import WorstPart as WorstPart
 from kvshelf.api.creation import CacheOptions as CacheOptions
 from kvshelf.api.creation import CreateCache as CreateCache
 from kvshelf.api.creation import Estimate as Estimate
 from kvshelf.api.creation import EstimateObject as EstimateObject
+from kvshelf.api.creation import LevelOptions as LevelOptions
 from kvshelf.api.creation import PolicyEstimate as PolicyEstimate
 from kvshelf.api.creation import RequestObject as RequestObject
 from kvshelf.api.queries import AnswerDelta as AnswerDelta

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
+from typing_extensions import TypedDict
 
 from kvshelf.api.strict import (
     CacheName,
@@ -58,18 +59,33 @@ class Timings(ResponseBody):
     store_s: float = 0.0
 
 
-class Quality(ResponseBody):
-    """How close a cache is to the full one, on questions made from the document during compression.
+WorstPart = TypedDict("WorstPart", {"from": int, "to": int, "agreement": float})
+"""A part of a document, from one token to another, and the share of its cues that agree."""
 
-    `agreement`, 0 to 1: how often it predicts the token of which the full cache is sure. `kl`: divergence of the
-    probabilities, in nats. `tokens`: predicted tokens. `probe_s`: duration. Compare only numbers of one `version`.
+
+class Quality(ResponseBody):
+    """How close a cache is to the full one, on cues made from the document during compression.
+
+    `agreement`, 0 to 1: the share of the cues that it answers as the full cache does. `low` and `high`: the bounds of
+    that share, each at 95 %; `low` is null if the document is too short for enough cues, and then no `min_quality` is
+    met. `worst`: the part of the document with the lowest share. `kl`: divergence of the probabilities, in nats.
+    `probe_s`: duration. Compare only numbers of one `version`.
     """
 
     agreement: float
+    low: float | None
+    high: float
+    worst: WorstPart
+    cues: int
     kl: float
-    tokens: int
     probe_s: float
     version: int
+
+    @property
+    def told(self) -> str:
+        """The agreement with its interval, for people; with the number of cues where there is no interval."""
+        bounds = f"{self.cues} cues" if self.low is None else f"{self.low:.3f} to {self.high:.3f}"
+        return f"{self.agreement:.3f} ({bounds})"
 
 
 class Tried(ResponseBody):

@@ -33,6 +33,13 @@ _CHOSEN = {"policy_params", "compression_ratio", "budget_tokens", "codec", "leve
 """Fields that the policy "auto" chooses itself."""
 
 
+class LevelOptions(RequestBody):
+    """One of several levels: how much is removed, and the codec, by default that of the request."""
+
+    compression_ratio: Ratio
+    codec: CodecText | None = None
+
+
 class CacheOptions(RequestBody):
     """How to compress and store a document, without the document.
 
@@ -49,13 +56,21 @@ class CacheOptions(RequestBody):
     compression_ratio: Ratio | None = None
     budget_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     codec: CodecText = "none"
-    levels: Annotated[list[Ratio], Field(min_length=1, max_length=MAX_LEVELS, fail_fast=True)] | None = Field(
-        None, description="several compression ratios: one cache each, all from one prefill"
+    levels: Annotated[list[Ratio | LevelOptions], Field(min_length=1, max_length=MAX_LEVELS)] | None = Field(
+        None, description="several compression ratios, or ratios with codecs: one cache each, all from one prefill"
     )
     min_quality: Annotated[float, Field(ge=0, le=1)] | None = Field(
         None,
-        description="lowest acceptable agreement with the full cache: stores the smallest level that reaches it, or "
-        "none; default with the policy auto: 0.98",
+        description="lowest acceptable quality.low, a bound of the agreement with the full cache: stores the smallest "
+        "level that reaches it, or none; default with the policy auto, without a size: 0.98",
+    )
+    max_bytes: Annotated[int, Field(ge=1, lt=2**50)] | None = Field(
+        None,
+        description="largest acceptable bytes.stored: stores the level of the best quality that fits, or none; with "
+        "min_quality the smallest that reaches it",
+    )
+    bytes_per_token: Annotated[float, Field(gt=0, lt=2**40)] | None = Field(
+        None, description="max_bytes as bytes for each token of the document"
     )
     expected_questions: Annotated[list[Text], Field(fail_fast=True)] = Field(
         default_factory=list, max_length=256, description="questions for the policies that score by the prompt's end"
@@ -67,8 +82,8 @@ class CacheOptions(RequestBody):
 
     @field_validator("levels")
     @classmethod
-    def _distinct(cls, levels: list[float] | None) -> list[float] | None:
-        if levels is not None and len(set(levels)) != len(levels):
+    def _distinct(cls, levels: list[float | LevelOptions] | None) -> list[float | LevelOptions] | None:
+        if levels is not None and any(level in levels[:at] for at, level in enumerate(levels)):
             raise misuse("levels", "a level is given twice; each level makes its own cache")
         return levels
 
@@ -82,8 +97,26 @@ class CacheOptions(RequestBody):
         for other in ("compression_ratio", "budget_tokens"):
             if self.levels is not None and getattr(self, other) is not None:
                 raise misuse("levels", f"give levels or {other}, not both")
+        if self.max_bytes is not None and self.bytes_per_token is not None:
+            raise misuse("bytes_per_token", "give max_bytes or bytes_per_token, not both")
         require_one_expiry(self.ttl_s, self.expires_at)
         return self
+
+    @property
+    def ways(self) -> list[tuple[float | None, str]]:
+        """Compression ratio and codec of each level, or those of the one cache."""
+        if self.levels is None:
+            return [(self.compression_ratio, self.codec)]
+        each = [
+            level if isinstance(level, LevelOptions) else LevelOptions(compression_ratio=level) for level in self.levels
+        ]
+        return [(level.compression_ratio, level.codec or self.codec) for level in each]
+
+    @property
+    def chooses(self) -> bool:
+        """Whether one cache is chosen among several, by its quality or its size."""
+        targets = (self.min_quality, self.max_bytes, self.bytes_per_token)
+        return self.policy == "auto" or any(target is not None for target in targets)
 
 
 class CreateCache(CacheOptions):

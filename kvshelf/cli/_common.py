@@ -135,6 +135,21 @@ _LONGEST_S = 36525 * 86400
 """A hundred years. A date beyond the year 9999 could not be displayed."""
 
 
+def levels(given: Sequence[str] | None) -> list[float | dict[str, Any]] | None:
+    """`0.5` as a compression ratio, and `0.5:int4` as a ratio and a codec."""
+    found: list[float | dict[str, Any]] = []
+    for text in given or ():
+        ratio, _, codec = text.partition(":")
+        try:
+            number = float(ratio)
+        except ValueError:
+            raise InvalidRequest(
+                f"--level {text!r} is no compression ratio; write 0.5, or 0.5:int4 with a codec", param="--level"
+            ) from None
+        found.append({"compression_ratio": number, "codec": codec} if codec else number)
+    return found or None
+
+
 def seconds(text: str | None, option: str = "--ttl") -> float | None:
     """`90`, `90s`, `15m`, `2h` or `7d` in seconds."""
     if text is None:

@@ -51,13 +51,22 @@ Policy = Annotated[
 CompressionRatio = Annotated[float | None, typer.Option(help="Fraction of the entries to REMOVE, such as 0.75.")]
 BudgetTokens = Annotated[int | None, typer.Option(help="Entries to keep per layer and head, instead of a ratio.")]
 Levels = Annotated[
-    list[float] | None,
-    typer.Option("--level", help="A compression ratio. Repeat it to make several caches from one prefill."),
+    list[str] | None,
+    typer.Option(
+        "--level",
+        metavar="RATIO[:CODEC]",
+        help="A compression ratio, or 0.5:int4. Repeat it to make several caches from one prefill.",
+    ),
 ]
+MaxBytes = Annotated[
+    int | None, typer.Option(help="Most bytes of the cache. Keeps the level of the best quality that fits, or none.")
+]
+BytesPerToken = Annotated[float | None, typer.Option(help="The same, as bytes for each token of the document.")]
 MinQuality = Annotated[
     float | None,
     typer.Option(
-        help="Least agreement with the full cache, such as 0.98. Keeps the smallest level that reaches it, or none."
+        help="Lowest bound of the agreement with the full cache, such as 0.98. Keeps the smallest level that "
+        "reaches it, or none."
     ),
 ]
 Layout = Annotated[str | None, typer.Option(help="chat or plain.")]

@@ -34,6 +34,8 @@ def put(
     budget_tokens: _options.BudgetTokens = None,
     level: _options.Levels = None,
     min_quality: _options.MinQuality = None,
+    max_bytes: _options.MaxBytes = None,
+    bytes_per_token: _options.BytesPerToken = None,
     param: _options.Parameters = None,
     model: _options.ServiceModel = None,
     layout: _options.Layout = None,
@@ -58,8 +60,10 @@ def put(
             "policy_params": _common.parameters(param),
             "compression_ratio": compression_ratio,
             "budget_tokens": budget_tokens,
-            "levels": level or None,
+            "levels": _common.levels(level),
             "min_quality": min_quality,
+            "max_bytes": max_bytes,
+            "bytes_per_token": bytes_per_token,
             "model": model,
             "layout": layout,
             "codec": codec,
@@ -91,7 +95,7 @@ def _put_one(client: Client, file: Path, fields: Mapping[str, Any], as_json: boo
 
 def _summary(cache: CacheObject) -> str:
     done = "already on the shelf" if cache.existing else f"prefilled in {cache.timings.prefill_s:.2f} s"
-    agreement = "" if cache.quality is None else f", agreement {cache.quality.agreement:.3f}"
+    agreement = "" if cache.quality is None else f", agreement {cache.quality.told}"
     return (
         f"{cache.tokens.document} tokens, {cache.tokens.kept} kept by {cache.policy}, codec {cache.codec}, "
         f"{_common.megabytes(cache.bytes.stored)} ({cache.bytes.share:.1%} of 16 bits)"
@@ -161,7 +165,7 @@ def _table(caches: list[CacheObject]) -> Table:
     rows = []
     for cache in caches:
         size = _common.megabytes(cache.bytes.stored)
-        quality = "-" if cache.quality is None else f"{cache.quality.agreement:.3f}"
+        quality = "-" if cache.quality is None else cache.quality.told
         kept, whole = str(cache.tokens.kept), str(cache.tokens.document)
         rows.append((cache.id, cache.policy, kept, whole, size, quality, cache.name))
     return _common.table(("ID", "POLICY", "KEPT", "OF", "SIZE", "QUALITY", "NAME"), rows, numbers=range(2, 6))
@@ -218,7 +222,11 @@ def _quality(cache: CacheObject) -> str:
     if found is None:
         return "not measured"
     chosen = f"; chosen among {len(cache.tried)}" if cache.tried else ""
-    return f"agreement {found.agreement:.3f} with the full cache, KL {found.kl:.3g} nats, {found.tokens} tokens{chosen}"
+    worst = found.worst
+    return (
+        f"agreement {found.told} with the full cache on {found.cues} cues, lowest {worst['agreement']:.3f} at tokens "
+        f"{worst['from']} to {worst['to']}, KL {found.kl:.3g} nats{chosen}"
+    )
 
 
 def rm(

@@ -38,7 +38,7 @@ def estimate(
         "policy_params": _common.parameters(param) or None,
         "compression_ratio": compression_ratio,
         "budget_tokens": budget_tokens,
-        "levels": level or None,
+        "levels": _common.levels(level),
         "model": model,
         "layout": layout,
         "codec": codec,

@@ -32,8 +32,10 @@ class BatchFields(_calls.OptionFields, total=False):
     is the time of day in which the batch may run, as "22:00-06:00".
     """
 
-    levels: Sequence[float] | None
+    levels: Sequence[_calls.Level] | None
     min_quality: float | None
+    max_bytes: int | None
+    bytes_per_token: float | None
     completion_window: str | None
     metadata: Mapping[str, str] | None
     output_expires_after: ExpiresAfter | None

@@ -28,6 +28,7 @@ Messages = Sequence[Mapping[str, str] | api.Message]
 Prompts = list[str]
 Answers = list[api.AnswerObject]
 Levels = list[api.CacheObject]
+Level = float | Mapping[str, Any] | api.LevelOptions
 
 
 class OptionFields(TypedDict, total=False):
@@ -65,12 +66,14 @@ class CreateFields(KeepFields, total=False):
     """The keywords of `caches.create`."""
 
     min_quality: float | None
+    max_bytes: int | None
+    bytes_per_token: float | None
 
 
 class LevelFields(CreateFields, total=False):
     """The keywords of `estimate`, and of `caches.create` for several caches at once."""
 
-    levels: Sequence[float] | None
+    levels: Sequence[Level] | None
 
 
 class UpdateFields(TypedDict, total=False):
@@ -125,22 +128,22 @@ def create_cache(
 ) -> Call[api.CacheObject]: ...
 @overload
 def create_cache(
-    *, levels: Sequence[float], min_quality: float, respond_async: Literal[False] = False, **fields: Unpack[KeepFields]
+    *, levels: Sequence[Level], min_quality: float, respond_async: Literal[False] = False, **fields: Unpack[KeepFields]
 ) -> Call[api.CacheObject]: ...
 @overload
 def create_cache(
     *,
-    levels: Sequence[float],
+    levels: Sequence[Level],
     min_quality: None = None,
     respond_async: Literal[False] = False,
     **fields: Unpack[KeepFields],
 ) -> Call[Levels]: ...
 @overload
 def create_cache(
-    *, levels: Sequence[float] | None = None, respond_async: Literal[True], **fields: Unpack[CreateFields]
+    *, levels: Sequence[Level] | None = None, respond_async: Literal[True], **fields: Unpack[CreateFields]
 ) -> Call[api.RequestObject]: ...
 def create_cache(
-    *, levels: Sequence[float] | None = None, respond_async: bool = False, **fields: Unpack[CreateFields]
+    *, levels: Sequence[Level] | None = None, respond_async: bool = False, **fields: Unpack[CreateFields]
 ) -> Call[api.CacheObject] | Call[Levels] | Call[api.RequestObject]:
     """Compress a document and put it on the shelf; a cache that is there already comes back with `existing` true.
 
@@ -149,9 +152,10 @@ def create_cache(
     `expires_at`, `name`, `labels`, and `keep_source` to keep the text beside the cache. With `respond_async` the
     request comes back at once, for `client.requests.retrieve`.
 
-    `levels` are several compression ratios at once, whose caches come back in a list, from one prefill. With
-    `min_quality` only the smallest cache that agrees enough with the full one is kept; the policy "auto" chooses
-    policy, ratio and codec in the same way. The cache's `tried` lists the attempts.
+    `levels` are several compression ratios at once, or mappings of `compression_ratio` and `codec`, whose caches come
+    back in a list, from one prefill. With `min_quality` only the smallest cache that agrees enough with the full one is
+    kept, with `max_bytes` or `bytes_per_token` the best one that fits; the policy "auto" chooses policy, ratio and
+    codec in the same way. The cache's `tried` lists the attempts.
 
     Raises `InvalidRequest`, `DocumentTooLong`, `DocumentTooShort`, `PolicyUnsupported`, `QualityBelowFloor`,
     `QueueFull`, ...
@@ -164,7 +168,7 @@ def create_cache(
     if respond_async:
         headers = {"prefer": "respond-async"}
         return Call("POST", "/v1/caches", parse_as(api.RequestObject), headers=headers, body=body)
-    if levels is not None and given.get("min_quality") is None:
+    if levels is not None and all(given.get(name) is None for name in ("min_quality", "max_bytes", "bytes_per_token")):
         return Call("POST", "/v1/caches", lambda response: parse_as(api.LevelList)(response).data, body=body)
     return Call("POST", "/v1/caches", parse_as(api.CacheObject), body=body)
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from kvshelf.api import Quality, Tried
+from kvshelf.api import Tried
 from kvshelf.errors import CacheNotFound
 from kvshelf.store.manifest import Judgement
+from tests.qualities import quality_of
 from tests.store.caches import make_cache
 from tests.store.places import Place
 
 GOOD = Judgement(
-    quality=Quality(agreement=0.98, kl=0.01, tokens=32, probe_s=0.5, version=1),
+    quality=quality_of(0.98),
     tried=(Tried(policy="full", compression_ratio=0.0, codec="none", bytes=17),),
 )
 

@@ -111,7 +111,7 @@ def journal_s(results: int) -> float:
     like = Row(
         "corpus.jsonl", 0, "row-0", "kvs_" + "0" * 40, "doc_" + "0" * 40, 4096, 1024,
         bytes_full=10**9, bytes_full_16bit=10**9, bytes_stored=10**8,
-        quality={"agreement": 0.97, "kl": 0.02, "tokens": 64}, attempts=1, seconds=2.0,
+        quality={"agreement": 0.97, "low": 0.94, "high": 0.99, "kl": 0.02, "cues": 150}, attempts=1, seconds=2.0,
         worker="replica-1", policy="keydiff",
     )  # fmt: skip
     every = [replace(like, line=number, custom_id=f"row-{number}") for number in range(results)]

@@ -26,7 +26,11 @@ DOCUMENTS: Final = ("document", "messages", "token_ids")
 
 _ENDPOINT: Final = "/v1/caches"
 _OPENAI_FIELDS: Final = {"custom_id", "method", "url", "body"}
-_ALTERNATIVES: Final = (("compression_ratio", "budget_tokens", "levels"), ("ttl_s", "expires_at"))
+_ALTERNATIVES: Final = (
+    ("compression_ratio", "budget_tokens", "levels"),
+    ("ttl_s", "expires_at"),
+    ("max_bytes", "bytes_per_token"),
+)
 """A row that gives one field of a group drops the batch's defaults for the others."""
 
 

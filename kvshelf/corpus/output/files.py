@@ -57,7 +57,8 @@ def _write_parquet(target: IO[bytes], lines: Iterator[dict[str, Any]]) -> int:
         [(name, text) for name in ("custom_id", "file")]
         + [("line", integer), ("cache_id", text), ("document_id", text)]
         + [(name, pa.struct([(part, integer) for part in parts])) for name, parts in numbers.items()]
-        + [("quality", pa.struct([("agreement", real), ("kl", real), ("tokens", integer)])), ("attempts", integer)]
+        + [("quality", pa.struct([*((name, real) for name in ("agreement", "low", "high", "kl")), ("cues", integer)]))]
+        + [("attempts", integer)]
         + [("seconds", real), ("reused", pa.bool_()), ("levels", text)]
         + [("error", pa.struct([("code", text), ("message", text)]))]
     )

@@ -220,9 +220,13 @@ def _quality(found: _Findings) -> list[str]:
     if not found.agreement.count:
         return []
     about = f"Measured on {found.agreement.count:,} documents, by the probe that runs when a cache is made."
-    rows = [(*_which(result), _share(agreement)) for agreement, result in found.worst]
+    rows = []
+    for agreement, result in found.worst:
+        assert result.quality is not None
+        low, high = (result.quality[bound] for bound in ("low", "high"))
+        rows.append((*_which(result), _share(agreement), "-" if low is None else f"{_share(low)} to {_share(high)}"))
     section = _distribution("Quality", found.agreement, _share, "agreement with the full cache", about)
-    return [*section, _table(("lowest at", "custom id", "agreement"), rows, texts=2)]
+    return [*section, _table(("lowest at", "custom id", "agreement", "95 % bounds"), rows, texts=2)]
 
 
 def _saved(summary: Summary, found: _Findings) -> list[str]:

@@ -61,7 +61,7 @@ class Metrics:
         self._full_bytes = counter("full_bytes", "bytes of new caches before compression", "model")
         self._full_16bit_bytes = counter("full_16bit_bytes", "the same in 16-bit numbers", "model")
         self._stored_bytes = counter("stored_bytes", "bytes of new caches as stored", "model")
-        about = "agreement of new caches with the full cache"
+        about = "share of the cues on which new caches agree with the full cache"
         self._agreement = histogram("quality_agreement", about, "model", "policy", buckets=_AGREEMENTS)
         self._queries = counter("queries", "queries by result: answered or an error code", "result")
         self._hits = counter("cache_hits", "queries by the place of their cache", "read_from")

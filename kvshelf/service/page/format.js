@@ -43,9 +43,12 @@ export const moment = (unix) => moments.format(new Date(unix * 1000));
 
 export const expiry = (cache) => (cache.expires_at === null ? "never" : fromNow(cache.expires_at));
 
-/** The quality column of the shelf: the share of tokens that agree with the full cache. */
-export const quality = (cache) =>
-  typeof cache.quality?.agreement === "number" ? percent(cache.quality.agreement) : "–";
+/** The quality column of the shelf: the share of the cues that agree with the full cache, and its interval. */
+export const quality = ({ quality: measured }) => {
+  if (typeof measured?.agreement !== "number") return "–";
+  const { agreement, low, high, cues } = measured;
+  return `${percent(agreement)} (${low === null ? `${cues} cues` : `${percent(low)} to ${percent(high)}`})`;
+};
 
 /** The title of a cache: its name, or its document's id if it has no name. */
 export const title = (cache) => cache.name || cache.document_id;

@@ -12,7 +12,7 @@ from kvshelf.service.settings import Settings
 from kvshelf.store.url import StoreConfig
 from kvshelf.workers.cluster import deployment
 from kvshelf.workers.cluster.remote import RemoteEngine
-from kvshelf.workers.engine.quality import QUESTIONS
+from kvshelf.workers.engine.quality import CUES
 from kvshelf.workers.replica.queues import SchedulerLimits
 from kvshelf.workers.replica.residents import ResidentLimits
 
@@ -47,7 +47,7 @@ def _config(settings: Settings, shelf: StoreConfig, model: str, *, local: bool) 
             batch_share=settings.batch_share,
         ),
         residents=ResidentLimits(settings.resident_bytes, settings.resident_idle_s),
-        questions=QUESTIONS if settings.quality_probe else 0,
+        cues=CUES if settings.quality_probe else 0,
         max_document_tokens=settings.max_document_tokens,
         begin=partial(logs.configure, settings.log_level),
     )

@@ -78,7 +78,7 @@ async def create(
         return JSONResponse(request_json(record), status_code=202, headers=headers)
     deadline_s = service.settings.request_deadline_s
     created = await until_hangup(request, engine.create(spec, tenant=caller.tenant, deadline_s=deadline_s))
-    if body.levels is not None and body.min_quality is None:
+    if body.levels is not None and not body.chooses:
         return JSONResponse(_level_list(created), status_code=200 if created.existing else 201)
     return cache_response(created.manifest, existing=created.existing)
 

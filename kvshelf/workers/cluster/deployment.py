@@ -23,7 +23,7 @@ from kvshelf.store.url import StoreConfig
 from kvshelf.workers.cluster import orphans, startup
 from kvshelf.workers.cluster.remote import RemoteEngine, running
 from kvshelf.workers.engine.engine import Engine
-from kvshelf.workers.engine.quality import QUESTIONS
+from kvshelf.workers.engine.quality import CUES
 from kvshelf.workers.model import loading as models
 from kvshelf.workers.model.prepacking import prepack
 from kvshelf.workers.replica.replica import Replica
@@ -35,7 +35,7 @@ from kvshelf.workers.replica.scheduler import Scheduler, SchedulerLimits
 class ReplicaConfig:
     """The configuration of each replica of one model.
 
-    model: bundled name, folder or hub id. threads: CPU threads for torch; None leaves Ray's choice. questions: how many
+    model: bundled name, folder or hub id. threads: CPU threads for torch; None leaves Ray's choice. cues: how many
     measure the quality of each new cache. max_document_tokens: the longest document it compresses; None leaves it to
     the model. begin: called first in the replica's process, for example to set up its logs.
     """
@@ -47,7 +47,7 @@ class ReplicaConfig:
     threads: int | None = None
     limits: SchedulerLimits = field(default_factory=SchedulerLimits)
     residents: ResidentLimits = field(default_factory=ResidentLimits)
-    questions: int = QUESTIONS
+    cues: int = CUES
     max_document_tokens: int | None = None
     begin: Callable[[], None] = lambda: None
 
@@ -77,7 +77,7 @@ class ServedReplica(Replica):
             config.store.open(),
             Scheduler(engine, config.limits),
             config.residents,
-            questions=config.questions,
+            cues=config.cues,
             max_document_tokens=config.max_document_tokens,
         )
         self.start()

@@ -32,7 +32,7 @@ from kvshelf.workers.engine.inputs.job import Job, Level, shared
 from kvshelf.workers.engine.inputs.prepare import Preparer
 from kvshelf.workers.engine.inputs.requirements import require_budget_taken, require_questions_taken
 from kvshelf.workers.engine.prefill.prefill import Compression, Prefill, run_prefill
-from kvshelf.workers.engine.quality import QUESTIONS, VERSION, Probe, Reference, ask
+from kvshelf.workers.engine.quality import CUES, Probe, Reference, ask
 from kvshelf.workers.model import calibration
 from kvshelf.workers.model import loading as models
 from kvshelf.workers.model.rope import Rope, reach
@@ -167,18 +167,18 @@ class Engine:
         return compression
 
     def run_levels(
-        self, levels: Sequence[Level], *, questions: int = QUESTIONS, checkpoint: Checkpoint | None = None
+        self, levels: Sequence[Level], *, cues: int = CUES, checkpoint: Checkpoint | None = None
     ) -> list[Compression]:
         """Compress one document at several levels and measure the quality of each. In the order of `levels`.
 
         Levels whose policies need the same probe passes share a prefill (`job.shared` says which do not). Quality is
-        measured with `questions` made from the document; 0 measures nothing. A level gets the same bytes as from `run`
+        measured on up to `cues` cues of the document; 0 measures nothing. A level gets the same bytes as from `run`
         and its codec, except for last bits where a device sums longer calls in another order. All levels of a prefill
         are in memory at once. Encoding counts as compression time.
         """
         done: dict[int, Compression] = {}
         for group in shared(levels):
-            made = self.prefill(group, questions=questions, checkpoint=checkpoint)
+            made = self.prefill(group, cues=cues, checkpoint=checkpoint)
             for level, compression in zip(group, made.compressions, strict=True):
                 if made.reference is not None:
                     compression = compression.measured(self.measure(compression.cache, made.reference))
@@ -186,28 +186,28 @@ class Engine:
                 done[id(level)] = compression
         return [done[id(level)] for level in levels]
 
-    def prefill(self, group: Sequence[Level], *, questions: int = 0, checkpoint: Checkpoint | None = None) -> Prefill:
+    def prefill(self, group: Sequence[Level], *, cues: int = 0, checkpoint: Checkpoint | None = None) -> Prefill:
         """Prefill one group of `job.shared`.
 
-        During the prefill the full cache answers `questions` made from the document. Without questions (0, or none that
+        During the prefill the full cache answers up to `cues` cues of the document. Without cues (0, or none that
         `probe` can make) the result has no reference to measure by.
         """
-        probe = self.probe(group[0].job, questions)
+        probe = self.probe(group[0].job, cues)
         return run_prefill(self.model, self.rope, group, probe, checkpoint or _nothing, self.encoded)
 
     # Measuring
 
-    def probe(self, job: Job, questions: int = QUESTIONS) -> Probe | None:
-        """The probe that measures the quality of a document's caches; None if `questions` is 0 or it is impossible.
+    def probe(self, job: Job, cues: int = CUES) -> Probe | None:
+        """The probe that measures the quality of a document's caches; None if `cues` is 0 or it is impossible.
 
         No probe is possible for a document too short to ask about; for a document read chunk by chunk, because there is
-        never a full cache to compare with; without room for the questions behind the document; under a RoPE that
+        never a full cache to compare with; without room for a cue behind the document; under a RoPE that
         cannot be undone; and under one that changes with the length, so that later tokens would change earlier keys.
         """
-        if not questions or job.absorber is not None or self.rope is None or self.rope.length_dependent:
+        if not cues or job.absorber is not None or self.rope is None or self.rope.length_dependent:
             return None
-        probe = Probe.of(job.document, questions)
-        if probe is None or job.num_tokens + probe.num_tokens > self.max_tokens:
+        probe = Probe.of(job.document, cues)
+        if probe is None or job.num_tokens + probe.length > self.max_tokens:
             return None
         window = models.sliding_window(self.model.config)
         behind = probe.num_tokens + sum(len(found.token_ids) for found in job.passes)
@@ -223,17 +223,16 @@ class Engine:
             raise InvalidRequest("the reference is of another document than the cache; use that of its own prefill")
         started = time.perf_counter()
         with torch.no_grad(), self.attached(cache) as past:
-            agreement, kl = reference.compare(ask(self.model, reference.probe, past))
-        seconds = time.perf_counter() - started + reference.probe_s
-        if not math.isfinite(kl):
+            logits = ask(self.model, reference.probe, past)
+        quality = reference.compare(logits, time.perf_counter() - started)
+        if not math.isfinite(quality.kl):
             raise PolicyUnsupported(
                 f"behind this document the logits of {self.name!r} are not numbers, so its cache could answer nothing; "
                 "where a model overflows in float16, load it with dtype bfloat16 or float32; otherwise its weights are "
                 "broken",
                 param="model",
             )
-        tokens = len(reference.best)
-        return Quality(agreement=agreement, kl=kl, tokens=tokens, probe_s=seconds, version=VERSION)
+        return quality
 
     # Encoding
 

@@ -1,159 +1,241 @@
 """Quality of a compression on its own document, measured when it is made: `Probe`, `Reference`.
 
-The real questions are not known yet, so they are made from the document. The first words of a passage with rare tokens
-are the question; the passage's next words stand in place of the answer. Both caches predict the same tokens of these
-answers, each token after the right ones before it. Two numbers say how far the compressed cache is from the full one.
-The reference is the full cache and not the truth: an answer that the model cannot find is no fault of the compression.
+The real questions are not known yet, so they are made from the document: cues. A cue is six tokens of the document,
+what the chat template writes before an answer, and the next tokens of the document in place of the answer. Both caches
+predict the same four tokens of each answer, each token after the right ones before it. The reference is the full cache
+and not the truth: an answer that the model cannot find is no fault of the compression.
 
 With p the probabilities under the full cache, q under the compressed one, n under none (the chat template's tokens
 alone), and a = argmax p at each predicted token:
 
-    w = max(0, p(a) - n(a)) where p(a) >= 0.9, else 0
-    agreement = sum of w where argmax q = a / sum of w          kl = sum of w KL(p || q) / sum of w, in nats
+    a token counts where p(a) >= 0.99; it is the document's where also p(a) - n(a) >= 0.5
+    a cue agrees where argmax q = a at each of its tokens that count
+    agreement = share of the cues that agree          kl = mean of KL(p || q) over all tokens, in nats
 
-So a token counts by how much the document contributes to it. Without the weights most tokens would follow from the few
-before them, whatever the cache holds, and every compression would look good. Where the full cache is unsure, the last
-bits of a codec change its choice, but no answer. If all w are 0 (a model that reads nothing), every token counts alike.
+Where fewer than a fifth of the cues have a token that counts and is the document's, every token counts: without that,
+most cues would agree whatever the cache holds. KL takes the 64 likeliest tokens one by one and the others together.
 
-The full cache answers during the prefill: the questions are a probe pass behind the document, and each layer is freed
-as usual. There is never a second cache in memory.
+Cues and not tokens are counted, because the tokens of a cue are lost together. `low` and `high` are the exact bounds of
+a binomial share (Clopper and Pearson, 1934), each on one side, at 95 %. `low` is None below `CUES` cues: a bound from
+so few is no floor.
+
+The full cache answers during the prefill: the cues are probe passes behind the document, and each layer is freed as
+usual. There is never a second cache in memory.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
+from kvshelf.api import Quality, WorstPart
 from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT, AttachedCache
-from kvshelf.workers.policies.view import CUE, CUE_ANSWER, DocumentView, ProbePass
+from kvshelf.workers.policies.view import CUE, CUE_ANSWER, CUES_APART, DocumentView, ProbePass
 
-VERSION: Final = 1
+VERSION: Final = 2
 """Raised whenever the numbers of an unchanged cache can change."""
 
-QUESTIONS: Final = 8
-"""Questions made by default. Six times as many cost six times as much and rank no better (docs/quality.md)."""
+CUES: Final = 150
+"""Cues of a probe. If all of them agree, `low` is 0.98."""
 
-_SURE: Final = 0.9
+_SURE: Final = 0.99
+_GIVEN: Final = 0.5
+_LEAST_GIVEN: Final = 1 / 5
 _TIE: Final = 1e-4
 """Log-probabilities closer than this are equal, as in every comparison of answers: rounding decides their order."""
+_LIKELIEST: Final = 64
+"""A vocabulary has 150,000 tokens: whole distributions of 600 predictions would take as much memory as a document."""
+_CHUNK: Final = 64
+"""Predictions whose probabilities are computed at a time, in fp32."""
+_PARTS: Final = 8
+_LEAST_OF_PART: Final = 10
+_CONFIDENCE: Final = 0.95
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Questions made from a document, and their answers, in one pass behind it.
+    """Cues made from a document, all of one length.
 
-    One pass for all questions takes a tenth of the calls of one pass for each, and ranks caches the same. predicting:
-    the tokens of the pass that predict the answers' tokens. prefix: the chat template's tokens before the document.
+    places: where the answer of each cue begins in the document, ascending. passes: without the last token of each
+    answer, which predicts nothing. prefix: the chat template's tokens before the document.
     """
 
-    asked: ProbePass
-    predicting: tuple[int, ...]
+    places: tuple[int, ...]
+    passes: tuple[ProbePass, ...]
     prefix: tuple[int, ...]
 
     @classmethod
-    def of(cls, document: DocumentView, questions: int = QUESTIONS) -> Probe | None:
-        """At most `questions` questions; None for a document that is too short for one."""
-        ids: list[int] = []
-        predicting: list[int] = []
-        for start in rare_passages(document.token_ids, document.protected_prefix, questions):
-            ids += document.cue(start).token_ids
-            predicting += range(len(ids) - 1 - CUE_ANSWER, len(ids) - 1)
-        if not ids:
+    def of(cls, document: DocumentView, count: int = CUES) -> Probe | None:
+        """At most `count` cues; None for a document that is too short for one."""
+        places = tuple(cue_places(document, count))
+        if not places:
             return None
-        asked = ProbePass(tuple(ids), document.num_tokens)
-        return cls(asked, tuple(predicting), tuple(document.token_ids[: document.protected_prefix]))
+        passes = tuple(document.cue(at, CUE_ANSWER - 1) for at in places)
+        return cls(places, passes, tuple(document.token_ids[: document.protected_prefix]))
+
+    @property
+    def length(self) -> int:
+        """Tokens of a cue."""
+        return len(self.passes[0].token_ids)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the pass."""
-        return len(self.asked.token_ids)
+        """Tokens of all cues together."""
+        return self.length * len(self.passes)
 
-    def places(self, first: int, device: torch.device) -> Tensor:
-        """`predicting` in a sequence in which the pass begins at token `first`."""
-        return torch.tensor(self.predicting, device=device) + first
+    def predicting(self, first: int, device: torch.device) -> Tensor:
+        """Where the predictions stand in a sequence in which the first cue begins at token `first`: `[cues * 4]`."""
+        ends = torch.arange(1, len(self.passes) + 1, device=device)[:, None] * self.length
+        return (ends + torch.arange(-CUE_ANSWER, 0, device=device)).flatten() + first
+
+    def ids(self, device: torch.device, before: Sequence[int] = ()) -> Tensor:
+        """Token ids of the cues, a row each, behind `before`: `[cues, T]`."""
+        return torch.tensor([[*before, *cue.token_ids] for cue in self.passes], device=device)
 
 
 @dataclass(frozen=True, eq=False)
 class Reference:
-    """The full cache's predictions for a probe, and the weight of each token.
+    """The full cache's predictions for a probe, cue after cue; T = 4 for each.
 
-    log_probs: `[predicted, vocabulary]` fp32. best: `[predicted]`, the full cache's most likely tokens. weights: the
-    same shape, with a sum of 1. document: the digest of the document's ids, as in an `Identity`. probe_s: seconds that
-    the answers without a document took.
+    document: the digest of the document's ids, as in an `Identity`. likeliest: `[cues * T, 64]` token ids. log_probs:
+    `[cues * T, 65]` fp32 of these and of all others together. counted: `[cues, T]`, the tokens that count. probe_s:
+    seconds that the answers without a document took.
     """
 
     document: str
     probe: Probe
+    likeliest: Tensor
     log_probs: Tensor
-    best: Tensor
-    weights: Tensor
+    counted: Tensor
     probe_s: float
 
     @classmethod
     def of(cls, document: str, probe: Probe, full: Tensor, without: Tensor, probe_s: float) -> Reference:
-        """From logits `[predicted, vocabulary]` of the full cache, and of the model without the document."""
-        log_probs = full.float().log_softmax(dim=-1)
-        highest, best = log_probs.max(dim=-1)
-        alone = without.float().log_softmax(dim=-1).gather(-1, best[:, None])[:, 0]
-        sure = highest.exp()
-        weights = torch.where(sure >= _SURE, (sure - alone.exp()).clamp(min=0), 0)
-        total = weights.sum()
-        weights = torch.where(total > 0, weights / total, 1 / len(weights))
-        return cls(document, probe, log_probs, best, weights, probe_s)
+        """From logits `[cues * T, vocabulary]` of the full cache, and of the model without the document."""
+        likeliest = full.topk(min(_LIKELIEST, full.shape[-1]), dim=-1).indices
+        log_probs, _ = _events(full, likeliest)
+        alone, _ = _events(without, likeliest[:, :1])
+        sure = log_probs[:, 0].exp()
+        counted = (sure >= _SURE).view(-1, CUE_ANSWER)
+        given = counted & (sure - alone[:, 0].exp() >= _GIVEN).view(-1, CUE_ANSWER)
+        if given.any(dim=1).float().mean() < _LEAST_GIVEN:
+            counted = torch.ones_like(counted)
+        return cls(document, probe, likeliest, log_probs, counted, probe_s)
 
-    def compare(self, logits: Tensor) -> tuple[float, float]:
-        """Agreement and KL of logits `[predicted, vocabulary]` under a compressed cache."""
-        log_probs = logits.float().log_softmax(dim=-1)
-        chosen = log_probs.gather(-1, self.best[:, None])[:, 0]
-        agreed = log_probs.amax(dim=-1) - chosen <= _TIE
-        divergence = (self.log_probs.exp() * (self.log_probs - log_probs)).sum(dim=-1)
-        agreement, kl = (float((self.weights * values).sum()) for values in (agreed, divergence))
-        # Rounding in the sums must not push agreement above 1 or KL below 0.
-        return min(round(agreement, 6), 1.0), kl if math.isnan(kl) else max(kl, 0.0)
+    def compare(self, logits: Tensor, probe_s: float) -> Quality:
+        """The quality of a compressed cache, from its logits `[cues * T, vocabulary]`. `kl` is not finite if they are
+        not."""
+        log_probs, highest = _events(logits, self.likeliest)
+        same = (highest - log_probs[:, 0] <= _TIE).view(-1, CUE_ANSWER)
+        agreed: list[bool] = (same | ~self.counted).all(dim=1).tolist()
+        kl = float((self.log_probs.exp() * (self.log_probs - log_probs)).sum(dim=-1).mean())
+        low, high = bounds(sum(agreed), len(agreed))
+        return Quality(
+            agreement=sum(agreed) / len(agreed),
+            low=low if len(agreed) >= CUES else None,
+            high=high,
+            worst=worst_part(self.probe.places, agreed),
+            cues=len(agreed),
+            kl=kl if math.isnan(kl) else max(kl, 0.0),
+            probe_s=self.probe_s + probe_s,
+            version=VERSION,
+        )
 
 
-def rare_passages(token_ids: Sequence[int], first: int, count: int) -> list[int]:
-    """Where up to `count` passages of `CUE` + `CUE_ANSWER` tokens begin, in ascending order. They do not overlap.
+def _events(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """From logits `[n, vocabulary]` and token ids `[n, k]`: log-probabilities `[n, k + 1]` fp32 of these tokens and of
+    all others together, and the largest of any token `[n]`."""
+    found, highest = [], []
+    for rows, chosen in zip(torch.split(logits, _CHUNK), torch.split(tokens, _CHUNK), strict=True):
+        log_probs = rows.float().log_softmax(dim=-1)
+        highest.append(log_probs.amax(dim=-1))
+        named = log_probs.gather(-1, chosen)
+        others = (1 - named.exp().sum(dim=-1, keepdim=True)).clamp(min=1e-6).log()
+        found.append(torch.cat([named, others], dim=-1))
+    return torch.cat(found), torch.cat(highest)
 
-    The document after its first `first` tokens is cut into strips of equal length. Each strip gives the passage whose
-    answer has the rarest tokens: names and numbers, which people ask for, and the places where repeated text differs.
-    Among equals the last passage wins: sentences say what is new at their end. Strips, because the rarest passages of
-    all can stand in one paragraph. Rare means few in this document: the model's own surprise would need logits of all
-    of it.
+
+def bounds(agreed: int, cues: int) -> tuple[float, float]:
+    """The lowest and the highest share under which at least, or at most, `agreed` of `cues` come about in 5 % of all
+    cases."""
+    return 1 - _highest_rate(cues - agreed, cues), _highest_rate(agreed, cues)
+
+
+def _highest_rate(count: int, of: int) -> float:
+    """The rate at which at most `count` of `of` happen in 5 % of all cases."""
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        rate = (low + high) / 2
+        tail = sum(math.comb(of, k) * rate**k * (1 - rate) ** (of - k) for k in range(count + 1))
+        low, high = (rate, high) if tail > 1 - _CONFIDENCE else (low, rate)
+    return round(high, 6) if count < of else 1.0
+
+
+def worst_part(places: Sequence[int], agreed: Sequence[bool]) -> WorstPart:
+    """Where the smallest share of the cues agrees, among parts of the document with equally many cues."""
+    parts = max(1, min(_PARTS, len(places) // _LEAST_OF_PART))
+    groups = list(_groups(range(len(places)), parts))
+    worst = min(groups, key=lambda group: sum(agreed[at] for at in group) / len(group))
+    share = sum(agreed[at] for at in worst) / len(worst)
+    return {"from": places[worst[0]] - CUE, "to": places[worst[-1]] + CUE_ANSWER, "agreement": share}
+
+
+def cue_places(document: DocumentView, count: int) -> list[int]:
+    """Where the answers of up to `count` cues begin, in ascending order. Answers do not overlap.
+
+    Answers that begin with a number come first, then those that begin with a name, then all others: people ask for
+    numbers and names, and a model that only copies what follows is no witness of what it can find. Of each kind the
+    places are taken evenly from the whole document, the rarest of each part; rare means few in this document, because
+    the model's own surprise would need logits of all of it. No cue starts where one of policy `kvcues` starts, which
+    keeps what its own cues read.
     """
-    whole = CUE + CUE_ANSWER
-    room = len(token_ids) - first - whole + 1
-    if room < 1:
-        return []
-    frequency = Counter(token_ids)
-    rarity = [-math.log(frequency[token]) for token in token_ids]
-    strips = max(1, min(count, room // whole))
-    starts: list[int] = []
-    for strip in range(strips):
-        begin, end = (first + room * part // strips for part in (strip, strip + 1))
-        begin = max(begin, starts[-1] + whole) if starts else begin
-        starts.append(max(range(begin, end), key=lambda at: (sum(rarity[at + CUE : at + whole]), at)))
-    return starts
+    ids = document.token_ids
+    first, last = document.protected_prefix + CUE, document.num_tokens - CUE_ANSWER
+    allowed = [at for at in range(first, last + 1) if (at - first) % CUES_APART]
+    frequency = Counter(ids)
+    rarity = [-math.log(frequency[token]) for token in ids]
+    taken = bytearray(document.num_tokens)
+    chosen: list[int] = []
+    for begins in (document.number_starts, document.name_starts, None):
+        of_kind = [at for at in allowed if begins is None or begins[at]]
+        while (room := count - len(chosen)) and (free := [at for at in of_kind if _free(taken, at)]):
+            for part in _groups(free, room):
+                # Among equals the last one: sentences say what is new at their end.
+                apart = [(sum(rarity[at : at + CUE_ANSWER]), at) for at in part if _free(taken, at)]
+                if apart:
+                    _, best = max(apart)
+                    taken[best : best + CUE_ANSWER] = b"\1" * CUE_ANSWER
+                    chosen.append(best)
+    return sorted(chosen)
+
+
+def _free(taken: bytearray, at: int) -> bool:
+    """Whether an answer that begins here overlaps no other."""
+    return not any(taken[at : at + CUE_ANSWER])
+
+
+def _groups(items: Sequence[int], most: int) -> Iterator[Sequence[int]]:
+    """`items` cut into up to `most` parts of equal length, in order."""
+    parts = min(most, len(items))
+    for part in range(parts):
+        yield items[len(items) * part // parts : len(items) * (part + 1) // parts]
 
 
 def ask(model: nn.Module, probe: Probe, past: AttachedCache) -> Tensor:
-    """Logits `[predicted, vocabulary]` behind an attached cache."""
+    """Logits `[cues * T, vocabulary]` behind an attached cache."""
     device: Any = model.device
-    ids = torch.tensor([probe.asked.token_ids], device=device)
-    logits: Tensor = model(ids, logits_to_keep=probe.places(0, device), **{CACHE_ARGUMENT: past}).logits
-    return logits[0]
+    logits: Tensor = model(probe.ids(device), logits_to_keep=CUE_ANSWER, **{CACHE_ARGUMENT: past}).logits
+    return logits.flatten(0, 1)
 
 
 def ask_without(model: nn.Module, probe: Probe) -> Tensor:
-    """Logits `[predicted, vocabulary]` of a model that never saw the document."""
+    """Logits `[cues * T, vocabulary]` of a model that never saw the document."""
     device: Any = model.device
-    ids = torch.tensor([(*probe.prefix, *probe.asked.token_ids)], device=device)
-    places = probe.places(len(probe.prefix), device)
-    logits: Tensor = model(ids, use_cache=False, logits_to_keep=places).logits
-    return logits[0]
+    logits: Tensor = model(probe.ids(device, probe.prefix), use_cache=False, logits_to_keep=CUE_ANSWER).logits
+    return logits.flatten(0, 1)

@@ -166,6 +166,18 @@ class TextFormat:
             flags[at] = not (before[-2:-1].isdigit() and texts[token_ids[at + 1]][:1].isdigit())
         return flags
 
+    def number_starts(self, token_ids: Sequence[int]) -> list[bool]:
+        """Which tokens have a digit behind a token without one."""
+        digits = [any(map(str.isdigit, self._token_text(i))) for i in token_ids]
+        return [now and not before for before, now in zip([False, *digits], digits, strict=False)]
+
+    def name_starts(self, token_ids: Sequence[int]) -> list[bool]:
+        """Which tokens begin with a capital letter, and not behind the end of a sentence, where every word does."""
+        texts = [self._token_text(i) for i in token_ids]
+        capital = [text.lstrip()[:1].isupper() for text in texts]
+        opens = [text.rstrip(" ").endswith((*SENTENCE_ENDS, "\n")) for text in ["\n", *texts]]
+        return [now and not first for now, first in zip(capital, opens, strict=False)]
+
     def _token_text(self, token_id: int) -> str:
         if token_id not in self._token_texts:
             self._token_texts[token_id] = self.decode([token_id])

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvshelf.kernels.window_scores import pass_scores
 from kvshelf.workers.policies.base import parameter
 from kvshelf.workers.policies.kvzip import KVzip
-from kvshelf.workers.policies.view import CUE, CUE_ANSWER, DocumentView, LayerView, ProbePass
+from kvshelf.workers.policies.view import CUE, CUE_ANSWER, CUES_APART, DocumentView, LayerView, ProbePass
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class KVcues(KVzip):
     in a softmax over the document and the cue.
 
     Not from a paper. The forward pass has about 2 N tokens more than that of `kvzip`. `quality` asks cues of the same
-    form, some of them at the same places, so it flatters the caches of this policy more than others.
+    form, which start elsewhere: it may flatter the caches of this policy more than others.
     """
 
     name: ClassVar[str] = "kvcues"
@@ -36,10 +36,10 @@ class KVcues(KVzip):
         "for the smallest caches that still answer: keeps what questions read, for up to ten times the prefill."
     )
 
-    every: int = parameter(8, "document tokens from one cue to the next", minimum=1)
+    every: int = parameter(CUES_APART, "document tokens from one cue to the next", minimum=1)
 
     def probe_passes(self, document: DocumentView) -> Sequence[ProbePass]:
-        return [*super().probe_passes(document), *(document.cue(start) for start in self._cues(document))]
+        return [*super().probe_passes(document), *(document.cue(start + CUE) for start in self._cues(document))]
 
     def score(self, layer: LayerView) -> Tensor:
         repeated = super().score(layer)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -23,6 +22,9 @@ if TYPE_CHECKING:  # a view is also made without a model
 
 CUE: Final = 6
 """Tokens of a document that `DocumentView.cue` puts as a question."""
+
+CUES_APART: Final = 8
+"""Tokens from one cue of policy `kvcues` to the next. Those of `quality` start elsewhere."""
 
 CUE_ANSWER: Final = 4
 """Tokens of a document that follow those of a cue. Later ones depend more on the tokens before them than on the
@@ -63,13 +65,27 @@ class DocumentView:
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
-    def cue(self, start: int) -> ProbePass:
-        """A question that the document answers: `CUE` tokens from `start`, what the chat template writes before an
-        answer, and the next `CUE_ANSWER` tokens. The model finds what follows the cue, as it finds what a real
-        question asks for."""
-        separator = self.text.encode(QUESTION_SEPARATOR) if self.text is not None else ()
-        asked, answer = (self.token_ids[a:b] for a, b in pairwise((start, start + CUE, start + CUE + CUE_ANSWER)))
-        return ProbePass((*separator, *asked, *self.suffix, *answer), self.num_tokens)
+    def cue(self, at: int, answer: int = CUE_ANSWER) -> ProbePass:
+        """A question that the document answers: the `CUE` tokens before token `at`, what the chat template writes
+        before an answer, and the `answer` tokens from `at` on. The model finds what follows the cue, as it finds what a
+        real question asks for."""
+        before, after = self.token_ids[at - CUE : at], self.token_ids[at : at + answer]
+        return ProbePass((*self._separator, *before, *self.suffix, *after), self.num_tokens)
+
+    @cached_property
+    def _separator(self) -> Sequence[int]:
+        """What stands between a document and a question."""
+        return self.text.encode(QUESTION_SEPARATOR) if self.text is not None else ()
+
+    @cached_property
+    def number_starts(self) -> list[bool]:
+        """Which tokens begin a number. None does in a document without text."""
+        return self.text.number_starts(self.token_ids) if self.text is not None else [False] * self.num_tokens
+
+    @cached_property
+    def name_starts(self) -> list[bool]:
+        """Which tokens begin a word with a capital letter within a sentence. None does in a document without text."""
+        return self.text.name_starts(self.token_ids) if self.text is not None else [False] * self.num_tokens
 
     @cached_property
     def segment_ends(self) -> list[bool]:

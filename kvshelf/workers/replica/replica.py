@@ -19,7 +19,7 @@ from kvshelf.store.base import Store
 from kvshelf.workers.engine.attention.attachment import Attachment
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.engine.inputs.encode import Document
-from kvshelf.workers.engine.quality import QUESTIONS
+from kvshelf.workers.engine.quality import CUES
 from kvshelf.workers.replica.attempts import Attempts
 from kvshelf.workers.replica.calls import Threads, called_as
 from kvshelf.workers.replica.create.creations import Creations
@@ -36,7 +36,7 @@ layers, so one layer has taken this long: it hangs, or it blocks the replica for
 class Replica:
     """See the module. `start` it on the event loop that will call it, `stop` it once.
 
-    create, estimate, questions, max_document_tokens: see `Creations`. query, stream: see `Questions`. origin: the id
+    create, estimate, cues, max_document_tokens: see `Creations`. query, stream: see `Questions`. origin: the id
     under which the caller logs the request; log lines here carry it, too.
     """
 
@@ -47,7 +47,7 @@ class Replica:
         scheduler: Scheduler,
         residents: ResidentLimits | None = None,
         *,
-        questions: int = QUESTIONS,
+        cues: int = CUES,
         max_document_tokens: int | None = None,
     ) -> None:
         self.name = f"{os.uname().nodename}:{os.getpid()}:{secrets.token_hex(4)}"
@@ -57,7 +57,7 @@ class Replica:
         self._scheduler = scheduler
         self._threads = threads = Threads(max_workers=8, thread_name_prefix="replica")
         attempts = Attempts(store.requests, self.name, threads)
-        self._creations = Creations(engine, store, scheduler, threads, attempts, questions, max_document_tokens)
+        self._creations = Creations(engine, store, scheduler, threads, attempts, cues, max_document_tokens)
         self.create, self.estimate = self._creations.create, self._creations.estimate
         held = Residents(store, partial(_attached, engine, store), residents or ResidentLimits(), threads)
         self._questions = Questions(engine, store, scheduler, threads, held)

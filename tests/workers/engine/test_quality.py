@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvshelf.bench.quality.tasks import Fact, make_document
+from kvshelf.bench.quality.tasks import make_document
 from kvshelf.errors import Cancelled, InvalidRequest, ModelMismatch
 from kvshelf.workers.engine.decode.generation import Sampling
 from kvshelf.workers.engine.inputs.job import Level, shared
-from kvshelf.workers.engine.quality import QUESTIONS, VERSION, Probe, Reference, rare_passages
+from kvshelf.workers.engine.quality import CUES, VERSION, Probe, Reference, bounds, cue_places, worst_part
 from kvshelf.workers.policies import POLICIES
 from kvshelf.workers.policies.base import ScoringPolicy
 from kvshelf.workers.policies.budgets import Budget
-from kvshelf.workers.policies.view import CUE, CUE_ANSWER
+from kvshelf.workers.policies.view import CUE, CUE_ANSWER, CUES_APART, DocumentView
 from tests.workers.by_hand import Prefix, logits_after
 
 TOKENS = 400
+FEW = 24
 
 
 @pytest.fixture(scope="module")
 def prose(tiny):
-    return make_document("multikey", "prose", 700, 1, tiny.text.count_tokens).text
+    return make_document("multikey", "prose", 900, 1, tiny.text.count_tokens).text
 
 
 def measured(engine, document, **how):
@@ -38,9 +40,10 @@ def measured(engine, document, **how):
 
 def test_nothing_removed_costs_nothing(tiny, prose):
     quality = measured(tiny, prose, policy="full")
-    assert quality.agreement == 1.0
+    assert (quality.agreement, quality.high, quality.cues) == (1.0, 1.0, CUES)
+    assert quality.low == pytest.approx(0.05 ** (1 / CUES), abs=1e-6)
+    assert quality.worst["agreement"] == 1.0
     assert 0 <= quality.kl < 1e-6
-    assert quality.tokens == QUESTIONS * CUE_ANSWER
     assert quality.probe_s > 0
 
 
@@ -51,37 +54,49 @@ def test_random_models_agree_with_themselves_and_not_with_what_is_left(oracle):
     assert kept.agreement < 1 or kept.kl > 1e-3
 
 
-def by_formula(probe, full, reduced, without):
-    """Agreement and KL from logits `[T, vocabulary]` fp64 of the whole pass."""
-    places = list(probe.predicting)
-    p, q, n = (torch.softmax(logits[places], dim=-1) for logits in (full, reduced, without))
-    agreement = kl = total = 0.0
-    for at in range(len(places)):
-        a = int(p[at].argmax())
-        w = max(0.0, float(p[at, a] - n[at, a])) if p[at, a] >= 0.9 else 0.0
-        total += w
-        agreement += w * (int(q[at].argmax()) == a)
-        kl += w * float((p[at] * (p[at].log() - q[at].log())).sum())
-    assert total > 1, "the probe looks at nothing"
-    return agreement / total, kl / total
+def by_formula(full, reduced, without):
+    """Agreement and KL from logits `[cues, 4, vocabulary]` fp64."""
+    p, q, n = (torch.softmax(logits, dim=-1) for logits in (full, reduced, without))
+    agreed, given, kl = [], 0, 0.0
+    for cue in range(len(p)):
+        lost = counted = False
+        for at in range(CUE_ANSWER):
+            a = int(p[cue, at].argmax())
+            if p[cue, at, a] >= 0.99:
+                lost |= int(q[cue, at].argmax()) != a
+                counted |= float(p[cue, at, a] - n[cue, at, a]) >= 0.5
+            likeliest = p[cue, at].topk(64).indices
+            one, other = (
+                torch.cat([found[likeliest], 1 - found[likeliest].sum()[None]]) for found in (p[cue, at], q[cue, at])
+            )
+            kl += float((one * (one / other).log()).sum())
+        agreed.append(not lost)
+        given += counted
+    assert given >= len(p) / 5, "the probe looks at nothing"
+    return sum(agreed) / len(p), kl / len(p) / CUE_ANSWER
 
 
 @pytest.mark.parametrize(("policy", "removed"), [("keydiff", 0.75), ("streaming_llm", 0.5), ("snapkv", 0.75)])
 def test_the_numbers_are_those_of_the_formula_by_hand(tiny, prose, policy, removed):
     """RoPE, masks and softmax by hand in fp64, and the document's cache from transformers alone."""
     job = tiny.prepare(prose, policy=policy, compression_ratio=removed)
-    probe = tiny.probe(job)
-    (compression,) = tiny.run_levels([Level(job)])
+    probe = tiny.probe(job, FEW)
+    (compression,) = tiny.run_levels([Level(job)], cues=FEW)
     full = tiny.compress(prose, policy="full")
-    asked, end = list(probe.asked.token_ids), job.num_tokens
-    whole = logits_after(tiny.model, Prefix.kept(full, full), asked, end)
-    reduced = logits_after(tiny.model, Prefix.kept(full, compression.cache), asked, end)
-    with torch.no_grad():
-        alone = tiny.model(torch.tensor([[*probe.prefix, *asked]])).logits[0, len(probe.prefix) :].double()
-    agreement, kl = by_formula(probe, whole, reduced, alone)
-    assert compression.quality.agreement == pytest.approx(agreement, abs=1e-4)
+    rows = {"full": [], "reduced": [], "without": []}
+    for cue in probe.passes:
+        asked = list(cue.token_ids)
+        for name, kept in (("full", full), ("reduced", compression.cache)):
+            rows[name].append(logits_after(tiny.model, Prefix.kept(full, kept), asked, job.num_tokens)[-CUE_ANSWER:])
+        with torch.no_grad():
+            alone = tiny.model(torch.tensor([[*probe.prefix, *asked]])).logits[0, -CUE_ANSWER:]
+        rows["without"].append(alone.double())
+    agreement, kl = by_formula(*map(torch.stack, rows.values()))
+    assert compression.quality.agreement == pytest.approx(agreement)
     assert compression.quality.kl == pytest.approx(kl, rel=1e-3)
     assert agreement < 1
+    assert compression.quality.low is None
+    assert compression.quality.cues == FEW
 
 
 @dataclass(frozen=True)
@@ -111,20 +126,23 @@ def test_a_lost_fact_shows_and_lost_repetition_does_not(tiny):
     """The same number of tokens: once those of the only fact, once some that the document has thirty times."""
     filler = " The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
     fact = " The access code of the amber falcon is 482913."
-    text = filler * 9 + fact + filler * 9
+    text = filler * 18 + fact + filler * 18
     count = tiny.text.count_tokens(fact)
     lost = without(tiny, text, text.index(fact), count)
     spare = without(tiny, text, 3 * len(filler), count)
-    assert spare.agreement == 1.0
-    assert lost.agreement < 0.95
-    assert lost.kl > 10 * spare.kl
+    assert lost.agreement < spare.agreement
+    assert lost.kl > spare.kl
+    at = len(tiny.encode_document(text[: text.index(fact)]).token_ids)
+    assert lost.worst["from"] <= at + count
+    assert lost.worst["to"] >= at
 
 
 def test_more_removed_never_looks_better_on_the_whole(tiny, prose):
-    levels = [Level(tiny.prepare(prose, compression_ratio=removed)) for removed in (0.25, 0.5, 0.75, 0.9)]
+    levels = [Level(tiny.prepare(prose, compression_ratio=removed)) for removed in (0.1, 0.5, 0.75, 0.9)]
     made = [one.quality for one in tiny.run_levels(levels)]
     assert [one.kl for one in made] == sorted(one.kl for one in made)
-    assert made[-1].agreement < 0.9 < made[0].agreement
+    assert [one.agreement for one in made] == sorted((one.agreement for one in made), reverse=True)
+    assert made[-1].agreement < 0.8
 
 
 def test_a_codec_is_measured_too(tiny, prose):
@@ -134,44 +152,68 @@ def test_a_codec_is_measured_too(tiny, prose):
     assert none.cache.nbytes > int8.cache.nbytes > int2.cache.nbytes
 
 
-def logits(*rows):
-    """Logits whose softmax is each row."""
-    return torch.tensor(rows).log()
+def logits(*cues):
+    """Logits whose softmax is the distribution of each token of each cue."""
+    return torch.tensor([token for cue in cues for token in cue]).log()
 
 
 def reference(full, alone):
-    probe = Probe(asked=None, predicting=(), prefix=())
+    probe = Probe(places=tuple(range(10, 10 + 4 * len(full), 4)), passes=(), prefix=())
     return Reference.of("doc", probe, logits(*full), logits(*alone), 0.0)
 
 
-SURE, UNSURE, EVEN = [0.96, 0.02, 0.02], [0.6, 0.3, 0.1], [0.34, 0.33, 0.33]
+SURE, UNSURE, OTHER, EVEN = [0.998, 0.001, 0.001], [0.6, 0.3, 0.1], [0.1, 0.8, 0.1], [0.34, 0.33, 0.33]
+KNOWN, UNKNOWN, GUESSED = [SURE, UNSURE, SURE, UNSURE], [UNSURE] * 4, [EVEN] * 4
 
 
-def test_only_tokens_count_that_the_full_cache_is_sure_of_because_of_the_document():
-    found = reference([SURE, UNSURE, SURE], [EVEN, EVEN, SURE])
-    assert found.weights.tolist() == pytest.approx([1, 0, 0])
-    assert found.compare(logits(EVEN, [0.1, 0.8, 0.1], [0.1, 0.8, 0.1]))[0] == 1
-    assert found.compare(logits([0.1, 0.8, 0.1], UNSURE, SURE))[0] == 0
+def test_a_cue_agrees_where_no_token_is_lost_of_which_the_full_cache_is_sure():
+    found = reference([KNOWN, KNOWN, KNOWN, UNKNOWN], [GUESSED] * 4)
+    told = logits([SURE, OTHER, SURE, OTHER], [SURE, OTHER, OTHER, OTHER], [OTHER] * 4, [OTHER] * 4)
+    assert found.compare(told, 0.0).agreement == 0.5  # the second loses one, the third two, the fourth had none
+    assert found.compare(logits(KNOWN, KNOWN, KNOWN, UNKNOWN), 0.0).kl == pytest.approx(0, abs=1e-6)
 
 
-def test_weights_are_what_the_document_adds():
-    found = reference([SURE, SURE], [[0.46, 0.27, 0.27], [0.71, 0.2, 0.09]])
-    assert found.weights.tolist() == pytest.approx([2 / 3, 1 / 3])
-    agreement, kl = found.compare(logits(SURE, [0.02, 0.96, 0.02]))
-    assert agreement == pytest.approx(2 / 3)
-    divergence = 0.96 * torch.tensor(0.96 / 0.02).log() + 0.02 * torch.tensor(0.02 / 0.96).log()
-    assert kl == pytest.approx(float(divergence) / 3, rel=1e-5)
-
-
-def test_where_a_model_owes_the_document_nothing_every_token_counts_alike():
-    found = reference([UNSURE, EVEN, SURE, UNSURE], [UNSURE, EVEN, SURE, UNSURE])
-    assert found.weights.tolist() == pytest.approx([0.25] * 4)
+def test_every_token_counts_where_the_full_cache_is_sure_of_little_because_of_the_document():
+    """A fifth of the cues must have a token that the document gives; what the model knows anyway is none."""
+    same = [UNSURE, UNSURE, OTHER, UNSURE]
+    for full, alone in (([KNOWN, *[UNKNOWN] * 5], [GUESSED] * 6), ([KNOWN] * 6, [[SURE] * 4] * 6)):
+        assert reference(full, alone).compare(logits(*full[:5], same), 0.0).agreement == pytest.approx(5 / 6)
+    enough = reference([KNOWN, *[UNKNOWN] * 4], [GUESSED] * 5)
+    assert enough.compare(logits(KNOWN, *[same] * 4), 0.0).agreement == 1
 
 
 def test_what_rounding_decides_is_no_disagreement():
-    found = reference([SURE], [EVEN])
-    assert found.compare(logits([0.33333, 0.33332, 0.33335]))[0] == 1
-    assert found.compare(logits([0.33, 0.33, 0.34]))[0] == 0
+    found = reference([[SURE] * 4], [GUESSED])
+    assert found.compare(logits([[0.33333, 0.33332, 0.33335]] * 4), 0.0).agreement == 1
+    assert found.compare(logits([[0.33, 0.33, 0.34]] * 4), 0.0).agreement == 0
+
+
+def test_rare_tokens_are_compared_together():
+    """KL over the likeliest 64 and the rest as one is the exact one where all rest tokens change alike."""
+    p = torch.cat([torch.full((64,), 0.015), torch.full((400,), 0.0001)])
+    q = torch.cat([torch.full((64,), 0.014), torch.full((400,), 0.00026)])
+    p, q = p / p.sum(), q / q.sum()
+    exact = float((p * (p / q).log()).sum())
+    found = Reference.of("doc", Probe((10,), (), ()), p.log().repeat(4, 1), p.log().repeat(4, 1), 0.0)
+    assert found.compare(q.log().repeat(4, 1), 0.0).kl == pytest.approx(exact, rel=1e-4)
+
+
+@pytest.mark.parametrize(("agreed", "cues", "low", "high"), [
+    (150, 150, 0.980227, 1.0), (149, 150, 0.968766, 0.999658), (0, 150, 0.0, 0.019773), (10, 10, 0.741134, 1.0),
+    (5, 10, 0.222441, 0.777559), (95, 100, 0.897751, 0.980103),
+])  # fmt: skip
+def test_the_bounds_are_those_of_clopper_and_pearson(agreed, cues, low, high):
+    """Quantiles of the beta distribution: low = B(5 %; a, n - a + 1), high = B(95 %; a + 1, n - a)."""
+    assert bounds(agreed, cues) == pytest.approx((low, high), abs=2e-5)
+
+
+def test_the_worst_part_is_named():
+    agreed = [True] * 150
+    agreed[40:44] = [False] * 4
+    worst = worst_part(range(100, 100 + 150 * 8, 8), agreed)
+    assert worst["from"] <= 100 + 40 * 8 <= worst["to"]
+    assert worst["agreement"] < 0.85
+    assert worst_part([10, 20], [True, False]) == {"from": 10 - CUE, "to": 20 + CUE_ANSWER, "agreement": 0.5}
 
 
 def test_a_quality_says_which_version_of_the_measurement_it_is_of(tiny, prose):
@@ -183,40 +225,55 @@ def test_measuring_again_gives_the_same_numbers(tiny, prose):
     assert (first.agreement, first.kl) == (second.agreement, second.kl)
 
 
-# The questions
+# The cues
 
 
-@given(st.lists(st.integers(0, 9), max_size=200), st.integers(0, 20), st.integers(1, 12))
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=200), st.integers(0, 20), st.integers(1, 40))
 @settings(max_examples=200, deadline=None)
-def test_passages_lie_in_the_document_apart_and_in_order(ids, first, count):
-    starts = rare_passages(ids, first, count)
-    assert len(starts) <= count
-    assert bool(starts) == (len(ids) - first >= CUE + CUE_ANSWER)
-    ends = [first, *(start + CUE + CUE_ANSWER for start in starts)]
-    assert all(start >= end for start, end in zip(starts, ends, strict=False))
-    assert ends[-1] <= max(len(ids), first)
+def test_answers_lie_in_the_document_apart_and_in_order(ids, prefix, count):
+    prefix = min(prefix, len(ids))
+    places = cue_places(DocumentView(ids, protected_prefix=prefix), count)
+    assert len(places) <= count
+    assert bool(places) == (len(ids) - prefix > CUE + CUE_ANSWER)
+    assert all(b - a >= CUE_ANSWER for a, b in pairwise(places))
+    assert all(prefix + CUE <= at <= len(ids) - CUE_ANSWER for at in places)
+    grid = range(prefix, len(ids), CUES_APART)
+    assert not any(at - CUE in grid for at in places)
 
 
-def test_of_each_strip_the_rarest_answer_is_asked_for():
+def test_of_each_part_the_rarest_answer_is_asked_for():
     ids = [1, 2, 3, 4, 5, 6, 7] * 20
-    ids[40:44] = [90, 91, 92, 93]
-    ids[100:104] = [94, 95, 96, 97]
-    starts = rare_passages(ids, 0, 2)
-    assert [ids[start + CUE : start + CUE + CUE_ANSWER] for start in starts] == [[90, 91, 92, 93], [94, 95, 96, 97]]
+    ids[41:45] = [90, 91, 92, 93]
+    ids[101:105] = [94, 95, 96, 97]
+    assert cue_places(DocumentView(ids), 2) == [41, 101]
 
 
-def test_a_probe_asks_in_the_models_own_form(tiny):
+def test_numbers_and_names_are_asked_for_first(tiny):
+    plain = "The grass is green and the sky is blue. " * 12
+    text = plain + "The door of Ambrose opens with 482913. " + plain
+    document = tiny.prepare(text).document
+    answers = [tiny.text.decode(document.token_ids[at : at + CUE_ANSWER]) for at in cue_places(document, 2)]
+    assert any("482" in answer for answer in answers)
+    assert any(answer.strip()[:1] in "Am" for answer in answers)
+
+
+def test_a_cue_is_in_the_models_own_form(tiny):
     text = "The grass is green. " * 20 + "The access code is 482913. " + "The sky is blue. " * 20
     job = tiny.prepare(text)
     probe = Probe.of(job.document, 1)
-    asked = tiny.text.decode(probe.asked.token_ids)
-    question, answer = asked.split(tiny.text.decode(job.document.suffix))
-    assert question.startswith("\n\n")
-    assert (question + answer).strip() in text
-    assert "482913" in answer
-    assert probe.asked.first_position == job.num_tokens
-    assert [probe.asked.token_ids[place + 1] for place in probe.predicting] == tiny.text.encode(answer)
+    (cue,), (at,) = probe.passes, probe.places
+    asked, answer = tiny.text.decode(cue.token_ids).split(tiny.text.decode(job.document.suffix))
+    assert asked.startswith("\n\n")
+    assert "482" in answer
+    assert list(cue.token_ids[-CUE_ANSWER + 1 :]) == list(job.document.token_ids[at : at + CUE_ANSWER - 1])
+    assert cue.first_position == job.num_tokens
     assert probe.prefix == tuple(job.document.token_ids[: job.document.protected_prefix])
+
+
+def test_a_document_that_is_too_short_for_a_bound_has_none(tiny):
+    quality = measured(tiny, "The access code of the amber falcon is 482913. " * 8, policy="full")
+    assert quality.cues < CUES
+    assert (quality.agreement, quality.low, quality.high) == (1.0, None, 1.0)
 
 
 def test_where_nothing_can_be_measured_there_is_no_quality(tiny, prose):
@@ -228,7 +285,7 @@ def test_where_nothing_can_be_measured_there_is_no_quality(tiny, prose):
 
 
 def test_a_reference_measures_no_other_document_and_no_other_model(tiny, prose, llama):
-    prefill = tiny.prefill([Level(tiny.prepare(prose))], questions=QUESTIONS)
+    prefill = tiny.prefill([Level(tiny.prepare(prose))], cues=CUES)
     assert prefill.reference is not None
     with pytest.raises(InvalidRequest, match="another document"):
         tiny.measure(tiny.compress(prose + " More."), prefill.reference)
@@ -250,7 +307,7 @@ def test_a_level_is_what_a_prefill_of_its_own_gives(tiny, prose, policy):
     levels = [Level(job, codec) for job in jobs for codec in ("none", "int4")]
     assert len(shared(levels)) == 1
     own = {id(job): tiny.run(job).cache for job in jobs}
-    for level, made in zip(levels, tiny.run_levels(levels), strict=True):
+    for level, made in zip(levels, tiny.run_levels(levels, cues=FEW), strict=True):
         alone = own[id(level.job)]
         assert made.cache.identity == alone.identity == level.job.identity
         assert made.cache.to_bytes() == alone.to_bytes(level.codec)
@@ -346,11 +403,3 @@ def test_a_caller_who_went_away_ends_it(tiny, prose):
     with pytest.raises(Cancelled):
         tiny.run_levels([Level(tiny.prepare(prose))], checkpoint=gone)
     assert measured(tiny, prose) is not None  # and the engine still works
-
-
-def test_a_fact_that_is_asked_for_is_a_fact(tiny):
-    """The probe reaches what the bench asks for: the needle among filler is the rarest of its strip."""
-    fact = Fact("access code", "the amber falcon", "482913")
-    text = "The grass is green. The sky is blue. " * 40 + f"The {fact.attribute} of {fact.thing} is {fact.value}. "
-    asked = tiny.text.decode(tiny.probe(tiny.prepare(text + "The sun is yellow. " * 40)).asked.token_ids)
-    assert fact.value in asked or fact.thing.removeprefix("the ") in asked

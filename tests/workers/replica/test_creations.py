@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 
-from kvshelf.api import CreateCache, Estimate, PolicyEstimate, Quality, Tried
+from kvshelf.api import CreateCache, Estimate, PolicyEstimate, Tried
 from kvshelf.bench.quality.tasks import make_document
 from kvshelf.errors import CacheNotFound, DocumentTooLong, InvalidRequest, PolicyUnsupported, QualityBelowFloor
 from kvshelf.store.disk import DiskStore
 from kvshelf.store.shelf import Shelf
 from kvshelf.workers.engine.engine import Engine, Prefill
 from kvshelf.workers.engine.inputs.job import Level
-from kvshelf.workers.engine.quality import VERSION
-from kvshelf.workers.replica.create.auto import CANDIDATES, auto
+from kvshelf.workers.replica.create.auto import Target, auto, candidates
 from kvshelf.workers.replica.create.creations import NegativeCache
 from kvshelf.workers.replica.replica import Replica
 from kvshelf.workers.replica.results import Created
 from kvshelf.workers.replica.scheduler import Scheduler
+from tests.qualities import quality_of
 
 pytestmark = pytest.mark.anyio
 
@@ -32,10 +32,10 @@ class Counting(Engine):
     prefills = 0
 
     def prefill(
-        self, group: Sequence[Level], *, questions: int = 0, checkpoint: Callable[[], None] | None = None
+        self, group: Sequence[Level], *, cues: int = 0, checkpoint: Callable[[], None] | None = None
     ) -> Prefill:
         self.prefills += 1
-        return super().prefill(group, questions=questions, checkpoint=checkpoint)
+        return super().prefill(group, cues=cues, checkpoint=checkpoint)
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def engine() -> Counting:
 @pytest.fixture(scope="module")
 def document(engine: Counting) -> str:
     assert engine.text is not None
-    return make_document("multikey", "prose", 260, 1, engine.text.count_tokens).text
+    return make_document("multikey", "prose", 900, 1, engine.text.count_tokens).text
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ async def test_what_a_compression_costs_is_written_down_with_it(
     assert made.quality is not None
     assert made.quality.agreement == alone.quality.agreement < 1
     assert made.quality.kl == pytest.approx(alone.quality.kl, rel=1e-6)
-    assert (made.quality.version, made.tried) == (VERSION, ())
+    assert (made.quality.version, made.tried) == (alone.quality.version, ())
     assert shelf.stat(made.id).quality == made.quality
     assert shelf.get(made.id).to_bytes() == alone.cache.to_bytes()
 
@@ -118,10 +118,10 @@ async def test_one_way_is_stored_only_if_it_is_good_enough(
     with pytest.raises(QualityBelowFloor) as refused:
         await create(replica, document, compression_ratio=0.9, min_quality=0.99)
     (tried,) = refused.value.details["tried"]
-    assert tried["quality"]["agreement"] < 0.99
+    assert tried["quality"]["low"] < 0.99
     assert shelf.list().data == ()
-    made = await create(replica, document, compression_ratio=0.9, min_quality=tried["quality"]["agreement"])
-    assert made.manifest.quality.agreement == tried["quality"]["agreement"]
+    made = await create(replica, document, compression_ratio=0.9, min_quality=tried["quality"]["low"])
+    assert made.manifest.quality.low == tried["quality"]["low"]
     before = engine.prefills
     again = await create(replica, document, compression_ratio=0.9, min_quality=0.0)
     assert (ids(again), again.existing) == (ids(made), True)
@@ -147,7 +147,7 @@ async def test_a_refusal_is_remembered_by_the_worker(
     with pytest.raises(QualityBelowFloor):  # one level more is another question
         await create(replica, document, levels=[0.9, 0.95, 0.85], min_quality=1.0)
     assert engine.prefills == before + 2
-    least = min(one["quality"]["agreement"] for one in first.value.details["tried"])
+    least = min(one["quality"]["low"] for one in first.value.details["tried"])
     made = await create(replica, document, **asked | {"min_quality": least})
     assert (made.existing, engine.prefills) == (False, before + 3)
     assert [cache.id for cache in shelf.list().data] == ids(made)
@@ -164,7 +164,7 @@ async def test_a_refusal_is_remembered_of_one_tenant(replica: Replica, engine: C
 
 def test_the_oldest_refusals_are_forgotten_first() -> None:
     def refusal(*ratios: float) -> QualityBelowFloor:
-        quality = Quality(agreement=0.5, kl=1.0, tokens=32, probe_s=0.1, version=VERSION)
+        quality = quality_of(0.5)
         way = Tried(policy="keydiff", compression_ratio=0.5, codec="none", bytes=100, quality=quality).model_dump()
         return QualityBelowFloor("too little", tried=[way | {"compression_ratio": ratio} for ratio in ratios])
 
@@ -179,7 +179,7 @@ def test_the_oldest_refusals_are_forgotten_first() -> None:
 async def test_a_cache_that_was_never_measured_is_made_again_and_then_known(
     engine: Counting, shelf: Shelf, document: str
 ) -> None:
-    unmeasured = Replica(engine, shelf, Scheduler(engine), questions=0)
+    unmeasured = Replica(engine, shelf, Scheduler(engine), cues=0)
     unmeasured.start()
     try:
         bare = await create(unmeasured, document)
@@ -188,7 +188,7 @@ async def test_a_cache_that_was_never_measured_is_made_again_and_then_known(
         assert (await create(unmeasured, document)).manifest.quality is None  # a plain creation leaves it so
         measured = await create(unmeasured, document, min_quality=0.1)
         assert (ids(measured), measured.existing, engine.prefills) == (ids(bare), True, before + 1)
-        assert measured.manifest.quality.agreement >= 0.1
+        assert measured.manifest.quality.low >= 0.1
         assert shelf.stat(bare.manifest.id).quality == measured.manifest.quality
         await create(unmeasured, document, min_quality=0.1)
         assert engine.prefills == before + 1
@@ -201,7 +201,7 @@ async def test_of_levels_with_a_floor_only_the_smallest_good_one_is_kept(
 ) -> None:
     levels = [0.95, 0.25, 0.0]
     made = engine.run_levels([Level(engine.prepare(document, compression_ratio=ratio)) for ratio in levels])
-    qualities = [one.quality.agreement for one in made if one.quality is not None]
+    qualities = [one.quality.low for one in made if one.quality is not None and one.quality.low is not None]
     assert qualities[0] < qualities[1]
     before = engine.prefills
     kept = await create(replica, document, levels=levels, min_quality=qualities[1])
@@ -222,14 +222,16 @@ async def test_of_levels_with_a_floor_only_the_smallest_good_one_is_kept(
 async def test_auto_is_found_again_without_a_prefill(
     replica: Replica, engine: Counting, shelf: Shelf, document: str
 ) -> None:
-    choice = auto(engine, document, min_quality=0.9).run(engine)
+    choice = auto(engine, document, target=Target(0.9)).run(engine)
     before = engine.prefills
     kept = await create(replica, document, policy="auto", min_quality=0.9)
     spent = engine.prefills - before
     way = choice.level.job.identity
     assert (kept.manifest.policy, kept.manifest.compression_ratio) == (way.policy, way.compression_ratio)
     assert kept.manifest.codec == choice.level.codec
-    assert [(one.policy, one.compression_ratio or None, one.codec) for one in kept.manifest.tried] == list(CANDIDATES)
+    assert [(one.policy, one.compression_ratio or None, one.codec) for one in kept.manifest.tried] == list(
+        candidates(engine)
+    )
     assert shelf.stat(kept.manifest.id).tried == kept.manifest.tried
     again = await create(replica, document, policy="auto", min_quality=0.9)
     assert (ids(again), again.existing, engine.prefills) == (ids(kept), True, before + spent)
@@ -304,7 +306,9 @@ async def test_levels_of_a_policy_that_keeps_all_are_refused(replica: Replica, d
     assert refused.value.param == "levels"
 
 
-async def test_an_estimate_has_a_row_for_each_level_and_for_each_way_of_auto(replica: Replica, document: str) -> None:
+async def test_an_estimate_has_a_row_for_each_level_and_for_each_way_of_auto(
+    replica: Replica, engine: Counting, document: str
+) -> None:
     async def rows(**fields: Any) -> list[PolicyEstimate]:
         return (await replica.estimate(Estimate(document=document, **fields))).policies
 
@@ -320,7 +324,7 @@ async def test_an_estimate_has_a_row_for_each_level_and_for_each_way_of_auto(rep
         assert row.bytes_stored["none"] == pytest.approx(cache.manifest.bytes_stored, rel=0.05)
     ways = await rows(policy="auto")
     told = [(row.policy, row.compression_ratio or None, codec) for row in ways for codec in row.bytes_stored or ()]
-    assert told == list(CANDIDATES)
+    assert told == list(candidates(engine))
 
 
 async def test_a_missing_cache_stays_missing_to_others(replica: Replica, shelf: Shelf, document: str) -> None:

@@ -48,7 +48,7 @@ def scheduler(engine: Engine) -> Iterator[Scheduler]:
 
 def alone(job: Job) -> Levels:
     """The work of one level, not measured."""
-    return Levels((Level(job),), questions=0)
+    return Levels((Level(job),), cues=0)
 
 
 class Gate:
@@ -180,14 +180,14 @@ class Watched(Engine):
     on_layer: Callable[[], None]
 
     def prefill(
-        self, group: Sequence[Level], *, questions: int = 0, checkpoint: Callable[[], None] | None = None
+        self, group: Sequence[Level], *, cues: int = 0, checkpoint: Callable[[], None] | None = None
     ) -> Prefill:
         def watched() -> None:
             self.on_layer()
             assert checkpoint is not None
             checkpoint()
 
-        return super().prefill(group, questions=questions, checkpoint=watched)
+        return super().prefill(group, cues=cues, checkpoint=watched)
 
 
 @pytest.fixture

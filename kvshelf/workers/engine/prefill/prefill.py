@@ -97,7 +97,7 @@ def run_prefill(
 def _whole(
     model: PreTrainedModel, rope: Rope | None, jobs: Sequence[Job], probe: Probe | None, checkpoint: Checkpoint
 ) -> tuple[SharedReducer, Reference | None]:
-    measured = (probe.asked,) if probe is not None else ()
+    measured = probe.passes if probe is not None else ()
     lengths = [len(found.token_ids) for found in measured]
     reducer = SharedReducer([_reducer(model, rope, job) for job in jobs], lengths, checkpoint)
     first = jobs[0]
@@ -105,7 +105,7 @@ def _whole(
     if probe is None:
         model.base_model(**inputs, use_cache=False, **{CONTEXT: reducer})
         return reducer, None
-    places = probe.places(inputs["input_ids"].shape[1] - probe.num_tokens, model.device)
+    places = probe.predicting(inputs["input_ids"].shape[1] - probe.num_tokens, model.device)
     out = model(**inputs, use_cache=False, logits_to_keep=places, **{CONTEXT: reducer})
     started = time.perf_counter()
     without = ask_without(model, probe)

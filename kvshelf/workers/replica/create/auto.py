@@ -12,7 +12,7 @@ from kvshelf.store.artifact.identity import Layout
 from kvshelf.workers.engine.decode.generation import Checkpoint
 from kvshelf.workers.engine.inputs.encode import Document
 from kvshelf.workers.engine.inputs.job import Level, shared
-from kvshelf.workers.engine.quality import QUESTIONS, Reference
+from kvshelf.workers.engine.quality import CUES, Reference
 from kvshelf.workers.model.text import EncodedDocument
 
 if TYPE_CHECKING:  # the engine knows nothing of what is built on it
@@ -20,28 +20,88 @@ if TYPE_CHECKING:  # the engine knows nothing of what is built on it
 
 MIN_QUALITY: Final = 0.98
 
-CANDIDATES: Final[tuple[tuple[str, float | None, str], ...]] = (
+_CHEAP: Final[tuple[tuple[str, float | None, str], ...]] = (
     ("full", None, "none"),
     ("full", None, "int8"),
     ("full", None, "int4"),
-    ("keydiff", 0.5, "int4"),
-    ("keydiff", 0.75, "int4"),
-    ("keydiff", 0.875, "int4"),
-    ("keydiff", 0.9375, "int4"),
-    ("kvzip", 0.5, "int4"),
-    ("kvzip", 0.75, "int4"),
-    ("kvzip", 0.875, "int4"),
 )
-"""Policy, fraction removed and codec: the best of their sizes in docs/policies.md.
-
-If every sentence is a fact, nothing can be evicted, and `full` under a codec remains. Among filler `keydiff` keeps what
-stands out. Both need no probe pass, so they share one prefill. `kvzip` keeps its quality longest, but needs its own
-prefill, which costs several plain ones; it runs only if it could still save bytes.
-"""
+_SMALL: Final[tuple[tuple[str, float | None], ...]] = (
+    ("full", None),
+    ("keydiff", 0.5),
+    ("keydiff", 0.75),
+    ("keydiff", 0.875),
+    ("keydiff", 0.9375),
+    ("kvzip", 0.5),
+    ("kvzip", 0.75),
+    ("kvcues", 0.5),
+    ("kvcues", 0.75),
+    ("kvcues", 0.875),
+)
+_STEPS: Final = ("klt:step=1", "klt", "klt:step=2")
+"""Steps of the codec klt for the whole cache. Evicted ones take the default."""
 
 UNMEASURABLE: Final = "no quality can be measured on this document in this way"
-_NOT_MADE: Final = "not made: it would take no fewer bytes than what meets the floor"
+_NOT_MADE: Final = "not made: it would be no better than what is kept"
 _NOT_MEASURED: Final = "not measured: it takes no fewer bytes than what meets the floor"
+_TOO_LARGE: Final = "not measured: it takes more bytes than asked for"
+
+
+def candidates(engine: Engine) -> tuple[tuple[str, float | None, str], ...]:
+    """Policy, fraction removed and codec of each candidate: the best of their sizes in docs/policies.md.
+
+    The first ones need no probe pass and share one prefill. `kvzip` and then `kvcues` keep their quality longest, but
+    each needs a prefill of its own, which costs several plain ones. A model without transforms has `int4` in place of
+    `klt`.
+    """
+    if not engine.has_transforms:
+        return (*_CHEAP, *((policy, ratio, "int4") for policy, ratio in _SMALL if policy != "full"))
+    whole = tuple(("full", None, codec) for codec in _STEPS)
+    return (*_CHEAP, *whole, *((policy, ratio, "klt") for policy, ratio in _SMALL if policy != "full"))
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a choice has to reach. min_quality: for `quality.low`. max_bytes: for the blob.
+
+    With `min_quality` the choice is the smallest level that reaches it, with `max_bytes` alone the best of those that
+    fit. Raises `InvalidRequest` for a floor that is no share, and for no bytes.
+    """
+
+    min_quality: float | None = None
+    max_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        floor = self.min_quality
+        if floor is not None and (isinstance(floor, bool) or not 0 <= floor <= 1):
+            raise InvalidRequest(
+                f"min_quality is {floor!r}; it is the lowest bound of the agreement with the full cache, from 0 to 1",
+                param="min_quality",
+            )
+        if self.max_bytes is not None and self.max_bytes < 1:
+            raise InvalidRequest(f"max_bytes is {self.max_bytes}; a cache takes at least 1", param="max_bytes")
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether a blob is small enough."""
+        return self.max_bytes is None or nbytes <= self.max_bytes
+
+    def met(self, level: Level, tried: Tried) -> bool:
+        """Whether a level reaches the target. The full cache reaches every floor: it agrees with itself."""
+        if tried.bytes is None or not self.fits(tried.bytes):
+            return False
+        return level.keeps_all or (tried.quality is not None and self.good(tried.quality))
+
+    def good(self, quality: Quality) -> bool:
+        """Whether a quality reaches the floor."""
+        return self.min_quality is None or (quality.low is not None and quality.low >= self.min_quality)
+
+    def preferred(self, level: Level, tried: Tried) -> tuple[float, ...]:
+        """Of two levels that meet the target the one with the larger value is chosen."""
+        size = -float(tried.bytes or 0)
+        if self.min_quality is not None:
+            return (size,)
+        if tried.quality is None:  # the full cache of a document on which nothing can be measured
+            return (float(level.keeps_all), 0.0, size)
+        return (tried.quality.agreement, -tried.quality.kl, size)
 
 
 @dataclass(frozen=True)
@@ -55,33 +115,26 @@ class Choice:
 
 @dataclass(frozen=True)
 class Selection:
-    """A choice among levels of one document: the fewest bytes with an agreement of at least `min_quality`.
+    """A choice among levels of one document.
 
     `refused`: levels that were dropped before any work. Built without the model, on any thread; `run` is work for the
     thread that owns it.
     """
 
     levels: tuple[Level, ...]
-    min_quality: float
+    target: Target
     refused: tuple[Tried, ...] = ()
-    questions: int = QUESTIONS
-
-    def __post_init__(self) -> None:
-        if isinstance(self.min_quality, bool) or not 0 <= self.min_quality <= 1:
-            raise InvalidRequest(
-                f"min_quality is {self.min_quality!r}; it is the least agreement with the full cache, from 0 to 1",
-                param="min_quality",
-            )
+    cues: int = CUES
 
     @property
     def num_tokens(self) -> int:
         return self.levels[0].job.num_tokens
 
     def run(self, engine: Engine, *, checkpoint: Checkpoint | None = None) -> Choice:
-        """Compress and measure, smallest first, until a level is good enough; prefills that could not give a smaller
-        level are skipped.
+        """Compress and measure until no level that is left could be better; prefills that could not give one are
+        skipped.
 
-        Raises `QualityBelowFloor` with the details `tried` if no level is good enough, and `PolicyUnsupported` if
+        Raises `QualityBelowFloor` with the details `tried` if no level meets the target, and `PolicyUnsupported` if
         nothing can be measured (see `Engine.probe`) and no level keeps everything.
         """
         search = _Search(engine, self, checkpoint or (lambda: None))
@@ -89,12 +142,9 @@ class Selection:
             search.try_group(group)
         tried = (*(search.tried[id(level)] for level in self.levels), *self.refused)
         if search.best is None:
-            raise _not_good_enough(tried, self.min_quality)
-        return Choice(*search.best, tried)
-
-    def meets(self, level: Level, quality: Quality | None) -> bool:
-        """Whether a level is good enough. The full cache always is: it agrees with itself."""
-        return level.keeps_all or (quality is not None and quality.agreement >= self.min_quality)
+            raise _none_met(tried, self.target)
+        level, _, compression = search.best
+        return Choice(level, compression, tried)
 
     def known(self, told: Sequence[Tried | None]) -> Level | None:
         """What `run` would choose, or None if earlier outcomes do not determine it. The model does not run.
@@ -102,36 +152,53 @@ class Selection:
         told: the earlier outcome of each level, None if it is unknown. Raises as `run` does.
         """
         pairs = [(level, one or _untried(level)) for level, one in zip(self.levels, told, strict=True)]
-        good = [pair for pair in pairs if pair[1].bytes is not None and self.meets(pair[0], pair[1].quality)]
-        best = min(good, key=lambda pair: pair[1].bytes or 0, default=None)
-        if not all(_settled(level, one, best) for level, one in pairs):
+        met = [pair for pair in pairs if self.target.met(*pair)]
+        best = max(met, key=lambda pair: self.target.preferred(*pair), default=None)
+        if not all(self._settled(level, one, best) for level, one in pairs):
             return None
         if best is None:
-            raise _not_good_enough((*(one for _, one in pairs), *self.refused), self.min_quality)
+            raise _none_met((*(one for _, one in pairs), *self.refused), self.target)
         return best[0]
+
+    def worth_making(self, level: Level, best: tuple[Level, Tried]) -> bool:
+        """Whether a level could be better than the best one so far. Under one codec more entries take more bytes,
+        except for the few that the codec leaves whole; different codecs do not compare."""
+        if self.target.min_quality is None:
+            return best[1].quality is not None and best[1].quality.agreement < 1
+        return level.codec != best[0].codec or level.job.budget.tokens < best[0].job.budget.tokens
+
+    def worth_measuring(self, tried: Tried, best: tuple[Level, Tried] | None) -> bool:
+        """Whether the quality of a level that fits could matter."""
+        if best is None or self.target.min_quality is None:
+            return True
+        return (tried.bytes or 0) < (best[1].bytes or 0)
+
+    def _settled(self, level: Level, tried: Tried, best: tuple[Level, Tried] | None) -> bool:
+        """Whether trying a level would change nothing."""
+        if tried.quality is not None or tried.reason == UNMEASURABLE:
+            return True
+        if tried.bytes is not None:
+            return not self.target.fits(tried.bytes) or not self.worth_measuring(tried, best)
+        return best is not None and not self.worth_making(level, best)
 
 
 def auto(
-    engine: Engine,
-    document: Document | EncodedDocument,
-    *,
-    layout: Layout | None = None,
-    min_quality: float = MIN_QUALITY,
+    engine: Engine, document: Document | EncodedDocument, *, layout: Layout | None = None, target: Target | None = None
 ) -> Selection:
     """The selection behind `policy: "auto"`: every candidate that takes this document. Thread-safe.
 
-    The full cache always qualifies. Raises what `Engine.prepare` raises for the document itself.
+    target: by default a floor of `MIN_QUALITY`. Raises what `Engine.prepare` raises for the document itself.
     """
     encoded = document if isinstance(document, EncodedDocument) else engine.encode_document(document, layout=layout)
     levels, refused = [], []
-    for policy, ratio, codec in CANDIDATES:
+    for policy, ratio, codec in candidates(engine):
         try:
             levels.append(engine.level(engine.prepare(encoded, policy=policy, compression_ratio=ratio), codec))
         except KvshelfError as error:  # what a policy refuses, others may take
             if policy == "full":
                 raise
             refused.append(Tried(policy=policy, compression_ratio=ratio or 0.0, codec=codec, reason=error.message))
-    return Selection(tuple(levels), min_quality, tuple(refused))
+    return Selection(tuple(levels), target or Target(MIN_QUALITY), tuple(refused))
 
 
 class _Search:
@@ -141,47 +208,63 @@ class _Search:
         self._engine = engine
         self._selection = selection
         self._checkpoint = checkpoint
-        self.best: tuple[Level, Compression] | None = None
+        self.best: tuple[Level, Tried, Compression] | None = None
         self.tried: dict[int, Tried] = {}
 
     def try_group(self, group: Sequence[Level]) -> None:
         """Try the levels of one prefill."""
-        questions = self._selection.questions
-        if self._engine.probe(group[0].job, questions) is None:
+        cues = self._selection.cues
+        if self._engine.probe(group[0].job, cues) is None:
             self._leave_out([level for level in group if not level.keeps_all], UNMEASURABLE)
             group = [level for level in group if level.keeps_all]
-        if self.best is not None and not any(_could_be_smaller(level, self.best[0]) for level in group):
+        best = self._best
+        if best is not None and not any(self._selection.worth_making(level, best) for level in group):
             self._leave_out(group, _NOT_MADE)
             return
         if not group:
             return
-        prefill = self._engine.prefill(group, questions=questions, checkpoint=self._checkpoint)
-        made = zip(group, prefill.compressions, strict=True)
-        for level, compression in sorted(made, key=lambda pair: pair[1].cache.nbytes):
-            self._try(level, compression, prefill.reference)
+        prefill = self._engine.prefill(group, cues=cues, checkpoint=self._checkpoint)
+        sized = [
+            (made.cache.pack().nbytes, level, made) for level, made in zip(group, prefill.compressions, strict=True)
+        ]
+        for nbytes, level, compression in sorted(sized, key=lambda one: one[0]):
+            self._try(level, nbytes, compression, prefill.reference)
             self._checkpoint()
 
-    def _try(self, level: Level, compression: Compression, reference: Reference | None) -> None:
-        nbytes = compression.cache.nbytes
-        if self.best is not None and nbytes >= self.best[1].cache.nbytes:
-            self._note(level, nbytes, reason=_NOT_MEASURED)
+    @property
+    def _best(self) -> tuple[Level, Tried] | None:
+        return None if self.best is None else self.best[:2]
+
+    def _try(self, level: Level, nbytes: int, compression: Compression, reference: Reference | None) -> None:
+        target = self._selection.target
+        tried = _untried(level).model_copy(update={"bytes": nbytes})
+        if not target.fits(nbytes):
+            self._note(level, tried, _TOO_LARGE)
             return
-        if reference is not None:
+        if not self._selection.worth_measuring(tried, self._best):
+            self._note(level, tried, _NOT_MEASURED)
+            return
+        if reference is None:
+            tried = self._note(level, tried, UNMEASURABLE)
+        else:
             compression = compression.measured(self._engine.measure(compression.cache, reference))
-        self._note(level, nbytes, compression.quality, None if reference is not None else UNMEASURABLE)
-        if self._selection.meets(level, compression.quality):
-            self.best = level, compression
+            tried = self._note(level, tried.model_copy(update={"quality": compression.quality}))
+        if target.met(level, tried) and (self.best is None or self._better(level, tried)):
+            self.best = level, tried, compression
+
+    def _better(self, level: Level, tried: Tried) -> bool:
+        assert self.best is not None
+        preferred = self._selection.target.preferred
+        return preferred(level, tried) > preferred(self.best[0], self.best[1])
 
     def _leave_out(self, levels: Sequence[Level], reason: str) -> None:
         for level in levels:
-            self._note(level, reason=reason)
+            self._note(level, _untried(level), reason)
 
-    def _note(
-        self, level: Level, nbytes: int | None = None, quality: Quality | None = None, reason: str | None = None
-    ) -> None:
-        self.tried[id(level)] = _untried(level).model_copy(
-            update={"bytes": nbytes, "quality": quality, "reason": reason}
-        )
+    def _note(self, level: Level, tried: Tried, reason: str | None = None) -> Tried:
+        noted = tried.model_copy(update={"reason": reason})
+        self.tried[id(level)] = noted
+        return noted
 
 
 def _untried(level: Level) -> Tried:
@@ -189,39 +272,32 @@ def _untried(level: Level) -> Tried:
     return Tried(policy=identity.policy, compression_ratio=identity.compression_ratio, codec=level.codec)
 
 
-def _could_be_smaller(level: Level, best: Level) -> bool:
-    """Whether a level is worth compressing. Under one codec more entries take more bytes, except for the few that the
-    codec leaves whole; different codecs do not compare."""
-    return level.codec != best.codec or level.job.budget.tokens < best.job.budget.tokens
-
-
-def _settled(level: Level, tried: Tried, best: tuple[Level, Tried] | None) -> bool:
-    """Whether trying a level would change nothing: its quality is known or unmeasurable, or it takes no fewer bytes
-    than the best."""
-    if tried.quality is not None or tried.reason == UNMEASURABLE:
-        return True
-    if best is None:
-        return False
-    if tried.bytes is not None and best[1].bytes is not None:
-        return tried.bytes >= best[1].bytes
-    return not _could_be_smaller(level, best[0])
-
-
-def _not_good_enough(tried: Sequence[Tried], min_quality: float) -> KvshelfError:
-    measured = [(one.quality.agreement, one) for one in tried if one.quality is not None]
+def _none_met(tried: Sequence[Tried], target: Target) -> KvshelfError:
     told = [one.model_dump(mode="json", exclude={"cache_id"}) for one in tried]
-    if not measured:
+    sizes = [one.bytes for one in tried if one.bytes is not None]
+    if target.max_bytes is not None and not any(map(target.fits, sizes)):
+        return QualityBelowFloor(
+            f"no level fits into {target.max_bytes} bytes: the smallest takes {min(sizes, default=0)}; allow more, or "
+            "remove more",
+            param="max_bytes",
+            tried=told,
+        )
+    measured = [one for one in tried if one.quality is not None]
+    bounded = [(one.quality.low, one) for one in measured if one.quality is not None and one.quality.low is not None]
+    if not bounded:
+        cues = max((one.quality.cues for one in measured if one.quality is not None), default=0)
         return PolicyUnsupported(
-            "no quality can be measured of these levels: the document is too short to make questions from, is read "
-            "chunk by chunk, or leaves no room behind it; leave min_quality out",
+            f"no quality can be measured of these levels: the document gives {cues} cues, and a bound takes {CUES}; or "
+            "it is read chunk by chunk, or leaves no room behind it; leave min_quality out",
             param="min_quality",
             tried=told,
         )
-    agreement, closest = max(measured, key=lambda pair: pair[0])
+    low, closest = max(bounded, key=lambda pair: pair[0])
+    within = "" if target.max_bytes is None else f" within {target.max_bytes} bytes"
     return QualityBelowFloor(
-        f"no level agrees with the full cache to {min_quality:g}: the closest is policy {closest.policy!r} at "
-        f"{closest.compression_ratio:g} removed under codec {closest.codec!r}, with {agreement:g}; lower min_quality, "
-        "or remove less",
+        f"no level agrees with the full cache to {target.min_quality:g}{within} (lower bound at 95 %): the closest is "
+        f"policy {closest.policy!r} at {closest.compression_ratio:g} removed under codec {closest.codec!r}, with "
+        f"{low:.3f}; lower min_quality, or remove less",
         param="min_quality",
         tried=told,
     )

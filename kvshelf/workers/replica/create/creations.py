@@ -64,7 +64,7 @@ class NegativeCache:
 class Creations:
     """The creations of one replica.
 
-    `questions` measure the quality of each new cache; 0 measures only requests with a `min_quality`. Documents above
+    `cues` measure the quality of each new cache; 0 measures only requests with a `min_quality`. Documents above
     `max_document_tokens` are refused; None leaves the limit to the model.
     """
 
@@ -73,7 +73,7 @@ class Creations:
     scheduler: Scheduler
     threads: Threads
     attempts: Attempts
-    questions: int
+    cues: int
     max_document_tokens: int | None
     _singleflight: SingleFlight[Created] = field(default_factory=SingleFlight, init=False)
     _negative_cache: NegativeCache = field(default_factory=NegativeCache, init=False)
@@ -113,10 +113,10 @@ class Creations:
 
     async def _created(self, spec: CreateCache, tenant: str, deadline_s: float | None) -> Created:
         """The caches on the shelf, compressed if they were not there. Equal creations at one time run once."""
-        work = await self.threads.run(requested_levels, self.engine, spec, self.questions, self.max_document_tokens)
+        work = await self.threads.run(requested_levels, self.engine, spec, self.cues, self.max_document_tokens)
         publisher = Publisher.of(self.store, tenant, spec, work.levels)
         if isinstance(work, Selection):
-            key = f"{work.min_quality!r} of {' '.join(publisher.ids)}"
+            key = f"{work.target!r} of {' '.join(publisher.ids)}"
             created, began = await self._singleflight.join(key, lambda: self._choose(work, publisher, deadline_s))
         else:
             key = " ".join(publisher.ids)

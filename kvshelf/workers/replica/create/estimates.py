@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -17,7 +17,7 @@ from kvshelf.workers.engine.inputs.job import Job
 from kvshelf.workers.model.loading import head_size, kv_heads
 from kvshelf.workers.model.text import EncodedDocument
 from kvshelf.workers.policies import POLICIES, build
-from kvshelf.workers.replica.create.auto import CANDIDATES
+from kvshelf.workers.replica.create.auto import candidates
 from kvshelf.workers.replica.create.spec import AUTO
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def estimate(engine: Engine, rates: Rates, document: EncodedDocument, spec: Esti
     """
     shape = Shape.of(engine.model)
     rows = []
-    for way in _ways(spec, _codecs(engine, spec)):
+    for way in _ways(engine, spec, _codecs(engine, spec)):
         try:
             job = engine.prepare(document, policy=way.policy, compression_ratio=way.compression_ratio, **way.more)
         except CallerError as error:
@@ -195,21 +195,25 @@ def _codecs(engine: Engine, spec: Estimate) -> tuple[str, ...]:
     return CODECS if engine.has_transforms else CODECS[:-1]
 
 
-def _ways(spec: Estimate, codecs: tuple[str, ...]) -> list[_Way]:
+def _ways(engine: Engine, spec: Estimate, codecs: tuple[str, ...]) -> list[_Way]:
     """The candidates of "auto", or the levels of one policy or of all policies."""
     if spec.policy == AUTO:
-        ways = dict.fromkeys((policy, ratio) for policy, ratio, _ in CANDIDATES)
-        return [_Way(*way, tuple(codec for *other, codec in CANDIDATES if tuple(other) == way)) for way in ways]
-    ratios: Sequence[float | None] = spec.levels or (spec.compression_ratio,)
+        tried = candidates(engine)
+        ways = dict.fromkeys((policy, ratio) for policy, ratio, _ in tried)
+        return [_Way(*way, tuple(codec for *other, codec in tried if tuple(other) == way)) for way in ways]
+    each: dict[float | None, tuple[str, ...]] = {}
+    for ratio, codec in spec.ways:
+        each[ratio] = (*each.get(ratio, ()), *(codecs if codec is None else (str(Codec.parse(codec)),)))
     budget = {"budget_tokens": spec.budget_tokens}
     if spec.policy is not None:
         more = budget | {"policy_params": spec.policy_params, "expected_questions": spec.expected_questions}
-        return [_Way(spec.policy, ratio, codecs, more) for ratio in ratios]
+        return [_Way(spec.policy, ratio, chosen, more) for ratio, chosen in each.items()]
     found = []
     for policy in POLICIES:
         # A policy without a budget refuses one if asked for alone; among all policies it is estimated without.
         taken = build(policy, {}).takes_budget
-        found += [_Way(policy, ratio, codecs, budget if taken else {}) for ratio in (ratios if taken else [None])]
+        rows = each if taken else {None: codecs}
+        found += [_Way(policy, ratio, chosen, budget if taken else {}) for ratio, chosen in rows.items()]
     return found
 
 

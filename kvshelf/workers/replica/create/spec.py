@@ -13,10 +13,10 @@ from kvshelf.workers.engine.decode.generation import Checkpoint
 from kvshelf.workers.engine.engine import Compression, Engine
 from kvshelf.workers.engine.inputs.encode import Document
 from kvshelf.workers.engine.inputs.job import Level
-from kvshelf.workers.engine.quality import QUESTIONS
+from kvshelf.workers.engine.quality import CUES
 from kvshelf.workers.model.text import EncodedDocument
 from kvshelf.workers.policies import build
-from kvshelf.workers.replica.create.auto import MIN_QUALITY, Selection, auto
+from kvshelf.workers.replica.create.auto import MIN_QUALITY, Selection, Target, auto
 
 AUTO: Final = "auto"
 """The policy of a creation that leaves policy, ratio and codec to the service."""
@@ -26,11 +26,11 @@ AUTO: Final = "auto"
 class Levels:
     """Levels of one document, all of them to be made by the thread that owns the model.
 
-    `questions` measure the quality of each, see `Engine.run_levels`.
+    `cues` measure the quality of each, see `Engine.run_levels`.
     """
 
     levels: tuple[Level, ...]
-    questions: int = QUESTIONS
+    cues: int = CUES
 
     @property
     def num_tokens(self) -> int:
@@ -38,23 +38,23 @@ class Levels:
 
     def run(self, engine: Engine, *, checkpoint: Checkpoint | None = None) -> list[Compression]:
         """A compression for each, in their order."""
-        return engine.run_levels(self.levels, questions=self.questions, checkpoint=checkpoint)
+        return engine.run_levels(self.levels, cues=self.cues, checkpoint=checkpoint)
 
 
 def requested_levels(
-    engine: Engine, spec: CreateCache, questions: int, max_document_tokens: int | None
+    engine: Engine, spec: CreateCache, cues: int, max_document_tokens: int | None
 ) -> Levels | Selection:
-    """The levels to keep the document at: all of them, or the smallest that is good enough. The model does not run.
+    """The levels to keep the document at: all of them, or those to choose one from. The model does not run.
 
-    `questions` measure the quality of each level, unless a `Selection` does. Raises as `Engine.prepare` does.
+    `cues` measure the quality of each level, unless a `Selection` does. Raises as `Engine.prepare` does.
     """
     require_policy(spec)
     document = encode(engine, spec, max_document_tokens)
-    floor = spec.min_quality
     if spec.policy == AUTO:
-        return auto(engine, document, min_quality=MIN_QUALITY if floor is None else floor)
-    jobs = [
-        engine.prepare(
+        return auto(engine, document, target=_target(spec, len(document.token_ids)))
+    ways = spec.ways
+    jobs = {
+        ratio: engine.prepare(
             document,
             policy=spec.policy,
             compression_ratio=ratio,
@@ -62,10 +62,17 @@ def requested_levels(
             policy_params=spec.policy_params,
             expected_questions=spec.expected_questions,
         )
-        for ratio in (spec.levels or (spec.compression_ratio,))
-    ]
-    levels = tuple(engine.level(job, spec.codec) for job in jobs)
-    return Levels(levels, questions) if floor is None else Selection(levels, floor)
+        for ratio, _ in ways
+    }
+    levels = tuple(engine.level(jobs[ratio], codec) for ratio, codec in ways)
+    return Selection(levels, _target(spec, len(document.token_ids))) if spec.chooses else Levels(levels, cues)
+
+
+def _target(spec: CreateCache, num_tokens: int) -> Target:
+    """What the choice has to reach: of the policy "auto" by default a floor."""
+    size = spec.max_bytes if spec.bytes_per_token is None else max(1, int(spec.bytes_per_token * num_tokens))
+    floor = spec.min_quality
+    return Target(MIN_QUALITY if floor is None and size is None else floor, size)
 
 
 def require_policy(spec: CreateCache) -> None:
