@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 
 from kvshelf.api import Quality
 from kvshelf.errors import InvalidRequest, ModelMismatch, PolicyUnsupported
@@ -31,13 +32,14 @@ from kvshelf.workers.engine.inputs.encode import Document, Encoder, Prompt
 from kvshelf.workers.engine.inputs.job import Job, Level, shared
 from kvshelf.workers.engine.inputs.prepare import Preparer
 from kvshelf.workers.engine.inputs.requirements import require_budget_taken, require_questions_taken
-from kvshelf.workers.engine.prefill.prefill import Compression, Prefill, run_prefill
+from kvshelf.workers.engine.prefill.prefill import Compression, Prefill, run_prefill, run_scores
 from kvshelf.workers.engine.quality import CUES, Probe, Reference, ask
 from kvshelf.workers.model import calibration
 from kvshelf.workers.model import loading as models
 from kvshelf.workers.model.rope import Rope, reach
 from kvshelf.workers.model.text import EncodedDocument, TextFormat
 from kvshelf.workers.policies import DEFAULT_POLICY, build
+from kvshelf.workers.policies.base import ScoringPolicy
 from kvshelf.workers.policies.budgets import Budget
 
 if TYPE_CHECKING:
@@ -194,6 +196,17 @@ class Engine:
         """
         probe = self.probe(group[0].job, cues)
         return run_prefill(self.model, self.rope, group, probe, checkpoint or _nothing, self.encoded)
+
+    def scores(self, job: Job, *, checkpoint: Checkpoint | None = None) -> list[Tensor]:
+        """How much the job's policy wants each entry, for each layer: `[kv_heads, N]` fp32, higher is kept. The budget
+        changes none of them.
+
+        For what is built on scores: another way to share a budget, or gates trained to foretell them. Raises
+        `InvalidRequest` for a policy without scores, and for one that reads the document chunk by chunk.
+        """
+        if not isinstance(job.policy, ScoringPolicy) or job.absorber is not None:
+            raise InvalidRequest(f"policy {job.policy.name!r} gives no scores of the whole document", param="policy")
+        return run_scores(self.model, self.rope, job, checkpoint or _nothing)
 
     # Measuring
 

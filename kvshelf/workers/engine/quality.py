@@ -1,8 +1,9 @@
 """Quality of a compression on its own document, measured when it is made: `Probe`, `Reference`.
 
-The real questions are not known yet, so they are made from the document: cues. A cue is six tokens of the document,
-what the chat template writes before an answer, and the next tokens of the document in place of the answer. Both caches
-predict the same four tokens of each answer, each token after the right ones before it. The reference is the full cache
+The real questions are not known yet, so they are made from the document: cues. A cue is ten tokens of the document,
+what the chat template writes before an answer, and in place of the answer the document's tokens from the third on
+behind the ten: like a question, it does not have the very words before the answer. Both caches predict the same four
+tokens of each answer, each token after the right ones before it. The reference is the full cache
 and not the truth: an answer that the model cannot find is no fault of the compression.
 
 With p the probabilities under the full cache, q under the compressed one, n under none (the chat template's tokens
@@ -36,13 +37,20 @@ from torch import Tensor, nn
 
 from kvshelf.api import Quality, WorstPart
 from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT, AttachedCache
-from kvshelf.workers.policies.view import CUE, CUE_ANSWER, CUES_APART, DocumentView, ProbePass
+from kvshelf.workers.policies import kvcues
+from kvshelf.workers.policies.view import DocumentView, ProbePass
 
 VERSION: Final = 2
 """Raised whenever the numbers of an unchanged cache can change."""
 
 CUES: Final = 150
 """Cues of a probe. If all of them agree, `low` is 0.98."""
+
+ASKED: Final = 10
+SKIPPED: Final = 2
+"""Tokens of the document between those of a cue and the answer. Without a gap one accepted cache in seven had lost
+facts, where with it one in fourteen had (docs/quality.md)."""
+ANSWER: Final = 4
 
 _SURE: Final = 0.99
 _GIVEN: Final = 0.5
@@ -76,7 +84,7 @@ class Probe:
         places = tuple(cue_places(document, count))
         if not places:
             return None
-        passes = tuple(document.cue(at, CUE_ANSWER - 1) for at in places)
+        passes = tuple(document.cue(_asked(at), slice(at, at + ANSWER - 1)) for at in places)
         return cls(places, passes, tuple(document.token_ids[: document.protected_prefix]))
 
     @property
@@ -92,7 +100,7 @@ class Probe:
     def predicting(self, first: int, device: torch.device) -> Tensor:
         """Where the predictions stand in a sequence in which the first cue begins at token `first`: `[cues * 4]`."""
         ends = torch.arange(1, len(self.passes) + 1, device=device)[:, None] * self.length
-        return (ends + torch.arange(-CUE_ANSWER, 0, device=device)).flatten() + first
+        return (ends + torch.arange(-ANSWER, 0, device=device)).flatten() + first
 
     def ids(self, device: torch.device, before: Sequence[int] = ()) -> Tensor:
         """Token ids of the cues, a row each, behind `before`: `[cues, T]`."""
@@ -122,8 +130,8 @@ class Reference:
         log_probs, _ = _events(full, likeliest)
         alone, _ = _events(without, likeliest[:, :1])
         sure = log_probs[:, 0].exp()
-        counted = (sure >= _SURE).view(-1, CUE_ANSWER)
-        given = counted & (sure - alone[:, 0].exp() >= _GIVEN).view(-1, CUE_ANSWER)
+        counted = (sure >= _SURE).view(-1, ANSWER)
+        given = counted & (sure - alone[:, 0].exp() >= _GIVEN).view(-1, ANSWER)
         if given.any(dim=1).float().mean() < _LEAST_GIVEN:
             counted = torch.ones_like(counted)
         return cls(document, probe, likeliest, log_probs, counted, probe_s)
@@ -132,7 +140,7 @@ class Reference:
         """The quality of a compressed cache, from its logits `[cues * T, vocabulary]`. `kl` is not finite if they are
         not."""
         log_probs, highest = _events(logits, self.likeliest)
-        same = (highest - log_probs[:, 0] <= _TIE).view(-1, CUE_ANSWER)
+        same = (highest - log_probs[:, 0] <= _TIE).view(-1, ANSWER)
         agreed: list[bool] = (same | ~self.counted).all(dim=1).tolist()
         kl = float((self.log_probs.exp() * (self.log_probs - log_probs)).sum(dim=-1).mean())
         low, high = bounds(sum(agreed), len(agreed))
@@ -183,7 +191,12 @@ def worst_part(places: Sequence[int], agreed: Sequence[bool]) -> WorstPart:
     groups = list(_groups(range(len(places)), parts))
     worst = min(groups, key=lambda group: sum(agreed[at] for at in group) / len(group))
     share = sum(agreed[at] for at in worst) / len(worst)
-    return {"from": places[worst[0]] - CUE, "to": places[worst[-1]] + CUE_ANSWER, "agreement": share}
+    return {"from": _asked(places[worst[0]]).start, "to": places[worst[-1]] + ANSWER, "agreement": share}
+
+
+def _asked(at: int) -> slice:
+    """The tokens of the cue whose answer begins at token `at`."""
+    return slice(at - SKIPPED - ASKED, at - SKIPPED)
 
 
 def cue_places(document: DocumentView, count: int) -> list[int]:
@@ -192,12 +205,13 @@ def cue_places(document: DocumentView, count: int) -> list[int]:
     Answers that begin with a number come first, then those that begin with a name, then all others: people ask for
     numbers and names, and a model that only copies what follows is no witness of what it can find. Of each kind the
     places are taken evenly from the whole document, the rarest of each part; rare means few in this document, because
-    the model's own surprise would need logits of all of it. No cue starts where one of policy `kvcues` starts, which
-    keeps what its own cues read.
+    the model's own surprise would need logits of all of it. No answer begins where one of policy `kvcues` does,
+    which keeps what its own cues read.
     """
     ids = document.token_ids
-    first, last = document.protected_prefix + CUE, document.num_tokens - CUE_ANSWER
-    allowed = [at for at in range(first, last + 1) if (at - first) % CUES_APART]
+    prefix, last = document.protected_prefix, document.num_tokens - ANSWER
+    first = prefix + ASKED + SKIPPED
+    allowed = [at for at in range(first, last + 1) if (at - prefix - kvcues.ASKED) % kvcues.EVERY]
     frequency = Counter(ids)
     rarity = [-math.log(frequency[token]) for token in ids]
     taken = bytearray(document.num_tokens)
@@ -207,17 +221,17 @@ def cue_places(document: DocumentView, count: int) -> list[int]:
         while (room := count - len(chosen)) and (free := [at for at in of_kind if _free(taken, at)]):
             for part in _groups(free, room):
                 # Among equals the last one: sentences say what is new at their end.
-                apart = [(sum(rarity[at : at + CUE_ANSWER]), at) for at in part if _free(taken, at)]
+                apart = [(sum(rarity[at : at + ANSWER]), at) for at in part if _free(taken, at)]
                 if apart:
                     _, best = max(apart)
-                    taken[best : best + CUE_ANSWER] = b"\1" * CUE_ANSWER
+                    taken[best : best + ANSWER] = b"\1" * ANSWER
                     chosen.append(best)
     return sorted(chosen)
 
 
 def _free(taken: bytearray, at: int) -> bool:
     """Whether an answer that begins here overlaps no other."""
-    return not any(taken[at : at + CUE_ANSWER])
+    return not any(taken[at : at + ANSWER])
 
 
 def _groups(items: Sequence[int], most: int) -> Iterator[Sequence[int]]:
@@ -230,12 +244,12 @@ def _groups(items: Sequence[int], most: int) -> Iterator[Sequence[int]]:
 def ask(model: nn.Module, probe: Probe, past: AttachedCache) -> Tensor:
     """Logits `[cues * T, vocabulary]` behind an attached cache."""
     device: Any = model.device
-    logits: Tensor = model(probe.ids(device), logits_to_keep=CUE_ANSWER, **{CACHE_ARGUMENT: past}).logits
+    logits: Tensor = model(probe.ids(device), logits_to_keep=ANSWER, **{CACHE_ARGUMENT: past}).logits
     return logits.flatten(0, 1)
 
 
 def ask_without(model: nn.Module, probe: Probe) -> Tensor:
     """Logits `[cues * T, vocabulary]` of a model that never saw the document."""
     device: Any = model.device
-    logits: Tensor = model(probe.ids(device, probe.prefix), use_cache=False, logits_to_keep=CUE_ANSWER).logits
+    logits: Tensor = model(probe.ids(device, probe.prefix), use_cache=False, logits_to_keep=ANSWER).logits
     return logits.flatten(0, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -12,7 +12,13 @@ from torch import Tensor
 from kvshelf.kernels.window_scores import pass_scores
 from kvshelf.workers.policies.base import parameter
 from kvshelf.workers.policies.kvzip import KVzip
-from kvshelf.workers.policies.view import CUE, CUE_ANSWER, CUES_APART, DocumentView, LayerView, ProbePass
+from kvshelf.workers.policies.view import DocumentView, LayerView, ProbePass
+
+ASKED: Final = 6
+ANSWER: Final = 4
+"""Tokens of a cue and of its answer. Later ones depend more on the tokens before them than on the document."""
+
+EVERY: Final = 8
 
 
 @dataclass(frozen=True)
@@ -26,8 +32,8 @@ class KVcues(KVzip):
     larger of its `kvzip` score and the largest weight that any row of any cue, of any head of the GQA group, gives it
     in a softmax over the document and the cue.
 
-    Not from a paper. The forward pass has about 2 N tokens more than that of `kvzip`. `quality` asks cues of the same
-    form, which start elsewhere: it may flatter the caches of this policy more than others.
+    Not from a paper. The forward pass has about 2 N tokens more than that of `kvzip`. `quality` asks cues of
+    another form, whose answers begin elsewhere.
     """
 
     name: ClassVar[str] = "kvcues"
@@ -36,10 +42,10 @@ class KVcues(KVzip):
         "for the smallest caches that still answer: keeps what questions read, for up to ten times the prefill."
     )
 
-    every: int = parameter(CUES_APART, "document tokens from one cue to the next", minimum=1)
+    every: int = parameter(EVERY, "document tokens from one cue to the next", minimum=1)
 
     def probe_passes(self, document: DocumentView) -> Sequence[ProbePass]:
-        return [*super().probe_passes(document), *(document.cue(start + CUE) for start in self._cues(document))]
+        return [*super().probe_passes(document), *(_cue(document, start) for start in self._cues(document))]
 
     def score(self, layer: LayerView) -> Tensor:
         repeated = super().score(layer)
@@ -48,7 +54,11 @@ class KVcues(KVzip):
 
     def _cues(self, document: DocumentView) -> range:
         """Where the cues start."""
-        return range(document.protected_prefix, document.num_tokens - CUE - CUE_ANSWER + 1, self.every)
+        return range(document.protected_prefix, document.num_tokens - ASKED - ANSWER + 1, self.every)
+
+
+def _cue(document: DocumentView, start: int) -> ProbePass:
+    return document.cue(slice(start, start + ASKED), slice(start + ASKED, start + ASKED + ANSWER))
 
 
 def _cue_scores(layer: LayerView, cues: int) -> Tensor:

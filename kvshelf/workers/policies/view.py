@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -18,17 +18,6 @@ if TYPE_CHECKING:  # a view is also made without a model
     from kvshelf.workers.model.calibration import Calibration
     from kvshelf.workers.model.rope import Rope
     from kvshelf.workers.model.text import TextFormat
-
-
-CUE: Final = 6
-"""Tokens of a document that `DocumentView.cue` puts as a question."""
-
-CUES_APART: Final = 8
-"""Tokens from one cue of policy `kvcues` to the next. Those of `quality` start elsewhere."""
-
-CUE_ANSWER: Final = 4
-"""Tokens of a document that follow those of a cue. Later ones depend more on the tokens before them than on the
-document."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +54,11 @@ class DocumentView:
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
-    def cue(self, at: int, answer: int = CUE_ANSWER) -> ProbePass:
-        """A question that the document answers: the `CUE` tokens before token `at`, what the chat template writes
-        before an answer, and the `answer` tokens from `at` on. The model finds what follows the cue, as it finds what a
-        real question asks for."""
-        before, after = self.token_ids[at - CUE : at], self.token_ids[at : at + answer]
-        return ProbePass((*self._separator, *before, *self.suffix, *after), self.num_tokens)
+    def cue(self, asked: slice, answer: slice) -> ProbePass:
+        """A question that the document answers: its tokens `asked`, what the chat template writes before an answer, and
+        its tokens `answer`. The model finds what follows the cue, as it finds what a real question asks for."""
+        ids = (*self._separator, *self.token_ids[asked], *self.suffix, *self.token_ids[answer])
+        return ProbePass(ids, self.num_tokens)
 
     @cached_property
     def _separator(self) -> Sequence[int]:

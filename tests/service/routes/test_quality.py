@@ -14,16 +14,16 @@ from typer.testing import CliRunner
 
 from kvshelf import AsyncClient, Client, errors
 from kvshelf.cli import app
-from kvshelf.workers.replica.create.auto import CANDIDATES
+from kvshelf.workers.replica.create.auto import candidates
 from tests.service.conftest import created, refused
 from tests.service.scrape import moving
 
-QUALITY = {"agreement", "kl", "tokens", "probe_s", "version"}
+QUALITY = {"agreement", "low", "high", "worst", "cues", "kl", "probe_s", "version"}
 
 
 def document(name: str) -> str:
     """Long enough to be asked about, and another one for each test."""
-    return " ".join(f"Berth {n} of {name} is let to the {n * 37 % 101}th pilot." for n in range(40))
+    return " ".join(f"Berth {n} of {name} is let to the {n * 37 % 101}th pilot." for n in range(60))
 
 
 def levels_of(http: httpx.Client, status: int, **body: Any) -> list[dict[str, Any]]:
@@ -43,6 +43,8 @@ def test_every_new_cache_says_what_it_costs(http: httpx.Client) -> None:
         again = created(http, **body)
     assert cache["quality"].keys() == QUALITY
     assert 0 <= cache["quality"]["agreement"] <= 1
+    assert cache["quality"]["low"] <= cache["quality"]["agreement"] <= cache["quality"]["high"]
+    assert cache["quality"]["worst"].keys() == {"from", "to", "agreement"}
     assert cache["quality"]["kl"] >= 0
     assert cache["tried"] == []
     for found in (http.get(f"/v1/caches/{cache['id']}").json(), again):
@@ -75,11 +77,13 @@ def test_what_falls_short_of_the_floor_is_refused_and_not_stored(http: httpx.Cli
     assert (tried["policy"], tried["compression_ratio"], tried["codec"]) == ("keydiff", 0.95, "none")
     assert tried["quality"]["agreement"] < 1
     assert http.get("/v1/caches", params={"label.of": "floor"}).json()["data"] == []
-    kept = created(http, **body, min_quality=tried["quality"]["agreement"])
-    assert kept["quality"]["agreement"] == tried["quality"]["agreement"]
+    kept = created(http, **body, min_quality=tried["quality"]["low"])
+    assert kept["quality"]["low"] == tried["quality"]["low"]
     refused(http.post("/v1/caches", json={**body, "min_quality": 1.0}), 422, "quality_below_floor")  # and it stays
-    short = {"document": "Too short.", "compression_ratio": 0.5, "min_quality": 0.5}
-    refused(http.post("/v1/caches", json=short), 422, "policy_unsupported")
+    for text in ("Too short.", document("floor")[:400]):  # nothing to ask about, and too few cues for a bound
+        short = {"document": text, "compression_ratio": 0.5, "min_quality": 0.5}
+        error = refused(http.post("/v1/caches", json=short), 422, "policy_unsupported")
+        assert "a bound takes 150" in error["message"]
 
 
 def test_of_levels_with_a_floor_one_is_kept_and_found_again(http: httpx.Client) -> None:
@@ -94,6 +98,44 @@ def test_of_levels_with_a_floor_one_is_kept_and_found_again(http: httpx.Client) 
     assert [(found["id"], found["tried"]) for found in listed] == [(cache["id"], cache["tried"])]
 
 
+def test_levels_have_codecs_of_their_own(http: httpx.Client) -> None:
+    body = {"document": document("codecs"), "codec": "int8"}
+    asked = [0.5, {"compression_ratio": 0.5, "codec": "klt"}, {"compression_ratio": 0.75}]
+    made = levels_of(http, 201, **body, levels=asked)
+    assert [(one["compression_ratio"], one["codec"]) for one in made] == [(0.5, "int8"), (0.5, "klt"), (0.75, "int8")]
+    assert all(one["quality"]["cues"] == 150 for one in made)
+    response = http.post("/v1/estimate", json={**body, "policy": "keydiff", "levels": asked})
+    assert [row["bytes_stored"].keys() for row in response.json()["policies"]] == [{"int8", "klt"}, {"int8"}]
+    for levels in ([0.5, 0.5], [{"codec": "int4"}], [{"compression_ratio": 0.5, "codec": "zip"}]):
+        error = refused(http.post("/v1/caches", json={**body, "levels": levels}), 400, "invalid_request")
+        assert error["param"].startswith("levels")
+
+
+def test_of_what_fits_the_best_is_kept(http: httpx.Client) -> None:
+    body = {"document": document("size"), "levels": [0.25, 0.5, 0.9]}
+    made = levels_of(http, 201, **body)
+    sizes = [cache["bytes"]["stored"] for cache in made]
+    best = max(made[1:], key=lambda cache: (cache["quality"]["agreement"], -cache["quality"]["kl"]))
+    tokens = made[0]["tokens"]["document"]
+    for size in ({"max_bytes": sizes[1]}, {"bytes_per_token": (sizes[1] + 1) / tokens}):
+        cache = created(http, **body, **size)
+        assert (cache["id"], cache["existing"]) == (best["id"], True)
+    error = refused(http.post("/v1/caches", json={**body, "max_bytes": sizes[2] - 1}), 422, "quality_below_floor")
+    assert error["param"] == "max_bytes"
+    assert [one["bytes"] for one in error["details"]["tried"]] == sizes
+    both = {"max_bytes": 10, "bytes_per_token": 1}
+    assert refused(http.post("/v1/caches", json={**body, **both}), 400, "invalid_request")["param"] == "bytes_per_token"
+
+
+def test_auto_takes_a_size(http: httpx.Client) -> None:
+    full = created(http, document=document("fits"), policy="full")
+    cache = created(http, document=document("fits"), policy="auto", max_bytes=full["bytes"]["full_16bit"] // 8)
+    assert cache["bytes"]["stored"] <= full["bytes"]["full_16bit"] // 8
+    fitting = [one for one in cache["tried"] if one["quality"] is not None]
+    assert cache["quality"]["agreement"] == max(one["quality"]["agreement"] for one in fitting)
+    assert all("more bytes than asked" in one["reason"] for one in cache["tried"] if one["codec"] in ("none", "int8"))
+
+
 def test_auto_says_what_it_tried_and_makes_its_choice_once(http: httpx.Client) -> None:
     """Also where many ask at once: the others wait for the first, or find what it chose."""
     body = {"document": document("auto"), "policy": "auto", "min_quality": 0.9}
@@ -102,7 +144,7 @@ def test_auto_says_what_it_tried_and_makes_its_choice_once(http: httpx.Client) -
     assert sorted(answer.status_code for answer in answers) == [200] * 19 + [201]
     (cache,) = {answer.json()["id"]: answer.json() for answer in answers}.values()
     tried = [(one["policy"], one["compression_ratio"] or None, one["codec"]) for one in cache["tried"]]
-    assert tried == list(CANDIDATES)
+    assert tried == list(candidates(True))
     assert all((one["quality"] is None) == (one["reason"] is not None) for one in cache["tried"])
     kept = next(one for one in cache["tried"] if one["cache_id"] == cache["id"])
     assert (kept["policy"], kept["codec"]) == (cache["policy"], cache["codec"])
@@ -152,7 +194,7 @@ def test_an_estimate_tells_each_level_and_each_way_of_auto(http: httpx.Client) -
     assert [row["compression_ratio"] for row in rows(policy="keydiff", levels=[0.5, 0.75])] == [0.5, 0.75]
     ways = rows(policy="auto", min_quality=0.9)
     told = [(row["policy"], row["compression_ratio"] or None, codec) for row in ways for codec in row["bytes_stored"]]
-    assert told == list(CANDIDATES)
+    assert told == list(candidates(True))
     assert {row["compression_ratio"] for row in rows(levels=[0.5, 0.75]) if row["policy"] != "full"} == {0.5, 0.75}
 
 
@@ -163,7 +205,7 @@ def test_the_clients(service_url: str, tmp_path: Path) -> None:
         made = client.caches.create(file=file, levels=[0.5, 0.95])
         assert [cache.compression_ratio for cache in made] == [0.5, 0.95]
         assert made[0].quality is not None
-        assert made[0].quality.agreement > made[1].quality.agreement  # type: ignore[union-attr]
+        assert made[0].quality.kl < made[1].quality.kl  # type: ignore[union-attr]
         kept = client.caches.create(document=file.read_text(), levels=[0.5, 0.95], min_quality=0.0)
         assert (kept.id, kept.existing) == (made[1].id, True)
         with pytest.raises(errors.QualityBelowFloor) as caught:
@@ -207,6 +249,11 @@ def test_the_command_line(service_url: str, tmp_path: Path, monkeypatch: pytest.
     listed = run("ls", "--label", "of=command").stdout
     assert "QUALITY" in listed
     assert agreement in next(line for line in listed.splitlines() if line.startswith(ids[1]))
+    pair = run("put", str(file), "--level", "0.5:int4", "--level", "0.5:klt", "--json").stdout.splitlines()
+    assert [json.loads(line)["codec"] for line in pair] == ["int4", "klt"]
+    small = json.loads(run("put", str(file), "--policy", "auto", "--bytes-per-token", "100", "--json").stdout)
+    assert small["bytes"]["stored"] <= 100 * small["tokens"]["document"]
+    assert "is no compression ratio" in run("put", str(file), "--level", "half", code=2).stderr
     chosen = json.loads(run("put", str(file), "--policy", "auto", "--min-quality", "0.9", "--json").stdout)
-    assert f"chosen among {len(CANDIDATES)}" in run("show", chosen["id"]).stdout
+    assert f"chosen among {len(candidates(True))}" in run("show", chosen["id"]).stdout
     assert "kvzip" in run("estimate", str(file), "--policy", "auto").stdout

@@ -11,9 +11,9 @@ from kvshelf.workers.engine.attention import function
 from kvshelf.workers.engine.decode.generation import Sampling
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.policies import POLICIES
-from kvshelf.workers.policies.kvcues import KVcues
+from kvshelf.workers.policies.kvcues import ANSWER, ASKED, KVcues
 from kvshelf.workers.policies.kvzip import KVzip
-from kvshelf.workers.policies.view import CUE, CUE_ANSWER, DocumentView
+from kvshelf.workers.policies.view import DocumentView
 from tests.conftest import save_random_model
 
 TEXT = " ".join(f"Item {i} weighs {i * i % 97} grams and lies in box {i * 7 % 31}." for i in range(16))
@@ -75,7 +75,7 @@ def test_the_cues(engine):
     ids, prefix, suffix = list(job.document.token_ids), job.document.protected_prefix, list(job.document.suffix)
     repeats = len(engine.prepare(TEXT, policy="kvzip", policy_params={"chunk": 100}).passes)
     cues = job.passes[repeats:]
-    assert len(cues) == len(range(prefix, len(ids) - CUE - CUE_ANSWER + 1, 8))
+    assert len(cues) == len(range(prefix, len(ids) - ASKED - ANSWER + 1, 8))
     separator = engine.text.encode("\n\n")
     for index, cue in enumerate(cues):
         start = prefix + 8 * index

@@ -53,7 +53,7 @@ def test_floors_differ_so_choices_do(tiny, prose):
 def test_it_says_what_it_tried(tiny, prose, everything):
     choice = auto(tiny, prose).run(tiny)
     told = [one.model_dump(mode="json") for one in choice.tried]
-    assert [(one["policy"], one["compression_ratio"] or None, one["codec"]) for one in told] == list(candidates(tiny))
+    assert [(one["policy"], one["compression_ratio"] or None, one["codec"]) for one in told] == list(candidates(True))
     for one, (_, made) in zip(told, everything, strict=True):
         assert (one["quality"] is None) == (one["reason"] is not None)
         if one["quality"] is not None:
@@ -102,7 +102,7 @@ def test_where_nothing_can_be_measured_the_full_cache_is_kept(tiny):
     choice = auto(tiny, "The gate is 48.").run(tiny)
     assert (choice.level.job.policy.name, choice.level.codec) == ("full", "none")
     assert choice.compression.quality is None
-    assert len(choice.tried) == len(candidates(tiny))
+    assert len(choice.tried) == len(candidates(True))
     assert all(one.reason for one in choice.tried)
 
 
@@ -119,7 +119,7 @@ def test_a_candidate_that_refuses_the_document_is_named(tiny):
     selection = auto(tiny, ids)
     assert {one.policy for one in selection.refused} == {"kvzip", "kvcues"}
     assert all("16384 tokens" in one.reason for one in selection.refused)
-    assert len(selection.levels) + len(selection.refused) == len(candidates(tiny))
+    assert len(selection.levels) + len(selection.refused) == len(candidates(True))
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from kvshelf.api import Quality
 from kvshelf.store.artifact.cache import CompressedCache
@@ -15,7 +16,7 @@ from kvshelf.workers.engine.attention.function import CONTEXT, kvshelf_attention
 from kvshelf.workers.engine.decode.generation import Checkpoint
 from kvshelf.workers.engine.inputs.job import Job, Level
 from kvshelf.workers.engine.prefill.chunked import ChunkedPrefill
-from kvshelf.workers.engine.prefill.reducing import LayerReducer, SharedReducer
+from kvshelf.workers.engine.prefill.reducing import LayerReducer, Scorer, SharedReducer, require_every_layer
 from kvshelf.workers.engine.quality import Probe, Reference, ask_without
 from kvshelf.workers.model.rope import Rope
 from kvshelf.workers.policies.full import Full
@@ -92,6 +93,18 @@ def run_prefill(
         cache = CompressedCache(layers, job.num_tokens, next_position, job.identity)
         made[id(job)] = Compression(cache, prefill_s, reducer.compress_s)
     return Prefill([made[id(level.job)].encoded(level.codec, encode) for level in group], reference)
+
+
+def run_scores(model: PreTrainedModel, rope: Rope | None, job: Job, checkpoint: Checkpoint) -> list[Tensor]:
+    """The scores of the job's policy, a `ScoringPolicy`, for each layer: `[kv_heads, N]` fp32."""
+    layers = model.config.num_hidden_layers
+    lengths = tuple(len(found.token_ids) for found in job.passes)
+    scorer = Scorer(job.policy, job.document, job.budget, layers, lengths, rope)
+    with torch.no_grad(), kvshelf_attention(model):
+        context = SharedReducer([scorer], (), checkpoint)
+        model.base_model(**job.inputs(model.device), use_cache=False, **{CONTEXT: context})
+    require_every_layer(scorer.scores, layers)
+    return [scorer.scores[index] for index in range(layers)]
 
 
 def _whole(

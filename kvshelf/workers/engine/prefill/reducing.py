@@ -96,6 +96,20 @@ class LayerReducer:
 
 
 @dataclass(eq=False)
+class Scorer(LayerReducer):
+    """Takes the policy's scores of each layer, `[kv_heads, N]` fp32, and keeps no entries."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.scores: dict[int, Tensor] = {}
+
+    def after_attention(self, attended: Attended) -> None:
+        assert isinstance(self.policy, ScoringPolicy)
+        layer = self._view(attended)
+        self.scores[layer.layer_idx] = self.policy.score(layer)
+
+
+@dataclass(eq=False)
 class SharedReducer:
     """The `ForwardContext` of a prefill that several levels share: each reduces the layer, then other work has a turn.
 

@@ -46,14 +46,14 @@ _NOT_MEASURED: Final = "not measured: it takes no fewer bytes than what meets th
 _TOO_LARGE: Final = "not measured: it takes more bytes than asked for"
 
 
-def candidates(engine: Engine) -> tuple[tuple[str, float | None, str], ...]:
+def candidates(transforms: bool) -> tuple[tuple[str, float | None, str], ...]:
     """Policy, fraction removed and codec of each candidate: the best of their sizes in docs/policies.md.
 
     The first ones need no probe pass and share one prefill. `kvzip` and then `kvcues` keep their quality longest, but
-    each needs a prefill of its own, which costs several plain ones. A model without transforms has `int4` in place of
-    `klt`.
+    each needs a prefill of its own, which costs several plain ones. A model without `transforms` has `int4` in place
+    of `klt`.
     """
-    if not engine.has_transforms:
+    if not transforms:
         return (*_CHEAP, *((policy, ratio, "int4") for policy, ratio in _SMALL if policy != "full"))
     whole = tuple(("full", None, codec) for codec in _STEPS)
     return (*_CHEAP, *whole, *((policy, ratio, "klt") for policy, ratio in _SMALL if policy != "full"))
@@ -191,7 +191,7 @@ def auto(
     """
     encoded = document if isinstance(document, EncodedDocument) else engine.encode_document(document, layout=layout)
     levels, refused = [], []
-    for policy, ratio, codec in candidates(engine):
+    for policy, ratio, codec in candidates(engine.has_transforms):
         try:
             levels.append(engine.level(engine.prepare(encoded, policy=policy, compression_ratio=ratio), codec))
         except KvshelfError as error:  # what a policy refuses, others may take

@@ -198,7 +198,7 @@ def _codecs(engine: Engine, spec: Estimate) -> tuple[str, ...]:
 def _ways(engine: Engine, spec: Estimate, codecs: tuple[str, ...]) -> list[_Way]:
     """The candidates of "auto", or the levels of one policy or of all policies."""
     if spec.policy == AUTO:
-        tried = candidates(engine)
+        tried = candidates(engine.has_transforms)
         ways = dict.fromkeys((policy, ratio) for policy, ratio, _ in tried)
         return [_Way(*way, tuple(codec for *other, codec in tried if tuple(other) == way)) for way in ways]
     each: dict[float | None, tuple[str, ...]] = {}
