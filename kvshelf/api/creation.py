@@ -56,8 +56,10 @@ class CacheOptions(RequestBody):
     compression_ratio: Ratio | None = None
     budget_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     codec: CodecText = "none"
-    levels: Annotated[list[Ratio | LevelOptions], Field(min_length=1, max_length=MAX_LEVELS)] | None = Field(
-        None, description="several compression ratios, or ratios with codecs: one cache each, all from one prefill"
+    levels: Annotated[list[Ratio | LevelOptions], Field(min_length=1, max_length=MAX_LEVELS, fail_fast=True)] | None = (
+        Field(
+            None, description="several compression ratios, or ratios with codecs: one cache each, all from one prefill"
+        )
     )
     min_quality: Annotated[float, Field(ge=0, le=1)] | None = Field(
         None,
