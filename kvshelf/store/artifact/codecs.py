@@ -5,8 +5,8 @@
     mixed                    the important entries in more bits than the rest, after MiKV (arXiv 2402.18096)
     klt                      entropy-coded coefficients of a transform of the model, after KVTC (arXiv 2511.01815)
 
-A text is a name and parameters: `int4`, `int4:group=64,residual=128`, `mixed:high=none,low=int4,share=0.25`. Its
-canonical form leaves defaults out and keeps the parameters in order; cache ids and manifests hold that form.
+A text is a name and parameters: `int4`, `int4:group=64,residual=128`, `klt:classes=1.5/4,shares=25/25`. Its canonical
+form leaves defaults out and keeps the parameters in order; cache ids and manifests hold that form.
 """
 
 from __future__ import annotations

@@ -166,6 +166,8 @@ def estimate(engine: Engine, rates: Rates, document: EncodedDocument, spec: Esti
     for way in _ways(spec, _codecs(engine, spec)):
         try:
             job = engine.prepare(document, policy=way.policy, compression_ratio=way.compression_ratio, **way.more)
+            for codec in way.codecs:
+                engine.level(job, codec)  # refuses what a creation would refuse
         except CallerError as error:
             if way.policy == spec.policy:
                 raise
