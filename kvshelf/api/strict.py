@@ -39,9 +39,9 @@ ExpiresAt = Annotated[float, Field(gt=0)]
 CodecText = Annotated[
     str,
     Field(
-        pattern=r"^(none|int8|int4|int2|mixed|klt)(:[a-z]+=[a-z0-9.]+(,[a-z]+=[a-z0-9.]+)*)?$",
+        pattern=r"^(none|int8|int4|int2|mixed|klt)(:[a-z]+=[a-z0-9./]+(,[a-z]+=[a-z0-9./]+)*)?$",
         max_length=128,
-        description="none, int8, int4, int2, mixed or klt, with parameters if any: int4:group=64,residual=128",
+        description="none, int8, int4, int2, mixed or klt, with parameters if any: int4:group=64, klt:step=2,steps=kl",
     ),
 ]
 """The pattern covers the syntax only; the store checks parameters and their ranges."""

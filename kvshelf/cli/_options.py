@@ -72,7 +72,7 @@ MinQuality = Annotated[
 Layout = Annotated[str | None, typer.Option(help="chat or plain.")]
 Codec = Annotated[
     str | None,
-    typer.Option(help="none, int8, int4, int2, mixed or klt, and parameters: int4:group=64,residual=128."),
+    typer.Option(help="none, int8, int4, int2, mixed or klt, and parameters: int4:group=64, klt:step=2,steps=kl."),
 ]
 Ttl = Annotated[str | None, typer.Option(help="Lifetime of the cache: 90s, 15m, 2h, 7d.")]
 Name = Annotated[str | None, typer.Option(help="Display name.  [default: the file's name]")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -14,11 +15,21 @@ from kvshelf.workers.engine.transform_search import _tables
 
 
 @cache
-def make_coder(layers: int = 2, heads: int = 2, dims: tuple[int, int] = (8, 8), seed: int = 0) -> Coder:
-    """Rotations turn pairs of neighbouring channels by a hundredth of the position."""
+def make_coder(
+    layers: int = 2,
+    heads: int = 2,
+    dims: tuple[int, int] = (8, 8),
+    seed: int = 0,
+    multipliers: tuple[float, float] = (1.0, 1.0),
+) -> Coder:
+    """Rotations turn pairs of neighbouring channels by a hundredth of the position. multipliers: of steps of keys and
+    values."""
     generator = torch.Generator().manual_seed(seed)
     made: list[dict[Kind, RowTransform]] = [
-        {"keys": _transform(heads, dims[0], generator), "values": _transform(heads, dims[1], generator)}
+        {
+            "keys": replace(_transform(heads, dims[0], generator), multiplier=multipliers[0]),
+            "values": replace(_transform(heads, dims[1], generator), multiplier=multipliers[1]),
+        }
         for _ in range(layers)
     ]
     sizes = np.exp(-np.arange(1 << 13) / (1 << 7) * 1.4)

@@ -5,14 +5,16 @@ A `CompressedCache` is immutable and knows no tenant and no store. Its layers ar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from kvshelf.store.artifact import codecs
 from kvshelf.store.artifact.blob import PackedBlob, tensors
 from kvshelf.store.artifact.coder import Coder
-from kvshelf.store.artifact.encoding import encode
+from kvshelf.store.artifact.encoding import classes_of, encode
 from kvshelf.store.artifact.identity import Identity
 from kvshelf.store.artifact.records import Kept, LayerRecord, Merged, PackedRecord, Parts, RopeMode
 from kvshelf.store.artifact.shape import LayerShape, Shape
@@ -75,9 +77,13 @@ class CompressedCache:
         wanted = codecs.resolve(self.codec, codec)
         if str(wanted) == self.codec:
             return self
+        classes: Sequence[Tensor | None] = [None] * len(self.layers)
+        if wanted.classes:
+            wanted.require_kept(self.identity.budget_tokens, self.num_tokens)
+            classes = classes_of(wanted, self.layers, self.num_tokens)
         layers = tuple(
-            encode(wanted, layer, f"layer {index}", None if coder is None else coder.layer(index, self.repositioned))
-            for index, layer in enumerate(self.layers)
+            encode(wanted, layer, f"layer {i}", None if coder is None else coder.layer(i, self.repositioned), members)
+            for i, (layer, members) in enumerate(zip(self.layers, classes, strict=True))
         )
         identity = self.identity
         if wanted.name == "klt":

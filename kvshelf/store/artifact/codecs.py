@@ -5,8 +5,8 @@
     mixed                    the important entries in more bits than the rest, after MiKV (arXiv 2402.18096)
     klt                      entropy-coded coefficients of a transform of the model, after KVTC (arXiv 2511.01815)
 
-A text is a name and parameters: `int4`, `int4:group=64,residual=128`, `mixed:high=none,low=int4,share=0.25`. Its
-canonical form leaves defaults out and keeps the parameters in order; cache ids and manifests hold that form.
+A text is a name and parameters: `int4`, `int4:group=64,residual=128`, `klt:classes=1.5/4,shares=25/25`. Its canonical
+form leaves defaults out and keeps the parameters in order; cache ids and manifests hold that form.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from kvshelf.errors import InvalidRequest
 
@@ -30,13 +30,19 @@ _PARAMETERS: Final[Mapping[str, tuple[str, ...]]] = {
     "int4": ("group", "residual"),
     "int2": ("group", "residual"),
     "mixed": ("high", "low", "share", "group"),
-    "klt": ("step", "heads"),
+    "klt": ("step", "heads", "steps", "classes", "shares"),
 }
 _HIGH: Final = ("none", "int8")
 _LOW: Final = ("int2", "int4")
-_CHOICES: Final[Mapping[str, tuple[str, ...]]] = {"high": _HIGH, "low": _LOW, "heads": ("joint", "each")}
+_CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
+    "high": _HIGH,
+    "low": _LOW,
+    "heads": ("joint", "each"),
+    "steps": ("even", "kl"),
+}
 STEPS: Final = (0.05, 16.0)
 """The smallest and the largest step of klt."""
+_MOST_CLASSES: Final = 4
 _GROUPS: Final = tuple(8 << power for power in range(8))
 _MAX_RESIDUAL: Final = 65_536
 _TEXT_LIMIT: Final = 128
@@ -54,6 +60,9 @@ class Codec:
 
     For klt: `step` is the distance of two codes, in units of the model's transforms; `heads` says whether the heads of
     a layer are transformed together (joint) or each alone. "" is joint where all heads keep the same tokens, else each.
+    `steps`: whether all keys and values have this step (even), or each layer's a multiple of it that the transforms
+    name (kl). `classes`: steps by importance, the finest first, in place of `step`; `shares`: the percentages of the
+    document's entries that they are for. The last class also takes what a policy keeps beyond the shares.
     """
 
     name: Name = "none"
@@ -64,6 +73,9 @@ class Codec:
     share: float = 0.5
     step: float = 1.5
     heads: Literal["", "joint", "each"] = ""
+    steps: Literal["even", "kl"] = "even"
+    classes: tuple[float, ...] = ()
+    shares: tuple[float, ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> Codec:
@@ -74,7 +86,7 @@ class Codec:
         if name not in _PARAMETERS:
             raise refused(f"unknown codec {name!r:.80}; this version has {', '.join(_PARAMETERS)}")
         allowed = _PARAMETERS[name]
-        values: dict[str, int | float | str] = {}
+        values: dict[str, Any] = {}
         for item in rest.split(",") if colon else ():
             key, _, value = item.partition("=")
             if key not in allowed:
@@ -82,13 +94,23 @@ class Codec:
             if key in values:
                 raise refused(f"codec {name} is given {key} twice")
             values[key] = _value(key, value)
-        return cls(name, **values)  # type: ignore[arg-type]  # the keys and types are those of the table
+        _require_fitting(values)
+        return cls(name, **values)  # type: ignore[arg-type]  # the names are those of the table
 
     def __str__(self) -> str:
         defaults = {field.name: field.default for field in fields(self)}
         given = [(key, getattr(self, key)) for key in _PARAMETERS[self.name]]
         changed = ",".join(f"{key}={_text(value)}" for key, value in given if value != defaults[key])
         return f"{self.name}:{changed}" if changed else self.name
+
+    def require_kept(self, kept: int, num_tokens: int) -> None:
+        """Raise `InvalidRequest` for shares of more entries than a policy keeps of a document. kept: of each head."""
+        total = sum(self.shares)
+        if kept < int(num_tokens * total / 100):
+            raise refused(
+                f"the shares of {self} add up to {total:g} % of the document's entries, and the policy keeps {kept} of "
+                f"{num_tokens} tokens; lower compression_ratio or the shares"
+            )
 
     @property
     def precisions(self) -> set[tuple[Precision, int]]:
@@ -102,7 +124,9 @@ class Codec:
         return found | {(name, self.group) for name in names if name != "none"}
 
 
-def _text(value: int | float | str) -> str:
+def _text(value: float | str | tuple[float, ...]) -> str:
+    if isinstance(value, tuple):
+        return "/".join(map(_text, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -122,7 +146,18 @@ def resolve(current: str, wanted: str) -> Codec:
     return present
 
 
-def _value(key: str, text: str) -> int | float | str:
+def _require_fitting(values: Mapping[str, Any]) -> None:
+    """Refuse parameters of klt that contradict each other."""
+    classes, shares = values.get("classes", ()), values.get("shares", ())
+    if classes and "step" in values:
+        raise refused("step is one step for all entries, and classes are several; give one of them")
+    if len(classes) != len(shares):
+        raise refused(f"{len(classes)} classes and {len(shares)} shares were given; each class needs its share")
+    if sum(shares) > 100:
+        raise refused(f"shares are percentages of the document's entries, and these add up to {sum(shares):g}")
+
+
+def _value(key: str, text: str) -> int | float | str | tuple[float, ...]:
     """A parameter's value. Refuses signs and exponents: each value has one form, leading and trailing zeros aside."""
     if key in _CHOICES:
         names = _CHOICES[key]
@@ -134,16 +169,30 @@ def _value(key: str, text: str) -> int | float | str:
             raise refused(f"share must be from 0.0001 to 0.9999, with at most four decimals, not {text!r}")
         return float(text)
     if key == "step":
-        step = float(text) if re.fullmatch(r"[0-9]{1,2}(\.[0-9]{1,4})?", text) else -1.0
-        if not STEPS[0] <= step <= STEPS[1]:
-            raise refused(f"step must be from {STEPS[0]:g} to {STEPS[1]:g}, with at most four decimals, not {text!r}")
-        return step
+        return _step(text)
+    if key == "classes":
+        steps = tuple(map(_step, text.split("/")))
+        if not 2 <= len(steps) <= _MOST_CLASSES or list(steps) != sorted(set(steps)):
+            raise refused(f"classes must be 2 to {_MOST_CLASSES} steps, each larger than the one before, not {text!r}")
+        return steps
+    if key == "shares":
+        shares = [float(x) if re.fullmatch(r"[0-9]{1,2}(\.[0-9]{1,2})?", x) else 0.0 for x in text.split("/")]
+        if not all(shares):
+            raise refused(f"shares must be from 0.01 to 99.99 %, with at most two decimals: 25/12.5, not {text!r}")
+        return tuple(shares)
     number = int(text) if re.fullmatch(r"[0-9]{1,9}", text) else -1
     if key == "group" and number not in _GROUPS:
         raise refused(f"group must be a power of two from {_GROUPS[0]} to {_GROUPS[-1]}, not {text!r}")
     if key == "residual" and not 0 <= number <= _MAX_RESIDUAL:
         raise refused(f"residual must be a number from 0 to {_MAX_RESIDUAL}, not {text!r}")
     return number
+
+
+def _step(text: str) -> float:
+    step = float(text) if re.fullmatch(r"[0-9]{1,2}(\.[0-9]{1,4})?", text) else -1.0
+    if not STEPS[0] <= step <= STEPS[1]:
+        raise refused(f"step must be from {STEPS[0]:g} to {STEPS[1]:g}, with at most four decimals, not {text!r}")
+    return step
 
 
 def refused(message: str) -> InvalidRequest:

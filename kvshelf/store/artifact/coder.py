@@ -49,13 +49,15 @@ class _LayerCoder:
         unrotate = self.coder.unrotate if record.rope_mode == "baked" else None
 
         def coded(kind: Kind, rows: Tensor, undo: Turn | None, positions: list[Tensor]) -> CodedRows:
+            transform = self.transform[kind]
+            step = codec.step * (transform.multiplier if codec.steps == "kl" else 1)
             return encode_rows(
                 torch.split(rows.cpu(), record.lengths),
                 record.positions,
                 positions,
-                self.transform[kind],
+                transform,
                 self.tables,
-                step_parts=round(codec.step * STEP_PARTS),
+                step_parts=round(step * STEP_PARTS),
                 joint=joint,
                 undo=undo,
             )

@@ -38,9 +38,13 @@ LOWEST, HIGHEST = -48, 96
 STEP_PARTS: Final = 10_000
 """A step is stored as an integer in these parts of a unit."""
 
+CAP: Final = 3.0
+"""The largest ratio of two multipliers. Uncapped, they would be up to 60, and such steps lose far more than small ones
+tell."""
+
 _FORMAT: Final = "kvshelf.transforms/1"
 _ABOUT: Final = "kvshelf"
-_STEP_EDGES: Final = [round(STEP_PARTS * 2 ** ((eighth + 0.5) / EIGHTHS)) for eighth in range(-41, 41)]
+_STEP_EDGES: Final = [round(STEP_PARTS * 2 ** ((eighth + 0.5) / EIGHTHS)) for eighth in range(-49, 49)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +53,7 @@ class RowTransform:
 
     mean: `[H, D]`. joint: `[H * D, H * D]` and each: `[H, D, D]`, orthogonal, a coefficient a column, all fp32.
     joint_scales: `[H * D]` and each_scales: `[H, D]`: the deviation of each coefficient, as eighths of an octave above
-    one unit. unit: the length that a step counts.
+    one unit. unit: the length that a step counts. multiplier: of the step under `steps=kl`, from 1 / `CAP` to `CAP`.
     """
 
     mean: Tensor
@@ -58,11 +62,12 @@ class RowTransform:
     joint_scales: tuple[int, ...]
     each_scales: tuple[tuple[int, ...], ...]
     unit: float
+    multiplier: float = 1.0
 
     def order(self, step_parts: int, head: int | None) -> list[int]:
         """The table of each channel at a step, for one head's transform or (None) that of all heads together."""
         scales = self.joint_scales if head is None else self.each_scales[head]
-        offset = bisect_left(_STEP_EDGES, step_parts) - 41
+        offset = bisect_left(_STEP_EDGES, step_parts) - 49
         return [min(max(scale - offset, LOWEST), HIGHEST) - LOWEST for scale in scales]
 
 
@@ -123,6 +128,7 @@ def pack(
                 f"{index}.{kind}.joint_scales": torch.tensor(found.joint_scales, dtype=torch.int16),
                 f"{index}.{kind}.each_scales": torch.tensor(found.each_scales, dtype=torch.int16),
                 f"{index}.{kind}.unit": torch.tensor([found.unit], dtype=torch.float32),
+                f"{index}.{kind}.multiplier": torch.tensor([found.multiplier], dtype=torch.float32),
             }
     tensors["tables.lengths"] = torch.tensor([len(table) for table in tables], dtype=torch.int32)
     tensors["tables"] = torch.from_numpy(np.concatenate(tables).astype(np.int16))
@@ -148,16 +154,19 @@ def _row_transform(tensors: Mapping[str, Tensor], name: str) -> RowTransform:
     mean, joint, each = (tensors[f"{name}.{part}"].float() for part in ("mean", "joint", "each"))
     heads, dim = mean.shape
     joint_scales, each_scales = (tensors[f"{name}.{part}_scales"] for part in ("joint", "each"))
-    unit = float(tensors[f"{name}.unit"])
+    unit, multiplier = (float(tensors[f"{name}.{part}"]) for part in ("unit", "multiplier"))
     expected = ((heads * dim,) * 2, (heads, dim, dim), (heads * dim,), (heads, dim))
     if (joint.shape, each.shape, joint_scales.shape, each_scales.shape) != expected:
         raise ValueError(f"{name} has shapes that do not fit together")
     if not (0 < unit < float("inf") and bool(mean.isfinite().all())):
         raise ValueError(f"{name} has numbers that are not finite, or no unit")
+    if not 0.99 / CAP < multiplier < CAP * 1.01:  # of rounding
+        raise ValueError(f"{name} multiplies steps by {multiplier:g}")
     for basis in (joint, *each):
         if not bool(((basis.T @ basis - torch.eye(len(basis))).abs() < 0.02).all()):
             raise ValueError(f"{name} is not orthogonal")
-    return RowTransform(mean, joint, each, tuple(joint_scales.tolist()), tuple(map(tuple, each_scales.tolist())), unit)
+    scales = tuple(joint_scales.tolist()), tuple(map(tuple, each_scales.tolist()))
+    return RowTransform(mean, joint, each, *scales, unit, multiplier)
 
 
 def _tables(tensors: Mapping[str, Tensor]) -> Tables:

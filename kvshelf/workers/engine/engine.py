@@ -155,8 +155,11 @@ class Engine:
         )
 
     def level(self, job: Job, codec: str = "none") -> Level:
-        """A job with the codec of its cache. Raises `InvalidRequest` for an unknown codec, and as `coder` does."""
-        return Level(job, codec, self.coder.transforms if Codec.parse(codec).name == "klt" else None)
+        """A job with the codec of its cache. Raises `InvalidRequest` for an unknown codec and for shares of more than
+        the job keeps, and as `coder` does."""
+        chosen = Codec.parse(codec)
+        chosen.require_kept(job.budget.tokens, job.num_tokens)
+        return Level(job, codec, self.coder.transforms if chosen.name == "klt" else None)
 
     def run(self, job: Job, *, checkpoint: Checkpoint | None = None) -> Compression:
         """Prefill the document and reduce each layer as soon as its attention is done: in one pass, or chunk by chunk

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -16,7 +17,8 @@ from torch import Tensor
 from kvshelf.kernels import ans
 from kvshelf.store.artifact.coded import FIRST_TOKENS
 from kvshelf.store.artifact.records import Kept
-from kvshelf.store.artifact.transforms import EIGHTHS, HIGHEST, KINDS, LOWEST, Kind, RowTransform, pack
+from kvshelf.store.artifact.transforms import EIGHTHS, HIGHEST, KINDS, LOWEST, Kind, RowTransform, Transforms, pack
+from kvshelf.workers.engine.step_search import multiplied
 
 if TYPE_CHECKING:
     from kvshelf.workers.engine.engine import Engine
@@ -82,7 +84,8 @@ def find_transforms(
         report(len(documents) + number + 1, 2 * len(documents))
     tokens = sum(map(len, documents))
     about = {"model": engine.name, "documents": str(len(documents)), "tokens": str(tokens)}
-    return pack(engine.identity.weights, layers, _tables(sizes), about)
+    write = partial(pack, engine.identity.weights, tables=_tables(sizes), origin=about)
+    return write(multiplied(engine, Transforms.from_bytes(write(layers)), documents))
 
 
 def _rows(engine: Engine, ids: Sequence[int]) -> list[dict[Kind, Tensor]]:

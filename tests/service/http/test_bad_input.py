@@ -56,6 +56,8 @@ FINE = {"document": "A short note about nothing in particular."}
         ({"codec": "mixed:high=int2"}, "codec"),
         ({"codec": "int4:group=64 "}, "codec"),
         ({"codec": "int8" * 99}, "codec"),
+        ({"codec": "klt:step=2,classes=1/2,shares=5/5"}, "codec"),
+        ({"codec": "klt:classes=1/2,shares=50/20", "compression_ratio": 0.5}, "codec"),
         ({"levels": []}, "levels"),
         ({"levels": 0.5}, "levels"),
         ({"levels": [0.5, 1.0]}, "levels[1]"),

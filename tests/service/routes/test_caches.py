@@ -62,7 +62,8 @@ def test_a_new_cache_is_201_and_the_same_again_200(http: httpx.Client) -> None:
         ("int2:residual=8,group=32", "int2:residual=8"),
         ("mixed:share=.25", "mixed:share=0.25"),
         ("klt:step=1.50", "klt"),
-        ("klt:step=3", "klt:step=3"),
+        ("klt:steps=kl,step=3", "klt:step=3,steps=kl"),
+        ("klt:shares=20/30.0,classes=1.50/4", "klt:classes=1.5/4,shares=20/30"),
     ],
 )
 def test_a_codec_is_stored_named_and_read_back(http: httpx.Client, codec: str, canonical: str) -> None:

@@ -33,6 +33,10 @@ from tests.store.caches import make_cache, make_layer, make_merged, parts_of, sp
         ("mixed:high=int8,low=int2,share=0.5,group=32", "mixed"),
         ("mixed:group=64,share=.250,low=int4,high=none", "mixed:high=none,low=int4,share=0.25,group=64"),
         ("mixed:share=0.0001", "mixed:share=0.0001"),
+        ("klt:steps=even,step=1.50,heads=each", "klt:heads=each"),
+        ("klt:steps=kl,step=2", "klt:step=2,steps=kl"),
+        ("klt:shares=25.0/12.50,classes=1.5/04,steps=kl", "klt:steps=kl,classes=1.5/4,shares=25/12.5"),
+        ("klt:classes=0.05/1/4/16,shares=0.01/1/2/3", "klt:classes=0.05/1/4/16,shares=0.01/1/2/3"),
     ],
 )
 def test_a_codec_has_one_text(text: str, canonical: str) -> None:
@@ -56,6 +60,16 @@ codecs = st.one_of(
         high=st.sampled_from(["none", "int8"]),
         low=st.sampled_from(["int2", "int4"]),
         share=st.integers(1, 9999).map(lambda n: n / 10_000),
+    ),
+    st.builds(
+        Codec,
+        st.just("klt"),
+        heads=st.sampled_from(["", "joint", "each"]),
+        steps=st.sampled_from(["even", "kl"]),
+        classes=st.sets(st.integers(500, 160_000), min_size=3, max_size=3).map(
+            lambda steps: tuple(n / 10_000 for n in sorted(steps))
+        ),
+        shares=st.tuples(*[st.integers(1, 3333).map(lambda n: n / 100)] * 3),
     ),
 )
 
@@ -94,6 +108,23 @@ def test_every_codec_comes_back_from_its_text(codec: Codec) -> None:
         ("mixed:share=0.00001", "share must be"),
         ("mixed:share=1e-2", "share must be"),
         ("mixed:share=nan", "share must be"),
+        ("klt:steps=uneven", "steps must be one of even, kl, not 'uneven'"),
+        ("klt:classes=1.5/4", "2 classes and 0 shares were given; each class needs its share"),
+        ("klt:shares=25/25", "0 classes and 2 shares were given"),
+        ("klt:classes=1.5/4,shares=25/25/25", "2 classes and 3 shares were given"),
+        ("klt:step=1.5,classes=1.5/4,shares=25/25", "step is one step for all entries, and classes are several"),
+        ("klt:classes=1.5,shares=25", "classes must be 2 to 4 steps, each larger than the one before, not '1.5'"),
+        ("klt:classes=4/1.5,shares=25/25", "each larger than the one before, not '4/1.5'"),
+        ("klt:classes=4/4,shares=25/25", "each larger than the one before"),
+        ("klt:classes=1/2/3/4/5,shares=1/1/1/1/1", "classes must be 2 to 4 steps"),
+        ("klt:classes=1.5/17,shares=25/25", "step must be from 0.05 to 16, with at most four decimals, not '17'"),
+        ("klt:classes=0.01/2,shares=25/25", "step must be from 0.05 to 16"),
+        ("klt:classes=1//2,shares=25/25", "step must be from 0.05 to 16, with at most four decimals, not ''"),
+        ("klt:classes=1/2,shares=0/25", "shares must be from 0.01 to 99.99 %"),
+        ("klt:classes=1/2,shares=100/25", "shares must be from 0.01 to 99.99 %"),
+        ("klt:classes=1/2,shares=-1/25", "shares must be from 0.01 to 99.99 %"),
+        ("klt:classes=1/2,shares=60/40.01", "these add up to 100.01"),
+        ("int4:classes=1/2", "no parameter 'classes'"),
         ("int4:" + "group=32," * 20, "at most 128 characters"),
         (None, "not None"),
         (4, "not 4"),

@@ -132,6 +132,81 @@ def test_text_that_repeats_itself_takes_a_third_of_the_bytes() -> None:
     require_equal(CompressedCache.from_bytes(again.to_bytes()).decoded(coder), again.decoded(coder))
 
 
+CLASSES = "klt:classes=0.25/1/4,shares=20/20/20"
+
+
+def scored(lengths, num_tokens=3000, seed=7):
+    """A cache with importance."""
+    cache, generator = scaled(lengths, num_tokens=num_tokens), torch.Generator().manual_seed(seed)
+    layers = tuple(replace(x, importance=torch.rand(x.entries, generator=generator)) for x in cache.layers)
+    return replace(cache, layers=layers, identity=replace(cache.identity, budget_tokens=num_tokens))
+
+
+def test_the_most_important_entries_of_the_whole_cache_have_the_finest_steps() -> None:
+    cache, coder = scored(((3000, 2500), (1, 2800))), make_coder()
+    cache.layers[0].importance.add_(0.25)  # more of this layer are above the threshold
+    coded = cache.encoded(CLASSES, coder)
+    counts, least = [], []
+    for place, step in enumerate((0.25, 1, 4)):
+        parts = [layer.parts[place] for layer in coded.layers]
+        assert {part.keys.step_parts for part in parts} == {step * 10_000}
+        counts.append(sum(part.entries for part in parts))
+        found = []
+        for part, before in zip(parts, cache.layers, strict=True):
+            for at, positions, scores in zip(
+                part.positions, before.positions, torch.split(before.importance, before.lengths), strict=True
+            ):
+                found.append(scores[torch.isin(positions, at)])
+        least.append((float(torch.cat(found).min()), float(torch.cat(found).max())))
+    assert counts == [2400, 2400, 8301 - 4800]  # 20 % of 4 heads of 3,000 tokens, and the rest
+    assert least[0][0] >= least[1][1] >= least[1][0] >= least[2][1]
+    after = coded.decoded(coder)
+    for before, layer in zip(cache.layers, after.layers, strict=True):
+        ours, exact = (torch.cat([rows.flatten() for rows in record.dense()[:2]]) for record in (layer, before))
+        assert float((ours - exact).abs().max()) < 4 * 0.65 * 8**0.5 * 1.01 + 0.1
+
+
+def test_a_cache_in_classes_comes_back_from_its_bytes() -> None:
+    cache, coder = scored(((3000, 2500), (1, 2800))), make_coder()
+    for codec in (CLASSES, "klt:steps=kl,classes=0.25/4,shares=1/1"):
+        coded = cache.encoded(codec, coder)
+        data = coded.to_bytes()
+        read = CompressedCache.from_bytes(data)
+        assert (read.to_bytes(), read.codec) == (data, codec)
+        require_equal(read.decoded(coder), coded.decoded(coder))
+
+
+def test_classes_that_nobody_is_in_have_no_record() -> None:
+    cache, coder = scored(((2, 0), (0, 0)), num_tokens=40), make_coder()
+    coded = cache.encoded("klt:classes=1/2/4,shares=25/25/50", coder)
+    assert [type(layer) for layer in coded.layers] == [Kept, Kept]
+    assert coded.layers[0].keys.step_parts == 10_000
+    assert CompressedCache.from_bytes(coded.to_bytes()).kept_tokens == coded.kept_tokens
+
+
+def test_classes_need_importance_and_as_many_entries_as_their_shares() -> None:
+    cache, coder = scored(((1500, 1500),) * 2), make_coder()
+    with pytest.raises(InvalidRequest, match="codec klt chooses by importance, and layer 1 carries none any more"):
+        replace(cache, layers=(cache.layers[0], replace(cache.layers[1], importance=None))).encoded(CLASSES, coder)
+    fewer = replace(cache, identity=replace(cache.identity, budget_tokens=1799))
+    with pytest.raises(InvalidRequest, match="add up to 60 % of the document's entries, and the policy keeps 1799"):
+        fewer.encoded(CLASSES, coder)
+    replace(cache, identity=replace(cache.identity, budget_tokens=1800)).encoded(CLASSES, coder)
+    with pytest.raises(InvalidRequest, match="keep different tokens, and heads=joint"):
+        cache.encoded("klt:heads=joint,classes=1/2,shares=10/10", coder)
+
+
+def test_steps_by_kl_are_those_of_each_tensor_s_multiplier() -> None:
+    """The array holds its own step: caches are decoded without the multipliers."""
+    cache, coder, even = scaled(((3000, 3000),) * 2), make_coder(multipliers=(0.5, 2.0)), make_coder()
+    coded = cache.encoded("klt:step=1.2,steps=kl", coder)
+    for layer in coded.layers:
+        assert (layer.keys.step_parts, layer.values.step_parts) == (6_000, 24_000)
+    require_equal(coded.decoded(coder), coded.decoded(even))
+    for codec in ("klt:step=1.2", "klt:step=1.2,steps=even"):
+        assert {x.keys.step_parts for x in cache.encoded(codec, coder).layers} == {12_000}
+
+
 @pytest.mark.parametrize("step", ["0.04", "16.1", "0", "1e1", "-1", "", "1.00001", "nan", "999"])
 def test_a_step_out_of_range_is_named(step: str) -> None:
     with pytest.raises(InvalidRequest, match=r"step must be from 0.05 to 16"):
@@ -167,6 +242,9 @@ def test_transforms_are_checked_when_they_are_read() -> None:
         except InvalidRequest:
             continue
         assert found.digest != transforms.digest or bytes(data) == transforms.data
+    for multiplier in (0.3, 3.1, float("nan"), 0.0, -1.0):
+        with pytest.raises(InvalidRequest, match="multiplies steps by"):
+            make_coder(multipliers=(multiplier, 1.0))
     model = make_identity(1).model
     transforms.require_of(model, [LayerShape(2, 8, 8, "float32")] * 2)
     for other in (replace(model, weights="00"), model):
@@ -174,10 +252,11 @@ def test_transforms_are_checked_when_they_are_read() -> None:
             transforms.require_of(other, [LayerShape(2, 8, 16, "float32")] * 2)
 
 
-def test_forged_streams_are_refused_or_give_bounded_numbers() -> None:
+@pytest.mark.parametrize("codec", ["klt", "klt:steps=kl,classes=1.5/4,shares=50/50"])
+def test_forged_streams_are_refused_or_give_bounded_numbers(codec: str) -> None:
     """Right digests, other bytes: nothing crashes, and no more is decoded than the header counts."""
     coder = make_coder()
-    blob = scaled(((600, 600), (1, 600)), num_tokens=600).encoded("klt", coder).to_bytes()
+    blob = scored(((600, 600), (1, 600)), num_tokens=600).encoded(codec, coder).to_bytes()
     draw, outcomes = random.Random(18), {"refused": 0, "decoded": 0}
     for number in range(300):
         parts = Blob(blob)
@@ -197,7 +276,8 @@ def test_forged_streams_are_refused_or_give_bounded_numbers() -> None:
         except BlobError:
             outcomes["refused"] += 1
         else:
-            assert all(layer.keys.shape == (layer.entries, 8) for layer in layers)
+            parts = [part for layer in layers for part in (layer.parts if isinstance(layer, Parts) else (layer,))]
+            assert all(part.keys.shape == (part.entries, 8) for part in parts)
             outcomes["decoded"] += 1
     assert min(outcomes.values()) > 20, outcomes
 

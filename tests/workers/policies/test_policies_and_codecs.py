@@ -15,6 +15,7 @@ from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.policies import POLICIES
 
 CODECS = ("none", "int8", "int4", "int2", "mixed", "klt")
+CLASSES = "klt:steps=kl,classes=1.5/4,shares=20/30"
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,7 @@ def compressed(tiny, document):
     return of
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", [*CODECS, CLASSES])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_bytes_and_back(tiny, document, compressed, policy, codec):
     cache = compressed(policy)
@@ -64,7 +65,7 @@ def test_bytes_and_back(tiny, document, compressed, policy, codec):
 def test_done_again_the_segments_are_the_same(tiny, document, compressed, policy):
     options = {} if policy == "full" else {"compression_ratio": 0.5}
     again = tiny.compress(document.text, policy=policy, **options)
-    for codec in ("none", "int4", "klt"):
+    for codec in ("none", "int4", "klt", CLASSES):
         digests = [
             [layer.digest for layer in blob.inspect(tiny.encoded(cache, codec).to_bytes()).header.layers]
             for cache in (compressed(policy), again)
@@ -86,8 +87,10 @@ def test_quantized_answers_stay_close(tiny, document, compressed, policy):
 
 def test_fewer_bits_are_fewer_bytes(tiny, compressed):
     full = compressed("full")
-    none, int8, int4, int2, mixed, klt = (len(tiny.encoded(full, codec).to_bytes()) for codec in CODECS)
+    none, int8, int4, int2, mixed, klt, coarser = (
+        len(tiny.encoded(full, codec).to_bytes()) for codec in (*CODECS, "klt:classes=1.5/4,shares=20/30")
+    )
     assert none > int8 > int4 > int2
     assert int8 > mixed > int2
     assert int2 < none / 6
-    assert klt < none / 2 / 16, "16 times fewer than in 16 bits, with all of the header"
+    assert coarser < klt < none / 2 / 16, "16 times fewer than in 16 bits, with all of the header"

@@ -82,15 +82,18 @@ class Shape:
 
     def _streams(self, num_tokens: int, kept: int, codec: Codec) -> int:
         """Bytes under codec klt, which depend on the text: about a fifth more or less, and a third where it repeats
-        itself. Bits per number fitted to kvshelf-tiny at steps of 0.25 to 8; its heads alone take a third more."""
+        itself. Up to a third more under `steps=kl` where a policy keeps most in the layers with fine steps. Bits per
+        number fitted to kvshelf-tiny at steps of 0.25 to 8; its heads alone take a third more."""
         alone = codec.heads == "each" or kept < num_tokens
-        bits = 0.42 * math.log2(1 + (2.6 / codec.step) ** 1.6) * (1.37 if alone else 1.0)
         numbers = 2 * self.layers * self.kv_heads * self.head_dim  # of a token
-        first = min(kept, _FIRST_ROWS)
-        runs = math.ceil((kept - first) / RUN_ROWS)
-        head = runs * 2 * self.layers * (self.kv_heads if alone else 1) * _RUN_BYTES + runs * numbers * _BYTES_PER_FLAG
-        rows = numbers * (2 * first + (kept - first) * bits / 8)
-        return round(rows + head + self.layers * (self.kv_heads * _positions(kept, num_tokens) + _LAYER_BYTES))
+        total = float(numbers * 2 * min(kept, _FIRST_ROWS))
+        for step, count in _classes(codec, num_tokens, kept):
+            bits = 0.42 * math.log2(1 + (2.6 / step) ** 1.6) * (1.37 if alone else 1.0)
+            runs = math.ceil(count / RUN_ROWS)
+            total += runs * 2 * self.layers * (self.kv_heads if alone else 1) * _RUN_BYTES
+            total += numbers * (runs * _BYTES_PER_FLAG + max(0, count - _FIRST_ROWS) * bits / 8)
+            total += self.layers * (self.kv_heads * _positions(count, num_tokens) + _LAYER_BYTES)
+        return round(total)
 
     def _rows(self, count: int, precision: Precision, group: int) -> int:
         """Keys and values of `count` entries of one head, scales and zeros included."""
@@ -112,6 +115,14 @@ def _pieces(codec: Codec, kept: int) -> list[tuple[Precision, int]]:
         last = min(kept, codec.residual)
         split = [(codec.name, kept - last), ("none", last)]
     return [(precision, count) for precision, count in split if count]
+
+
+def _classes(codec: Codec, num_tokens: int, kept: int) -> list[tuple[float, int]]:
+    """The steps of codec klt, and how many entries of a head have each."""
+    if not codec.classes:
+        return [(codec.step, kept)]
+    finer = [min(kept, int(num_tokens * share / 100)) for share in codec.shares[:-1]]
+    return list(zip(codec.classes, (*finer, max(0, kept - sum(finer))), strict=True))
 
 
 def _positions(count: int, num_tokens: int) -> int:
@@ -159,6 +170,8 @@ def estimate(engine: Engine, rates: Rates, document: EncodedDocument, spec: Esti
     for way in _ways(engine, spec, _codecs(engine, spec)):
         try:
             job = engine.prepare(document, policy=way.policy, compression_ratio=way.compression_ratio, **way.more)
+            for codec in way.codecs:
+                engine.level(job, codec)  # refuses what a creation would refuse
         except CallerError as error:
             if way.policy == spec.policy:
                 raise
