@@ -36,7 +36,7 @@ def done(number: int, **changes: object) -> Row:
     result = Row(
         source="corpus.jsonl", line=number, custom_id=f"row-{number}", cache_id="kvs_x", document_id="doc_x",
         tokens=1000, kept=250, bytes_full=4000, bytes_full_16bit=2000, bytes_stored=1000,
-        quality={"agreement": 0.95, "kl": 0.1, "tokens": 64},
+        quality={"agreement": 0.95, "low": 0.91, "high": 0.98, "kl": 0.1, "cues": 150},
         attempts=1, seconds=2.0, worker="replica-1",
     )  # fmt: skip
     return replace(result, **changes)  # type: ignore[arg-type]

@@ -160,7 +160,10 @@ def test_the_lines_of_the_output_are_the_contract() -> None:
 
 
 def test_the_output_is_json_lines_or_parquet(tmp_path: Path) -> None:
-    found = [success(1, quality={"agreement": 0.9, "kl": 0.1, "tokens": 32, "version": 1}), failure(2)]
+    found = [
+        success(1, quality={"agreement": 0.9, "low": None, "high": 0.95, "kl": 0.1, "cues": 32, "version": 1}),
+        failure(2),
+    ]
     found += [success(3, levels=LEVELS), success(4, custom_id='=1+1,"\n漢')]
     assert write_output(tmp_path / "out.jsonl", iter(found), file=True) == 4
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
@@ -169,7 +172,7 @@ def test_the_output_is_json_lines_or_parquet(tmp_path: Path) -> None:
     table = pq.read_table(tmp_path / "out.parquet").to_pylist()
     assert [row["custom_id"] for row in table] == ["row-1", None, "row-3", '=1+1,"\n漢']
     assert table[0]["tokens"] == {"document": 100, "kept": 25}
-    assert table[0]["quality"] == {"agreement": 0.9, "kl": 0.1, "tokens": 32}
+    assert table[0]["quality"] == {"agreement": 0.9, "low": None, "high": 0.95, "kl": 0.1, "cues": 32}
     assert table[1]["error"] == {"code": "worker_crashed", "message": "it died"}
     assert json.loads(table[2]["levels"]) == list(LEVELS)
     assert not list(tmp_path.glob("*.partial"))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvshelf.api import Quality, Tried
 from kvshelf.errors import InvalidRequest, KvshelfError, PolicyUnsupported, QualityBelowFloor
+from kvshelf.store.artifact.codecs import Codec
 from kvshelf.store.artifact.identity import Layout
 from kvshelf.workers.engine.decode.generation import Checkpoint
 from kvshelf.workers.engine.inputs.encode import Document
@@ -25,8 +26,7 @@ _CHEAP: Final[tuple[tuple[str, float | None, str], ...]] = (
     ("full", None, "int8"),
     ("full", None, "int4"),
 )
-_SMALL: Final[tuple[tuple[str, float | None], ...]] = (
-    ("full", None),
+_SMALL: Final[tuple[tuple[str, float], ...]] = (
     ("keydiff", 0.5),
     ("keydiff", 0.75),
     ("keydiff", 0.875),
@@ -37,8 +37,10 @@ _SMALL: Final[tuple[tuple[str, float | None], ...]] = (
     ("kvcues", 0.75),
     ("kvcues", 0.875),
 )
-_STEPS: Final = ("klt:step=1", "klt", "klt:step=2")
-"""Steps of the codec klt for the whole cache. Evicted ones take the default."""
+_WHOLE: Final = ("klt:step=1", "klt:step=1.2,steps=kl", "klt", "klt:step=1.9,steps=kl")
+"""Forms of the codec klt for all entries. With fewer entries it takes the default."""
+_CLASSES: Final = "klt:steps=kl,classes=1.5/4,shares=25/25"
+"""For half of the entries by their importance: of the forms within two points of the full cache the smallest."""
 
 UNMEASURABLE: Final = "no quality can be measured on this document in this way"
 _NOT_MADE: Final = "not made: it would be no better than what is kept"
@@ -54,9 +56,10 @@ def candidates(transforms: bool) -> tuple[tuple[str, float | None, str], ...]:
     of `klt`.
     """
     if not transforms:
-        return (*_CHEAP, *((policy, ratio, "int4") for policy, ratio in _SMALL if policy != "full"))
-    whole = tuple(("full", None, codec) for codec in _STEPS)
-    return (*_CHEAP, *whole, *((policy, ratio, "klt") for policy, ratio in _SMALL if policy != "full"))
+        return (*_CHEAP, *((policy, ratio, "int4") for policy, ratio in _SMALL))
+    whole = (("full", None, codec) for codec in _WHOLE)
+    fewer = ((policy, ratio, "klt") for policy, ratio in _SMALL)
+    return (*_CHEAP, *whole, *fewer, ("kvcues", 0.5, _CLASSES))
 
 
 @dataclass(frozen=True)
@@ -161,11 +164,12 @@ class Selection:
         return best[0]
 
     def worth_making(self, level: Level, best: tuple[Level, Tried]) -> bool:
-        """Whether a level could be better than the best one so far. Under one codec more entries take more bytes,
-        except for the few that the codec leaves whole; different codecs do not compare."""
+        """Whether a level could be better than the best one so far. Under codecs of one name more entries take more
+        bytes, except for the few that the codec leaves whole; others do not compare."""
         if self.target.min_quality is None:
             return best[1].quality is not None and best[1].quality.agreement < 1
-        return level.codec != best[0].codec or level.job.budget.tokens < best[0].job.budget.tokens
+        other = Codec.parse(level.codec).name != Codec.parse(best[0].codec).name
+        return other or level.job.budget.tokens < best[0].job.budget.tokens
 
     def worth_measuring(self, tried: Tried, best: tuple[Level, Tried] | None) -> bool:
         """Whether the quality of a level that fits could matter."""
