@@ -16,11 +16,11 @@ from pathlib import Path
 from statistics import fmean
 
 import torch
+from validate_probe import BENCH, TEXTS, make
 
 from kvshelf.bench.quality.retrieval import counter
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.replica.create.auto import MIN_QUALITY, Target, auto
-from validate_probe import BENCH, TEXTS, make
 
 SEED = 30_261_125
 

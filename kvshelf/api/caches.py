@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
-from typing_extensions import TypedDict
 
 from kvshelf.api.strict import (
     CacheName,
@@ -59,8 +58,8 @@ class Timings(ResponseBody):
     store_s: float = 0.0
 
 
-WorstPart = TypedDict("WorstPart", {"from": int, "to": int, "agreement": float})
-"""A part of a document, from one token to another, and the share of its cues that agree."""
+WorstPart = dict[str, int | float]
+"""A part of a document: `from` one token `to` another, and the `agreement` there. `from` is no name in Python."""
 
 
 class Quality(ResponseBody):

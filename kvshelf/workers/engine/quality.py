@@ -11,10 +11,12 @@ alone), and a = argmax p at each predicted token:
 
     a token counts where p(a) >= 0.99; it is the document's where also p(a) - n(a) >= 0.5
     a cue agrees where argmax q = a at each of its tokens that count
-    agreement = share of the cues that agree          kl = mean of KL(p || q) over all tokens, in nats
+    agreement = share of the cues that agree
+    kl = mean of KL(p || q) over all tokens of the cues that have a token that counts, in nats
 
-Where fewer than a fifth of the cues have a token that counts and is the document's, every token counts: without that,
-most cues would agree whatever the cache holds. KL takes the 64 likeliest tokens one by one and the others together.
+Cues without such a token agree whatever the cache holds, and are not asked again. Where fewer than a fifth of the cues
+have a token that counts and is the document's, every token counts (every fifth cue is asked without the document).
+KL takes the 64 likeliest tokens one by one and the others together.
 
 Cues and not tokens are counted, because the tokens of a cue are lost together. `low` and `high` are the exact bounds of
 a binomial share (Clopper and Pearson, 1934), each on one side, at 95 %. `low` is None below `CUES` cues: a bound from
@@ -29,7 +31,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -55,6 +57,7 @@ ANSWER: Final = 4
 _SURE: Final = 0.99
 _GIVEN: Final = 0.5
 _LEAST_GIVEN: Final = 1 / 5
+_EVERY_FIFTH: Final = 5
 _TIE: Final = 1e-4
 """Log-probabilities closer than this are equal, as in every comparison of answers: rounding decides their order."""
 _LIKELIEST: Final = 64
@@ -87,6 +90,15 @@ class Probe:
         passes = tuple(document.cue(_asked(at), slice(at, at + ANSWER - 1)) for at in places)
         return cls(places, passes, tuple(document.token_ids[: document.protected_prefix]))
 
+    def only(self, cues: Sequence[int]) -> Probe:
+        """These cues."""
+        return replace(self, places=tuple(self.places[at] for at in cues), passes=tuple(self.passes[at] for at in cues))
+
+    @property
+    def without(self) -> Probe:
+        """The cues that a model without the document is asked."""
+        return self.only(range(0, len(self.passes), _EVERY_FIFTH))
+
     @property
     def length(self) -> int:
         """Tokens of a cue."""
@@ -109,14 +121,17 @@ class Probe:
 
 @dataclass(frozen=True, eq=False)
 class Reference:
-    """The full cache's predictions for a probe, cue after cue; T = 4 for each.
+    """The full cache's predictions for the cues of a probe that tell something; T = 4 for each.
 
-    document: the digest of the document's ids, as in an `Identity`. likeliest: `[cues * T, 64]` token ids. log_probs:
-    `[cues * T, 65]` fp32 of these and of all others together. counted: `[cues, T]`, the tokens that count. probe_s:
-    seconds that the answers without a document took.
+    document: the digest of the document's ids, as in an `Identity`. places: of all cues. telling: which of them have
+    tokens that count, and `probe` has only these. likeliest: `[telling * T, 64]` token ids. log_probs: `[telling * T,
+    65]` fp32 of these and of all others together. counted: `[telling, T]`, the tokens that count. probe_s: seconds that
+    the answers without a document took.
     """
 
     document: str
+    places: tuple[int, ...]
+    telling: tuple[int, ...]
     probe: Probe
     likeliest: Tensor
     log_probs: Tensor
@@ -125,31 +140,40 @@ class Reference:
 
     @classmethod
     def of(cls, document: str, probe: Probe, full: Tensor, without: Tensor, probe_s: float) -> Reference:
-        """From logits `[cues * T, vocabulary]` of the full cache, and of the model without the document."""
-        likeliest = full.topk(min(_LIKELIEST, full.shape[-1]), dim=-1).indices
-        log_probs, _ = _events(full, likeliest)
-        alone, _ = _events(without, likeliest[:, :1])
-        sure = log_probs[:, 0].exp()
-        counted = (sure >= _SURE).view(-1, ANSWER)
-        given = counted & (sure - alone[:, 0].exp() >= _GIVEN).view(-1, ANSWER)
+        """From logits `[cues * T, vocabulary]` of the full cache, and of the model without the document for the cues of
+        `probe.without`."""
+        likeliest = full.topk(min(_LIKELIEST, full.shape[-1]), dim=-1).indices.view(
+            -1, ANSWER, min(_LIKELIEST, full.shape[-1])
+        )
+        log_probs = _events(full, likeliest.flatten(0, 1))[0].view(-1, ANSWER, likeliest.shape[-1] + 1)
+        sure = log_probs[..., 0].exp()  # [cues, T]
+        counted = sure >= _SURE
+        first = likeliest[::_EVERY_FIFTH, :, :1].flatten(0, 1)
+        alone = _events(without, first)[0][:, 0].exp().view(-1, ANSWER)
+        given = counted[::_EVERY_FIFTH] & (sure[::_EVERY_FIFTH] - alone >= _GIVEN)
         if given.any(dim=1).float().mean() < _LEAST_GIVEN:
             counted = torch.ones_like(counted)
-        return cls(document, probe, likeliest, log_probs, counted, probe_s)
+        telling = counted.any(dim=1).nonzero().flatten()
+        asked = tuple(telling.tolist())
+        likeliest, log_probs = (found[telling].flatten(0, 1) for found in (likeliest, log_probs))
+        return cls(document, probe.places, asked, probe.only(asked), likeliest, log_probs, counted[telling], probe_s)
 
     def compare(self, logits: Tensor, probe_s: float) -> Quality:
-        """The quality of a compressed cache, from its logits `[cues * T, vocabulary]`. `kl` is not finite if they are
-        not."""
+        """The quality of a compressed cache, from its logits `[telling * T, vocabulary]`. `kl` is not finite if they
+        are not."""
         log_probs, highest = _events(logits, self.likeliest)
         same = (highest - log_probs[:, 0] <= _TIE).view(-1, ANSWER)
-        agreed: list[bool] = (same | ~self.counted).all(dim=1).tolist()
+        kept: list[bool] = (same | ~self.counted).all(dim=1).tolist()
+        lost = {cue for cue, agrees in zip(self.telling, kept, strict=True) if not agrees}
+        cues = len(self.places)
         kl = float((self.log_probs.exp() * (self.log_probs - log_probs)).sum(dim=-1).mean())
-        low, high = bounds(sum(agreed), len(agreed))
+        low, high = bounds(cues - len(lost), cues)
         return Quality(
-            agreement=sum(agreed) / len(agreed),
-            low=low if len(agreed) >= CUES else None,
+            agreement=(cues - len(lost)) / cues,
+            low=low if cues >= CUES else None,
             high=high,
-            worst=worst_part(self.probe.places, agreed),
-            cues=len(agreed),
+            worst=worst_part(self.places, [cue not in lost for cue in range(cues)]),
+            cues=cues,
             kl=kl if math.isnan(kl) else max(kl, 0.0),
             probe_s=self.probe_s + probe_s,
             version=VERSION,
@@ -249,7 +273,8 @@ def ask(model: nn.Module, probe: Probe, past: AttachedCache) -> Tensor:
 
 
 def ask_without(model: nn.Module, probe: Probe) -> Tensor:
-    """Logits `[cues * T, vocabulary]` of a model that never saw the document."""
+    """Logits `[cues * T, vocabulary]` of a model that never saw the document, for the cues of `probe.without`."""
     device: Any = model.device
-    logits: Tensor = model(probe.ids(device, probe.prefix), use_cache=False, logits_to_keep=ANSWER).logits
+    ids = probe.without.ids(device, probe.prefix)
+    logits: Tensor = model(ids, use_cache=False, logits_to_keep=ANSWER).logits
     return logits.flatten(0, 1)

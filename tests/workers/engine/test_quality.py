@@ -29,7 +29,7 @@ from kvshelf.workers.engine.quality import (
 from kvshelf.workers.policies import POLICIES, kvcues
 from kvshelf.workers.policies.base import ScoringPolicy
 from kvshelf.workers.policies.budgets import Budget
-from kvshelf.workers.policies.view import DocumentView
+from kvshelf.workers.policies.view import DocumentView, ProbePass
 from tests.workers.by_hand import Prefix, logits_after
 
 TOKENS = 400
@@ -66,25 +66,27 @@ def test_random_models_agree_with_themselves_and_not_with_what_is_left(oracle):
 
 
 def by_formula(full, reduced, without):
-    """Agreement and KL from logits `[cues, 4, vocabulary]` fp64."""
+    """Agreement and KL from logits `[cues, 4, vocabulary]` fp64; every fifth cue without the document."""
     p, q, n = (torch.softmax(logits, dim=-1) for logits in (full, reduced, without))
-    agreed, given, kl = [], 0, 0.0
+    agreed, given, divergences = [], [], []
     for cue in range(len(p)):
-        lost = counted = False
+        lost = counted = gained = False
         for at in range(ANSWER):
             a = int(p[cue, at].argmax())
             if p[cue, at, a] >= 0.99:
                 lost |= int(q[cue, at].argmax()) != a
-                counted |= float(p[cue, at, a] - n[cue, at, a]) >= 0.5
+                counted = True
+                gained |= cue % 5 == 0 and float(p[cue, at, a] - n[cue // 5, at, a]) >= 0.5
+        agreed.append(not lost)
+        given.append(gained)
+        for at in range(ANSWER if counted else 0):
             likeliest = p[cue, at].topk(64).indices
             one, other = (
                 torch.cat([found[likeliest], 1 - found[likeliest].sum()[None]]) for found in (p[cue, at], q[cue, at])
             )
-            kl += float((one * (one / other).log()).sum())
-        agreed.append(not lost)
-        given += counted
-    assert given >= len(p) / 5, "the probe looks at nothing"
-    return sum(agreed) / len(p), kl / len(p) / ANSWER
+            divergences.append(float((one * (one / other).log()).sum()))
+    assert sum(given) >= len(given[::5]) / 5, "the probe looks at nothing"
+    return sum(agreed) / len(p), sum(divergences) / len(divergences)
 
 
 @pytest.mark.parametrize(("policy", "removed"), [("keydiff", 0.75), ("streaming_llm", 0.5), ("snapkv", 0.75)])
@@ -99,8 +101,9 @@ def test_the_numbers_are_those_of_the_formula_by_hand(tiny, prose, policy, remov
         asked = list(cue.token_ids)
         for name, kept in (("full", full), ("reduced", compression.cache)):
             rows[name].append(logits_after(tiny.model, Prefix.kept(full, kept), asked, job.num_tokens)[-ANSWER:])
+    for cue in probe.passes[::5]:
         with torch.no_grad():
-            alone = tiny.model(torch.tensor([[*probe.prefix, *asked]])).logits[0, -ANSWER:]
+            alone = tiny.model(torch.tensor([[*probe.prefix, *cue.token_ids]])).logits[0, -ANSWER:]
         rows["without"].append(alone.double())
     agreement, kl = by_formula(*map(torch.stack, rows.values()))
     assert compression.quality.agreement == pytest.approx(agreement)
@@ -166,7 +169,9 @@ def logits(*cues):
 
 
 def reference(full, alone):
-    probe = Probe(places=tuple(range(10, 10 + 4 * len(full), 4)), passes=(), prefix=())
+    """alone: of every fifth cue."""
+    passes = tuple(ProbePass((cue,), 0) for cue in range(len(full)))
+    probe = Probe(places=tuple(range(20, 20 + 4 * len(full), 4)), passes=passes, prefix=())
     return Reference.of("doc", probe, logits(*full), logits(*alone), 0.0)
 
 
@@ -175,19 +180,25 @@ KNOWN, UNKNOWN, GUESSED = [SURE, UNSURE, SURE, UNSURE], [UNSURE] * 4, [EVEN] * 4
 
 
 def test_a_cue_agrees_where_no_token_is_lost_of_which_the_full_cache_is_sure():
-    found = reference([KNOWN, KNOWN, KNOWN, UNKNOWN], [GUESSED] * 4)
-    told = logits([SURE, OTHER, SURE, OTHER], [SURE, OTHER, OTHER, OTHER], [OTHER] * 4, [OTHER] * 4)
-    assert found.compare(told, 0.0).agreement == 0.5  # the second loses one, the third two, the fourth had none
-    assert found.compare(logits(KNOWN, KNOWN, KNOWN, UNKNOWN), 0.0).kl == pytest.approx(0, abs=1e-6)
+    found = reference([KNOWN, KNOWN, KNOWN, UNKNOWN], [GUESSED])
+    assert found.telling == (0, 1, 2)  # the fourth is not asked again
+    told = logits([SURE, OTHER, SURE, OTHER], [SURE, OTHER, OTHER, OTHER], [OTHER] * 4)
+    assert found.compare(told, 0.0).agreement == 0.5  # the second lost one, the third two
+    assert found.compare(logits(KNOWN, KNOWN, KNOWN), 0.0).kl == pytest.approx(0, abs=1e-6)
 
 
 def test_every_token_counts_where_the_full_cache_is_sure_of_little_because_of_the_document():
     """A fifth of the cues must have a token that the document gives; what the model knows anyway is none."""
     same = [UNSURE, UNSURE, OTHER, UNSURE]
-    for full, alone in (([KNOWN, *[UNKNOWN] * 5], [GUESSED] * 6), ([KNOWN] * 6, [[SURE] * 4] * 6)):
-        assert reference(full, alone).compare(logits(*full[:5], same), 0.0).agreement == pytest.approx(5 / 6)
-    enough = reference([KNOWN, *[UNKNOWN] * 4], [GUESSED] * 5)
-    assert enough.compare(logits(KNOWN, *[same] * 4), 0.0).agreement == 1
+    little = [UNKNOWN, *[KNOWN] * 4] * 5 + [KNOWN] + [UNKNOWN]  # of every fifth, one of six
+    for full, alone in ((little, [GUESSED] * 6), ([KNOWN] * 6, [[SURE] * 4] * 2)):
+        found = reference(full, alone)
+        assert found.telling == tuple(range(len(full)))
+        told = found.compare(logits(*full[:-1], same), 0.0)
+        assert told.agreement == pytest.approx((len(full) - 1) / len(full))
+    enough = reference([KNOWN, *[UNKNOWN] * 4], [GUESSED])
+    assert enough.telling == (0,)
+    assert enough.compare(logits(KNOWN), 0.0).agreement == 1
 
 
 def test_what_rounding_decides_is_no_disagreement():
@@ -202,7 +213,9 @@ def test_rare_tokens_are_compared_together():
     q = torch.cat([torch.full((64,), 0.014), torch.full((400,), 0.00026)])
     p, q = p / p.sum(), q / q.sum()
     exact = float((p * (p / q).log()).sum())
-    found = Reference.of("doc", Probe((10,), (), ()), p.log().repeat(4, 1), p.log().repeat(4, 1), 0.0)
+    found = Reference.of(
+        "doc", Probe((20,), (ProbePass((1,), 0),), ()), p.log().repeat(4, 1), p.log().repeat(4, 1), 0.0
+    )
     assert found.compare(q.log().repeat(4, 1), 0.0).kl == pytest.approx(exact, rel=1e-4)
 
 
