@@ -17,9 +17,10 @@ from kvshelf.bench.options import Device, Dtype, Json, Model, Output, Threads, c
 if TYPE_CHECKING:
     from kvshelf.store.base import Store
 
-PARTS = ("compression", "first-token", "decode")
+PARTS = ("compression", "codecs", "first-token", "decode")
 
 _COMPRESSION_LENGTHS = (2048, 4096, 8192)
+_CODECS_LENGTHS = (8192,)
 _SHELF_LENGTHS = (2048, 4096, 8192, 16320)  # the last leaves room for the question in a model of 16,384 positions
 
 
@@ -30,7 +31,8 @@ def speed(
     threads: Threads = 1,
     parts: Annotated[str, typer.Option("--parts", help="Comma-separated.")] = ",".join(PARTS),
     lengths: Annotated[
-        str, typer.Option("--lengths", help="Tokens per document.  [default: 2k to 8k, from the shelf to 16k]")
+        str,
+        typer.Option("--lengths", help="Tokens per document.  [default: 2k to 8k, codecs 8k, from the shelf to 16k]"),
     ] = "",
     policies: Annotated[str, typer.Option("--policies", help="To compress with.  [default: all of one pass]")] = "",
     removed: Annotated[float, typer.Option("--removed", help="Fraction that those remove.")] = 0.75,
@@ -46,7 +48,7 @@ def speed(
     output: Output = None,
     as_json: Json = False,
 ) -> None:
-    """Compression beside its prefill, first tokens beside prefilling again, many questions beside one at a time.
+    """Compression beside its prefill, codecs, first tokens beside prefilling again, many questions beside one by one.
 
     --model random:8 is a Llama of 8 layers of random weights. Seconds are CPU time of this process, on a GPU wall time.
     """
@@ -55,6 +57,7 @@ def speed(
 
         from kvshelf.bench.measure import load_warning, machine
         from kvshelf.bench.speed import tables as show
+        from kvshelf.bench.speed.codecs import codec_costs
         from kvshelf.bench.speed.compression import ONE_PASS, compression_costs
         from kvshelf.bench.speed.decode import decodings
         from kvshelf.bench.speed.first_token import first_tokens
@@ -76,6 +79,12 @@ def speed(
                 report["kvpress"] = peer.versions if peer is not None else None
             report["compression"] = costs
             tables += map(show.compression_table, costs)
+        if "codecs" in chosen:
+            with _opened([]) as homes:
+                steps = progress.track(at or _CODECS_LENGTHS, description="codecs")
+                encoded = [codec_costs(subject, homes["disk"], tokens, rounds) for tokens in steps]
+            report["codecs"] = encoded
+            tables += map(show.codecs_table, encoded)
         if "first-token" in chosen:
             with _opened(stores or []) as homes:
                 steps = progress.track(at or _SHELF_LENGTHS, description="first token")

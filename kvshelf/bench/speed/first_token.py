@@ -90,7 +90,7 @@ def first_tokens(
     ways: dict[tuple[str, float, str], Callable[[], Cost]] = {
         (_AGAIN, 0.0, ""): again,
         (_AGAIN_TWICE, 0.0, ""): again,
-        (_ALONE, 0.0, ""): partial(_settled, alone),
+        (_ALONE, 0.0, ""): partial(settled, alone),
     }
     known: dict[tuple[str, float], tuple[int, int]] = {}
     with tempfile.TemporaryDirectory(prefix="kvshelf-bench-") as folder, ExitStack() as cleanup:
@@ -98,7 +98,7 @@ def first_tokens(
             cache = subject.engine.compress(document, policy=policy, compression_ratio=removed or None)
             file = Path(folder) / f"{policy}-{removed}.safetensors"
             for place, ask in _ways(subject, cache, stores, file, question, cleanup):
-                ways[policy, removed, place] = partial(_settled, ask)
+                ways[policy, removed, place] = partial(settled, ask)
             prefilled = subject.engine.answer(cache, question, max_new_tokens=1).usage.prefill_tokens
             known[policy, removed] = prefilled, file.stat().st_size
         found = interleaved(ways, rounds)
@@ -122,7 +122,8 @@ def _tier(costs: list[Cost], again_s: list[float]) -> Tier:
     return Tier(Spread.of(seconds), Spread.of([each.wall_s for each in costs]), ratios(again_s, seconds))
 
 
-def _settled(ask: Callable[[], Cost]) -> Cost:
+def settled(ask: Callable[[], Cost]) -> Cost:
+    """The median of five calls in a row, after one that does not count."""
     ask()
     return sorted((ask() for _ in range(_ASKED)), key=lambda each: each.seconds)[_ASKED // 2]
 
@@ -136,10 +137,10 @@ def _ways(
     cleanup: ExitStack,
 ) -> Iterator[tuple[str, Callable[[], Cost]]]:
     """Puts `cache` in every place that it can come from, and yields a function that asks from there."""
-    yield "memory", lambda: _ask(subject, lambda: cache, question)
+    yield "memory", lambda: first_token(subject, lambda: cache, question)
     for name, store in stores.items():
         cache_id = _put(store, cache, cleanup)
-        yield name, lambda store=store, id=cache_id: _ask(subject, lambda: store.get(id), question)  # type: ignore[misc]
+        yield name, partial(first_token, subject, partial(store.get, cache_id), question)
     exported = subject.engine.export(cache, "absolute")
     states = {
         f"{i}.{name}": getattr(layer, name).contiguous()
@@ -167,7 +168,8 @@ def _delete(store: Store, cache_id: str) -> None:
         store.delete(cache_id)
 
 
-def _ask(subject: Subject, fetch: Callable[[], CompressedCache], question: list[int]) -> Cost:
+def first_token(subject: Subject, fetch: Callable[[], CompressedCache], question: list[int]) -> Cost:
+    """Fetch a cache, attach it and answer with one token."""
     return cost(lambda: subject.engine.answer(fetch(), question, max_new_tokens=1), subject.device)
 
 

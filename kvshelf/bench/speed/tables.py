@@ -6,6 +6,7 @@ from rich.table import Table
 
 from kvshelf.bench.measure import Spread
 from kvshelf.bench.options import ratio
+from kvshelf.bench.speed.codecs import CodecCosts
 from kvshelf.bench.speed.compression import CompressionCosts
 from kvshelf.bench.speed.decode import Decodings
 from kvshelf.bench.speed.first_token import FirstTokens
@@ -24,6 +25,33 @@ def compression_table(costs: CompressionCosts) -> Table:
         if row.peer_s is not None and row.peer_share is not None and row.beside_peer is not None:
             peer = (_ms(row.peer_s), f"{row.peer_share.median:.2%}", ratio(row.beside_peer))
         table.add_row(row.policy, _ms(row.hook_s), f"{row.share.median:.2%}", *peer, ratio(row.whole))
+    return table
+
+
+def codecs_table(costs: CodecCosts) -> Table:
+    """One document: a row for each codec and number of threads."""
+    table = Table("codec", "bytes a token", "of 16 bits", "threads", "encode", "of prefill", "decode")
+    for name in ("first token", "over int4", "decoding"):
+        table.add_column(name)
+    table.title = (
+        f"the full cache of {costs.tokens} tokens ({costs.document}), in MB of 16 bits a second; "
+        f"plain prefill {_ms(costs.prefill_s)}"
+    )
+    if not any(row.codec == "klt" for row in costs.rows):
+        table.caption = "klt: not measured; make transforms with kvshelf calibrate"
+    for row in costs.rows:
+        table.add_row(
+            row.codec,
+            f"{row.bytes_per_token:,.0f}",
+            f"1/{row.smaller:.2f}",
+            str(row.threads),
+            f"{row.encode_mb_s.median:,.0f}" if row.encode_mb_s else "",
+            f"{row.of_prefill.median:.2%}" if row.of_prefill else "",
+            f"{row.decode_mb_s.median:,.0f}" if row.decode_mb_s else "",
+            _ms(row.first_s) if row.first_s else "",
+            f"{row.over_int4.median:.2f}" if row.over_int4 else "",
+            f"{row.decoding.median:.0%}" if row.decoding else "",
+        )
     return table
 
 

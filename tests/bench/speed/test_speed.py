@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from kvshelf.bench.cli import app
 from kvshelf.bench.speed import decode, kvpress_worker
+from kvshelf.bench.speed.codecs import codec_costs, codec_ways
 from kvshelf.bench.speed.compression import compress, compression_costs, plain_prefill
 from kvshelf.bench.speed.first_token import _ways, first_tokens
 from kvshelf.bench.speed.peer import Peer, open_peer
@@ -26,9 +27,12 @@ from kvshelf.bench.speed.subject import (
     random_layers,
     save_random_model,
 )
+from kvshelf.bench.speed.tables import codecs_table
 from kvshelf.errors import InvalidRequest, StoreUnavailable, WorkerCrashed
+from kvshelf.kernels.quantize.rows import plain
 from kvshelf.store.url import open_store
 from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT
+from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.model.loading import bundled_folder
 from tests.store.redis.servers import PATIENT, ValkeyServer
 
@@ -239,6 +243,76 @@ def test_a_random_model_is_the_same_every_time(tmp_path):
         assert compress(loaded, loaded.tokens(64, seed=0), "knorm", 0.5).hook_s > 0
 
 
+@pytest.fixture(scope="module")
+def random_subject():
+    with load_subject("random:2", "cpu", "float32", 0) as loaded:
+        yield loaded
+
+
+def codec_rows(costs):
+    return {(row.codec, row.threads): row for row in costs.rows}
+
+
+def test_a_random_model_has_a_row_for_each_codec_and_number_of_threads(random_subject, tmp_path):
+    threads = torch.get_num_threads()
+    with closing(open_store(f"disk://{tmp_path}/home")) as home:
+        costs = codec_costs(random_subject, home, 400, 1)
+        assert sorted(manifest.codec for manifest in home.manifests()) == ["int4", "klt", "none"]
+    assert torch.get_num_threads() == threads
+    assert (costs.document, costs.tokens, costs.symbols_per_token) == ("random token ids", 400, 2 * 2 * 2 * 64)
+    rows = codec_rows(costs)
+    assert list(rows) == [(codec, n) for codec in ("none", "int8", "int4", "klt", "zstd") for n in (1, 2)]
+    sizes = [rows[codec, 1].bytes_per_token for codec in ("none", "int8", "int4", "klt")]
+    assert sizes == sorted(sizes, reverse=True)
+    for row in costs.rows:
+        assert row.smaller == pytest.approx(2 * costs.symbols_per_token / row.bytes_per_token)
+        assert (row.encode_mb_s is None) == (row.decode_mb_s is None) == (row.codec == "none")
+        assert (row.of_prefill is None) == (row.codec == "none" or row.threads == 2)
+        assert (row.first_s is None) == (row.over_int4 is None) == (row.codec in ("int8", "zstd"))
+        assert (row.symbols_s is None) == (row.decoding is None) == (row.codec != "klt")
+    assert 0.5 < rows["none", 1].smaller + rows["none", 2].smaller < 1.0  # fp32, and a header
+
+
+def test_the_figures_of_a_codec_fit_together(random_subject, tmp_path):
+    with closing(open_store(f"disk://{tmp_path}/home")) as home:
+        costs = codec_costs(random_subject, home, 400, 1)
+    for threads in (1, 2):
+        klt, int4 = (codec_rows(costs)[codec, threads] for codec in ("klt", "int4"))
+        decode_s = costs.symbols_per_token * costs.tokens / klt.symbols_s.median
+        assert klt.decode_mb_s.median * 1e6 * decode_s == pytest.approx(2 * costs.symbols_per_token * costs.tokens)
+        assert klt.over_int4.median == pytest.approx(klt.first_s.median / int4.first_s.median)
+        assert klt.decoding.median == pytest.approx(decode_s / klt.first_s.median)
+        assert klt.decoding.median > 0
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_what_is_decoded_is_what_the_engine_decodes(subject, threads):
+    engine = subject.engine
+    cache = engine.compress(subject.tokens(300, seed=0), policy="full")
+    ways = codec_ways(engine, cache)
+    torch.set_num_threads(threads)
+    for codec in ("int8", "int4", "klt"):
+        assert ways[codec].nbytes == len(engine.encoded(cache, codec).to_bytes())
+        layers = engine.decoded(ways[codec].encode()).layers
+        parts = [part for layer in layers for part in getattr(layer, "parts", (layer,))]
+        whole = [plain(rows) for part in parts for rows in part.rows]
+        assert all(torch.equal(*pair) for pair in zip(ways[codec].decode(), whole, strict=True))
+    frames, numbers = ways["zstd"].encode(), ways["zstd"].decode()
+    assert ways["zstd"].nbytes == sum(map(len, frames)) < sum(map(len, numbers))
+    rows = [rows for layer in cache.layers for rows in layer.rows]
+    assert numbers == [each.bfloat16().view(torch.uint8).numpy().tobytes() for each in rows]
+
+
+def test_a_model_without_transforms_is_measured_without_klt(tmp_path):
+    save_random_model(tmp_path / "model", 1)
+    engine = Engine(load_random_model(tmp_path / "model", torch.device("cpu"), "bfloat16"), name="mine")
+    with closing(open_store(f"disk://{tmp_path}/home")) as home:
+        costs = codec_costs(Subject(engine, str(tmp_path / "model")), home, 300, 1)
+    assert {row.codec for row in costs.rows} == {"none", "int8", "int4", "zstd"}
+    assert 0.9 < codec_rows(costs)["none", 1].smaller < 1  # bf16, and a header
+    assert "klt: not measured" in codecs_table(costs).caption
+
+
 @pytest.mark.parametrize(
     ("name", "layers"), [("random:8", 8), ("kvshelf-tiny", None), ("random", None), ("random:", None)]
 )
@@ -262,6 +336,20 @@ def test_speed_command(tmp_path):
     assert [[row["policy"] for row in length["rows"]] for length in found["compression"]] == [["snapkv", "lagkv"]] * 2
     assert [length["tokens"] for length in found["first_token"]] == [256, 384]
     assert "decode" not in found
+
+
+def test_codecs_command(tmp_path):
+    """kvshelf-tiny brings its transforms, and its document is text: smaller than random ids under klt."""
+    report = tmp_path / "speed.json"
+    arguments = ["speed", "--parts", "codecs", "--lengths", "1024", "--rounds", "1", "--output", str(report)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    (costs,) = json.loads(report.read_text())["codecs"]
+    assert costs["document"] == "prose with 16 facts"
+    assert 900 < costs["tokens"] <= 1024
+    klt = next(row for row in costs["rows"] if row["codec"] == "klt")
+    assert klt["smaller"] > 14
+    assert klt["symbols_s"]["median"] > 0
 
 
 def test_stores_of_one_scheme_are_told_apart_without_their_urls(tmp_path):
