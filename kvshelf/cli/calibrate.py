@@ -39,7 +39,8 @@ def calibrate(
     dtype: _options.Dtype = "auto",
     as_json: _options.AsJson = False,
 ) -> None:
-    """Make the transforms of codec klt, and measure which query heads retrieve, for the policy compresskv.
+    """Make the transforms of codec klt, with its steps=kl, and measure which query heads retrieve, for the policy
+    compresskv.
 
     The results hold for these weights in this dtype. Engines look for them in $XDG_DATA_HOME/kvshelf/calibrations and,
     as klt.safetensors and compresskv.json, in the model's folder.
@@ -93,7 +94,7 @@ def _transforms(engine: Engine, path: Path, texts: list[Path]) -> None:
     sources = [_read(path) for path in texts] or list(haystacks(_TEXTS, longest, format_.count_tokens))
     ids = [format_.encode(source)[:longest] for source in sources]
     with progress_bar() as progress:
-        task = progress.add_task(f"transforms of {engine.name}", total=2 * len(ids))
+        task = progress.add_task(f"transforms of {engine.name}", total=None)
         data = find_transforms(
             engine, ids, report=lambda done, total: progress.update(task, completed=done, total=total)
         )

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvshelf.workers.engine.engine import Engine
 
 _COARSE: Final = "klt:step=4"
-_TEXTS: Final = 4
+MEASURED: Final = 4
 """Texts that are measured on. On kvshelf-tiny, twelve change no multiplier by more than 1.2 %."""
 _CUES: Final = 32
 _NEXT: Final = 128
@@ -38,21 +38,21 @@ def multiplied(
     transforms: Transforms,
     documents: Sequence[Sequence[int]],
     *,
-    report: Callable[[int, int], None] = lambda *_: None,
+    report: Callable[[int], None] = lambda _: None,
 ) -> list[dict[Kind, RowTransform]]:
     """The layers of `transforms` with multipliers, from some documents, given as token ids.
 
     Their geometric mean, weighted by channels, is 1: a step then takes about the bytes that it takes under
-    `steps=even`. report: called with the documents done, and with their number.
+    `steps=even`. report: called with the number of documents measured on, at most `MEASURED`.
     """
     rope = engine.rope_to_undo()
     coder = Coder(transforms, rope.rotate, rope.unrotate)
     slopes = torch.zeros(len(transforms.layers), len(KINDS), dtype=torch.float64)
-    for number, ids in enumerate(documents[:_TEXTS]):
+    for number, ids in enumerate(documents[:MEASURED]):
         asked = _Asked.about(engine, ids)
         if asked is not None:
             slopes += _divergences(engine, coder, asked)
-        report(number + 1, min(len(documents), _TEXTS))
+        report(number + 1)
     channels = torch.tensor([[layer[kind].mean.numel() for kind in KINDS] for layer in transforms.layers])
     factors = equal_slopes(slopes / channels, channels).tolist()
     return [

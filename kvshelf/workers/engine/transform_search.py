@@ -18,7 +18,7 @@ from kvshelf.kernels import ans
 from kvshelf.store.artifact.coded import FIRST_TOKENS
 from kvshelf.store.artifact.records import Kept
 from kvshelf.store.artifact.transforms import EIGHTHS, HIGHEST, KINDS, LOWEST, Kind, RowTransform, Transforms, pack
-from kvshelf.workers.engine.step_search import multiplied
+from kvshelf.workers.engine.step_search import MEASURED, multiplied
 
 if TYPE_CHECKING:
     from kvshelf.workers.engine.engine import Engine
@@ -65,27 +65,29 @@ def find_transforms(
 ) -> bytes:
     """The file of `engine`'s transforms, from the full caches of some documents, given as token ids.
 
-    report: called with the passes done, and with their number. Raises `PolicyUnsupported` for a model whose RoPE cannot
-    be undone.
+    report: called with the documents read, the same one in each pass again, and with their number. Raises
+    `PolicyUnsupported` for a model whose RoPE cannot be undone.
     """
     engine.rope_to_undo()
+    total = 2 * len(documents) + len(documents[:MEASURED])
     moments = [{kind: _Moments() for kind in KINDS} for _ in engine.layer_shapes]
     for number, ids in enumerate(documents):
         for found, rows in zip(moments, _rows(engine, ids), strict=True):
             for kind in KINDS:
                 found[kind].add(_joint(rows[kind]))
-        report(number + 1, 2 * len(documents))
+        report(number + 1, total)
     layers = _layers(engine, moments)
     sizes = np.zeros(_BINS)
     for number, ids in enumerate(documents):
         for layer, rows in zip(layers, _rows(engine, ids), strict=True):
             for kind in KINDS:
                 sizes += _sizes(_joint(rows[kind]), layer[kind])
-        report(len(documents) + number + 1, 2 * len(documents))
+        report(len(documents) + number + 1, total)
     tokens = sum(map(len, documents))
     about = {"model": engine.name, "documents": str(len(documents)), "tokens": str(tokens)}
     write = partial(pack, engine.identity.weights, tables=_tables(sizes), origin=about)
-    return write(multiplied(engine, Transforms.from_bytes(write(layers)), documents))
+    even = Transforms.from_bytes(write(layers))
+    return write(multiplied(engine, even, documents, report=lambda done: report(2 * len(documents) + done, total)))
 
 
 def _rows(engine: Engine, ids: Sequence[int]) -> list[dict[Kind, Tensor]]:
