@@ -85,7 +85,8 @@ class _Asked:
         """None for a text too short to have a cue."""
         ids = ids[: engine.max_tokens // 2]  # leaves room for the pass
         end = len(ids) - min(_NEXT, len(ids) // 4)
-        job = engine.prepare(engine.require_text("model").decode(list(ids[:end])), policy="full")
+        read = list(ids[:end])
+        job = engine.prepare(read if engine.text is None else engine.text.decode(read), policy="full")
         starts = _starts(job.document)
         if not starts:
             return None
