@@ -62,7 +62,7 @@ def run_page(page: Path, language: str, folder: Path, url: str) -> str:
     """What the blocks of a page print. Its document is no other page's, because a page may delete what it makes."""
     # Long enough that a quarter of it still holds the fact, as the documents are that the pages speak of.
     chance = random.Random(f"{page.name} {language}")
-    report = write_document(chance, [FACT], "prose", 600, lambda text: len(text.split()))
+    report = write_document(chance, [FACT], "prose", 900, lambda text: len(text.split()))
     (folder / "report.txt").write_text(report.text)
     code = "\n".join(blocks(page, language))
     if language == "bash":

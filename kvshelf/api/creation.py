@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from kvshelf.api.strict import (
     MAX_LEVELS,
@@ -40,6 +40,14 @@ class LevelOptions(RequestBody):
     codec: CodecText | None = None
 
 
+def _kind(level: object) -> str:
+    return "(options)" if isinstance(level, dict | LevelOptions) else "(ratio)"
+
+
+# Tagged by form, so that an error is about the form that was given; paths leave tags in parentheses out.
+Level = Annotated[Annotated[Ratio, Tag("(ratio)")] | Annotated[LevelOptions, Tag("(options)")], Discriminator(_kind)]
+
+
 class CacheOptions(RequestBody):
     """How to compress and store a document, without the document.
 
@@ -56,10 +64,8 @@ class CacheOptions(RequestBody):
     compression_ratio: Ratio | None = None
     budget_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     codec: CodecText = "none"
-    levels: Annotated[list[Ratio | LevelOptions], Field(min_length=1, max_length=MAX_LEVELS, fail_fast=True)] | None = (
-        Field(
-            None, description="several compression ratios, or ratios with codecs: one cache each, all from one prefill"
-        )
+    levels: Annotated[list[Level], Field(min_length=1, max_length=MAX_LEVELS, fail_fast=True)] | None = Field(
+        None, description="several compression ratios, or ratios with codecs: one cache each, all from one prefill"
     )
     min_quality: Annotated[float, Field(ge=0, le=1)] | None = Field(
         None,

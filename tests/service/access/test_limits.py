@@ -388,7 +388,14 @@ REPLY = Reply(
 
 
 MANIFEST = Manifest.model_construct(
-    id="kvs", policy="full", num_tokens=400, kept_tokens=400, bytes_full=9, bytes_stored=9, quality=None
+    id="kvs",
+    identity=make_cache(0).identity,
+    policy="full",
+    num_tokens=400,
+    kept_tokens=400,
+    bytes_full=9,
+    bytes_stored=9,
+    quality=None,
 )
 
 

@@ -79,6 +79,11 @@ def document(number: int) -> dict[str, Any]:
     return {"document": f"Rule number {number} of the house is not to be spoken of. " * 9}
 
 
+def long_document(number: int) -> dict[str, Any]:
+    """One with enough cues for a bound."""
+    return {"document": " ".join(f"Rule {number} of house {at} is not to be spoken of." for at in range(70))}
+
+
 def test_caches_without_an_expiry_get_the_default_and_none_is_kept_for_longer(rules: httpx.Client) -> None:
     cache = created(rules, **document(1))
     assert cache["expires_at"] == pytest.approx(cache["created_at"] + 1000, abs=30)
@@ -135,7 +140,7 @@ def test_a_document_that_is_too_long_is_refused_before_any_work(rules: httpx.Cli
 def test_without_the_probe_quality_is_measured_only_where_it_is_asked_for(
     rules: httpx.Client, ruled: LiveService
 ) -> None:
-    body = document(7)
+    body = long_document(7)
     cache = created(rules, **body, compression_ratio=0.75)
     levels = rules.post("/v1/caches", json={**body, "levels": [0.5, 0.75]}).json()["data"]
     listed = rules.get("/v1/caches").json()["data"]

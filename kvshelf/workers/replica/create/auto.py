@@ -26,21 +26,20 @@ _CHEAP: Final[tuple[tuple[str, float | None, str], ...]] = (
     ("full", None, "int8"),
     ("full", None, "int4"),
 )
-_SMALL: Final[tuple[tuple[str, float], ...]] = (
-    ("keydiff", 0.5),
-    ("keydiff", 0.75),
-    ("keydiff", 0.875),
-    ("keydiff", 0.9375),
-    ("kvzip", 0.5),
-    ("kvzip", 0.75),
-    ("kvcues", 0.5),
-    ("kvcues", 0.75),
-    ("kvcues", 0.875),
-)
 _WHOLE: Final = ("klt:step=1", "klt:step=1.2,steps=kl", "klt", "klt:step=1.9,steps=kl")
-"""Forms of the codec klt for all entries. With fewer entries it takes the default."""
-_CLASSES: Final = "klt:steps=kl,classes=1.5/4,shares=25/25"
-"""For half of the entries by their importance: of the forms within two points of the full cache the smallest."""
+"""Forms of the codec klt for all entries."""
+_FEWER: Final[tuple[tuple[str, float, str], ...]] = (
+    ("keydiff", 0.5, "klt"),
+    ("keydiff", 0.75, "klt"),
+    ("keydiff", 0.875, "klt"),
+    ("keydiff", 0.9375, "klt"),
+    ("kvzip", 0.5, "klt"),
+    ("kvzip", 0.75, "klt"),
+    ("kvcues", 0.5, "klt"),
+    ("kvcues", 0.5, "klt:steps=kl,classes=1.5/4,shares=25/25"),
+    ("kvcues", 0.75, "klt"),
+    ("kvcues", 0.875, "klt"),
+)
 
 UNMEASURABLE: Final = "no quality can be measured on this document in this way"
 _NOT_MADE: Final = "not made: it would be no better than what is kept"
@@ -56,10 +55,8 @@ def candidates(transforms: bool) -> tuple[tuple[str, float | None, str], ...]:
     of `klt`.
     """
     if not transforms:
-        return (*_CHEAP, *((policy, ratio, "int4") for policy, ratio in _SMALL))
-    whole = (("full", None, codec) for codec in _WHOLE)
-    fewer = ((policy, ratio, "klt") for policy, ratio in _SMALL)
-    return (*_CHEAP, *whole, *fewer, ("kvcues", 0.5, _CLASSES))
+        return (*_CHEAP, *dict.fromkeys((policy, ratio, "int4") for policy, ratio, _ in _FEWER))
+    return (*_CHEAP, *(("full", None, codec) for codec in _WHOLE), *_FEWER)
 
 
 @dataclass(frozen=True)
