@@ -389,7 +389,7 @@ REPLY = Reply(
 
 MANIFEST = Manifest.model_construct(
     id="kvs",
-    identity=make_cache(0).identity,
+    identity={"model": {"dtype": "float32"}},
     policy="full",
     num_tokens=400,
     kept_tokens=400,
