@@ -44,13 +44,13 @@ static __attribute__((noinline)) float escaped(Run *r) {
     return 0;
 }
 
-/* One channel of `count` runs of equally many rows. What changes with each symbol is in local variables: in `runs`, the
-   compiler would write it back after every symbol. */
-INLINE void channel(Run *runs, const int count, const Slot *slots, const int64_t rows) {
+/* Rows `first` to `end` of one channel of `count` runs. What changes with each symbol is in local variables: in `runs`,
+   the compiler would write it back after every symbol. */
+INLINE void channel(Run *runs, const int count, const Slot *slots, const int64_t first, const int64_t end) {
     uint64_t state[LANES_OF_RUNS];
     const uint32_t *next[LANES_OF_RUNS];
     for (int l = 0; l < count; l++) state[l] = runs[l].state, next[l] = runs[l].next;
-    for (int64_t t = 0; t < rows; t++)
+    for (int64_t t = first; t < end; t++)
 #pragma GCC unroll 4
         for (int l = 0; l < count; l++) {
             const uint64_t s = state[l];
@@ -63,6 +63,17 @@ INLINE void channel(Run *runs, const int count, const Slot *slots, const int64_t
             runs[l].out[t] = __builtin_expect(slot.value == ESCAPE, 0) ? escaped(&runs[l]) : (float)slot.value;
         }
     for (int l = 0; l < count; l++) runs[l].state = state[l], runs[l].next = next[l];
+}
+
+/* The channel of all runs: side by side as far as the shortest goes, for the last run of a document is shorter. */
+static void channels(Run *runs, const int count, const Slot *slots, const int64_t shortest) {
+    switch (count) {
+    case 4: channel(runs, 4, slots, 0, shortest); break;
+    case 3: channel(runs, 3, slots, 0, shortest); break;
+    case 2: channel(runs, 2, slots, 0, shortest); break;
+    default: channel(runs, 1, slots, 0, shortest);
+    }
+    for (int l = 0; l < count; l++) channel(&runs[l], 1, slots, shortest, runs[l].rows);
 }
 
 static int has(const Run *r, int64_t c) { return r->flags[c / 32] >> (c % 32) & 1; }
@@ -90,22 +101,24 @@ static void decode_group(const void *context, int64_t group) {
     const int64_t total = j->rows[j->runs], first = group * LANES_OF_RUNS;
     const int count = (int)(j->runs - first < LANES_OF_RUNS ? j->runs - first : LANES_OF_RUNS);
     Run runs[LANES_OF_RUNS];
-    int together = count == LANES_OF_RUNS;
+    int together = 1;
+    int64_t shortest = INT64_MAX;
     for (int l = 0; l < count; l++) {
         open_run(j, first + l, &runs[l]);
-        together &= runs[l].rows == runs[0].rows && !runs[l].bad;
+        together &= !runs[l].bad;
+        if (runs[l].rows < shortest) shortest = runs[l].rows;
     }
     for (int64_t c = 0; c < j->channels; c++) {
         const Slot *slots = j->slots + ((int64_t)j->order[c] << SHIFT);
         int all = together;
         for (int l = 0; l < count; l++) all = all && has(&runs[l], c);
         if (all)
-            channel(runs, LANES_OF_RUNS, slots, runs[0].rows);
+            channels(runs, count, slots, shortest);
         else
             for (int l = 0; l < count; l++) {
                 if (runs[l].bad) continue;
                 if (has(&runs[l], c))
-                    channel(&runs[l], 1, slots, runs[l].rows);
+                    channel(&runs[l], 1, slots, 0, runs[l].rows);
                 else
                     memset(runs[l].out, 0, runs[l].rows * sizeof(float));
             }

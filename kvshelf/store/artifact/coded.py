@@ -153,34 +153,37 @@ class CodedRows:
 
         Raises `BlobError` for streams that no encoder writes.
         """
-        kept, shifts = self._first_rows(), self._shifts
+        shifts = self._shifts
         begin, sizes = self._streams
         nbytes = (sizes & ~np.uint32(_FRAME)).astype(np.int64)
-        heads: list[Tensor] = []
-        at, data = 4 * begin, self.data
-        runs = 0
+        out = torch.empty(sum(self.lengths), self.num_channels, dtype=self.dtype)
+        heads = torch.split(out, self.lengths)
+        at, runs = 4 * begin, 0
         for group, rows in enumerate(self.run_rows):
             own = slice(runs, runs + len(rows))
             size = int(nbytes[own].sum())
             order = transform.order(self.step_parts, None if self.joint else group)
             order = _shifted(order, shifts.ravel() if self.joint else shifts[group], tables)
-            codes = _decoded(data[at : at + size], sizes[own], rows, tables, order)
-            heads.extend(self._states(codes, transform, group))
+            codes = _decoded(self.data[at : at + size], sizes[own], rows, tables, order)
+            states = self._states(codes, transform, group)  # [H, n, D], or [1, n, D] of one head
+            if turn is not None and states.shape[1]:
+                states = turn(states, positions[group][self.first[group] :].long())
+            for row, found in enumerate(states, group):
+                heads[row][self.first[row] :] = found
             runs, at = own.stop, at + size
-        decoded = []
-        for head, states in enumerate(heads):
-            if turn is not None and len(states):
-                states = turn(states, positions[head][self.first[head] :].long())
-            decoded.append(torch.cat([kept[head], states.to(self.dtype)]))
-        return torch.cat(decoded)
+        for head, first, kept in zip(heads, self.first, self._first_rows(), strict=True):
+            head[:first] = kept
+        return out
 
-    def _states(self, codes: Tensor, transform: RowTransform, group: int) -> list[Tensor]:
-        """Rows `[n, D]` fp32 of each head, from codes `[C, n]`."""
+    def _states(self, codes: Tensor, transform: RowTransform, group: int) -> Tensor:
+        """Rows `[H, n, D]` fp32 of all heads together, or `[1, n, D]` of one, from codes `[C, n]`."""
         step = self.step_parts / STEP_PARTS * transform.unit
-        if not self.joint:
-            return [codes.T @ (transform.each[group].T * step) + transform.mean[group]]
-        states = codes.T @ (transform.joint.T * step) + transform.mean.flatten()
-        return list(states.view(-1, *transform.mean.shape).transpose(0, 1).contiguous())
+        basis = (transform.joint if self.joint else transform.each[group]).T * step  # [C, H * D], or [D, D]
+        means = transform.mean if self.joint else transform.mean[group : group + 1]
+        states = torch.empty(len(means), codes.shape[1], self.num_channels)
+        for head, mean, columns in zip(states, means, basis.split(self.num_channels, dim=1), strict=True):
+            torch.addmm(mean, codes.T, columns, out=head)
+        return states
 
     def _first_rows(self) -> list[Tensor]:
         _, _, begin, end = self._layout
