@@ -157,7 +157,7 @@ class CodedRows:
         begin, sizes = self._streams
         nbytes = (sizes & ~np.uint32(_FRAME)).astype(np.int64)
         out = torch.empty(sum(self.lengths), self.num_channels, dtype=self.dtype)
-        heads = torch.split(out, self.lengths)
+        heads = torch.split(out, list(self.lengths))
         at, runs = 4 * begin, 0
         for group, rows in enumerate(self.run_rows):
             own = slice(runs, runs + len(rows))
@@ -165,25 +165,32 @@ class CodedRows:
             order = transform.order(self.step_parts, None if self.joint else group)
             order = _shifted(order, shifts.ravel() if self.joint else shifts[group], tables)
             codes = _decoded(self.data[at : at + size], sizes[own], rows, tables, order)
-            states = self._states(codes, transform, group)  # [H, n, D], or [1, n, D] of one head
-            if turn is not None and states.shape[1]:
-                states = turn(states, positions[group][self.first[group] :].long())
-            for row, found in enumerate(states, group):
-                heads[row][self.first[row] :] = found
+            members = range(len(heads)) if self.joint else [group]
+            places = [heads[head][self.first[head] :] for head in members]
+            if turn is None and self.dtype == torch.float32:
+                self._multiply(codes, transform, group, places)
+            else:
+                states = torch.empty(len(members), codes.shape[1], self.num_channels)  # [H, n, D], or [1, n, D]
+                self._multiply(codes, transform, group, list(states))
+                if turn is not None and codes.shape[1]:
+                    states = turn(states, positions[group][self.first[group] :].long())
+                for place, found in zip(places, states, strict=True):
+                    place.copy_(found)
             runs, at = own.stop, at + size
         for head, first, kept in zip(heads, self.first, self._first_rows(), strict=True):
             head[:first] = kept
         return out
 
-    def _states(self, codes: Tensor, transform: RowTransform, group: int) -> Tensor:
-        """Rows `[H, n, D]` fp32 of all heads together, or `[1, n, D]` of one, from codes `[C, n]`."""
+    def _multiply(self, codes: Tensor, transform: RowTransform, group: int, places: Sequence[Tensor]) -> None:
+        """Write the rows `[n, D]` fp32 of all heads, or of head `group` alone, from codes `[C, n]`. The last channels are
+        often all zeros, and are left out."""
         step = self.step_parts / STEP_PARTS * transform.unit
         basis = (transform.joint if self.joint else transform.each[group]).T * step  # [C, H * D], or [D, D]
         means = transform.mean if self.joint else transform.mean[group : group + 1]
-        states = torch.empty(len(means), codes.shape[1], self.num_channels)
-        for head, mean, columns in zip(states, means, basis.split(self.num_channels, dim=1), strict=True):
-            torch.addmm(mean, codes.T, columns, out=head)
-        return states
+        used = _used(codes)
+        columns = torch.split(basis[:used], self.num_channels, dim=1)
+        for place, mean, own in zip(places, means, columns, strict=True):
+            torch.addmm(mean, codes[:used].T, own, out=place)
 
     def _first_rows(self) -> list[Tensor]:
         _, _, begin, end = self._layout
@@ -320,6 +327,12 @@ def _decoded(data: Tensor, sizes: Any, rows: Sequence[int], tables: ans.Tables, 
                 raise _malformed("a stream", "is not what an encoder writes")
             parts.append(found)
     return torch.cat(parts, dim=1)
+
+
+def _used(codes: Tensor) -> int:
+    """Channels of `[C, n]` up to the last one that is not all zeros."""
+    found = codes.any(dim=1).nonzero()
+    return int(found[-1]) + 1 if len(found) else 0
 
 
 def _unframed(run: Tensor, rows: int, channels: int) -> Tensor:
