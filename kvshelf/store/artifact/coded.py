@@ -182,8 +182,8 @@ class CodedRows:
         return out
 
     def _multiply(self, codes: Tensor, transform: RowTransform, group: int, places: Sequence[Tensor]) -> None:
-        """Write the rows `[n, D]` fp32 of all heads, or of head `group` alone, from codes `[C, n]`. The last channels are
-        often all zeros, and are left out."""
+        """Write the rows `[n, D]` fp32 of all heads, or of head `group` alone, from codes `[C, n]`. The last channels
+        are often all zeros, and are left out."""
         step = self.step_parts / STEP_PARTS * transform.unit
         basis = (transform.joint if self.joint else transform.each[group]).T * step  # [C, H * D], or [D, D]
         means = transform.mean if self.joint else transform.mean[group : group + 1]
