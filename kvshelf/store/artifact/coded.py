@@ -330,9 +330,11 @@ def _decoded(data: Tensor, sizes: Any, rows: Sequence[int], tables: ans.Tables, 
 
 
 def _used(codes: Tensor) -> int:
-    """Channels of `[C, n]` up to the last one that is not all zeros."""
-    found = codes.any(dim=1).nonzero()
-    return int(found[-1]) + 1 if len(found) else 0
+    """Channels of `[C, n]` up to the last one that is not all zeros: counted from the end, which reads no more."""
+    used = len(codes)
+    while used and not codes[used - 1].any():
+        used -= 1
+    return used
 
 
 def _unframed(run: Tensor, rows: int, channels: int) -> Tensor:
