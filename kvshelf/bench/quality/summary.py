@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from statistics import fmean
+from math import hypot, sqrt
+from statistics import fmean, stdev
 from typing import Any
 
 from kvshelf.bench.measure import clustered_wilson
@@ -25,6 +26,9 @@ class Entry:
     everything, over that prefill: the policy's time over the prefill it ran in, or, for a policy that runs more tokens
     than the document's, its whole time beyond the baseline in the same cell.
 
+    `lost`: the baseline's share of exact answers minus this one, over the same documents; `lost_error`: its standard
+    error, from the differences of single documents. 0 says that no document differed, not that none ever will.
+
     `refused`: why a document was refused. The entry is then empty, because the remaining documents are not the set of
     documents of the other rows.
     """
@@ -38,6 +42,8 @@ class Entry:
     bytes_per_token: float
     prefill_s: float
     compress_share: float
+    lost: float = 0.0
+    lost_error: float = 0.0
     refused: str | None = None
 
     @classmethod
@@ -57,6 +63,7 @@ class Entry:
             bytes_per_token=fmean(outcome.stored_bytes / outcome.document_tokens for outcome in outcomes),
             prefill_s=fmean(outcome.prefill_s for outcome in outcomes),
             compress_share=_added(outcomes, baseline),
+            **_lost(outcomes, baseline),
         )
 
 
@@ -64,12 +71,15 @@ class Entry:
 class Overall:
     """A row over the common cells: those that all rows were measured in and the model can answer.
 
-    `exact` is the mean of the cells' shares; the other two are means of the cells' means.
+    `exact` is the mean of the cells' shares; the others are means of the cells' means, and `lost_error` is the standard
+    error of such a mean.
     """
 
     exact: float
     bytes_per_token: float
     compress_share: float
+    lost: float
+    lost_error: float
 
 
 @dataclass(frozen=True)
@@ -112,8 +122,9 @@ class Summary:
         entries = [self.entries[row, cell] for cell in self.common()]
         if not entries or any(entry.refused is not None for entry in entries):
             return None
-        names = ("exact", "bytes_per_token", "compress_share")
-        return Overall(*(fmean(getattr(entry, name) for entry in entries) for name in names))
+        names = ("exact", "bytes_per_token", "compress_share", "lost")
+        error = hypot(*(entry.lost_error for entry in entries)) / len(entries)
+        return Overall(*(fmean(getattr(entry, name) for entry in entries) for name in names), error)
 
     def refusals(self) -> dict[str, list[tuple[Row, Cell]]]:
         """The places of each reason."""
@@ -154,6 +165,15 @@ def _added(outcomes: Sequence[Outcome], baseline: Sequence[Outcome]) -> float:
     if not plain or not any(outcome.probe_tokens for outcome in outcomes):
         return compress_s / prefill_s
     return (compress_s + max(prefill_s - fmean(plain), 0.0)) / fmean(plain)
+
+
+def _lost(outcomes: Sequence[Outcome], baseline: Sequence[Outcome]) -> dict[str, float]:
+    """See `Entry.lost`. Both in the order of the documents, of which the baseline has all."""
+    if any(outcome.refused is not None for outcome in baseline):
+        return {}
+    lost = [fmean(full.exact) - fmean(one.exact) for full, one in zip(baseline, outcomes, strict=False)]
+    error = stdev(lost) / sqrt(len(lost)) if len(lost) > 1 else 0.0
+    return {"lost": fmean(lost), "lost_error": error} if lost else {}
 
 
 def pareto(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -9,8 +9,8 @@ from typing import Any
 
 from rich.table import Table
 
-from kvshelf.bench.quality.grid import Cell, Row, length_label
-from kvshelf.bench.quality.summary import ABLE, Entry, Summary
+from kvshelf.bench.quality.grid import BASELINE, Cell, Row, length_label
+from kvshelf.bench.quality.summary import ABLE, Entry, Overall, Summary
 
 _CELLS_A_TABLE = 5
 
@@ -35,7 +35,8 @@ def notes(summary: Summary) -> str:
         "Cells: exact answers in % (95 % interval over questions, documents being the independent units). "
         "B/token: bytes of the stored blob per document token, and their share of the "
         f"{summary.full_16bit:,} bytes of the full cache in 16 bits. time: what compression adds to a plain prefill. "
-        "mean: over the cells marked +, which all rows have."
+        "mean: over the cells marked +, which all rows have. lost: points against the full cache on the same documents "
+        "(95 % interval of the difference)."
     )
     if any(not summary.able(cell) for cell in summary.cells):
         text += f" Grey: the model itself answers under {ABLE:.0%} there, so the cell says nothing about a policy."
@@ -67,8 +68,8 @@ def _columns(summary: Summary, rows: Sequence[Row]) -> list[tuple[Cell, ...]]:
 def _table(summary: Summary, rows: Sequence[Row], cells: Sequence[Cell], title: str, reasons: dict[str, int]) -> Table:
     table = Table(title=title, title_justify="left", padding=(0, 1, 0, 0), box=None, header_style="bold")
     for name in ("policy", "removed", "codec"):
-        table.add_column(name, no_wrap=name != "policy", max_width=26)
-    for name in ("B/token", "time", "mean"):
+        table.add_column(name, overflow="fold", max_width=26)
+    for name in ("B/token", "time", "mean", "lost"):
         table.add_column(name, justify="right", no_wrap=True)
     common = summary.common()
     for cell in cells:
@@ -90,7 +91,13 @@ def _head(summary: Summary, row: Row, entries: Sequence[Entry | None]) -> list[s
     size = fmean(entry.bytes_per_token for entry in measured) if measured else 0.0
     stored = f"{size:,.0f} {size / summary.full_16bit:4.0%}" if measured else ""
     share = f"{fmean(entry.compress_share for entry in measured):.1%}" if measured else ""
-    return [row_name(row), removed_label(row), row.codec, stored, share, f"{overall.exact:.1%}" if overall else ""]
+    mean = [f"{overall.exact:.1%}", _lost(row, overall)] if overall else ["", ""]
+    return [row_name(row), removed_label(row), row.codec, stored, share, *mean]
+
+
+def _lost(row: Row, overall: Overall) -> str:
+    is_baseline = row.variant.label == BASELINE and row.codec == "none" and not row.exported
+    return "" if is_baseline else f"{100 * overall.lost:.1f}±{196 * overall.lost_error:.1f}"
 
 
 def _cell(entry: Entry | None, reasons: dict[str, int]) -> str:

@@ -50,6 +50,24 @@ def test_a_cell_is_the_mean_of_its_questions_and_able_with_the_baseline():
     assert summary.overall(KEYDIFF).exact == 0.625
 
 
+def test_losses_are_differences_on_the_same_documents():
+    other = Cell(1024, "digits64", "prose")
+    full = [(1, 1), (1, 0), (0, 0), (1, 1)]  # the third document is lost to both, so it says nothing of keydiff
+    kept = [(1, 0), (1, 0), (0, 0), (1, 1)]
+    found = (
+        [(FULL, PROSE, outcome(1, 1))] * 9 + [(KEYDIFF, PROSE, outcome(1, 1))] * 8 + [(KEYDIFF, PROSE, outcome(0, 0))]
+    )
+    found += [(FULL, other, outcome(*exact)) for exact in full] + [(KEYDIFF, other, outcome(*exact)) for exact in kept]
+    summary = Summary.of([PROSE, other], [FULL, KEYDIFF], found, 20)
+    entry = summary.entries[KEYDIFF, other]
+    assert (entry.lost, entry.lost_error) == (0.125, pytest.approx(0.125))  # of 0.5, 0, 0, 0
+    assert (summary.entries[FULL, other].lost, summary.entries[FULL, other].lost_error) == (0, 0)
+    entry = summary.entries[KEYDIFF, PROSE]
+    assert (entry.lost, entry.lost_error) == (pytest.approx(1 / 9), pytest.approx(1 / 9))
+    overall = summary.overall(KEYDIFF)  # over the one cell that the model can answer
+    assert (overall.lost, overall.lost_error) == (entry.lost, entry.lost_error)
+
+
 def test_tokens_that_a_policy_runs_behind_the_document_are_paid_by_the_policy():
     kvzip = Row(Variant("kvzip"), 0.5)
     slow = [replace(outcome(1), probe_tokens=200, prefill_s=seconds) for seconds in (3.0, 4.0)]
@@ -80,7 +98,7 @@ def test_tables_fit_the_terminal_and_show_every_row_once_and_codecs_apart():
     for table in tables:
         console.print(table)
     text = console.export_text()
-    assert [len(table.columns) for table in tables] == [6 + 5, 6 + 1, 6 + 1]
+    assert [len(table.columns) for table in tables] == [7 + 5, 7 + 1, 7 + 1]
     assert [table.row_count for table in tables] == [2, 2, 2]
     assert text.count("int4") == 1
     assert "75 (" in text
