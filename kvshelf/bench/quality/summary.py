@@ -42,17 +42,18 @@ class Entry:
     bytes_per_token: float
     prefill_s: float
     compress_share: float
-    lost: float = 0.0
-    lost_error: float = 0.0
+    lost: float
+    lost_error: float
     refused: str | None = None
 
     @classmethod
     def of(cls, outcomes: Sequence[Outcome], baseline: Sequence[Outcome]) -> Entry:
         refused = [outcome.refused for outcome in outcomes if outcome.refused is not None]
         if refused:
-            return cls(len(outcomes), 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, refused=refused[0])
+            return cls(len(outcomes), 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, refused=refused[0])
         exact = [hit for outcome in outcomes for hit in outcome.exact]
         low, high = clustered_wilson([(sum(outcome.exact), len(outcome.exact)) for outcome in outcomes])
+        lost, lost_error = _lost(outcomes, baseline)
         return cls(
             documents=len(outcomes),
             questions=len(exact),
@@ -63,7 +64,8 @@ class Entry:
             bytes_per_token=fmean(outcome.stored_bytes / outcome.document_tokens for outcome in outcomes),
             prefill_s=fmean(outcome.prefill_s for outcome in outcomes),
             compress_share=_added(outcomes, baseline),
-            **_lost(outcomes, baseline),
+            lost=lost,
+            lost_error=lost_error,
         )
 
 
@@ -123,8 +125,8 @@ class Summary:
         if not entries or any(entry.refused is not None for entry in entries):
             return None
         names = ("exact", "bytes_per_token", "compress_share", "lost")
-        error = hypot(*(entry.lost_error for entry in entries)) / len(entries)
-        return Overall(*(fmean(getattr(entry, name) for entry in entries) for name in names), error)
+        means = {name: fmean(getattr(entry, name) for entry in entries) for name in names}
+        return Overall(**means, lost_error=hypot(*(entry.lost_error for entry in entries)) / len(entries))
 
     def refusals(self) -> dict[str, list[tuple[Row, Cell]]]:
         """The places of each reason."""
@@ -167,13 +169,12 @@ def _added(outcomes: Sequence[Outcome], baseline: Sequence[Outcome]) -> float:
     return (compress_s + max(prefill_s - fmean(plain), 0.0)) / fmean(plain)
 
 
-def _lost(outcomes: Sequence[Outcome], baseline: Sequence[Outcome]) -> dict[str, float]:
+def _lost(outcomes: Sequence[Outcome], baseline: Sequence[Outcome]) -> tuple[float, float]:
     """See `Entry.lost`. Both in the order of the documents, of which the baseline has all."""
-    if any(outcome.refused is not None for outcome in baseline):
-        return {}
+    if not baseline or any(outcome.refused is not None for outcome in baseline):
+        return 0.0, 0.0
     lost = [fmean(full.exact) - fmean(one.exact) for full, one in zip(baseline, outcomes, strict=False)]
-    error = stdev(lost) / sqrt(len(lost)) if len(lost) > 1 else 0.0
-    return {"lost": fmean(lost), "lost_error": error} if lost else {}
+    return fmean(lost), stdev(lost) / sqrt(len(lost)) if len(lost) > 1 else 0.0
 
 
 def pareto(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
