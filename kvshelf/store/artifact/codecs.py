@@ -153,6 +153,10 @@ def _require_fitting(values: Mapping[str, Any]) -> None:
         raise refused("step is one step for all entries, and classes are several; give one of them")
     if len(classes) != len(shares):
         raise refused(f"{len(classes)} classes and {len(shares)} shares were given; each class needs its share")
+    if classes and values.get("heads") == "joint":
+        raise refused(
+            "heads=joint transforms the same tokens of all heads, and a class has those that score best in each"
+        )
     if sum(shares) > 100:
         raise refused(f"shares are percentages of the document's entries, and these add up to {sum(shares):g}")
 

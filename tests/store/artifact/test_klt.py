@@ -192,8 +192,6 @@ def test_classes_need_importance_and_as_many_entries_as_their_shares() -> None:
     with pytest.raises(InvalidRequest, match="add up to 60 % of the document's entries, and the policy keeps 1799"):
         fewer.encoded(CLASSES, coder)
     replace(cache, identity=replace(cache.identity, budget_tokens=1800)).encoded(CLASSES, coder)
-    with pytest.raises(InvalidRequest, match="keep different tokens, and heads=joint"):
-        cache.encoded("klt:heads=joint,classes=1/2,shares=10/10", coder)
 
 
 def test_steps_by_kl_are_those_of_each_tensor_s_multiplier() -> None:
