@@ -4,6 +4,7 @@ After RULER (Hsieh et al., 2024, arXiv 2404.06654) and the passkey test (Mohtash
 
 - ``needle``: one fact; its value is asked for.
 - ``multikey``: sixteen facts about sixteen things; each question asks for one of them.
+- ``words``: as ``multikey``, but the values are two words. The bundled model gives numbers only.
 - ``digits32``, ``digits64``: one fact whose value has 32 or 64 digits.
 - ``multivalue``: four facts that give one thing four values, in sentences far apart; all four are asked for at once.
 - ``multiquery``: sixteen facts; each question asks for four of them at once.
@@ -34,7 +35,7 @@ from kvshelf.bench.quality import vocabulary as words
 from kvshelf.bench.quality.tasks import CountTokens, Fact, haystack_pieces, spread
 from kvshelf.errors import InvalidRequest
 
-TaskName = Literal["needle", "multikey", "digits32", "digits64", "multivalue", "multiquery", "vt", "cwe"]
+TaskName = Literal["needle", "multikey", "words", "digits32", "digits64", "multivalue", "multiquery", "vt", "cwe"]
 HaystackName = Literal["filler", "prose", "dense"]
 
 TASK_NAMES: Final[tuple[TaskName, ...]] = get_args(TaskName)
@@ -118,7 +119,7 @@ def _drafted(task: TaskName, haystack: HaystackName, num_tokens: int, seed: int,
 
 
 def _single_values(num_facts: int, digits: int | None = None) -> Callable[[random.Random], _Draft]:
-    """Facts with one value each, of `digits` digits or of three to nine; a question about each."""
+    """Facts with one value each, of `digits` digits or of three to nine, or two words for 0; a question about each."""
 
     def draft(rng: random.Random) -> _Draft:
         drawn = tasks.distinct_facts(rng, _lengths(rng, digits))
@@ -126,7 +127,7 @@ def _single_values(num_facts: int, digits: int | None = None) -> Callable[[rando
         asks = []
         for fact in facts:
             question = fact.question(rng)
-            asks.append(Ask(question.text, (question.answer,), by_place=digits is not None))
+            asks.append(Ask(question.text, (question.answer,), by_place=bool(digits)))
         return _Draft(list(_stated(rng, facts)), asks, _stated(rng, drawn), [fact.thing for fact in facts])
 
     return draft
@@ -164,6 +165,7 @@ def _variable_tracking(rng: random.Random) -> _Draft:
 _DRAFTS: Final[dict[TaskName, Callable[[random.Random], _Draft]]] = {
     "needle": _single_values(1),
     "multikey": _single_values(tasks.MULTIKEY_FACTS),
+    "words": _single_values(tasks.MULTIKEY_FACTS, digits=0),
     "digits32": _single_values(1, digits=32),
     "digits64": _single_values(1, digits=64),
     "multivalue": _multivalue,
@@ -208,7 +210,7 @@ def _plain_words() -> list[str]:
 
 
 def _lengths(rng: random.Random, digits: int | None = None) -> Iterator[int]:
-    return repeat(digits) if digits else iter(lambda: rng.randint(*tasks.SHORT_VALUE_DIGITS), None)
+    return repeat(digits) if digits is not None else iter(lambda: rng.randint(*tasks.SHORT_VALUE_DIGITS), None)
 
 
 def _stated(rng: random.Random, facts: Iterable[Fact]) -> Iterator[str]:

@@ -22,7 +22,7 @@ from kvshelf.bench.quality.tasks import make_document
 from kvshelf.errors import InvalidRequest
 
 CASES = [(task, haystack) for task in TASK_NAMES for haystack in HAYSTACK_NAMES if fits(task, haystack)]
-QUESTIONS = {"multikey": 4, "multiquery": 4, "vt": 4}
+QUESTIONS = {"multikey": 4, "words": 4, "multiquery": 4, "vt": 4}
 REFERENCES = {"multivalue": 4, "multiquery": 4, "vt": 5, "cwe": 10}
 
 
@@ -63,6 +63,16 @@ def test_the_tasks_of_the_bundled_model_are_those_it_was_trained_and_measured_on
     case = make_case(task, "prose", 900, 3, count)
     assert case.text == made.text
     assert [(ask.text, ask.references) for ask in case.asks] == [(q.text, (q.answer,)) for q in made.questions[:4]]
+
+
+def test_words_are_asked_for_in_a_task_of_their_own(count):
+    """Two words each; in a dense document all other facts have words, too."""
+    case = make_case("words", "dense", 1024, 0, count)
+    assert not re.search(r"\d{3}", case.text)
+    for ask in case.asks:
+        assert re.fullmatch(r"[a-z]+ [a-z]+", *ask.references)
+        assert score(ask, ask.references[0]) == Score(True, 1.0)
+        assert score(ask, ask.references[0].split()[0]) == Score(False, 0.0)
 
 
 GOLDEN = {
