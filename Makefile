@@ -2,9 +2,10 @@
 
 SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
+PYTHON_VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+STAMP := $(VENV)/.installed-$(PYTHON_VERSION)
 
 .PHONY: help setup demo check test test-fast test-faults test-page soak clean
 
@@ -17,14 +18,18 @@ setup: $(STAMP)  ## create .venv and install kvshelf with everything it needs
 C_SOURCES := $(wildcard kvshelf/kernels/*.[ch] kvshelf/kernels/*/*.[ch]) kvshelf/kernels/compiling.py
 
 # The stamp is written last, so that an interrupted installation is done again. It is older than these files only when
-# one of them has changed. If only C sources have changed, they are compiled again without a new installation.
+# one of them has changed. If only C sources have changed, they are compiled again without a new installation. It names
+# the Python, because an environment of another one has to be made anew.
 $(STAMP): pyproject.toml constraints.txt hatch_build.py $(C_SOURCES)
 	@$(if $(filter-out $(C_SOURCES),$?),$(INSTALL),$(COMPILE))
 	@touch $@
 
 define INSTALL
-echo "setting up $(VENV): once, one to two minutes ..." \
-&& { test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); } \
+{ $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+  || { echo "kvshelf needs Python 3.11 or newer, and '$(PYTHON)' is $(or $(PYTHON_VERSION),not there); name another one:" \
+       "make setup PYTHON=python3.12" >&2; exit 1; }; } \
+&& echo "setting up $(VENV): once, one to two minutes ..." \
+&& { test -f $(STAMP) || $(PYTHON) -m venv --clear $(VENV); } \
 && $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[serve,dev]'
 endef
 

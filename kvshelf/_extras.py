@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, distribution
+from urllib.parse import unquote, urlsplit
 
 from kvshelf.errors import MissingExtra
 
@@ -21,5 +25,19 @@ def needs_extra(extra: str, purpose: str) -> Iterator[None]:
         if error.name is None or error.name.partition(".")[0] == "kvshelf":
             raise
         raise MissingExtra(
-            f"{purpose} needs {error.name!r}, which is not installed; run: pip install 'kvshelf[{extra}]'"
+            f"{purpose} needs {error.name!r}, which is not installed; run: {install_command(extra)}"
         ) from error
+
+
+def install_command(extra: str) -> str:
+    """The command that installs `kvshelf[extra]` from where kvshelf came from: checkout, wheel or index."""
+    try:
+        origin = json.loads(
+            distribution("kvshelf").read_text("direct_url.json") or "{}"
+        )  # PEP 610; an index writes none
+    except PackageNotFoundError:  # imported from a folder on the path
+        origin = {}
+    url = origin.get("url", "")
+    source = unquote(urlsplit(url).path) if url.startswith("file:") else "kvshelf"
+    editable = "--editable " if origin.get("dir_info", {}).get("editable") else ""
+    return f"pip install {editable}{shlex.quote(f'{source}[{extra}]')}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import kvshelf
-from kvshelf._extras import needs_extra
+from kvshelf._extras import install_command, needs_extra
 from kvshelf.errors import MissingExtra
 
 PUBLIC = ["AsyncClient", "Client", "CompressedCache", "Engine", "__version__", "errors", "open_store"]
@@ -67,8 +68,31 @@ except kvshelf.errors.MissingExtra as error:
     print(error)
 """
     told = run_python(code)
-    assert "pip install 'kvshelf[serve]'" in told
+    assert f"run: {install_command('serve')}" in told
     assert "kvshelf.Engine" in told
+
+
+@pytest.mark.parametrize(
+    ("origin", "command"),
+    [
+        (None, "pip install 'kvshelf[serve]'"),
+        ({"url": "https://host/kvshelf.zip"}, "pip install 'kvshelf[serve]'"),
+        ({"url": "file:///src/a%20b", "dir_info": {"editable": True}}, "pip install --editable '/src/a b[serve]'"),
+        ({"url": "file:///src/kvshelf", "dir_info": {}}, "pip install '/src/kvshelf[serve]'"),
+        ({"url": "file:///w/kvshelf-1.whl", "archive_info": {}}, "pip install '/w/kvshelf-1.whl[serve]'"),
+    ],
+)
+def test_an_extra_is_installed_from_where_the_package_came_from(
+    origin: dict[str, object] | None, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package is on no index, so the plain name would find nothing."""
+    folder = tmp_path / "kvshelf-9.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: kvshelf\nVersion: 9\n")
+    if origin is not None:
+        (folder / "direct_url.json").write_text(json.dumps(origin))
+    monkeypatch.syspath_prepend(tmp_path)
+    assert install_command("serve") == command
 
 
 def test_a_broken_installation_of_kvshelf_is_not_called_a_missing_extra() -> None:

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 import kvshelf
-from kvshelf._extras import needs_extra
+from kvshelf._extras import install_command, needs_extra
 from kvshelf.cli import _common, _options, stores
 from kvshelf.errors import InvalidRequest, KvshelfError, MissingExtra, NoWorker
 
@@ -94,7 +94,7 @@ def _installed(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError as error:
-        raise MissingExtra(f"{package} is not installed; run: pip install 'kvshelf[serve]'") from error
+        raise MissingExtra(f"{package} is not installed; run: {install_command('serve')}") from error
 
 
 def _device() -> str:

@@ -101,8 +101,8 @@ class Extractor:
         library = _LIBRARIES[kind]
         if importlib.util.find_spec(library) is None:
             raise UnsupportedMediaType(
-                f"to take {kind.upper()}, the service needs {library}, which is not installed there; run: pip install "
-                "'kvshelf[documents]'. Or send the text of the document",
+                f"to take {kind.upper()}, the service needs {library}, which is not installed there. Install the extra "
+                "documents of kvshelf there, or send the text of the document",
                 param="file",
             )
         settings = self._settings
