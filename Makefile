@@ -35,8 +35,8 @@ endef
 
 COMPILE = $(BIN)/python -m kvshelf.kernels.compiling || true
 
-demo: setup  ## put a document on the shelf under three policies and ask it questions
-	@$(BIN)/python scripts/demo.py
+demo: setup  ## put a document on the shelf in three ways and ask it questions
+	@$(BIN)/kvshelf demo
 
 check: setup  ## format, lint, types and the import rule
 	$(BIN)/ruff format --check .

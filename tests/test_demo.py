@@ -1,4 +1,4 @@
-"""`make demo`: one screen of output, no noise, no files or processes left."""
+"""`kvshelf demo` and `kvshelf sample`: one screen of output, no noise, no files or processes left."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ import time
 from pathlib import Path
 
 import pytest
-
-DEMO = Path(__file__).resolve().parent.parent / "scripts" / "demo.py"
 
 
 def processes_with(mark: str) -> list[str]:
@@ -46,7 +44,11 @@ def test_the_demo_is_one_screen_and_leaves_nothing_behind() -> None:
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("KVSHELF_")}
     environment = inherited | {"DEMO_MARK": mark}
     process = subprocess.Popen(
-        [sys.executable, str(DEMO)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "kvshelf", "demo"],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     seen_while_running: list[str] = []
     while not seen_while_running and process.poll() is None:  # the kernel shows the mark a moment after the start
@@ -58,15 +60,27 @@ def test_the_demo_is_one_screen_and_leaves_nothing_behind() -> None:
     lines = out.splitlines()
     assert len(lines) <= 30
     assert max(map(len, lines)) <= 100
-    tokens = re.match(r"report\.txt: ([\d,]+) tokens", lines[0])
+    tokens = re.match(r"The sample: ([\d,]+) tokens", lines[0])
     assert tokens is not None
     assert int(tokens[1].replace(",", "")) >= 4000
     shares = re.search(r"size \(of [\d.]+ MB in 16 bits\) .*?\((\d+)%\) .*?\((\d+)%\) .*?\((\d+)%\)", out)
     assert shares is not None
-    assert shares.groups() == ("200", "50", "50"), "the model computes in fp32, and three quarters are removed"
+    assert shares.groups() == ("200", "5", "50"), "the model computes in fp32, and keydiff removes three quarters"
     # Six questions to three caches, each marked, and the marks add up to the counts below them.
     assert len(re.findall(r"\bright\b(?! answers)|\bwrong: ", out.split("time to the first token")[0])) == 18
     counted = [int(count) for count in re.findall(r"(\d) of 6", out)]
     assert sum(counted) == len(re.findall(r"(?<=\s)right(?=\s*$|\s{2,})", out.split("right answers")[0], re.MULTILINE))
     assert demo_folders() <= before
     assert gone_within(mark, seconds=15), processes_with(mark)
+
+
+def test_the_sample_needs_no_model_and_is_the_same_each_time() -> None:
+    """It has what README and docs ask for; and a part of it is a document, too."""
+    code = "import sys; sys.modules['torch'] = None; from kvshelf.cli import main; main()"
+    said = [subprocess.run([sys.executable, "-c", code, "sample"], capture_output=True, text=True) for _ in range(2)]
+    assert said[0].stdout == said[1].stdout
+    assert said[0].stderr == ""
+    sentences = [
+        sentence for sentence in said[0].stdout.split(".") if "amber falcon" in sentence and "482913" in sentence
+    ]
+    assert len(sentences) == 1

@@ -9,7 +9,7 @@ import typer
 
 import kvshelf
 from kvshelf.bench.cli import app as bench
-from kvshelf.cli import _common, batch, caches, calibrate, doctor, estimate, keys, plan, policies, serve, transfer
+from kvshelf.cli import _common, batch, caches, calibrate, demo, doctor, estimate, keys, plan, policies, serve, transfer
 from kvshelf.errors import KvshelfError
 
 app = typer.Typer(
@@ -30,6 +30,8 @@ def root(version: Annotated[bool, typer.Option("--version", help="Show the versi
 
 
 for command in (
+    demo.demo,
+    demo.sample,
     serve.serve,
     caches.put,
     caches.ask,

@@ -40,6 +40,9 @@ SHORT_VALUE_DIGITS: Final = (3, 9)
 CALIBRATION_SEED: Final = "calibration"
 """Evaluation seeds are numbers, so this is none: heads are not evaluated on the documents that selected them."""
 
+SAMPLE_SEED: Final = "sample/11"
+SAMPLE_WORDS: Final = 3480
+
 _SLOT: Final = re.compile(r"\{(\w+)\}")
 _BREAK: Final = re.compile(r"\n\n\s+")
 _SENTENCES_PER_PARAGRAPH: Final = (3, 8)
@@ -257,6 +260,16 @@ def _filled(pattern: str, fact: Fact) -> str:
 
 def _capitalised(sentence: str) -> str:
     return sentence[:1].upper() + sentence[1:]
+
+
+def sample() -> TaskDocument:
+    """The document of `kvshelf sample` and `kvshelf demo`: prose of 4,068 tokens of kvshelf-tiny with six facts.
+
+    README and docs ask for the first one.
+    """
+    rng = random.Random(SAMPLE_SEED)
+    facts = [Fact("access code", "the amber falcon", "482913"), *make_facts(rng, (4, 9, 3, 6, 5))]
+    return write_document(rng, facts, "prose", SAMPLE_WORDS, lambda text: len(text.split()))
 
 
 def haystacks(documents: int, num_tokens: int, count_tokens: CountTokens) -> Iterator[str]:

@@ -1,7 +1,7 @@
-"""`make demo`: one document on the shelf under three policies, the same questions to each, and what it saves.
+"""demo: one document on the shelf in three ways, the same questions to each, and what it saves. sample: its document.
 
-Starts a service of its own on a free port, with its shelf in a temporary folder, and stops both at the end. The
-answers are marked by comparing them with the facts that were written into the document. The time of a query that
+The demo starts a service of its own on a free port, with its shelf in a temporary folder, and removes both at the end.
+Answers are marked by comparing them with the facts that were written into the document. The time of a query that
 prefills the document again is measured in the same run, with plain transformers in this process: the same model,
 weights and threads, and no HTTP in between.
 """
@@ -9,7 +9,6 @@ weights and threads, and no HTTP in between.
 from __future__ import annotations
 
 import os
-import random
 import signal
 import statistics
 import subprocess
@@ -20,38 +19,33 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-# Set before torch and transformers are imported. It keeps log lines off the screen, and makes threads sleep while they
-# wait, as the service's do: on a busy machine, spinning would slow down the side that the shelf is compared with.
-os.environ.update(TRANSFORMERS_VERBOSITY="error", TOKENIZERS_PARALLELISM="false", OMP_WAIT_POLICY="PASSIVE")
-
-import torch
-import transformers
 from rich.console import Console
 from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from kvshelf import Client, CompressedCache, Engine
-from kvshelf.api import CacheObject
-from kvshelf.bench.quality.tasks import Question, TaskDocument, make_facts, write_document
-from kvshelf.errors import ConnectionFailed, InternalError, KvshelfError
-from kvshelf.service.http.server import READY
+from kvshelf._extras import needs_extra
+from kvshelf.bench.quality.tasks import Question, TaskDocument
+from kvshelf.bench.quality.tasks import sample as sample_document
+from kvshelf.cli import _common
+from kvshelf.errors import ConnectionFailed, KvshelfError
+
+if TYPE_CHECKING:
+    from kvshelf import Client, CompressedCache, Engine
+    from kvshelf.api import CacheObject
 
 MODEL = "kvshelf-tiny"
-SEED = 11
-FACT_DIGITS = (6, 4, 9, 3, 6, 5)
-LEAST_TOKENS = 4000
-DOCUMENT_TOKENS = 4080
 STARTUP_S = 120.0
 SHUTDOWN_S = 30.0
 WIDTH = 100
 
-# Title -> policy and the fraction of the cache that is removed.
-SHELVES: dict[str, tuple[str, float | None]] = {
-    "full": ("full", None),
-    "keydiff, 75 % removed": ("keydiff", 0.75),
-    "lagkv, 75 % removed": ("lagkv", 0.75),
+# Title -> policy, the fraction of the cache that is removed, and codec.
+SHELVES: dict[str, tuple[str, float | None, str]] = {
+    "full": ("full", None, "none"),
+    "full, codec klt": ("full", None, "klt"),
+    "keydiff, 75 % removed": ("keydiff", 0.75, "none"),
 }
 
 
@@ -73,29 +67,44 @@ class Shelf:
     asked: list[Asked]
 
 
-def main() -> int:
+def sample() -> None:
+    """Print a document to try kvshelf with: prose with six facts, such as the access code of the amber falcon."""
+    print(sample_document().text)
+
+
+def demo() -> None:
+    """Put the sample document on a shelf in three ways, ask each the same questions, and show answers, sizes and times.
+
+    Starts a service of its own, with its shelf in a temporary folder, and removes both: half a minute.
+    """
+    # Set before torch and transformers are imported. It keeps log lines off the screen, and makes threads sleep while
+    # they wait, as the service's do: on a busy machine, spinning would slow down the side that it is compared with.
+    os.environ.update(TRANSFORMERS_VERBOSITY="error", TOKENIZERS_PARALLELISM="false", OMP_WAIT_POLICY="PASSIVE")
     out = Console(width=WIDTH, highlight=False)
-    err = Console(stderr=True)
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        with tempfile.TemporaryDirectory(prefix="kvshelf-demo-") as folder, err.status("loading the model") as status:
-            demo(Path(folder), out, status)
-    except KvshelfError as error:
-        err.print(f"the demo failed: {error}", style="red", markup=False)
-        return 1
+    with _common.named_errors(), needs_extra("serve", purpose="kvshelf demo"):
+        import transformers
+
+        transformers.utils.logging.disable_progress_bar()
+        with tempfile.TemporaryDirectory(prefix="kvshelf-demo-") as folder:
+            status = Console(stderr=True).status("loading the model")
+            with status:
+                show(Path(folder), out, status)
     out.print("The service is stopped and its folder removed.", style="dim")
-    return 0
 
 
-def demo(folder: Path, out: Console, status: Status) -> None:
+def show(folder: Path, out: Console, status: Status) -> None:
+    from kvshelf import CompressedCache, Engine
+
     engine = Engine.load(MODEL)
-    document = write(engine, folder / "report.txt")
+    document = sample_document()
+    path = folder / "sample.txt"
+    path.write_text(document.text, encoding="utf-8")
     status.update("starting the service")
     with service(folder) as (client, started_s):
         shelves = {}
-        for title, (policy, ratio) in SHELVES.items():
+        for title, way in SHELVES.items():
             status.update(f"on the shelf: {title}")
-            shelves[title] = fill(client, folder / "report.txt", policy, ratio, document.questions)
+            shelves[title] = fill(client, path, way, document.questions)
         status.update("prefilling the document again for each question, for comparison")
         mine = CompressedCache.from_bytes(client.caches.download(shelves["full"].cache.id))
         again_s = [prefill_again(engine, mine, document.text, question) for question in document.questions]
@@ -103,30 +112,18 @@ def demo(folder: Path, out: Console, status: Status) -> None:
     status.stop()
     tokens = shelves["full"].cache.tokens.document
     out.print(
-        f"[bold]report.txt[/]: {tokens:,} tokens of prose, {len(FACT_DIGITS)} facts in it. "
+        f"[bold]The sample[/]: {tokens:,} tokens of prose, {len(document.questions)} facts in it. "
         f"{MODEL} in {str(engine.model.dtype).removeprefix('torch.')}, {hardware()}."
     )
     out.print(f"A service was started (in {started_s:.0f} s) and put it on its shelf three times.")
-    for part in (sizes(shelves), answers(shelves, document.questions), times(shelves, again_s), own):
+    for part in (sizes(shelves), answers(shelves, document), times(shelves, again_s), own):
         out.print()
         out.print(part)
 
 
-def write(engine: Engine, path: Path) -> TaskDocument:
-    """Write the document and check that it is as long as promised."""
-    rng = random.Random(SEED)
-
-    def count(text: str) -> int:
-        return engine.prepare(text, layout="plain", policy="full").num_tokens
-
-    document = write_document(rng, make_facts(rng, FACT_DIGITS), "prose", DOCUMENT_TOKENS, count)
-    if count(document.text) < LEAST_TOKENS:
-        raise InternalError(f"the document has only {count(document.text)} tokens; the demo promises {LEAST_TOKENS}")
-    path.write_text(document.text, encoding="utf-8")
-    return document
-
-
 def hardware() -> str:
+    import torch
+
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     return f"CPU, {torch.get_num_threads()} threads"
@@ -135,6 +132,8 @@ def hardware() -> str:
 @contextmanager
 def service(folder: Path) -> Iterator[tuple[Client, float]]:
     """A running service and the seconds it took to start; it is stopped whenever the block ends."""
+    from kvshelf import Client
+
     command = [sys.executable, "-m", "kvshelf", "serve", "--store", f"disk://{folder}/home", "--port", "0"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("KVSHELF_")}
     log = folder / "service.log"
@@ -155,6 +154,8 @@ def service(folder: Path) -> Iterator[tuple[Client, float]]:
 
 def address_of(process: subprocess.Popen[bytes], log: Path, deadline: float) -> str:
     """Where the service listens; it says so once it is ready."""
+    from kvshelf.service.http.server import READY
+
     while time.perf_counter() < deadline and process.poll() is None:
         for line in log.read_text(errors="replace").splitlines():
             if line.startswith(READY):
@@ -177,9 +178,10 @@ def stop(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def fill(client: Client, path: Path, policy: str, ratio: float | None, questions: Sequence[Question]) -> Shelf:
+def fill(client: Client, path: Path, way: tuple[str, float | None, str], questions: Sequence[Question]) -> Shelf:
+    policy, ratio, codec = way
     began = time.perf_counter()
-    cache = client.caches.create(file=path, policy=policy, compression_ratio=ratio)
+    cache = client.caches.create(file=path, policy=policy, compression_ratio=ratio, codec=codec)
     put_s = time.perf_counter() - began
     return Shelf(cache, put_s, [ask(client, cache, question) for question in questions])
 
@@ -198,6 +200,8 @@ def prefill_again(engine: Engine, cache: CompressedCache, text: str, question: Q
 
     Tokenizing is not counted, which favours this side of the comparison.
     """
+    import torch
+
     tokens = list(engine.prepare(text, policy="full").document.token_ids) + engine.encode_query(cache, question.text)
     ids = torch.tensor([tokens], device=engine.model.device)
     began = time.perf_counter()
@@ -226,8 +230,9 @@ def sizes(shelves: dict[str, Shelf]) -> Table:
     return made
 
 
-def answers(shelves: dict[str, Shelf], questions: Sequence[Question]) -> Table:
-    made = table("question", "value", *(title.partition(",")[0] for title in shelves))
+def answers(shelves: dict[str, Shelf], document: TaskDocument) -> Table:
+    questions = document.questions
+    made = table("question", "value", *(title.partition(" removed")[0] for title in shelves))
     for index, question in enumerate(questions):
         given = [mark(shelf.asked[index].text, question) for shelf in shelves.values()]
         made.add_row(shortened(question.text, 40), question.answer, *given)
@@ -264,7 +269,3 @@ def in_own_process(engine: Engine, cache: CompressedCache, question: Question) -
     answer = engine.answer(cache, question.text, max_new_tokens=16).text.strip()
     verdict = "right" if answer == question.answer else "wrong"
     return f"The full cache, downloaded and attached in this process, answers {answer!r}: {verdict}."
-
-
-if __name__ == "__main__":
-    sys.exit(main())
