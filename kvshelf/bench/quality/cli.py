@@ -46,7 +46,10 @@ def quality(
     threads: Threads = 1,
     processes: Annotated[int, typer.Option("--processes", min=0, help="0: one per core, or one for a GPU.")] = 0,
     size: Annotated[
-        str, typer.Option("--size", help="small (minutes), default (an hour) or large (a day).")
+        str,
+        typer.Option(
+            "--size", help="small (minutes), core (the cells of docs/policies.md), default (an hour) or large (a day)."
+        ),
     ] = "default",
     policies: Annotated[str, typer.Option("--policies", help="Such as ems,lagkv:lag=64,sink=8.  [default: all]")] = "",
     ratios: Annotated[str, typer.Option("--ratios", help="Fractions removed, comma-separated.")] = "",

@@ -45,6 +45,13 @@ def test_given_options_replace_those_of_the_size():
     assert {cell.task for cell in grid.cells()} == {"vt"}
     assert [(row.variant.label, row.removed) for row in grid.rows()] == [("full", 0.0), ("lagkv:lag=64,sink=8", 0.25)]
     assert max(unit.document for unit in grid.units()) == 2
+    core = make_grid("core", lengths=[512, 4096])
+    assert [(cell.tokens, cell.task, cell.haystack) for cell in core.cells()] == [
+        (tokens, *cell)
+        for cells in ([("multikey", "filler"), ("multikey", "prose"), ("multikey", "dense")], [("digits32", "dense")])
+        for tokens in (512, 4096)
+        for cell in cells
+    ] + [(tokens, "digits64", "prose") for tokens in (512, 4096)]
 
 
 @pytest.mark.parametrize(
@@ -69,6 +76,6 @@ def test_bad_choices_are_refused_before_any_work(given, param):
 
 
 def test_unknown_sizes_are_refused():
-    with pytest.raises(InvalidRequest, match="small, default, large"):
+    with pytest.raises(InvalidRequest, match="small, core, default, large"):
         make_grid("huge")
-    assert set(SIZES) == {"small", "default", "large"}
+    assert set(SIZES) == {"small", "core", "default", "large"}
