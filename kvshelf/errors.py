@@ -51,8 +51,23 @@ package may import it. The client raises the same classes as the service.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
 from functools import partial
 from typing import Any, ClassVar
+
+
+def nearest(given: str, names: Iterable[str]) -> str:
+    """ " (did you mean 'keydiff'?)" where one of `names` is near, otherwise "": what a message adds to a wrong name."""
+    by_letters = {name.lower(): name for name in names}
+    found = get_close_matches(given[:64].lower(), by_letters, n=1)  # it takes time in proportion to both lengths
+    return f" (did you mean {by_letters[found[0]]!r}?)" if found else ""
+
+
+def as_share(given: Any) -> str:
+    """ "; 75 % is 0.75" where a percentage may have been meant, otherwise "": what a message adds to a wrong share."""
+    is_percentage = isinstance(given, int | float) and 1 < given <= 100
+    return f"; {given:g} % is {given / 100:g}" if is_percentage else ""
 
 
 class KvshelfError(Exception):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from kvshelf.errors import InvalidRequest
+from kvshelf.errors import InvalidRequest, as_share, nearest
 
 MAX_PROMPTS = 256
 MAX_MESSAGES = 4096
@@ -36,10 +36,28 @@ Labels = Annotated[dict[LabelKey, LabelValue], Field(max_length=MAX_LABELS)]
 CacheName = Annotated[str, Field(max_length=256)]
 Ttl = Annotated[float, Field(gt=0, le=MAX_TTL_S)]
 ExpiresAt = Annotated[float, Field(gt=0)]
+
+
+_CODECS = ("none", "int8", "int4", "int2", "mixed", "klt")
+_CODEC = rf"^({'|'.join(_CODECS)})(:[a-z]+=[a-z0-9./]+(,[a-z]+=[a-z0-9./]+)*)?$"
+
+
+def _codec_text(text: str) -> str:
+    name = text.partition(":")[0]
+    if name not in _CODECS:
+        message = f"unknown codec{nearest(name, _CODECS)}; one of {', '.join(_CODECS)}"
+    elif re.fullmatch(_CODEC, text) is None:
+        message = f"what follows {name} is not of the form name=value,name=value"
+    else:
+        return text
+    raise PydanticCustomError("codec", "{message}", {"message": message})
+
+
 CodecText = Annotated[
     str,
+    AfterValidator(_codec_text),
     Field(
-        pattern=r"^(none|int8|int4|int2|mixed|klt)(:[a-z]+=[a-z0-9./]+(,[a-z]+=[a-z0-9./]+)*)?$",
+        json_schema_extra={"pattern": _CODEC},  # a refusal that shows it would be hard to read
         max_length=128,
         description="none, int8, int4, int2, mixed or klt, with parameters if any: int4:group=64, klt:step=2,steps=kl",
     ),
@@ -213,5 +231,6 @@ def _found(error: ErrorDetails) -> str:
     scalar = value is None or isinstance(value, bool | int | float | str)
     if error["type"] in ("missing", "misuse", "json_invalid") or not scalar:
         return ""
-    shown = repr(value)
-    return f"; found {shown if len(shown) <= 60 else shown[:60] + '...'}"
+    shown, limits = repr(value), error.get("ctx", {})
+    is_share = 1 in (limits.get("lt"), limits.get("le"))
+    return f"; found {shown if len(shown) <= 60 else shown[:60] + '...'}{as_share(value) if is_share else ''}"

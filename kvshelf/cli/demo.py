@@ -33,8 +33,10 @@ from kvshelf.cli import _common
 from kvshelf.errors import ConnectionFailed, KvshelfError
 
 if TYPE_CHECKING:
-    from kvshelf import Client, CompressedCache, Engine
-    from kvshelf.api import CacheObject
+    from kvshelf.api.caches import CacheObject
+    from kvshelf.client import Client
+    from kvshelf.store.artifact.cache import CompressedCache
+    from kvshelf.workers.engine.engine import Engine
 
 MODEL = "kvshelf-tiny"
 STARTUP_S = 120.0
@@ -93,7 +95,8 @@ def demo() -> None:
 
 
 def show(folder: Path, out: Console, status: Status) -> None:
-    from kvshelf import CompressedCache, Engine
+    from kvshelf.store.artifact.cache import CompressedCache
+    from kvshelf.workers.engine.engine import Engine
 
     engine = Engine.load(MODEL)
     document = sample_document()
@@ -132,7 +135,7 @@ def hardware() -> str:
 @contextmanager
 def service(folder: Path) -> Iterator[tuple[Client, float]]:
     """A running service and the seconds it took to start; it is stopped whenever the block ends."""
-    from kvshelf import Client
+    from kvshelf.client import Client
 
     command = [sys.executable, "-m", "kvshelf", "serve", "--store", f"disk://{folder}/home", "--port", "0"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("KVSHELF_")}

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from kvshelf._extras import needs_extra
 from kvshelf.cli import _common, _options
-from kvshelf.errors import InvalidRequest
+from kvshelf.errors import InvalidRequest, nearest
 
 if TYPE_CHECKING:
     from kvshelf.api import PolicyObject
@@ -31,9 +31,12 @@ def policies(
     with _common.named_errors(as_json=as_json):
         found = _found(url, as_json)
         if name is not None:
-            found = [policy for policy in found if policy.id == name]
-            if not found:
-                raise InvalidRequest(f"unknown policy {name!r}; `kvshelf policies` lists them", param="policy")
+            names = [policy.id for policy in found]
+            if name not in names:
+                raise InvalidRequest(
+                    f"unknown policy {name!r}{nearest(name, names)}; `kvshelf policies` lists them", param="policy"
+                )
+            found = [found[names.index(name)]]
     if as_json:
         for policy in found:
             _common.print_object(policy)

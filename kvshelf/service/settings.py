@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, DotEnvSettingsSource, NoDecode, SettingsConfigDict
 
 from kvshelf.api.strict import Ttl
-from kvshelf.errors import InvalidRequest
+from kvshelf.errors import InvalidRequest, nearest
 from kvshelf.store.private import without_secret
 
 PREFIX = "KVSHELF_"
@@ -177,7 +177,9 @@ def load_settings(env_file: Path | None = None, **overrides: Any) -> Settings:
     unknown = sorted(name for name in found if name.upper() not in settings)
     if unknown:
         raise InvalidRequest(
-            f"unknown setting {unknown[0]}; the settings are {', '.join(sorted(settings))}", param=unknown[0]
+            f"unknown setting {unknown[0]}{nearest(unknown[0], settings)}; the settings are "
+            f"{', '.join(sorted(settings))}",
+            param=unknown[0],
         )
     try:
         return Settings(_env_file=env_file, **{name: value for name, value in overrides.items() if value is not None})

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from kvshelf.errors import InvalidRequest
+from kvshelf.errors import InvalidRequest, nearest
 from kvshelf.store.base import Store
 from kvshelf.store.disk import DiskStore
 from kvshelf.store.index import Quota
@@ -116,7 +116,9 @@ def _home(url: str, rules: Rules, key: bytes | None = None) -> Shelf:
         return RedisStore.open(rest, rules=rules, key=key)
     if scheme == "ram":
         raise _refused(url, "the last part is the home, and memory cannot be one: join it as in ram:2GiB+disk:///path")
-    raise _refused(url, f"unknown scheme {scheme!r}")
+    if not scheme:
+        raise _refused(url, f"it is a path; did you mean disk://{Path(rest).absolute()}")
+    raise _refused(url, f"unknown scheme {scheme!r}{nearest(scheme, ('disk', 'ram', *_REDIS))}")
 
 
 def _folder(url: str) -> Path:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final, Literal
 
-from kvshelf.errors import InvalidRequest
+from kvshelf.errors import InvalidRequest, nearest
 
 Name = Literal["none", "int8", "int4", "int2", "mixed", "klt"]
 Precision = Literal["none", "int8", "int4", "int2", "klt"]
@@ -84,13 +84,16 @@ class Codec:
             raise refused(f"a codec is a text of at most {_TEXT_LIMIT} characters, not {text!r:.80}")
         name, colon, rest = text.partition(":")
         if name not in _PARAMETERS:
-            raise refused(f"unknown codec {name!r:.80}; this version has {', '.join(_PARAMETERS)}")
+            raise refused(
+                f"unknown codec {name!r:.80}{nearest(name, _PARAMETERS)}; this version has {', '.join(_PARAMETERS)}"
+            )
         allowed = _PARAMETERS[name]
         values: dict[str, Any] = {}
         for item in rest.split(",") if colon else ():
             key, _, value = item.partition("=")
             if key not in allowed:
-                raise refused(f"codec {name} has no parameter {key!r}; it has {', '.join(allowed) or 'none'}")
+                has = ", ".join(allowed) or "none"
+                raise refused(f"codec {name} has no parameter {key!r}{nearest(key, allowed)}; it has {has}")
             if key in values:
                 raise refused(f"codec {name} is given {key} twice")
             values[key] = _value(key, value)

@@ -10,7 +10,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from kvshelf.errors import InvalidRequest
+from kvshelf.errors import InvalidRequest, nearest
 from kvshelf.workers.policies.ada import Ada
 from kvshelf.workers.policies.base import Policy, ScoringPolicy, parameter, parameter_fields, parameter_types
 from kvshelf.workers.policies.cake import Cake
@@ -115,7 +115,9 @@ class PolicyInfo:
 def build(name: str, params: Mapping[str, Any]) -> Policy:
     """The policy of that name with these parameters. Raises `InvalidRequest` on an unknown name or parameter."""
     if name not in POLICIES:
-        raise InvalidRequest(f"unknown policy {name!r}; this version has {', '.join(POLICIES)}", param="policy")
+        raise InvalidRequest(
+            f"unknown policy {name!r}{nearest(name, POLICIES)}; this version has {', '.join(POLICIES)}", param="policy"
+        )
     return POLICIES[name].build(params, POLICIES)
 
 

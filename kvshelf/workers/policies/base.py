@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, Protocol, Self, get_args, get_type_hi
 
 from torch import Tensor
 
-from kvshelf.errors import InvalidRequest, PolicyUnsupported
+from kvshelf.errors import InvalidRequest, PolicyUnsupported, nearest
 from kvshelf.kernels.select import importance_of, keep_best, of_entries, pack
 from kvshelf.store.artifact.records import Kept, LayerRecord
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
@@ -177,7 +177,8 @@ class Policy(ABC):
         for name, value in given.items():
             if name not in own:
                 raise InvalidRequest(
-                    f"policy {cls.name!r} has no parameter {name!r}; it has {', '.join(own) or 'none'}",
+                    f"policy {cls.name!r} has no parameter {name!r}{nearest(name, own)}; it has "
+                    f"{', '.join(own) or 'none'}",
                     param=f"policy_params.{name}",
                 )
             check(cls.name, name, value, parameter_types(cls)[name], own[name].metadata)

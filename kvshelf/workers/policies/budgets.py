@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from kvshelf.errors import DocumentTooShort, InvalidRequest
+from kvshelf.errors import DocumentTooShort, InvalidRequest, as_share
 
 DEFAULT_COMPRESSION_RATIO = 0.5
 
@@ -56,7 +56,7 @@ class Budget:
         if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 <= ratio < 1:
             raise InvalidRequest(
                 f"compression_ratio is {ratio!r}; it is the fraction removed, a number from 0 up to but not "
-                "including 1",
+                f"including 1{as_share(ratio)}",
                 param="compression_ratio",
             )
         # 1000 * (1 - 0.9) is 99.99...; the small term makes it the 100 that was meant.

@@ -84,6 +84,8 @@ def test_every_codec_comes_back_from_its_text(codec: Codec) -> None:
     [
         ("zip", "unknown codec 'zip'; this version has none, int8, int4, int2, mixed"),
         ("", "unknown codec ''"),
+        ("INT44", "unknown codec 'INT44' (did you mean 'int4'?); this version has"),
+        ("klt:stp=2", "no parameter 'stp' (did you mean 'step'?); it has step"),
         ("INT4", "unknown codec 'INT4'"),
         (" int4", "unknown codec ' int4'"),
         ("int4:", "no parameter ''; it has group, residual"),
