@@ -97,8 +97,8 @@ def test_sizes(tmp_path: Path, text: str, size: int) -> None:
 @pytest.mark.parametrize(
     ("url", "why"),
     [
-        ("", "unknown scheme ''"),
-        ("/var/lib/kvshelf", "unknown scheme ''"),
+        ("", "it is a path; did you mean disk:///"),
+        ("/var/lib/kvshelf", "it is a path; did you mean disk:///var/lib/kvshelf"),
         ("file:///x", "unknown scheme 'file'"),
         ("disk://relative/path", "must be absolute"),
         ("disk:relative", "must be absolute"),
