@@ -31,10 +31,8 @@ def needs_extra(extra: str, purpose: str) -> Iterator[None]:
 
 def install_command(extra: str) -> str:
     """The command that installs `kvshelf[extra]` from where kvshelf came from: checkout, wheel or index."""
-    try:
-        origin = json.loads(
-            distribution("kvshelf").read_text("direct_url.json") or "{}"
-        )  # PEP 610; an index writes none
+    try:  # PEP 610; what comes from an index has no such file
+        origin = json.loads(distribution("kvshelf").read_text("direct_url.json") or "{}")
     except PackageNotFoundError:  # imported from a folder on the path
         origin = {}
     url = origin.get("url", "")

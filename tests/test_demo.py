@@ -75,7 +75,7 @@ def test_the_demo_is_one_screen_and_leaves_nothing_behind() -> None:
 
 
 def test_the_sample_needs_no_model_and_is_the_same_each_time() -> None:
-    """It has what README and docs ask for; and a part of it is a document, too."""
+    """It has the fact that README and docs ask for, once."""
     code = "import sys; sys.modules['torch'] = None; from kvshelf.cli import main; main()"
     said = [subprocess.run([sys.executable, "-c", code, "sample"], capture_output=True, text=True) for _ in range(2)]
     assert said[0].stdout == said[1].stdout

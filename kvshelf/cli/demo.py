@@ -27,7 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvshelf._extras import needs_extra
-from kvshelf.bench.quality.tasks import Question, TaskDocument
+from kvshelf.bench.quality.tasks import Question
 from kvshelf.bench.quality.tasks import sample as sample_document
 from kvshelf.cli import _common
 from kvshelf.errors import ConnectionFailed, KvshelfError
@@ -87,10 +87,9 @@ def demo() -> None:
         import transformers
 
         transformers.utils.logging.disable_progress_bar()
-        with tempfile.TemporaryDirectory(prefix="kvshelf-demo-") as folder:
-            status = Console(stderr=True).status("loading the model")
-            with status:
-                show(Path(folder), out, status)
+        waiting = Console(stderr=True).status("loading the model")
+        with tempfile.TemporaryDirectory(prefix="kvshelf-demo-") as folder, waiting as status:
+            show(Path(folder), out, status)
     out.print("The service is stopped and its folder removed.", style="dim")
 
 
@@ -119,7 +118,7 @@ def show(folder: Path, out: Console, status: Status) -> None:
         f"{MODEL} in {str(engine.model.dtype).removeprefix('torch.')}, {hardware()}."
     )
     out.print(f"A service was started (in {started_s:.0f} s) and put it on its shelf three times.")
-    for part in (sizes(shelves), answers(shelves, document), times(shelves, again_s), own):
+    for part in (sizes(shelves), answers(shelves, document.questions), times(shelves, again_s), own):
         out.print()
         out.print(part)
 
@@ -233,8 +232,7 @@ def sizes(shelves: dict[str, Shelf]) -> Table:
     return made
 
 
-def answers(shelves: dict[str, Shelf], document: TaskDocument) -> Table:
-    questions = document.questions
+def answers(shelves: dict[str, Shelf], questions: Sequence[Question]) -> Table:
     made = table("question", "value", *(title.partition(" removed")[0] for title in shelves))
     for index, question in enumerate(questions):
         given = [mark(shelf.asked[index].text, question) for shelf in shelves.values()]

@@ -116,7 +116,8 @@ def _home(url: str, rules: Rules, key: bytes | None = None) -> Shelf:
         return RedisStore.open(rest, rules=rules, key=key)
     if scheme == "ram":
         raise _refused(url, "the last part is the home, and memory cannot be one: join it as in ram:2GiB+disk:///path")
-    if not scheme:
+    parts = urlsplit(rest)
+    if not scheme and not parts.netloc and parts.path.startswith(("/", ".")):  # anything else may hold a password
         raise _refused(url, f"it is a path; did you mean disk://{Path(rest).absolute()}")
     raise _refused(url, f"unknown scheme {scheme!r}{nearest(scheme, ('disk', 'ram', *_REDIS))}")
 

@@ -97,7 +97,7 @@ def test_sizes(tmp_path: Path, text: str, size: int) -> None:
 @pytest.mark.parametrize(
     ("url", "why"),
     [
-        ("", "it is a path; did you mean disk:///"),
+        ("", "unknown scheme ''"),
         ("/var/lib/kvshelf", "it is a path; did you mean disk:///var/lib/kvshelf"),
         ("file:///x", "unknown scheme 'file'"),
         ("disk://relative/path", "must be absolute"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import sys
 import time
@@ -12,6 +13,7 @@ import httpx
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
+from kvshelf._extras import install_command
 from kvshelf.errors import MissingExtra
 from kvshelf.service.observe.tracing import tracer_to
 from tests.collector import Collector
@@ -149,7 +151,10 @@ def test_a_collector_that_is_gone_or_hangs_does_not_hold_up_the_end(hangs: bool)
 
 def test_without_the_extra_an_endpoint_is_refused_and_the_variable_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    with pytest.raises(MissingExtra, match=r"pip install .*\[otel\]"), tracer_to("http://127.0.0.1:1/v1/traces"):
+    with (
+        pytest.raises(MissingExtra, match=re.escape(install_command("otel"))),
+        tracer_to("http://127.0.0.1:1/v1/traces"),
+    ):
         pass
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
     with tracer_to(None) as tracer:
