@@ -99,6 +99,7 @@ def test_sizes(tmp_path: Path, text: str, size: int) -> None:
     [
         ("", "unknown scheme ''"),
         ("/var/lib/kvshelf", "it is a path; did you mean disk:///var/lib/kvshelf"),
+        ("//me:secret@host", "cannot open the store '//***@host': unknown scheme ''"),
         ("file:///x", "unknown scheme 'file'"),
         ("disk://relative/path", "must be absolute"),
         ("disk:relative", "must be absolute"),
