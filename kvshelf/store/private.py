@@ -12,7 +12,7 @@ from kvshelf.atomic import written
 from kvshelf.errors import InvalidRequest
 
 _LIMIT: Final = 1 << 20
-_URL_SECRET: Final = re.compile(r"(?<=//)(?!/).*@", re.DOTALL)
+_URL_SECRET: Final = re.compile(r"(?:(?<=://)|(?<=^//))(?!/).*@", re.DOTALL)
 
 
 def read_private(path: Path, *, param: str) -> bytes:
