@@ -86,6 +86,7 @@ function Navigation({ current }) {
       ([name, [title]]) =>
         html`<a href=${`#${name}`} aria-current=${name === current ? "page" : undefined}>${title}</a>`,
     )}
+    <a href="docs">API</a>
   </nav>`;
 }
 

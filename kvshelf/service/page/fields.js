@@ -38,5 +38,5 @@ export function Files({ label, onFiles, ...rest }) {
     onFiles([...event.target.files]);
     event.target.value = "";
   };
-  return html`<label>${label} <input type="file" ...${rest} onChange=${hear} /></label>`;
+  return html`<label class="button file">${label} <input type="file" class="unseen" ...${rest} onChange=${hear} /></label>`;
 }

@@ -1,6 +1,5 @@
 /** Numbers and times as people read them. */
 
-const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
 const SPANS = [
   ["year", 31_536_000],
   ["month", 2_592_000],
@@ -15,16 +14,16 @@ const moments = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeSt
 
 export const count = (number) => numbers.format(number);
 
-export function bytes(number) {
-  let unit = 0;
-  for (; number >= 1024 && unit < UNITS.length - 1; unit += 1) number /= 1024;
-  return `${unit && number < 100 ? number.toFixed(1) : Math.round(number)} ${UNITS[unit]}`;
+/** Sizes as the command line writes them: in MB, with at least two digits. */
+export function megabytes(bytes) {
+  const number = bytes / 1e6;
+  return `${number < 0.1 ? Number(number.toPrecision(2)) : number.toFixed(2)} MB`;
 }
 
 /** What is stored against the full cache in 16 bits, and in the model's dtype where that is wider. */
 export function size({ stored, full, full_16bit: base }) {
-  const wider = full > base ? `; ${bytes(full)} in the model's dtype` : "";
-  return `${bytes(stored)}, ${percent(stored / base)} of ${bytes(base)} in 16 bits${wider}`;
+  const wider = full > base ? `; ${megabytes(full)} in the model's dtype` : "";
+  return `${megabytes(stored)}, ${percent(stored / base)} of ${megabytes(base)} in 16 bits${wider}`;
 }
 
 export const percent = (share) => `${Number((share * 100).toFixed(share > 0.99 && share < 1 ? 2 : 1))} %`;
@@ -43,11 +42,13 @@ export const moment = (unix) => moments.format(new Date(unix * 1000));
 
 export const expiry = (cache) => (cache.expires_at === null ? "never" : fromNow(cache.expires_at));
 
-/** The quality column of the shelf: the share of the cues that agree with the full cache, and its interval. */
-export const quality = ({ quality: measured }) => {
-  if (typeof measured?.agreement !== "number") return "–";
-  const { agreement, low, high, cues } = measured;
-  return `${percent(agreement)} (${low === null ? `${cues} cues` : `${percent(low)} to ${percent(high)}`})`;
+/** The share of the cues that agree with the full cache; a dash if it was not measured. */
+export const agreement = ({ quality }) => (quality ? percent(quality.agreement) : "–");
+
+/** The agreement with its interval, if the document is long enough for one. */
+export const quality = ({ agreement: share, low, high, cues, kl }) => {
+  const interval = low === null ? "" : ` (${percent(low)} to ${percent(high)})`;
+  return `${percent(share)}${interval} of ${count(cues)} cues agree with the full cache, KL ${kl.toFixed(3)}`;
 };
 
 /** The title of a cache: its name, or its document's id if it has no name. */

@@ -15,18 +15,30 @@ const pause = (signal) =>
     signal.addEventListener("abort", resolve, { once: true });
   });
 
+/** The request's body: an object for a text; for a file a form, with text as text and all other fields as JSON. */
+function bodyOf({ document, fields }) {
+  if (typeof document === "string") return { document, ...fields };
+  const form = new FormData();
+  for (const [name, value] of Object.entries({ name: document.name, ...fields })) {
+    form.append(name, typeof value === "string" ? value : JSON.stringify(value));
+  }
+  form.append("file", document);
+  return form;
+}
+
 /**
- * The jobs of this tab, newest first. A "changed" event follows each change. A job is `{key, name, state, share,
- * failure, requestState, cacheId, startedAt, endedAt}`; its state is waiting, uploading, working, done, failed or
- * stopped.
+ * The jobs of this tab, newest first. A "changed" event follows each change. A job is `{key, name, document, fields,
+ * state, share, failure, requestState, cacheId, startedAt, endedAt}`; its state is waiting, uploading, working, done,
+ * failed or stopped.
  */
 export class Jobs extends EventTarget {
   list = [];
   #next = 1;
 
-  /** Put a document on the shelf. `body`: as for `createInBackground`. */
-  add(name, body) {
-    const job = { key: this.#next, name, body, state: "waiting", share: 0, stop: new AbortController() };
+  /** Put a document on the shelf. `document`: a File or a text; `fields`: the other fields of the request. */
+  add(document, fields) {
+    const name = fields.name || document.name || `${document.trim().slice(0, 40)} …`;
+    const job = { key: this.#next, name, document, fields, state: "waiting", share: 0, stop: new AbortController() };
     this.#next += 1;
     this.list = [job, ...this.list];
     this.#begin();
@@ -36,7 +48,7 @@ export class Jobs extends EventTarget {
   /** Stop waiting. The service completes what it has received. */
   stop(key) {
     const job = this.list.find((each) => each.key === key);
-    if (job.state === "waiting") this.#change(job, { state: "stopped", body: null });
+    if (job.state === "waiting") this.#change(job, { state: "stopped", endedAt: Date.now() });
     job.stop.abort();
   }
 
@@ -56,14 +68,14 @@ export class Jobs extends EventTarget {
     this.#change(job, { state: "uploading", startedAt: Date.now() });
     try {
       const onProgress = (share) => this.#change(job, { share });
-      const request = await createInBackground(job.body, { onProgress, signal: job.stop.signal });
-      this.#change(job, { state: "working", share: null, body: null, requestState: request.state });
+      const request = await createInBackground(bodyOf(job), { onProgress, signal: job.stop.signal });
+      this.#change(job, { state: "working", share: null, requestState: request.state });
       await this.#await(job, request.id);
     } catch (failure) {
       const state = failure.name === "AbortError" ? "stopped" : "failed";
       this.#change(job, { state, failure: state === "failed" ? failure : undefined });
     }
-    this.#change(job, { endedAt: Date.now(), body: null });
+    this.#change(job, { endedAt: Date.now() });
     this.#begin();
   }
 

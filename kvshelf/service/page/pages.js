@@ -4,16 +4,19 @@ import { listCaches } from "./api.js";
 import { useCallback, useEffect, useRef, useState } from "./vendor/hooks.js";
 
 const PAGE = 200;
+const LARGEST_PAGE = 1000;
 const NOTHING = { rows: [], more: true, loading: false, failure: null };
 
 /**
  * The caches that match `query`, newest first: `{rows, more, loading, failure, loadMore, refresh, replace, remove}`.
- * `loadMore` fetches the next page, unless one is being fetched.
+ * `loadMore` fetches the next page, unless one is being fetched. `whole`: fetch all pages, one after the other.
  */
-export function useCaches(query) {
+export function useCaches(query, whole) {
   const [state, setState] = useState(NOTHING);
   const current = useRef({ stop: new AbortController(), rows: [], more: false }); // until the first `refresh`
   const wanted = JSON.stringify(query);
+  const limit = useRef();
+  limit.current = whole ? LARGEST_PAGE : PAGE;
 
   const loadMore = useCallback(async () => {
     const run = current.current;
@@ -22,7 +25,8 @@ export function useCaches(query) {
     setState((before) => ({ ...before, loading: true, failure: null }));
     try {
       const after = run.last;
-      const page = await listCaches({ ...JSON.parse(wanted), limit: PAGE, after }, { signal: run.stop.signal });
+      const asked = { ...JSON.parse(wanted), limit: limit.current, after };
+      const page = await listCaches(asked, { signal: run.stop.signal });
       Object.assign(run, {
         rows: [...run.rows, ...page.data],
         more: page.has_more,
@@ -47,6 +51,10 @@ export function useCaches(query) {
     refresh();
     return () => current.current.stop.abort();
   }, [refresh]);
+
+  useEffect(() => {
+    if (whole && state.more && !state.loading) loadMore();
+  }, [whole, state, loadMore]);
 
   const change = (edit) => {
     current.current.rows = edit(current.current.rows);

@@ -8,7 +8,7 @@ const AHEAD = 60; // the next page is requested this many rows before the end
 
 /**
  * `columns`: [{name, title, cell(row), className}]. `current` is the index of the current row, or -1; `onCurrent`
- * gets a newly chosen one. `more`: there are rows beyond the last one, which `onEnd` fetches.
+ * gets a newly chosen one, and whether a pointer chose it. `more`: there are rows beyond the last one, which `onEnd` fetches.
  */
 export function Rows({ label, rows, columns, current, onCurrent, onOpen, more, onEnd, empty }) {
   const box = useRef();
@@ -74,7 +74,7 @@ export function Rows({ label, rows, columns, current, onCurrent, onOpen, more, o
       )}
     </div>
   </div>
-  ${rows.length === 0 && html`<p class="empty">${more ? "Loading …" : empty}</p>`}
+  ${rows.length === 0 && html`<div class="empty">${more ? "Loading …" : empty}</div>`}
   </div>`;
 }
 
@@ -82,7 +82,7 @@ function Row({ row, index, columns, top, selected, reachable, onCurrent, onOpen 
   return html`<div
     class="row" role="row" aria-rowindex=${index + 2} aria-selected=${selected} tabindex=${reachable ? 0 : -1}
     style=${{ transform: `translateY(${top}px)` }}
-    onClick=${() => onCurrent(index)} onDblClick=${() => onOpen(index)} onFocus=${() => selected || onCurrent(index)}
+    onClick=${() => onCurrent(index, true)} onDblClick=${() => onOpen(index)} onFocus=${() => selected || onCurrent(index)}
   >
     ${columns.map(({ name, cell }) => html`<span key=${name} role="gridcell" class=${name}>${cell(row)}</span>`)}
   </div>`;

@@ -6,6 +6,7 @@ import { Choice, Field } from "../fields.js";
 import { count, milliseconds, summary } from "../format.js";
 import { Announce, Facts, FailureNote, useLoaded } from "../parts.js";
 import { useEffect, useRef, useState } from "../vendor/hooks.js";
+import { Begin } from "./begin.js";
 
 const RECENT = 100;
 
@@ -31,6 +32,7 @@ export function AskView({ ids }) {
   const onKeyDown = (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) event.target.form.requestSubmit();
   };
+  if (recent?.length === 0) return html`<${Begin} />`;
   return html`
     <form class="card" onSubmit=${submit}>
       <div class="choices">

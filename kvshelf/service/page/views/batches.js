@@ -15,6 +15,7 @@ import { Check, Choice, Field } from "../fields.js";
 import { count, fromNow, moment, size } from "../format.js";
 import { Announce, Facts, FailureNote, Progress, useLoaded } from "../parts.js";
 import { useEffect, useState } from "../vendor/hooks.js";
+import { CodecChoice } from "./put-options.js";
 
 const ENDED = ["completed", "failed", "expired", "cancelled"];
 
@@ -63,6 +64,7 @@ function NewBatch({ onCreated }) {
   const [policies] = useLoaded(listPolicies, []);
   const [policy, setPolicy] = useState("keydiff");
   const [ratio, setRatio] = useState("0.5");
+  const [codec, setCodec] = useState("none");
   const [source, setSource] = useState(true);
   const [share, setShare] = useState(null);
   const [failure, setFailure] = useState(null);
@@ -75,7 +77,7 @@ function NewBatch({ onCreated }) {
     try {
       const uploaded = await uploadFile(file, { onProgress: setShare, signal: new AbortController().signal });
       const takesBudget = policies?.find(({ id }) => id === policy)?.takes_budget !== false;
-      const options = { policy, ...(takesBudget && { compression_ratio: Number(ratio) }), keep_source: source };
+      const options = { policy, codec, ...(takesBudget && { compression_ratio: Number(ratio) }), keep_source: source };
       onCreated(await createBatch({ input_file_id: uploaded.id, endpoint: "/v1/caches", ...options }));
     } catch (error) {
       setFailure(error);
@@ -91,9 +93,10 @@ function NewBatch({ onCreated }) {
     <div class="inline">
       <${Choice} label="Policy" options=${(policies ?? [{ id: policy }]).map(({ id }) => [id, id])} value=${policy} onValue=${setPolicy} />
       <${Field} label="Removed" type="number" min="0" max="0.99" step="0.01" required value=${ratio} onValue=${setRatio} />
-      <button class="main" disabled=${share !== null}>Begin the batch</button>
+      <${CodecChoice} value=${codec} onValue=${setCodec} />
     </div>
     <${Check} label="Store the texts with the caches" value=${source} onValue=${setSource} />
+    <button class="main" disabled=${share !== null}>Begin the batch</button>
     ${share !== null && html`<${Progress} share=${share} label="Upload" />`}
     <${FailureNote} failure=${failure} />
   </form>`;

@@ -79,7 +79,7 @@ function CacheFacts({ cache }) {
     Codec: cache.codec,
     Tokens: `${count(tokens.kept)} of ${count(tokens.document)} per head`,
     Size: size(cache.bytes),
-    Quality: measured && `${quality(cache)} of ${count(measured.cues)} cues agree with the full cache, KL ${measured.kl.toFixed(3)}`,
+    Quality: measured && quality(measured),
     Hits: `${count(cache.uses)}${cache.last_used_at ? `, last ${fromNow(cache.last_used_at)}` : ""}`,
     Created: `${moment(cache.created_at)}, ${(timings.prefill_s + timings.compress_s).toFixed(2)} s of work`,
     Expires: cache.expires_at === null ? "never" : `${moment(cache.expires_at)}, ${expiry(cache)}`,

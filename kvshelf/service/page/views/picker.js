@@ -4,6 +4,7 @@ import { listCaches } from "../api.js";
 import { html } from "../dom.js";
 import { summary } from "../format.js";
 import { FailureNote, useLoaded } from "../parts.js";
+import { Begin } from "./begin.js";
 
 export function CachePicker({ view }) {
   const [page, failure] = useLoaded((signal) => listCaches({ limit: 50 }, { signal }), []);
@@ -14,6 +15,6 @@ export function CachePicker({ view }) {
         (cache) => html`<li key=${cache.id}><a href=${`#${view}/${cache.id}`}>${summary(cache)}</a></li>`,
       )}
     </ul>
-    ${page?.data.length === 0 && html`<p class="hint">The shelf is empty.</p>`}
+    ${page?.data.length === 0 && html`<${Begin} />`}
   `;
 }

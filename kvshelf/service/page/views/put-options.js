@@ -6,6 +6,7 @@ import { Check, Choice, Field } from "../fields.js";
 import { parseLabels, percent } from "../format.js";
 import { FailureNote, useLoaded } from "../parts.js";
 
+/** What each codec does, for people. */
 const CODECS = {
   none: "unchanged, in the model's type",
   int8: "8 bits per number",
@@ -53,6 +54,10 @@ export function fieldsOf(choices) {
   return fields;
 }
 
+export const CodecChoice = (rest) =>
+  html`<${Choice} label="Codec" options=${Object.entries(CODECS).map(([id, told]) => [id, `${id}: ${told}`])} ...${rest} />`;
+
+/** The fields of a form. */
 export function PutOptions({ choices, onChange }) {
   const [models] = useLoaded(listModels, []);
   const [policies, failure] = useLoaded(listPolicies, []);
@@ -65,24 +70,26 @@ export function PutOptions({ choices, onChange }) {
   };
   const ids = (things) => things.map(({ id }) => [id, id]);
   const removed = `Removed: ${choices.takesBudget ? percent(Number(choices.ratio)) : "the policy's default"}`;
-  const codecs = Object.entries(CODECS).map(([id, told]) => [id, `${id}: ${told}`]);
   const least = policy === AUTO ? "0.98" : "any";
-  return html`<form class="card" aria-label="Options" onSubmit=${(event) => event.preventDefault()}>
+  return html`
     <${FailureNote} failure=${failure} />
     ${models?.length > 1 && html`<${Choice} label="Model" options=${ids(models)} ...${of("model")} />`}
     <${Choice} label="Policy" options=${ids(offered)} value=${choices.policy} onValue=${choosePolicy} />
     <p class="hint about">${policy.summary}${policy.advice && ` Good ${policy.advice}`}</p>
     <${Field} label=${removed} type="range" min="0" max="0.98" step="0.01" disabled=${!choices.takesBudget} ...${of("ratio")} />
-    <${Choice} label="Codec of keys and values" options=${codecs} disabled=${policy === AUTO} ...${of("codec")} />
-    <${Field} label="Minimum quality" type="number" min="0" max="1" step="0.01" placeholder=${least} ...${of("quality")} />
-    <${Choice} label="Expires" options=${Object.entries(SPANS)} ...${of("ttl")} />
-    <${Field} label="Name" maxlength="256" placeholder="the file's" ...${of("name")} />
-    <${Field} label="Labels, one name=value per line" as="textarea" rows="2" ...${of("labels")} />
+    <${CodecChoice} disabled=${policy === AUTO} ...${of("codec")} />
     ${
       choices.takesQuestions &&
       html`<${Field} label="Expected questions, one per line" as="textarea" rows="2" ...${of("questions")} />`
     }
-    <${Check} label="Store the text with the cache" ...${of("source")} />
-    <p class="hint">With the text, the page can show which tokens were kept, and a lost cache can be made again.</p>
-  </form>`;
+    <${Field} label="Minimum quality" type="number" min="0" max="1" step="0.01" placeholder=${least} ...${of("quality")} />
+    <details>
+      <summary>Name, labels, expiry, text</summary>
+      <${Field} label="Name" maxlength="256" placeholder="the file's" ...${of("name")} />
+      <${Field} label="Labels, one name=value per line" as="textarea" rows="2" ...${of("labels")} />
+      <${Choice} label="Expires" options=${Object.entries(SPANS)} ...${of("ttl")} />
+      <${Check} label="Store the text with the cache" ...${of("source")} />
+      <p class="hint">With the text, the page can show which tokens were kept, and a lost cache can be made again.</p>
+    </details>
+  `;
 }

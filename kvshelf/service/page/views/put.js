@@ -1,78 +1,97 @@
-/** Put documents on the shelf: by drag and drop, by choosing files, by pasting text. */
+/** Put documents on the shelf: drop, choose or paste them, choose how to compress them, then send them. */
 
 import { html } from "../dom.js";
 import { Field, Files } from "../fields.js";
+import { count } from "../format.js";
 import { FailureNote } from "../parts.js";
-import { useEffect, useState } from "../vendor/hooks.js";
+import { useEffect, useRef, useState } from "../vendor/hooks.js";
 import { JobList } from "./job-list.js";
 import { DEFAULTS, fieldsOf, PutOptions } from "./put-options.js";
 
 export function PutView({ jobs }) {
   const [choices, setChoices] = useState(DEFAULTS);
+  const [files, setFiles] = useState([]);
   const [text, setText] = useState("");
   const [failure, setFailure] = useState(null);
+  const zone = useRef();
+  const documents = text.trim() ? [...files, text] : files;
 
-  /** `bodyOf` makes the request's body from the chosen fields. */
-  const put = (name, bodyOf) => {
+  const addFiles = (more) => setFiles((before) => [...before, ...more]);
+  const chooseAgain = ({ document }) => (typeof document === "string" ? setText(document) : addFiles([document]));
+  const submit = (event) => {
+    event.preventDefault();
     setFailure(null);
     try {
-      jobs.add(choices.name || name, bodyOf(fieldsOf(choices)));
+      const fields = fieldsOf(choices);
+      documents.forEach((document) => jobs.add(document, fields));
     } catch (error) {
       setFailure(error);
+      return;
     }
+    setFiles([]);
+    setText("");
+    zone.current.scrollIntoView({ block: "nearest" }); // on a phone the button is far below it
   };
-  const putFiles = (files) => files.forEach((file) => put(file.name, (fields) => formOf(file, fields)));
-  const putText = (event) => {
-    event.preventDefault();
-    put(`${text.trim().slice(0, 40)} …`, (fields) => ({ document: text, ...fields }));
-  };
-  return html`
-    <div class="split even">
-      <section class="card" aria-label="Document">
-        <${DropZone} onFiles=${putFiles} />
-        <form onSubmit=${putText}>
-          <${Field} label="Or paste its text" as="textarea" rows="6" required value=${text} onValue=${setText} />
-          <button class="main">Put the text on the shelf</button>
-        </form>
-        <${FailureNote} failure=${failure} />
-      </section>
+  return html`<form class="split even" onSubmit=${submit}>
+    <section class="card" aria-label="Documents">
+      <div ref=${zone}>
+        <${DropZone} onFiles=${addFiles}>
+          <${ChosenFiles} files=${files} onFiles=${setFiles} />
+          <${JobList} jobs=${jobs} onAgain=${chooseAgain} />
+        <//>
+      </div>
+      <${Field} label="Or paste a text" as="textarea" rows="4" value=${text} onValue=${setText} />
+    </section>
+    <section class="card" aria-label="Options">
       <${PutOptions} choices=${choices} onChange=${setChoices} />
-    </div>
-    <${JobList} jobs=${jobs} />
-  `;
+      <${FailureNote} failure=${failure} />
+      <div class="inline">
+        <button class="main" disabled=${documents.length === 0}>${action(documents.length)}</button>
+        ${documents.length === 0 && html`<span class="hint">Choose a file or paste a text first.</span>`}
+      </div>
+    </section>
+  </form>`;
 }
 
-/** A multipart body: the file as it is, text as text, all other fields as JSON. */
-function formOf(file, fields) {
-  const form = new FormData();
-  for (const [name, value] of Object.entries({ name: file.name, ...fields })) {
-    form.append(name, typeof value === "string" ? value : JSON.stringify(value));
-  }
-  form.append("file", file);
-  return form;
+const action = (number) => (number > 1 ? `Put ${count(number)} documents on the shelf` : "Put it on the shelf");
+
+/** The files that the button will send. */
+function ChosenFiles({ files, onFiles }) {
+  return html`<ul class="picker" aria-label="Chosen files">
+    ${files.map(
+      (file, at) => html`<li key=${at} class="chosen">
+        <span>${file.name}</span>
+        <button type="button" class="quiet" aria-label=${`Remove ${file.name}`} onClick=${() => onFiles(files.toSpliced(at, 1))}>
+          Remove
+        </button>
+      </li>`,
+    )}
+  </ul>`;
 }
 
-function DropZone({ onFiles }) {
+/** Takes files that are dropped or pasted anywhere in the view: the browser would open a file dropped beside the zone. */
+function DropZone({ onFiles, children }) {
   const [over, setOver] = useState(false);
-  const take = (event, { files }) => {
-    if (files.length === 0) return; // pasted text goes into the focused field
-    event.preventDefault();
-    onFiles([...files]);
-  };
   useEffect(() => {
+    const take = (event, { files }) => {
+      if (files.length === 0) return; // pasted text goes into the focused field
+      event.preventDefault();
+      onFiles([...files]);
+    };
     const paste = (event) => take(event, event.clipboardData);
-    addEventListener("paste", paste);
-    return () => removeEventListener("paste", paste);
-  });
-  const drag = (event) => {
-    event.preventDefault(); // else the browser would open the file
-    setOver(event.type === "dragover");
-    if (event.type === "drop") take(event, event.dataTransfer);
-  };
-  return html`<div
-    class=${over ? "drop over" : "drop"} onDragOver=${drag} onDragLeave=${() => setOver(false)} onDrop=${drag}
-  >
+    const drag = (event) => {
+      if (!event.dataTransfer.types.includes("Files")) return; // dragged text goes into a field
+      event.preventDefault();
+      setOver(event.type === "dragover");
+      if (event.type === "drop") take(event, event.dataTransfer);
+    };
+    const heard = { paste, dragover: drag, dragleave: drag, drop: drag };
+    for (const [name, hear] of Object.entries(heard)) addEventListener(name, hear);
+    return () => Object.entries(heard).forEach(([name, hear]) => removeEventListener(name, hear));
+  }, []);
+  return html`<div class=${over ? "drop over" : "drop"}>
     <p>Drop files here, or paste them</p>
     <${Files} label="Choose files" multiple onFiles=${onFiles} />
+    ${children}
   </div>`;
 }
