@@ -30,6 +30,13 @@ def test_a_size_is_told_against_16_bits_and_in_wider_numbers_beside() -> None:
     assert ByteCounts(full=0, full_16bit=0, stored=0).share == 0
 
 
+SIZES = {14_376: "0.014 MB", 99_999: "0.1 MB", 100_000: "0.10 MB", 1_210_856: "1.21 MB", 0: "0 MB"}
+
+
+def test_small_sizes_have_two_digits() -> None:
+    assert {size: _common.megabytes(size) for size in SIZES} == SIZES
+
+
 def test_the_end_of_a_batch_tells_it() -> None:
     told = _sentence(Summary(RunState.COMPLETED, done=1, **OF_FP32))  # type: ignore[arg-type]
     assert "1.00 MB, 25.0% of 4.00 MB uncompressed in 16 bits; 8.00 MB in the model's dtype; " in told
@@ -42,10 +49,17 @@ def test_the_progress_of_a_batch_tells_it() -> None:
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="the page's module is run by node")
 def test_the_page_tells_it() -> None:
-    def told(counts: dict[str, Any]) -> str:
-        script = f"{FORMAT.read_text()}\nconsole.log(size({json.dumps(counts)}));"
+    def run(call: str) -> str:
+        script = f"{FORMAT.read_text()}\nconsole.log({call});"
         node = ["node", "--input-type=module"]
         return subprocess.run(node, input=script, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
 
-    assert told(BF16) == "977 KiB, 25 % of 3.8 MiB in 16 bits"
-    assert told(FP32) == "977 KiB, 25 % of 3.8 MiB in 16 bits; 7.6 MiB in the model's dtype"
+    def told(counts: dict[str, Any]) -> str:
+        return run(f"size({json.dumps(counts)})")
+
+    assert run(f"JSON.stringify({json.dumps([*SIZES])}.map(megabytes))") == json.dumps(
+        [*SIZES.values()], separators=(",", ":")
+    )
+
+    assert told(BF16) == "1.00 MB, 25 % of 4.00 MB in 16 bits"
+    assert told(FP32) == "1.00 MB, 25 % of 4.00 MB in 16 bits; 8.00 MB in the model's dtype"

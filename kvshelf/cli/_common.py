@@ -184,4 +184,6 @@ def local_time(time_s: float | None, timespec: str) -> str:
 
 
 def megabytes(size_bytes: int) -> str:
-    return f"{size_bytes / 1e6:.2f} MB"
+    """In MB, with at least two digits, as on the page."""
+    number = size_bytes / 1e6
+    return f"{number:.2g} MB" if number < 0.1 else f"{number:.2f} MB"

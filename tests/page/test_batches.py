@@ -20,6 +20,7 @@ def begin(page: Page, source: Path) -> Locator:
     """Begin a batch with a file; returns its card."""
     page.get_by_label("File of documents").set_input_files(source)
     page.get_by_role("combobox", name="Policy").select_option("lagkv")
+    page.get_by_role("combobox", name="Codec").select_option("int4")
     page.get_by_role("button", name="Begin the batch").click()
     page.wait_for_url("**/#batches/batch_*")
     return page.get_by_role("region", name="The chosen batch")
@@ -29,7 +30,9 @@ def test_a_batch_is_begun_followed_and_cancelled(open_page: OpenPage, tmp_path: 
     source = tmp_path / "corpus.jsonl"
     source.write_text(json.dumps({"custom_id": "one", "document": document(95, words=60)}) + "\n")
     page = open_page("batches")
-    card = begin(page, source)
+    with page.expect_request(lambda request: request.url.endswith("/v1/batches") and request.method == "POST") as asked:
+        card = begin(page, source)
+    assert asked.value.post_data_json["codec"] == "int4"
     card.get_by_role("button", name="Cancel").click()
     card.get_by_text("cancelled, ").wait_for(timeout=TIMEOUT_MS)
     card.get_by_role("button", name="Continue").wait_for()

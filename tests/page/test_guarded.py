@@ -141,3 +141,8 @@ def test_ten_thousand_caches_are_neither_fetched_nor_drawn_at_once(guarded: Guar
     assert boxes[1]["y"] < boxes[0]["y"] < boxes[1]["y"] + boxes[1]["height"]
     page.keyboard.press("Home")
     page.get_by_role("complementary").get_by_text(f"number {MANY - 1}").wait_for()
+
+    page.get_by_role("searchbox", name="Search").fill("number 77")  # 77, ten from 770, a hundred from 7700
+    page.locator("output").get_by_text("111 of 10,000", exact=True).wait_for()
+    assert len(lists) < 20
+    assert rows.count() < 60

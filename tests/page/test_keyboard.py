@@ -43,13 +43,15 @@ def test_all_of_it_by_keyboard_alone(open_page: OpenPage, http: httpx.Client) ->
     assert page.evaluate(_FOCUSED) == "Skip to content"
     tab_to(page, "Put")
     page.keyboard.press("Enter")
-    tab_to(page, "Or paste its text")
+    tab_to(page, "Or paste a text")
     page.keyboard.insert_text(document(81))
     tab_to(page, "Removed")
     page.keyboard.press("Home")
+    tab_to(page, "Name, labels")
+    page.keyboard.press("Space")
     tab_to(page, "Name")
     page.keyboard.insert_text("by keyboard")
-    tab_to(page, "Put the text", back=True)
+    tab_to(page, "Put it on the shelf")
     page.keyboard.press("Space")
     page.locator(".job", has_text="by keyboard").get_by_text("is on the shelf").wait_for()
 

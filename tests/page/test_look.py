@@ -116,6 +116,35 @@ def test_axe_finds_nothing(scheme: Any, open_page: OpenPage, shelf: Shelf) -> No
             page.keyboard.press("Escape")
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_on_an_empty_shelf_while_files_are_chosen_or_in_the_reference(
+    scheme: Any, open_page: OpenPage, bundled_service: str
+) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-core comes with this package")
+    page = open_page("put", color_scheme=scheme, viewport={"width": 360, "height": 740})
+    page.route(
+        "**/v1/caches?*",
+        lambda route: route.fulfill(json={"object": "list", "data": [], "has_more": False, "last_id": None}),
+    )
+
+    def look(view: str) -> None:
+        found = axe.Axe().run(page)
+        assert found.violations_count == 0, f"{view}:\n{found.generate_report()}"
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360, view
+
+    page.get_by_label("Choose files").set_input_files({"name": "a.txt", "mimeType": "text/plain", "buffer": b"a"})
+    page.get_by_text("Name, labels, expiry, text").click()
+    look("chosen")
+    page.get_by_role("link", name="Shelf").click()
+    page.get_by_text("The shelf is empty.").wait_for()
+    look("empty")
+    page.get_by_role("link", name="API").click()
+    page.wait_for_url(f"{bundled_service}/docs")
+    look("docs")
+    page.get_by_role("link", name="CreateCache").first.click()
+    assert 0 <= page.locator("h2#createcache").evaluate("(heading) => heading.getBoundingClientRect().top") < 200
+
+
 @pytest.mark.parametrize(("width", "height"), [(360, 740), (3840, 2160)], ids=["phone", "4k"])
 def test_it_is_readable_on_small_and_on_large_screens(
     width: int, height: int, open_page: OpenPage, shelf: Shelf

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,11 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from kvshelf.cli._common import megabytes
 from tests.page.conftest import OpenPage, document
+
+pytest.importorskip("playwright.sync_api", reason="the page is tested with playwright")
+from playwright.sync_api import expect
 
 if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page
@@ -48,15 +53,14 @@ def test_a_row_tells_what_the_api_tells(open_page: OpenPage, put: Put, http: htt
             strict=True,
         )
     )
-    stored = cache["bytes"]["stored"] / 1024
     assert told["Policy"] == "snapkv"
     assert told["Removed"] == "75 %"
-    assert told["Size"] in (f"{stored:.0f} KiB", f"{stored:.1f} KiB")
+    assert told["Size"] == megabytes(cache["bytes"]["stored"])
     assert told["Expires"] == "in 3 days"
     assert int(told["Hits"]) >= 1
     assert told["Pinned"] == ""
-    if cache["quality"] is not None:
-        assert float(told["Quality"].partition(" %")[0]) == pytest.approx(100 * cache["quality"]["agreement"], abs=0.06)
+    assert told["Created"].endswith(" ago")
+    assert float(told["Quality"].removesuffix(" %")) == pytest.approx(100 * cache["quality"]["agreement"], abs=0.06)
     row_of(page, "tide tables").click()
     card = page.get_by_role("complementary", name="The chosen cache")
     for fact in (cache["id"], cache["document_id"], "int8", "stored with the cache"):
@@ -64,9 +68,7 @@ def test_a_row_tells_what_the_api_tells(open_page: OpenPage, put: Put, http: htt
 
 
 def test_filters_ask_the_service(open_page: OpenPage, put: Put) -> None:
-    one = put(
-        document=document(21), policy="knorm", compression_ratio=0.5, name="filtered one", labels={"team": "quay"}
-    )
+    put(document=document(21), policy="knorm", compression_ratio=0.5, name="filtered one", labels={"team": "quay"})
     put(document=document(22), policy="lagkv", compression_ratio=0.5, name="filtered two", labels={"team": "pier"})
     page = open_page()
     row_of(page, "filtered one").wait_for()
@@ -74,17 +76,103 @@ def test_filters_ask_the_service(open_page: OpenPage, put: Put) -> None:
     row_of(page, "filtered one").wait_for(state="detached")
     row_of(page, "filtered two").wait_for()
     page.get_by_label("Policy").select_option("")
-    for label, value in (("Label", "team=quay"), ("Document", one["document_id"])):
-        page.get_by_label(label, exact=True).fill(value)
-        page.keyboard.press("Enter")
-        row_of(page, "filtered two").wait_for(state="detached")
-        row_of(page, "filtered one").wait_for()
-        page.get_by_label(label, exact=True).fill("")
-        page.keyboard.press("Enter")
-        row_of(page, "filtered two").wait_for()
+    page.get_by_label("Label", exact=True).fill("team=quay")
+    page.keyboard.press("Enter")
+    row_of(page, "filtered two").wait_for(state="detached")
+    row_of(page, "filtered one").wait_for()
     page.get_by_label("Label", exact=True).fill("no such thing=at all")
     page.keyboard.press("Enter")
     assert page.get_by_role("alert").inner_text().count("invalid_request") == 1
+
+
+SORTED = "sorted for the test"
+ORDERS = {
+    "Newest first": ["full", "knorm", "streaming_llm"],
+    "Oldest first": ["streaming_llm", "knorm", "full"],
+    "Largest first": ["full", "streaming_llm", "knorm"],
+    "Smallest first": ["knorm", "streaming_llm", "full"],
+}
+
+
+def test_search_and_orders_hold_for_the_whole_shelf(open_page: OpenPage, put: Put) -> None:
+    ways = [{"policy": "streaming_llm", "compression_ratio": 0.5}, {"policy": "knorm", "compression_ratio": 0.75}, {}]
+    made = [put(**{"document": document(26), "policy": "full", "name": SORTED} | way) for way in ways]
+    page = open_page()
+    # Pages of two caches: what is searched and sorted is not on the first one.
+    page.route("**/v1/caches?*", lambda route: route.continue_(url=re.sub(r"limit=\d+", "limit=2", route.request.url)))
+    search, order = page.get_by_role("searchbox", name="Search"), page.get_by_label("Sort by")
+    search.fill(SORTED.upper())
+    expect(page.locator("output")).to_contain_text(re.compile(r"^3 of \d+$"))
+    policies = rows(page).locator(".policy")
+    for name, expected in ORDERS.items():
+        order.select_option(name)
+        expect(page.locator("output")).to_contain_text(re.compile(r"^3 of \d+$"))
+        assert in_order(page) == expected, name
+    shares = sorted((cache["quality"]["agreement"] for cache in made), reverse=True)
+    for name, wanted in (("Best quality first", shares), ("Worst quality first", shares[::-1])):
+        order.select_option(name)
+        told = [float(text.removesuffix(" %")) for text in cells_in_order(page, "quality")]
+        assert told == pytest.approx([100 * share for share in wanted], abs=0.06), name
+    for text in (made[0]["id"], made[0]["policy"]):
+        search.fill(text)
+        row_of(page, SORTED).first.wait_for()
+        expect(policies.first).to_have_text("streaming_llm")
+        assert set(in_order(page)) == {"streaming_llm"}
+    search.fill("nothing has this in it")
+    page.get_by_text("No cache matches.").wait_for()
+
+
+def cells_in_order(page: Page, column: str) -> list[str]:
+    """The texts of a column, from the first row on: rows are drawn in any order."""
+    drawn = rows(page).evaluate_all(
+        "(rows, column) => rows.map((row) => [+row.ariaRowIndex || +row.getAttribute('aria-rowindex'),"
+        " row.querySelector('.' + column).textContent])",
+        column,
+    )
+    return [text for _, text in sorted(drawn)]
+
+
+def in_order(page: Page) -> list[str]:
+    return cells_in_order(page, "policy")
+
+
+@pytest.mark.parametrize("width", [360, 390, 1280], ids=str)
+def test_no_name_of_a_policy_is_cut(width: int, open_page: OpenPage, put: Put, http: httpx.Client) -> None:
+    put(document=document(27), name="wide enough")
+    page = open_page(viewport={"width": width, "height": 800})
+    row_of(page, "wide enough").wait_for()
+    names = [policy["id"] for policy in http.get("/v1/policies").json()["data"]]
+    cut = "(cell, name) => { cell.textContent = name; return cell.scrollWidth > cell.clientWidth; }"
+    cell = row_of(page, "wide enough").first.locator(".policy")
+    assert [name for name in [*names, "x" * 60] if cell.evaluate(cut, name)] == ["x" * 60]
+
+
+def test_on_a_phone_the_chosen_cache_comes_into_view(open_page: OpenPage, put: Put) -> None:
+    cache = put(document=document(28), name="far below")
+    phone: Any = {"viewport": {"width": 390, "height": 844}, "has_touch": True}
+    page = open_page(**phone)
+    card = page.get_by_role("complementary", name="The chosen cache")
+    row_of(page, "far below").first.wait_for()
+    expect(card).not_to_be_in_viewport(ratio=0.3)
+    row_of(page, "far below").first.tap()
+    expect(card.get_by_role("heading", name="far below")).to_be_in_viewport()
+    expect(card.get_by_role("link", name="Ask")).to_be_in_viewport()
+    page = open_page(f"shelf/{cache['id']}", **phone)
+    expect(page.get_by_role("heading", name="far below")).to_be_in_viewport()
+
+
+def test_an_empty_shelf_tells_how_to_begin(open_page: OpenPage, bundled_service: str) -> None:
+    page = open_page("batches")
+    nothing = {"object": "list", "data": [], "has_more": False, "last_id": None}
+    page.route("**/v1/caches?*", lambda route: route.fulfill(json=nothing))
+    for view in ("shelf", "ask", "kept"):
+        page.goto(f"{bundled_service}/#{view}")
+        page.get_by_text("The shelf is empty.").wait_for()
+        assert (
+            f"export KVSHELF_URL={bundled_service}\nkvshelf sample > report.txt\n" in page.locator("pre").inner_text()
+        )
+    page.get_by_role("link", name="Put a document on the shelf").click()
+    page.locator(".drop").wait_for()
 
 
 def test_a_cache_is_pinned_kept_longer_and_labelled(open_page: OpenPage, put: Put, http: httpx.Client) -> None:

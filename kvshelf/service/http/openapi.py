@@ -14,6 +14,7 @@ from pydantic.json_schema import models_json_schema
 
 from kvshelf.api import AnswerDelta, CacheObject, ErrorEnvelope, LevelList
 from kvshelf.api.openai import ChatCompletionChunk
+from kvshelf.service.http import reference
 
 _NAMED: dict[str, type[BaseModel]] = {
     model.__name__: model for model in (AnswerDelta, ChatCompletionChunk, ErrorEnvelope)
@@ -78,7 +79,8 @@ def _parameter(name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def install(app: FastAPI) -> None:
-    """Make `app.openapi` add the schemas of `_NAMED`, and serve the document, which is made once: anyone may ask."""
+    """Make `app.openapi` add the schemas of `_NAMED`, and serve the document, and the reference at /docs. Both are made
+    once, and anyone may ask: they are the same for all callers."""
     generate = app.openapi
 
     @cache
@@ -99,8 +101,16 @@ def install(app: FastAPI) -> None:
     async def serve(_: Request) -> Response:
         return Response(await asyncio.to_thread(text), media_type="application/json")
 
+    @cache
+    def page() -> bytes:
+        return reference.page(openapi()).encode()
+
+    async def serve_page(_: Request) -> Response:
+        return Response(await asyncio.to_thread(page), media_type="text/html")
+
     app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's documented way to extend its document
     app.add_route("/openapi.json", serve, include_in_schema=False)
+    app.add_route("/docs", serve_page, include_in_schema=False)
 
 
 def _reference(model: type[BaseModel]) -> dict[str, str]:

@@ -151,6 +151,9 @@ def test_nothing_but_health_is_open_without_a_key(guarded: Guarded) -> None:
                 assert response.headers["www-authenticate"].startswith("Bearer")
         for path in ("/v1/nothing", "/etc/passwd", "/v1/caches/../livez/x"):
             refused(stranger.get(path), 401, "unauthorized")
+        with guarded.client(guarded.key("acme", "admin")) as admin:
+            for path in ("/openapi.json", "/docs"):  # both tell of the service, not of what is in it
+                assert stranger.get(path).text == admin.get(path).text
         for name in ("api_key", "key", "authorization", "access_token"):
             response = stranger.get("/v1/models", params={name: good})
             assert good not in json.dumps(refused(response, 401, "unauthorized"))

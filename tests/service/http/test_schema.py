@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import runpy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from schemathesis.config import SchemathesisConfig
 from schemathesis.schemas import BaseSchema
 
 from kvshelf.service.app import create_app
+from kvshelf.service.http import reference
 from kvshelf.service.settings import Settings
 from tests.service.conftest import created
 
@@ -111,8 +112,23 @@ def test_requests_about_a_cache_that_is_there(
 
 
 def test_the_page_of_the_api_is_made_of_the_document() -> None:
-    publish = runpy.run_path(str(ROOT / "scripts" / "publish_api.py"))
-    assert publish["page"](DOCUMENT) == (ROOT / "docs" / "api.md").read_text(), "run scripts/publish_api.py"
+    assert reference.markdown(DOCUMENT) == (ROOT / "docs" / "api.md").read_text(), "run scripts/publish_api.py"
+
+
+def test_the_service_shows_its_reference(http: httpx.Client) -> None:
+    page = http.get("/docs")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "unsafe" not in page.headers["content-security-policy"]
+    assert page.text == reference.page(DOCUMENT)
+    anchors = re.findall(r' id="([^"]+)"', page.text)
+    assert len(anchors) == len(set(anchors))
+    assert set(re.findall(r'href="#([^"]+)"', page.text)) == set(anchors)
+    for method, path in OPERATIONS:
+        assert f">{method.upper()} {path}</h2>" in page.text
+    assert "<script" not in page.text
+    assert set(re.findall(r'(?:href|src)="([^#"]+)"', page.text)) == {
+        "./", "openapi.json", "page/icon.svg", "page/styles/base.css", "page/styles/reference.css"
+    }  # fmt: skip
 
 
 def test_the_document_is_complete(http: httpx.Client) -> None:

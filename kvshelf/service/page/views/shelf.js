@@ -72,7 +72,7 @@ export function ShelfView({ ids: [opened] }) {
   const unfiltered = search === "" && Object.values(filters).every((value) => value === "");
   const empty = unfiltered ? html`<${Begin} />` : "No cache matches. Change the search or a filter.";
   return html`
-    <form class="filters" aria-label="Search and filters" onSubmit=${(event) => event.preventDefault()}>
+    <form class="filters" aria-label="Filters" onSubmit=${(event) => event.preventDefault()}>
       <${Field} label="Search" type="search" placeholder="name, label, id …" value=${search} onValue=${setSearch} />
       <${Filters} filters=${filters} onChange=${setFilters} />
       <${Choice} label="Sort by" options=${Object.entries(ORDERS).map(([id, [told]]) => [id, told])} value=${order} onValue=${setOrder} />
@@ -111,7 +111,8 @@ const sorted = (caches, number) =>
 
 /** How many caches are known. `found`: those that match a search, or an empty text. */
 function told({ rows, more, loading }, whole, found) {
-  if (loading || (whole && more)) return rows.length && more ? `${count(rows.length)}, loading …` : "loading …";
+  if (whole && more) return `${count(rows.length)}, loading …`;
+  if (loading) return "loading …";
   if (found !== "") return `${count(found)} of ${count(rows.length)}`;
   return more ? `the newest ${count(rows.length)}, more below` : `${count(rows.length)} in all`;
 }
