@@ -39,7 +39,7 @@ new MutationObserver(() => document.querySelectorAll(".job .state").forEach((nod
 def drop(page: Page, name: str, text: str) -> None:
     page.locator(".drop").wait_for()
     page.evaluate(_DROP, [name, text])
-    page.locator(".drop .chosen", has_text=name).wait_for()
+    page.locator(".drop .to-send", has_text=name).wait_for()
 
 
 def send(page: Page) -> None:
@@ -72,7 +72,7 @@ def test_a_dropped_file_goes_to_the_shelf_and_tells_how_far_it_is(open_page: Ope
     job = page.locator(".drop .job", has_text="quay.txt")
     job.get_by_text("is on the shelf").wait_for()
     assert len(posts) == 1
-    assert page.locator(".chosen").count() == 0
+    assert page.locator(".to-send").count() == 0
     states = " / ".join(page.evaluate("states"))
     assert states.index("is being sent") < states.index("is on the shelf")
     assert "100 %" in states
@@ -137,7 +137,7 @@ def test_what_is_refused_is_told_with_its_code(open_page: OpenPage) -> None:
     send(page)
     page.get_by_role("alert").get_by_text("and this one is not: nothing").wait_for()
     assert page.locator(".job", has_text="labelled.txt").count() == 0
-    page.locator(".chosen", has_text="labelled.txt").wait_for()
+    page.locator(".to-send", has_text="labelled.txt").wait_for()
 
 
 def test_several_files_wait_for_their_turn(open_page: OpenPage) -> None:

@@ -136,15 +136,35 @@ def in_order(page: Page) -> list[str]:
     return cells_in_order(page, "policy")
 
 
+WIDEST = {
+    "removed": "87.5 %", "size": "99.99 MB", "quality": "99.08 %", "hits": "999", "age": "26 min. ago",
+    "expiry": "in 29 days", "pinned": "pinned",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("width", [360, 390, 1280], ids=str)
-def test_no_name_of_a_policy_is_cut(width: int, open_page: OpenPage, put: Put, http: httpx.Client) -> None:
+def test_only_long_names_of_documents_are_cut(width: int, open_page: OpenPage, put: Put, http: httpx.Client) -> None:
     put(document=document(27), name="wide enough")
     page = open_page(viewport={"width": width, "height": 800})
-    row_of(page, "wide enough").wait_for()
-    names = [policy["id"] for policy in http.get("/v1/policies").json()["data"]]
-    cut = "(cell, name) => { cell.textContent = name; return cell.scrollWidth > cell.clientWidth; }"
-    cell = row_of(page, "wide enough").first.locator(".policy")
-    assert [name for name in [*names, "x" * 60] if cell.evaluate(cut, name)] == ["x" * 60]
+    row = row_of(page, "wide enough").first
+    row.wait_for()
+    cut = "(cell, text) => { cell.textContent = text; return cell.scrollWidth > cell.clientWidth; }"
+    policies = [policy["id"] for policy in http.get("/v1/policies").json()["data"]]
+    assert [name for name in [*policies, "x" * 60] if row.locator(".policy").evaluate(cut, name)] == ["x" * 60]
+    row.locator(".policy").evaluate(cut, "")
+    assert [name for name, text in WIDEST.items() if row.locator(f".{name}").evaluate(cut, text)] == []
+    assert page.locator(".grid").evaluate("(grid) => grid.scrollWidth <= grid.clientWidth")
+
+
+def test_labels_beside_each_other_are_in_line(open_page: OpenPage, bundled_service: str) -> None:
+    page = open_page()
+    for view, group in (("shelf", ".filters"), ("batches", ".inline")):
+        page.goto(f"{bundled_service}/#{view}")
+        labels = page.locator(f"{group} > label")
+        labels.first.wait_for()
+        tops = labels.evaluate_all("(labels) => labels.slice(0, 2).map((label) => label.getBoundingClientRect().top)")
+        assert len(tops) == 2
+        assert len(set(tops)) == 1, view
 
 
 def test_on_a_phone_the_chosen_cache_comes_into_view(open_page: OpenPage, put: Put) -> None:

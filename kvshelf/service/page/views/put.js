@@ -59,7 +59,7 @@ const action = (number) => (number > 1 ? `Put ${count(number)} documents on the 
 function ChosenFiles({ files, onFiles }) {
   return html`<ul class="picker" aria-label="Chosen files">
     ${files.map(
-      (file, at) => html`<li key=${at} class="chosen">
+      (file, at) => html`<li key=${at} class="to-send">
         <span>${file.name}</span>
         <button type="button" class="quiet" aria-label=${`Remove ${file.name}`} onClick=${() => onFiles(files.toSpliced(at, 1))}>
           Remove
