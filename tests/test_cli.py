@@ -91,8 +91,10 @@ def test_with_json_an_error_is_an_object_on_stdout() -> None:
         (("put", __file__, "--compression-ratio", "1.0"), "compression_ratio"),
         (("put", __file__, "--compression-ratio", "0.5", "--budget-tokens", "9"), "budget_tokens"),
         (("put", __file__, "--codec", "zip"), "codec"),
-        (("ask", "kvs_1", "hello", "--temperature", "-1"), "temperature"),
+        (("ask", "kvs_" + "1" * 40, "hello", "--temperature", "-1"), "temperature"),
         (("ask", "", "hello"), "not an id"),
+        (("ls", "--columns", "id,agee"), "did you mean 'age'?"),
+        (("ls", "--columns", "id", "--wide"), "--wide"),
         (("export", "kvs_1"), "--output"),
         (("import", "no-such-file.kvshelf"), "no-such-file.kvshelf"),
         (("import", __file__, "--ttl", "soon"), "--ttl"),
@@ -170,6 +172,24 @@ def test_an_unknown_setting_refuses_to_start(monkeypatch: pytest.MonkeyPatch) ->
     done = run("serve", "--print-config")
     assert done.exit_code == 2
     assert "KVSHELF_PROT" in done.stderr
+
+
+def test_short_ids_are_as_long_as_they_must_be() -> None:
+    from kvshelf.cli._references import shortened
+
+    near = ["kvs_" + "a" * 20 + digit + "0" * 19 for digit in "012"]
+    assert shortened(near[:1]) == shortened(near[:1] * 2)[:1] == ["kvs_aaaaaaaa"]
+    assert shortened(near) == [id[:25] for id in near]
+    assert shortened([]) == []
+
+
+@pytest.mark.parametrize(
+    ("time_s", "text"), [(-1, "0s"), (59.9, "59s"), (60, "1m"), (7199, "1h"), (86400, "1d"), (864000, "10d")]
+)
+def test_durations_are_shown_in_one_unit(time_s: float, text: str) -> None:
+    from kvshelf.cli._common import duration
+
+    assert duration(time_s) == text
 
 
 @pytest.mark.parametrize(("text", "value"), [("90", 90), ("90s", 90), ("1.5m", 90), ("2h", 7200), ("7d", 604800)])

@@ -75,7 +75,7 @@ def test_ask_streams_the_answer_and_reports_its_cost(report: Path) -> None:
 def test_ls_show_and_rm(report: Path, tmp_path: Path) -> None:
     id = run("put", report, "--policy", "full", "--label", f"of={tmp_path.name}").stdout.strip()
     listed = run("ls", "--label", f"of={tmp_path.name}")
-    assert id in listed.stdout
+    assert listed.stdout.splitlines()[1].startswith(id[:12] + "  full")
     assert "report.txt" in listed.stdout
     assert [
         json.loads(line)["id"] for line in run("ls", "--label", f"of={tmp_path.name}", "--json").stdout.splitlines()
@@ -89,7 +89,74 @@ def test_ls_show_and_rm(report: Path, tmp_path: Path) -> None:
         == json.loads(run("show", id, "--json").stdout)["tokens"]["document"]
     )
     assert run("rm", id).stdout == f"{id}\n"
-    assert id not in run("ls").stdout
+    assert id[:12] not in run("ls").stdout
+
+
+@pytest.fixture
+def two(report: Path, tmp_path: Path) -> tuple[str, str, str]:
+    """The ids of two caches, and the name of both."""
+    name = f"of {tmp_path.name}: " + "a long name " * 9
+    puts = (run("put", report, "--policy", policy, "--name", name) for policy in ("full", "layer_defensivekv"))
+    return *(put.stdout.strip() for put in puts), name  # type: ignore[return-value]
+
+
+def test_a_listing_fits_80_columns(two: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    *ids, name = two
+    monkeypatch.setenv("COLUMNS", "80")
+    heading, *lines = run("ls", "--limit", "2").stdout.splitlines()
+    assert heading.split() == ["ID", "POLICY", "KEPT", "OF", "SIZE", "QUALITY", "NAME"]
+    assert {len(line) for line in (heading, *lines)} == {80}
+    assert [line.split()[0] for line in lines] == [id[:12] for id in reversed(ids)]
+    for line, id in zip(lines, reversed(ids), strict=True):
+        cache = json.loads(run("show", line.split()[0], "--json").stdout)
+        whole = [cache["policy"], str(cache["tokens"]["kept"]), str(cache["tokens"]["document"])]
+        assert (cache["id"], line.split()[1:4]) == (id, whole)
+        assert f" {cache['bytes']['stored'] / 1e6:.2f} MB  " in line
+        assert line.endswith("…")
+    wide = run("ls", "--limit", "2", "--wide").stdout.splitlines()
+    assert name.strip() in wide[1], "a line that is too long anyway is not cut"
+    assert {"AGE", "EXPIRY", "USES", "CODEC", "MODEL"} <= set(wide[0].split())
+    chosen = run("ls", "--limit", "1", "--columns", "expiry,id").stdout.splitlines()
+    assert [line.split() for line in chosen] == [["EXPIRY", "ID"], ["never", ids[1][:12]]]
+    monkeypatch.delenv("COLUMNS")
+    assert name.strip() in run("ls", "--limit", "2").stdout, "nothing is cut in a pipe"
+    assert [json.loads(line)["id"] for line in run("ls", "--limit", "2", "--json").stdout.splitlines()] == ids[::-1]
+
+
+def test_every_command_takes_a_short_id_or_a_name(report: Path, tmp_path: Path) -> None:
+    name, blob = f"{tmp_path.name}.txt", tmp_path / "blob"
+    id = run("put", report, "--policy", "full", "--name", name).stdout.strip()
+    for reference in (name, id, id[:12], id[4:12], id[:8]):
+        assert json.loads(run("show", reference, "--json").stdout)["id"] == id
+        assert run("ask", reference, QUESTION, "--max-tokens", "2").stdout
+        assert json.loads(run("export", reference, "--output", blob, "--json").stdout)["id"] == id
+    for reference in (name[:-1], id[:7], id[1:], id.upper(), f"{id[:12]}…", f"{id}0"):
+        assert "kvshelf ls" in run("show", reference, code=3).stderr
+    assert run("rm", id[:12], name).stdout == f"{id}\n", "both mean the same cache"
+
+
+def test_what_may_be_one_of_several_caches_is_refused(two: tuple[str, str, str], tmp_path: Path) -> None:
+    first, second, name = two
+    blob = tmp_path / "blob"
+    commands = [("ask", name, QUESTION), ("show", name), ("export", name, "--output", blob), ("rm", name)]
+    for command in commands:
+        said = run(*command, code=2).stderr
+        assert f"{first[:12]}  full, 0% removed" in said
+        assert f"{second[:12]}  layer_defensivekv" in said
+    assert not blob.exists()
+    refused = json.loads(run("show", name, "--json", code=2).stdout)["error"]
+    assert refused["details"]["candidates"] == [second, first]
+    # The name is refused although the first deletion leaves one cache of this name.
+    assert run("rm", first[:12], name, "kvs_", code=2).stdout == f"{first}\n"
+    assert run("show", second).stdout
+
+
+def test_a_name_that_another_id_begins_with_is_refused(report: Path, tmp_path: Path) -> None:
+    id = run("put", report, "--policy", "full", "--name", tmp_path.name).stdout.strip()
+    named = run("put", report, "--policy", "streaming_llm", "--budget-tokens", "24", "--name", id[4:12]).stdout.strip()
+    assert "several caches" in run("rm", id[4:12], code=2).stderr
+    assert json.loads(run("show", id[:12], "--json").stdout)["id"] == id
+    assert run("rm", named, id).stdout == f"{named}\n{id}\n"
 
 
 def test_export_and_import(report: Path, tmp_path: Path) -> None:

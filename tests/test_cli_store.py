@@ -59,7 +59,7 @@ def test_a_cache_goes_from_store_to_store_as_one_file(cache: CompressedCache, tm
     one, two, file = f"disk://{tmp_path}/one", f"disk://{tmp_path}/two", tmp_path / "parrots.kvshelf"
     with open_store(one) as store:
         id = store.put(cache, codec="int8").id
-    assert run("export", id, "--store", one, "--output", file).stdout == f"{file}\n"
+    assert run("export", id[:12], "--store", one, "--output", file).stdout == f"{file}\n"
     assert CompressedCache.from_bytes(file.read_bytes()).codec == "int8"
 
     sealed = ("--store", two, "--encryption-key-file", keys)

@@ -83,8 +83,12 @@ class Quality(ResponseBody):
     @property
     def told(self) -> str:
         """The agreement with its interval, for people; with the number of cues where there is no interval."""
-        bounds = f"{self.cues} cues" if self.low is None else f"{self.low:.3f} to {self.high:.3f}"
-        return f"{self.agreement:.3f} ({bounds})"
+        return f"{self.agreement:.3f} ({self.interval})"
+
+    @property
+    def interval(self) -> str:
+        """The interval of the agreement, for people; the number of cues where there is none."""
+        return f"{self.cues} cues" if self.low is None else f"{self.low:.3f} to {self.high:.3f}"
 
 
 class Tried(ResponseBody):
@@ -152,6 +156,8 @@ class ListCaches(QueryString):
     document_id: str | None = Field(None, description="caches of this document")
     model: str | None = Field(None, description="caches of this model")
     policy: str | None = Field(None, description="caches of this policy")
+    name: str | None = Field(None, description="caches with this name")
+    id_prefix: str | None = Field(None, description="caches whose id begins so: `kvs_` and at least 4 of its digits")
     limit: Annotated[int, Field(ge=1, le=1000, description="caches in this page")] = 20
     after: str | None = Field(None, description="the last id of the page before")
 

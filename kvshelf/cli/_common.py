@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -15,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import typer
+from rich.cells import cell_len
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from kvshelf import atomic
 from kvshelf.bench.options import json_or_text
@@ -54,8 +56,12 @@ notes = Console(stderr=True, highlight=False, markup=False)
 
 
 def table_console() -> Console:
-    """A console for tables on stdout: as wide as the terminal; in a pipe wide enough for every id."""
-    return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200)
+    """A console for tables on stdout: as wide as the terminal or COLUMNS; in a pipe wide enough for every id."""
+    return Console(highlight=False, markup=False, width=None if _has_width() else 200)
+
+
+def _has_width() -> bool:
+    return sys.stdout.isatty() or "COLUMNS" in os.environ
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Collection[int] = ()) -> Table:
@@ -68,6 +74,28 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Co
     return made
 
 
+def print_table(made: Table, *, cut: str | None = None) -> None:
+    """Print a `table` on stdout. In a terminal that is too narrow, only the column with the heading `cut` is cut."""
+    console = table_console()
+    for column in made.columns:
+        column.width = max(cell_len(str(cell)) for cell in (column.header, *column.cells))
+    for column in made.columns:
+        room = console.width - _width(made, without=column)
+        if column.header == cut and _has_width() and room >= _LEAST:  # below that the lines are too long anyway
+            column.width = min(column.width or 0, room)
+    console.width = _width(made)
+    console.print(made)
+
+
+_LEAST = 8
+"""Characters that are left of a cell that is cut."""
+
+
+def _width(made: Table, *, without: Column | None = None) -> int:
+    """The columns and the gaps between them."""
+    return sum(column.width or 0 for column in made.columns if column is not without) + 2 * (len(made.columns) - 1)
+
+
 def exit_code(error: KvshelfError) -> int:
     return next(code for cls, code in _EXIT_OF if isinstance(error, cls))
 
@@ -76,7 +104,7 @@ def report(error: KvshelfError, *, as_json: bool) -> int:
     """Print the error and return its exit code."""
     if as_json:
         fields = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
-        print(json.dumps({"error": fields}))
+        print(json.dumps({"error": fields | ({"details": error.details} if error.details else {})}))
     else:
         notes.print(f"kvshelf: {error.message}", style="red", soft_wrap=True)
     return exit_code(error)
@@ -89,6 +117,22 @@ def named_errors(*, as_json: bool = False) -> Iterator[None]:
         yield
     except KvshelfError as error:
         raise typer.Exit(report(error, as_json=as_json)) from error
+
+
+class Failures:
+    """Reports the errors of single items while the others go on. `exit_code` is that of the first, 0 without any."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self.exit_code = 0
+        self._as_json = as_json
+
+    @contextmanager
+    def reported(self) -> Iterator[None]:
+        try:
+            yield
+        except KvshelfError as error:
+            code = report(error, as_json=self._as_json)
+            self.exit_code = self.exit_code or code
 
 
 @contextmanager
@@ -174,6 +218,12 @@ def standard_input() -> str:
             f"standard input is not UTF-8 (byte {error.start}: {error.reason}); convert it or name a file instead",
             param="document",
         ) from error
+
+
+def duration(time_s: float) -> str:
+    """The largest unit that fits, as `seconds` reads it: 45s, 12m, 3h, 5d."""
+    unit = next(unit for unit in ("d", "h", "m", "s") if time_s >= _UNITS_S[unit] or unit == "s")
+    return f"{max(0, time_s) // _UNITS_S[unit]:.0f}{unit}"
 
 
 def local_time(time_s: float | None, timespec: str) -> str:

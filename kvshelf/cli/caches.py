@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from kvshelf.cli import _common, _options
+from kvshelf.cli import _common, _options, _references
 from kvshelf.cli._common import connected
-from kvshelf.errors import KvshelfError
+from kvshelf.errors import InvalidRequest, KvshelfError, nearest
 
 if TYPE_CHECKING:
     from kvshelf.api import AnswerObject, CacheObject
@@ -24,7 +25,8 @@ Files = Annotated[
 ]
 STDIN = Path("-")
 
-Id = Annotated[str, typer.Argument(metavar="ID", help="A cache id (kvs_...), as printed by `kvshelf put`.")]
+_CACHE = "An id (kvs_...), the beginning of one as `kvshelf ls` shows it, or the name of a cache."
+Cache = Annotated[str, typer.Argument(metavar="CACHE", help=_CACHE)]
 
 
 def put(
@@ -104,7 +106,7 @@ def _summary(cache: CacheObject) -> str:
 
 
 def ask(
-    id: Id,
+    cache: Cache,
     questions: Annotated[list[str], typer.Argument(metavar="QUESTION...")],
     max_tokens: Annotated[int, typer.Option(help="Maximum length of the answer, in tokens.")] = 64,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 takes the most likely token.")] = 0.0,
@@ -117,6 +119,7 @@ def ask(
     """Ask a stored document one or several independent questions. The document is not prefilled again."""
     fields: Any = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop}
     with connected(url, as_json=as_json) as client:
+        id = _references.id_at(client, cache)
         for question in questions:
             if as_json:
                 _common.print_object(client.caches.query(id, question, **fields))
@@ -144,11 +147,18 @@ def ls(
     document_id: Annotated[str | None, typer.Option(help="Only caches of this document (doc_...).")] = None,
     label: _options.Labels = None,
     limit: Annotated[int, typer.Option(min=1, help="How many to list, newest first.")] = 100,
+    wide: Annotated[bool, typer.Option("--wide", help="Show all columns.")] = False,
+    columns: Annotated[str | None, typer.Option(help="Show these columns, such as id,age,name.")] = None,
     url: _options.Url = None,
     as_json: _options.AsJson = False,
 ) -> None:
-    """List the caches on the shelf."""
+    """List the caches on the shelf, with ids as short as `ask`, `show`, `rm` and `export` take them.
+
+    With --json ids are whole. Columns: id, policy, kept, of, size, quality, interval, age, expiry, uses, codec, model,
+    name.
+    """
     with connected(url, as_json=as_json) as client:
+        shown = _columns(columns, wide)
         labels = _common.pairs(label, "--label")
         found = client.caches.list(
             policy=policy, model=model, document_id=document_id, labels=labels, limit=min(limit, 1000)
@@ -158,36 +168,67 @@ def ls(
             for cache in caches:
                 _common.print_object(cache)
         else:
-            _common.table_console().print(_table(list(caches)))
+            _common.print_table(_table(list(caches), shown), cut="NAME")
 
 
-def _table(caches: list[CacheObject]) -> Table:
-    rows = []
-    for cache in caches:
-        size = _common.megabytes(cache.bytes.stored)
-        quality = "-" if cache.quality is None else cache.quality.told
-        kept, whole = str(cache.tokens.kept), str(cache.tokens.document)
-        rows.append((cache.id, cache.policy, kept, whole, size, quality, cache.name))
-    return _common.table(("ID", "POLICY", "KEPT", "OF", "SIZE", "QUALITY", "NAME"), rows, numbers=range(2, 6))
+_CELLS: dict[str, Callable[[CacheObject], str]] = {
+    "id": lambda cache: cache.id,  # shortened where all of them are known
+    "policy": lambda cache: cache.policy,
+    "kept": lambda cache: str(cache.tokens.kept),
+    "of": lambda cache: str(cache.tokens.document),
+    "size": lambda cache: _common.megabytes(cache.bytes.stored),
+    "quality": lambda cache: "-" if cache.quality is None else f"{cache.quality.agreement:.3f}",
+    "interval": lambda cache: "-" if cache.quality is None else cache.quality.interval,
+    "age": lambda cache: _common.duration(time.time() - cache.created_at),
+    "expiry": lambda cache: "never" if cache.expires_at is None else _common.duration(cache.expires_at - time.time()),
+    "uses": lambda cache: str(cache.uses),
+    "codec": lambda cache: cache.codec,
+    "model": lambda cache: cache.model,
+    "name": lambda cache: cache.name,
+}
+_NARROW = ("id", "policy", "kept", "of", "size", "quality", "name")
+_NUMBERS = {"kept", "of", "size", "quality", "age", "expiry", "uses"}
+
+
+def _columns(given: str | None, wide: bool) -> Sequence[str]:
+    if given is None:
+        return tuple(_CELLS) if wide else _NARROW
+    if wide:
+        raise InvalidRequest("--wide shows all columns and --columns some; give one of them", param="--columns")
+    names = [name.strip().lower() for name in given.split(",")]
+    for name in names:
+        if name not in _CELLS:
+            raise InvalidRequest(
+                f"--columns has no {name!r}{nearest(name, _CELLS)}; it takes {', '.join(_CELLS)}", param="--columns"
+            )
+    return names
+
+
+def _table(caches: Sequence[CacheObject], columns: Sequence[str]) -> Table:
+    shown = {name: [_CELLS[name](cache) for cache in caches] for name in _CELLS}
+    shown["id"] = _references.shortened(shown["id"])
+    numbers = [place for place, name in enumerate(columns) if name in _NUMBERS]
+    rows = zip(*(shown[name] for name in columns), strict=True)
+    return _common.table([name.upper() for name in columns], rows, numbers=numbers)
 
 
 def show(
-    id: Id,
+    cache: Cache,
     output: Annotated[Path | None, typer.Option(help="Also write the blob of the cache to this file.")] = None,
     url: _options.Url = None,
     as_json: _options.AsJson = False,
 ) -> None:
     """Show one cache. With --output, also fetch it for `CompressedCache.from_bytes` in your own program."""
     with connected(url, as_json=as_json) as client:
-        cache = client.caches.retrieve(id)
+        found = client.caches.retrieve(_references.id_at(client, cache))
         if output is not None:
-            blob = client.caches.download(id)
+            blob = client.caches.download(found.id)
             with _common.written(output) as file:
                 file.write(blob)
         if as_json:
-            _common.print_object(cache)
+            _common.print_object(found)
         else:
-            _common.table_console().print(_details(cache))
+            _common.table_console().print(_details(found))
 
 
 def _details(cache: CacheObject) -> Table:
@@ -230,19 +271,23 @@ def _quality(cache: CacheObject) -> str:
 
 
 def rm(
-    ids: Annotated[list[str], typer.Argument(metavar="ID...")],
+    caches: Annotated[list[str], typer.Argument(metavar="CACHE...", help=_CACHE)],
     url: _options.Url = None,
     as_json: _options.AsJson = False,
 ) -> None:
-    """Delete caches from the shelf. Prints each deleted id."""
-    failure = 0
+    """Delete caches from the shelf. Prints each deleted id.
+
+    Each CACHE deletes one cache or none: what may mean several is refused. If one fails, the others are still deleted.
+    """
+    failures = _common.Failures(as_json=as_json)
     with connected(url, as_json=as_json) as client:
+        ids: dict[str, None] = {}
+        # Before the first deletion: it might leave one cache of two that a name means.
+        for cache in caches:
+            with failures.reported():
+                ids[_references.id_at(client, cache)] = None
         for id in ids:
-            try:
+            with failures.reported():
                 deleted = client.caches.delete(id)
-            except KvshelfError as error:
-                failure = failure or _common.exit_code(error)
-                _common.report(error, as_json=as_json)
-            else:
                 _common.print_object(deleted) if as_json else print(deleted.id, flush=True)
-    raise typer.Exit(failure)
+    raise typer.Exit(failures.exit_code)

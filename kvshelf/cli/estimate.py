@@ -49,7 +49,7 @@ def estimate(
         if as_json:
             _common.print_object(found)
         else:
-            _common.table_console().print(_table(found))
+            _common.print_table(_table(found))
             _common.notes.print(_about(found), style="dim", soft_wrap=True)
 
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvshelf.cli import _common, _options, stores
-from kvshelf.cli.caches import Id
+from kvshelf.cli import _common, _options, _references, stores
+from kvshelf.cli.caches import Cache
 from kvshelf.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def export_cache(
-    id: Id,
+    cache: Cache,
     output: Annotated[Path, typer.Option(help="File to write.")],
     store: _options.Store = None,
     encryption_key_file: _options.KeyFile = None,
@@ -31,7 +31,8 @@ def export_cache(
     Reads from a running service, or with --store directly from a store. The file is not encrypted.
     """
     if store is None:
-        with _common.connected(url, as_json=as_json) as client, _common.notes.status(f"fetching {id} ..."):
+        with _common.connected(url, as_json=as_json) as client, _common.notes.status(f"fetching {cache} ..."):
+            id = _references.id_at(client, cache)
             blob = client.caches.download(id)
             with _common.written(output) as file:
                 file.write(blob)
@@ -39,7 +40,7 @@ def export_cache(
         with (
             _common.named_errors(as_json=as_json),
             stores.opened(store, encryption_key_file) as shelf,
-            shelf.open_blob(id) as stored,
+            shelf.open_blob(id := _references.id_in(shelf, cache)) as stored,
             _common.written(output) as file,
         ):
             shutil.copyfileobj(stored.file, file, 1 << 20)

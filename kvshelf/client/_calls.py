@@ -117,6 +117,8 @@ class ListFields(TypedDict, total=False):
     document_id: str | None
     model: str | None
     policy: str | None
+    name: str | None
+    id_prefix: str | None
     labels: Mapping[str, str] | None
     limit: int | None
     after: str | None
@@ -179,9 +181,10 @@ def retrieve_cache(id: str) -> Call[api.CacheObject]:
 
 
 def list_caches(**fields: Unpack[ListFields]) -> Call[api.CacheList]:
-    """All caches that match `document_id`, `model`, `policy` and `labels`, fetched `limit` at a time as they are read.
+    """All caches that match every filter, fetched `limit` at a time as they are read.
 
-    `after` is the id of the cache before the first one.
+    The filters are `document_id`, `model`, `policy`, `name`, `id_prefix` and `labels`. `after` is the id of the cache
+    before the first one.
     """
     return Call("GET", "/v1/caches", parse_as(api.CacheList), params=query_string(api.ListCaches, fields))
 

@@ -128,14 +128,19 @@ class Store(abc.ABC):
         document_id: str | None = None,
         model: str | None = None,
         policy: str | None = None,
+        name: str | None = None,
+        id_prefix: str | None = None,
         labels: Mapping[str, str] | None = None,
         limit: int = 20,
         after: str | None = None,
     ) -> Page:
         """Live caches of a tenant, newest first. A cache must match every filter, and have every label in `labels`.
 
+        `id_prefix` is the beginning of ids, `kvs_` and at least four of the digits after it.
+
         `after` is the last id of the page before. The order never changes, and deleting that cache does not lose the
-        place. Raises `InvalidRequest` for a limit outside 1 to 1,000 or an `after` this tenant never had.
+        place. Raises `InvalidRequest` for a limit outside 1 to 1,000, another `id_prefix`, or an `after` this tenant
+        never had.
         """
 
     @abc.abstractmethod

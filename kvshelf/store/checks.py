@@ -17,11 +17,14 @@ SOURCE_LIMIT: Final = 256 << 20
 """Characters of a kept source: far above any model's context, and below what would exhaust a reader's memory."""
 
 _CACHE_ID = re.compile(r"kvs_[0-9a-f]{40}")
+_ID_PREFIX = re.compile(r"kvs_[0-9a-f]{4,40}")
 
 
 def not_found(cache_id: str) -> CacheNotFound:
     """The one message for ids that are unknown, deleted, malformed, or another tenant's."""
-    return CacheNotFound(f"there is no cache {cache_id[:80]!r}; `list` shows what is on the shelf", param="cache_id")
+    return CacheNotFound(
+        f"there is no cache {cache_id[:80]!r}; `kvshelf ls` shows what is on the shelf", param="cache_id"
+    )
 
 
 def require_id(cache_id: str) -> str:
@@ -29,6 +32,15 @@ def require_id(cache_id: str) -> str:
     if not isinstance(cache_id, str) or not _CACHE_ID.fullmatch(cache_id):
         raise not_found(str(cache_id))
     return cache_id
+
+
+def require_id_prefix(prefix: str) -> str:
+    if not isinstance(prefix, str) or not _ID_PREFIX.fullmatch(prefix):
+        raise InvalidRequest(
+            f"id_prefix must be the beginning of an id, kvs_ and 4 to 40 of its digits, not {prefix!r:.80}",
+            param="id_prefix",
+        )
+    return prefix
 
 
 def corrupt(cache_id: str, problem: str, reason: str) -> CacheCorrupt:

@@ -22,6 +22,9 @@ from kvshelf.store.manifest import Manifest, Usage
 
 EntryState = Literal["ready", "corrupt", "expired", "evicted", "deleted"]
 
+ID_PREFIX: Final = len("kvs_") + 4
+"""Characters of an id after which an index finds it: among a million caches, 15 have the same four digits."""
+
 KEEP_ENDED_S: Final = 30 * 86400.0
 """How long tombstones and ended requests can still be looked up."""
 
@@ -159,12 +162,17 @@ class Quota:
 
 @dataclass(frozen=True)
 class Query:
-    """The filters of a listing, joined by "and"; None or empty: any."""
+    """The filters of a listing, joined by "and"; None or empty: any.
+
+    id_prefix: of `kvs_...`, at least `ID_PREFIX` characters.
+    """
 
     tenant: str
     document_id: str | None = None
     model: str | None = None
     policy: str | None = None
+    name: str | None = None
+    id_prefix: str | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
 
 

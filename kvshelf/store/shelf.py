@@ -224,14 +224,18 @@ class Shelf(Store):
         document_id: str | None = None,
         model: str | None = None,
         policy: str | None = None,
+        name: str | None = None,
+        id_prefix: str | None = None,
         labels: Mapping[str, str] | None = None,
         limit: int = 20,
         after: str | None = None,
     ) -> Page:
         checks.require_limit(limit)
-        for param, value in {"document_id": document_id, "model": model, "policy": policy}.items():
+        for param, value in {"document_id": document_id, "model": model, "policy": policy, "name": name}.items():
             checks.require_text(value or "", param)
-        query = Query(tenant, document_id, model, policy, checks.require_labels(labels or {}))
+        if id_prefix is not None:
+            checks.require_id_prefix(id_prefix)
+        query = Query(tenant, document_id, model, policy, name, id_prefix, checks.require_labels(labels or {}))
         before = None
         if after is not None:
             cursor = self._index.find(checks.require_text(after, "after"), tenant)

@@ -65,6 +65,8 @@ class Walk:
         for tenant in _TENANTS:
             self._check_listing(Query(tenant))
             self._check_listing(Query(tenant, model="m1", labels={"a": "1"}))
+            self._check_listing(Query(tenant, name="n1"))
+            self._check_listing(Query(tenant, name="n1", id_prefix="kvs_0000"))
         unpinned = {n for n, k in self._known.items() if k.state == "ready" and not k.manifest.pinned}
         assert {entry.id for entry in self._index.victims(100)} == {cache_id(number) for number in unpinned}
         assert self._index.problems() == []
@@ -195,6 +197,7 @@ class Walk:
     def _manifest(self, number: int) -> Manifest:
         fields: dict[str, Any] = {
             "model": self._chance.choice(["m0", "m1"]),
+            "name": self._chance.choice(["", "n1"]),
             "labels": self._chance.choice([{}, {"a": "1"}, {"a": "1", "b": "2"}]),
             "pinned": self._chance.random() < 0.2,
             "expires_at": self._chance.choice([None, None, self._now + 5, self._now + 40]),
@@ -255,5 +258,7 @@ def _matches(made: Manifest, query: Query) -> bool:
     return (
         made.tenant == query.tenant
         and query.model in (None, made.model)
+        and query.name in (None, made.name)
+        and made.id.startswith(query.id_prefix or "")
         and query.labels.items() <= made.labels.items()
     )

@@ -379,6 +379,24 @@ def test_filters_are_joined_by_and(index: Index) -> None:
     assert numbers(index, document_id="doc_c") == []
 
 
+def test_a_cache_is_found_by_its_name_and_by_the_beginning_of_its_id(index: Index) -> None:
+    near = [0xABCD << 144, 0xABCD << 144 | 1, 0xABCE << 144, 0xABC << 144]
+    for number in near:
+        put(index, number, name=f"of {number % 2}", model=f"m{number % 2}")
+    put(index, 7, name="of 1", tenant="you")
+    assert numbers(index, id_prefix="kvs_abcd") == [near[1], near[0]]
+    assert numbers(index, id_prefix=cache_id(near[1])[:-1]) == [near[1], near[0]]
+    assert numbers(index, id_prefix=cache_id(near[1])) == [near[1]]
+    assert numbers(index, id_prefix="kvs_abcd", model="m1") == numbers(index, name="of 1") == [near[1]]
+    assert (
+        numbers(index, id_prefix="kvs_abcf") == numbers(index, id_prefix="kvs_0000") == numbers(index, name="of") == []
+    )
+    entry = found(index, near[1])
+    assert index.swap(entry, manifest(near[1], name="of 0"))
+    assert numbers(index, name="of 1") == []
+    assert numbers(index, name="of 0") == near[::-1]
+
+
 def test_labels_are_told_apart_whatever_is_in_them(index: Index) -> None:
     labels = [{"a": "b:c"}, {"a:b": "c"}, {"a": "b"}, {"a": "b "}, {"a,b": "c"}, {"{a}": "*"}, {"k": ""}, {"漢": "\n"}]
     for number, each in enumerate(labels):

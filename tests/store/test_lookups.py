@@ -37,6 +37,16 @@ LOOKUPS: dict[str, tuple[Callable[[Shelf], str], Lookup, str]] = {
         lambda store, value: store.list(tenant="me", labels={"case": value}),
         "nobody's",
     ),
+    "name": (
+        lambda _: "theirs.txt",
+        lambda store, value: store.list(tenant="me", name=value),
+        "nobody's",
+    ),
+    "short id": (
+        lambda store: store.list(tenant="them").data[0].id[:12],
+        lambda store, value: store.list(tenant="me", id_prefix=value),
+        f"kvs_{UNKNOWN[:8]}",
+    ),
     "cache": (
         lambda store: store.list(tenant="them").data[0].id,
         lambda store, id_: store.stat(id_, tenant="me"),
@@ -80,7 +90,7 @@ def test_another_tenant_s_thing_takes_as_long_as_none(place: Place, what: str, s
     with place.open() as store:
         store.put(make_cache(1), tenant="me", labels={"case": "mine"})
         for seed in range(2, 2000 if soak else 300):
-            store.put(make_cache(seed), tenant="them", labels={"case": "theirs"})
+            store.put(make_cache(seed), tenant="them", name="theirs.txt", labels={"case": "theirs"})
         theirs = make(store)
         pairs: list[tuple[float, float]] = []
         for _ in range(1000 if soak else 300):

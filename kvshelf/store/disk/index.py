@@ -18,6 +18,7 @@ _FIELDS: Final = (
     "seq, id, tenant, state, version, name, nbytes, source, source_bytes, expires_at, last_used_at, uses, cost_s, "
     "priority, pinned, ended_at, problem, manifest AS text"
 )
+_NAME: Final = "json_extract(manifest, '$.name')"  # as the index has it; the column `name` is that of the blob
 _BATCH: Final = 500
 
 
@@ -89,11 +90,14 @@ class SqliteIndex(Index):
     def listing(self, query: Query, now: float, before: int | None, limit: int) -> list[Entry]:
         where = ["tenant = ?", "state = 'ready'", "(expires_at IS NULL OR expires_at > ?)"]
         values: list[Any] = [query.tenant, now]
-        columns = {"document_id": query.document_id, "model": query.model, "policy": query.policy}
+        columns = {"document_id": query.document_id, "model": query.model, "policy": query.policy, _NAME: query.name}
         for name, value in columns.items():
             if value is not None:
                 where.append(f"{name} = ?")
                 values.append(value)
+        if query.id_prefix is not None:
+            where.append("seq IN (SELECT seq FROM caches WHERE tenant = ? AND id >= ? AND id < ?)")
+            values += [query.tenant, query.id_prefix, query.id_prefix + "~"]  # which is after every digit
         for name, value in query.labels.items():
             where.append("seq IN (SELECT seq FROM labels WHERE tenant = ? AND name = ? AND value = ?)")
             values += [query.tenant, name, value]

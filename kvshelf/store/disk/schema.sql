@@ -32,6 +32,7 @@ CREATE TABLE caches (
 CREATE UNIQUE INDEX caches_by_tenant_and_id ON caches (tenant, id);
 CREATE INDEX caches_of_tenant ON caches (tenant, state, seq);
 CREATE INDEX caches_of_document ON caches (document_id, tenant, seq);
+CREATE INDEX caches_by_name ON caches (tenant, json_extract(manifest, '$.name'), seq);
 CREATE INDEX tombstones ON caches (ended_at) WHERE ended_at IS NOT NULL;
 CREATE INDEX caches_by_expiry ON caches (expires_at) WHERE state IN ('ready', 'corrupt') AND expires_at IS NOT NULL;
 CREATE INDEX caches_by_priority ON caches (priority) WHERE state = 'ready' AND pinned = 0;

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 from kvshelf.errors import StoreUnavailable
 from kvshelf.store.artifact.identity import digest
-from kvshelf.store.index import KEEP_ENDED_S, Entry, Query, Writing
+from kvshelf.store.index import ID_PREFIX, KEEP_ENDED_S, Entry, Query, Writing
 from kvshelf.store.manifest import Manifest
 from kvshelf.store.redis.script import Value
 
@@ -33,7 +33,8 @@ def writing_fields(writing: Writing) -> dict[str, Value]:
 
 def manifest_fields(manifest: Manifest) -> dict[str, Value]:
     """A manifest as the script stores and lists it."""
-    own = Query(manifest.tenant, manifest.document_id, manifest.model, manifest.policy, manifest.labels)
+    columns = (manifest.tenant, manifest.document_id, manifest.model, manifest.policy, manifest.name, manifest.id)
+    own = Query(*columns, manifest.labels)
     return {
         "id": manifest.id,
         "text": manifest.model_dump_json(),
@@ -45,8 +46,14 @@ def manifest_fields(manifest: Manifest) -> dict[str, Value]:
 
 
 def listings_of(query: Query) -> list[str]:
-    """The listings whose common members answer a query."""
-    columns = {"document": query.document_id, "model": query.model, "policy": query.policy}
+    """The listings whose common members answer a query, but for the rest of a longer `id_prefix`."""
+    columns = {
+        "document": query.document_id,
+        "model": query.model,
+        "policy": query.policy,
+        "name": query.name,
+        "id": query.id_prefix and query.id_prefix[:ID_PREFIX],
+    }
     found = [_listing(query.tenant, name, value) for name, value in columns.items() if value is not None]
     found += [_listing(query.tenant, "label", name, value) for name, value in query.labels.items()]
     return found or [_listing(query.tenant)]

@@ -12,8 +12,8 @@
 --   c:<id>           hash: the fields of an Entry except `text`
 --   m:<id>           string: the manifest as JSON
 --   stored           ready and corrupt ids by seq
---   l:<digest>       ready ids by seq, in listings: one per tenant, and one per document, model, policy and label of a
---                    tenant
+--   l:<digest>       ready ids by seq, in listings: one per tenant, and one per document, model, policy, name, label and
+--                    beginning of ids of a tenant
 --   expiry           stored ids by expires_at
 --   eviction         ready ids that are not pinned, by priority
 --   ended            ids of tombstones by ended_at

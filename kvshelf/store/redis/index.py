@@ -27,8 +27,8 @@ from kvshelf.store.redis.jobs import RedisJobs
 from kvshelf.store.redis.link import RedisLink
 from kvshelf.store.redis.script import Script, Value
 
-HOME_FORMAT: Final = 1
-"""Incremented when the keys change in a way that older versions cannot read."""
+HOME_FORMAT: Final = 2
+"""Incremented when the keys change in a way that older versions cannot read, or leave out what this one looks for."""
 
 _BATCH: Final = 100
 """Entries per call: some hundred KB of manifests, which block the server for a few milliseconds."""
@@ -133,7 +133,8 @@ class RedisIndex(Index):
         while place is not None and len(found) < limit:
             room = min(limit - len(found), _BATCH)
             reply = self._run("listing", listings=listings, before=place, now=now, limit=room, steps=steps)
-            found += map(read_entry, reply[2])
+            entries = map(read_entry, reply[2])
+            found += [entry for entry in entries if entry.id.startswith(query.id_prefix or "")]
             place = None if reply[1] is None else b"(" + reply[1]
             steps = _STEPS
         return found

@@ -165,6 +165,12 @@ def test_listing_filters_and_pages(http: httpx.Client) -> None:
     assert [cache["id"] for cache in one] == [ids[3]]
     by_document = http.get("/v1/caches", params={"document_id": one[0]["document_id"]}).json()["data"]
     assert [cache["id"] for cache in by_document] == [ids[3]]
+    by_id = http.get("/v1/caches", params={"id_prefix": ids[2][:16]}).json()["data"]
+    assert [cache["id"] for cache in by_id] == [ids[2]]
+    for id in ids[:3]:
+        http.patch(f"/v1/caches/{id}", json={"name": "the first pages"})
+    by_name = http.get("/v1/caches", params={"name": "the first pages", "limit": 2}).json()
+    assert ([cache["id"] for cache in by_name["data"]], by_name["has_more"]) == ([ids[2], ids[1]], True)
     nothing = http.get("/v1/caches", params={"label.suite": "paging", "policy": "snapkv"}).json()
     assert nothing == {"object": "list", "data": [], "has_more": False, "last_id": None}
 
@@ -176,6 +182,9 @@ def test_listing_filters_and_pages(http: httpx.Client) -> None:
         ({"limit": "many"}, "limit"),
         ({"after": "kvs_nothing"}, "after"),
         ({"polcy": "x"}, "polcy"),
+        ({"id_prefix": "kvs_abc"}, "id_prefix"),
+        ({"id_prefix": "abcd1234"}, "id_prefix"),
+        ({"name": "half a \0"}, "name"),
     ],
 )
 def test_bad_filters_are_refused_by_name(http: httpx.Client, params: dict[str, Any], param: str) -> None:
