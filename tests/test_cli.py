@@ -50,6 +50,41 @@ def test_help_documents_the_exit_codes() -> None:
     text = " ".join(run("--help").stdout.split())
     for meaning in ("0 done", "1 failed", "2 refused", "3 not on the shelf", "4 the service cannot be reached", "5 "):
         assert meaning in text
+    documented = (Path(__file__).parent.parent / "docs" / "operate.md").read_text()
+    for code in (0, 1, 2, 3, 4, 5, 6, 130):
+        assert f"{code} " in text
+        assert f"| {code} |" in documented
+
+
+def test_ctrl_c_ends_a_command_with_130() -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvshelf.client.Client.__init__", lambda *_: interrupted())
+        for args in (("ls",), ("put", __file__), ("rm", "a"), ("import", __file__), ("export", "a", "--output", "b")):
+            done = run(*args)
+            assert (done.exit_code, done.output) == (130, "")
+
+
+def test_the_shell_completes_commands_and_options(tmp_path: Path) -> None:
+    def said(*args: str, **variables: str) -> str:
+        command = [sys.executable, "-m", "kvshelf", *args]
+        environment = os.environ | {"HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+        done = subprocess.run(command, env=environment | variables, capture_output=True, text=True, timeout=60)
+        return done.stdout
+
+    def completed(*words: str) -> list[str]:
+        asked = {"COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
+        return said(**asked, _KVSHELF_COMPLETE="complete_bash").split()
+
+    assert completed("kvshelf", "sh") == ["show"]
+    assert completed("kvshelf", "ask", "--max") == ["--max-tokens"]
+    shown = said("--show-completion", "bash")
+    assert "_KVSHELF_COMPLETE=complete_bash" in shown
+    assert "completion installed in" in said("--install-completion", "bash")
+    (installed,) = tmp_path.glob("**/kvshelf.sh")
+    assert installed.read_text().split() == shown.split()
 
 
 @pytest.mark.parametrize(
@@ -70,7 +105,7 @@ def test_without_a_service_the_exit_code_is_4(args: tuple[str, ...], monkeypatch
     done = run(*args)
     assert done.exit_code == 4
     assert done.stdout == ""
-    assert "kvshelf serve" in done.stderr
+    assert "Start one with `kvshelf serve`" in done.stderr
     assert NOBODY in done.stderr
 
 
@@ -106,6 +141,7 @@ def test_with_json_an_error_is_an_object_on_stdout() -> None:
         (("ls", "--limit", "0"), "--limit"),
         (("ls", "--colour"), "--colour"),
         (("nonsense",), "nonsense"),
+        (("list",), "Did you mean 'ls'?"),
         (("serve", "--port", "70000"), "port"),
         (("serve", "--host", "0.0.0.0", "--print-config"), "host"),
     ],

@@ -171,7 +171,9 @@ def test_export_and_import(report: Path, tmp_path: Path) -> None:
     assert (cache["name"], cache["labels"], cache["has_source"]) == ("report.kvshelf", {"team": "law"}, False)
     assert json.loads(run("import", blob, "--json").stdout)["existing"]
     blob.write_bytes(blob.read_bytes()[:-1])
-    assert json.loads(run("import", blob, "--json", code=1).stdout)["error"]["code"] == "cache_corrupt"
+    refused = json.loads(run("import", blob, "--json", code=2).stdout)["error"]
+    assert (refused["code"], refused["param"]) == ("invalid_request", "FILE")
+    assert str(blob) in refused["message"]
 
 
 @pytest.mark.parametrize("command", [("show",), ("rm",), ("ask", QUESTION)])

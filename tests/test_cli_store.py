@@ -83,7 +83,9 @@ def test_what_cannot_be_exported_or_imported(cache: CompressedCache, tmp_path: P
     assert not out.exists()
     bad = tmp_path / "bad"
     bad.write_bytes(cache.to_bytes()[:-1])
-    assert "cut off" in run("import", bad, *sealed, code=1).stderr
+    said = run("import", bad, *sealed, code=2).stderr
+    assert f"{bad} is no sound cache: " in said
+    assert "cut off" in said
     bad.write_bytes(cache.to_bytes())
     id = run("import", bad, *sealed).stdout.strip()
     (tmp_path / "file").touch()
@@ -146,6 +148,7 @@ def test_doctor_advises_on_redis_and_shows_no_password(tmp_path: Path) -> None:
 
 def test_an_outage_is_told_without_the_password(tmp_path: Path) -> None:
     done = run("export", MISSING, "--store", "redis://:hunter2@127.0.0.1:9", "--output", tmp_path / "x", code=1)
-    assert "cannot be reached" in done.stderr
+    assert "the shelf at redis://127.0.0.1:9 cannot be reached" in done.stderr
+    assert "Start its Redis server, or correct the URL of the store" in done.stderr
     assert "the password in --store shows in the process list" in done.stderr
     assert "hunter2" not in done.output

@@ -14,9 +14,9 @@ from kvshelf.errors import KvshelfError
 
 app = typer.Typer(
     name="kvshelf",
-    help="Compress a long document's KV cache once, put it on a shelf, query it a thousand times." + _common.EXIT_CODES,
+    help="Compress a long document's KV cache once, put it on a shelf, query it a thousand times.",
+    epilog=_common.EXIT_CODES,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -55,6 +55,6 @@ app.add_typer(bench, name="bench")
 def main() -> None:
     """The entry point of `kvshelf`. An error that a command did not catch gets the usual message and exit code."""
     try:
-        app()
+        app(prog_name="kvshelf")
     except KvshelfError as error:
         sys.exit(_common.report(error, as_json=False))

@@ -37,10 +37,22 @@ if TYPE_CHECKING:
 
     from kvshelf.client import Client
 
-EXIT_CODES = """
-Exit codes: 0 done; 1 failed; 2 refused (bad usage or input); 3 not on the shelf (unknown or expired id);
-4 the service cannot be reached; 5 the service is busy, try again; 6 `kvshelf batch` was stopped before its end.
+EXIT_CODES = """\b
+Exit codes of all commands:
+  0    done
+  1    failed: the service, a worker, the store or a check of `kvshelf doctor`
+  2    refused: bad usage or bad input
+  3    not on the shelf: an unknown or expired id, or an unknown name
+  4    the service cannot be reached
+  5    the service is busy, try again
+  6    `kvshelf batch` was stopped before its end; the same command resumes it
+  130  interrupted with Ctrl-C
+
+KVSHELF_URL is the address of the service, KVSHELF_API_KEY your key if it asks for one.
 """
+
+INTERRUPTED = 130
+"""What shells return for SIGINT. Typer exits with it where a command does not end by itself after Ctrl-C."""
 
 _EXIT_OF: list[tuple[type[KvshelfError], int]] = [
     (NotFound, 3),

@@ -27,7 +27,7 @@ STOPPED = 6
 
 EPILOG = """
 Exit codes: 0 every document is on the shelf; 1 some or all failed, the output says why; 2 refused before any work;
-6 stopped before the end: run the same command again to continue.
+6 stopped before the end, 130 with Ctrl-C: run the same command again to continue.
 """
 
 _Input = Annotated[
@@ -214,6 +214,7 @@ class _Job:
         """Write the output and the report, and say how the batch ended; returns the exit code."""
         from kvshelf.corpus.output.files import write_output
         from kvshelf.corpus.output.report import write_report
+        from kvshelf.corpus.run.progress import INTERRUPTED
 
         write_output(self.output, rows(), file=several)
         if self.report is not None:
@@ -224,7 +225,7 @@ class _Job:
             print(self.output)
             _common.notes.print(_sentence(summary), soft_wrap=True, style="red" if summary.state == "failed" else None)
         if summary.state == "cancelled":
-            return STOPPED
+            return _common.INTERRUPTED if summary.reason == INTERRUPTED else STOPPED
         return 1 if summary.failed or summary.state == "failed" else 0
 
 

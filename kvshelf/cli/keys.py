@@ -68,7 +68,7 @@ def list_keys(file: File, as_json: _options.AsJson = False) -> None:
 
 
 @app.command()
-def revoke(id: Annotated[str, typer.Argument(help="A key id, as shown by `list`.")], file: File) -> None:
+def revoke(id: Annotated[str, typer.Argument(help="A key id, as `kvshelf keys list` shows it.")], file: File) -> None:
     """Remove a key from the file. A running service refuses it within a second."""
     with _common.named_errors():
         record = _opened(file).revoke(id)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +13,7 @@ import typer
 
 from kvshelf.cli import _common, _options, _references, stores
 from kvshelf.cli.caches import Cache
-from kvshelf.errors import InvalidRequest
+from kvshelf.errors import CacheCorrupt, InvalidRequest
 
 if TYPE_CHECKING:
     from kvshelf.api import CacheObject
@@ -75,14 +77,28 @@ def import_cache(
         }
         blob = _read(file)
         if store is None:
-            with _common.connected(url, as_json=as_json) as client, _common.notes.status(f"sending {file} ..."):
+            with (
+                _common.connected(url, as_json=as_json) as client,
+                _common.notes.status(f"sending {file} ..."),
+                _of_input(file),
+            ):
                 cache = client.caches.import_blob(blob, **fields)
         else:
-            cache = _put(store, encryption_key_file, blob, fields)
+            with _of_input(file):
+                cache = _put(store, encryption_key_file, blob, fields)
     if as_json:
         _common.print_object(cache)
     else:
         print(cache.id)
+
+
+@contextmanager
+def _of_input(file: Path) -> Iterator[None]:
+    """Damage to the file is a fault of the input, and none of the shelf's."""
+    try:
+        yield
+    except CacheCorrupt as error:
+        raise InvalidRequest(f"{file} is no sound cache: {error.message}", param="FILE", **error.details) from error
 
 
 def _put(store: str, key_file: Path | None, blob: bytes, fields: ImportFields) -> CacheObject:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from email.utils import parsedate_to_datetime
 
@@ -9,14 +10,15 @@ import httpx
 from pydantic import ValidationError
 
 from kvshelf.api import ErrorBody, ErrorEnvelope
-from kvshelf.errors import ConnectionFailed, InvalidRequest, KvshelfError, by_code
+from kvshelf.errors import ConnectionFailed, InvalidRequest, KvshelfError, Unauthorized, by_code
 
-_START = "Is the service running? Start it with `kvshelf serve`, or give the right --url."
+_START = "Start one with `kvshelf serve`, or give the address of another: --url, KVSHELF_URL, or the client's url"
+_KEY = ". The commands take a key from KVSHELF_API_KEY, the clients also as api_key"
 
 # Most specific first: the first matching class gives the message.
 _TRANSPORT: list[tuple[type[Exception], str]] = [
-    (httpx.ConnectTimeout, "no connection within the time limit (connect_s). " + _START),
-    (httpx.ConnectError, _START),
+    (httpx.ConnectTimeout, "no service answered within the time limit (connect_s). " + _START),
+    (httpx.ConnectError, "no service answers there. " + _START),
     (httpx.ReadTimeout, "no answer within the time limit (read_s); the work may still finish, so ask again later"),
     (httpx.WriteTimeout, "the request could not be sent within the time limit (write_s)"),
     (httpx.PoolTimeout, "all connections of this client were busy for longer than pool_s"),
@@ -30,7 +32,7 @@ def from_httpx(error: httpx.HTTPError | httpx.StreamError, url: httpx.URL) -> Kv
     if isinstance(error, httpx.UnsupportedProtocol):
         return InvalidRequest(f"{url} is not the URL of a service: {error}", param="url")
     advice = next((text for cls, text in _TRANSPORT if isinstance(error, cls)), "this is no answer of kvshelf")
-    reason = str(error) or type(error).__name__
+    reason = re.sub(r"^\[Errno -?\d+\] ", "", str(error)) or type(error).__name__
     return ConnectionFailed(f"{url}: {reason}: {advice}", cause=type(error).__name__)
 
 
@@ -51,7 +53,8 @@ def from_body(body: ErrorBody, *, request_id: str | None = None) -> KvshelfError
 
     A code that this version does not know, from a newer service, becomes a plain `KvshelfError`.
     """
-    error = by_code().get(body.code, KvshelfError)(body.message, param=body.param)
+    cls = by_code().get(body.code, KvshelfError)
+    error = cls(body.message + (_KEY if cls is Unauthorized else ""), param=body.param)
     facts = {"request_id": request_id, "miss_reason": body.miss_reason}
     if error.code != body.code:
         facts["code"] = body.code

@@ -109,7 +109,7 @@ def test_a_batch_that_is_killed_and_one_that_is_interrupted_go_on(
     process = begin()
     until_kept(tmp_path, process, 2 * before + 5)
     process.send_signal(signal.SIGINT)
-    _, noted = end(process, 6)
+    _, noted = end(process, 130)
     assert "Run the same command again to go on" in noted
     partial = output(tmp_path / "out.jsonl")
     assert 0 < len(partial) < len(rows)

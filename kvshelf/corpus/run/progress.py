@@ -6,11 +6,14 @@ import datetime
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Self
+from typing import Final, Self
 
 from kvshelf.api import ByteCounts
 from kvshelf.api.batches import WorkerShare
 from kvshelf.errors import InvalidRequest
+
+INTERRUPTED: Final = "interrupted"
+"""The reason of a run that Ctrl-C cancelled."""
 
 
 class RunState(StrEnum):

@@ -15,7 +15,7 @@ from kvshelf.api.batches import BatchObject
 from kvshelf.client import Client
 from kvshelf.corpus.input.rows import MAX_DOCUMENT_BYTES
 from kvshelf.corpus.row import Row, RowError, Shard
-from kvshelf.corpus.run.progress import Progress, RunState, Summary
+from kvshelf.corpus.run.progress import INTERRUPTED, Progress, RunState, Summary
 from kvshelf.errors import BodyTooLarge, ConnectionFailed, NoWorker
 
 log = structlog.get_logger("kvshelf.corpus")
@@ -52,13 +52,14 @@ def run_at(
         file = client.files.create(file=("corpus.jsonl", upload))
     batch = client.batches.create(input_file_id=file.id, metadata={"input": about[-512:]}, **options)
     refused = len(ended)
-    batch = _followed(client, batch, lambda now: show(_snapshot(Progress, now, refused)), show)
+    batch, interrupted = _followed(client, batch, lambda now: show(_snapshot(Progress, now, refused)), show)
     for file_id in (batch.output_file_id, batch.error_file_id):
         ended += _ended(client, file_id, rows)
     for file_id in (file.id, batch.output_file_id, batch.error_file_id):
         if file_id is not None:
             client.files.delete(file_id)
-    return _snapshot(Summary, batch, refused), ended
+    summary: Summary = _snapshot(Summary, batch, refused)
+    return replace(summary, reason=INTERRUPTED) if interrupted else summary, ended
 
 
 def _written(shards: Sequence[Shard], upload: BinaryIO) -> Iterator[Row]:
@@ -78,23 +79,26 @@ def _written(shards: Sequence[Shard], upload: BinaryIO) -> Iterator[Row]:
         yield replace(row, spec=None)
 
 
-def _followed(client: Client, batch: BatchObject, told: Callable[[BatchObject], None], show: Show) -> BatchObject:
-    """Follow the batch to its end, through restarts of the service."""
+def _followed(
+    client: Client, batch: BatchObject, told: Callable[[BatchObject], None], show: Show
+) -> tuple[BatchObject, bool]:
+    """The batch at its end, followed through restarts of the service, and whether Ctrl-C cancelled it."""
     lost_at: float | None = None
+    interrupted = False
     while not batch.ended:
         try:
             for now in client.batches.events(batch.id):
                 batch, lost_at = now, None
                 told(now)
         except KeyboardInterrupt:
-            batch = client.batches.cancel(batch.id)
+            batch, interrupted = client.batches.cancel(batch.id), True
         except (ConnectionFailed, NoWorker):
             lost_at = lost_at or time.monotonic()
             if time.monotonic() - lost_at > _PATIENCE_S:
                 raise
             show(Progress(RunState.WAITING, "the service does not answer; the batch goes on with it"))
             time.sleep(_PAUSE_S)
-    return batch
+    return batch, interrupted
 
 
 def _ended(client: Client, file_id: str | None, rows: Sequence[Row]) -> Iterator[Row]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import kvshelf
 from kvshelf.corpus.row import Journal, Shard
-from kvshelf.corpus.run.progress import Progress, RunOptions, Summary
+from kvshelf.corpus.run.progress import INTERRUPTED, Progress, RunOptions, Summary
 from kvshelf.service.observe import logs
 from kvshelf.service.settings import Settings
 from kvshelf.service.storage import store_config
@@ -26,9 +26,6 @@ TENANT = "default"
 
 _LOOK_S = 0.5
 _DESCRIBE_S = 60.0
-
-INTERRUPTED = "interrupted"
-"""The reason of a run that a signal cancelled."""
 
 
 def run_standalone(
@@ -82,7 +79,7 @@ def _made_under(engines: Mapping[str, RemoteEngine], about: Mapping[str, Any]) -
 @contextmanager
 def _cancelled_by_signals(run: Run) -> Iterator[None]:
     def cancel(number: int, _frame: FrameType | None) -> None:
-        run.cancel(INTERRUPTED)
+        run.cancel(INTERRUPTED if number == signal.SIGINT else "terminated")
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -70,7 +70,7 @@ class Place:
 
 
 def supervise(settings: Settings, command: Sequence[str]) -> int:
-    """Run the service until SIGINT or SIGTERM, or until it ends by itself. Returns its exit code.
+    """Run the service until SIGINT or SIGTERM, or until it ends by itself. Returns its exit code, 130 after SIGINT.
 
     `command` plus a `--place` option starts a child. Raises `InvalidRequest` if it cannot listen on the address.
     """
@@ -113,7 +113,7 @@ class _Supervisor:
         self._coming: _Child | None = None
         self._serving: _Child | None = None
         self._asked = False
-        self._stopping = False
+        self._stopping = self._interrupted = False
         self._exit_code = 0
         self._in_terminal = os.isatty(0)
 
@@ -130,10 +130,11 @@ class _Supervisor:
             loop.add_signal_handler(signal.SIGHUP, self._replace)
             self._start()
         block()
-        return self._exit_code
+        return 128 + signal.SIGINT if self._interrupted else self._exit_code
 
     def _stop(self, number: int) -> None:
         self._stopping = True
+        self._interrupted = self._interrupted or number == signal.SIGINT
         for child in self._children:
             child.process.send_signal(number)
 

@@ -59,7 +59,7 @@ def _translate(error: Exception, shown: str) -> StoreError:
         return StoreUnavailable(f"the server at {shown} does not speak the Redis protocol: {error}. Check the address.")
     if isinstance(error, NoServer):
         return StoreUnavailable(
-            f"no server has the shelf at {shown} at the moment: {error}. It is used again once a server has it."
+            f"no server has the shelf at {shown} at the moment: {error}. A running service goes on once one has it."
         )
     if isinstance(error, MaxConnectionsError):
         return StoreUnavailable(f"too many connections to the shelf at {shown} are in use at once; try again.")
@@ -67,8 +67,11 @@ def _translate(error: Exception, shown: str) -> StoreError:
         return StoreUnavailable(
             f"the shelf at {shown} has no certificate that is trusted: {error}. Give the file of its authority as ca=."
         )
-    reason = str(error) or type(error).__name__
-    return StoreUnavailable(f"the shelf at {shown} cannot be reached: {reason}. It is used again once it answers.")
+    reason = str(error).rstrip(".") or type(error).__name__
+    return StoreUnavailable(
+        f"the shelf at {shown} cannot be reached: {reason}. Start its Redis server, or correct the URL of the store; a "
+        "running service goes on once the server answers."
+    )
 
 
 def _of_server(error: Refused, shown: str) -> StoreError:

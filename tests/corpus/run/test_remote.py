@@ -13,7 +13,7 @@ from kvshelf.client import Client
 from kvshelf.corpus.input.rows import parse_jsonl
 from kvshelf.corpus.row import Row
 from kvshelf.corpus.run import remote
-from kvshelf.corpus.run.progress import RunState
+from kvshelf.corpus.run.progress import INTERRUPTED, RunState
 from kvshelf.corpus.run.remote import _written, run_at
 from tests.corpus.hostile import shards
 from tests.corpus.results import failure, success
@@ -49,6 +49,31 @@ def test_a_line_that_the_service_would_not_read_is_an_error_row_and_is_not_sent(
     assert f"{limit + 1} bytes" in (rows[1].error.message if rows[1].error else "")
     read = list(parse_jsonl(io.BytesIO(upload), "c.jsonl", {}, max_line_bytes=limit))
     assert [(row.custom_id, row.error) for row in read] == [("0", None), ("2", None)]
+
+
+def test_ctrl_c_cancels_the_batch_and_is_the_reason_of_its_end() -> None:
+    asked: list[str] = []
+
+    def service(request: httpx.Request) -> httpx.Response:
+        asked.append(f"{request.method} {request.url.path}")
+        running, cancelled = BATCH | {"status": "in_progress"}, BATCH | {"status": "cancelled"}
+        if request.url.path.endswith("/events"):
+            return httpx.Response(200, content=f"id: 1\ndata: {json.dumps(running)}\n\n")
+        if request.url.path.endswith("/cancel"):
+            return httpx.Response(200, json=cancelled)
+        if request.method == "DELETE":
+            return httpx.Response(200, json={"id": "file_input", "object": "file", "deleted": True})
+        if request.url.path.endswith("/content"):
+            return httpx.Response(200, content=b"")
+        return httpx.Response(200, json=FILE if "files" in request.url.path else running)
+
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with Client("http://service.test:1", transport=httpx.MockTransport(service)) as client:
+        summary, results = run_at(client, shards([{"document": "x"}]), {}, "rows.jsonl", interrupt)
+    assert (summary.state, summary.reason, results) == (RunState.CANCELLED, INTERRUPTED, [])
+    assert "POST /v1/batches/batch_1/cancel" in asked
 
 
 def test_every_result_that_the_service_has_is_brought_whatever_one_of_them_is() -> None:

@@ -193,7 +193,7 @@ def test_a_signal_reaches_all_children(supervised: Callable[..., Supervised]) ->
     it.hang_up()
     pids = it.pids("started", 2)
     it.process.send_signal(signal.SIGINT)
-    it.ended()
+    assert it.ended()[0] == 128 + signal.SIGINT
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
