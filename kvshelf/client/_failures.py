@@ -13,7 +13,7 @@ from kvshelf.api import ErrorBody, ErrorEnvelope
 from kvshelf.errors import ConnectionFailed, InvalidRequest, KvshelfError, Unauthorized, by_code
 
 _START = "Start one with `kvshelf serve`, or give the address of another: --url, KVSHELF_URL, or the client's url"
-_KEY = ". The commands take a key from KVSHELF_API_KEY, the clients also as api_key"
+_KEY = " (the commands take a key from KVSHELF_API_KEY, the clients also as api_key)"
 
 # Most specific first: the first matching class gives the message.
 _TRANSPORT: list[tuple[type[Exception], str]] = [

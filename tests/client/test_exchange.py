@@ -89,7 +89,7 @@ def test_every_wire_code_comes_back_as_its_own_class(call: Callable[..., Any], c
     with pytest.raises(cls) as caught:
         call(service, retrieve, retries=no_pause(0))
     assert type(caught.value) is cls
-    key = ". The commands take a key from KVSHELF_API_KEY, the clients also as api_key"
+    key = " (the commands take a key from KVSHELF_API_KEY, the clients also as api_key)"
     assert caught.value.message == f"about {code}" + (key if code == "unauthorized" else "")
     assert caught.value.param == "policy"
     assert caught.value.details == {"k": 1, "request_id": "r-7"}
