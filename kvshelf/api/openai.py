@@ -61,14 +61,15 @@ _Parts = Annotated[list[TextPart], Field(min_length=1, max_length=256, fail_fast
 
 
 class ChatMessage(RequestBody):
-    """One turn. `content` is text or OpenAI's list of text parts, joined without separator."""
+    """One turn. `content` is text or OpenAI's list of text parts, joined without separator. `developer` is OpenAI's
+    newer name of the role `system`."""
 
-    role: Role
+    role: Role | Literal["developer"]
     content: Annotated[Annotated[str, Tag("(one)")] | _Parts, Discriminator(one_or_list)]
 
     def plain(self) -> Message:
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return Message(role=self.role, content=text)
+        return Message(role="system" if self.role == "developer" else self.role, content=text)
 
 
 class StreamOptions(RequestBody):

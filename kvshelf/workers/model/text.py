@@ -109,7 +109,10 @@ class TextFormat:
     def turns(self, boundary: Boundary, messages: Sequence[Message]) -> list[int]:
         """The ids that add `messages` and open the assistant's turn.
 
-        After a document the first message must be the user's: it ends the turn that the document is in.
+        After a document the first message must be the user's: it ends the turn that the document is in. A system
+        message may stand before it: the document is already in the cache, so its text comes behind the document, as
+        the first text of the same turn. Another system message is refused then. After a conversation the template
+        decides where a system message may stand.
         """
         added = check_messages(messages, "messages")
         if boundary == "text":
@@ -118,12 +121,7 @@ class TextFormat:
                 param="messages",
             )
         if boundary == "document":
-            if added[0][0] != "user":
-                raise InvalidRequest(
-                    f"the first message of a query on a document must be the user's (it ends the turn that holds the "
-                    f"document) and has role {added[0][0]!r}",
-                    param="messages[0].role",
-                )
+            added = _system_before_question(added)
             # The document stands in the first message's place; the pieces after it are what the question adds.
             pieces = self._template_pieces(added, opening=True)[1:]
             return self.encode(QUESTION_SEPARATOR + added[0][1]) + self._encode_pieces(pieces, added[1:])
@@ -246,6 +244,26 @@ def check_messages(messages: Sequence[Message], param: str) -> list[tuple[str, s
             )
         turns.append((role, content))
     return turns
+
+
+def _system_before_question(turns: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Turns that begin with the user's: a system message before it becomes the first text of that turn."""
+    system = [content for role, content in turns[:1] if role == "system"]
+    second = next((i for i, (role, _) in enumerate(turns) if i and role == "system"), None)
+    if system and second is not None:
+        raise InvalidRequest(
+            f"messages[{second}] is a second system message; a query on a document takes one, as its first message",
+            param=f"messages[{second}].role",
+        )
+    asked = turns[len(system) :]
+    if not asked or asked[0][0] != "user":
+        found = f"has role {asked[0][0]!r}" if asked else "is missing"
+        raise InvalidRequest(
+            "the first message of a query on a document, after a system message if there is one, must be the user's "
+            f"(it ends the turn that holds the document) and {found}",
+            param=f"messages[{len(system)}].role" if asked else "messages",
+        )
+    return [("user", QUESTION_SEPARATOR.join([*system, asked[0][1]])), *asked[1:]]
 
 
 def _plain_copy(backend: Tokenizer) -> Tokenizer:

@@ -78,6 +78,53 @@ async def test_the_asynchronous_client(service_url: str, client: openai.OpenAI, 
     assert said.choices[0].message.content == text == client.chat.completions.create(**asked).choices[0].message.content
 
 
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_a_system_message_is_prefilled_with_the_question(
+    client: openai.OpenAI, http: httpx.Client, cache: dict[str, Any], role: str
+) -> None:
+    """What most frameworks send. The document's tokens still come from the shelf; the system text is the question's."""
+    system: dict[str, Any] = {"role": role, "content": "Be exact."}
+    turns = [*QUESTION, {"role": "assistant", "content": "On the shelf."}, {"role": "user", "content": "Which shelf?"}]
+    for messages in (QUESTION, turns):
+        asked: dict[str, Any] = {
+            "model": cache["model"], "messages": [system, *messages], "max_tokens": 8, "extra_body": extra(cache)
+        }  # fmt: skip
+        said = client.chat.completions.create(**asked)
+        chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+        first = {"role": "user", "content": "Be exact.\n\n" + messages[0]["content"]}
+        body = {"messages": [first, *messages[1:]], "max_tokens": 8}
+        answer = http.post(f"/v1/caches/{cache['id']}/query", json=body).json()
+        assert said.choices[0].message.content == answer["text"]
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == answer["text"]
+        assert said.usage == chunks[-1].usage
+        assert said.usage is not None
+        assert said.usage.prompt_tokens_details is not None
+        cached = said.usage.prompt_tokens_details.cached_tokens
+        assert cached == cache["tokens"]["document"]
+        assert said.usage.prompt_tokens - cached == answer["usage"]["prefill_tokens"]
+        without = client.chat.completions.create(**asked | {"messages": messages}).usage
+        assert without is not None
+        assert said.usage.prompt_tokens > without.prompt_tokens
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_second_system_message_is_refused(client: openai.OpenAI, cache: dict[str, Any], stream: bool) -> None:
+    system = {"role": "system", "content": "Be exact."}
+    messages: Any = [system, *QUESTION, {"role": "developer", "content": "Be brief."}]
+    with pytest.raises(openai.BadRequestError, match="second system message") as raised:
+        client.chat.completions.create(model=cache["model"], messages=messages, stream=stream, extra_body=extra(cache))
+    assert (raised.value.param, raised.value.code) == ("messages[2].role", "invalid_request")
+
+
+def test_a_system_message_is_a_turn_after_a_cached_conversation(client: openai.OpenAI, http: httpx.Client) -> None:
+    """As the template of this model writes it: the cached turns are closed, so no question of theirs can take it."""
+    talk = created(http, messages=[*QUESTION, {"role": "assistant", "content": "On the shelf. " * 20}], policy="full")
+    messages: Any = [{"role": "system", "content": "Be exact."}, {"role": "user", "content": "Which shelf?"}]
+    said = client.chat.completions.create(model=talk["model"], messages=messages, max_tokens=4, extra_body=extra(talk))
+    assert said.usage is not None
+    assert said.usage.prompt_tokens > talk["tokens"]["document"]
+
+
 def test_the_models(client: openai.OpenAI, cache: dict[str, Any]) -> None:
     (model,) = client.models.list()
     assert (model.id, model.object, model.owned_by) == (cache["model"], "model", "kvshelf")

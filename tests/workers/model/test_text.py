@@ -109,10 +109,43 @@ def test_a_bos_token_is_put_before_plain_text_and_protected(text):
     assert encoded.protected_prefix == 1
 
 
-@pytest.mark.parametrize("role", ["system", "assistant"])
-def test_a_query_on_a_document_begins_with_the_user(text, role):
-    with pytest.raises(InvalidRequest, match="must be the user's"):
-        text.turns("document", [{"role": role, "content": "x"}, {"role": "user", "content": "y"}])
+def said(*turns):
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+def test_a_system_message_is_the_first_text_of_the_question_s_turn(text):
+    """Behind the document, as the cached tokens cannot change; in a conversation of several turns, too."""
+    encoded = text.document("A document.", "chat")
+    later = [("assistant", "Yes."), ("user", "Second?")]
+    for turns in ([], later):
+        ids = text.turns(encoded.boundary, said(("system", "Be exact."), ("user", "First?"), *turns))
+        whole = rendered(text, said(("user", "A document.\n\nBe exact.\n\nFirst?"), *turns))
+        assert decoded(text, encoded.token_ids + ids) == whole
+
+
+def test_control_tokens_in_a_system_message_are_spelled_out(text):
+    control = text.decoder().token_to_id("<|end|>")
+    hostile, plain = (
+        text.turns("document", said(("system", content), ("user", "First?"))) for content in (HOSTILE, "x")
+    )
+    assert hostile.count(control) == plain.count(control)
+
+
+@pytest.mark.parametrize(
+    ("roles", "param", "message"),
+    [
+        (["assistant", "user"], "messages[0].role", "must be the user's"),
+        (["system"], "messages", "must be the user's .* and is missing"),
+        (["system", "assistant", "user"], "messages[1].role", "must be the user's .* and has role 'assistant'"),
+        (["system", "system", "user"], "messages[1].role", "second system message"),
+        (["system", "user", "system"], "messages[2].role", r"messages\[2\] is a second system message"),
+        (["system", "user", "assistant", "system", "user"], "messages[3].role", "second system message"),
+    ],
+)
+def test_turns_that_cannot_follow_a_document_are_refused_by_place(text, roles, param, message):
+    with pytest.raises(InvalidRequest, match=message) as refused:
+        text.turns("document", said(*((role, "x") for role in roles)))
+    assert refused.value.param == param
 
 
 @pytest.mark.parametrize(
