@@ -26,7 +26,6 @@ from kvshelf.bench.quality.retrieval import counter
 from kvshelf.bench.quality.suite import Ask, score
 from kvshelf.bench.quality.tasks import Fact, distinct_facts, haystack_pieces, make_facts, spread
 from kvshelf.errors import KvshelfError
-from kvshelf.workers.engine.decode.generation import Sampling
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.policies import POLICIES
 
@@ -152,10 +151,10 @@ def measured(engine: Engine, kind: str, number: int, tokens: int, count: int) ->
         except KvshelfError:
             continue
         names.append(f"{policy} {removed or 0:g} {codec}")
-    sampling = Sampling(24 + max(len(ask.references[0]) for ask in asks))
+    longest = 24 + max(len(ask.references[0]) for ask in asks)
     rows, known = [], []
     for way, made in zip(names, engine.run_levels(levels), strict=True):
-        answers = engine.answer_all([(made.cache, ask.text) for ask in asks], sampling)
+        answers = engine.answer_all([(made.cache, ask.text) for ask in asks], max_new_tokens=longest)
         right = [bool(score(ask, answer.text).exact) for ask, answer in zip(asks, answers, strict=True)]
         known = known or [at for at, found in enumerate(right) if found]
         if made.quality is None or way == "full" or not known:

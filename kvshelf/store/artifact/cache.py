@@ -36,6 +36,14 @@ class CompressedCache:
     identity: Identity
     codec: str = "none"
 
+    def __repr__(self) -> str:
+        """One line. The document is shown by the beginning of its digest: a cache has an id only on a shelf."""
+        made = self.identity
+        return (
+            f"CompressedCache(document={made.document[:12]}, model={made.model.name!r}, policy={made.policy}, "
+            f"kept={self.kept_tokens} of {self.num_tokens}, codec={self.codec}, nbytes={self.nbytes})"
+        )
+
     @property
     def nbytes(self) -> int:
         """Bytes held in memory by all layers."""

@@ -71,12 +71,13 @@ class Engine:
         self._preparer = Preparer(model, self.name, self.identity, self.rope, self.max_tokens)
 
     @classmethod
-    def load(cls, name: str, *, device: str = "auto", dtype: str = "auto") -> Engine:
+    def load(cls, name: str, *, device: str = "auto", dtype: str = "auto", progress: bool = False) -> Engine:
         """The engine of a bundled model ("kvshelf-tiny"), a local folder or a hub id.
 
         device: "auto" takes a GPU where there is one. dtype: "auto" (the checkpoint's), float32, bfloat16 or float16.
+        progress: whether transformers and the hub may show their progress bars.
         """
-        model, tokenizer = models.load(name, device=device, dtype=dtype)
+        model, tokenizer = models.load(name, device=device, dtype=dtype, progress=progress)
         return cls(model, tokenizer, name=name)
 
     @cached_property
@@ -415,18 +416,32 @@ class Engine:
         stop: Sequence[str] = (),
     ) -> Answer:
         """Ask and wait. Greedy unless a temperature is given."""
-        sampling = Sampling(max_new_tokens, temperature, top_p, seed, tuple(stop))
-        (answer,) = self.answer_all([(cache, prompt)], sampling)
+        (answer,) = self.answer_all(
+            [(cache, prompt)],
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+            stop=stop,
+        )
         return answer
 
     def answer_all(
-        self, asked: Sequence[tuple[CompressedCache, Prompt]], sampling: Sampling | None = None
+        self,
+        asked: Sequence[tuple[CompressedCache, Prompt]],
+        *,
+        max_new_tokens: int = 32,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
     ) -> list[Answer]:
         """Answer every prompt from its cache, with one forward pass per token for all. In the order of `asked`.
 
-        Keys and values of all questions and answers are in memory at once, 1 to 2 times `kv_bytes_per_token` for each
-        token. Raises the first error.
+        The options are those of `answer`. Keys and values of all questions and answers are in memory at once, 1 to 2
+        times `kv_bytes_per_token` for each token. Raises the first error.
         """
+        sampling = Sampling(max_new_tokens, temperature, top_p, seed, tuple(stop))
         batch = self.batch()
         answers = [self.start(cache, self.encode_query(cache, prompt), sampling) for cache, prompt in asked]
         with kvshelf_attention(self.model):  # otherwise each step would select and restore it

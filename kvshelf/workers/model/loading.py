@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,11 +38,12 @@ _WITHOUT_EFFECT = re.compile(
 """Fields of a configuration that change no key and no value, or that the identity holds elsewhere."""
 
 
-def load(name: str, *, device: str, dtype: str) -> tuple[PreTrainedModel, Any]:
+def load(name: str, *, device: str, dtype: str, progress: bool = False) -> tuple[PreTrainedModel, Any]:
     """The model and tokenizer of a bundled name, a local folder or a hub id. Weights only from safetensors, no remote
     code.
 
     device: "auto" (a GPU where there is one), or what torch accepts. dtype: "auto" (the checkpoint's), or its name.
+    progress: whether transformers and the hub may show their progress bars.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer  # takes seconds: only where a model is loaded
 
@@ -48,10 +51,11 @@ def load(name: str, *, device: str, dtype: str) -> tuple[PreTrainedModel, Any]:
         raise InvalidRequest(f"unknown dtype {dtype!r}; one of auto, {', '.join(_DTYPES)}", param="dtype")
     source = _source(name)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            source, dtype=_DTYPES.get(dtype, "auto"), use_safetensors=True, trust_remote_code=False
-        )
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        with nullcontext() if progress else _without_bars():
+            model = AutoModelForCausalLM.from_pretrained(
+                source, dtype=_DTYPES.get(dtype, "auto"), use_safetensors=True, trust_remote_code=False
+            )
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise InvalidRequest(f"the model {name!r} cannot be loaded: {error}", param="model") from error
     target = chosen_device(device)
@@ -62,6 +66,32 @@ def load(name: str, *, device: str, dtype: str) -> tuple[PreTrainedModel, Any]:
             f"the weights of {name!r} do not fit into {target}, and kvshelf cannot spread a model over several yet",
             param="model",
         ) from error
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Inside the block transformers and the hub show no progress bars. Afterwards their switches are as before."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from transformers.utils import logging
+
+    if constants.HF_HUB_DISABLE_PROGRESS_BARS is False:  # the environment asks for bars, and has priority
+        yield
+        return
+    bars, downloads = logging.is_progress_bar_enabled(), not are_progress_bars_disabled()
+    if bars:
+        logging.disable_progress_bar()  # the hub's, too
+    elif downloads:
+        disable_progress_bars()
+    try:
+        yield
+    finally:
+        if bars:
+            logging.enable_progress_bar()
+        elif downloads:
+            enable_progress_bars()
+        if bars and not downloads:
+            disable_progress_bars()
 
 
 def skeleton(name: str) -> PreTrainedModel:

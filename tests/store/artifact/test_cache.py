@@ -54,6 +54,14 @@ def test_a_cache_counts_what_it_holds() -> None:
     assert cache.to("cpu").layers[0] is layer
 
 
+def test_a_cache_is_shown_in_one_line_without_its_tensors() -> None:
+    layer = ragged()
+    cache = CompressedCache((layer, layer), 5, 5, make_identity(5))
+    assert repr(cache) == (
+        "CompressedCache(document=121212121212, model='tiny', policy=keydiff, kept=1 of 5, codec=none, nbytes=96)"
+    )
+
+
 def test_packed_tensors_must_fit_together() -> None:
     with pytest.raises(AssertionError):
         Kept(torch.zeros(3, 2), torch.zeros(2, 2), torch.zeros(3, dtype=torch.int32), (0, 3))

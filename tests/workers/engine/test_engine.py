@@ -8,7 +8,9 @@ import time
 
 import pytest
 import torch
+from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 from kvshelf.errors import Cancelled, DocumentTooLong, DocumentTooShort, InvalidRequest, PolicyUnsupported
 from kvshelf.store.artifact.cache import CompressedCache
@@ -36,10 +38,37 @@ def test_a_bundled_model_loads_by_name_and_answers(tiny):
     assert tiny.answer(cache, "What is the gate code?").text.strip()
 
 
+def test_several_answers_take_the_options_of_one(tiny):
+    cache = tiny.compress(TEXT, policy="full")
+    asked = [(cache, "What is the gate code?"), (cache, "Who spoke?")]
+    for options in ({"max_new_tokens": 3}, {"temperature": 3.0, "top_p": 0.99, "seed": 5}, {"stop": ["2"]}, {}):
+        together = [answer.token_ids for answer in tiny.answer_all(asked, **options)]
+        assert together == [tiny.answer(*each, **options).token_ids for each in asked]
+    assert [len(answer.token_ids) for answer in tiny.answer_all(asked, max_new_tokens=3)] == [3, 3]
+
+
 def test_a_local_folder_is_the_same_model(tiny):
     other = Engine.load(bundled_folder("kvshelf-tiny"), device="cpu", dtype="float32")
     assert other.identity == tiny.identity
     assert other.identity.fingerprint() == tiny.identity.fingerprint()
+
+
+@pytest.mark.parametrize("bars", [True, False])
+@pytest.mark.parametrize("downloads", [True, False])
+def test_loading_shows_progress_bars_only_if_asked(capfd, bars, downloads):
+    """And leaves the switches of transformers and of the hub as they were."""
+    was = logging.is_progress_bar_enabled(), are_progress_bars_disabled()
+    try:
+        (logging.enable_progress_bar if bars else logging.disable_progress_bar)()
+        (enable_progress_bars if downloads else disable_progress_bars)()
+        Engine.load("kvshelf-tiny", device="cpu")
+        assert "Loading weights" not in capfd.readouterr().err
+        assert (logging.is_progress_bar_enabled(), are_progress_bars_disabled()) == (bars, not downloads)
+        Engine.load("kvshelf-tiny", device="cpu", progress=True)
+        assert ("Loading weights" in capfd.readouterr().err) == bars
+    finally:
+        (logging.enable_progress_bar if was[0] else logging.disable_progress_bar)()
+        (disable_progress_bars if was[1] else enable_progress_bars)()
 
 
 def test_dtype_is_chosen_and_part_of_the_identity(tiny):

@@ -8,7 +8,6 @@ import torch
 from kvshelf.bench.quality.retrieval import counter
 from kvshelf.bench.quality.suite import make_case, score
 from kvshelf.workers.engine.attention import function
-from kvshelf.workers.engine.decode.generation import Sampling
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.policies import POLICIES
 from kvshelf.workers.policies.kvcues import ANSWER, ASKED, KVcues
@@ -122,7 +121,7 @@ def test_facts_survive_where_repeating_alone_loses_them(tiny):
         case = make_case("multikey", "prose", 1024, 77_000_000 + seed, counter(tiny), questions=8)
         for policy in right:
             cache = tiny.compress(case.text, policy=policy, compression_ratio=None if policy == "full" else 0.875)
-            answers = tiny.answer_all([(cache, ask.text) for ask in case.asks], Sampling(16))
+            answers = tiny.answer_all([(cache, ask.text) for ask in case.asks], max_new_tokens=16)
             right[policy] += sum(score(ask, answer.text).exact for ask, answer in zip(case.asks, answers, strict=True))
     assert right["full"] > 24, "or the documents would be no test"
     assert right["kvcues"] >= right["kvzip"] + 6
