@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -22,14 +21,22 @@ SHELL = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the page's files, and with the metadata that pip would make of them."""
-    folder = tmp_path_factory.mktemp("vnorm")
+    """A folder with the page's package in `vnorm`, which `pip install` put beside it as `run` needs it."""
+    folder = tmp_path_factory.mktemp("package")
+    (folder / "vnorm").mkdir()
     for name, content in FILE.findall(PAGE.read_text()):
-        (folder / name).write_text(content)
-    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
-    ((group, entries),) = project["entry-points"].items()
-    advertise(folder, project["name"], group, entries)
+        (folder / "vnorm" / name).write_text(content)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    # What is needed to build is installed with torch; an index may not be there.
+    done = run(folder, *pip, "install", "--no-index", "--no-deps", "--no-build-isolation", "--target", ".", "./vnorm")
+    assert done.returncode == 0, done.stdout + done.stderr
     return folder
+
+
+def test_the_package_has_its_test_beside_it_and_installs_without_it(package: Path) -> None:
+    assert {path.name for path in (package / "vnorm").iterdir()} >= {"vnorm.py", "pyproject.toml", "test_vnorm.py"}
+    assert (package / "vnorm.py").is_file()
+    assert not (package / "test_vnorm.py").exists()
 
 
 def advertise(folder: Path, name: str, group: str, entries: dict[str, str]) -> None:
