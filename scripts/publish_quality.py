@@ -3,22 +3,26 @@
     python scripts/publish_quality.py report.json     # the report written by --output
     python scripts/publish_quality.py                 # the page again, from the numbers in the package
 
-The numbers of the package (kvshelf/models/kvshelf-tiny/quality.json) are what `kvshelf policies` prints. The page keeps
-everything outside its two marks; the text between them is generated from the policies' docstrings and these numbers,
-and a test compares it.
+The numbers of the package (kvshelf/models/kvshelf-tiny/quality.json) are what `kvshelf policies` prints. With them it
+prints what the policies' classes say, which this script writes to kvshelf/workers/policies/catalog.json, so that no
+torch is needed to read it. The page keeps everything outside its two marks; the text between them is generated from the
+policies' docstrings and these numbers. Tests compare both.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kvshelf.workers.policies import PolicyInfo, catalog
+from kvshelf.workers.policies.info import PolicyInfo
+from kvshelf.workers.policies.registry import POLICIES, info_of
 
 ROOT = Path(__file__).parents[1]
 NUMBERS = ROOT / "kvshelf" / "models" / "kvshelf-tiny" / "quality.json"
+CATALOG = ROOT / "kvshelf" / "workers" / "policies" / "catalog.json"
 PAGE = ROOT / "docs" / "policies.md"
 BEGIN, END = "<!-- from here on written by scripts/publish_quality.py -->", "<!-- up to here -->"
 REMOVED = (0.5, 0.75, 0.875, 0.9375)
@@ -27,7 +31,17 @@ REMOVED = (0.5, 0.75, 0.875, 0.9375)
 def main() -> None:
     if len(sys.argv) > 1:
         NUMBERS.write_text(json.dumps(packaged(json.loads(Path(sys.argv[1]).read_text())), indent=1) + "\n")
+    CATALOG.write_text(classes())
     PAGE.write_text(page(PAGE.read_text()))
+
+
+def classes() -> str:
+    """What the classes of kvshelf's policies say, without what was measured."""
+    said = [asdict(info_of(cls)) for cls in POLICIES.values()]
+    return (
+        json.dumps([{name: value for name, value in one.items() if name != "measured"} for one in said], indent=1)
+        + "\n"
+    )
 
 
 def packaged(report: dict[str, Any]) -> dict[str, Any]:
@@ -46,7 +60,7 @@ def page(text: str) -> str:
     """The page with its generated part replaced."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return before + BEGIN + "\n\n" + generated(catalog()) + "\n" + END + after
+    return before + BEGIN + "\n\n" + generated([info_of(cls) for cls in POLICIES.values()]) + "\n" + END + after
 
 
 def generated(policies: list[PolicyInfo]) -> str:
@@ -70,8 +84,7 @@ def glance(policies: list[PolicyInfo]) -> str:
         shares = REMOVED if policy.takes_budget else (0.0,) * len(REMOVED)
         if rows:
             cells = [f"{100 * rows[share]['exact']:.1f}" for share in shares]
-            time = f"{100 * max(row['compress_share'] for row in rows.values()):.0f} %"
-            lines.append(f"| `{policy.name}` | " + " | ".join(cells) + f" | {time} |")
+            lines.append(f"| `{policy.name}` | " + " | ".join(cells) + f" | {100 * policy.compress_share:.0f} % |")
     return "\n".join([*lines, ""])
 
 

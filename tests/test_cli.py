@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ from kvshelf.cli import app
 from kvshelf.client import DEFAULT_URL
 from kvshelf.workers.policies import catalog
 
+ROOT = Path(__file__).resolve().parent.parent
 NOBODY = "http://127.0.0.1:9"
 """The discard port: nothing listens there."""
 
@@ -179,6 +183,55 @@ def test_policies_are_those_of_this_version() -> None:
         one = run("policies", info.name).stdout
         assert all(name in one for name in info.parameters)
     assert "nothing" in run("policies", "nothing").stderr
+
+
+LIGHT = """
+import sys
+
+class Missing:
+    \"\"\"What `pip install kvshelf` without extras does not bring.\"\"\"
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {names}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Missing())
+from kvshelf.cli import app
+app()
+"""
+
+
+@pytest.fixture(scope="module")
+def light() -> str:
+    """A program that is the command line as if only the light dependencies were installed."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    brought = {re.split(r"[\[<>=;, ]", line, maxsplit=1)[0] for line in extras["serve"] + extras["dev"]}
+    of_distributions = packages_distributions().items()
+    names = {name for name, owners in of_distributions if brought & {owner.lower() for owner in owners}}
+    assert {"torch", "transformers", "numpy", "msgpack", "blake3", "redis", "pyarrow"} <= names
+    return LIGHT.format(names=names)
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["policies"], "kvzip"),
+        (["policies", "kvzip"], "PARAMETER"),
+        (["plan", "--policy", "kvzip"], "tokens a second, each GPU"),
+        (["plan", "--model", "qwen3-8b", "--codec", "klt", "--gpus", "8", "--simulate"], "A RUN ON PAPER"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_without_torch(light: str, command: list[str], said: str) -> None:
+    done = subprocess.run([sys.executable, "-c", light, *command], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert said in done.stdout
+
+
+def test_a_plan_of_a_model_that_must_be_read_says_what_it_needs(light: str) -> None:
+    command = [sys.executable, "-c", light, "plan", "--model", "kvshelf-tiny"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    assert "kvshelf plan --model kvshelf-tiny needs 'torch', which is not installed" in done.stderr
 
 
 def test_print_config_shows_options_over_variables(monkeypatch: pytest.MonkeyPatch) -> None:

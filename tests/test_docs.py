@@ -24,7 +24,8 @@ import pytest
 from kvshelf.bench.quality.tasks import Fact, write_document
 from kvshelf.cli import app
 from kvshelf.client import DEFAULT_URL
-from kvshelf.workers.policies import catalog
+from kvshelf.workers.policies import POLICIES, catalog
+from kvshelf.workers.policies.registry import info_of
 from tests.test_import_rule import FLOORS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -194,6 +195,12 @@ def test_the_page_of_policies_is_made_of_their_docstrings_and_the_packaged_numbe
     publish = runpy.run_path(str(ROOT / "scripts" / "publish_quality.py"))
     text = (ROOT / "docs" / "policies.md").read_text()
     assert publish["page"](text) == text, "run scripts/publish_quality.py"
+
+
+def test_the_packaged_catalog_says_what_the_classes_say() -> None:
+    publish = runpy.run_path(str(ROOT / "scripts" / "publish_quality.py"))
+    assert publish["CATALOG"].read_text() == publish["classes"](), "run scripts/publish_quality.py"
+    assert catalog() == [info_of(cls) for cls in POLICIES.values()]
 
 
 def test_every_policy_says_when_to_choose_it_and_what_it_cost() -> None:

@@ -12,7 +12,8 @@ import pytest
 
 from kvshelf.errors import InvalidRequest
 from kvshelf.workers.policies import POLICIES
-from kvshelf.workers.policies.installed import GROUP, installed
+from kvshelf.workers.policies.info import GROUP
+from kvshelf.workers.policies.installed import installed
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "extend.md"
 FILE = re.compile(r"^```\w+\n# ([\w.]+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -61,6 +62,14 @@ def test_the_commands_of_the_page_run(package: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "last tokens that always stay" in " ".join(done.stdout.split())
     assert re.search(r"\b17 passed\b", done.stdout), done.stdout
+
+
+def test_what_it_adds_to_a_prefill_is_unknown(package: Path) -> None:
+    command = [sys.executable, "-m", "kvshelf", "plan", "--policy", "vnorm"]
+    refused = run(package, *command)
+    assert refused.returncode == 2
+    assert "what policy 'vnorm' adds to a prefill is unknown" in " ".join(refused.stderr.split())
+    assert run(package, *command, "--tokens-per-s", "1000").returncode == 0
 
 
 STRANGERS = """

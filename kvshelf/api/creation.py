@@ -187,15 +187,18 @@ class RequestObject(ResponseBody):
 class PolicyEstimate(ResponseBody):
     """Estimate for one policy. `kept` entries stay per layer and KV head; `bytes_stored` is the blob's size by codec.
 
-    `seconds` covers prefill and compression, without waiting and storing. `basis` is its origin: `measured` on this
-    policy, measured on `other_policies`, or `assumed` from the model's size. If the policy refuses the document,
-    `refused` says why and the numbers are null.
+    `compress_share` is what the policy adds to a prefill that keeps everything, as a share of its time, measured on
+    kvshelf-tiny; null if nobody measured it, as with policies of other packages. `seconds` covers prefill and
+    compression, without waiting and storing. `basis` is its origin: `measured` on this policy here; or `compress_share`
+    added to a prefill measured on `other_policies`, or `assumed` from the model's size. Both are null if nothing tells
+    what the policy takes. If the policy refuses the document, `refused` says why and the numbers are null.
     """
 
     policy: str
     kept: int | None = None
     compression_ratio: float | None = None
     bytes_stored: dict[str, int] | None = None
+    compress_share: float | None = None
     seconds: float | None = None
     basis: Literal["measured", "other_policies", "assumed"] | None = None
     refused: str | None = None

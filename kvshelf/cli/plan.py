@@ -54,7 +54,7 @@ def plan(
 
     --simulate adds the resources that all GPUs share, the fullest first, and a run with failures.
     """
-    with _common.named_errors(as_json=as_json), needs_extra("serve", purpose="kvshelf plan"):
+    with _common.named_errors(as_json=as_json), needs_extra("serve", purpose=f"kvshelf plan --model {model}"):
         from kvshelf.corpus import plan as paper
 
         numbers = {"--tokens-per-s": tokens_per_s, "--hours": hours, "--server-memory-gb": server_memory_gb}

@@ -59,11 +59,11 @@ def _found(url: str | None, as_json: bool) -> list[PolicyObject]:
     if url is not None:
         with _common.connected(url, as_json=as_json) as client:
             return client.policies.list()
-    with needs_extra("serve", purpose="kvshelf policies without --url"):
-        from kvshelf.workers.policies import catalog
     from kvshelf.api import PolicyObject
+    from kvshelf.workers.policies import catalog
 
-    return [PolicyObject.model_validate(info.to_dict()) for info in catalog()]
+    with needs_extra("serve", purpose="kvshelf policies, beside policies of other packages,"):
+        return [PolicyObject.model_validate(info.to_dict()) for info in catalog()]
 
 
 def _table(policies: list[PolicyObject]) -> Table:

@@ -15,21 +15,37 @@ from typing import Any, Final
 
 from kvshelf.errors import InvalidRequest
 from kvshelf.store.artifact.codecs import Codec
-from kvshelf.workers.model.loading import described, skeleton
-from kvshelf.workers.policies import build
 from kvshelf.workers.policies.budgets import Budget
-from kvshelf.workers.replica.create.estimates import ASSUMED_FLOPS, Shape
+from kvshelf.workers.policies.known import policy_info
+from kvshelf.workers.replica.create.sizes import ASSUMED_FLOPS, Shape
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A published configuration with transformers' names: a Llama in bfloat16, without biases and head norms."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    vocab_size: int
+
+    def shape(self) -> Shape:
+        """As `Shape.of` the model, which need not be made."""
+        head_dim = self.hidden_size // self.num_attention_heads
+        attention = 2 * self.hidden_size * (self.hidden_size + self.num_key_value_heads * head_dim)
+        layer = attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
+        weights = self.num_hidden_layers * layer + self.hidden_size + self.vocab_size * self.hidden_size
+        return Shape(self.num_hidden_layers, self.num_key_value_heads, head_dim, 2, "meta", 2.0 * weights)
+
 
 BUILT_IN: Final = {
-    "llama-3.1-8b": (4096, 14336, 32, 32, 8, 128256),
-    "mistral-7b": (4096, 14336, 32, 32, 8, 32768),
-    "qwen2.5-7b": (3584, 18944, 28, 28, 4, 152064),
-    "qwen3-8b": (4096, 12288, 36, 32, 8, 151936),
+    "llama-3.1-8b": Decoder(4096, 14336, 32, 32, 8, 128256),
+    "mistral-7b": Decoder(4096, 14336, 32, 32, 8, 32768),
+    "qwen2.5-7b": Decoder(3584, 18944, 28, 28, 4, 152064),
+    "qwen3-8b": Decoder(4096, 12288, 36, 32, 8, 151936),
 }
-"""Published configurations, by the fields in `_CONFIG`; bfloat16, without biases and head norms."""
-_CONFIG = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size"
-)  # fmt: skip
 
 ATTEMPTS: Final = 3
 """Attempts at a document that kills its worker each time."""
@@ -121,7 +137,7 @@ class Work:
 
     def kept(self, num_tokens: int) -> int:
         """Entries that each head keeps of a document. Raises as a creation does."""
-        if not build(self.policy, {}).takes_budget:
+        if not policy_info(self.policy).takes_budget:
             return num_tokens
         ratio, tokens = self.compression_ratio, self.budget_tokens
         return Budget.resolve(num_tokens, compression_ratio=ratio, budget_tokens=tokens).tokens
@@ -129,8 +145,8 @@ class Work:
 
 _ASSUMED: Final = (
     f"ASSUMED: a GPU does {ASSUMED_FLOPS['cuda']:.0e} operations a second, low on purpose, two for each weight and "
-    "token. Measure with `kvshelf bench speed --parts compression --output FILE` and give --rates FILE, or give "
-    "--tokens-per-s."
+    "token, and {policy} adds {share:.0%} to a prefill, as it does on kvshelf-tiny. Measure with `kvshelf bench speed "
+    "--parts compression --output FILE` and give --rates FILE, or give --tokens-per-s."
 )
 
 
@@ -145,14 +161,22 @@ class Speed:
     def of(cls, shape: Shape, policy: str, tokens_per_s: float | None, measured: Path | None) -> Speed:
         """The given tokens per second, else those in a file that `kvshelf bench speed` wrote, else an assumed number.
 
-        Raises `InvalidRequest` if both are given, or if the file has another format or lacks the policy.
+        Raises `InvalidRequest` if both are given, if the file has another format or lacks the policy, or if neither is
+        given and nobody measured what the policy takes.
         """
         if measured is not None and tokens_per_s is not None:
             raise InvalidRequest("--rates and --tokens-per-s answer each other; give one", param="--rates")
         if tokens_per_s is not None:
             return cls(tokens_per_s, f"{tokens_per_s:,g} tokens a second for each GPU, as given.")
         if measured is None:
-            return cls(ASSUMED_FLOPS["cuda"] / shape.flops, _ASSUMED)
+            share = policy_info(policy).compress_share
+            if share is None:
+                raise InvalidRequest(
+                    f"what policy {policy!r} adds to a prefill is unknown; give --tokens-per-s or --rates",
+                    param="--policy",
+                )
+            basis = _ASSUMED.format(policy=policy, share=share)
+            return cls(ASSUMED_FLOPS["cuda"] / shape.flops / (1 + share), basis)
         with _output_of("kvshelf bench speed --parts compression", measured, "--rates") as report:
             rows = [row for length in report["compression"] for row in length["rows"]]
             taken = [row for row in rows if row["policy"] == policy]
@@ -191,7 +215,9 @@ class Plan:
 def shape_of(model: str) -> Shape:
     """The shape of a built-in name, a bundled model, a folder or a hub id. Raises `InvalidRequest`."""
     if (known := BUILT_IN.get(model.lower())) is not None:
-        return Shape.of(described("llama", **dict(zip(_CONFIG, known, strict=True)), dtype="bfloat16"))
+        return known.shape()
+    from kvshelf.workers.model.loading import skeleton  # needs torch, as no built-in name does
+
     return Shape.of(skeleton(model))
 
 

@@ -6,12 +6,13 @@ import json
 import math
 import re
 import shlex
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from kvshelf.cli import app
@@ -34,7 +35,8 @@ from kvshelf.corpus.plan import (
 )
 from kvshelf.errors import InvalidRequest
 from kvshelf.workers.model.loading import bundled_folder
-from kvshelf.workers.replica.create.estimates import Shape
+from kvshelf.workers.policies.known import compress_share
+from kvshelf.workers.replica.create.sizes import Shape
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGE = ROOT / "docs" / "scale.md"
@@ -103,6 +105,24 @@ def test_a_policy_without_a_budget_keeps_everything_and_a_budget_no_more_than_th
     assert Work(budget_tokens=256).kept(1000) == 256
     assert Work(budget_tokens=256).kept(100) == 100
     assert Work().kept(1000) == 500  # the default of a creation
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_the_shape_of_a_built_in_name_is_that_of_the_model(name: str) -> None:
+    config = AutoConfig.for_model("llama", **asdict(BUILT_IN[name]), dtype="bfloat16")
+    with torch.device("meta"):
+        assert shape_of(name) == Shape.of(AutoModelForCausalLM.from_config(config))
+
+
+def test_what_a_policy_adds_to_a_prefill_is_planned() -> None:
+    plain = 1e14 / LLAMA.flops
+    for policy in ("full", "keydiff", "kvzip"):
+        share = compress_share(policy)
+        assert share is not None
+        speed = Speed.of(LLAMA, policy, None, None)
+        assert speed.tokens_per_s == pytest.approx(plain / (1 + share))
+        assert f"{policy} adds {share:.0%} to a prefill" in speed.basis
+    assert plain / Speed.of(LLAMA, "kvzip", None, None).tokens_per_s == pytest.approx(5.01, abs=0.01)
 
 
 def test_shapes_are_those_of_the_published_models() -> None:

@@ -24,7 +24,7 @@ from kvshelf.bench.quality.retrieval import counter
 from kvshelf.bench.quality.suite import make_case
 from kvshelf.bench.quality.summary import Summary
 from kvshelf.workers.engine.engine import Engine
-from kvshelf.workers.replica.create.estimates import Shape
+from kvshelf.workers.replica.create.sizes import Shape
 
 Progress = Callable[[Unit, bool], None]
 """Called with each finished unit, and whether its outcomes were in the resume file already."""

@@ -40,6 +40,8 @@ _CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "heads": ("joint", "each"),
     "steps": ("even", "kl"),
 }
+RUN_ROWS: Final = 1024
+"""Rows of one stream of klt."""
 STEPS: Final = (0.05, 16.0)
 """The smallest and the largest step of klt."""
 _MOST_CLASSES: Final = 4

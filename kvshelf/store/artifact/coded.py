@@ -30,9 +30,9 @@ from torch import Tensor
 
 from kvshelf.errors import BlobError
 from kvshelf.kernels import ans
+from kvshelf.store.artifact.codecs import RUN_ROWS
 from kvshelf.store.artifact.transforms import STEP_PARTS, RowTransform
 
-RUN_ROWS: Final = 1024
 FIRST_TOKENS: Final = 4
 
 _FRAME: Final = 1 << 31

@@ -72,7 +72,7 @@ def load(name: str, *, device: str, dtype: str, progress: bool = False) -> tuple
 def _without_bars() -> Iterator[None]:
     """Inside the block transformers and the hub show no progress bars. Afterwards their switches are as before."""
     from huggingface_hub import constants
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
     from transformers.utils import logging
 
     if constants.HF_HUB_DISABLE_PROGRESS_BARS is False:  # the environment asks for bars, and has priority
@@ -96,29 +96,15 @@ def _without_bars() -> Iterator[None]:
 
 def skeleton(name: str) -> PreTrainedModel:
     """A model without its weights, for estimates from its configuration alone. Names as in `load`."""
-    from transformers import AutoConfig
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
         config = AutoConfig.from_pretrained(_source(name), trust_remote_code=False)
-        return _without_weights(config)
+        with torch.device("meta"):  # where tensors take no memory
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        return model
     except (OSError, ValueError, KeyError) as error:
         raise InvalidRequest(f"the configuration of {name!r} cannot be read: {error}", param="model") from error
-
-
-def described(model_type: str, **fields: Any) -> PreTrainedModel:
-    """As `skeleton`, for a configuration of transformers given field by field."""
-    from transformers import AutoConfig
-
-    return _without_weights(AutoConfig.for_model(model_type, **fields))
-
-
-def _without_weights(config: PretrainedConfig) -> PreTrainedModel:
-    """The model on torch's meta device, where tensors take no memory."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    return model
 
 
 def identify(model: PreTrainedModel, text: TextFormat | None, name: str) -> ModelIdentity:

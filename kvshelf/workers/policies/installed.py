@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
-from typing import Final
 
 from kvshelf.errors import InvalidRequest
 from kvshelf.workers.policies.base import Policy
-
-GROUP: Final = "kvshelf.policies"
+from kvshelf.workers.policies.info import GROUP
 
 
 def installed(ours: Mapping[str, type[Policy]]) -> dict[str, type[Policy]]:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from kvshelf.errors import InvalidRequest, PolicyUnsupported
+from kvshelf.errors import InvalidRequest, PolicyUnsupported, nearest
 
 LARGEST: Final = 2**24
 """Largest legal number. No document has more tokens, and above it fp32 cannot represent every integer."""
+
+
+def unknown(policy: str, known: Iterable[str]) -> InvalidRequest:
+    """The error for a policy that is none of those known."""
+    names = list(known)
+    return InvalidRequest(
+        f"unknown policy {policy!r}{nearest(policy, names)}; this version has {', '.join(names)}", param="policy"
+    )
 
 
 def legal_values(types: tuple[type, ...], rule: Mapping[str, Any]) -> str:

@@ -17,7 +17,9 @@ from kvshelf import Client, Engine
 from kvshelf.api import Timings
 from kvshelf.cli import app
 from kvshelf.workers.policies import POLICIES
-from kvshelf.workers.replica.create.estimates import CODECS, Rates, Shape
+from kvshelf.workers.policies.known import compress_share
+from kvshelf.workers.replica.create.estimates import CODECS, Rates
+from kvshelf.workers.replica.create.sizes import Shape
 from tests.service.conftest import created, refused, stopped
 
 if TYPE_CHECKING:
@@ -82,15 +84,45 @@ def test_seconds_are_measured_once_a_policy_has_worked(http: httpx.Client) -> No
     assert other["basis"] == "other_policies"
 
 
-def test_rates_are_by_policy_then_of_all_then_assumed() -> None:
+def added(policy: str) -> float:
+    share = compress_share(policy)
+    assert share is not None
+    return share
+
+
+def test_rates_are_by_policy_then_of_all_then_assumed_with_what_each_policy_adds() -> None:
     shape = Shape(layers=2, kv_heads=2, head_dim=16, itemsize=4, device="cpu", flops=1e6)
     rates = Rates()
-    assert rates.seconds("keydiff", 100, shape) == (100 * 1e6 / 5e10, "assumed")
-    rates.add("keydiff", 1000, Timings(queue_s=50, prefill_s=1.5, compress_s=0.5, store_s=50))
-    rates.add("snapkv", 1000, Timings(prefill_s=4.0))
+    for policy in ("keydiff", "kvzip"):
+        assert rates.seconds(policy, 100, shape) == (pytest.approx(100 * 1e6 / 5e10 * (1 + added(policy))), "assumed")
+    rates.add("keydiff", {}, 1000, Timings(queue_s=50, prefill_s=1.5, compress_s=0.5, store_s=50))
+    rates.add("snapkv", {}, 1000, Timings(prefill_s=4.0))
+    plain = (2.0 / (1 + added("keydiff")) + 4.0 / (1 + added("snapkv"))) / 2000
     assert rates.seconds("keydiff", 100, shape) == (pytest.approx(0.2), "measured")
-    assert rates.seconds("tova", 100, shape) == (pytest.approx(0.3), "other_policies")
+    assert rates.seconds("tova", 100, shape) == (pytest.approx(100 * plain * (1 + added("tova"))), "other_policies")
+    assert rates.seconds("kvzip", 100, shape) == (pytest.approx(100 * plain * 5.005, rel=1e-3), "other_policies")
     assert rates.measured_tokens == 2000
+
+
+def test_a_policy_that_nobody_measured_is_unknown_until_it_has_run() -> None:
+    shape = Shape(layers=2, kv_heads=2, head_dim=16, itemsize=4, device="cpu", flops=1e6)
+    rates = Rates()
+    assert rates.seconds("ada around kvzip", 100, shape) is None
+    rates.add("ada", {"base": "kvzip", "floor": 0.2}, 1000, Timings(prefill_s=9.0))
+    assert rates.seconds("ada around kvzip", 100, shape) == (pytest.approx(0.9), "measured")
+    # It says nothing about others: what it adds to a prefill is still unknown.
+    assert rates.seconds("ada", 100, shape) == (pytest.approx(100 * 1e6 / 5e10 * (1 + added("ada"))), "assumed")
+
+
+def test_an_estimate_knows_what_each_policy_adds(http: httpx.Client) -> None:
+    rows = {row["policy"]: row for row in estimate(http, compression_ratio=0.5)["policies"]}
+    assert rows["kvzip"]["compress_share"] == pytest.approx(4.01, abs=0.01)  # docs/policies.md: 401 %
+    told = {name: row["compress_share"] for name, row in rows.items() if row["refused"] is None}
+    assert len(told) > 20
+    assert told == {name: added(name) for name in told}
+    (around,) = estimate(http, policy="ada", policy_params={"base": "kvzip"})["policies"]
+    assert (around["compress_share"], around["seconds"], around["basis"]) == (None, None, None)
+    assert around["bytes_stored"]["none"] > 0
 
 
 def test_bad_input(http: httpx.Client) -> None:
@@ -144,6 +176,9 @@ def test_the_client_and_the_command(service_url: str, tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert f"{said.tokens} tokens" in done.stderr
     assert f" {said.policies[0].kept} " in done.stdout
+    assert " 4% " in done.stdout  # keydiff's, of docs/policies.md
+    unknown = ["estimate", str(file), "--url", service_url, "--policy", "ada", "--param", "base=kvzip"]
+    assert CliRunner().invoke(app, unknown).stdout.count(" unknown ") == 2
     (row,) = said.policies
     assert f"({row.bytes_stored['int4'] / said.bytes_full_16bit:.1%})" in done.stdout
     assert f"Shares are of {said.bytes_full_16bit / 1e6:.2f} MB" in done.stderr

@@ -176,7 +176,7 @@ class Creations:
             queue=ticket.queue_s, prefill=prefill_s, compress=compress_s, measure=measure_s, store=store_s
         )
         for made in new:
-            self._rates.add(made.policy, made.num_tokens, made.timings)
+            self._rates.add(made.policy, made.policy_params, made.num_tokens, made.timings)
             about: dict[str, float] = {"tokens": made.num_tokens, "kept": made.kept_tokens, "tried": len(made.tried)}
             if made.quality is not None:
                 about["agreement"] = made.quality.agreement

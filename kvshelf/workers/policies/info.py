@@ -1,0 +1,70 @@
+"""A policy as documentation and forms show it, and what it measured. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any, Final
+
+GROUP: Final = "kvshelf.policies"
+"""The entry points under which other packages name their policies."""
+
+
+@dataclass(frozen=True)
+class ParameterInfo:
+    """One parameter of a policy, as documentation and forms show it."""
+
+    type: str
+    default: Any
+    help: str
+    legal: str
+    minimum: float | None
+    maximum: float | None
+    choices: tuple[Any, ...] | None
+    odd: bool
+
+
+@dataclass(frozen=True)
+class PolicyInfo:
+    """One policy, as documentation and forms show it. `measured`: its rows of the quality bench (`measured_rows`)."""
+
+    name: str
+    version: int
+    summary: str
+    details: list[str]
+    advice: str
+    source: str
+    phase: str
+    takes_budget: bool
+    takes_questions: bool
+    measured: list[dict[str, Any]]
+    parameters: dict[str, ParameterInfo]
+
+    @property
+    def compress_share(self) -> float | None:
+        """What the policy adds to a prefill that keeps everything, as a share of its time; None if nobody measured it.
+
+        The most of all ratios, with default parameters, as the quality bench measured it on kvshelf-tiny: documents of
+        2,048 tokens on one thread of a CPU. On other models and lengths it is another one.
+        """
+        return max((row["compress_share"] for row in self.measured if row["codec"] == "none"), default=None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields of the API's policy object: its id is the name."""
+        return {"id": self.name} | asdict(self)
+
+
+@cache
+def _all_rows() -> list[dict[str, Any]]:
+    file = files("kvshelf") / "models" / "kvshelf-tiny" / "quality.json"
+    return json.loads(file.read_text())["rows"] if file.is_file() else []
+
+
+def measured_rows(policy: str) -> list[dict[str, Any]]:
+    """Results of the quality bench on the bundled model, as `scripts/publish_quality.py` wrote them; empty if the
+    package contains none. Each row is of one fraction removed and one codec. `exact`: mean share of exact answers over
+    the cells that the model solves with the full cache. `bytes_per_token`: stored bytes per document token.
+    `compress_share`: the time that the policy adds to a prefill, divided by the time of that prefill."""
+    return [dict(row) for row in _all_rows() if row["policy"] == policy]

@@ -1,0 +1,69 @@
+"""All policies as documentation, forms and plans need them. Needs no torch, unless another package has a policy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import entry_points
+from importlib.resources import files
+from typing import Any
+
+from kvshelf.workers.policies.info import GROUP, ParameterInfo, PolicyInfo, measured_rows
+from kvshelf.workers.policies.parameters import unknown
+
+
+def catalog() -> list[PolicyInfo]:
+    """Every policy with its parameters, ranges and source.
+
+    Those of kvshelf come from catalog.json, which `scripts/publish_quality.py` writes from their classes. Those of
+    other packages come from their classes, and raise as `installed` does.
+    """
+    ours = list(_ours())
+    if not entry_points(group=GROUP):
+        return ours
+    from kvshelf.workers.policies.registry import POLICIES, info_of
+
+    names = {info.name for info in ours}
+    return [*ours, *(info_of(cls) for name, cls in POLICIES.items() if name not in names)]
+
+
+def policy_info(name: str) -> PolicyInfo:
+    """One policy. Raises `InvalidRequest` for an unknown name."""
+    known = {info.name: info for info in catalog()}
+    if name not in known:
+        raise unknown(name, known)
+    return known[name]
+
+
+def cost_name(policy: str, params: Mapping[str, Any]) -> str:
+    """The name under which a policy's cost is measured.
+
+    A policy that lets another one score, its `base`, costs what that one costs: around another base than by default its
+    cost is another one, which no bench has measured.
+    """
+    base = params.get("base")
+    about = policy_info(policy).parameters.get("base")
+    return policy if about is None or base in (None, about.default) else f"{policy} around {base}"
+
+
+def compress_share(cost: str) -> float | None:
+    """`PolicyInfo.compress_share` of a `cost_name`; None if nobody measured it."""
+    return next((info.compress_share for info in catalog() if info.name == cost), None)
+
+
+def _parameter(*, choices: list[Any] | None, **about: Any) -> ParameterInfo:
+    return ParameterInfo(choices=None if choices is None else tuple(choices), **about)
+
+
+@cache
+def _ours() -> tuple[PolicyInfo, ...]:
+    packaged = json.loads((files("kvshelf") / "workers" / "policies" / "catalog.json").read_text())
+    return tuple(
+        PolicyInfo(
+            **about
+            | {"parameters": {name: _parameter(**each) for name, each in about["parameters"].items()}}
+            | {"measured": measured_rows(about["name"])}
+        )
+        for about in packaged
+    )

@@ -1,0 +1,106 @@
+"""The classes of all policies, by name. A new policy is a file here and a line in `_OURS`, or an installed package."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from kvshelf.workers.policies.ada import Ada
+from kvshelf.workers.policies.base import Policy, parameter_fields, parameter_types
+from kvshelf.workers.policies.cake import Cake
+from kvshelf.workers.policies.chunkkv import ChunkKV
+from kvshelf.workers.policies.compresskv import CompressKV
+from kvshelf.workers.policies.dapq import DapQ
+from kvshelf.workers.policies.defensivekv import DefensiveKV
+from kvshelf.workers.policies.ems import EMS
+from kvshelf.workers.policies.expected_attention import ExpectedAttention
+from kvshelf.workers.policies.full import Full
+from kvshelf.workers.policies.h2o import H2O
+from kvshelf.workers.policies.info import ParameterInfo, PolicyInfo, measured_rows
+from kvshelf.workers.policies.installed import installed
+from kvshelf.workers.policies.keydiff import KeyDiff
+from kvshelf.workers.policies.knorm import Knorm
+from kvshelf.workers.policies.kvcues import KVcues
+from kvshelf.workers.policies.kvzip import KVzip
+from kvshelf.workers.policies.lagkv import LagKV
+from kvshelf.workers.policies.layer_defensivekv import LayerDefensiveKV
+from kvshelf.workers.policies.localkv import LocalKV
+from kvshelf.workers.policies.parameters import legal_values, unknown
+from kvshelf.workers.policies.pyramidkv import PyramidKV
+from kvshelf.workers.policies.sablock import SABlock
+from kvshelf.workers.policies.sage import Sage
+from kvshelf.workers.policies.sentencekv import SentenceKV
+from kvshelf.workers.policies.snapkv import SnapKV
+from kvshelf.workers.policies.streaming_llm import StreamingLLM
+from kvshelf.workers.policies.tova import Tova
+
+DEFAULT_POLICY = "keydiff"
+
+_OURS: Mapping[str, type[Policy]] = {
+    cls.name: cls
+    for cls in (
+        Full,
+        Ada,
+        Cake,
+        ChunkKV,
+        CompressKV,
+        DapQ,
+        DefensiveKV,
+        EMS,
+        ExpectedAttention,
+        H2O,
+        KeyDiff,
+        Knorm,
+        KVcues,
+        KVzip,
+        LagKV,
+        LayerDefensiveKV,
+        LocalKV,
+        PyramidKV,
+        SABlock,
+        Sage,
+        SentenceKV,
+        SnapKV,
+        StreamingLLM,
+        Tova,
+    )
+}
+
+POLICIES: Mapping[str, type[Policy]] = {**_OURS, **installed(_OURS)}
+
+
+def build(name: str, params: Mapping[str, Any]) -> Policy:
+    """The policy of that name with these parameters. Raises `InvalidRequest` on an unknown name or parameter."""
+    if name not in POLICIES:
+        raise unknown(name, POLICIES)
+    return POLICIES[name].build(params, POLICIES)
+
+
+def info_of(cls: type[Policy]) -> PolicyInfo:
+    """A policy with its parameters, ranges and source, from its class."""
+    types = parameter_types(cls)
+    parameters = {
+        f.name: ParameterInfo(
+            type=" or ".join("null" if kind is type(None) else kind.__name__ for kind in types[f.name]),
+            default=f.default,
+            legal=legal_values(types[f.name], f.metadata),
+            **f.metadata,
+        )
+        for f in parameter_fields(cls)
+    }
+    summary, *details = (" ".join(part.split()) for part in inspect.cleandoc(cls.__doc__ or "").split("\n\n"))
+    default = cls.build({}, POLICIES)
+    return PolicyInfo(
+        name=cls.name,
+        version=cls.version,
+        summary=summary,
+        details=details,
+        advice=cls.advice,
+        source=cls.source,
+        phase=default.phase,
+        takes_budget=cls.takes_budget,
+        takes_questions=default.takes_questions,
+        measured=measured_rows(cls.name),
+        parameters=parameters,
+    )

@@ -1,0 +1,117 @@
+"""The bytes of a cache and the operations of a prefill, from the dimensions of a model. Needs no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+from kvshelf.store.artifact.codecs import BITS, RUN_ROWS, Codec, Precision
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ASSUMED_FLOPS: Final[Mapping[str, float]] = {"cpu": 5e10, "cuda": 1e14}
+"""Floating-point operations per second of a device that has compressed nothing yet. Low on purpose."""
+
+_FIRST_ROWS, _RUN_BYTES, _BYTES_PER_FLAG = 4, 16, 1 / 8  # of codec klt, which docs/format.md describes
+
+_LAYER_BYTES, _PIECE_BYTES = 250, 175  # of header, padding and trailer, which docs/format.md describes
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The dimensions behind a cache's size. `itemsize`: bytes of a number. `flops`: of one token's prefill."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    itemsize: int
+    device: str
+    flops: float
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Shape:
+        from kvshelf.workers.model.loading import head_size, kv_heads  # needs torch, as a model does
+
+        config = model.config
+        # Two operations for each weight, as is usual. Attention is left out: it counts in long documents only.
+        flops = 2.0 * model.num_parameters(exclude_embeddings=True)
+        return cls(
+            config.num_hidden_layers,
+            kv_heads(config),
+            head_size(config),
+            model.dtype.itemsize,
+            model.device.type,
+            flops,
+        )
+
+    def full_bytes(self, num_tokens: int) -> int:
+        """Keys and values of all tokens, uncompressed."""
+        return self.layers * self.kv_heads * num_tokens * 2 * self.head_dim * self.itemsize
+
+    def full_16bit_bytes(self, num_tokens: int) -> int:
+        """The same in 16-bit numbers."""
+        return replace(self, itemsize=2).full_bytes(num_tokens)
+
+    def stored_bytes(self, num_tokens: int, kept: int, codec: str) -> int:
+        """Approximate bytes of the blob of a cache with `kept` entries in each head; `docs/format.md` has the sum."""
+        chosen = Codec.parse(codec)
+        if chosen.name == "klt":
+            return self._streams(num_tokens, kept, chosen)
+        pieces = _pieces(chosen, kept)
+        head = sum(self._rows(count, precision, chosen.group) for precision, count in pieces)
+        head += sum(_positions(count, num_tokens) for _, count in pieces)
+        return self.layers * (self.kv_heads * head + _LAYER_BYTES + _PIECE_BYTES * len(pieces))
+
+    def _streams(self, num_tokens: int, kept: int, codec: Codec) -> int:
+        """Bytes under codec klt, which depend on the text: about a fifth more or less, and a third where it repeats
+        itself. Up to a third more under `steps=kl` where a policy keeps most in the layers with fine steps. Bits per
+        number fitted to kvshelf-tiny at steps of 0.25 to 8; its heads alone take a third more."""
+        alone = codec.heads == "each" or kept < num_tokens
+        numbers = 2 * self.layers * self.kv_heads * self.head_dim  # of a token
+        total = float(numbers * 2 * min(kept, _FIRST_ROWS))
+        for step, count in _classes(codec, num_tokens, kept):
+            bits = 0.42 * math.log2(1 + (2.6 / step) ** 1.6) * (1.37 if alone else 1.0)
+            runs = math.ceil(count / RUN_ROWS)
+            total += runs * 2 * self.layers * (self.kv_heads if alone else 1) * _RUN_BYTES
+            total += numbers * (runs * _BYTES_PER_FLAG + max(0, count - _FIRST_ROWS) * bits / 8)
+            total += self.layers * (self.kv_heads * _positions(count, num_tokens) + _LAYER_BYTES)
+        return round(total)
+
+    def _rows(self, count: int, precision: Precision, group: int) -> int:
+        """Keys and values of `count` entries of one head, scales and zeros included."""
+        if precision == "none":
+            return count * 2 * self.head_dim * self.itemsize
+        codes = 2 * count * math.ceil(self.head_dim * BITS[precision] / 8)
+        # A scale and a zero in bfloat16: by channel for each group of entries, by entry for each group of channels.
+        return codes + 4 * (math.ceil(count / group) * self.head_dim + count * math.ceil(self.head_dim / group))
+
+
+def _pieces(codec: Codec, kept: int) -> list[tuple[Precision, int]]:
+    """How many entries of a head are stored in which precision."""
+    if codec.name == "none":
+        return [("none", kept)]
+    if codec.name == "mixed":
+        high = int(kept * codec.share + 1e-9)
+        split: list[tuple[Precision, int]] = [(codec.high, high), (codec.low, kept - high)]
+    else:
+        last = min(kept, codec.residual)
+        split = [(codec.name, kept - last), ("none", last)]
+    return [(precision, count) for precision, count in split if count]
+
+
+def _classes(codec: Codec, num_tokens: int, kept: int) -> list[tuple[float, int]]:
+    """The steps of codec klt, and how many entries of a head have each."""
+    if not codec.classes:
+        return [(codec.step, kept)]
+    finer = [min(kept, int(num_tokens * share / 100)) for share in codec.shares[:-1]]
+    return list(zip(codec.classes, (*finer, max(0, kept - sum(finer))), strict=True))
+
+
+def _positions(count: int, num_tokens: int) -> int:
+    """Bytes of the positions of one head: none, a bitmap, or deltas of one byte each, two if gaps are wide."""
+    if count == num_tokens:
+        return 0
+    return min(math.ceil(num_tokens / 8), count * (1 if num_tokens < 128 * count else 2))
