@@ -160,15 +160,18 @@ def test_a_name_that_another_id_begins_with_is_refused(report: Path, tmp_path: P
 
 
 def test_export_and_import(report: Path, tmp_path: Path) -> None:
-    id = run("put", report, "--policy", "full", "--keep-source").stdout.strip()
-    assert json.loads(run("show", id, "--json").stdout)["has_source"]
+    named = ("--name", "the report", "--label", "team=tax", "--label", "year=2024")
+    id = run("put", report, "--policy", "full", "--keep-source", *named).stdout.strip()
+    before = json.loads(run("show", id, "--json").stdout)
+    assert before["has_source"]
     assert "kept" in run("show", id).stdout
     blob = tmp_path / "report.kvshelf"
     assert run("export", id, "--output", blob).stdout == f"{blob}\n"
     run("rm", id)
     assert run("import", blob, "--ttl", "1h", "--label", "team=law").stdout == f"{id}\n"
     cache = json.loads(run("show", id, "--json").stdout)
-    assert (cache["name"], cache["labels"], cache["has_source"]) == ("report.kvshelf", {"team": "law"}, False)
+    assert (cache["name"], cache["labels"]) == ("the report", {"team": "law", "year": "2024"})
+    assert (cache["has_source"], cache["quality"]) == (True, before["quality"])
     assert json.loads(run("import", blob, "--json").stdout)["existing"]
     blob.write_bytes(blob.read_bytes()[:-1])
     refused = json.loads(run("import", blob, "--json", code=2).stdout)["error"]

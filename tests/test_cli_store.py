@@ -13,6 +13,9 @@ from typer.testing import CliRunner, Result
 
 from kvshelf import CompressedCache, Engine, open_store
 from kvshelf.cli import app
+from kvshelf.store.artifact.exported import split
+from kvshelf.store.manifest import Judgement
+from tests.qualities import quality_of
 from tests.store.redis.servers import ValkeyServer
 
 MISSING = "kvs_" + "0" * 40
@@ -58,22 +61,32 @@ def checks(*options: str | Path, code: int = 0) -> dict[str, str]:
 def test_a_cache_goes_from_store_to_store_as_one_file(cache: CompressedCache, tmp_path: Path, keys: Path) -> None:
     one, two, file = f"disk://{tmp_path}/one", f"disk://{tmp_path}/two", tmp_path / "parrots.kvshelf"
     with open_store(one) as store:
-        id = store.put(cache, codec="int8").id
+        labels, quality = {"a": "z", "kind": "crate"}, quality_of(0.9)
+        judged = Judgement(quality=quality)
+        id = store.put(cache, codec="int8", name="parrots", labels=labels, judged=judged, source="Not read.").id
+        plain = tmp_path / "plain.kvshelf"
+        with store.open_blob(id) as stored:
+            plain.write_bytes(stored.file.read())
     assert run("export", id[:12], "--store", one, "--output", file).stdout == f"{file}\n"
     assert CompressedCache.from_bytes(file.read_bytes()).codec == "int8"
 
     sealed = ("--store", two, "--encryption-key-file", keys)
-    imported = json.loads(run("import", file, *sealed, "--ttl", "2h", "--label", "a=b", "--json").stdout)
-    assert (imported["name"], imported["labels"], imported["codec"]) == ("parrots.kvshelf", {"a": "b"}, "int8")
+    done = run("import", file, *sealed, "--ttl", "2h", "--label", "a=b", "--json")
+    imported = json.loads(done.stdout)
+    assert (imported["name"], imported["labels"]) == ("parrots", {"a": "b", "kind": "crate"})
+    assert (imported["codec"], imported["quality"]) == ("int8", quality_of(0.9).model_dump())
+    assert (imported["has_source"], "source_not_kept" in done.stderr) == (False, True)
     assert imported["expires_at"] == pytest.approx(imported["created_at"] + 7200, abs=60)
     assert run("import", file, *sealed).stdout == imported["id"] + "\n"
     again = tmp_path / "again.kvshelf"
     shown = json.loads(run("export", imported["id"], *sealed, "--output", again, "--json").stdout)
-    assert shown == {"id": imported["id"], "file": str(again), "bytes": file.stat().st_size}
-    assert again.read_bytes() == file.read_bytes()
+    assert shown == {"id": imported["id"], "file": str(again), "bytes": again.stat().st_size}
+    assert split(again.read_bytes()).blob == split(file.read_bytes()).blob == plain.read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
-        ["one", "two", "keys", "parrots.kvshelf", "again.kvshelf"]
+        ["one", "two", "keys", "plain.kvshelf", "parrots.kvshelf", "again.kvshelf"]
     )
+    third = json.loads(run("import", plain, "--store", f"disk://{tmp_path}/three", "--json").stdout)
+    assert (third["name"], third["labels"], third["quality"]) == ("plain.kvshelf", {}, None)
 
 
 def test_what_cannot_be_exported_or_imported(cache: CompressedCache, tmp_path: Path, keys: Path) -> None:

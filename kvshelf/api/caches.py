@@ -188,11 +188,12 @@ class UpdateCache(RequestBody):
 
 
 class ImportCache(QueryString):
-    """POST /v1/caches/import: properties of the cache; its blob is the body."""
+    """POST /v1/caches/import: properties of the cache; its blob or export is the body. `name` and `labels` have
+    precedence over those of an export."""
 
     ttl_s: Ttl | None = Field(None, description="seconds until the cache expires")
     expires_at: ExpiresAt | None = Field(None, description="Unix seconds, instead of ttl_s")
-    name: CacheName = ""
+    name: CacheName | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     from kvshelf.client._calls import ImportFields
 
 
+_UNCHECKED = (
+    "source_not_kept: the document's text was left out, because only a service that runs the model can check that it "
+    "is the cache's document; import the file through one to keep it"
+)
+
+
 def export_cache(
     cache: Cache,
     output: Annotated[Path, typer.Option(help="File to write.")],
@@ -30,12 +36,13 @@ def export_cache(
 ) -> None:
     """Write a cache to a file, for `kvshelf import` elsewhere or `CompressedCache.from_bytes`. Prints the file name.
 
-    Reads from a running service, or with --store directly from a store. The file is not encrypted.
+    The file also holds its name, labels, quality and, if it was kept, the document's text. It is not encrypted. Reads
+    from a running service, or with --store directly from a store.
     """
     if store is None:
         with _common.connected(url, as_json=as_json) as client, _common.notes.status(f"fetching {cache} ..."):
             id = _references.id_at(client, cache)
-            blob = client.caches.download(id)
+            blob = client.caches.download(id, about=True)
             with _common.written(output) as file:
                 file.write(blob)
     else:
@@ -45,7 +52,10 @@ def export_cache(
             shelf.open_blob(id := _references.id_in(shelf, cache)) as stored,
             _common.written(output) as file,
         ):
+            from kvshelf.store.about import export_part
+
             shutil.copyfileobj(stored.file, file, 1 << 20)
+            file.write(export_part(shelf, shelf.stat(id)))
     size = output.stat().st_size
     if as_json:
         print(json.dumps({"id": id, "file": str(output), "bytes": size}))
@@ -57,7 +67,9 @@ def export_cache(
 def import_cache(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A file written by `kvshelf export`.")],
     ttl: _options.Ttl = None,
-    name: _options.Name = None,
+    name: Annotated[
+        str | None, typer.Option(help="Display name.  [default: the exported one; for a blob alone, the file's]")
+    ] = None,
     label: _options.Labels = None,
     store: _options.Store = None,
     encryption_key_file: _options.KeyFile = None,
@@ -66,16 +78,19 @@ def import_cache(
 ) -> None:
     """Put an exported cache on a shelf and print its id. Every digest is checked first.
 
+    It keeps its name, labels and quality, which are what the exporter claims; --name and --label have precedence.
     Writes through a running service, or with --store directly into a store. A service also refuses caches of models
-    that it does not run.
+    that it does not run, and keeps the document's text, after checking it against the cache.
     """
     with _common.named_errors(as_json=as_json):
+        from kvshelf.store.artifact.exported import MAGIC
+
+        blob = _read(file)
         fields: ImportFields = {
             "ttl_s": _common.seconds(ttl),
-            "name": file.name if name is None else name,
+            "name": file.name if name is None and not blob.endswith(MAGIC) else name,
             "labels": _common.pairs(label, "--label"),
         }
-        blob = _read(file)
         if store is None:
             with (
                 _common.connected(url, as_json=as_json) as client,
@@ -104,15 +119,27 @@ def _of_input(file: Path) -> Iterator[None]:
 def _put(store: str, key_file: Path | None, blob: bytes, fields: ImportFields) -> CacheObject:
     with stores.opened(store, key_file) as shelf:
         from kvshelf.service.state import cache_object
+        from kvshelf.store.about import about_of
         from kvshelf.store.artifact.blob import inspect
         from kvshelf.store.artifact.cache import CompressedCache
+        from kvshelf.store.artifact.exported import split
+        from kvshelf.store.manifest import Judgement
 
-        header = inspect(blob).header
+        exported = split(blob)
+        about = about_of(exported)
+        header = inspect(exported.blob).header
         header.shape.require_bounds(header.to_identity().model)
-        cache = CompressedCache.from_bytes(blob)
-        return cache_object(
-            shelf.put(cache, ttl_s=fields["ttl_s"], name=fields["name"] or "", labels=fields["labels"] or {})
+        cache = CompressedCache.from_bytes(exported.blob)
+        if exported.source:
+            _common.notes.print(_UNCHECKED, style="yellow", soft_wrap=True)
+        stored = shelf.put(
+            cache,
+            ttl_s=fields["ttl_s"],
+            name=about.name if fields["name"] is None else fields["name"],
+            labels=about.labels | dict(fields["labels"] or {}),
+            judged=Judgement(quality=about.quality),
         )
+        return cache_object(stored)
 
 
 def _read(file: Path) -> bytes:

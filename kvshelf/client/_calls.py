@@ -203,17 +203,21 @@ def delete_cache(id: str) -> Call[api.Deleted]:
     return Call("DELETE", _cache_path(id), parse_as(api.Deleted), repeatable=False)
 
 
-def download_cache(id: str) -> Call[bytes]:
-    """The blob of one cache, for `CompressedCache.from_bytes`, which checks every digest in it."""
-    return Call("GET", _cache_path(id) + "/blob", lambda response: response.content)
+def download_cache(id: str, *, about: bool = False) -> Call[bytes]:
+    """The blob of one cache, for `CompressedCache.from_bytes`, which checks every digest in it. With `about` it is an
+    export: `import_blob` then gives the cache its name, labels, quality and kept source, too."""
+    params = {"about": "true"} if about else {}
+    return Call("GET", _cache_path(id) + "/blob", lambda response: response.content, params=params)
 
 
 def import_blob(blob: bytes, **fields: Unpack[ImportFields]) -> Call[api.CacheObject]:
-    """Put the blob of a cache, as `download` gives it, on the shelf of this service. It keeps its codec.
+    """Put the blob of a cache, as `download` gives it, on the shelf of this service. It keeps its codec; from an export
+    also its name, labels, quality and source, where `name` and `labels` say nothing else.
 
     `ttl_s` or `expires_at`, `name`, `labels` as in `create`; a cache that is there already comes back with `existing`
     true. Raises `CacheCorrupt` for bytes that are not a sound blob, `ModelMismatch` for a cache of a model that the
-    service does not run, `BodyTooLarge`, `QuotaExceeded`, `StorageFull`.
+    service does not run, `StateConflict` for an export with the source of another document, `BodyTooLarge`,
+    `QuotaExceeded`, `StorageFull`.
     """
     if not isinstance(blob, bytes):
         raise InvalidRequest(f"a blob is bytes, not {type(blob).__name__}", param="blob")

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Annotated
 
+from blake3 import blake3
 from fastapi import Depends, Header, Response
 from fastapi.responses import StreamingResponse
 
@@ -31,22 +32,23 @@ class Selection:
 InDownload = Annotated[Selection, Depends()]
 
 
-def download(blob: BlobFile, selection: Selection, media_type: str) -> Response:
-    """An answer with the bytes; it closes `blob`. A single range is honoured; several ranges get the whole blob."""
-    etag = f'"{blob.digest}"'
+def download(blob: BlobFile, selection: Selection, media_type: str, more: bytes = b"") -> Response:
+    """An answer with the bytes, then `more`; it closes `blob`. A single range is honoured; several get everything."""
+    etag = f'"{blob.digest}{blake3(more).hexdigest(length=8) if more else ""}"'
+    nbytes = blob.nbytes + len(more)
     headers = {"etag": etag, "accept-ranges": "bytes"}
     if etag in [tag.strip().removeprefix("W/") for tag in selection.if_none_match.split(",")]:
         blob.close()
         return Response(status_code=304, headers=headers)
-    span = None if selection.if_range not in ("", etag) else _span(selection.range, blob.nbytes)
+    span = None if selection.if_range not in ("", etag) else _span(selection.range, nbytes)
     if span is not None and span[0] >= span[1]:
         blob.close()
-        return _unsatisfiable(selection.range, blob.nbytes)
-    start, end = span or (0, blob.nbytes)
+        return _unsatisfiable(selection.range, nbytes)
+    start, end = span or (0, nbytes)
     headers["content-length"] = str(end - start)
     if span is not None:
-        headers["content-range"] = f"bytes {start}-{end - 1}/{blob.nbytes}"
-    content = _chunks(blob, start, end)
+        headers["content-range"] = f"bytes {start}-{end - 1}/{nbytes}"
+    content = _chunks(blob, more, start, end)
     status = 200 if span is None else 206
     return StreamingResponse(content, status_code=status, headers=headers, media_type=media_type)
 
@@ -76,8 +78,10 @@ def _number(digits: str) -> int | None:
     return int(digits.lstrip("0")[:20] or "0") if digits else None
 
 
-async def _chunks(blob: BlobFile, start: int, end: int) -> AsyncIterator[bytes]:
+async def _chunks(blob: BlobFile, more: bytes, start: int, end: int) -> AsyncIterator[bytes]:
     with blob:
+        rest = more[max(0, start - blob.nbytes) : max(0, end - blob.nbytes)]
+        end = min(end, blob.nbytes)
         blob.file.seek(start)
         while start < end:
             chunk = await off_loop(blob.file.read, min(_CHUNK_BYTES, end - start))
@@ -85,3 +89,5 @@ async def _chunks(blob: BlobFile, start: int, end: int) -> AsyncIterator[bytes]:
                 return  # the blob is shorter than its manifest says: the client sees a broken transfer
             start += len(chunk)
             yield chunk
+        if rest:
+            yield rest

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import mmap
-from typing import BinaryIO
+from dataclasses import dataclass
+from typing import Annotated, BinaryIO
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from kvshelf.api import CacheObject, ImportCache, Verification
@@ -15,14 +16,19 @@ from kvshelf.service.http import openapi
 from kvshelf.service.http.body import BLOB_TYPE, read_query, received_blob
 from kvshelf.service.http.downloads import InDownload, download
 from kvshelf.service.state import InService, Service, cache_response, in_turn, off_loop
+from kvshelf.store.about import About, about_of, export_part, source_of
 from kvshelf.store.artifact.blob import inspect
 from kvshelf.store.artifact.cache import CompressedCache
+from kvshelf.store.artifact.exported import split
+from kvshelf.store.artifact.identity import Identity
 from kvshelf.store.base import Store
-from kvshelf.store.manifest import Manifest
+from kvshelf.store.manifest import Judgement, Manifest
 from kvshelf.workers.cluster.remote import RESTART_S
 from kvshelf.workers.replica.create.publish import prolonged
 
 router = APIRouter(prefix="/v1/caches", tags=["caches"], responses=openapi.ERRORS)
+
+WithAbout = Annotated[bool, Query(description="send name, labels, quality and source, too")]
 
 _BLOB = {"content": {BLOB_TYPE: {"schema": {"type": "string", "format": "binary"}}}}
 
@@ -35,19 +41,37 @@ _BLOB = {"content": {BLOB_TYPE: {"schema": {"type": "string", "format": "binary"
     openapi_extra=openapi.query_of(ImportCache) | {"requestBody": {"required": True} | _BLOB},
 )
 async def import_cache(request: Request, service: InService, caller: Writer) -> Response:
-    """Store a blob that was downloaded or exported. The cache keeps its codec and gets the id that this shelf gives it.
-    `label.<key>=<value>` sets a label and may be repeated."""
-    about = read_query(request, ImportCache)
-    await off_loop(service.store.expiry, about.ttl_s, about.expires_at)
-    async with received_blob(request, service.settings) as file:
-        manifest, existing = await in_turn(service, caller, _import, service, file, about, caller.tenant)
+    """Store a blob that was downloaded or exported. The cache keeps its codec and gets the id that this shelf gives it,
+    and from an export its name, labels, quality and source. `label.<key>=<value>` sets a label and may be repeated."""
+    wanted = read_query(request, ImportCache)
+    await off_loop(service.store.expiry, wanted.ttl_s, wanted.expires_at)
+    async with (
+        received_blob(request, service.settings) as file,
+        service.whole.turn(caller.tenant, service.settings.request_deadline_s) as left_s,
+    ):
+        arrived = await off_loop(_arrived, service, file)
+        if arrived.source is not None:
+            remote = service.engine(arrived.model).remote
+            await remote.call("require_source", arrived.identity, arrived.source, limit_s=left_s)
+        manifest, existing = await off_loop(_import, service.store, arrived, wanted, caller.tenant)
     return cache_response(manifest, existing=existing)
 
 
-def _import(service: Service, file: BinaryIO, about: ImportCache, tenant: str) -> tuple[Manifest, bool]:
-    """Stores the cache that a file contains. Returns its manifest, and whether the shelf already had it."""
-    view = _mapped(file)
-    header = inspect(view).header
+@dataclass(frozen=True)
+class _Arrived:
+    """A blob whose header fits a served model, and what came with it. `source` must still be compared with it."""
+
+    blob: memoryview
+    model: str
+    identity: Identity
+    about: About
+    source: str | None
+
+
+def _arrived(service: Service, file: BinaryIO) -> _Arrived:
+    """What a file contains. Nothing but the header of the blob is read yet."""
+    exported = split(_mapped(file))
+    header = inspect(exported.blob).header
     identity = header.to_identity()
     model = service.serving(identity.model)
     header.shape.require_bounds(service.identities[model])
@@ -55,8 +79,13 @@ def _import(service: Service, file: BinaryIO, about: ImportCache, tenant: str) -
     _require_transforms(service, model, identity.transforms)
     if service.engine(model).remote.running == 0:
         raise NoWorker(f"no worker of {model!r} runs; one is being started", retry_after_s=RESTART_S)
-    cache = CompressedCache.from_bytes(view)
-    store = service.store
+    source = source_of(exported, service.settings.max_body_bytes)
+    return _Arrived(exported.blob, model, identity, about_of(exported), source)
+
+
+def _import(store: Store, arrived: _Arrived, wanted: ImportCache, tenant: str) -> tuple[Manifest, bool]:
+    """Stores the cache that arrived. Returns its manifest, and whether the shelf already had it."""
+    cache, about = CompressedCache.from_bytes(arrived.blob), arrived.about
     try:
         cache_id = store.cache_id(cache.identity, tenant=tenant, codec=cache.codec)
         there = store.stat(cache_id, tenant=tenant)
@@ -64,13 +93,18 @@ def _import(service: Service, file: BinaryIO, about: ImportCache, tenant: str) -
         manifest = store.put(
             cache,
             tenant=tenant,
-            ttl_s=about.ttl_s,
-            expires_at=about.expires_at,
-            labels=about.labels,
-            name=about.name,
+            ttl_s=wanted.ttl_s,
+            expires_at=wanted.expires_at,
+            labels=about.labels | wanted.labels,
+            name=about.name if wanted.name is None else wanted.name,
+            source=arrived.source,
+            judged=Judgement(quality=about.quality),
         )
         return manifest, False
-    return prolonged(store, there, about.ttl_s, about.expires_at), True
+    manifest = prolonged(store, there, wanted.ttl_s, wanted.expires_at)
+    if arrived.source is not None and not manifest.has_source:
+        manifest = store.keep_source(manifest.id, arrived.source, tenant=tenant)
+    return manifest, True
 
 
 def _require_transforms(service: Service, model: str, digest: str) -> None:
@@ -112,7 +146,15 @@ def _verification(store: Store, cache_id: str, tenant: str) -> Verification:
     response_class=StreamingResponse,
     responses={200: {"description": "the blob"} | _BLOB, 206: {"description": "the requested range"} | _BLOB},
 )
-async def download_blob(cache_id: str, service: InService, caller: Reader, selection: InDownload) -> Response:
-    """The stored bytes, for `CompressedCache.from_bytes`. Honours one byte range; several ranges get the whole blob."""
+async def download_blob(
+    cache_id: str, request: Request, service: InService, caller: Reader, selection: InDownload, about: WithAbout = False
+) -> Response:
+    """The stored bytes, for `CompressedCache.from_bytes`. With `about` they are an export: behind the blob follow its
+    name, labels, quality and kept source, for an import. Honours one byte range; several ranges get everything."""
+    more = b""
+    if about:
+        manifest = await off_loop(service.store.stat, cache_id, tenant=caller.tenant)
+        more = await off_loop(export_part, service.store, manifest)
+        request.state.hold(len(more))  # until the answer is read; the blob itself is read from its file
     blob = await in_turn(service, caller, service.store.open_blob, cache_id, tenant=caller.tenant)
-    return download(blob, selection, BLOB_TYPE)
+    return download(blob, selection, BLOB_TYPE, more)

@@ -15,6 +15,7 @@ from kvshelf.store.artifact import codecs
 from kvshelf.store.artifact.blob import PackedBlob, tensors
 from kvshelf.store.artifact.coder import Coder
 from kvshelf.store.artifact.encoding import classes_of, encode
+from kvshelf.store.artifact.exported import split
 from kvshelf.store.artifact.identity import Identity
 from kvshelf.store.artifact.records import Kept, LayerRecord, Merged, PackedRecord, Parts, RopeMode
 from kvshelf.store.artifact.shape import LayerShape, Shape
@@ -124,6 +125,7 @@ class CompressedCache:
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> CompressedCache:
-        """Read a blob. Every digest is checked before a tensor is made; raises `BlobError` for any other bytes."""
-        header, layers = tensors.decode(data)
+        """Read a blob, alone or in an export. Every digest is checked before a tensor is made; raises `BlobError` for
+        any other bytes."""
+        header, layers = tensors.decode(split(data).blob)
         return cls(layers, header.num_tokens, header.next_position, header.to_identity(), header.codec)

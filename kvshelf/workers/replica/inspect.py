@@ -14,9 +14,11 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from pydantic import TypeAdapter, ValidationError
 from tokenizers import Tokenizer
 
 from kvshelf.api.inspect import KeptLayer, KeptTokens
+from kvshelf.api.strict import MessageList, require_bounded
 from kvshelf.errors import InvalidRequest, StateConflict
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.identity import Identity
@@ -145,6 +147,27 @@ def _same_document(
             document_id=manifest.document_id,
         )
     return job.document
+
+
+def require_source(engine: Engine, identity: Identity, source: str) -> None:
+    """Raises `StateConflict` for a text that is not the document of the cache with this identity, and `InvalidRequest`
+    for one that is no document. `source` is as kept: the text, or the messages of a conversation as JSON."""
+    engine.identity.require_match(identity.model)
+    document: Document = source
+    if identity.boundary not in ("text", "document"):
+        require_bounded(source.encode())
+        try:
+            document = [message.model_dump() for message in TypeAdapter(MessageList).validate_json(source)]
+        except ValidationError as error:
+            raise InvalidRequest("the source is no list of messages, as the cache's is", param="source") from error
+    found = engine.prepare(document, layout=identity.layout, policy="full").identity
+    if (found.document, found.boundary) != (identity.document, identity.boundary):
+        raise StateConflict(
+            f"the source is another document than the cache's: it has {found.num_tokens} tokens with the digest "
+            f"{found.document[:12]}, and the cache is of {identity.num_tokens} tokens with the digest "
+            f"{identity.document[:12]}; import the blob without it",
+            param="source",
+        )
 
 
 def _page(cache: CompressedCache, first_layer: int) -> Iterator[KeptLayer]:

@@ -15,6 +15,7 @@ from typing import Any
 from kvshelf.api.inspect import KeptTokens
 from kvshelf.errors import InternalError
 from kvshelf.store.artifact.arriving import ArrivingCache
+from kvshelf.store.artifact.identity import Identity
 from kvshelf.store.base import Store
 from kvshelf.workers.engine.attention.attachment import Attachment
 from kvshelf.workers.engine.engine import Engine
@@ -23,7 +24,7 @@ from kvshelf.workers.engine.quality import CUES
 from kvshelf.workers.replica.attempts import Attempts
 from kvshelf.workers.replica.calls import Threads, called_as
 from kvshelf.workers.replica.create.creations import Creations
-from kvshelf.workers.replica.inspect import kept_tokens
+from kvshelf.workers.replica.inspect import kept_tokens, require_source
 from kvshelf.workers.replica.questions import Questions
 from kvshelf.workers.replica.residents import ResidentLimits, Residents
 from kvshelf.workers.replica.scheduler import Scheduler
@@ -105,6 +106,11 @@ class Replica:
             return await self._threads.run(
                 kept_tokens, self._engine, self._store, cache_id, document, tenant=tenant, first_layer=first_layer
             )
+
+    async def require_source(self, identity: Identity, source: str, *, origin: str = "") -> None:
+        """Whether a text is a cache's document, see `kvshelf.workers.replica.inspect`."""
+        with called_as(origin):
+            await self._threads.run(require_source, self._engine, identity, source)
 
 
 def _attached(engine: Engine, store: Store, arriving: ArrivingCache) -> Attachment:

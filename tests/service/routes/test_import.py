@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,8 @@ import httpx
 import pytest
 
 from kvshelf import CompressedCache
+from kvshelf.store.artifact.exported import about_part
+from tests.qualities import quality_of
 from tests.service.conftest import created, other_model, refused
 from tests.store.hostile import Parts
 
@@ -186,6 +189,130 @@ def test_only_what_is_there_is_verified(http: httpx.Client) -> None:
     for cache_id in ("kvs_" + "0" * 40, "kvs_x", "a" * 500):
         refused(http.post(f"/v1/caches/{cache_id}/verify"), 404, "cache_not_found")
     assert http.post("/v1/caches/..%2Fimport/verify").status_code == 404
+
+
+QUALITY = quality_of(0.9).model_dump()
+CARGO = {"document": DOCUMENT, "policy": "lagkv", "compression_ratio": 0.5, "codec": "int8"}
+
+
+def exported(blob: bytes, source: bytes = b"", **about: Any) -> bytes:
+    """An export of this blob that says this about it."""
+    return blob + about_part(blob[-32:], json.dumps(about).encode(), source)
+
+
+@pytest.fixture
+def gone(http: httpx.Client, blob: bytes) -> bytes:
+    """The blob of a cache that is not on the shelf."""
+    http.delete(f"/v1/caches/{post(http, blob).json()['id']}")
+    return blob
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"document": DOCUMENT + "ünd a name"},
+        {"messages": [{"role": "user", "content": DOCUMENT}, {"role": "assistant", "content": "Aye."}]},
+    ],
+    ids=str,
+)
+def test_an_export_keeps_what_the_shelf_knew(http: httpx.Client, document: dict[str, Any]) -> None:
+    wanted = CARGO | {"document": None, "name": "Chests ü", "labels": {"kind": "cargo", "ship": "Amber Falcon"}}
+    cache = created(http, **wanted | document, keep_source=True)
+    assert cache["quality"] is not None
+    url = f"/v1/caches/{cache['id']}/blob"
+    blob, whole = http.get(url), http.get(url, params={"about": "true"})
+    assert whole.content.startswith(blob.content)
+    assert len(blob.content) == cache["bytes"]["stored"] < len(whole.content) == int(whole.headers["content-length"])
+    assert CompressedCache.from_bytes(whole.content).to_bytes() == blob.content
+    http.delete(f"/v1/caches/{cache['id']}")
+    again = post(http, whole.content).json()
+    for field in ("id", "name", "labels", "quality", "has_source", "bytes"):
+        assert again[field] == cache[field], field
+    assert http.get(f"/v1/caches/{cache['id']}/kept").status_code == 200  # reads the source, which is the document
+    assert http.get(url, params={"about": "true"}).content == whole.content
+    http.delete(f"/v1/caches/{cache['id']}")
+    renamed = post(http, whole.content, **{"name": "", "label.kind": "freight"}).json()
+    assert (renamed["name"], renamed["labels"]) == ("", {"kind": "freight", "ship": "Amber Falcon"})
+
+
+def test_an_export_changes_with_its_labels_and_its_blob_does_not(http: httpx.Client) -> None:
+    cache = created(http, document=DOCUMENT + "relabelled")
+    url = f"/v1/caches/{cache['id']}/blob"
+    before = [http.get(url), http.get(url, params={"about": "true"})]
+    http.patch(f"/v1/caches/{cache['id']}", json={"labels": {"a": "b"}})
+    after = [http.get(url), http.get(url, params={"about": "true"})]
+    assert [one.content == two.content for one, two in zip(before, after, strict=True)] == [True, False]
+    assert [one.headers["etag"] == two.headers["etag"] for one, two in zip(before, after, strict=True)] == [True, False]
+    size = cache["bytes"]["stored"]
+    for first, last in ((size - 5, size + 5), (size + 3, size + 9), (0, size - 1)):
+        part = http.get(url, params={"about": "true"}, headers={"range": f"bytes={first}-{last}"})
+        assert (part.status_code, part.content) == (206, after[1].content[first : last + 1])
+
+
+@pytest.mark.parametrize(
+    ("about", "param"),
+    [
+        ({"name": "x" * 300}, "name"),
+        ({"name": 5}, "name"),
+        ({"labels": {"a b": "x"}}, "labels.a b"),
+        ({"labels": {"a": "x" * 513}}, "labels.a"),
+        ({"labels": {f"a{n}": "" for n in range(65)}}, "labels"),
+        ({"quality": QUALITY | {"agreement": 1.5}}, "quality"),
+        ({"quality": QUALITY | {"low": 0.93}}, "quality"),
+        ({"quality": QUALITY | {"kl": float("nan")}}, "quality"),
+        ({"quality": QUALITY | {"kl": float("inf")}}, "quality"),
+        ({"quality": {"agreement": 1.0}}, "quality.low"),
+        ({"pinned": True}, "pinned"),
+        ({"tenant": "another"}, "tenant"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_an_export_says_is_checked_as_in_a_creation(
+    http: httpx.Client, gone: bytes, about: dict[str, Any], param: str
+) -> None:
+    before = http.get("/v1/caches").json()
+    assert refused(post(http, exported(gone, **about)), 400, "invalid_request")["param"] == param
+    assert http.get("/v1/caches").json() == before
+
+
+@pytest.mark.parametrize(
+    ("source", "status", "code"),
+    [
+        (b"Another document. " * 40, 409, "state_conflict"),
+        (DOCUMENT.encode()[:-1], 409, "state_conflict"),
+        (b"\xff\xfe", 400, "invalid_request"),
+        (b"x" * (1 << 20), 413, "document_too_long"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_a_source_must_be_the_cache_s_document(
+    http: httpx.Client, gone: bytes, source: bytes, status: int, code: str
+) -> None:
+    """A wrong one would make another document's cache when the cache is made again."""
+    before = http.get("/v1/caches").json()
+    refused(post(http, exported(gone, source)), status, code)
+    assert http.get("/v1/caches").json() == before
+    assert post(http, exported(gone, DOCUMENT.encode())).json()["has_source"]
+
+
+def test_a_source_that_comes_later_is_kept(http: httpx.Client, gone: bytes) -> None:
+    assert not post(http, gone).json()["has_source"]
+    again = post(http, exported(gone, DOCUMENT.encode(), name="late")).json()
+    assert (again["existing"], again["has_source"], again["name"]) == (True, True, "")
+
+
+def test_a_claim_belongs_to_one_blob(http: httpx.Client, gone: bytes) -> None:
+    """A quality measured on another cache, or on this one before it was altered, is refused with the export."""
+    assert post(http, exported(gone, quality=QUALITY)).json()["quality"] == QUALITY
+    other = created(http, document=DOCUMENT + "of another ship", policy="full")
+    blob = http.get(f"/v1/caches/{other['id']}/blob").content
+    moved = blob + exported(gone, quality=QUALITY)[len(gone) :]
+    whole = exported(gone, quality=QUALITY)
+    for damaged in (moved, whole[:-60] + b"9" + whole[-59:], whole[:-30] + bytes([whole[-30] ^ 1]) + whole[-29:]):
+        error = refused(post(http, damaged), 424, "cache_corrupt")
+        assert error["details"]["reason"] == "digest_mismatch"
+    for short in (whole[-8:], whole[-56:], whole[-20:]):
+        assert refused(post(http, short), 424, "cache_corrupt")["details"]["reason"] == "truncated"
 
 
 def test_imported_and_downloaded_are_the_same_cache(http: httpx.Client, blob: bytes) -> None:

@@ -1,0 +1,73 @@
+"""What an export says about its cache beside the blob: name, labels and quality, and the document's text if it is kept.
+
+The quality is a claim of whoever made the export: a shelf cannot measure it again without the full cache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Self
+
+from pydantic import Field, ValidationError, model_validator
+
+from kvshelf.api import Quality
+from kvshelf.api.strict import CacheName, Labels, RequestBody, misuse, refusal, require_bounded
+from kvshelf.errors import InvalidRequest
+from kvshelf.store.artifact.exported import Exported, about_part
+from kvshelf.store.base import Store
+from kvshelf.store.manifest import Manifest
+
+
+class About(RequestBody):
+    """Validated as the fields of a creation are."""
+
+    name: CacheName = ""
+    labels: Labels = Field(default_factory=dict)
+    quality: Quality | None = None
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.quality is not None and not _possible(self.quality):
+            raise misuse("quality", "quality has numbers that no measurement gives")
+        return self
+
+
+def _possible(quality: Quality) -> bool:
+    low = 0.0 if quality.low is None else quality.low
+    in_order = 0 <= low <= quality.agreement <= quality.high <= 1  # false for NaN
+    rest: Iterable[float] = (quality.kl, quality.probe_s, *quality.worst.values())
+    return in_order and quality.cues > 0 and quality.version > 0 and all(0 <= n < math.inf for n in rest)
+
+
+def export_part(store: Store, manifest: Manifest) -> bytes:
+    """What follows the blob of a stored cache in its export. Raises as `Store.source` does."""
+    source = store.source(manifest.id, tenant=manifest.tenant).encode() if manifest.has_source else b""
+    about = About.model_construct(name=manifest.name, labels=manifest.labels, quality=manifest.quality)
+    return about_part(bytes.fromhex(manifest.blob_digest), about.model_dump_json().encode(), source)
+
+
+def about_of(exported: Exported) -> About:
+    """What an export says; nothing for a blob alone. Raises `InvalidRequest`, which names the field."""
+    if not exported.about:
+        return About()
+    try:
+        require_bounded(exported.about)
+        return About.model_validate_json(exported.about)
+    except ValidationError as error:
+        raise refusal(error) from error
+
+
+def source_of(exported: Exported, limit: int) -> str | None:
+    """The document's text in an export, None if there is none. Raises `InvalidRequest` beyond `limit` bytes and for
+    what is no UTF-8. It is checked against the cache by who has the tokenizer."""
+    if not exported.source:
+        return None
+    if len(exported.source) > limit:
+        raise InvalidRequest(
+            f"the source in the export has {len(exported.source)} bytes; at most {limit} are taken", param="source"
+        )
+    try:
+        return exported.source.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidRequest("the source in the export is no UTF-8", param="source") from error
