@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvshelf.store.artifact import codecs
-from kvshelf.store.artifact.blob import PackedBlob, tensors
+from kvshelf.store.artifact.blob import PackedBlob, as_view, tensors
 from kvshelf.store.artifact.coder import Coder
 from kvshelf.store.artifact.encoding import classes_of, encode
 from kvshelf.store.artifact.exported import split
@@ -127,5 +127,5 @@ class CompressedCache:
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> CompressedCache:
         """Read a blob, alone or in an export. Every digest is checked before a tensor is made; raises `BlobError` for
         any other bytes."""
-        header, layers = tensors.decode(split(data).blob)
+        header, layers = tensors.decode(split(as_view(data)).blob)
         return cls(layers, header.num_tokens, header.next_position, header.to_identity(), header.codec)
