@@ -62,7 +62,7 @@ class SharedRates:
     redis_document_s, redis_mb_s: of the Redis server, per document and per megabyte of blob. disk_document_s: of a
     writer to a folder, per document. *_document_bytes: kept besides the blob. controller_replica_s, gcs_replica_s: of
     Serve's controller and Ray's GCS, per replica and second. driver_result_s: of the process that runs a batch, to
-    record one result; Ray Data's own work excluded. docs/scale.md describes the measurement behind the defaults.
+    record one result; the pipeline's own work excluded. docs/scale.md describes the measurement behind the defaults.
     """
 
     redis_document_s: float = 1.55e-3

@@ -6,12 +6,11 @@ It runs in its own processes, which import neither torch nor kvshelf's model sid
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from operator import attrgetter
 from typing import Final
 
-import pyarrow as pa
 import pydantic_core
 import structlog
 
@@ -31,18 +30,10 @@ SORTED_CHARS: Final = 8 << 20
 _READ_AGAIN_S: Final = 2.0
 
 
-def reader(shard: Shard) -> Callable[[], Iterator[pa.Table]]:
-    """A function that reads a shard for callers. It yields tables of one row; the row holds a piece as JSON.
-
-    A named function, not a partial one: Ray's warning about a large shard prints the function's name.
-    """
-
-    def read_shard() -> Iterator[pa.Table]:
-        for rows in packed(_patiently(shard)):
-            piece = pydantic_core.to_json([row.to_dict() for row in rows])
-            yield pa.table({"rows": pa.array([piece], pa.large_binary())})
-
-    return read_shard
+def read_pieces(shard: Shard) -> Iterator[bytes]:
+    """The rows of a shard in pieces for callers, each a JSON list."""
+    for rows in packed(_patiently(shard)):
+        yield pydantic_core.to_json([row.to_dict() for row in rows])
 
 
 def _patiently(shard: Shard) -> Iterator[Row]:

@@ -1,1 +1,1 @@
-"""A batch at work: the Ray Data pipeline, each row's attempts, the journal and the counters."""
+"""A batch at work: the pipeline on Ray, each row's attempts, the journal and the counters."""

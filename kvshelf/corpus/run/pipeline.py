@@ -1,33 +1,31 @@
-"""The pipeline of a run, streamed by Ray Data: shards are read into pieces of rows, and callers send them to the
+"""The pipeline of a run on Ray: reader tasks cut shards into pieces of rows, and caller actors send the rows to the
 engines. Keys and values never travel: a row goes in, and it comes out ended, in a few hundred bytes.
 
-Ray repeats the work of a dead process, and assumes that the blocks it has already seen come back unchanged. So each
-stage yields the same blocks in the same order each time: a piece gives one block per row, in order. The job table
+Ray repeats the work of a dead process, and assumes that the values it has already seen come back unchanged. So each
+stage yields the same values in the same order each time: a piece gives one value per row, in order. The job table
 records whether a row has ended, so that repeating the row costs one look-up.
+
+(Ray Data would connect the two stages as well. But it keeps the arguments of its actors in the object store, where Ray
+may lose them before it restarts an actor; Ray says so on standard error in each run.)
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 import threading
 import time
+from collections import Counter, deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Final
 
-import pyarrow as pa
 import pydantic_core
 import ray
-import ray.data
 import ray.exceptions as ray_errors
 import structlog
-from ray.data.block import BlockMetadata
-from ray.data.datasource import Datasource, ReadTask
 
-from kvshelf.corpus.input.reading import reader
+from kvshelf.corpus.input.reading import read_pieces
 from kvshelf.corpus.row import Row, Shard
 from kvshelf.corpus.run.caller import Caller
 from kvshelf.corpus.run.control import Order, Report
@@ -41,31 +39,36 @@ log = structlog.get_logger("kvshelf.corpus")
 
 SLOTS_PER_CALLER: Final = 32
 _READERS: Final = 2
+_QUEUED_PIECES: Final = 2
+"""Pieces that wait at a caller, so that it has the next one when a row ends."""
+
 _OPEN_AGAIN_S: Final = 2.0
 _TELL_S: Final = 0.5
 _WATCH_S: Final = 2.0
 
-READ_AHEAD_BYTES: Final = 1 << 30
-"""Limit of rows that are read but wait for a caller, on all nodes together; at the limit, reading pauses."""
+_UNSEEN: Final = 8
+"""Values that a task may yield before the run takes the first one. Then the task pauses, so memory stays bounded."""
 
-_UNSEEN_BLOCKS: Final = 8
-"""Blocks a task may buffer before the driver reads one. The driver reads ten times a second: with Ray's default of 2, a
-slot gives about ten rows a second, so a batch whose caches are all on the shelf would be slow. The setting's name is
-private to Ray; a Ray version that does not know it uses its default."""
+STOPPED: Final = b""
+"""In place of a row that was stopped."""
 
-_CPUS: Final = 0
-"""CPUs reserved by a stage's processes: they compute little, and would wait for ever if replicas hold all CPUs."""
+_PROCESS: Final = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
+"""Both stages compute little. If they reserved CPUs, they would wait for ever where replicas hold all CPUs."""
 
 
 @dataclass(frozen=True)
 class CallerSetup:
-    """The arguments of a caller, which travel to its process. control: Ray's handle of the run's `Control`."""
+    """The arguments of a caller, which travel to its process.
+
+    control: name of the run's `Control`. Its handle would be a reference, which Ray may not have any more when it
+    restarts the caller.
+    """
 
     engines: Mapping[str, RemoteEngine]
     store: StoreConfig
     options: RunOptions
     began: float
-    control: Any
+    control: str
 
 
 def stream(shards: Sequence[Shard], setup: CallerSetup, *, in_flight: int) -> Generator[Row | None, None, None]:
@@ -75,69 +78,67 @@ def stream(shards: Sequence[Shard], setup: CallerSetup, *, in_flight: int) -> Ge
     """
     callers = -(-in_flight // SLOTS_PER_CALLER)
     slots = -(-in_flight // callers)
-    with ray.data.DataContext.current(_context()):
-        rows = ray.data.read_datasource(
-            _Shards(shards),
-            override_num_blocks=len(shards),
-            concurrency=min(_READERS, len(shards)),
-            label_selector=_where(shards),
-            num_cpus=_CPUS,
+    pipeline = _Pipeline(shards, setup, callers=callers, slots=slots)
+    try:
+        while ready := pipeline.wait():
+            for stage in ready:
+                data = pipeline.take(stage)
+                if data is not None:
+                    yield None if data == STOPPED else Row.from_dict(pydantic_core.from_json(data))
+    finally:
+        pipeline.end()
+
+
+class _Pipeline:
+    """The tasks of both stages. Ray's `ObjectRefGenerator` stands for a task; it gives references to yielded values."""
+
+    def __init__(self, shards: Sequence[Shard], setup: CallerSetup, *, callers: int, slots: int) -> None:
+        local = any(shard.local for shard in shards)
+        here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()} if local else None
+        self._read = ray.remote(read_pieces).options(
+            **_PROCESS, max_retries=-1, label_selector=here, _generator_backpressure_num_objects=_UNSEEN
         )
-        ended = rows.map_batches(
-            _Callers,
-            fn_constructor_kwargs={"setup": setup, "slots": slots},
-            batch_size=1,
-            batch_format="pyarrow",
-            compute=ray.data.ActorPoolStrategy(
-                size=callers,
-                max_tasks_in_flight_per_actor=slots + 2,
-                max_concurrent_calls_per_actor=slots,
-                enable_true_multi_threading=True,
-            ),
-            num_cpus=_CPUS,
-        )
-    blocks = ended.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
-    with closing(iter(blocks)) as arriving:
-        for block in arriving:
-            for data in block.column("row").to_pylist():
-                yield None if data is None else Row.from_dict(pydantic_core.from_json(data))
+        actor = ray.remote(Callers).options(**_PROCESS, max_restarts=-1, max_task_retries=-1, max_concurrency=slots)
+        self._callers = [actor.remote(setup, slots) for _ in range(callers)]
+        self._most = callers * (slots + _QUEUED_PIECES)
+        self._unread = deque(shards)
+        self._readers: list[Any] = []
+        self._settling: dict[Any, Any] = {}  # the caller of each piece
 
+    def wait(self) -> list[Any]:
+        """Wait until tasks have yielded or ended; returns those. Empty at the end."""
+        while self._unread and len(self._readers) < _READERS:
+            self._readers.append(self._read.remote(self._unread.popleft()))
+        tasks = [*self._settling, *(self._readers if len(self._settling) < self._most else ())]
+        if not tasks:
+            return []
+        ray.wait(tasks, num_returns=1, fetch_local=False)
+        ready: list[Any] = ray.wait(tasks, num_returns=len(tasks), timeout=0, fetch_local=False)[0]
+        return ready
 
-def _context() -> ray.data.DataContext:
-    logging.getLogger("ray.data").setLevel(logging.ERROR)  # it logs plans and statistics
-    context = ray.data.DataContext.get_current().copy()
-    context.enable_progress_bars = False
-    context.print_on_execution_start = False
-    context.execution_options.resource_limits = ray.data.ExecutionResources(object_store_memory=READ_AHEAD_BYTES)
-    context.target_max_block_size = 1  # pass each block on at once
-    context._max_num_blocks_in_streaming_gen_buffer = _UNSEEN_BLOCKS
-    return context
+    def take(self, task: Any) -> bytes | None:
+        """A row that has ended; None if the task has ended, or has read a piece, which goes to a caller."""
+        try:
+            ref = next(task)
+        except StopIteration:
+            if self._settling.pop(task, None) is None:
+                self._readers.remove(task)
+            return None
+        if task in self._settling:
+            row: bytes = ray.get(ref)
+            return row
+        held = Counter(self._settling.values())
+        caller = min(self._callers, key=held.__getitem__)
+        streaming = {"num_returns": "streaming", "_generator_backpressure_num_objects": _UNSEEN}
+        self._settling[caller.settled.options(**streaming).remote(ref)] = caller
+        return None
 
-
-def _where(shards: Sequence[Shard]) -> dict[str, str] | None:
-    """Ray's label of this node if it alone can read the shards, else None."""
-    local = any(shard.local for shard in shards)
-    return {"ray.io/node-id": ray.get_runtime_context().get_node_id()} if local else None
-
-
-class _Shards(Datasource):  # type: ignore[misc]  # Ray's class has no types
-    """Shards, one task each."""
-
-    def __init__(self, shards: Sequence[Shard]) -> None:
-        super().__init__()
-        self._shards = shards
-
-    def estimate_inmemory_data_size(self) -> int | None:
-        return sum(shard.nbytes for shard in self._shards)
-
-    def get_read_tasks(self, parallelism: int, **_: Any) -> list[ReadTask]:  # noqa: ARG002  # the names are Ray's
-        return [
-            ReadTask(
-                reader(shard),
-                BlockMetadata(num_rows=None, size_bytes=shard.nbytes, exec_stats=None, input_files=None),
-            )
-            for shard in self._shards
-        ]
+    def end(self) -> None:
+        """End all processes of the pipeline."""
+        for caller in self._callers:
+            ray.kill(caller)
+        for task in self._readers:
+            ray.cancel(task, force=True)
 
 
 def _opened(config: StoreConfig) -> Store:
@@ -150,7 +151,7 @@ def _opened(config: StoreConfig) -> Store:
             time.sleep(_OPEN_AGAIN_S)
 
 
-class _Callers:
+class Callers:
     """One process of the pipeline: pieces arrive on threads, rows run on one event loop."""
 
     def __init__(self, setup: CallerSetup, slots: int) -> None:
@@ -162,13 +163,13 @@ class _Callers:
         self._rows: set[asyncio.Task[Row]] = set()
         threading.Thread(target=self._run, daemon=True, name="caller").start()
 
-    def __call__(self, piece: pa.Table) -> Iterator[pa.Table]:
-        rows = map(Row.from_dict, pydantic_core.from_json(piece.column("rows")[0].as_py()))
+    def settled(self, piece: bytes) -> Iterator[bytes]:
+        """The rows of a piece as they ended, as JSON; `STOPPED` for a row that was stopped before."""
+        rows = map(Row.from_dict, pydantic_core.from_json(piece))
         ends = [asyncio.run_coroutine_threadsafe(self._settled(row), self._loop) for row in rows]
         for end in ends:
             row = end.result()
-            data = None if row is None else pydantic_core.to_json(row.to_dict())
-            yield pa.table({"row": pa.array([data], pa.binary())})
+            yield STOPPED if row is None else pydantic_core.to_json(row.to_dict())
 
     async def _settled(self, row: Row) -> Row | None:
         """The row as it ended; None if the run was stopped before."""
@@ -191,10 +192,11 @@ class _Callers:
 
     async def _obey(self) -> None:
         """Report to the run, and follow its orders."""
+        control = ray.get_actor(self._setup.control)
         while True:
             report = Report(self._caller.at_work, self._caller.trouble)
             try:
-                order = await self._setup.control.take.remote(self._name, report)
+                order = await control.take.remote(self._name, report)
             except ray_errors.RayError:
                 order = None  # the control restarts; until then the last order holds
             self._follow(order)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import secrets
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -101,13 +102,14 @@ class Run:
 
     def _work(self) -> None:
         self._tally.expect(self.shards)
-        control = ray.remote(num_cpus=0, max_restarts=-1)(Control).remote()
-        setup = CallerSetup(self.engines, self.store, self.options, time.time(), control)
+        name = f"control-{secrets.token_hex(8)}"
+        control = ray.remote(num_cpus=0, max_restarts=-1)(Control).options(name=name).remote()
+        setup = CallerSetup(self.engines, self.store, self.options, time.time(), name)
         threading.Thread(target=self._take, args=(setup,), name="pipeline", daemon=True).start()
         try:
             self._follow(control)
         finally:
-            ray.kill(control)  # Ray keeps parts of an ended pipeline, and they hold a handle: the actor would stay
+            ray.kill(control)
 
     def _follow(self, control: Any) -> None:
         """Give orders and record rows until the pipeline has ended, or was stopped and does not end."""

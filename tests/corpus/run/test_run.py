@@ -143,7 +143,7 @@ def calm(run_cluster: RunCluster, soak: bool) -> tuple[list[Any], dict[str, tupl
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("victim", ["ServedReplica", "MapWorker", "ray::Control"])
+@pytest.mark.parametrize("victim", ["ServedReplica", "ray::Callers", "ray::Control"])
 def test_a_process_that_dies_changes_nothing_of_the_end(run_cluster: RunCluster, calm: Any, victim: str) -> None:
     """The caches have the ids and segments of an undisturbed run."""
     lines, expected = calm
@@ -310,7 +310,7 @@ def test_a_run_under_fire_ends_as_an_undisturbed_one(run_cluster: RunCluster, so
     run = begun(run_cluster, lines, journal, options(document_deadline_s=60))
     kills = 0
     while (summary := run.wait(20)) is None:
-        victims = [pid for title in ("ServedReplica", "MapWorker", "ray::Control") for pid in processes(title)]
+        victims = [pid for title in ("ServedReplica", "ray::Callers", "ray::Control") for pid in processes(title)]
         if victims:
             os.kill(chance.choice(victims), signal.SIGKILL)
             kills += 1
