@@ -145,10 +145,16 @@ class _Job:
     def corpus(self) -> FileCorpus:
         """The corpus. Files that the batch itself writes may lie in the same folder; they are left out."""
         from kvshelf.atomic import partial_of
+        from kvshelf.corpus.input.extract import ExtractLimits
         from kvshelf.corpus.input.files import FileCorpus
+        from kvshelf.corpus.input.rows import MAX_DOCUMENT_BYTES
+        from kvshelf.service.settings import load_settings
 
+        settings = load_settings()
+        limits = ExtractLimits(MAX_DOCUMENT_BYTES, settings.extract_memory_bytes, settings.extract_cpu_s)
         written = [self.output] if self.report is None else [self.output, self.report]
-        return FileCorpus(self.input, self.fields, without=[self._journal, *written, *map(partial_of, written)])
+        without = [self._journal, *written, *map(partial_of, written)]
+        return FileCorpus(self.input, self.fields, without=without, limits=limits)
 
     def run(self, **settings: Any) -> int:
         """Run the batch here; returns the exit code. Bad options are refused before anything is started."""

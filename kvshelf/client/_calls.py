@@ -21,8 +21,8 @@ from kvshelf.api.strict import RequestBody, parse_request, refusal
 from kvshelf.client._exchange import Call, parse_as
 from kvshelf.errors import InvalidRequest
 
-# Not guessed from the system's list of media types, in which .ts is a film.
-_MEDIA_TYPES = {".pdf": "application/pdf", ".html": "text/html", ".htm": "text/html", ".xhtml": "application/xhtml+xml"}
+MEDIA_TYPES = {".pdf": "application/pdf", ".html": "text/html", ".htm": "text/html", ".xhtml": "application/xhtml+xml"}
+"""By the end of a file's name. Not guessed from the system's list of media types, in which .ts is a film."""
 
 Messages = Sequence[Mapping[str, str] | api.Message]
 Prompts = list[str]
@@ -370,7 +370,7 @@ def _upload(path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
     given = checked(api.CreateCache, {**fields, "document": "file"})
     form = {key: value if isinstance(value, str) else json.dumps(value) for key, value in given.items()}
     del form["document"]
-    return {"files": {"file": (path.name, data, _MEDIA_TYPES.get(path.suffix.lower(), "text/plain"))}, "data": form}
+    return {"files": {"file": (path.name, data, MEDIA_TYPES.get(path.suffix.lower(), "text/plain"))}, "data": form}
 
 
 def _require_no_document(fields: Mapping[str, Any]) -> None:

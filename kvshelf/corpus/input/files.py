@@ -1,12 +1,14 @@
-"""Files as a corpus: text files, JSONL and Parquet; alone, in a folder or by a pattern; on disk, in S3 or in GCS."""
+"""Files as a corpus: text, PDF, HTML, JSONL, Parquet; alone, in a folder or by a pattern; on disk, in S3 or in GCS."""
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
 import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -17,15 +19,26 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 from fsspec.utils import glob_translate
 
+from kvshelf._extras import install_command
 from kvshelf.api import CreateCache
+from kvshelf.client._calls import MEDIA_TYPES
+from kvshelf.corpus.input.extract import ExtractLimits, Upload, extract, missing_library
 from kvshelf.corpus.input.rows import DOCUMENTS, MAX_DOCUMENT_BYTES, parse_jsonl, read_row, without_duplicates
 from kvshelf.corpus.row import Row, Shard, cut
-from kvshelf.errors import BodyTooLarge, FileNotFound, InvalidRequest, KvshelfError, StateConflict
+from kvshelf.errors import BodyTooLarge, FileNotFound, InvalidRequest, KvshelfError, StateConflict, UnsupportedMediaType
 
 JSONL: Final = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".jsonl.zst", ".ndjson.zst")
 PARQUET: Final = (".parquet", ".pq")
 
 _TEXTS_PER_SHARD: Final = 256
+_EXTRACTED_PER_SHARD: Final = 16
+"""Files of PDF and HTML, which take a second or more each: the first documents of a corpus should not wait long."""
+
+_AT_ONCE: Final = min(4, os.cpu_count() or 1)
+"""Files of a shard that are read at once: PDF and HTML in processes of their own, files of S3 over the network."""
+
+_LIMITS: Final = ExtractLimits(MAX_DOCUMENT_BYTES, 1 << 30, 60.0)
+
 _SHARD_BYTES: Final = 32 << 20
 _BUFFER_BYTES: Final = 1 << 20
 _PARQUET_ROWS: Final = 64
@@ -50,16 +63,25 @@ class InputFile:
 class FileCorpus:
     """The corpus in a file, a folder, or the files that match a pattern; local, or by an s3:// or gs:// URL.
 
-    A .jsonl file, compressed or not, has a row per line, and a .parquet file a row per row. Any other file is the text
-    of one document, and its name is the row's custom id. defaults: fields of `CreateCache` for rows that do not give
-    them. Hidden files are left out, as are the local files in `without`, which the batch itself writes. several: the
-    corpus has more than one file, so each line of the output must name its input file.
+    A .jsonl file, compressed or not, has a row per line, and a .parquet file a row per row. Any other file is one
+    document (UTF-8 text, PDF or HTML), and its name is its custom id. limits: for PDF and HTML. defaults: fields of
+    `CreateCache` for rows that do not give them. Hidden files are left out, as are the local files in `without`, which
+    the batch itself writes. several: the corpus has more than one file, so each line of the output must name its input
+    file.
     """
 
-    def __init__(self, where: str, defaults: Mapping[str, Any], *, without: Iterable[Path] = ()) -> None:
+    def __init__(
+        self,
+        where: str,
+        defaults: Mapping[str, Any],
+        *,
+        without: Iterable[Path] = (),
+        limits: ExtractLimits = _LIMITS,
+    ) -> None:
         """Raises `InvalidRequest` if the URL has no known file system, or if no file is found."""
         self._system, path, pattern = _opened(where)
         self._defaults = dict(defaults)
+        self._limits = limits
         with _named_errors(where):
             found = tuple(_found(self._system, path, pattern))
         self.files = tuple(_besides(without, found)) if isinstance(self._system, pafs.LocalFileSystem) else found
@@ -69,8 +91,9 @@ class FileCorpus:
         self.several = len(self.files) > 1
 
     def shards(self) -> list[Shard]:
-        """JSONL and Parquet files have a shard each; text files share some."""
+        """JSONL and Parquet files have a shard each; documents share some."""
         texts: list[InputFile] = []
+        extracted: list[InputFile] = []
         shards: list[Shard] = []
         for file in self.files:
             if file.name.lower().endswith(PARQUET):
@@ -78,9 +101,11 @@ class FileCorpus:
             elif file.name.lower().endswith(JSONL):
                 shards.append(JsonlShard(self._system, [file], self._defaults))
             else:
-                texts.append(file)
-        groups = cut(texts, lambda file: file.nbytes, most=_TEXTS_PER_SHARD, size=_SHARD_BYTES)
-        return [*shards, *(TextShard(self._system, group, self._defaults) for group in groups)]
+                (extracted if _media_type(file) else texts).append(file)
+        for files, most in ((texts, _TEXTS_PER_SHARD), (extracted, _EXTRACTED_PER_SHARD)):
+            for group in cut(files, lambda file: file.nbytes, most=most, size=_SHARD_BYTES):
+                shards.append(DocumentShard(self._system, group, self._defaults, self._limits))
+        return shards
 
 
 class _FileShard(Shard):
@@ -95,40 +120,71 @@ class _FileShard(Shard):
         self.local = isinstance(system, pafs.LocalFileSystem)
 
 
-class TextShard(_FileShard):
-    """Some text files, each of them one document."""
+class DocumentShard(_FileShard):
+    """Some files of text, PDF or HTML, each of them one document."""
 
-    def __init__(self, system: Any, files: Sequence[InputFile], defaults: Mapping[str, Any]) -> None:
+    def __init__(
+        self, system: Any, files: Sequence[InputFile], defaults: Mapping[str, Any], limits: ExtractLimits
+    ) -> None:
         super().__init__(system, files, defaults)
         self.rows = len(self._files)
+        self._limits = limits
 
     def read(self) -> Iterator[Row]:
-        for file in self._files:
-            try:
-                text = self._text(file)
-            except KvshelfError as error:
-                yield Row(file.name, 1, file.name, nbytes=file.nbytes).failed(error)
-            else:
-                values = {"custom_id": file.name, "document": text, "name": PurePosixPath(file.name).name[:_NAME_CHARS]}
-                yield read_row(values, self._defaults, source=file.name, line=1, nbytes=file.nbytes)
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            yield from pool.map(self._row, self._files)
 
-    def _text(self, file: InputFile) -> str:
+    def _row(self, file: InputFile) -> Row:
+        try:
+            text = self._text(file, self._data(file))
+        except KvshelfError as error:
+            return Row(file.name, 1, file.name, nbytes=file.nbytes).failed(error)
+        values = {"custom_id": file.name, "document": text, "name": PurePosixPath(file.name).name[:_NAME_CHARS]}
+        return read_row(values, self._defaults, source=file.name, line=1, nbytes=file.nbytes)
+
+    def _data(self, file: InputFile) -> bytes:
         with _named_errors(file.name), self._system.open_input_stream(file.path, compression=None) as stream:
-            data = stream.read(MAX_DOCUMENT_BYTES + 1)
+            data: bytes = stream.read(MAX_DOCUMENT_BYTES + 1)
             _require_unchanged(self._system, file)
         if len(data) > MAX_DOCUMENT_BYTES:
             raise BodyTooLarge(f"{file.name} has more than {MAX_DOCUMENT_BYTES} bytes, as many as a document may have")
+        return data
+
+    def _text(self, file: InputFile, data: bytes) -> str:
+        upload = Upload(data, _media_type(file))
         try:
-            text: str = data.decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise InvalidRequest(
-                f"byte {error.start} of {file.name} is not valid UTF-8; convert it, or leave it out if it is no text"
+            kind = upload.kind
+        except UnsupportedMediaType as error:
+            raise UnsupportedMediaType(
+                f"{file.name} is {upload.found or 'no PDF'}; give UTF-8 text, PDF or HTML, or leave it out"
             ) from error
-        if "\0" in text:
-            raise InvalidRequest(f"{file.name} holds zero bytes, so it is no text; leave it out")
-        if not text.strip():
-            raise InvalidRequest(f"{file.name} is empty")
-        return text
+        if kind == "text":
+            return _utf8(file.name, data)
+        if library := missing_library(kind):
+            raise UnsupportedMediaType(
+                f"{file.name}: reading {kind.upper()} needs {library}, which is not installed; run: "
+                f"{install_command('documents')}"
+            )
+        return asyncio.run(extract(upload, kind, self._limits, file.name))
+
+
+def _media_type(file: InputFile) -> str:
+    """That of PDF and HTML, by the file's name; "" for other files, whose first bytes decide."""
+    return MEDIA_TYPES.get(PurePosixPath(file.name).suffix.lower(), "")
+
+
+def _utf8(name: str, data: bytes) -> str:
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(
+            f"byte {error.start} of {name} is not valid UTF-8; convert it, or leave it out if it is no text"
+        ) from error
+    if "\0" in text:
+        raise InvalidRequest(f"{name} holds zero bytes, so it is no text; leave it out")
+    if not text.strip():
+        raise InvalidRequest(f"{name} is empty")
+    return text
 
 
 class JsonlShard(_FileShard):

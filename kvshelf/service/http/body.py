@@ -23,9 +23,9 @@ from starlette.requests import ClientDisconnect, Request
 
 from kvshelf.api import CreateCache, QueryString
 from kvshelf.api.strict import RequestT, parse_request, require_bounded
+from kvshelf.corpus.input.extract import Upload
 from kvshelf.errors import BodyTooLarge, Cancelled, InvalidRequest, RequestTimeout, UnsupportedMediaType
 from kvshelf.service.access.keys import Caller
-from kvshelf.service.http.extract import Upload
 from kvshelf.service.settings import Settings
 from kvshelf.service.state import Service, off_loop, until_hangup
 from kvshelf.service.storage import space_for

@@ -13,8 +13,8 @@ from typing import Any, Final
 import msgpack
 
 from kvshelf.api.strict import RequestBody, parse_request
+from kvshelf.corpus.input.extract_child import bound
 from kvshelf.errors import InvalidRequest
-from kvshelf.service.http.extract_child import bound
 
 _TOO_MUCH: Final = {"refused": ["to parse the body takes too much memory; send a smaller one", None]}
 

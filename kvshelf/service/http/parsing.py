@@ -9,9 +9,9 @@ from typing import Final
 import msgpack
 
 from kvshelf.api.strict import RequestT, parse_request
+from kvshelf.corpus.input.expendable import run
 from kvshelf.errors import DeadlineExceeded, InternalError, InvalidRequest, NoWorker
 from kvshelf.service.fair_queue import FairQueue
-from kvshelf.service.http.expendable import run
 from kvshelf.service.settings import Settings
 
 LARGE_BYTES: Final = 1 << 20

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import os
 import pickle
+import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from kvshelf.corpus.input import files
+from kvshelf.corpus.input.extract import ExtractLimits
 from kvshelf.corpus.input.files import FileCorpus
 from kvshelf.corpus.row import Row
 from kvshelf.errors import InvalidRequest
+from tests.service.files import LINE, encrypted, laborious, pdf
 
 
 def read(where: object, **defaults: Any) -> list[Row]:
@@ -139,6 +143,48 @@ def test_a_file_that_is_no_text_is_an_error_row(
     assert row.error is not None
     assert (row.custom_id, row.line, row.error.code) == ("x.txt", 1, code)
     assert message in row.error.message
+
+
+def test_pdf_and_html_are_their_text_and_what_gives_none_is_an_error_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = {
+        "a.pdf": pdf(LINE),
+        "b.html": f"<title>x</title><p>{LINE}</p><script>no()</script>".encode(),
+        "c": pdf("By its first bytes."),
+        "d.PDF": b"%PDF-1.7 and nothing of the kind",
+        "e.pdf": encrypted(pdf(LINE), "secret"),
+        "f.pdf": b"only called so",
+        "g.docx": b"PK\x03\x04 and so on",
+        "h.txt": b"plain",
+    }
+    for name, data in written.items():
+        (tmp_path / name).write_bytes(data)
+    rows = read(tmp_path)
+    assert documents(rows) == {"a.pdf": LINE, "b.html": LINE, "c": "By its first bytes.", "h.txt": "plain"}
+    told = {row.source: (row.error.code, row.error.message) for row in rows if row.error is not None}
+    assert {name: code for name, (code, _) in told.items()} == {
+        "d.PDF": "invalid_request",
+        "e.pdf": "invalid_request",
+        "f.pdf": "unsupported_media_type",
+        "g.docx": "unsupported_media_type",
+    }
+    assert told["d.PDF"][1].startswith("d.PDF cannot be read (")
+    assert told["e.pdf"][1] == "e.pdf is encrypted with a password; save it without one"
+    assert told["f.pdf"][1].startswith("f.pdf is no PDF")
+    assert told["g.docx"][1].startswith("g.docx is a ZIP archive")
+    monkeypatch.setitem(sys.modules, "pypdf", None)
+    (row,) = read(tmp_path / "a.pdf")
+    assert row.error is not None
+    assert re.search(r"a.pdf: reading PDF needs pypdf.*pip install .*documents", row.error.message)
+
+
+def test_a_file_that_takes_too_long_ends_at_its_limit(tmp_path: Path) -> None:
+    (tmp_path / "a.pdf").write_bytes(laborious(3_000_000))
+    corpus = FileCorpus(str(tmp_path), {}, limits=ExtractLimits(1000, 1 << 30, 1))
+    (row,) = (row for shard in corpus.shards() for row in shard.read())
+    assert row.error is not None
+    assert row.error.message.startswith("a.pdf needs more than 1 s of processor time")
 
 
 def test_names_and_folders_that_nobody_can_read_are_error_rows(corpus: Path) -> None:

@@ -15,9 +15,10 @@ import httpx
 import pytest
 
 from kvshelf import Client, open_store
+from kvshelf.corpus.input import expendable
+from kvshelf.corpus.input.extract import Upload
 from kvshelf.errors import BodyTooLarge, InvalidRequest, KvshelfError, UnsupportedMediaType
-from kvshelf.service.http import expendable
-from kvshelf.service.http.extract import Extractor, Upload
+from kvshelf.service.http.extract import Extractor
 from kvshelf.service.settings import Settings
 from tests.conftest import _children
 from tests.service import files

@@ -1,6 +1,6 @@
 """Processes that read hostile input: each lives for one input, with limits on memory and processor time.
 
-A thread would not do: it holds the interpreter's lock during a long parse, cannot be ended, and shares the front end's
+A thread would not do: it holds the interpreter's lock during a long parse, cannot be ended, and shares the caller's
 memory.
 """
 
@@ -23,7 +23,7 @@ def ended_by(code: int) -> str:
 async def run(command: list[str], data: bytes | bytearray, most: int) -> tuple[int, bytearray]:
     """Runs a process with `data` as input; returns its exit code and output. Kills it if it writes more than `most`
     bytes or if this call is cancelled."""
-    # No settings and keys of the service, only what Python needs to find its modules.
+    # No settings and keys, only what Python needs to find its modules.
     environment = {name: value for name, value in os.environ.items() if name.startswith("PYTHON") or name == "PATH"}
     process = await asyncio.create_subprocess_exec(
         *command,

@@ -1,6 +1,6 @@
 """Extracts the text of one PDF or HTML file, from standard input to standard output, in an expendable process.
 
-`kvshelf.service.http.extract` starts this file by its path. It imports nothing of kvshelf, so it starts quickly, and
+`kvshelf.corpus.input.extract` starts this file by its path. It imports nothing of kvshelf, so it starts quickly, and
 limits its memory and processor time before it reads a byte. Its output is one word on a line (`text` or the reason of
 a failure), followed by the text in UTF-8 or the library's message.
 """
@@ -19,7 +19,7 @@ NOT_SHOWN: Final = ["[hidden]", "[style*='display:none']", "[style*='display: no
 
 
 class Refused(Exception):
-    """The file yields no text. Arguments: a reason of `kvshelf.service.http.extract`, and a detail."""
+    """The file yields no text. Arguments: a reason of `kvshelf.corpus.input.extract`, and a detail."""
 
 
 def pdf_text(data: bytes, charset: str) -> Iterable[str]:  # noqa: ARG001 - a `Reader`
@@ -76,7 +76,7 @@ def extracted(kind: str, charset: str, max_bytes: int) -> tuple[str, bytes]:
 
 
 def bound(memory_bytes: int, cpu_s: int) -> None:
-    """Limit this process, and let the service go first where processors are few."""
+    """Limit this process, and let other work go first where processors are few."""
     os.nice(10)
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))

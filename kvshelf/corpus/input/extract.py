@@ -1,0 +1,139 @@
+"""Files that people made: which types are read, and the text of PDF and HTML (extra `documents`).
+
+Files may be hostile, and the libraries that parse them expect honest ones. So each file is parsed in its own process
+(`extract_child.py`), without the caller's environment and with limits on memory and processor time that the system
+enforces. A thread would not do: it cannot be ended, and it shares the caller's memory.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from kvshelf.corpus.input.expendable import ended_by, run
+from kvshelf.errors import BodyTooLarge, InvalidRequest, NoWorker, UnsupportedMediaType
+
+Kind = Literal["text", "pdf", "html"]
+
+_CHILD: Final = Path(__file__).with_name("extract_child.py")
+_LIBRARIES: Final[dict[Kind, str]] = {"pdf": "pypdf", "html": "resiliparse"}
+
+_PDF_TYPES: Final = ("application/pdf", "application/x-pdf")
+_HTML_TYPES: Final = ("text/html", "application/xhtml+xml")
+_ANY_TYPE: Final = ("", "application/octet-stream")
+_TEXT_TYPES: Final = ("application/json", "application/xml", "application/javascript", "application/x-ndjson",
+    "application/yaml", "application/x-yaml", "application/toml", "application/x-sh", "application/sql")  # fmt: skip
+
+_MAGIC: Final = {
+    b"%PDF-": "a PDF",
+    b"PK\x03\x04": "a ZIP archive, as office documents and e-books are",
+    b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1": "an office document of the old kind",
+    b"{\\rtf": "rich text (RTF)",
+    b"\x1f\x8b": "compressed with gzip",
+    b"BZh": "compressed with bzip2",
+    b"\xfd7zXZ\0": "compressed with xz",
+    b"(\xb5/\xfd": "compressed with zstd",
+    b"7z\xbc\xaf\x27\x1c": "a 7-Zip archive",
+    b"\x89PNG\r\n": "an image",
+    b"\xff\xd8\xff": "an image",
+    b"GIF8": "an image",
+    b"\x7fELF": "a program",
+}
+"""First bytes of files that are not text, whatever media type their sender gives."""
+
+
+@dataclass(frozen=True)
+class Upload:
+    """A file as it arrived. `media_type` is the sender's, in lower case without parameters, or empty; `charset` is the
+    media type's parameter, or empty."""
+
+    data: bytes
+    media_type: str = ""
+    charset: str = ""
+
+    @property
+    def found(self) -> str | None:
+        """What the first bytes say that the file is, with an article; None if it may be text."""
+        return next((what for magic, what in _MAGIC.items() if self.data.startswith(magic)), None)
+
+    @property
+    def kind(self) -> Kind:
+        """The kind by media type and first bytes. Raises `UnsupportedMediaType` if they disagree or are unsupported."""
+        found = self.found
+        is_pdf = found == "a PDF"
+        if is_pdf and self.media_type in _PDF_TYPES + _ANY_TYPE:
+            return "pdf"
+        if found is not None or self.media_type in _PDF_TYPES:
+            raise _not_taken(f"the file is {found or 'no PDF'}, and was sent as {self.media_type or 'no type'!r:.80}")
+        if self.media_type in _HTML_TYPES or (self.media_type in _ANY_TYPE and _begins_as_html(self.data)):
+            return "html"
+        if self.media_type.startswith("text/") or self.media_type in _TEXT_TYPES + _ANY_TYPE:
+            return "text"
+        if self.media_type.endswith(("+json", "+xml")) and not self.media_type.startswith("image/"):
+            return "text"
+        raise _not_taken(f"the file was sent as {self.media_type!r:.80}")
+
+
+def _begins_as_html(data: bytes) -> bool:
+    begin = data[:1024].removeprefix(b"\xef\xbb\xbf").lstrip().lower()
+    return begin.startswith((b"<!doctype html", b"<html"))
+
+
+def _not_taken(what: str) -> UnsupportedMediaType:
+    return UnsupportedMediaType(f"{what}; send UTF-8 text, PDF or HTML with its own media type", param="file")
+
+
+@dataclass(frozen=True)
+class ExtractLimits:
+    """Limits for one file, named as the settings of a service. max_body_bytes: of its text."""
+
+    max_body_bytes: int
+    extract_memory_bytes: int
+    extract_cpu_s: float
+
+
+def missing_library(kind: Kind) -> str | None:
+    """The library that reads files of this kind, if it is not installed."""
+    library = _LIBRARIES.get(kind)
+    return library if library is not None and importlib.util.find_spec(library) is None else None
+
+
+async def extract(upload: Upload, kind: Literal["pdf", "html"], limits: ExtractLimits, name: str) -> str:
+    """The text of a PDF or HTML file. name: of the file, for messages; the text about the file follows it.
+
+    Raises `InvalidRequest` (with a one-word `reason`) or `BodyTooLarge` for bad files, `NoWorker` if no process starts.
+    The process ends with this call.
+    """
+    bounds = (limits.max_body_bytes, limits.extract_memory_bytes, math.ceil(limits.extract_cpu_s))
+    command = [sys.executable, "-PB", str(_CHILD), kind, upload.charset, *map(str, bounds)]
+    try:
+        code, said = await run(command, upload.data, limits.max_body_bytes + 1024)
+    except OSError as exc:
+        raise NoWorker(f"no process could be started to read the file: {exc.strerror}; try again later") from exc
+    word, _, behind = said.partition(b"\n")
+    if code == 0 and word == b"text":
+        return behind.decode()
+    raise _refusal(name, limits, word.decode() if code == 0 else ended_by(code), behind.decode(errors="replace"))
+
+
+def _refusal(name: str, limits: ExtractLimits, reason: str, detail: str) -> InvalidRequest | BodyTooLarge:
+    if reason == "long":
+        most = limits.max_body_bytes
+        details: dict[str, Any] = {"max_body_bytes": most}
+        return BodyTooLarge(f"{name} has {detail} bytes of text, more than {most}; send less", param="file", **details)
+    because = {
+        "encrypted": "is encrypted with a password; save it without one",
+        "empty": "has no text, perhaps only scanned pages; run text recognition (OCR) on it first",
+        "malformed": f"cannot be read ({detail}); repair it, or send its text",
+        "expands": f"expands to an unreasonable size ({detail}); send its text",
+        "memory": f"needs more than {limits.extract_memory_bytes} bytes of memory to be read (extract_memory_bytes); "
+        "split it, or send its text",
+        "time": f"needs more than {limits.extract_cpu_s:g} s of processor time to be read (extract_cpu_s); split it, "
+        "or send its text",
+    }
+    cannot = "cannot be read: the parser crashed, as it may on hostile files; send its text"
+    return InvalidRequest(f"{name} {because.get(reason, cannot)}", param="file", reason=reason)
