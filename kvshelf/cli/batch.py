@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final, Self
+from urllib.parse import urlsplit
 
 import typer
 
 from kvshelf._extras import needs_extra
 from kvshelf.cli import _common, _options, _progress
-from kvshelf.errors import InvalidRequest
+from kvshelf.errors import InvalidRequest, KvshelfError
 
 if TYPE_CHECKING:
     from kvshelf.api import CreateCache
     from kvshelf.corpus.input.files import FileCorpus
+    from kvshelf.corpus.output.places import Place
     from kvshelf.corpus.row import Row
     from kvshelf.corpus.run.progress import Summary
+
+_LOOK_S: Final = 2.0
+"""How long a service of this machine may take to say that it is there."""
 
 STOPPED = 6
 """Exit code of a batch that ended before its last row."""
@@ -34,13 +41,18 @@ _Input = Annotated[
     str,
     typer.Argument(metavar="INPUT", help="A JSONL or Parquet file, a folder of texts, or a pattern like 'd/*.md'."),
 ]
-_Output = Annotated[Path, typer.Option(help="One line per document, as .jsonl or .parquet.")]
+_Output = Annotated[
+    str, typer.Option(metavar="FILE", help="One line per document, as .jsonl or .parquet; a path or an s3:// URL.")
+]
 _Window = Annotated[str | None, typer.Option(help="Work only at this time of day: 22:00-06:00.")]
 _MaxGpuHours = Annotated[float | None, typer.Option(min=0, help="Stop when the replicas have worked this long.")]
 _DocumentTimeout = Annotated[str, typer.Option(help="Time limit of one attempt at one document: 90s, 15m, 2h.")]
 _MaxAttempts = Annotated[int, typer.Option(min=1, max=100, help="Attempts before a document is given up.")]
 _RetryFailed = Annotated[bool, typer.Option("--retry-failed", help="Retry rows that failed in an earlier run.")]
-_Report = Annotated[Path | None, typer.Option(help="Also write a report with pictures, as .html.")]
+_Report = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", help="Also write a report with pictures, as .html; a path or an s3:// URL."),
+]
 _Url = Annotated[
     str | None, typer.Option("--url", envvar="KVSHELF_URL", help="URL of a running service that runs the batch.")
 ]
@@ -117,7 +129,7 @@ def batch(
             "max_attempts": max_attempts,
             "retry_failed": retry_failed,
         }
-        job = _Job(input, output, report, given, options, as_json)
+        job = _Job.named(input, output, report, given, options, as_json)
         if remote:
             assert url is not None
             raise typer.Exit(job.run_at(url))
@@ -132,15 +144,19 @@ class _Job:
     """One call of the command. fields: of `CreateCache`, for all rows; options: of `RunOptions`, the window as text."""
 
     input: str
-    output: Path
-    report: Path | None
+    output: Place
+    report: Place | None
     fields: Mapping[str, Any]
     options: Mapping[str, Any]
     as_json: bool
 
-    @property
-    def _journal(self) -> Path:
-        return self.output.with_name(self.output.name + ".journal")
+    @classmethod
+    def named(cls, input: str, output: str, report: str | None, *more: Any) -> Self:
+        """With output and report as the user names them. Raises `InvalidRequest` for URLs that cannot be written."""
+        with needs_extra("serve", purpose="kvshelf batch"):
+            from kvshelf.corpus.output.places import place
+
+        return cls(input, place(output, param="--output"), place(report, param="--report") if report else None, *more)
 
     def corpus(self) -> FileCorpus:
         """The corpus. Files that the batch itself writes may lie in the same folder; they are left out."""
@@ -148,17 +164,19 @@ class _Job:
         from kvshelf.corpus.input.extract import ExtractLimits
         from kvshelf.corpus.input.files import FileCorpus
         from kvshelf.corpus.input.rows import MAX_DOCUMENT_BYTES
+        from kvshelf.corpus.output.places import beside
         from kvshelf.service.settings import load_settings
 
         settings = load_settings()
         limits = ExtractLimits(MAX_DOCUMENT_BYTES, settings.extract_memory_bytes, settings.extract_cpu_s)
         written = [self.output] if self.report is None else [self.output, self.report]
-        without = [self._journal, *written, *map(partial_of, written)]
+        unfinished = [partial_of(path) for path in written if isinstance(path, Path)]
+        without = [beside(self.output, ".journal"), *written, *unfinished]
         return FileCorpus(self.input, self.fields, without=without, limits=limits)
 
     def run(self, **settings: Any) -> int:
         """Run the batch here; returns the exit code. Bad options are refused before anything is started."""
-        from kvshelf.corpus.run.journal import FileJournal
+        from kvshelf.corpus.run.object_journal import journal_of
         from kvshelf.corpus.run.progress import RunOptions, RunState, Window
         from kvshelf.service.process.standalone import TENANT, run_standalone
         from kvshelf.service.settings import load_settings
@@ -171,20 +189,22 @@ class _Job:
         options = {**self.options, "window": Window.parse(window) if window else None}
         corpus = self.corpus()
         shards = corpus.shards()
-        where = self.input if "://" in self.input else str(Path(self.input).absolute())
-        about = {"input": where, "output": str(self.output.absolute()), "fields": self.fields, "dtype": loaded.dtype}
+        about = {**self._about(), "dtype": loaded.dtype}
         # The run's id depends on the models' fingerprints, and the store holds its job table.
-        to = {"models": list(loaded.models), "store": without_secret(loaded.store)}
-        with FileJournal(self._journal, {**about, **to}) as journal:
+        models = list(loaded.models)
+        with journal_of(self.output, {**about, "models": models, "store": without_secret(loaded.store)}) as journal:
+            if loaded.address is None:
+                _tell_of_a_service(loaded.port)
             # Ray prints events of its nodes to standard output, which is for results.
             with redirect_stdout(sys.stderr), _progress.shown(quiet=self.as_json) as show:
                 summary = run_standalone(
                     loaded, shards, journal, about, lambda batch_id: RunOptions(TENANT, batch_id, **options), show
                 )
             completed = summary.state is RunState.COMPLETED
-            code = self._end(summary, lambda: journal.finished(of_this_run=completed), several=corpus.several)
+            rows = partial(journal.finished, of_this_run=completed)
+            code = self._end(summary, about, models, rows, several=corpus.several)
             if completed:
-                journal.delete()
+                journal.complete()
         return code
 
     def run_at(self, url: str) -> int:
@@ -193,16 +213,30 @@ class _Job:
         Ctrl-C cancels the batch and writes the finished rows. Caches on the shelf are reused by the next run.
         """
         from kvshelf.client import Client
+        from kvshelf.corpus.run.object_journal import journal_of
         from kvshelf.corpus.run.remote import run_at
+        from kvshelf.store.private import without_secret
 
         self._defaults()
         corpus = self.corpus()
         # A service always makes a new batch, which tries the failed rows of earlier batches again.
         options = {name: value for name, value in self.options.items() if name != "retry_failed"}
         options["document_timeout_s"] = options.pop("document_deadline_s")
-        with Client(url) as client, _progress.shown(quiet=self.as_json) as show:
-            summary, rows = run_at(client, corpus.shards(), options, self.input, show)
-        return self._end(summary, lambda: rows, several=corpus.several)
+        about = {**self._about(), "service": without_secret(url)}
+        with journal_of(self.output, about), Client(url) as client:
+            with _progress.shown(quiet=self.as_json) as show:
+                summary, rows = run_at(client, corpus.shards(), options, about["input"], show)
+            models = [self.fields.get("model") or client.models.list()[0].id] if self.report else []
+            return self._end(summary, about, models, lambda: rows, several=corpus.several)
+
+    def _about(self) -> dict[str, Any]:
+        """What identifies the batch wherever it runs, as plain JSON values."""
+        from kvshelf.corpus.objects import is_url
+        from kvshelf.store.private import without_secret
+
+        where = without_secret(self.input) if is_url(self.input) else str(Path(self.input).absolute())
+        output = self.output if isinstance(self.output, str) else str(self.output.absolute())
+        return {"input": where, "output": output, "fields": self.fields}
 
     def _defaults(self) -> CreateCache:
         """The creation fields that rows start from. Raises `InvalidRequest` for options that no row could use, and for
@@ -216,15 +250,23 @@ class _Job:
             require_report(self.report)
         return require_defaults(self.fields)
 
-    def _end(self, summary: Summary, rows: Callable[[], Iterable[Row]], *, several: bool) -> int:
+    def _end(
+        self,
+        summary: Summary,
+        about: Mapping[str, Any],
+        models: Sequence[str],
+        rows: Callable[[], Iterable[Row]],
+        *,
+        several: bool,
+    ) -> int:
         """Write the output and the report, and say how the batch ended; returns the exit code."""
         from kvshelf.corpus.output.files import write_output
-        from kvshelf.corpus.output.report import write_report
+        from kvshelf.corpus.output.report import Made, write_report
         from kvshelf.corpus.run.progress import INTERRUPTED
 
         write_output(self.output, rows(), file=several)
         if self.report is not None:
-            write_report(self.report, summary, rows())
+            write_report(self.report, Made(about["input"], models, self.fields), summary, rows())
         if self.as_json:
             print(json.dumps(asdict(summary) | {"output": str(self.output)}, default=vars))
         else:
@@ -233,6 +275,26 @@ class _Job:
         if summary.state == "cancelled":
             return _common.INTERRUPTED if summary.reason == INTERRUPTED else STOPPED
         return 1 if summary.failed or summary.state == "failed" else 0
+
+
+def _tell_of_a_service(port: int) -> None:
+    """Say so if a service of this machine could take the batch, instead of a second model beside its own."""
+    from kvshelf.client import Client, Retries, Timeouts
+
+    url = os.environ.get("KVSHELF_URL") or f"http://127.0.0.1:{port}"
+    if urlsplit(url).hostname not in ("127.0.0.1", "::1", "localhost"):
+        return
+    soon, once = Timeouts(connect_s=1.0, read_s=_LOOK_S), Retries(max_retries=0)
+    try:
+        with Client(url, timeouts=soon, retries=once) as client:
+            client.ready()
+    except KvshelfError:  # nobody answers, or another program
+        return
+    _common.notes.print(
+        f"A service listens at {url}. This batch starts a model of its own beside it, and both share this machine. To "
+        f"let the service run the batch on its own shelf, give --url {url} instead of --store.",
+        soft_wrap=True,
+    )
 
 
 def _sentence(summary: Summary) -> str:

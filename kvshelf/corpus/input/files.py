@@ -24,6 +24,7 @@ from kvshelf.api import CreateCache
 from kvshelf.client._calls import MEDIA_TYPES
 from kvshelf.corpus.input.extract import ExtractLimits, Upload, extract, missing_library
 from kvshelf.corpus.input.rows import DOCUMENTS, MAX_DOCUMENT_BYTES, parse_jsonl, read_row, without_duplicates
+from kvshelf.corpus.objects import is_url, opened
 from kvshelf.corpus.row import Row, Shard, cut
 from kvshelf.errors import BodyTooLarge, FileNotFound, InvalidRequest, KvshelfError, StateConflict, UnsupportedMediaType
 
@@ -45,7 +46,6 @@ _PARQUET_ROWS: Final = 64
 _NAME_CHARS: Final = 256
 _NO_VALUE: Final = (ValueError, LookupError, ArithmeticError, pa.ArrowException)
 """What pyarrow raises for text that is not UTF-8, a repeated key in a map, a time after the year 9999 and the like."""
-_URL: Final = re.compile(r"[a-z][a-z0-9+.-]*://")
 _FIELDS: Final = {"custom_id", *CreateCache.model_fields}
 
 
@@ -65,9 +65,9 @@ class FileCorpus:
 
     A .jsonl file, compressed or not, has a row per line, and a .parquet file a row per row. Any other file is one
     document (UTF-8 text, PDF or HTML), and its name is its custom id. limits: for PDF and HTML. defaults: fields of
-    `CreateCache` for rows that do not give them. Hidden files are left out, as are the local files in `without`, which
-    the batch itself writes. several: the corpus has more than one file, so each line of the output must name its input
-    file.
+    `CreateCache` for rows that do not give them. Hidden files are left out, as is what lies at or below the places in
+    `without`: the batch itself writes there. several: the corpus has more than one file, so each line of the output
+    must name its input file.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class FileCorpus:
         where: str,
         defaults: Mapping[str, Any],
         *,
-        without: Iterable[Path] = (),
+        without: Iterable[Path | str] = (),
         limits: ExtractLimits = _LIMITS,
     ) -> None:
         """Raises `InvalidRequest` if the URL has no known file system, or if no file is found."""
@@ -84,7 +84,8 @@ class FileCorpus:
         self._limits = limits
         with _named_errors(where):
             found = tuple(_found(self._system, path, pattern))
-        self.files = tuple(_besides(without, found)) if isinstance(self._system, pafs.LocalFileSystem) else found
+        local = isinstance(self._system, pafs.LocalFileSystem)
+        self.files = tuple(_besides(without, found) if local else _besides_remote(without, found))
         if not self.files:
             but = " but what this batch writes itself" if found else ""
             raise InvalidRequest(f"there is no file at {where!r}{but}", param="input")
@@ -258,7 +259,7 @@ def _require_unchanged(system: Any, file: InputFile) -> None:
 
 def _opened(where: str) -> tuple[Any, str, str | None]:
     """The file system of a path, URL or pattern; the path of a file or folder there; the pattern below it, if any."""
-    url = _URL.match(where) is not None
+    url = is_url(where)
     plain, mark, query = where.partition("?") if url else (where, "", "")
     wild = re.search(r"[*\[]" if url else r"[*?\[]", plain)
     base, pattern = plain, None
@@ -267,10 +268,7 @@ def _opened(where: str) -> tuple[Any, str, str | None]:
         base, pattern = plain[: slash + 1], plain[slash + 1 :]
     if not url:
         return pafs.LocalFileSystem(), str(Path(base).expanduser().absolute()), pattern
-    try:
-        return *pafs.FileSystem.from_uri(base + mark + query), pattern
-    except (ValueError, OSError, pa.ArrowException) as error:
-        raise InvalidRequest(f"cannot read {base!r}: {error!s:.200}", param="input") from error
+    return *opened(base + mark + query, param="input"), pattern
 
 
 def _found(system: Any, path: str, pattern: str | None) -> Iterator[InputFile]:
@@ -288,9 +286,16 @@ def _found(system: Any, path: str, pattern: str | None) -> Iterator[InputFile]:
             yield file
 
 
-def _besides(without: Iterable[Path], files: Iterable[InputFile]) -> Iterator[InputFile]:
+def _besides_remote(without: Iterable[Path | str], files: Iterable[InputFile]) -> Iterator[InputFile]:
+    written = [opened(url, param="--output")[1] for url in without if isinstance(url, str)]
+    for file in files:
+        if not any(file.path == path or file.path.startswith(path + "/") for path in written):
+            yield file
+
+
+def _besides(without: Iterable[Path | str], files: Iterable[InputFile]) -> Iterator[InputFile]:
     """The files not in `without`. Resolves only paths with one of their file names: a corpus may have millions."""
-    left_out = {os.path.realpath(path) for path in without}
+    left_out = {os.path.realpath(path) for path in without if isinstance(path, Path)}
     names = {os.path.basename(path) for path in left_out}
     for file in files:
         if os.path.basename(file.path) not in names or os.path.realpath(file.path) not in left_out:

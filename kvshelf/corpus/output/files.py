@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from itertools import islice
-from pathlib import Path
 from typing import IO, Any, Final
 
-from kvshelf import atomic
+from kvshelf.corpus.output.places import Place, ending, require_place, written
 from kvshelf.corpus.row import Row
-from kvshelf.errors import InvalidRequest, StorageFull
 
 JSON_LINES: Final = (".jsonl", ".ndjson")
 PARQUET: Final = (".parquet", ".pq")
@@ -19,24 +16,20 @@ PARQUET: Final = (".parquet", ".pq")
 _ROWS_AT_ONCE: Final = 4096
 
 
-def require_format(path: Path) -> None:
-    """Raises `InvalidRequest` unless the name ends in a known format and its folder exists."""
-    if path.suffix.lower() not in (*JSON_LINES, *PARQUET):
-        raise InvalidRequest(
-            f"{path}: the name of the output ends in {', '.join((*JSON_LINES, *PARQUET))}", param="--output"
-        )
-    if not path.absolute().parent.is_dir():
-        raise InvalidRequest(f"{path}: there is no folder {path.absolute().parent}", param="--output")
+def require_format(where: Place) -> None:
+    """Raises `InvalidRequest` unless the name ends in a known format, and the folder of a local file exists."""
+    endings = (*JSON_LINES, *PARQUET)
+    require_place(where, endings, what=f"the name of the output ends in {', '.join(endings)}", param="--output")
 
 
-def write_output(path: Path, rows: Iterable[Row], *, file: bool) -> int:
+def write_output(where: Place, rows: Iterable[Row], *, file: bool) -> int:
     """Write all rows as JSON lines or Parquet, by the name's ending; returns how many. file: as in `Row.output`.
 
     The file appears under its name only when it is complete. Memory does not grow with the number of rows.
     """
     lines = (row.output(file=file) for row in rows)
-    with written(path) as target:
-        return _write_parquet(target, lines) if path.suffix.lower() in PARQUET else _write_jsonl(target, lines)
+    with written(where) as target:
+        return _write_parquet(target, lines) if ending(where) in PARQUET else _write_jsonl(target, lines)
 
 
 def _write_jsonl(target: IO[bytes], lines: Iterable[dict[str, Any]]) -> int:
@@ -71,13 +64,3 @@ def _write_parquet(target: IO[bytes], lines: Iterator[dict[str, Any]]) -> int:
             writer.write_table(pa.Table.from_pylist(batch, schema))
             count += len(batch)
     return count
-
-
-@contextmanager
-def written(path: Path) -> Iterator[IO[bytes]]:
-    """As `atomic.written`. Raises `StorageFull` if the file cannot be written."""
-    try:
-        with atomic.written(path) as target:
-            yield target
-    except OSError as error:
-        raise StorageFull(f"{path} cannot be written: {error.strerror or error}") from error

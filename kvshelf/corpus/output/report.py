@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import html
+import json
 import math
 import time
 import unicodedata
 from bisect import insort
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from itertools import zip_longest
-from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from kvshelf.corpus.output.files import written
+from kvshelf.corpus.input.rows import require_defaults
+from kvshelf.corpus.output.places import Place, require_place, written
 from kvshelf.corpus.row import Row
 from kvshelf.corpus.run.progress import Summary
-from kvshelf.errors import InvalidRequest
 
 _PAGE: Final = files(__package__).joinpath("report.html").read_text("utf-8")
 _WORKERS: Final = 20
@@ -28,31 +28,44 @@ _EXTREMES: Final = 10
 """Documents shown as the slowest, and as the lowest in quality."""
 _LONGEST: Final = 200
 """Characters shown of a text that came with the corpus."""
+_LABEL_WIDTH: Final = 72
+_BAR_STEP: Final = 22
+"""Pixels before the bars of a picture, and from one bar to the next."""
+_BAR_SHARE: Final = 60
+"""Width of the longest bar, in per cent of the picture. The rest is for labels and counts."""
 _FINE: Final = 16
 """Bins per bar of a picture. Quantiles are read from the bins."""
 
 
-def require_report(path: Path) -> None:
-    """Raises `InvalidRequest` unless the name ends in .html or .htm and its folder exists."""
-    if path.suffix.lower() not in (".html", ".htm"):
-        raise InvalidRequest(f"{path}: a report is an HTML page; end its name in .html", param="--report")
-    if not path.absolute().parent.is_dir():
-        raise InvalidRequest(f"{path}: there is no folder {path.absolute().parent}", param="--report")
+def require_report(where: Place) -> None:
+    """Raises `InvalidRequest` unless the name ends in .html or .htm, and the folder of a local file exists."""
+    what = "a report is an HTML page; end its name in .html"
+    require_place(where, (".html", ".htm"), what=what, param="--report")
 
 
-def write_report(path: Path, summary: Summary, results: Iterable[Row]) -> None:
+@dataclass(frozen=True)
+class Made:
+    """What a batch was made from, and how. fields: of `CreateCache`, as given for all rows."""
+
+    input: str
+    models: Sequence[str]
+    fields: Mapping[str, Any]
+
+
+def write_report(where: Place, made: Made, summary: Summary, results: Iterable[Row]) -> None:
     """Write the report. `results` are read once, in any order; memory does not grow with their number.
 
     The page runs no script, loads nothing, and tells the browser to allow neither. Raises as `require_report` does,
     and `StorageFull` if the file cannot be written.
     """
-    require_report(path)
+    require_report(where)
     found = _Findings()
     for result in results:
         found.add(result)
     title = f"Batch {summary.state}"
     parts = [
         f"<h1>{_text(title)}</h1>",
+        *_made(made, found),
         *_totals(summary),
         *_failures(found),
         *_throughput(summary),
@@ -62,7 +75,7 @@ def write_report(path: Path, summary: Summary, results: Iterable[Row]) -> None:
         *_saved(summary, found),
         *_slowest(found),
     ]
-    with written(path) as target:
+    with written(where) as target:
         target.write(_PAGE.replace("{title}", _text(title)).replace("{body}", "\n".join(parts)).encode())
 
 
@@ -135,6 +148,8 @@ class _Findings:
     examples: dict[str, list[tuple[str, Row]]] = field(default_factory=lambda: defaultdict(list))
     slowest: list[tuple[float, Row]] = field(default_factory=list)
     worst: list[tuple[float, Row]] = field(default_factory=list)
+    policies: Counter[str] = field(default_factory=Counter)
+    kept: int = 0
     reused_tokens: int = 0
     repeated: int = 0
 
@@ -145,6 +160,8 @@ class _Findings:
                 examples.append((result.error.message, result))
             return
         self.tokens.add(result.tokens)
+        self.kept += result.kept
+        self.policies[result.policy] += 1
         if result.bytes_full_16bit:
             self.stored.add(result.bytes_stored / result.bytes_full_16bit)
         if result.quality is not None:
@@ -162,6 +179,32 @@ def _keep(extremes: list[tuple[float, Row]], rank: float, result: Row) -> None:
     """Keep the results of the lowest ranks; among equals the earlier ones."""
     insort(extremes, (rank, result), key=lambda item: item[0])
     del extremes[_EXTREMES:]
+
+
+def _made(made: Made, found: _Findings) -> list[str]:
+    """The options of the batch, with the defaults of a creation."""
+    spec = require_defaults(made.fields)
+    ratio = "the policy's default" if spec.compression_ratio is None else f"{spec.compression_ratio:g}"
+    if found.tokens.total:
+        ratio += f"; {_share(1 - found.kept / found.tokens.total)} of the entries were removed"
+    rows = [
+        ("input", made.input),
+        ("model", ", ".join(made.models)),
+        ("policy", spec.policy),
+        ("compression ratio", ratio),
+        ("codec", spec.codec),
+    ]
+    told = {"model", "policy", "compression_ratio", "codec"}
+    rows += [(name.replace("_", " "), _plain(value)) for name, value in made.fields.items() if name not in told]
+    others = {policy: count for policy, count in found.policies.items() if policy not in ("", spec.policy)}
+    own = ", ".join(f"{policy} ({count:,})" for policy, count in sorted(others.items()))
+    sentences = [f"Some rows have a policy of their own: {own}."] if own and spec.policy != "auto" else []
+    chosen = [f"Chosen for the documents: {own}."] if own and spec.policy == "auto" else []
+    return [*_section("Made with", [*sentences, *chosen]), _table(("", ""), rows, texts=2)]
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _totals(summary: Summary) -> list[str]:
@@ -288,20 +331,21 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], texts: int = 
 
 
 def _svg(title: str, bars: Sequence[tuple[str, int]]) -> str:
-    """Bars side by side, labels below and counts above. There is at least one bar, and one count above 0."""
+    """A bar a line, its label before it and its count after it; as wide as the page, which may be narrow. There is at
+    least one bar, and one count above 0."""
     most = max(count for _, count in bars)
-    step, high = 56, 140
-    width = step * len(bars)
     marks = []
     for number, (label, count) in enumerate(bars):
-        x, tall = number * step, round(high * count / most, 1)
-        marks.append(f'<rect x="{x + 4}" y="{20 + high - tall}" width="{step - 8}" height="{tall}"/>')
-        marks.append(f'<text x="{x + step / 2}" y="{14 + high - tall}">{count:,}</text>')
-        marks.append(f'<text x="{x + step / 2}" y="{high + 36}">{_text(label)}</text>')
+        y, wide = number * _BAR_STEP, round(_BAR_SHARE * count / most, 2)
+        marks.append(f'<text class="label" x="{_LABEL_WIDTH - 8}" y="{y + 14}">{_text(label)}</text>')
+        marks.append(
+            f'<svg x="{_LABEL_WIDTH}" y="{y}"><rect width="{wide}%" height="{_BAR_STEP - 4}"/>'
+            f'<text x="{wide}%" dx="6" y="14">{count:,}</text></svg>'
+        )
     what = _text(title)
     return (
-        f'<figure><svg role="img" aria-label="{what}" viewBox="0 0 {width} {high + 44}" width="{width}">'
-        f"{''.join(marks)}</svg><figcaption>{what}</figcaption></figure>"
+        f'<figure><figcaption>{what}</figcaption><svg role="img" aria-label="{what}" width="100%" '
+        f'height="{_BAR_STEP * len(bars)}">{"".join(marks)}</svg></figure>'
     )
 
 

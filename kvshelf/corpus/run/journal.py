@@ -1,7 +1,8 @@
-"""The journal of a batch that the command line runs: a file next to its output."""
+"""The journal of a batch that the command line runs: a file next to its output, or objects in S3."""
 
 from __future__ import annotations
 
+import abc
 import errno
 import fcntl
 import json
@@ -14,6 +15,7 @@ from typing import Any, BinaryIO, Final, Self, TypeVar
 
 import pydantic_core
 
+from kvshelf.corpus.output.places import Place
 from kvshelf.corpus.row import Journal, Row, last_ends
 from kvshelf.errors import InvalidRequest, StateConflict, StorageFull, StoreUnavailable
 
@@ -26,23 +28,81 @@ _FIRST: Final = 2
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class FileJournal(Journal):
-    """JSON lines: the first line identifies the batch, each further line is an ended row. For one process at a time.
+class OutputJournal(Journal):
+    """The journal beside an output. Use it in a `with` block.
 
-    about: the batch's input, options, store and models as plain JSON values; the journal of another batch is refused.
-    An incomplete last line, which a killed process left, is dropped.
+    It identifies the batch whose results the output holds, also when that is complete: results of another batch must
+    not replace them.
     """
 
-    def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
+    @abc.abstractmethod
+    def __enter__(self) -> Self:
+        """Open or create it. Raises `StateConflict` if the output is another batch's."""
+
+    @abc.abstractmethod
+    def __exit__(self, *_: object) -> None: ...
+
+    @abc.abstractmethod
+    def finished(self, *, of_this_run: bool = False) -> Iterator[Row]:
+        """of_this_run: leave out rows that only earlier runs recorded. A completed run has met every row of the input,
+        so the rows it did not meet are no longer part of the input."""
+
+    @abc.abstractmethod
+    def complete(self) -> None:
+        """Remove the rows: the output holds everything. The identity stays."""
+
+
+def identity(about: Mapping[str, Any]) -> dict[str, Any]:
+    """What a journal records of its batch."""
+    return {"journal": _FORMAT, **about}
+
+
+def another(output: Place, journal: Place, known: Mapping[str, Any], about: Mapping[str, Any]) -> StateConflict:
+    """The refusal of a batch whose output is that of another one. known, about: what both are; see `identity`."""
+    before, now = _options(known), _options(about)
+    names = [name for name in now | before if before.get(name) != now.get(name)]
+    changes = [f"{name} was {_shown(before.get(name))} and is {_shown(now.get(name))}" for name in names]
+    return StateConflict(
+        f"{output} belongs to another batch: {'; '.join(changes)}. Give another --output; or give the earlier options, "
+        f"to continue that batch; or delete {output} and {journal}, to give up its results"
+    )
+
+
+def no_batch_s(output: Place) -> StateConflict:
+    """The refusal of an output that no batch has written, as far as one can tell."""
+    return StateConflict(
+        f"{output} is there already, and no journal beside it says which batch wrote it; give another --output, or "
+        "move the file away"
+    )
+
+
+def _options(about: Mapping[str, Any]) -> dict[str, Any]:
+    return {**about, **about.get("fields", {}), "fields": None}
+
+
+def _shown(value: Any) -> str:
+    return "not given" if value is None else f"{json.dumps(value, ensure_ascii=False):.80}"
+
+
+class FileJournal(OutputJournal):
+    """JSON lines: the first line identifies the batch, each further line is an ended row. For one process at a time.
+
+    about: the batch's input, options, store and models as plain JSON values. output: the file that the rows are for, if
+    any. An incomplete last line, which a killed process left, is dropped.
+    """
+
+    def __init__(self, path: Path, about: Mapping[str, Any], *, output: Path | None = None) -> None:
         self._path = path
-        self._about = {"journal": _FORMAT, **about}
+        self._about = identity(about)
+        self._output = output
         self._file: BinaryIO | None = None
         self._end = 0
         self._first = _FIRST  # number of the first line that this run appends
 
     def __enter__(self) -> Self:
-        """Open or create it. Raises `StateConflict` if it is in use or another batch's, `InvalidRequest` if the file is
-        no journal."""
+        """As the base class. Raises `StateConflict` if it is in use, too, and `InvalidRequest` if it is no journal."""
+        if self._output is not None and self._output.exists() and not self._path.exists():
+            raise no_batch_s(self._output)
         with self._named_errors():
             file = open(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644), "r+b", buffering=0)
         self._file = file
@@ -60,14 +120,12 @@ class FileJournal(Journal):
         self._write(b"".join(_line(row.to_dict()) for row in rows))
 
     def finished(self, *, of_this_run: bool = False) -> Iterator[Row]:
-        """of_this_run: leave out rows that only earlier runs recorded. A completed run has met every row of the input,
-        so the rows it did not meet are no longer part of the input."""
         since = self._first if of_this_run else _FIRST
         return last_ends(lambda: self._rows(since))
 
-    def delete(self) -> None:
-        """Remove it: the output holds everything."""
-        self._path.unlink(missing_ok=True)
+    def complete(self) -> None:
+        self._end, self._first = len(_line(self._about)), _FIRST
+        self._write(b"")
 
     def _take(self, file: BinaryIO) -> None:
         try:
@@ -82,11 +140,16 @@ class FileJournal(Journal):
             if first != header and header.startswith(first):  # new, or killed while the header was written
                 self._write(header)
                 return
-            if self._parsed(1, first, dict) != self._about:
-                raise StateConflict(
-                    f"{self._path} belongs to a batch with another input, model or store, or other options; finish "
-                    "that one, delete the file, or give another --output"
-                )
+            known = self._parsed(1, first, dict)
+            if known != self._about:
+                if "journal" not in known:
+                    raise InvalidRequest(f"{self._path} is no journal of a batch; give another --output")
+                output = self._output or self._path
+                if output.exists() or next(self._lines(file.tell()), None) is not None:
+                    raise another(output, self._path, known, self._about)
+                file.truncate(0)  # nothing is left of that batch
+                self._write(header)
+                return
             self._end = file.tell()
             for line in self._lines(self._end):
                 self._end += len(line)

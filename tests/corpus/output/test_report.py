@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvshelf.api.batches import WorkerShare
-from kvshelf.corpus.output.report import Histogram, require_report, write_report
+from kvshelf.corpus.output.report import Histogram, Made, require_report, write_report
 from kvshelf.corpus.row import Row, RowError
 from kvshelf.corpus.run.progress import RunState, Summary
 from kvshelf.errors import InvalidRequest
@@ -54,9 +54,12 @@ SUMMARY = Summary(
 )  # fmt: skip
 
 
+MADE = Made("s3://corpus/2026/", ["kvshelf-tiny"], {"policy": "snapkv", "compression_ratio": 0.75, "ttl_s": 60.0})
+
+
 def report(tmp_path: Path, results: list[Row], summary: Summary = SUMMARY) -> str:
     path = tmp_path / "report.html"
-    write_report(path, summary, results)
+    write_report(path, MADE, summary, results)
     assert [found.name for found in tmp_path.iterdir()] == [path.name]
     return path.read_text()
 
@@ -91,7 +94,7 @@ def test_it_says_what_happened(tmp_path: Path) -> None:
     results += [done(7, reused=True), done(8, reused=True), failed(9), failed(10, "invalid_request", "no document")]
     tags = Tags(report(tmp_path, results))
     text = tags.text
-    assert sum(name == "svg" for name, _ in tags.found) == 4, "lengths, compression, quality, seconds"
+    assert sum(name == "figure" for name, _ in tags.found) == 4, "lengths, compression, quality, seconds"
     for words in (
         "Batch completed", "documents in the input", "1,500 tokens a second and 360 documents an hour", "0.25 hours",
         "worker_crashed", "corpus.jsonl, line 9", "it died", "no document", "2027-01-15 08:00:00 UTC",
@@ -116,7 +119,7 @@ def test_markup_in_the_corpus_is_shown_as_text(tmp_path: Path, hostile: str) -> 
     assert tags.open == []
     assert {name for _, attributes in tags.found for name in attributes} <= {
         "lang", "charset", "http-equiv", "content", "name", "class", "role", "aria-label",
-        "viewbox", "width", "height", "x", "y",
+        "width", "height", "x", "y", "dx",
     }  # fmt: skip
     assert not re.search(r"[\x00-\x09\x0b-\x1f\u202a-\u202e\u2066-\u2069]", text)
     assert len(text) < 12_000
@@ -151,7 +154,7 @@ def test_memory_does_not_grow_with_the_results(tmp_path: Path, soak: bool) -> No
 
     def peak(count: int) -> int:
         tracemalloc.start()
-        write_report(tmp_path / "report.html", replace(SUMMARY, total=count), results(count))
+        write_report(tmp_path / "report.html", MADE, replace(SUMMARY, total=count), results(count))
         found = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         return found

@@ -98,14 +98,34 @@ def test_what_is_no_journal_is_not_touched(tmp_path: Path, text: str) -> None:
 
 
 def test_the_journal_of_another_batch_is_refused(tmp_path: Path) -> None:
-    with FileJournal(tmp_path / "j", ABOUT):
+    """While rows or an output are there, whose ids the other batch would replace."""
+    output, path = tmp_path / "out.jsonl", tmp_path / "out.jsonl.journal"
+    other = {**ABOUT, "fields": {"policy": "snapkv", "codec": "int8"}}
+    with FileJournal(path, ABOUT, output=output) as journal:
+        journal.append([success(1)])
+    with pytest.raises(StateConflict) as refusal, FileJournal(path, other, output=output):
         pass
-    other = {**ABOUT, "fields": {"policy": "snapkv"}}
-    with (
-        pytest.raises(StateConflict, match="another input, model or store, or other options"),
-        FileJournal(tmp_path / "j", other),
-    ):
+    assert (
+        'policy was "knorm" and is "snapkv"; codec was not given and is "int8". Give another' in refusal.value.message
+    )
+    with FileJournal(path, ABOUT, output=output) as journal:
+        assert [row.line for row in journal.finished()] == [1]
+        output.write_text("its results\n")
+        journal.complete()
+        assert list(journal.finished()) == []
+    with pytest.raises(StateConflict, match="belongs to another batch"), FileJournal(path, other, output=output):
         pass
+    output.unlink()
+    with FileJournal(path, other, output=output) as journal:
+        journal.append([success(1)])
+
+
+def test_an_output_that_no_batch_wrote_is_not_replaced(tmp_path: Path) -> None:
+    output, path = tmp_path / "out.jsonl", tmp_path / "out.jsonl.journal"
+    output.write_text("my rows\n")
+    with pytest.raises(StateConflict, match="is there already"), FileJournal(path, ABOUT, output=output):
+        pass
+    assert not path.exists()
 
 
 def test_one_run_at_a_time_has_a_journal(tmp_path: Path) -> None:
