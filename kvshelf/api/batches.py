@@ -187,7 +187,9 @@ class BatchObject(ResponseBody):
     created_at: int
     in_progress_at: int | None = None
     paused_at: int | None = None
-    expires_at: int | None = None
+    expires_at: int | None = Field(
+        None, description="the deadline: the batch then ends as `expired`, with the rows done by then"
+    )
     finalizing_at: int | None = None
     completed_at: int | None = None
     failed_at: int | None = None

@@ -18,11 +18,13 @@ import pytest
 from typer.testing import CliRunner
 
 from kvshelf.cli import app
-from kvshelf.cli.batch import _Job
+from kvshelf.cli.batch import _Job, _tell_of_a_service
 from kvshelf.store.url import StoreConfig
 from tests.conftest import _descendants
 from tests.corpus.hostile import corpus
+from tests.corpus.objects import objects, s3_server
 from tests.corpus.results import failure
+from tests.service.files import pdf
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -89,7 +91,8 @@ def refused_with_this_journal(folder: Path, model: Path) -> None:
     for chosen, shelf in ((folder / "other", shelves[0]), (model, shelves[1])):
         command = ["batch", str(folder / "rows.jsonl"), "--output", str(folder / "out.jsonl"), "--policy", "knorm"]
         done = CliRunner().invoke(app, [*command, "--model", str(chosen), "--store", shelf], env={"COLUMNS": "400"})
-        assert (done.exit_code, "another input, model or store" in done.output) == (2, True), done.output
+        changed = "store was" if chosen == model else "model was"
+        assert (done.exit_code, changed in done.output) == (2, True), done.output
 
 
 @pytest.mark.faults
@@ -128,7 +131,7 @@ def test_a_batch_that_is_killed_and_one_that_is_interrupted_go_on(
     assert {line["custom_id"] for line in lines} == {None, *(row["custom_id"] for row in rows)}
     assert len(lines) == len(rows) + 1
     assert [line["line"] for line in lines if "error" in line] == [len(rows) + 1]
-    assert not (tmp_path / "out.jsonl.journal").exists()
+    assert lines_kept(tmp_path) == 0
     assert "not JSON" in (tmp_path / "morning.html").read_text()
     with StoreConfig(f"disk://{tmp_path}/shelf").open() as shelf:
         assert list(shelf.check()) == []
@@ -153,8 +156,49 @@ def test_what_the_command_writes_beside_its_input_is_no_input_of_the_next_run(
     written = ["out.jsonl", "out.jsonl.journal", "out.jsonl.partial", "morning.html", "morning.html.partial"]
     for name in ("one.txt", "jsonl", *written):
         Path(name).write_text("x")
-    job = _Job(".", Path("out.jsonl"), Path("morning.html"), {}, {}, as_json=False)
+    job = _Job.named(".", "out.jsonl", "morning.html", {}, {}, False)
     assert [file.name for file in job.corpus().files] == ["jsonl", "one.txt"]
+
+
+def test_a_batch_into_s3_says_what_a_user_needs_and_another_one_replaces_nothing(
+    tmp_path: Path, begin: Callable[..., subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "mixed"
+    folder.mkdir()
+    (folder / "a.html").write_text("<p>The lock keeper counts nineteen barges.</p>")
+    (folder / "b.pdf").write_bytes(pdf("The tide is high."))
+    (folder / "c.pdf").write_bytes(b"%PDF-1.7 and nothing of the kind")
+    with s3_server(monkeypatch) as bucket:
+        said, noted = end(begin("--report", "morning.html", rows="mixed", output=f"s3://{bucket}/night"), 1)
+        assert said == f"s3://{bucket}/night/results.jsonl\n"
+        *progress, last = noted.splitlines()
+        assert all(re.match(r"(running|completed)[:, ]", line) for line in progress), noted
+        assert last.startswith("2 documents on the shelf, 0 of them before; 1 failed; ")
+        kept = objects(bucket)
+        lines = [json.loads(line) for line in kept["night/results.jsonl"].splitlines()]
+        assert {line["custom_id"]: line.get("error", {}).get("code") for line in lines} == {
+            "a.html": None,
+            "b.pdf": None,
+            "c.pdf": "invalid_request",
+        }
+        given = ["batch", str(folder), "--output", f"s3://{bucket}/night", "--store", f"disk://{tmp_path}/shelf"]
+        done = CliRunner().invoke(app, [*given, "--policy", "snapkv"], env={"COLUMNS": "400"})
+        assert done.exit_code == 2
+        assert 'policy was "knorm" and is "snapkv"' in done.output
+        assert objects(bucket) == kept
+    report = (tmp_path / "morning.html").read_text()
+    assert all(words in report for words in (str(folder), "knorm", "compression ratio", "codec"))
+
+
+def test_a_service_of_this_machine_is_told_of(
+    service_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVSHELF_URL", service_url)
+    _tell_of_a_service(8765)
+    assert f"A service listens at {service_url}. This batch starts a model of its own" in capsys.readouterr().err
+    monkeypatch.setenv("KVSHELF_URL", "http://127.0.0.1:1")
+    _tell_of_a_service(8765)
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
@@ -168,6 +212,7 @@ def test_what_the_command_writes_beside_its_input_is_no_input_of_the_next_run(
         (["--report", "morning.md"], "end its name in .html"),
         (["--output", "out.csv"], ".jsonl"),
         (["--output", "nowhere/out.jsonl"], "nowhere"),
+        (["--output", "gs://bucket/out.jsonl"], "s3://"),
         (["none.jsonl"], "none.jsonl"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

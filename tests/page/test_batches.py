@@ -30,13 +30,20 @@ def test_a_batch_is_begun_followed_and_cancelled(open_page: OpenPage, tmp_path: 
     source = tmp_path / "corpus.jsonl"
     source.write_text(json.dumps({"custom_id": "one", "document": document(95, words=60)}) + "\n")
     page = open_page("batches")
+    every = page.get_by_role("region", name="All batches")
+    before = every.bounding_box()
     with page.expect_request(lambda request: request.url.endswith("/v1/batches") and request.method == "POST") as asked:
         card = begin(page, source)
     assert asked.value.post_data_json["codec"] == "int4"
+    card.get_by_text("the batch then ends with the rows that are done").wait_for()
     card.get_by_role("button", name="Cancel").click()
     card.get_by_text("cancelled, ").wait_for(timeout=TIMEOUT_MS)
     card.get_by_role("button", name="Continue").wait_for()
-    page.get_by_role("region", name="All batches").get_by_text("cancelled, ").first.wait_for()
+    every.get_by_text("cancelled, ").first.wait_for()
+    after = every.bounding_box()
+    assert before is not None
+    assert after is not None
+    assert after["y"] == before["y"], "the list stays where it is while the chosen batch changes"
 
 
 def test_the_results_of_a_batch_are_saved(open_page: OpenPage, tmp_path: Path, soak: bool) -> None:
@@ -50,6 +57,7 @@ def test_the_results_of_a_batch_are_saved(open_page: OpenPage, tmp_path: Path, s
     page = open_page("batches")
     card = begin(page, source)
     card.get_by_text("completed, 4 of 5 rows, 1 failed").wait_for(timeout=TIMEOUT_MS)
+    card.get_by_role("list", name="Failed rows").get_by_text("bad: ").wait_for()
     page.get_by_role("region", name="All batches").get_by_text("completed, 4 of 5 rows").first.wait_for()
     with page.expect_download() as saving:
         card.get_by_role("button", name="Save the results").click()

@@ -23,7 +23,7 @@ from kvshelf._extras import install_command
 from kvshelf.api import CreateCache
 from kvshelf.client._calls import MEDIA_TYPES
 from kvshelf.corpus.input.extract import ExtractLimits, Upload, extract, missing_library
-from kvshelf.corpus.input.rows import DOCUMENTS, MAX_DOCUMENT_BYTES, parse_jsonl, read_row, without_duplicates
+from kvshelf.corpus.input.rows import DOCUMENTS, MAX_DOCUMENT_BYTES, MAX_NAME, parse_jsonl, read_row, without_duplicates
 from kvshelf.corpus.objects import is_url, opened
 from kvshelf.corpus.row import Row, Shard, cut
 from kvshelf.errors import BodyTooLarge, FileNotFound, InvalidRequest, KvshelfError, StateConflict, UnsupportedMediaType
@@ -43,7 +43,6 @@ _LIMITS: Final = ExtractLimits(MAX_DOCUMENT_BYTES, 1 << 30, 60.0)
 _SHARD_BYTES: Final = 32 << 20
 _BUFFER_BYTES: Final = 1 << 20
 _PARQUET_ROWS: Final = 64
-_NAME_CHARS: Final = 256
 _NO_VALUE: Final = (ValueError, LookupError, ArithmeticError, pa.ArrowException)
 """What pyarrow raises for text that is not UTF-8, a repeated key in a map, a time after the year 9999 and the like."""
 _FIELDS: Final = {"custom_id", *CreateCache.model_fields}
@@ -140,7 +139,7 @@ class DocumentShard(_FileShard):
             text = self._text(file, self._data(file))
         except KvshelfError as error:
             return Row(file.name, 1, file.name, nbytes=file.nbytes).failed(error)
-        values = {"custom_id": file.name, "document": text, "name": PurePosixPath(file.name).name[:_NAME_CHARS]}
+        values = {"custom_id": file.name, "document": text, "name": PurePosixPath(file.name).name[:MAX_NAME]}
         return read_row(values, self._defaults, source=file.name, line=1, nbytes=file.nbytes)
 
     def _data(self, file: InputFile) -> bytes:

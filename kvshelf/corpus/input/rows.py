@@ -21,6 +21,9 @@ MAX_DOCUMENT_BYTES: Final = 64 << 20
 MAX_CUSTOM_ID: Final = 512
 """Characters."""
 
+MAX_NAME: Final = 256
+"""Characters of a cache's name."""
+
 DOCUMENTS: Final = ("document", "messages", "token_ids")
 """A row gives exactly one of these fields."""
 
@@ -46,7 +49,10 @@ def require_defaults(defaults: Mapping[str, Any]) -> CreateCache:
 
 
 def read_row(values: Any, defaults: Mapping[str, Any], *, source: str, line: int, nbytes: int) -> Row:
-    """A row from JSON values: the fields of a creation and `custom_id`, or a line of OpenAI's batches."""
+    """A row from JSON values: the fields of a creation and `custom_id`, or a line of OpenAI's batches.
+
+    A cache without a name of its own is named by the custom id.
+    """
     row = Row(source, line, nbytes=nbytes)
     try:
         if not isinstance(values, Mapping):
@@ -55,6 +61,8 @@ def read_row(values: Any, defaults: Mapping[str, Any], *, source: str, line: int
         row = replace(row, custom_id=_custom_id(fields.pop("custom_id", None)))
         if fields.keys() & (_OPENAI_FIELDS - {"custom_id"}):
             fields = _openai_body(fields)
+        if row.custom_id is not None:  # so that it is shown wherever the cache is
+            fields.setdefault("name", row.custom_id[:MAX_NAME])
         return replace(row, spec=parse_request(CreateCache, _merged(defaults, fields)))
     except KvshelfError as error:
         return row.failed(error)

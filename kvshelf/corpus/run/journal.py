@@ -77,7 +77,9 @@ def no_batch_s(output: Place) -> StateConflict:
 
 
 def _options(about: Mapping[str, Any]) -> dict[str, Any]:
-    return {**about, **about.get("fields", {}), "fields": None}
+    found = {**about, **about.get("fields", {})}
+    found.pop("fields", None)
+    return found | {"model": ", ".join(found.pop("models"))} if "models" in found else found
 
 
 def _shown(value: Any) -> str:

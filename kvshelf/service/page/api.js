@@ -88,7 +88,19 @@ export const getBatch = (id, options) => get(ofBatch(id), options);
 export const createBatch = async (json) => (await send("POST", "v1/batches", { json })).json();
 /** `action`: cancel, pause, resume or retry. */
 export const changeBatch = async (id, action) => (await send("POST", ofBatch(id, `/${action}`))).json();
-export const getFile = async (id) => (await send("GET", `v1/files/${encodeURIComponent(id)}/content`)).blob();
+const ofFile = (id) => `v1/files/${encodeURIComponent(id)}/content`;
+export const getFile = async (id) => (await send("GET", ofFile(id))).blob();
+
+/** The first whole lines of a file of JSON lines, as objects: those within its first `most` bytes. */
+export async function getLines(id, most, options) {
+  const response = await send("GET", ofFile(id), { ...options, headers: { range: `bytes=0-${most - 1}` } });
+  const text = await response.text();
+  return text
+    .slice(0, text.lastIndexOf("\n") + 1)
+    .split("\n")
+    .filter(Boolean)
+    .map((line) => JSON.parse(line));
+}
 
 /** The batch after each change, until it ends. */
 export const batchEvents = (id, options) => streamed("GET", ofBatch(id, "/events"), options);

@@ -29,8 +29,15 @@ def wrong(row: Row) -> tuple[int, str, str]:
 def test_a_line_is_a_creation_with_a_custom_id() -> None:
     (row,) = rows({"custom_id": "a", "document": "text", "policy": "knorm", "compression_ratio": 0.5})
     assert (row.source, row.line, row.custom_id, row.error) == ("in.jsonl", 1, "a", None)
-    expected = CreateCache(document="text", policy="knorm", compression_ratio=0.5)
+    expected = CreateCache(document="text", policy="knorm", compression_ratio=0.5, name="a")
     assert row.spec == expected
+
+
+def test_a_custom_id_is_the_cache_s_name_unless_the_row_gives_one() -> None:
+    named, long = rows({"custom_id": "a", "document": "x", "name": "mine"}, {"custom_id": "b" * 300, "document": "x"})
+    assert named.spec is not None
+    assert long.spec is not None
+    assert (named.spec.name, long.spec.name) == ("mine", "b" * 256)
 
 
 def test_a_line_in_openai_s_shape_is_the_same_row() -> None:
@@ -38,7 +45,8 @@ def test_a_line_in_openai_s_shape_is_the_same_row() -> None:
     ours, theirs = rows(
         {"custom_id": "a", **body}, {"custom_id": "b", "method": "POST", "url": "/v1/caches", "body": body}
     )
-    assert ours.spec == theirs.spec
+    assert ours.spec is not None
+    assert ours.spec.model_copy(update={"name": "b"}) == theirs.spec
     assert theirs.custom_id == "b"
 
 

@@ -96,6 +96,7 @@ def test_it_says_what_happened(tmp_path: Path) -> None:
     text = tags.text
     assert sum(name == "figure" for name, _ in tags.found) == 4, "lengths, compression, quality, seconds"
     for words in (
+        "s3://corpus/2026/", "kvshelf-tiny", "snapkv", "0.75; ", "codecnone", "ttl s60.0",
         "Batch completed", "documents in the input", "1,500 tokens a second and 360 documents an hour", "0.25 hours",
         "worker_crashed", "corpus.jsonl, line 9", "it died", "no document", "2027-01-15 08:00:00 UTC",
         "8.00 kB, 50.0% of 16.00 kB uncompressed in 16 bits; 32.00 kB in the model's dtype",
@@ -104,6 +105,9 @@ def test_it_says_what_happened(tmp_path: Path) -> None:
         "Measured on 8 documents",
     ):  # fmt: skip
         assert words in text, words
+    assert all(found["width"] == "100%" for name, found in tags.found if name == "svg" and "role" in found)
+    wide = [found["width"] or "" for name, found in tags.found if name == "rect"]
+    assert max(float(width.removesuffix("%")) for width in wide) <= 60, "the rest of the width is for label and count"
     assert text.rindex("row-6") < text.rindex("row-5"), "the slowest first"
 
 

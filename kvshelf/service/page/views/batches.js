@@ -6,6 +6,7 @@ import {
   createBatch,
   getBatch,
   getFile,
+  getLines,
   listBatches,
   listPolicies,
   uploadFile,
@@ -16,6 +17,9 @@ import { count, fromNow, moment, size } from "../format.js";
 import { Announce, Facts, FailureNote, Progress, useLoaded } from "../parts.js";
 import { useEffect, useState } from "../vendor/hooks.js";
 import { CodecChoice } from "./put-options.js";
+
+const FIRST_ROWS = 20; // failed rows that are shown; the file of errors has all
+const FIRST_BYTES = 64 * 1024;
 
 const ENDED = ["completed", "failed", "expired", "cancelled"];
 
@@ -35,23 +39,25 @@ export function BatchesView({ ids: [id] }) {
   const [page, failure] = useLoaded((signal) => listBatches({ limit: 50 }, { signal }), [round]);
   return html`
     <div class="split even">
-      <${NewBatch} onCreated=${(batch) => (setRound(round + 1), (location.hash = `batches/${batch.id}`))} />
+      <div class="stack">
+        <${NewBatch} onCreated=${(batch) => (setRound(round + 1), (location.hash = `batches/${batch.id}`))} />
+        <${FailureNote} failure=${failure} />
+        <section aria-label="All batches">
+          <h2>All batches</h2>
+          <ul class="picker">${(page?.data ?? []).map(
+            (batch) => html`<li key=${batch.id}>
+            <a href=${`#batches/${batch.id}`}>${moment(batch.created_at)}</a>: ${told(batch)}
+          </li>`,
+          )}</ul>
+          ${page?.data.length === 0 && html`<p class="hint">There are no batches yet.</p>`}
+        </section>
+      </div>
       ${
         id
           ? html`<${BatchCard} key=${id} id=${id} onEnded=${() => setRound(round + 1)} />`
           : html`<section class="card"><p class="hint">Choose a batch to see its progress.</p></section>`
       }
     </div>
-    <${FailureNote} failure=${failure} />
-    <section aria-label="All batches">
-      <h2>All batches</h2>
-      <ul class="picker">${(page?.data ?? []).map(
-        (batch) => html`<li key=${batch.id}>
-        <a href=${`#batches/${batch.id}`}>${moment(batch.created_at)}</a>: ${told(batch)}
-      </li>`,
-      )}</ul>
-      ${page?.data.length === 0 && html`<p class="hint">There are no batches yet.</p>`}
-    </section>
   `;
 }
 
@@ -146,10 +152,20 @@ function BatchCard({ id, onEnded }) {
       Tokens: `${count(progress.tokens)}, ${count(Math.round(progress.tokens_per_s))} a second`,
       Size: full_16bit ? size({ stored: progress.bytes_stored, full: progress.bytes_full, full_16bit }) : null,
       "Time left": progress.eta_s === null || ended ? null : `about ${Math.ceil(progress.eta_s)} s`,
-      Expires: ended || !batch.expires_at ? null : fromNow(batch.expires_at),
+      Deadline: ended || !batch.expires_at ? null : `${fromNow(batch.expires_at)}; the batch then ends with the rows that are done`,
     }} />
+    ${ended && counts.failed > 0 && batch.error_file_id && html`<${FailedRows} id=${batch.error_file_id} />`}
     <${Announce} text=${ended ? `The batch is ${batch.status}` : ""} />
   </section>`;
+}
+
+/** The first failed rows, by custom id or, without one, by line. */
+function FailedRows({ id }) {
+  const [rows, failure] = useLoaded((signal) => getLines(id, FIRST_BYTES, { signal }), [id]);
+  return html`<${FailureNote} failure=${failure} />
+    <ul class="picker" aria-label="Failed rows" tabindex="0">${(rows ?? []).slice(0, FIRST_ROWS).map(
+      (row, at) => html`<li key=${at}><code>${row.custom_id ?? `line ${row.line}`}</code>: ${row.error.message}</li>`,
+    )}</ul>`;
 }
 
 /** The batch and its progress: [batch, failure, setFailure]. Follows its event stream until it ends. */
