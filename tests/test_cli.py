@@ -147,6 +147,8 @@ def test_with_json_an_error_is_an_object_on_stdout() -> None:
         (("nonsense",), "nonsense"),
         (("list",), "Did you mean 'ls'?"),
         (("serve", "--port", "70000"), "port"),
+        (("serve", "--dtype", "float8"), "float8"),
+        (("serve", "--device", "gpu0"), "gpu0"),
         (("serve", "--host", "0.0.0.0", "--print-config"), "host"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
@@ -19,6 +20,11 @@ PREFIX = "KVSHELF_"
 
 OTHER_VARIABLES = frozenset({"KVSHELF_URL", "KVSHELF_API_KEY", "KVSHELF_ENV_FILE", "KVSHELF_KERNELS"})
 """Variables of the clients, the command line and the kernels. They are allowed in the environment of a service."""
+
+_CHOICES = {
+    "device": (r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda"),
+    "dtype": (r"auto|float32|bfloat16|float16", "auto, float32, bfloat16, float16"),
+}
 
 Seconds = Annotated[float, Field(gt=0, le=30 * 86400)]
 
@@ -128,6 +134,15 @@ class Settings(BaseSettings):
     def _split(cls, value: Any) -> Any:
         return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
 
+    @field_validator("device", "dtype")
+    @classmethod
+    def _known(cls, value: str, info: ValidationInfo) -> str:
+        # Checked here, without torch: a replica would refuse it too, but only once Ray is up.
+        pattern, names = _CHOICES[info.field_name or ""]
+        if not re.fullmatch(pattern, value):
+            raise ValueError(f"{value!r} is none of {names}")
+        return value
+
     @field_validator("models")
     @classmethod
     def _no_duplicates(cls, value: tuple[str, ...]) -> tuple[str, ...]:
@@ -186,7 +201,7 @@ def load_settings(env_file: Path | None = None, **overrides: Any) -> Settings:
     except ValidationError as exc:
         first = exc.errors(include_url=False, include_input=False)[0]
         name = ".".join(str(part) for part in first["loc"])
-        raise InvalidRequest(f"setting {name}: {first['msg']}", param=name) from exc
+        raise InvalidRequest(f"setting {name}: {first['msg'].removeprefix('Value error, ')}", param=name) from exc
 
 
 def _names_in(env_file: Path) -> set[str]:

@@ -34,7 +34,7 @@ from kvshelf.corpus.plan import (
     simulate,
 )
 from kvshelf.errors import InvalidRequest
-from kvshelf.workers.model.loading import bundled_folder
+from kvshelf.workers.model.source import bundled_folder
 from kvshelf.workers.policies.known import compress_share
 from kvshelf.workers.replica.create.sizes import Shape
 

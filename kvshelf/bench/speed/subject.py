@@ -17,8 +17,9 @@ from kvshelf.bench.engines import EngineOptions
 from kvshelf.bench.measure import chosen_dtype
 from kvshelf.errors import InvalidRequest
 from kvshelf.workers.engine.engine import Engine
-from kvshelf.workers.model.loading import BUNDLED, bundled_folder, chosen_device
+from kvshelf.workers.model.loading import chosen_device
 from kvshelf.workers.model.prepacking import prepack
+from kvshelf.workers.model.source import BUNDLED, bundled_folder
 
 QUESTION_TOKENS = 32
 """Tokens of every question that a bench of speed asks."""

@@ -25,7 +25,7 @@ def deployed_replicas(settings: Settings, shelf: StoreConfig, *, local: bool) ->
     """
     configs = [_config(settings, shelf, model, local=local) for model in settings.models]
     limits = deployment.DeploymentLimits(settings.replicas, settings.max_ongoing_requests, settings.max_queued_requests)
-    engines = deployment.deploy(configs, limits)
+    engines = deployment.deploy(configs, limits, local=local)
     try:
         yield engines
     finally:

@@ -6,6 +6,7 @@ While Ray starts, the modules that need torch are imported; while the replicas s
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from kvshelf.service.http.connections import ConnectionLimits
 from kvshelf.service.http.server import HttpServer, cut_off_unread
 from kvshelf.service.observe import logs
 from kvshelf.service.observe.tracing import tracer_to
+from kvshelf.service.process.preflight import require_startable
 from kvshelf.service.process.supervisor import Place
 from kvshelf.service.settings import Settings
 from kvshelf.workers.cluster import startup
@@ -44,6 +46,7 @@ def serve(settings: Settings, place: Place) -> None:
     logs.configure(settings.log_level)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # for the supervisor, even if the process group gets it
     place.require(settings.host, settings.port)
+    require_startable(settings)
     prepare_environment(settings.address)
     keys = None
     if settings.api_key_file is not None:
@@ -52,20 +55,35 @@ def serve(settings: Settings, place: Place) -> None:
         keys = LiveKeys(KeyFile(settings.api_key_file))
     from kvshelf.service.storage import store_config
 
+    log.info("starting; opening the store", models=settings.models, store=settings.redacted()["store"])
+    lap = _Laps()
     with (
         _stopped_by_signals(),
         store_config(settings).open() as store,  # before Ray, so that a bad store is refused at once
         tracer_to(settings.otel_endpoint) as tracer,
     ):
-        log.info("starting", models=settings.models, store=settings.redacted()["store"])
+        log.info("the store is open; starting Ray", seconds=lap.seconds())
         replicas = settings.replicas * len(settings.models)
         with (
             _importing(IMPORTED_ASIDE) as imported,
             ray_cluster(settings.address, min_cpus=replicas) as local,
             _stopped_by_signals(),
         ):
+            log.info("Ray is up; loading the models", seconds=lap.seconds())
             wait([imported])
-            _serve_on(place, settings, store, tracer, keys, local=local)
+            _serve_on(place, settings, store, tracer, keys, lap, local=local)
+
+
+class _Laps:
+    """Times the parts of the start, one after the other."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+
+    def seconds(self) -> float:
+        """Seconds since the part before ended, or since the first began."""
+        before, self._began = self._began, time.monotonic()
+        return round(self._began - before, 2)
 
 
 @contextmanager
@@ -80,7 +98,7 @@ def _importing(module: str) -> Iterator[Future[ModuleType]]:
 
 
 def _serve_on(
-    place: Place, settings: Settings, store: Store, tracer: Tracer, keys: LiveKeys | None, *, local: bool
+    place: Place, settings: Settings, store: Store, tracer: Tracer, keys: LiveKeys | None, lap: _Laps, *, local: bool
 ) -> None:
     # These modules import ray, which must see the environment prepared above.
     from kvshelf.service.process.replicas import deployed_replicas
@@ -92,6 +110,7 @@ def _serve_on(
 
         app = create_app(settings, engines, store, tracer, keys)
         await_running(engines.values(), deadline_s=settings.startup_deadline_s)
+        log.info("the models are up", seconds=lap.seconds())
         startup.end()
         cut_off_unread(place.listener, settings.unread_deadline_s)
         limits = ConnectionLimits(

@@ -5,13 +5,18 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import socket
 import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Final
 
 from kvshelf.errors import NoWorker
+
+_LISTENER_S: Final = 10.0
+"""How long the head of a cluster may take to accept a connection."""
 
 
 def prepare_environment(address: str | None) -> None:
@@ -48,6 +53,8 @@ def ray_cluster(address: str | None, *, min_cpus: int) -> Iterator[bool]:
     import ray  # here, because it reads the environment when it is imported
 
     local = address is None
+    if address is not None:
+        _require_listener(address)
     folder = own_folder() if local and "RAY_TMPDIR" not in os.environ else None
     with _named_errors(address):
         ray.init(
@@ -97,6 +104,19 @@ def _named_errors(address: str | None) -> Iterator[None]:
                 "machine, and is RAY_AUTH_TOKEN (with RAY_AUTH_MODE=token) the cluster's?"
             ) from error
         raise
+
+
+def _require_listener(address: str) -> None:
+    """Raise `NoWorker` if nothing listens at `host:port` or `ray://host:port`: Ray itself would try for minutes."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not (colon and port.isdecimal()):  # auto, or a name that Ray knows
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_LISTENER_S).close()
+    except (OSError, OverflowError) as error:
+        raise NoWorker(
+            f"there is no Ray cluster at {address!r}: {error}. Is `ray start` running there, and is this its address?"
+        ) from error
 
 
 def _known_there() -> AbstractContextManager[None]:

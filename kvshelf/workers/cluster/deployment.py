@@ -12,8 +12,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 import ray
+import structlog
 import torch
 from ray import serve
 
@@ -29,6 +31,11 @@ from kvshelf.workers.model.prepacking import prepack
 from kvshelf.workers.replica.replica import Replica
 from kvshelf.workers.replica.residents import ResidentLimits
 from kvshelf.workers.replica.scheduler import Scheduler, SchedulerLimits
+
+log = structlog.get_logger("kvshelf.workers")
+
+_TELL_S: Final = 10.0
+"""Seconds between two log lines about a model that is not up yet."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +99,13 @@ def served_name(model: str) -> str:
     return Path(model).expanduser().name if Path(model).expanduser().is_dir() else model
 
 
-def deploy(configs: Sequence[ReplicaConfig], limits: DeploymentLimits) -> dict[str, RemoteEngine]:
+def deploy(
+    configs: Sequence[ReplicaConfig], limits: DeploymentLimits, *, local: bool = False
+) -> dict[str, RemoteEngine]:
     """Start a deployment for each model, without waiting until they run; returns their engines by served name.
 
-    A replica takes one GPU or one CPU, by its device; with the device "auto", a GPU if the cluster has one now.
+    A replica takes one GPU or one CPU, by its device; with the device "auto", a GPU if the cluster has one now. Raises
+    `InvalidRequest` for more GPUs than a `local` cluster has, which no node can join.
     """
     names = [served_name(config.model) for config in configs]
     if len(set(names)) != len(names):
@@ -112,6 +122,7 @@ def deploy(configs: Sequence[ReplicaConfig], limits: DeploymentLimits) -> dict[s
         graceful_shutdown_timeout_s=5.0,
         max_constructor_retry_count=1,  # at the start, a second try would fail too; later, Serve keeps trying anyway
     )
+    _require_gpus(configs, limits.replicas, ray.cluster_resources().get("GPU", 0), local=local)
     job = orphans.job_id()
     targets = [
         serve.RunTarget(
@@ -129,16 +140,34 @@ def deploy(configs: Sequence[ReplicaConfig], limits: DeploymentLimits) -> dict[s
 
 
 def await_running(engines: Iterable[RemoteEngine], *, deadline_s: float) -> None:
-    """Block until each model has a replica that takes requests. Raises the error that kept a replica from starting, or
-    `NoWorker`."""
-    end = time.monotonic() + deadline_s
+    """Block until each model has a replica that takes requests; the log says every ten seconds what is missing. Raises
+    the error that kept a replica from starting, or `NoWorker`."""
+    began = told = time.monotonic()
     for engine in engines:
         while not running(overview := serve.status().applications[engine.app]):
+            waited_s = time.monotonic() - began
+            reason = "\n".join(d.message for d in overview.deployments.values())
             if overview.status == "DEPLOY_FAILED":
-                raise _startup_error(engine.model, "\n".join(d.message for d in overview.deployments.values()))
-            if time.monotonic() > end:
-                raise NoWorker(f"no worker of {engine.model!r} came up within {deadline_s:g} s: {overview.message}")
+                raise _startup_error(engine.model, reason)
+            if waited_s > deadline_s:
+                raise NoWorker(f"no worker of {engine.model!r} came up within {deadline_s:g} s: {_missing(reason)}")
+            if time.monotonic() - told > _TELL_S:
+                told = time.monotonic()
+                log.info(
+                    "the model is not up yet",
+                    model=engine.model,
+                    seconds=round(waited_s),
+                    waits_for=reason or "its replica to start",
+                )
             time.sleep(0.2)  # a status takes 0.02 s of processor time, which the starting replica needs
+
+
+def _missing(reason: str) -> str:
+    """What kept a replica from starting, as far as Ray tells."""
+    have = {name: count for name, count in ray.cluster_resources().items() if name in ("CPU", "GPU")}
+    return (
+        f"{reason.rstrip('.') or 'Ray does not say why'}. The cluster has {have}; a replica takes one GPU, or one CPU"
+    )
 
 
 def _startup_error(model: str, message: str) -> KvshelfError:
@@ -155,6 +184,18 @@ def undeploy(engines: Iterable[RemoteEngine]) -> None:
     """Take the deployments down. Not needed where the whole cluster goes down."""
     for engine in engines:
         serve.delete(engine.app)
+
+
+def _require_gpus(configs: Sequence[ReplicaConfig], replicas: int, there: float, *, local: bool) -> None:
+    needed = replicas * sum(_resources(config.device).get("num_gpus", 0) for config in configs)
+    if needed > there and local:
+        raise InvalidRequest(
+            f"{needed:g} replicas take a GPU each, and Ray finds {there:g} on this machine; take --device cpu, or "
+            "fewer --replicas or models",
+            param="device",
+        )
+    if needed > there:
+        log.warning("replicas wait for GPUs that the Ray cluster does not have yet", needed=needed, there=there)
 
 
 def _resources(device: str) -> dict[str, float]:

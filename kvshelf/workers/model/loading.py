@@ -6,8 +6,6 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from importlib.resources import files
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,12 +13,11 @@ from blake3 import blake3
 
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.store.artifact.identity import DIGEST_BYTES, ModelIdentity, canonical_json
+from kvshelf.workers.model.source import source_of
 from kvshelf.workers.model.text import TextFormat
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
-
-BUNDLED = ("kvshelf-tiny",)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _ATTACHABLE_LAYERS = {"full_attention", "sliding_attention"}
@@ -49,7 +46,7 @@ def load(name: str, *, device: str, dtype: str, progress: bool = False) -> tuple
 
     if dtype != "auto" and dtype not in _DTYPES:
         raise InvalidRequest(f"unknown dtype {dtype!r}; one of auto, {', '.join(_DTYPES)}", param="dtype")
-    source = _source(name)
+    source = source_of(name)
     try:
         with nullcontext() if progress else _without_bars():
             model = AutoModelForCausalLM.from_pretrained(
@@ -99,7 +96,7 @@ def skeleton(name: str) -> PreTrainedModel:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        config = AutoConfig.from_pretrained(_source(name), trust_remote_code=False)
+        config = AutoConfig.from_pretrained(source_of(name), trust_remote_code=False)
         with torch.device("meta"):  # where tensors take no memory
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         return model
@@ -194,20 +191,6 @@ def sliding_window(config: Any) -> int | None:
     return None if window is None else int(window)
 
 
-def bundled_folder(name: str) -> str:
-    """The folder of a model that comes with the package."""
-    return str(files("kvshelf") / "models" / name)
-
-
-def _source(name: str) -> str:
-    if name in BUNDLED:
-        return bundled_folder(name)
-    looks_local = name.startswith((".", "/", "~")) or Path(name).is_absolute()
-    if looks_local and not Path(name).expanduser().is_dir():
-        raise InvalidRequest(f"the model folder {name!r} does not exist", param="model")
-    return str(Path(name).expanduser()) if looks_local else name
-
-
 def _weights_digest(model: PreTrainedModel) -> str:
     hasher = blake3(max_threads=blake3.AUTO)
     for name, tensor in sorted(model.state_dict().items()):
@@ -217,10 +200,19 @@ def _weights_digest(model: PreTrainedModel) -> str:
 
 
 def chosen_device(name: str) -> torch.device:
-    """The device of a name; "auto" takes a GPU where there is one. Raises `InvalidRequest`."""
+    """The device of a name; "auto" takes a GPU where there is one. Raises `InvalidRequest`, also for a GPU that this
+    process cannot use."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.device(name)
+        device = torch.device(name)
     except RuntimeError as error:
         raise InvalidRequest(f"unknown device {name!r}; for example auto, cpu, cuda:0", param="device") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        why = (
+            f"PyTorch {torch.__version__} is built without CUDA: install a build with it (https://pytorch.org)"
+            if torch.version.cuda is None
+            else "PyTorch finds no GPU with a working driver on this machine (nvidia-smi shows what there is)"
+        )
+        raise InvalidRequest(f"device {name!r} cannot be used: {why}, or take --device cpu", param="device")
+    return device

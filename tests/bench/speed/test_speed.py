@@ -33,7 +33,7 @@ from kvshelf.kernels.quantize.rows import plain
 from kvshelf.store.url import open_store
 from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.workers.engine.engine import Engine
-from kvshelf.workers.model.loading import bundled_folder
+from kvshelf.workers.model.source import bundled_folder
 from tests.store.redis.servers import PATIENT, ValkeyServer
 
 

@@ -48,6 +48,21 @@ def the_line(service: LiveService, response: httpx.Response) -> Line:
     return line
 
 
+def test_the_parts_of_the_start_have_their_lines_and_their_seconds(service: LiveService) -> None:
+    structured = [json.loads(line) for line in front_end_log(service).splitlines() if line.startswith("{")]
+    assert structured[0]["event"] == "starting; opening the store"
+    told = {
+        line["event"]: line["seconds"] for line in structured if "is open" in line["event"] or " up" in line["event"]
+    }
+    assert list(told) == [
+        "the store is open; starting Ray",
+        "Ray is up; loading the models",
+        "the models are up",
+    ]
+    assert all(0 <= seconds < 300 for seconds in told.values())
+    assert told["Ray is up; loading the models"] > 0.5, "Ray starts four processes"
+
+
 def test_a_creation_has_its_line_here_and_in_the_replica(http: httpx.Client, service: LiveService) -> None:
     response = http.post("/v1/caches", json={"document": "Oil is brought on Thursdays. " * 15})
     cache = response.json()

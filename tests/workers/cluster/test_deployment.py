@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from kvshelf import errors
-from kvshelf.workers.cluster.deployment import _app_name, _resources, _startup_error, served_name
+from kvshelf.store.url import StoreConfig
+from kvshelf.workers.cluster.deployment import (
+    ReplicaConfig,
+    _app_name,
+    _require_gpus,
+    _resources,
+    _startup_error,
+    served_name,
+)
 
 TRACEBACK = """The deployment failed to start 1 times in a row. Error:
 Traceback (most recent call last):
@@ -43,3 +53,12 @@ def test_a_folder_goes_by_its_own_name(tmp_path: Path) -> None:
 def test_a_device_that_is_named_decides_what_a_replica_takes_whatever_nodes_are_there_yet() -> None:
     assert _resources("cuda") == _resources("cuda:0") == {"num_gpus": 1, "num_cpus": 0}
     assert _resources("cpu") == {"num_cpus": 1}
+
+
+def test_more_gpus_than_there_are_is_refused_where_no_node_can_join() -> None:
+    """On another cluster it is not: its head may have no GPU, and a node with one may join later."""
+    configs = [ReplicaConfig("m", StoreConfig("disk:///s"), device=device) for device in ("cuda", "cpu", "cuda:0")]
+    with pytest.raises(errors.InvalidRequest, match=r"4 replicas take a GPU each, and Ray finds 3 .* --device cpu"):
+        _require_gpus(configs, 2, 3, local=True)
+    _require_gpus(configs, 2, 4, local=True)
+    _require_gpus(configs, 2, 0, local=False)

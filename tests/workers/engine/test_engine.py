@@ -16,7 +16,7 @@ from kvshelf.errors import Cancelled, DocumentTooLong, DocumentTooShort, Invalid
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.workers.engine.engine import Engine
-from kvshelf.workers.model.loading import bundled_folder
+from kvshelf.workers.model.source import bundled_folder
 
 TEXT = "The report was read twice. The gate code is 482913. Nobody spoke. " * 20
 

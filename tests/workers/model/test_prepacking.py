@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from kvshelf.store.url import StoreConfig
 from kvshelf.workers.cluster.deployment import ReplicaConfig, ServedReplica
 from kvshelf.workers.engine.engine import Engine
-from kvshelf.workers.model.loading import bundled_folder
 from kvshelf.workers.model.prepacking import PrepackedLinear, prepack
+from kvshelf.workers.model.source import bundled_folder
 from tests.conftest import save_random_model
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors keep torch's own order")

@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from kvshelf.errors import InvalidRequest
-from kvshelf.workers.model.loading import bundled_folder
+from kvshelf.workers.model.source import bundled_folder
 from kvshelf.workers.model.text import TextFormat
 
 PLAIN = """\

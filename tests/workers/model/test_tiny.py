@@ -7,7 +7,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from kvshelf.bench.quality.retrieval import measure_cell
-from kvshelf.workers.model.loading import bundled_folder
+from kvshelf.workers.model.source import bundled_folder
 from tests.amounts import amount
 
 

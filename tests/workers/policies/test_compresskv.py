@@ -16,7 +16,7 @@ from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.model import calibration as calibrations
 from kvshelf.workers.model.calibration import Calibration, Origin
-from kvshelf.workers.model.loading import bundled_folder
+from kvshelf.workers.model.source import bundled_folder
 from kvshelf.workers.policies import LayerView, build
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
 from kvshelf.workers.policies.compresskv import layer_counts

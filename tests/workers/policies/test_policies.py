@@ -17,8 +17,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from kvshelf.errors import DocumentTooShort, InvalidRequest, KvshelfError, PolicyUnsupported
 from kvshelf.store.artifact.records import Kept
 from kvshelf.workers.model.calibration import Calibration, Origin
-from kvshelf.workers.model.loading import bundled_folder
 from kvshelf.workers.model.rope import Rope
+from kvshelf.workers.model.source import bundled_folder
 from kvshelf.workers.model.text import TextFormat
 from kvshelf.workers.policies import POLICIES, LayerView, build, catalog
 from kvshelf.workers.policies.base import Observes, ScoringPolicy, parameter_fields, parameter_types

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from kvshelf.workers.model.loading import bundled_folder
+from kvshelf.workers.model.source import bundled_folder
 from kvshelf.workers.model.text import TextFormat
 from kvshelf.workers.policies import build
 from kvshelf.workers.policies.budgets import LayerBudget

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoTokenizer
 
 from kvshelf.errors import PolicyUnsupported
-from kvshelf.workers.model.loading import bundled_folder
+from kvshelf.workers.model.source import bundled_folder
 from kvshelf.workers.model.text import TextFormat
 from kvshelf.workers.policies import build
 from kvshelf.workers.policies.budgets import Budget, LayerBudget

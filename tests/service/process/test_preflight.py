@@ -1,0 +1,65 @@
+"""What cannot start is refused before Ray starts, in seconds, with the reason and the way out."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvshelf.errors import InvalidRequest, NoWorker
+from kvshelf.service.process.preflight import require_startable
+from kvshelf.service.settings import Settings
+from kvshelf.workers.cluster.connect import _require_listener
+
+WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+
+
+@WITHOUT_GPU
+def test_a_service_for_a_gpu_that_is_not_there_ends_at_once(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kvshelf", "serve", "--port", "0", "--device", "cuda"]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("KVSHELF_")}
+    environment = clean | {"KVSHELF_STORE": f"disk://{tmp_path}/shelf"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "device 'cuda' cannot be used" in done.stderr
+    assert "--device cpu" in done.stderr
+    assert "Ray" not in done.stderr
+
+
+@WITHOUT_GPU
+def test_only_a_local_cluster_needs_the_gpu_here() -> None:
+    with pytest.raises(InvalidRequest, match="device 'cuda:0' cannot be used"):
+        require_startable(Settings(device="cuda:0"))
+    require_startable(Settings(device="cuda", address="head:6379"))
+    require_startable(Settings(device="auto"))
+
+
+def test_only_a_local_cluster_needs_the_folder_here(tmp_path: Path) -> None:
+    missing, empty = str(tmp_path / "none"), str(tmp_path)
+    with pytest.raises(InvalidRequest, match="none' does not exist"):
+        require_startable(Settings(models=("kvshelf-tiny", missing)))
+    with pytest.raises(InvalidRequest, match="holds no model"):
+        require_startable(Settings(models=(empty,)))
+    require_startable(Settings(models=(missing, empty), address="auto"))
+    require_startable(Settings(models=("some-org/some-model",)))
+
+
+def test_a_cluster_where_nothing_listens_is_named_at_once() -> None:
+    """Ray itself would try for minutes."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        _require_listener(f"127.0.0.1:{port}")
+        _require_listener(f"ray://127.0.0.1:{port}")
+    began = time.monotonic()
+    for address in (f"127.0.0.1:{port}", f"ray://127.0.0.1:{port}"):
+        with pytest.raises(NoWorker, match=f"no Ray cluster at '{address}'"):
+            _require_listener(address)
+    assert time.monotonic() - began < 5
+    _require_listener("auto")
