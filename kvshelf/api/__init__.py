@@ -30,6 +30,7 @@ from kvshelf.api.creation import EstimateObject as EstimateObject
 from kvshelf.api.creation import LevelOptions as LevelOptions
 from kvshelf.api.creation import PolicyEstimate as PolicyEstimate
 from kvshelf.api.creation import RequestObject as RequestObject
+from kvshelf.api.creation import SplitOptions as SplitOptions
 from kvshelf.api.queries import AnswerDelta as AnswerDelta
 from kvshelf.api.queries import AnswerList as AnswerList
 from kvshelf.api.queries import AnswerObject as AnswerObject

@@ -127,6 +127,33 @@ class CacheOptions(RequestBody):
         return self.policy == "auto" or any(target is not None for target in targets)
 
 
+class SplitOptions(RequestBody):
+    """How a document is split into parts.
+
+    The end of each part, at least `overlap_tokens`, is also the beginning of the next. `max_tokens` counts the tokens
+    of one part, with those of the chat template.
+    """
+
+    overlap_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
+        None,
+        description="a fact of up to this length is whole in one part; at most a quarter of a part; default: 128, or "
+        "that quarter",
+    )
+    max_tokens: Annotated[int, Field(ge=64, lt=2**31)] | None = Field(
+        None, description="default: seven eighths of what the model takes, which leaves room for questions"
+    )
+
+
+def _how_split(split: object) -> str:
+    return "(options)" if isinstance(split, dict | SplitOptions) else "(flag)"
+
+
+Split = Annotated[Annotated[bool, Tag("(flag)")] | Annotated[SplitOptions, Tag("(options)")], Discriminator(_how_split)]
+
+PART_LABELS = ("part", "split")
+"""Labels that a split sets itself: the number of a part, such as 2/5, and what the parts of one split share."""
+
+
 class CreateCache(CacheOptions):
     """POST /v1/caches: compress a document once. Exactly one of `document`, `messages` and `token_ids` is required.
 
@@ -143,15 +170,38 @@ class CreateCache(CacheOptions):
         None, description="with token_ids: digest of their tokenizer, from /v1/models; a different one is refused"
     )
     name: CacheName = ""
+    split: Split = Field(
+        False,
+        description="make one cache for each part of the text, however long it is; the parts share the labels "
+        "`document` (the name) and `split`, and have `part` (2/5)",
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         require_one_document(self)
+        if self.split_options is not None:
+            self._require_splittable()
         if self.tokenizer is not None and self.token_ids is None:
             raise misuse("tokenizer", "tokenizer belongs to token_ids; leave it out")
         if self.keep_source and self.token_ids is not None:
             raise misuse("keep_source", "token_ids have no text to keep; leave keep_source out")
         return self
+
+    def _require_splittable(self) -> None:
+        if self.document is None:
+            raise misuse("split", "only a text can be split; send it as document or file")
+        if self.levels is not None:
+            raise misuse("split", "a split document has one cache for each part; give one ratio instead of levels")
+        for label in PART_LABELS:
+            if label in self.labels:
+                raise misuse("labels", f"the label {label!r} is set by split; choose another name")
+
+    @property
+    def split_options(self) -> SplitOptions | None:
+        """How to split the document; None: not at all."""
+        if isinstance(self.split, SplitOptions):
+            return self.split
+        return SplitOptions() if self.split else None
 
 
 class Estimate(CreateCache):
@@ -165,6 +215,12 @@ class Estimate(CreateCache):
         None, description="one of /v1/policies, or auto; default: all of them"
     )
     codec: CodecText | None = Field(None, description="as in a creation; default: all codecs")  # type: ignore[assignment]
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if self.split_options is not None:
+            raise misuse("split", "an estimate is of a whole document; leave split out")
+        return self
 
 
 class RequestObject(ResponseBody):

@@ -69,6 +69,16 @@ MinQuality = Annotated[
         "reaches it, or none."
     ),
 ]
+Split = Annotated[
+    bool, typer.Option("--split", help="Make one cache for each part of a document that is too long for the model.")
+]
+PartTokens = Annotated[
+    int | None, typer.Option(help="With --split: most tokens of a part.  [default: 7/8 of what the model takes]")
+]
+OverlapTokens = Annotated[
+    int | None,
+    typer.Option(help="With --split: tokens that a part shares with the next.  [default: 128]"),
+]
 Layout = Annotated[str | None, typer.Option(help="chat or plain.")]
 Codec = Annotated[
     str | None,

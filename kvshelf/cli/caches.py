@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -14,7 +15,7 @@ from rich.table import Table
 
 from kvshelf.cli import _common, _options, _references
 from kvshelf.cli._common import connected
-from kvshelf.errors import InvalidRequest, KvshelfError, nearest
+from kvshelf.errors import CacheNotFound, InvalidRequest, KvshelfError, nearest
 
 if TYPE_CHECKING:
     from kvshelf.api import AnswerObject, CacheObject
@@ -47,10 +48,13 @@ def put(
     label: _options.Labels = None,
     keep_source: _options.KeepSource = False,
     expected_question: _options.ExpectedQuestions = None,
+    split: _options.Split = False,
+    part_tokens: _options.PartTokens = None,
+    overlap_tokens: _options.OverlapTokens = None,
     url: _options.Url = None,
     as_json: _options.AsJson = False,
 ) -> None:
-    """Compress documents and put them on the shelf. Prints one cache id per file, or one per level.
+    """Compress documents and put them on the shelf. Prints one cache id per file, or one per level or part.
 
     A document that is already on the shelf, compressed in the same way, costs nothing. If one file fails, the others
     still run; the exit code is that of the first failure.
@@ -73,6 +77,7 @@ def put(
             "ttl_s": _common.seconds(ttl),
             "labels": _common.pairs(label, "--label"),
             "keep_source": keep_source,
+            "split": _split(split, part_tokens, overlap_tokens),
         }
         for file in files:
             try:
@@ -105,9 +110,21 @@ def _summary(cache: CacheObject) -> str:
     )
 
 
+def _split(split: bool, part_tokens: int | None, overlap_tokens: int | None) -> bool | dict[str, int]:
+    given = {"max_tokens": part_tokens, "overlap_tokens": overlap_tokens}
+    options = {name: tokens for name, tokens in given.items() if tokens is not None}
+    if options and not split:
+        raise InvalidRequest("--part-tokens and --overlap-tokens say how to --split; add it", param="--split")
+    return options or split
+
+
 def ask(
-    cache: Cache,
-    questions: Annotated[list[str], typer.Argument(metavar="QUESTION...")],
+    cache: Annotated[str, typer.Argument(metavar="CACHE", help=f"{_CACHE} Left out with --label.")],
+    questions: Annotated[list[str] | None, typer.Argument(metavar="QUESTION...")] = None,
+    label: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Ask all parts of the document that `put --split` gave this label."),
+    ] = None,
     max_tokens: Annotated[int, typer.Option(help="Maximum length of the answer, in tokens.")] = 64,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 takes the most likely token.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens with this total probability.")] = 1.0,
@@ -116,15 +133,25 @@ def ask(
     url: _options.Url = None,
     as_json: _options.AsJson = False,
 ) -> None:
-    """Ask a stored document one or several independent questions. The document is not prefilled again."""
+    """Ask a stored document one or several independent questions. The document is not prefilled again.
+
+    With --label the questions go to each part of a document in turn, and each answer names its part.
+    """
     fields: Any = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop}
+    asked = [cache, *(questions or ())] if label else questions or []
+    if not asked:
+        raise typer.BadParameter("a question is missing", param_hint="QUESTION...")
     with connected(url, as_json=as_json) as client:
+        if label:
+            parts = _parts(client, _common.pairs(label, "--label"))
+            _ask_parts(client, parts, asked, fields, as_json)
+            return
         id = _references.id_at(client, cache)
-        for question in questions:
+        for question in asked:
             if as_json:
                 _common.print_object(client.caches.query(id, question, **fields))
                 continue
-            if len(questions) > 1:
+            if len(asked) > 1:
                 _common.notes.print(question, style="bold")
             with client.caches.stream(id, question, **fields) as stream:
                 for text in stream:
@@ -139,6 +166,67 @@ def _cost(answer: AnswerObject) -> str:
         f"{usage.cache_read_tokens} tokens from the shelf (loaded in {answer.load_ms:.1f} ms), "
         f"{usage.prefill_tokens} prefilled, {usage.completion_tokens} generated"
     )
+
+
+def _ask_parts(
+    client: Client, parts: Sequence[CacheObject], questions: Sequence[str], fields: Any, as_json: bool
+) -> None:
+    for question in questions:
+        if len(questions) > 1 and not as_json:
+            _common.notes.print(question, style="bold")
+        for cache in parts:
+            answer = client.caches.query(cache.id, question, **fields)
+            if as_json:
+                print(json.dumps({"part": cache.labels["part"], **answer.model_dump(mode="json")}), flush=True)
+            else:
+                print(f"part {cache.labels['part']}: {answer.text}", flush=True)
+                _common.notes.print(f"{cache.id}: {_cost(answer)}", style="dim", soft_wrap=True)
+
+
+def _parts(client: Client, labels: Mapping[str, str]) -> list[CacheObject]:
+    """All parts of the one split document with these labels, in order.
+
+    Raises `CacheNotFound` if there is none or a part is missing, and `InvalidRequest` for labels that others have too.
+    """
+    told = ", ".join(f"{key}={value}" for key, value in labels.items())
+    splits: dict[str, dict[str, CacheObject]] = {}
+    for cache in client.caches.list(labels=labels, limit=1000):
+        if not {"part", "split"} <= cache.labels.keys():
+            raise InvalidRequest(
+                f"{cache.id} has the label {told} and is no part of a split document; ask it by its id, or add "
+                "--label split=... of the document that is meant",
+                param="--label",
+            )
+        splits.setdefault(cache.labels["split"], {})[cache.labels["part"]] = cache
+    if not splits:
+        raise CacheNotFound(f"no cache has the label {told}; `kvshelf put --split FILE` labels the parts of a document")
+    whole = {split: _ordered(parts) for split, parts in splits.items()}
+    complete = [parts for parts in whole.values() if parts is not None]
+    if len(complete) > 1:
+        raise InvalidRequest(
+            f"{len(complete)} documents have the label {told}; add one of "
+            + ", ".join(f"--label split={parts[0].labels['split']} ({_told(parts[0])})" for parts in complete),
+            param="--label",
+        )
+    if not complete:
+        have = ", ".join(f"{', '.join(sorted(parts))} of split {split}" for split, parts in splits.items())
+        raise CacheNotFound(
+            f"the document with the label {told} lacks parts: there is {have}. They expired, were removed, or "
+            "belong to a newer version of the document. Put it again; the parts that are there cost nothing"
+        )
+    return complete[0]
+
+
+def _ordered(parts: Mapping[str, CacheObject]) -> list[CacheObject] | None:
+    """The parts from the first to the last; None if one is missing."""
+    count = next(iter(parts)).partition("/")[2]
+    names = [f"{number}/{count}" for number in range(1, int(count) + 1)]
+    return [parts[name] for name in names] if set(names) == set(parts) else None
+
+
+def _told(part: CacheObject) -> str:
+    when = _common.local_time(part.created_at, "minutes")
+    return f"{part.name or 'without a name'}, {part.policy}, {part.compression_ratio:.0%} removed, made {when}"
 
 
 def ls(

@@ -29,6 +29,8 @@ Prompts = list[str]
 Answers = list[api.AnswerObject]
 Levels = list[api.CacheObject]
 Level = float | Mapping[str, Any] | api.LevelOptions
+Parts = list[api.CacheObject]
+Split = bool | Mapping[str, Any] | api.SplitOptions
 
 
 class OptionFields(TypedDict, total=False):
@@ -126,8 +128,20 @@ class ListFields(TypedDict, total=False):
 
 @overload
 def create_cache(
-    *, levels: None = None, respond_async: Literal[False] = False, **fields: Unpack[CreateFields]
+    *,
+    levels: None = None,
+    split: Literal[False] = False,
+    respond_async: Literal[False] = False,
+    **fields: Unpack[CreateFields],
 ) -> Call[api.CacheObject]: ...
+@overload
+def create_cache(
+    *,
+    levels: None = None,
+    split: Literal[True] | Mapping[str, Any] | api.SplitOptions,
+    respond_async: Literal[False] = False,
+    **fields: Unpack[CreateFields],
+) -> Call[Parts]: ...
 @overload
 def create_cache(
     *, levels: Sequence[Level], min_quality: float, respond_async: Literal[False] = False, **fields: Unpack[KeepFields]
@@ -142,10 +156,18 @@ def create_cache(
 ) -> Call[Levels]: ...
 @overload
 def create_cache(
-    *, levels: Sequence[Level] | None = None, respond_async: Literal[True], **fields: Unpack[CreateFields]
+    *,
+    levels: Sequence[Level] | None = None,
+    split: Split = False,
+    respond_async: Literal[True],
+    **fields: Unpack[CreateFields],
 ) -> Call[api.RequestObject]: ...
 def create_cache(
-    *, levels: Sequence[Level] | None = None, respond_async: bool = False, **fields: Unpack[CreateFields]
+    *,
+    levels: Sequence[Level] | None = None,
+    split: Split = False,
+    respond_async: bool = False,
+    **fields: Unpack[CreateFields],
 ) -> Call[api.CacheObject] | Call[Levels] | Call[api.RequestObject]:
     """Compress a document and put it on the shelf; a cache that is there already comes back with `existing` true.
 
@@ -159,10 +181,14 @@ def create_cache(
     kept, with `max_bytes` or `bytes_per_token` the best one that fits; the policy "auto" chooses policy, ratio and
     codec in the same way. The cache's `tried` lists the attempts.
 
+    `split` makes one cache for each part of a text that is too long, and they come back in a list: True, or a mapping
+    of `overlap_tokens` (128) and `max_tokens` of a part. The parts share the labels `document` (the name) and `split`;
+    each has a label `part`, such as 2/5.
+
     Raises `InvalidRequest`, `DocumentTooLong`, `DocumentTooShort`, `PolicyUnsupported`, `QualityBelowFloor`,
     `QueueFull`, ...
     """
-    given: dict[str, Any] = {**fields, "levels": levels}
+    given: dict[str, Any] = {**fields, "levels": levels, "split": split or None}
     if (path := given.pop("file", None)) is None:
         body = {"json": checked(api.CreateCache, given)}
     else:
@@ -170,7 +196,8 @@ def create_cache(
     if respond_async:
         headers = {"prefer": "respond-async"}
         return Call("POST", "/v1/caches", parse_as(api.RequestObject), headers=headers, body=body)
-    if levels is not None and all(given.get(name) is None for name in ("min_quality", "max_bytes", "bytes_per_token")):
+    chooses = any(given.get(name) is not None for name in ("min_quality", "max_bytes", "bytes_per_token"))
+    if split or (levels is not None and not chooses):
         return Call("POST", "/v1/caches", lambda response: parse_as(api.LevelList)(response).data, body=body)
     return Call("POST", "/v1/caches", parse_as(api.CacheObject), body=body)
 
@@ -353,8 +380,8 @@ def query_string(model: type[api.QueryString], fields: Mapping[str, Any]) -> dic
 
 def _plain(value: Any) -> Any:
     """API types, and mappings and sequences other than dict and list, as plain JSON values."""
-    if isinstance(value, api.Message):
-        return value.model_dump()
+    if isinstance(value, RequestBody):
+        return value.model_dump(exclude_unset=True)
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, Sequence):

@@ -25,6 +25,8 @@ def use(client: Client) -> None:
     assert_type(client.caches.create(file="a.txt", respond_async=True), RequestObject)
     assert_type(client.caches.create(document="a", levels=[0.5]), list[CacheObject])
     assert_type(client.caches.create(document="a", levels=[0.5], min_quality=0.9), CacheObject)
+    assert_type(client.caches.create(document="a", split=True), list[CacheObject])
+    assert_type(client.caches.create(document="a", split={"overlap_tokens": 9}, min_quality=0.9), list[CacheObject])
     assert_type(client.caches.retrieve("kvs_1"), CacheObject)
     assert_type(client.caches.list(limit=5), Iterator[CacheObject])
     assert_type(client.caches.query("kvs_1", "a"), AnswerObject)
@@ -44,6 +46,7 @@ def use(client: Client) -> None:
 async def ause(client: AsyncClient) -> None:
     assert_type(await client.caches.create(document="a"), CacheObject)
     assert_type(await client.caches.create(document="a", respond_async=True), RequestObject)
+    assert_type(await client.caches.create(document="a", split=True), list[CacheObject])
     assert_type(await client.caches.retrieve("kvs_1"), CacheObject)
     assert_type(client.caches.list(), AsyncIterator[CacheObject])
     assert_type(await client.caches.query("kvs_1", ["a", "b"]), list[AnswerObject])

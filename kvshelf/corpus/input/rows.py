@@ -63,7 +63,10 @@ def read_row(values: Any, defaults: Mapping[str, Any], *, source: str, line: int
             fields = _openai_body(fields)
         if row.custom_id is not None:  # so that it is shown wherever the cache is
             fields.setdefault("name", row.custom_id[:MAX_NAME])
-        return replace(row, spec=parse_request(CreateCache, _merged(defaults, fields)))
+        spec = parse_request(CreateCache, _merged(defaults, fields))
+        if spec.split_options is not None:
+            raise InvalidRequest("split: a row of a batch is one document; split it before", param="split")
+        return replace(row, spec=spec)
     except KvshelfError as error:
         return row.failed(error)
 

@@ -103,10 +103,9 @@ class Metrics:
             raise
 
     def created(self, model: str, policy: str, created: Created) -> None:
-        """Records a successful creation: counts it once, its document once if any cache is new, and each new cache."""
+        """Records a successful creation: counts it once, its prefilled tokens, and each new cache."""
         self._creations.labels(model, policy, "existing" if created.existing else "new").inc()
-        if not created.existing:
-            self._document_tokens.labels(model).inc(created.manifest.num_tokens)
+        self._document_tokens.labels(model).inc(created.prefilled_tokens)
         for manifest in (cache.manifest for cache in created.caches if not cache.existing):
             self._kept_tokens.labels(model).inc(manifest.kept_tokens)
             self._full_bytes.labels(model).inc(manifest.bytes_full)

@@ -60,8 +60,8 @@ async def create(
 ) -> Response:
     """Compress a document once and store its cache. The same document, model and policy give the same id.
 
-    With `levels`, the answer lists one cache per level. With `min_quality` or the policy "auto", the service stores the
-    smallest cache that is good enough.
+    With `levels`, the answer lists one cache per level; with `split`, one per part of the document. With `min_quality`
+    or the policy "auto", the service stores the smallest cache that is good enough.
 
     In a form, the part `file` holds the document; the other parts are the fields. Text is sent plain (`policy=full`),
     every other type as JSON (`compression_ratio=0.75`, `labels={"team": "law"}`, `levels=[0.5, 0.75]`).
@@ -78,12 +78,12 @@ async def create(
         return JSONResponse(request_json(record), status_code=202, headers=headers)
     deadline_s = service.settings.request_deadline_s
     created = await until_hangup(request, engine.create(spec, tenant=caller.tenant, deadline_s=deadline_s))
-    if body.levels is not None and not body.chooses:
-        return JSONResponse(_level_list(created), status_code=200 if created.existing else 201)
+    if body.split_options is not None or (body.levels is not None and not body.chooses):
+        return JSONResponse(_cache_list(created), status_code=200 if created.existing else 201)
     return cache_response(created.manifest, existing=created.existing)
 
 
-def _level_list(created: Created) -> dict[str, Any]:
+def _cache_list(created: Created) -> dict[str, Any]:
     data = [cache_object(cache.manifest, existing=cache.existing) for cache in created.caches]
     return LevelList(data=data).model_dump(mode="json")
 

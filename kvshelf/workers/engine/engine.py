@@ -51,8 +51,8 @@ __all__ = ["Compression", "Engine", "Prefill"]
 class Engine:
     """A causal language model of transformers, its tokenizer, and what kvshelf does with them.
 
-    One thread owns the model; only `prepare`, `encode_document`, `encode_query`, `attach` and `start` are thread-safe.
-    The model keeps its own attention function; a call selects kvshelf's while it runs.
+    One thread owns the model; only `prepare`, `encode_document`, `split`, `encode_query`, `attach` and `start` are
+    thread-safe. The model keeps its own attention function; a call selects kvshelf's while it runs.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any = None, *, name: str | None = None) -> None:
@@ -122,6 +122,38 @@ class Engine:
     def encode_document(self, document: Document, *, layout: Layout | None = None) -> EncodedDocument:
         """Check and tokenize a document that `prepare` is given more than once. Thread-safe. Raises as it does."""
         return self._encoder.document(document, layout)
+
+    def split(
+        self,
+        document: str,
+        *,
+        layout: Layout | None = None,
+        max_tokens: int | None = None,
+        overlap_tokens: int | None = None,
+    ) -> list[str]:
+        """The parts of a text that is longer than this model takes, in order. A text that fits is one. Thread-safe.
+
+        A part has at most `max_tokens` (default: `part_tokens`), with those of the chat template, and ends with a
+        paragraph where one ends in its second half, otherwise with a line, a sentence or a word. The next part begins
+        at least `overlap_tokens` earlier (default: 128, or a quarter of a smaller part), so that a fact of that length
+        is whole in one part. Raises `InvalidRequest`.
+        """
+        size = self.part_tokens if max_tokens is None else max_tokens
+        if size > self._longest_document:
+            raise InvalidRequest(
+                f"split: max_tokens is {size}, and {self.name!r} takes {self._longest_document}", param="split"
+            )
+        return self._encoder.split(document, layout, size=size, overlap=overlap_tokens)
+
+    @property
+    def part_tokens(self) -> int:
+        """Tokens of a part by default: an eighth of what the model takes is left for questions, answers and probes."""
+        return self._longest_document - self._longest_document // 8
+
+    @property
+    def _longest_document(self) -> int:
+        window = models.sliding_window(self.model.config)
+        return self.max_tokens if window is None else min(window, self.max_tokens)
 
     def prepare(
         self,

@@ -83,6 +83,10 @@ class TextFormat:
         """Tokens of a text by itself, without template or BOS."""
         return len(self.encode(text))
 
+    def token_starts(self, text: str) -> list[int]:
+        """The place of the first character of each token of a text by itself, without template or BOS."""
+        return [start for start, _ in self._text.encode(text, add_special_tokens=False).offsets]
+
     def document(self, text: str, layout: Layout) -> EncodedDocument:
         """Chat: the template up to the end of the document inside an open user turn. Plain: the text, after the BOS
         token where the tokenizer adds one."""

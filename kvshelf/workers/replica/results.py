@@ -47,26 +47,23 @@ class Stored:
 
 @dataclass(frozen=True)
 class Created:
-    """The caches of a creation: one, or one for each of its levels, in their order.
+    """The caches of a creation: one, or one for each of its levels or of the document's parts, in their order.
 
     phases: queue, prefill, compress, measure and store, reported in sequence although prefill and compress take turns;
     empty if nothing was compressed. Levels that were tried and not kept count as measuring. worker: the replica that
-    worked on it, where the request is recorded in the job table.
+    worked on it, where the request is recorded in the job table. prefilled_tokens: of the document; several prefills
+    count as one.
     """
 
     caches: tuple[Stored, ...]
     phases: tuple[Phase, ...] = ()
     worker: str = ""
+    prefilled_tokens: int = 0
 
     @property
     def manifest(self) -> Manifest:
-        """The manifest of the first cache, the only one unless the creation has levels."""
+        """The manifest of the first cache, the only one unless the creation has levels or parts."""
         return self.caches[0].manifest
-
-    @property
-    def prefilled_tokens(self) -> int:
-        """Tokens of the document if this creation prefilled it, else 0. Several prefills count as one."""
-        return self.manifest.num_tokens if self.phases else 0
 
     @property
     def existing(self) -> bool:

@@ -424,8 +424,10 @@ class Talker:
             self.asked.append(query.prompt)
             await asyncio.sleep(0)
             return REPLY
-        phases = () if asked.document == "on the shelf" else (Phase("prefill", 0.0, 1.0),)
-        return Created(tuple(Stored(MANIFEST, existing=False) for _ in range(2)), phases)
+        known = asked.document == "on the shelf"
+        phases = () if known else (Phase("prefill", 0.0, 1.0),)
+        prefilled = 0 if known else MANIFEST.num_tokens
+        return Created(tuple(Stored(MANIFEST, existing=False) for _ in range(2)), phases, prefilled_tokens=prefilled)
 
 
 def fair(talker: Talker, **told: Any) -> EngineClient:

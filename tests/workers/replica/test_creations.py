@@ -300,6 +300,70 @@ async def test_a_document_that_is_longer_than_the_service_takes_is_refused_befor
     assert (engine.prefills, len(shelf.list().data)) == (before + 1, 1)
 
 
+async def test_a_split_document_is_a_cache_for_each_part_and_they_are_found_by_their_labels(
+    replica: Replica, engine: Counting, shelf: Shelf, document: str
+) -> None:
+    before = engine.prefills
+    fields: dict[str, Any] = {"policy": "full", "name": "ledger.txt", "labels": {"team": "law"}, "keep_source": True}
+    split = {"max_tokens": 300, "overlap_tokens": 40}
+    made = await create(replica, document, split=split, **fields)
+    count = len(made.caches)
+    assert count >= 4
+    assert engine.prefills == before + count
+    manifests = [cache.manifest for cache in made.caches]
+    assert all(manifest.num_tokens <= 300 for manifest in manifests)
+    assert made.prefilled_tokens == sum(manifest.num_tokens for manifest in manifests)
+    (split_id,) = {manifest.labels["split"] for manifest in manifests}
+    assert [manifest.labels for manifest in manifests] == [
+        {"document": "ledger.txt", "part": f"{number}/{count}", "split": split_id, "team": "law"}
+        for number in range(1, count + 1)
+    ]
+    texts = [shelf.source(manifest.id) for manifest in manifests]
+    assert document.startswith(str(texts[0]))
+    assert document.endswith(str(texts[-1]))
+    again = await create(replica, document, split=split, **fields)
+    assert (ids(again), again.existing, again.prefilled_tokens) == (ids(made), True, 0)
+    assert engine.prefills == before + count
+    # Another way to keep it is another split, also of a document without a name.
+    other = await create(replica, document, split=split)
+    labels = other.caches[0].manifest.labels
+    assert labels["document"] == labels["split"] != split_id
+
+
+async def test_a_part_that_two_versions_share_belongs_to_the_newest(
+    replica: Replica, engine: Counting, shelf: Shelf, document: str
+) -> None:
+    split = {"max_tokens": 300, "overlap_tokens": 40}
+    fields: dict[str, Any] = {"policy": "full", "name": "ledger.txt", "split": split}
+    old = await create(replica, document, **fields, labels={"year": "2025"})
+    before = engine.prefills
+    new = await create(replica, document + " One more line was added.", **fields)
+    assert ids(new)[:-1] == ids(old)[:-1]
+    assert engine.prefills == before + 1
+    (split_id,) = {cache.manifest.labels["split"] for cache in new.caches}
+    stored = [shelf.stat(cache_id).labels for cache_id in ids(new)]
+    assert [labels["split"] for labels in stored] == [split_id] * len(stored)
+    assert [labels.get("year") for labels in stored] == ["2025"] * (len(stored) - 1) + [None]
+    assert shelf.stat(ids(old)[-1]).labels["split"] != split_id
+
+
+async def test_what_is_wrong_with_a_split_is_named_and_so_is_the_part_that_fails(
+    replica: Replica, engine: Counting, document: str
+) -> None:
+    before = engine.prefills
+    with pytest.raises(InvalidRequest, match="a quarter") as refused:
+        await create(replica, document, split={"max_tokens": 300, "overlap_tokens": 200})
+    assert refused.value.param == "split"
+    with pytest.raises(InvalidRequest, match=r"max_tokens is 20000, and 'kvshelf-tiny' takes 16384"):
+        await create(replica, document, split={"max_tokens": 20000})
+    assert engine.prefills == before
+    with pytest.raises(PolicyUnsupported, match=r"part 1/\d of the document: no quality can be measured") as unmeasured:
+        await create(replica, document, split={"max_tokens": 300}, compression_ratio=0.95, min_quality=0.99)
+    assert unmeasured.value.param == "min_quality"
+    with pytest.raises(DocumentTooLong, match="--split"):
+        await create(replica, document * 40)
+
+
 async def test_levels_of_a_policy_that_keeps_all_are_refused(replica: Replica, document: str) -> None:
     with pytest.raises(InvalidRequest, match="takes no levels") as refused:
         await create(replica, document, policy="full", levels=[0.5])

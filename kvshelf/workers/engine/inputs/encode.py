@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvshelf.errors import DocumentTooLong, DocumentTooShort, InvalidRequest
 from kvshelf.store.artifact.identity import Boundary, Layout
+from kvshelf.workers.model import split
 from kvshelf.workers.model.text import EncodedDocument, Message, TextFormat, check_messages
 from kvshelf.workers.policies.view import DocumentView
 
@@ -21,6 +22,12 @@ Prompt = Document
 
 MAX_QUESTION_BYTES = 64 * 1024
 """Most UTF-8 bytes of a document's expected questions together. Limited, because its blob contains them."""
+
+OVERLAP = 128
+"""Tokens that a part shares with the next by default."""
+
+SPLIT_IT = "split it (`kvshelf put --split`, or split=true in a request), or send less"
+"""What to do about a document that is too long."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +78,23 @@ class Encoder:
         self._require_length(len(encoded.token_ids))
         return encoded
 
+    def split(self, text: str, layout: Layout | None, *, size: int, overlap: int | None) -> list[str]:
+        """The parts of a text that is too long, each a document of at most `size` tokens; see `split.spans`.
+
+        Raises `InvalidRequest` about `split` where a quarter of a part is less than the overlap.
+        """
+        written = self.require_text("document")
+        own = size - written.document("", self._checked_layout(layout)).protected_prefix
+        overlap = min(OVERLAP, own // 4) if overlap is None else overlap
+        if overlap > own // 4:
+            raise InvalidRequest(
+                f"split: overlap_tokens is {overlap}, and a part has {own} tokens of the document; take at most a "
+                "quarter of them, so that parts go forward",
+                param="split",
+            )
+        found = split.spans(text, written.token_starts, size=own, overlap=overlap)
+        return [text[span.start : span.end] for span in found]
+
     def query(self, boundary: Boundary, prompt: Prompt) -> list[int]:
         """The token ids that ask `prompt` of a cache that ends at `boundary`."""
         if isinstance(prompt, str):
@@ -107,7 +131,7 @@ class Encoder:
     def _require_length(self, num_tokens: int, bound: str = "") -> None:
         if num_tokens > self.max_tokens:
             raise DocumentTooLong(
-                f"the document has {bound}{num_tokens} tokens, and {self.name!r} takes {self.max_tokens}; split it",
+                f"the document has {bound}{num_tokens} tokens, and {self.name!r} takes {self.max_tokens}; {SPLIT_IT}",
                 param="document",
             )
 

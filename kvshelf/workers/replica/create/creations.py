@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ from kvshelf.workers.replica.create.auto import Selection
 from kvshelf.workers.replica.create.estimates import Rates, estimate
 from kvshelf.workers.replica.create.publish import Publisher
 from kvshelf.workers.replica.create.spec import Levels, encode, requested_levels
+from kvshelf.workers.replica.create.split import joined, label_part, naming, parts_of
 from kvshelf.workers.replica.results import Created, Phase, Stored, in_sequence, rounded
 from kvshelf.workers.replica.scheduler import Scheduler, Work
 from kvshelf.workers.replica.singleflight import SingleFlight
@@ -112,7 +114,22 @@ class Creations:
                 return replace(created, worker=self.attempts.worker)
 
     async def _created(self, spec: CreateCache, tenant: str, deadline_s: float | None) -> Created:
-        """The caches on the shelf, compressed if they were not there. Equal creations at one time run once."""
+        """The caches on the shelf, compressed if they were not there."""
+        if spec.split_options is None:
+            return await self._whole(spec, tenant, deadline_s)
+        end = None if deadline_s is None else time.monotonic() + deadline_s
+        parts = await self.threads.run(parts_of, self.engine, self.store, spec, self.max_document_tokens, tenant=tenant)
+        made = []
+        for part in parts:
+            with naming(part):
+                created = await self._whole(part, tenant, None if end is None else end - time.monotonic())
+                (cache,) = created.caches
+                manifest = await self.threads.run(label_part, self.store, cache.manifest, part.labels)
+            made.append(replace(created, caches=(replace(cache, manifest=manifest),)))
+        return joined(made)
+
+    async def _whole(self, spec: CreateCache, tenant: str, deadline_s: float | None) -> Created:
+        """The caches of one document, or of one part. Equal creations at one time run once."""
         work = await self.threads.run(requested_levels, self.engine, spec, self.cues, self.max_document_tokens)
         publisher = Publisher.of(self.store, tenant, spec, work.levels)
         if isinstance(work, Selection):
@@ -124,7 +141,9 @@ class Creations:
         caches = [cache if began else replace(cache, existing=True) for cache in created.caches]
         if any(cache.existing for cache in caches):
             caches = await self.threads.run(_as_asked, publisher, caches)
-        return Created(tuple(caches), created.phases if began else ())
+        if not began:
+            return Created(tuple(caches))
+        return replace(created, caches=tuple(caches))
 
     async def _make(self, work: Levels, publisher: Publisher, deadline_s: float | None) -> Created:
         """All levels: those on the shelf as they are, the others from as few prefills as possible."""
@@ -138,7 +157,8 @@ class Creations:
             for (id_, level), compression in zip(missing, made, strict=True):
                 stored[id_] = await self.threads.run(publisher.put, level, compression, ticket.queue_s)
             phases = self._record([stored[id_] for id_, _ in missing], ticket)
-        return Created(tuple(Stored(stored[id_], id_ in there) for id_ in publisher.ids), phases)
+        caches = tuple(Stored(stored[id_], id_ in there) for id_ in publisher.ids)
+        return Created(caches, phases, prefilled_tokens=work.num_tokens if missing else 0)
 
     async def _choose(self, work: Selection, publisher: Publisher, deadline_s: float | None) -> Created:
         """Only the smallest level that is good enough."""
@@ -153,7 +173,7 @@ class Creations:
             raise
         manifest = await self.threads.run(publisher.put_choice, work, choice, ticket.queue_s)
         phases = self._record([manifest], ticket)
-        return Created((Stored(manifest, manifest.id in there),), phases)
+        return Created((Stored(manifest, manifest.id in there),), phases, prefilled_tokens=work.num_tokens)
 
     async def _run(self, work: Work[ResultT], tenant: str, deadline_s: float | None) -> tuple[ResultT, Ticket[ResultT]]:
         """Run work on the model; it stops within a layer when its caller leaves."""

@@ -11,7 +11,7 @@ from kvshelf.errors import DocumentTooLong, InvalidRequest
 from kvshelf.store.artifact.identity import canonical_json
 from kvshelf.workers.engine.decode.generation import Checkpoint
 from kvshelf.workers.engine.engine import Compression, Engine
-from kvshelf.workers.engine.inputs.encode import Document
+from kvshelf.workers.engine.inputs.encode import SPLIT_IT, Document
 from kvshelf.workers.engine.inputs.job import Level
 from kvshelf.workers.engine.quality import CUES
 from kvshelf.workers.model.text import EncodedDocument
@@ -91,7 +91,7 @@ def encode(engine: Engine, spec: CreateCache | Estimate, max_document_tokens: in
     if max_document_tokens is not None and len(found.token_ids) > max_document_tokens:
         raise DocumentTooLong(
             f"the document has {len(found.token_ids)} tokens, and this service takes {max_document_tokens} "
-            "(max_document_tokens); split it",
+            f"(max_document_tokens); {SPLIT_IT}",
             param="document",
         )
     return found

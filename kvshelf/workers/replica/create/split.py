@@ -1,0 +1,86 @@
+"""Documents that are too long for the model: split into parts, each a cache of its own, joined by labels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+from kvshelf.api import CreateCache
+from kvshelf.api.creation import PART_LABELS
+from kvshelf.errors import KvshelfError
+from kvshelf.store.artifact.identity import canonical_msgpack
+from kvshelf.store.base import Store
+from kvshelf.store.jobs.requests import REQUEST_ID
+from kvshelf.store.manifest import Manifest
+from kvshelf.workers.engine.engine import Engine
+from kvshelf.workers.replica.results import Created, in_sequence
+
+_ID_CHARACTERS: Final = 16
+_OF_ALL_PARTS: Final = {"name", "labels", "ttl_s", "expires_at", "keep_source"}
+"""Fields that do not change which caches a split makes."""
+
+
+def parts_of(
+    engine: Engine, store: Store, spec: CreateCache, max_document_tokens: int | None, *, tenant: str
+) -> list[CreateCache]:
+    """The creation of each part of a document, with the labels that join them. The model does not run.
+
+    Raises as `Engine.split`.
+    """
+    options = spec.split_options
+    assert options is not None
+    assert spec.document is not None
+    size = options.max_tokens or min(engine.part_tokens, max_document_tokens or engine.part_tokens)
+    texts = engine.split(spec.document, layout=spec.layout, max_tokens=size, overlap_tokens=options.overlap_tokens)
+    split_id = _split_id(engine, store, spec, tenant)
+    own = {"document": spec.name or split_id} | spec.labels
+    return [
+        spec.model_copy(
+            update={"document": text, "split": False, "labels": own | _part_labels(number, len(texts), split_id)}
+        )
+        for number, text in enumerate(texts, 1)
+    ]
+
+
+def _part_labels(number: int, count: int, split_id: str) -> dict[str, str]:
+    return dict(zip(PART_LABELS, (f"{number}/{count}", split_id), strict=True))
+
+
+def _split_id(engine: Engine, store: Store, spec: CreateCache, tenant: str) -> str:
+    """What the parts of this document have in common, if they are made in this way by this model: equal for equal
+    requests, and hashed as the store hashes requests, so that nobody can test a guess of the text."""
+    made = spec.model_dump(mode="json", exclude=_OF_ALL_PARTS, exclude_defaults=True)
+    made["model"] = engine.identity.fingerprint()
+    return store.requests.request_id(canonical_msgpack(made), tenant=tenant).removeprefix(REQUEST_ID)[:_ID_CHARACTERS]
+
+
+def label_part(store: Store, manifest: Manifest, labels: Mapping[str, str]) -> Manifest:
+    """The cache of a part with the labels of its split.
+
+    A cache that was on the shelf may have those of an earlier split, of another version of the document say: a part
+    belongs to the newest.
+    """
+    wanted = {**manifest.labels, **labels}
+    if wanted == manifest.labels:
+        return manifest
+    return store.update(manifest.id, tenant=manifest.tenant, labels=wanted)
+
+
+@contextmanager
+def naming(part: CreateCache) -> Iterator[None]:
+    """Adds to an error inside which part of the document it is about."""
+    try:
+        yield
+    except KvshelfError as error:
+        message = f"part {part.labels['part']} of the document: {error.message}"
+        raise type(error)(message, param=error.param, **error.details) from error
+
+
+def joined(parts: Sequence[Created]) -> Created:
+    """The parts as one creation; the seconds of each phase are added up."""
+    seconds: dict[str, float] = {}
+    for phase in (phase for part in parts for phase in part.phases):
+        seconds[phase.name] = seconds.get(phase.name, 0.0) + phase.seconds
+    caches = tuple(cache for part in parts for cache in part.caches)
+    return Created(caches, in_sequence(**seconds), prefilled_tokens=sum(part.prefilled_tokens for part in parts))
