@@ -62,6 +62,69 @@ def test_put_goes_on_after_a_bad_file(report: Path, tmp_path: Path) -> None:
     assert done.stdout.count("\n") == 1
 
 
+def test_put_tells_how_far_it_is_in_lines_and_prints_nothing_but_its_result(report: Path) -> None:
+    done = run("put", report, "--policy", "knorm", "--compression-ratio", "0.5", "--json")
+    assert json.loads(done.stdout)["policy"] == "knorm"
+    lines = done.stderr.splitlines()
+    assert lines[0].startswith(f"{report}: prefill and policy, 2 of 2 layers, ")
+    assert [line.split(": ")[-1].split(",")[0] for line in lines] == ["prefill and policy", "quality", "store"]
+    again = run("put", report, "--policy", "knorm", "--compression-ratio", "0.25")
+    for spent in (", prefill 0.", ", policy 0.", ", quality ", ", store 0."):
+        assert spent in again.stderr.splitlines()[-1]
+
+
+def test_an_error_of_put_names_its_file(report: Path, tmp_path: Path) -> None:
+    binary, empty = tmp_path / "scan.bin", tmp_path / "empty.txt"
+    binary.write_bytes(b"\xff\xfe\x00")
+    empty.write_text("")
+    errors = [line for line in run("put", binary, report, empty, code=2).stderr.splitlines() if "kvshelf: " in line]
+    assert [str(name) in line for name, line in zip((binary, empty), errors, strict=True)] == [True, True]
+    told = json.loads(run("put", binary, "--json", code=2).stdout)["error"]
+    assert str(binary) in told["message"]
+
+
+@pytest.fixture
+def long(tmp_path: Path) -> Path:
+    path = tmp_path / f"{tmp_path.name}.txt"
+    path.write_text("\n\n".join(f"Locker {n} of {tmp_path.name} has the code {n * 37}." for n in range(90)))
+    return path
+
+
+def test_a_split_document_is_asked_part_by_part(long: Path, report: Path) -> None:
+    split = ("--split", "--part-tokens", "400", "--policy", "full")
+    put = run("put", long, *split)
+    ids = put.stdout.splitlines()
+    assert len(ids) > 2
+    assert f"--label document={long.name}" in put.stderr
+    assert run("put", long, *split).stdout == put.stdout
+    document = ("--label", f"document={long.name}")
+    asked = run("ask", *document, QUESTION, "--max-tokens", "4").stdout.splitlines()
+    singly = [run("ask", id, QUESTION, "--max-tokens", "4").stdout.removesuffix("\n") for id in ids]
+    assert asked == [f"part {n}/{len(ids)}: {answer}" for n, answer in enumerate(singly, 1)]
+    objects = [json.loads(line) for line in run("ask", *document, "A?", "B?", "--json").stdout.splitlines()]
+    assert [answer["cache_id"] for answer in objects] == ids * 2
+    assert [answer["part"] for answer in objects] == [f"{n}/{len(ids)}" for n in range(1, len(ids) + 1)] * 2
+
+
+def test_a_question_never_goes_to_parts_of_two_documents(long: Path, report: Path) -> None:
+    split, document = ("--split", "--part-tokens", "400"), ("--label", f"document={long.name}")
+    ids = run("put", long, *split, "--policy", "full").stdout.splitlines()
+    run("put", long, *split, "--policy", "knorm")  # the same document in another way
+    refused = run("ask", *document, QUESTION, code=2)
+    assert "2 documents have the label" in refused.stderr
+    one = json.loads(run("show", ids[0], "--json").stdout)["labels"]["split"]
+    assert f"--label split={one}" in refused.stderr
+    asked = run("ask", "--label", f"split={one}", "A?", "--json").stdout.splitlines()
+    assert [json.loads(line)["cache_id"] for line in asked] == ids
+    run("put", report, "--policy", "full", "--label", f"split={one}x", *document)
+    assert "is no part of a split document" in run("ask", *document, "A?", code=2).stderr
+    run("rm", ids[1])
+    missing = run("ask", "--label", f"split={one}", "A?", code=3).stderr
+    assert "lacks parts" in missing
+    assert "2/" not in missing.replace("12/", "")
+    assert "no cache has the label" in run("ask", "--label", "document=nothing at all", "A?", code=3).stderr
+
+
 def test_ask_streams_the_answer_and_reports_its_cost(report: Path) -> None:
     id = run("put", report, "--policy", "full").stdout.strip()
     asked = run("ask", id, QUESTION, "--max-tokens", "6")

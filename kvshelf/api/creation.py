@@ -240,6 +240,22 @@ class RequestObject(ResponseBody):
     updated_at: float | None = None
 
 
+class CreationProgress(ResponseBody):
+    """An event of a creation that is watched (`Accept: text/event-stream`).
+
+    `prefill` counts layers, each of which the policy reduces at once; `quality` and `store` count caches. `seconds`
+    since the phase began. `part`: that of a document that is split, such as 2/5. A creation that joins an equal one
+    under way, or finds its cache on the shelf, has no events but the last, its answer.
+    """
+
+    object: Literal["cache.progress"] = "cache.progress"
+    phase: Literal["prefill", "quality", "store"]
+    done: int
+    total: int
+    seconds: float
+    part: str | None = None
+
+
 class PolicyEstimate(ResponseBody):
     """Estimate for one policy. `kept` entries stay per layer and KV head; `bytes_stored` is the blob's size by codec.
 

@@ -1,4 +1,4 @@
-"""Shows the progress of a batch: a live display in a terminal, a line a minute in a log."""
+"""Shows the progress of a batch or a put: a live display in a terminal, lines in a log."""
 
 from __future__ import annotations
 
@@ -16,10 +16,17 @@ from rich.text import Text
 from kvshelf.cli import _common
 
 if TYPE_CHECKING:
+    from kvshelf.api import CreationProgress
     from kvshelf.corpus.run.progress import Progress
 
 _LINE_EVERY_S: Final = 60.0
+_PUT_LINE_EVERY_S: Final = 5.0
 _MOST_WORKERS: Final = 16
+_PHASES: Final = {
+    "prefill": ("prefill and policy", "layers"),
+    "quality": ("quality", "measured"),
+    "store": ("store", "stored"),
+}
 
 
 @contextmanager
@@ -45,6 +52,39 @@ class _Lines:
             return
         self._state, self._next = progress.state, time.monotonic() + _LINE_EVERY_S
         _common.notes.print(_headline(progress), soft_wrap=True)
+
+
+@contextmanager
+def put_shown(name: str) -> Iterator[Callable[[CreationProgress], None]]:
+    """Gives a function to call with each event of the creation of `name`. All output goes to standard error."""
+    if _common.notes.is_terminal:
+        with _common.notes.status(f"{name}: waiting for the model") as status:
+            yield lambda event: status.update(_step(name, event))
+    else:
+        yield _PutLines(name).show
+
+
+class _PutLines:
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._told = time.monotonic()
+        self._phase: tuple[str, str | None] | None = None
+
+    def show(self, event: CreationProgress) -> None:
+        """Print a line when a phase ends, and at least every few seconds; one line for the many short ones of auto."""
+        phase = (event.phase, event.part)
+        ended = event.done == event.total and phase != self._phase
+        if not ended and time.monotonic() < self._told + _PUT_LINE_EVERY_S:
+            return
+        self._told = time.monotonic()
+        self._phase = phase if ended else self._phase
+        _common.notes.print(_step(self._name, event), soft_wrap=True)
+
+
+def _step(name: str, event: CreationProgress) -> str:
+    part = "" if event.part is None else f" part {event.part}"
+    phase, counted = _PHASES[event.phase]
+    return f"{name}{part}: {phase}, {event.done} of {event.total} {counted}, {event.seconds:.2f} s"
 
 
 def _display(progress: Progress) -> Group:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -15,6 +16,7 @@ from rich.table import Table
 
 from kvshelf.cli import _common, _options, _references
 from kvshelf.cli._common import connected
+from kvshelf.cli._progress import put_shown
 from kvshelf.errors import CacheNotFound, InvalidRequest, KvshelfError, nearest
 
 if TYPE_CHECKING:
@@ -84,30 +86,58 @@ def put(
                 _put_one(client, file, fields | {"name": name or ("" if file == STDIN else file.name)}, as_json)
             except KvshelfError as error:
                 failure = failure or _common.exit_code(error)
+                if str(file) not in error.message:
+                    error.message = f"{_named(file)}: {error.message}"
                 _common.report(error, as_json=as_json)
     raise typer.Exit(failure)
 
 
+def _named(file: Path) -> str:
+    return "standard input" if file == STDIN else str(file)
+
+
 def _put_one(client: Client, file: Path, fields: Mapping[str, Any], as_json: bool) -> None:
+    from kvshelf.api import CreationProgress
+
     document = {"document": _common.standard_input()} if file == STDIN else {"file": file}
-    with _common.notes.status(f"compressing {file} ..."):
-        made: Any = client.caches.create(**{**document, **fields})
-    for cache in made if isinstance(made, list) else [made]:
+    made: CacheObject | list[CacheObject] = []
+    watched: Any = {**document, **fields}
+    with put_shown(_named(file)) as show:
+        for event in client.caches.create_events(**watched):
+            if isinstance(event, CreationProgress):
+                show(event)
+            else:
+                made = event
+    caches = made if isinstance(made, list) else [made]
+    for cache in caches:
         if as_json:
             _common.print_object(cache)
         else:
             print(cache.id, flush=True)
-            _common.notes.print(f"{file}: {_summary(cache)}", style="dim", soft_wrap=True)
+            _common.notes.print(f"{_named(file)}{_part(cache)}: {_summary(cache)}", style="dim", soft_wrap=True)
+    if fields["split"] and not as_json:
+        label = shlex.quote(f"document={caches[0].labels['document']}")
+        _common.notes.print(f'ask all parts: kvshelf ask --label {label} "QUESTION"', style="dim", soft_wrap=True)
 
 
 def _summary(cache: CacheObject) -> str:
-    done = "already on the shelf" if cache.existing else f"prefilled in {cache.timings.prefill_s:.2f} s"
+    done = "already on the shelf" if cache.existing else _seconds(cache)
     agreement = "" if cache.quality is None else f", agreement {cache.quality.told}"
     return (
         f"{cache.tokens.document} tokens, {cache.tokens.kept} kept by {cache.policy}, codec {cache.codec}, "
         f"{_common.megabytes(cache.bytes.stored)} ({cache.bytes.share:.1%} of 16 bits)"
         f"{agreement}, {done}"
     )
+
+
+def _part(cache: CacheObject) -> str:
+    return f" part {cache.labels['part']}" if "split" in cache.labels else ""
+
+
+def _seconds(cache: CacheObject) -> str:
+    spent = cache.timings
+    quality = "" if cache.quality is None else f"quality {cache.quality.probe_s:.2f} s, "
+    return f"prefill {spent.prefill_s:.2f} s, policy {spent.compress_s:.2f} s, {quality}store {spent.store_s:.2f} s"
 
 
 def _split(split: bool, part_tokens: int | None, overlap_tokens: int | None) -> bool | dict[str, int]:

@@ -6,7 +6,7 @@ import asyncio
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, suppress
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 import httpx
 
@@ -15,7 +15,7 @@ from kvshelf.api.batches import BatchObject
 from kvshelf.client import _batch_calls, _calls, _failures
 from kvshelf.client._config import Connection, Retries, Timeouts
 from kvshelf.client._exchange import Attempts, Call, Page, method_of
-from kvshelf.client._stream import AnswerReader, BatchReader
+from kvshelf.client._stream import BREAKS_OFF, AnswerReader, BatchReader, CreationEvent, CreationReader
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -151,6 +151,21 @@ class AsyncCaches(_Group):
     import_blob = _awaited(_calls.import_blob)
     verify = _awaited(_calls.verify_cache)
     kept = _awaited(_calls.kept_tokens)
+
+    async def create_events(self, **fields: Unpack[_calls.WatchFields]) -> AsyncIterator[CreationEvent]:
+        """As `create`, with `CreationProgress` while it goes on, and last its answer: a cache, or a list of them.
+
+        Where the events break off, an ordinary `create` gives the answer. Raises as `create` does.
+        """
+        reader = CreationReader()
+        response = await self._sender.exchange(_calls.watched_creation(fields), stream=True)
+        with suppress(*BREAKS_OFF):
+            async with aclosing(response):
+                async for line in response.aiter_lines():
+                    if (event := reader.feed(line)) is not None:
+                        yield event
+        if not reader.ended:
+            yield await self._sender.send(_calls.creation(fields))
 
 
 class AsyncFiles(_Group):

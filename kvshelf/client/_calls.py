@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, TypedDict, Unpack, cast, overload
 from urllib.parse import quote
 
 from pydantic import ValidationError
@@ -76,6 +77,12 @@ class LevelFields(CreateFields, total=False):
     """The keywords of `estimate`, and of `caches.create` for several caches at once."""
 
     levels: Sequence[Level] | None
+
+
+class WatchFields(LevelFields, total=False):
+    """The keywords of `caches.create_events`."""
+
+    split: Split
 
 
 class UpdateFields(TypedDict, total=False):
@@ -200,6 +207,17 @@ def create_cache(
     if split or (levels is not None and not chooses):
         return Call("POST", "/v1/caches", lambda response: parse_as(api.LevelList)(response).data, body=body)
     return Call("POST", "/v1/caches", parse_as(api.CacheObject), body=body)
+
+
+def creation(fields: WatchFields) -> Call[api.CacheObject | list[api.CacheObject]]:
+    """As `create_cache`, where only the fields' values say which of its answers comes."""
+    call: Call[api.CacheObject | list[api.CacheObject]] = create_cache(**cast(Any, fields))
+    return call
+
+
+def watched_creation(fields: WatchFields) -> Call[Any]:
+    """The creation as a stream of events."""
+    return replace(creation(fields), headers={"accept": "text/event-stream"})
 
 
 def retrieve_cache(id: str) -> Call[api.CacheObject]:

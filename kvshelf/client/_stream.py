@@ -7,12 +7,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import httpx
 from pydantic import ValidationError
 
-from kvshelf.api import AnswerDelta, AnswerObject, ErrorBody
+from kvshelf.api import AnswerDelta, AnswerObject, CacheObject, CreationProgress, ErrorBody, LevelList
 from kvshelf.api.batches import BatchObject
 from kvshelf.client import _failures
-from kvshelf.errors import ConnectionFailed
+from kvshelf.errors import ConnectionFailed, NoWorker, WorkerCrashed
+
+CreationEvent = CreationProgress | CacheObject | list[CacheObject]
+"""How far a creation is, or its answer: a cache, or those of its levels or parts."""
+
+BREAKS_OFF = (httpx.HTTPError, httpx.StreamError, NoWorker, WorkerCrashed)
+"""What ends the events of a creation without ending the creation: sent again, it goes on with what is there."""
 
 
 class AnswerReader:
@@ -40,6 +47,28 @@ class AnswerReader:
         if self.answer is None:
             raise ConnectionFailed("the stream ended before the answer was complete; repeat the query")
         return self.answer
+
+
+class CreationReader:
+    """Takes the lines of the events of one creation. ended: whether the last, its answer, was among them."""
+
+    def __init__(self) -> None:
+        self.ended = False
+
+    def feed(self, line: str) -> CreationEvent | None:
+        """The event that this line is, None if it is none. Raises the error that an error event carries."""
+        with _understood(line):
+            event = _event(line)
+            if event is None:
+                return None
+            if event["object"] == "cache.progress":
+                return CreationProgress.model_validate(event)
+            if event["object"] == "list":
+                made: CreationEvent = LevelList.model_validate(event).data
+            else:
+                made = CacheObject.model_validate(event)
+        self.ended = True
+        return made
 
 
 class BatchReader:

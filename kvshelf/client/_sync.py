@@ -6,7 +6,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 import httpx
 
@@ -15,7 +15,7 @@ from kvshelf.api.batches import BatchObject
 from kvshelf.client import _batch_calls, _calls, _failures
 from kvshelf.client._config import Connection, Retries, Timeouts
 from kvshelf.client._exchange import Attempts, Call, Page, method_of
-from kvshelf.client._stream import AnswerReader, BatchReader
+from kvshelf.client._stream import BREAKS_OFF, AnswerReader, BatchReader, CreationEvent, CreationReader
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -154,6 +154,20 @@ class Caches(_Group):
     import_blob = _sent(_calls.import_blob)
     verify = _sent(_calls.verify_cache)
     kept = _sent(_calls.kept_tokens)
+
+    def create_events(self, **fields: Unpack[_calls.WatchFields]) -> Iterator[CreationEvent]:
+        """As `create`, with `CreationProgress` while it goes on, and last its answer: a cache, or a list of them.
+
+        Where the events break off, an ordinary `create` gives the answer. Raises as `create` does.
+        """
+        reader = CreationReader()
+        response = self._sender.exchange(_calls.watched_creation(fields), stream=True)
+        with suppress(*BREAKS_OFF), closing(response):
+            for line in response.iter_lines():
+                if (event := reader.feed(line)) is not None:
+                    yield event
+        if not reader.ended:
+            yield self._sender.send(_calls.creation(fields))
 
 
 class Files(_Group):

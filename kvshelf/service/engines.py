@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import InitVar, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from opentelemetry.trace import Span, Status, StatusCode, Tracer
 
-from kvshelf.api import CreateCache, Estimate, EstimateObject, Query
+from kvshelf.api import CreateCache, CreationProgress, Estimate, EstimateObject, Query
 from kvshelf.errors import RequestTimeout
 from kvshelf.service.fair_queue import FairQueue
 from kvshelf.service.observe.logs import note
@@ -20,6 +20,8 @@ from kvshelf.service.observe.tracing import add_phases
 from kvshelf.service.settings import Settings
 from kvshelf.workers.cluster.remote import RemoteEngine
 from kvshelf.workers.replica.results import Created, Reply
+
+PieceT = TypeVar("PieceT")
 
 CREATIONS_PER_REPLICA = 2
 """One document is being prefilled while the next is tokenized and the last one stored."""
@@ -74,12 +76,34 @@ class EngineClient:
                 began_ns = time.time_ns()
                 created: Created = await self.remote.call("create", spec, tenant=tenant, deadline_s=left_s, **recorded)
                 add_phases(self.tracer, span, began_ns, created.phases)
-        self.metrics.created(self.model, spec.policy, created)
+        self._created(created, spec.policy, tenant)
+        return created
+
+    def watch(
+        self, spec: CreateCache, *, tenant: str, deadline_s: float
+    ) -> AsyncGenerator[CreationProgress | Created, None]:
+        """As `create`, with events while it goes on, and last the creation. A slow reader holds no slot."""
+
+        async def fetch(events: asyncio.Queue[CreationProgress | Created | None]) -> None:
+            async with self._queues["creation"].turn(tenant, deadline_s) as left_s:
+                with self.metrics.creating(self.model, spec.policy), self._observed("create") as span:
+                    began_ns = time.time_ns()
+                    watched = self.remote.stream("watch", spec, tenant=tenant, deadline_s=left_s)
+                    async with aclosing(watched) as going:
+                        async for event in going:
+                            if isinstance(event, Created):
+                                add_phases(self.tracer, span, began_ns, event.phases)
+                                self._created(event, spec.policy, tenant)
+                            events.put_nowait(event)
+
+        return _relayed(fetch)
+
+    def _created(self, created: Created, policy: str, tenant: str) -> None:
+        self.metrics.created(self.model, policy, created)
         note(cache_id=created.manifest.id, tokens=created.manifest.num_tokens, existing=created.existing)
         if len(created.caches) > 1:
             note(caches=len(created.caches))
         self.spend(tenant, created.prefilled_tokens)
-        return created
 
     async def query(self, cache_id: str, query: Query, *, tenant: str, deadline_s: float) -> list[Reply]:
         """The answer to each prompt, in their order. Each prompt takes a turn of its own; the first error ends all."""
@@ -108,17 +132,16 @@ class EngineClient:
         self.spend(tenant, _used(reply))
         return reply
 
-    async def stream(
+    def stream(
         self, cache_id: str, query: Query, *, tenant: str, deadline_s: float
     ) -> AsyncGenerator[str | Reply, None]:
         """The pieces as they come. A slow reader holds no slot; it gets `RequestTimeout` for too many unread pieces."""
-        pieces: asyncio.Queue[str | Reply | None] = asyncio.Queue()
 
-        async def fetch() -> None:
+        async def fetch(pieces: asyncio.Queue[str | Reply | None]) -> None:
             used = 0  # a reader that leaves early has used one token for each piece, as far as is known
             async with (
                 self._turn("stream", tenant, deadline_s) as (left_s, span),
-                aclosing(self.remote.stream(cache_id, query, tenant=tenant, deadline_s=left_s)) as answer,
+                aclosing(self.remote.stream("stream", cache_id, query, tenant=tenant, deadline_s=left_s)) as answer,
             ):
                 began_ns = time.time_ns()
                 try:
@@ -136,19 +159,11 @@ class EngineClient:
                 finally:
                     self.spend(tenant, used)
 
-        async def counted() -> None:
+        async def counted(pieces: asyncio.Queue[str | Reply | None]) -> None:
             with self.metrics.asking():
-                await fetch()
+                await fetch(pieces)
 
-        fetching = asyncio.create_task(counted())
-        fetching.add_done_callback(lambda _: pieces.put_nowait(None))
-        try:
-            while (piece := await pieces.get()) is not None:
-                yield piece
-            await fetching
-        finally:
-            fetching.cancel()
-            await asyncio.gather(fetching, return_exceptions=True)
+        return _relayed(counted)
 
     @asynccontextmanager
     async def _turn(self, name: str, tenant: str, deadline_s: float) -> AsyncIterator[tuple[float, Span]]:
@@ -183,6 +198,20 @@ class EngineClient:
                 raise
             finally:
                 span.end()
+
+
+async def _relayed(fetch: Callable[[asyncio.Queue[PieceT | None]], Awaitable[None]]) -> AsyncGenerator[PieceT, None]:
+    """What `fetch` puts into its queue, as it comes; a reader that leaves ends the fetching."""
+    pieces: asyncio.Queue[PieceT | None] = asyncio.Queue()
+    fetching = asyncio.ensure_future(fetch(pieces))
+    fetching.add_done_callback(lambda _: pieces.put_nowait(None))
+    try:
+        while (piece := await pieces.get()) is not None:
+            yield piece
+        await fetching
+    finally:
+        fetching.cancel()
+        await asyncio.gather(fetching, return_exceptions=True)
 
 
 def _used(reply: Reply) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvshelf import AsyncClient, Client, CompressedCache, errors
-from kvshelf.api import CacheObject
+from kvshelf.api import CacheObject, CreationProgress, SplitOptions
 
 TEXT = "The minutes were read and approved. The access code of the amber falcon is 482913. Ada Brown signed it. " * 3
 QUESTION = "What is the access code of the amber falcon?"
@@ -181,3 +181,34 @@ async def test_the_asynchronous_client_does_the_same(aclient: AsyncClient, cache
     with pytest.raises(errors.CacheNotFound):
         await aclient.caches.retrieve("kvs_" + "0" * 40)
     assert (await aclient.ready()).status == "ready"
+
+
+LONG = "\n\n".join(f"Entry {number}. The locker of unit {number} has the code {number * 37}." for number in range(90))
+
+
+async def test_events_of_a_creation_end_with_its_answer(client: Client, aclient: AsyncClient) -> None:
+    *events, made = client.caches.create_events(document=LONG + "Watched.", policy="knorm", compression_ratio=0.5)
+    assert isinstance(made, CacheObject)
+    assert {event.phase for event in events if isinstance(event, CreationProgress)} == {"prefill", "quality", "store"}
+    assert all(isinstance(event, CreationProgress) for event in events)
+    there = client.caches.create(document=LONG + "Watched.", policy="knorm", compression_ratio=0.5)
+    assert (there.id, there.existing) == (made.id, True)
+    again = [event async for event in aclient.caches.create_events(document=LONG, policy="knorm", levels=[0.5, 0.75])]
+    assert isinstance(again[-1], list)
+    assert [cache.compression_ratio for cache in again[-1]] == [0.5, 0.75]
+    with pytest.raises(errors.InvalidRequest):
+        list(client.caches.create_events(document=LONG, policy="streaming_llm", policy_params={"sink": -1}))
+
+
+async def test_a_document_is_split_by_both_clients(client: Client, aclient: AsyncClient) -> None:
+    parts = client.caches.create(document=LONG, policy="full", name="entries", split={"max_tokens": 400})
+    assert len(parts) > 2
+    again = await aclient.caches.create(
+        document=LONG, policy="full", name="entries", split=SplitOptions(max_tokens=400)
+    )
+    assert [cache.id for cache in again] == [cache.id for cache in parts]
+    assert [cache.labels["part"] for cache in parts] == [f"{n}/{len(parts)}" for n in range(1, len(parts) + 1)]
+    found = client.caches.list(labels={"split": parts[0].labels["split"]})
+    assert {cache.id for cache in found} == {cache.id for cache in parts}
+    request = client.caches.create(document=LONG, policy="knorm", split={"max_tokens": 400}, respond_async=True)
+    assert len(client.requests.retrieve(request.id, wait_s=60).cache_ids) == len(parts)

@@ -14,6 +14,8 @@ from kvshelf.service.http.errors import translate, wire
 from kvshelf.service.observe.logs import note
 from kvshelf.service.state import until_hangup
 
+EVENT_STREAM = "text/event-stream"
+
 
 class Event(NamedTuple):
     """An event with an id, by which a returning reader resumes. Without data it only keeps the connection open."""
@@ -32,7 +34,7 @@ async def event_stream(request: Request, events: AsyncGenerator[EventT, None]) -
     """
     first = await until_hangup(request, anext(events))
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-    return StreamingResponse(_lines(first, events), headers=headers, media_type="text/event-stream")
+    return StreamingResponse(_lines(first, events), headers=headers, media_type=EVENT_STREAM)
 
 
 async def _lines(first: EventT, events: AsyncGenerator[EventT, None]) -> AsyncIterator[str]:

@@ -12,12 +12,12 @@ from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from kvshelf.api import AnswerDelta, CacheObject, ErrorEnvelope, LevelList
+from kvshelf.api import AnswerDelta, CacheObject, CreationProgress, ErrorEnvelope, LevelList
 from kvshelf.api.openai import ChatCompletionChunk
 from kvshelf.service.http import reference
 
 _NAMED: dict[str, type[BaseModel]] = {
-    model.__name__: model for model in (AnswerDelta, ChatCompletionChunk, ErrorEnvelope)
+    model.__name__: model for model in (AnswerDelta, ChatCompletionChunk, CreationProgress, ErrorEnvelope)
 }
 """Models that the document describes although FastAPI does not see them: events, and models given to `_reference`."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Request, Response
@@ -11,6 +13,7 @@ from kvshelf.api import (
     CacheList,
     CacheObject,
     CreateCache,
+    CreationProgress,
     Deleted,
     LevelList,
     ListCaches,
@@ -21,6 +24,7 @@ from kvshelf.errors import InvalidRequest
 from kvshelf.service.access.keys import Reader, Writer
 from kvshelf.service.http import openapi
 from kvshelf.service.http.body import read_create, read_json, read_query
+from kvshelf.service.http.events import EVENT_STREAM, event_stream
 from kvshelf.service.routes.requests import request_json
 from kvshelf.service.state import (
     TAKES_TOKENS,
@@ -39,7 +43,7 @@ from kvshelf.workers.replica.results import Created
 router = APIRouter(prefix="/v1/caches", tags=["caches"], responses=openapi.ERRORS)
 
 _ACCEPTED: dict[int | str, dict[str, Any]] = {
-    **openapi.EXISTING_LEVELS,
+    200: openapi.EXISTING_LEVELS[200] | {"content": openapi.EVENTS},
     202: {
         "model": RequestObject,
         "description": "the request, with `Prefer: respond-async`; a worker will take it",
@@ -56,12 +60,19 @@ _ACCEPTED: dict[int | str, dict[str, Any]] = {
     dependencies=[TAKES_TOKENS],
 )
 async def create(
-    request: Request, service: InService, caller: Writer, prefer: Annotated[str, Header()] = ""
+    request: Request,
+    service: InService,
+    caller: Writer,
+    prefer: Annotated[str, Header()] = "",
+    accept: Annotated[str, Header()] = "",
 ) -> Response:
     """Compress a document once and store its cache. The same document, model and policy give the same id.
 
     With `levels`, the answer lists one cache per level; with `split`, one per part of the document. With `min_quality`
     or the policy "auto", the service stores the smallest cache that is good enough.
+
+    With `Accept: text/event-stream` the answer is a stream: `cache.progress` events, then what would be the body of the
+    answer.
 
     In a form, the part `file` holds the document; the other parts are the fields. Text is sent plain (`policy=full`),
     every other type as JSON (`compression_ratio=0.75`, `labels={"team": "law"}`, `levels=[0.5, 0.75]`).
@@ -77,15 +88,35 @@ async def create(
         headers = {"location": f"/v1/requests/{record.id}", "preference-applied": "respond-async"}
         return JSONResponse(request_json(record), status_code=202, headers=headers)
     deadline_s = service.settings.request_deadline_s
+    if accept.partition(";")[0].strip() == EVENT_STREAM:
+        watched = engine.watch(spec, tenant=caller.tenant, deadline_s=deadline_s)
+        return await event_stream(request, _events(watched, body))
     created = await until_hangup(request, engine.create(spec, tenant=caller.tenant, deadline_s=deadline_s))
-    if body.split_options is not None or (body.levels is not None and not body.chooses):
+    if _makes_several(body):
         return JSONResponse(_cache_list(created), status_code=200 if created.existing else 201)
     return cache_response(created.manifest, existing=created.existing)
+
+
+def _makes_several(body: CreateCache) -> bool:
+    return body.split_options is not None or (body.levels is not None and not body.chooses)
 
 
 def _cache_list(created: Created) -> dict[str, Any]:
     data = [cache_object(cache.manifest, existing=cache.existing) for cache in created.caches]
     return LevelList(data=data).model_dump(mode="json")
+
+
+async def _events(
+    watched: AsyncGenerator[CreationProgress | Created, None], body: CreateCache
+) -> AsyncGenerator[dict[str, Any], None]:
+    async with aclosing(watched) as events:
+        async for event in events:
+            if isinstance(event, CreationProgress):
+                yield event.model_dump(mode="json")
+            elif _makes_several(body):
+                yield _cache_list(event)
+            else:
+                yield cache_object(event.manifest, existing=event.existing).model_dump(mode="json")
 
 
 def require_tokenizer(service: Service, model: str, body: CreateCache) -> None:

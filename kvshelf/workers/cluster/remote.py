@@ -20,7 +20,6 @@ from ray.serve import exceptions as serve_errors
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatusOverview
 
-from kvshelf.api import Query
 from kvshelf.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -31,7 +30,6 @@ from kvshelf.errors import (
     WorkerCrashed,
 )
 from kvshelf.workers.replica.queues import Pace
-from kvshelf.workers.replica.results import Reply
 
 RESTART_S = 5.0
 """About how long Ray needs to replace a dead replica; callers are told to wait this long."""
@@ -84,12 +82,11 @@ class RemoteEngine:
         self._pace.record(time.monotonic() - started)
         return result
 
-    async def stream(
-        self, cache_id: str, query: Query, *, tenant: str, deadline_s: float
-    ) -> AsyncGenerator[str | Reply, None]:
+    async def stream(self, method: str, *args: Any, tenant: str, deadline_s: float) -> AsyncGenerator[Any, None]:
+        """What a method of `Replica` yields, which runs under the caller's log id: `stream` or `watch`."""
         about = {"tenant": tenant, "deadline_s": deadline_s, "origin": _origin()}
         with self._translated():
-            response = self._streaming.stream.remote(cache_id, query, **about)
+            response = getattr(self._streaming, method).remote(*args, **about)
             try:
                 async with asyncio.timeout(deadline_s + _GRACE_S):
                     async for piece in response:

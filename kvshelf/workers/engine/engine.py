@@ -26,7 +26,7 @@ from kvshelf.workers.engine.attention.attached import AttachedCache
 from kvshelf.workers.engine.attention.attachment import Attachment
 from kvshelf.workers.engine.attention.function import kvshelf_attention, layer_shapes
 from kvshelf.workers.engine.decode.batch import DecodeBatch
-from kvshelf.workers.engine.decode.generation import Answer, Checkpoint, Generation, Sampling
+from kvshelf.workers.engine.decode.generation import Answer, Checkpoint, Generation, Progress, Sampling
 from kvshelf.workers.engine.export import Positions, export
 from kvshelf.workers.engine.inputs.encode import Document, Encoder, Prompt
 from kvshelf.workers.engine.inputs.job import Job, Level, shared
@@ -205,33 +205,49 @@ class Engine:
         return compression
 
     def run_levels(
-        self, levels: Sequence[Level], *, cues: int = CUES, checkpoint: Checkpoint | None = None
+        self,
+        levels: Sequence[Level],
+        *,
+        cues: int = CUES,
+        checkpoint: Checkpoint | None = None,
+        progress: Progress | None = None,
     ) -> list[Compression]:
         """Compress one document at several levels and measure the quality of each. In the order of `levels`.
 
         Levels whose policies need the same probe passes share a prefill (`job.shared` says which do not). Quality is
         measured on up to `cues` cues of the document; 0 measures nothing. A level gets the same bytes as from `run`
         and its codec, except for last bits where a device sums longer calls in another order. All levels of a prefill
-        are in memory at once. Encoding counts as compression time.
+        are in memory at once. Encoding counts as compression time. `progress` is told of each layer and each measured
+        level.
         """
         done: dict[int, Compression] = {}
         for group in shared(levels):
-            made = self.prefill(group, cues=cues, checkpoint=checkpoint)
-            for level, compression in zip(group, made.compressions, strict=True):
+            made = self.prefill(group, cues=cues, checkpoint=checkpoint, progress=progress)
+            for number, (level, compression) in enumerate(zip(group, made.compressions, strict=True)):
                 if made.reference is not None:
+                    (progress or _nothing)("quality", number, len(group))
                     compression = compression.measured(self.measure(compression.cache, made.reference))
+                    (progress or _nothing)("quality", number + 1, len(group))
                     (checkpoint or _nothing)()
                 done[id(level)] = compression
         return [done[id(level)] for level in levels]
 
-    def prefill(self, group: Sequence[Level], *, cues: int = 0, checkpoint: Checkpoint | None = None) -> Prefill:
+    def prefill(
+        self,
+        group: Sequence[Level],
+        *,
+        cues: int = 0,
+        checkpoint: Checkpoint | None = None,
+        progress: Progress | None = None,
+    ) -> Prefill:
         """Prefill one group of `job.shared`.
 
         During the prefill the full cache answers up to `cues` cues of the document. Without cues (0, or none that
         `probe` can make) the result has no reference to measure by.
         """
         probe = self.probe(group[0].job, cues)
-        return run_prefill(self.model, self.rope, group, probe, checkpoint or _nothing, self.encoded)
+        told, pause = progress or _nothing, checkpoint or _nothing
+        return run_prefill(self.model, self.rope, group, probe, pause, self.encoded, told)
 
     def scores(self, job: Job, *, checkpoint: Checkpoint | None = None) -> list[Tensor]:
         """How much the job's policy wants each entry, for each layer: `[kv_heads, N]` fp32, higher is kept. The budget
@@ -497,5 +513,5 @@ class Engine:
         return frozenset([configured] if isinstance(configured, int) else configured or [])
 
 
-def _nothing() -> None:
-    """The checkpoint that does nothing."""
+def _nothing(*_: object) -> None:
+    """The checkpoint and the progress that do nothing."""

@@ -37,7 +37,7 @@ layers, so one layer has taken this long: it hangs, or it blocks the replica for
 class Replica:
     """See the module. `start` it on the event loop that will call it, `stop` it once.
 
-    create, estimate, cues, max_document_tokens: see `Creations`. query, stream: see `Questions`. origin: the id
+    create, watch, estimate, cues, max_document_tokens: see `Creations`. query, stream: see `Questions`. origin: the id
     under which the caller logs the request; log lines here carry it, too.
     """
 
@@ -59,7 +59,8 @@ class Replica:
         self._threads = threads = Threads(max_workers=8, thread_name_prefix="replica")
         attempts = Attempts(store.requests, self.name, threads)
         self._creations = Creations(engine, store, scheduler, threads, attempts, cues, max_document_tokens)
-        self.create, self.estimate = self._creations.create, self._creations.estimate
+        self.create, self.watch = self._creations.create, self._creations.watch
+        self.estimate = self._creations.estimate
         held = Residents(store, partial(_attached, engine, store), residents or ResidentLimits(), threads)
         self._questions = Questions(engine, store, scheduler, threads, held)
         self.query, self.stream = self._questions.query, self._questions.stream

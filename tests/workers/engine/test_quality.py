@@ -49,6 +49,24 @@ def measured(engine, document, **how):
 # The numbers
 
 
+def test_progress_counts_the_layers_of_each_prefill_and_the_levels_that_are_measured(tiny: Engine) -> None:
+    text = "The harbour master keeps the tide tables in a green book. " * 30
+    told: list[tuple[str, int, int]] = []
+    half, quarter, chunked = (
+        Level(tiny.prepare(text, policy=policy, compression_ratio=ratio))
+        for policy, ratio in (("keydiff", 0.5), ("keydiff", 0.75), ("lagkv", 0.5))
+    )
+    tiny.run_levels([half, quarter], progress=lambda *step: told.append(step))
+    layers = tiny.model.config.num_hidden_layers
+    assert told[: layers + 1] == [("prefill", done, layers) for done in range(layers + 1)]
+    assert list(dict.fromkeys(told[layers + 1 :])) == [("quality", done, 2) for done in range(3)]
+    told.clear()
+    tiny.run_levels([chunked], progress=lambda *step: told.append(step))
+    phases = [step for step in told if step[0] == "prefill"]
+    rounds = 1 if chunked.job.absorber is None else len(chunked.job.absorber.chunks)
+    assert phases == [("prefill", done, layers * rounds) for done in range(layers * rounds + 1)]
+
+
 def test_nothing_removed_costs_nothing(tiny, prose):
     quality = measured(tiny, prose, policy="full")
     assert (quality.agreement, quality.high, quality.cues) == (1.0, 1.0, CUES)

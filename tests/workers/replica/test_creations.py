@@ -32,10 +32,10 @@ class Counting(Engine):
     prefills = 0
 
     def prefill(
-        self, group: Sequence[Level], *, cues: int = 0, checkpoint: Callable[[], None] | None = None
+        self, group: Sequence[Level], *, checkpoint: Callable[[], None] | None = None, **options: Any
     ) -> Prefill:
         self.prefills += 1
-        return super().prefill(group, cues=cues, checkpoint=checkpoint)
+        return super().prefill(group, **options, checkpoint=checkpoint)
 
 
 @pytest.fixture
@@ -328,6 +328,29 @@ async def test_a_split_document_is_a_cache_for_each_part_and_they_are_found_by_t
     other = await create(replica, document, split=split)
     labels = other.caches[0].manifest.labels
     assert labels["document"] == labels["split"] != split_id
+
+
+async def test_a_creation_that_is_watched_tells_its_phases_and_then_its_caches(
+    replica: Replica, engine: Counting, document: str
+) -> None:
+    async def watched(**fields: Any) -> list[Any]:
+        spec = CreateCache(document=document, **fields)
+        return [event async for event in replica.watch(spec, tenant="default")]
+
+    *events, made = await watched(policy="knorm", compression_ratio=0.5)
+    assert isinstance(made, Created)
+    layers = engine.model.config.num_hidden_layers
+    ends = [(event.phase, event.done, event.total) for event in events if event.done == event.total]
+    assert list(dict.fromkeys(ends)) == [("prefill", layers, layers), ("quality", 1, 1), ("store", 1, 1)]
+    assert all(event.seconds >= 0 and event.part is None for event in events)
+    assert [event.done for event in events if event.phase == "prefill"][0] == 0
+    assert len(await watched(policy="knorm", compression_ratio=0.5)) == 1, "it is on the shelf"
+    *events, made = await watched(policy="knorm", split={"max_tokens": 600})
+    assert list(dict.fromkeys(event.part for event in events)) == [
+        cache.manifest.labels["part"] for cache in made.caches
+    ]
+    with pytest.raises(InvalidRequest, match="max_tokens is 20000"):
+        await watched(split={"max_tokens": 20000})
 
 
 async def test_a_part_that_two_versions_share_belongs_to_the_newest(

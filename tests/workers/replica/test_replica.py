@@ -47,7 +47,7 @@ class Watched(Engine):
     on_layer: Callable[[], None] = staticmethod(lambda: None)
 
     def prefill(
-        self, group: Sequence[Level], *, cues: int = 0, checkpoint: Callable[[], None] | None = None
+        self, group: Sequence[Level], *, checkpoint: Callable[[], None] | None = None, **options: Any
     ) -> Prefill:
         self.runs += 1
 
@@ -56,7 +56,7 @@ class Watched(Engine):
             if checkpoint is not None:
                 checkpoint()
 
-        return super().prefill(group, cues=cues, checkpoint=watched)
+        return super().prefill(group, **options, checkpoint=watched)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -180,14 +181,14 @@ class Watched(Engine):
     on_layer: Callable[[], None]
 
     def prefill(
-        self, group: Sequence[Level], *, cues: int = 0, checkpoint: Callable[[], None] | None = None
+        self, group: Sequence[Level], *, checkpoint: Callable[[], None] | None = None, **options: Any
     ) -> Prefill:
         def watched() -> None:
             self.on_layer()
             assert checkpoint is not None
             checkpoint()
 
-        return super().prefill(group, cues=cues, checkpoint=watched)
+        return super().prefill(group, **options, checkpoint=watched)
 
 
 @pytest.fixture

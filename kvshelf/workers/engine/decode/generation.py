@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from tokenizers import Tokenizer
@@ -19,6 +20,8 @@ from kvshelf.workers.engine.decode.suffixes import SuffixRow
 _LEAST_TEMPERATURE = 1e-30  # float32 has smaller numbers, but not many
 
 Checkpoint = Callable[[], None]
+Progress = Callable[[Literal["prefill", "quality"], int, int], None]
+"""Is told how far a compression is: how many layers of a prefill, or measured levels, are done, and of how many."""
 
 
 @dataclass(frozen=True)

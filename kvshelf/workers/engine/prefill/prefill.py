@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from kvshelf.api import Quality
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.workers.engine.attention.function import CONTEXT, kvshelf_attention
-from kvshelf.workers.engine.decode.generation import Checkpoint
+from kvshelf.workers.engine.decode.generation import Checkpoint, Progress
 from kvshelf.workers.engine.inputs.job import Job, Level
 from kvshelf.workers.engine.prefill.chunked import ChunkedPrefill
 from kvshelf.workers.engine.prefill.reducing import LayerReducer, Scorer, SharedReducer, require_every_layer
@@ -68,17 +69,21 @@ def run_prefill(
     probe: Probe | None,
     checkpoint: Checkpoint,
     encode: Encode,
+    progress: Progress,
 ) -> Prefill:
     """Prefill one group of `job.shared`. The full cache answers `probe`; without a probe there is no reference.
 
-    `checkpoint` is called between layers; no compression counts its time.
+    `checkpoint` is called between layers, after `progress`; no compression counts their time.
     """
     # Levels that differ in nothing but the codec are reduced together.
     jobs = list({id(level.job): level.job for level in group}.values())
+    absorber = jobs[0].absorber
+    rounds = 1 if absorber is None else len(absorber.chunks)
+    checkpoint = _counted(checkpoint, progress, model.config.num_hidden_layers * rounds)
     reduced: Sequence[LayerReducer | ChunkedPrefill]
     started = time.perf_counter()
     with torch.no_grad(), kvshelf_attention(model):
-        if jobs[0].absorber is not None:
+        if absorber is not None:
             chunked = _in_chunks(model, jobs[0], checkpoint)
             reduced, paused_s, reference = [chunked], chunked.paused_s, None
         else:
@@ -93,6 +98,18 @@ def run_prefill(
         cache = CompressedCache(layers, job.num_tokens, next_position, job.identity)
         made[id(job)] = Compression(cache, prefill_s, reducer.compress_s)
     return Prefill([made[id(level.job)].encoded(level.codec, encode) for level in group], reference)
+
+
+def _counted(checkpoint: Checkpoint, progress: Progress, total: int) -> Checkpoint:
+    """A checkpoint that first tells how many layers are done, of each chunk where the document is read in chunks."""
+    done = count(1)
+    progress("prefill", 0, total)
+
+    def counted() -> None:
+        progress("prefill", next(done), total)
+        checkpoint()
+
+    return counted
 
 
 def run_scores(model: PreTrainedModel, rope: Rope | None, job: Job, checkpoint: Checkpoint) -> list[Tensor]:

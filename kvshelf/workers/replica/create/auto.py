@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from kvshelf.api import Quality, Tried
 from kvshelf.errors import InvalidRequest, KvshelfError, PolicyUnsupported, QualityBelowFloor
 from kvshelf.store.artifact.codecs import Codec
 from kvshelf.store.artifact.identity import Layout
-from kvshelf.workers.engine.decode.generation import Checkpoint
+from kvshelf.workers.engine.decode.generation import Checkpoint, Progress
 from kvshelf.workers.engine.inputs.encode import Document
 from kvshelf.workers.engine.inputs.job import Level, shared
 from kvshelf.workers.engine.quality import CUES, Reference
@@ -117,14 +117,15 @@ class Choice:
 class Selection:
     """A choice among levels of one document.
 
-    `refused`: levels that were dropped before any work. Built without the model, on any thread; `run` is work for the
-    thread that owns it.
+    `refused`: levels that were dropped before any work. `progress` is told of each layer and each measured level. Built
+    without the model, on any thread; `run` is work for the thread that owns it.
     """
 
     levels: tuple[Level, ...]
     target: Target
     refused: tuple[Tried, ...] = ()
     cues: int = CUES
+    progress: Progress = field(default=lambda *_: None, compare=False, repr=False)
 
     @property
     def num_tokens(self) -> int:
@@ -224,7 +225,8 @@ class _Search:
             return
         if not group:
             return
-        prefill = self._engine.prefill(group, cues=cues, checkpoint=self._checkpoint)
+        progress = self._selection.progress
+        prefill = self._engine.prefill(group, cues=cues, checkpoint=self._checkpoint, progress=progress)
         sized = [
             (made.cache.pack().nbytes, level, made) for level, made in zip(group, prefill.compressions, strict=True)
         ]
@@ -248,7 +250,9 @@ class _Search:
         if reference is None:
             tried = self._note(level, tried, UNMEASURABLE)
         else:
+            self._selection.progress("quality", 0, 1)
             compression = compression.measured(self._engine.measure(compression.cache, reference))
+            self._selection.progress("quality", 1, 1)
             tried = self._note(level, tried.model_copy(update={"quality": compression.quality}))
         if target.met(level, tried) and (self.best is None or self._better(level, tried)):
             self.best = level, tried, compression

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import structlog
 
-from kvshelf.api import CreateCache, Estimate, EstimateObject, Tried
+from kvshelf.api import CreateCache, CreationProgress, Estimate, EstimateObject, Tried
 from kvshelf.errors import QualityBelowFloor
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
@@ -20,6 +21,7 @@ from kvshelf.workers.replica.attempts import MAX_ATTEMPTS, Attempts
 from kvshelf.workers.replica.calls import Threads, called_as, named_errors
 from kvshelf.workers.replica.create.auto import Selection
 from kvshelf.workers.replica.create.estimates import Rates, estimate
+from kvshelf.workers.replica.create.progress import Teller, Watcher
 from kvshelf.workers.replica.create.publish import Publisher
 from kvshelf.workers.replica.create.spec import Levels, encode, requested_levels
 from kvshelf.workers.replica.create.split import joined, label_part, naming, parts_of
@@ -87,6 +89,26 @@ class Creations:
             document = await self.threads.run(encode, self.engine, spec, self.max_document_tokens)
             return await self.threads.run(estimate, self.engine, self._rates, document, spec)
 
+    async def watch(
+        self, spec: CreateCache, *, tenant: str, deadline_s: float | None = None, origin: str = ""
+    ) -> AsyncIterator[CreationProgress | Created]:
+        """How far a creation is, as it goes on, then the creation. Closing the iterator cancels it."""
+        events: asyncio.Queue[CreationProgress | None] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def put(event: CreationProgress | None) -> None:
+            loop.call_soon_threadsafe(events.put_nowait, event)
+
+        work = self.create(spec, tenant=tenant, deadline_s=deadline_s, origin=origin, watcher=put)
+        creating = asyncio.ensure_future(work)
+        creating.add_done_callback(lambda _: put(None))
+        try:
+            while (event := await events.get()) is not None:
+                yield event
+            yield await creating
+        finally:
+            creating.cancel()
+
     async def create(
         self,
         spec: CreateCache,
@@ -96,48 +118,52 @@ class Creations:
         request_id: str | None = None,
         max_attempts: int = MAX_ATTEMPTS,
         origin: str = "",
+        watcher: Watcher = lambda _: None,
     ) -> Created:
-        """Compress a document and store it, unless the shelf has it.
+        """Compress a document and store it, unless the shelf has it. `watcher` is told how far the work is.
 
         With `request_id`, a request of the job table, the attempt is counted there before any work, and its end is
         recorded: the failure of the `max_attempts`th is final.
         """
         with called_as(origin):
             if request_id is None:
-                return await self._created(spec, tenant, deadline_s)
+                return await self._created(spec, tenant, deadline_s, watcher)
             self.scheduler.require_room()  # a full queue is no attempt
             async with self.attempts.counted(request_id, tenant, max_attempts=max_attempts) as attempt:
                 with named_errors():
-                    created = await self._created(spec, tenant, deadline_s)
+                    created = await self._created(spec, tenant, deadline_s, watcher)
                 ids = [cache.manifest.id for cache in created.caches]
                 await self.threads.run(self.store.requests.finish, request_id, attempt, cache_ids=ids)
                 return replace(created, worker=self.attempts.worker)
 
-    async def _created(self, spec: CreateCache, tenant: str, deadline_s: float | None) -> Created:
+    async def _created(self, spec: CreateCache, tenant: str, deadline_s: float | None, watcher: Watcher) -> Created:
         """The caches on the shelf, compressed if they were not there."""
         if spec.split_options is None:
-            return await self._whole(spec, tenant, deadline_s)
+            return await self._whole(spec, tenant, deadline_s, Teller(watcher))
         end = None if deadline_s is None else time.monotonic() + deadline_s
         parts = await self.threads.run(parts_of, self.engine, self.store, spec, self.max_document_tokens, tenant=tenant)
         made = []
         for part in parts:
             with naming(part):
-                created = await self._whole(part, tenant, None if end is None else end - time.monotonic())
+                left_s = None if end is None else end - time.monotonic()
+                created = await self._whole(part, tenant, left_s, Teller(watcher, part.labels["part"]))
                 (cache,) = created.caches
                 manifest = await self.threads.run(label_part, self.store, cache.manifest, part.labels)
             made.append(replace(created, caches=(replace(cache, manifest=manifest),)))
         return joined(made)
 
-    async def _whole(self, spec: CreateCache, tenant: str, deadline_s: float | None) -> Created:
+    async def _whole(self, spec: CreateCache, tenant: str, deadline_s: float | None, teller: Teller) -> Created:
         """The caches of one document, or of one part. Equal creations at one time run once."""
-        work = await self.threads.run(requested_levels, self.engine, spec, self.cues, self.max_document_tokens)
+        wanted = await self.threads.run(requested_levels, self.engine, spec, self.cues, self.max_document_tokens)
+        work = replace(wanted, progress=teller)
         publisher = Publisher.of(self.store, tenant, spec, work.levels)
         if isinstance(work, Selection):
             key = f"{work.target!r} of {' '.join(publisher.ids)}"
-            created, began = await self._singleflight.join(key, lambda: self._choose(work, publisher, deadline_s))
+            begin = partial(self._choose, work, publisher, deadline_s, teller)
         else:
             key = " ".join(publisher.ids)
-            created, began = await self._singleflight.join(key, lambda: self._make(work, publisher, deadline_s))
+            begin = partial(self._make, work, publisher, deadline_s, teller)
+        created, began = await self._singleflight.join(key, begin)
         caches = [cache if began else replace(cache, existing=True) for cache in created.caches]
         if any(cache.existing for cache in caches):
             caches = await self.threads.run(_as_asked, publisher, caches)
@@ -145,7 +171,7 @@ class Creations:
             return Created(tuple(caches))
         return replace(created, caches=tuple(caches))
 
-    async def _make(self, work: Levels, publisher: Publisher, deadline_s: float | None) -> Created:
+    async def _make(self, work: Levels, publisher: Publisher, deadline_s: float | None, teller: Teller) -> Created:
         """All levels: those on the shelf as they are, the others from as few prefills as possible."""
         there = await self.threads.run(publisher.there)
         missing = [(id_, level) for id_, level in zip(publisher.ids, work.levels, strict=True) if id_ not in there]
@@ -154,13 +180,15 @@ class Creations:
         if missing:
             fewer = replace(work, levels=tuple(level for _, level in missing))
             made, ticket = await self._run(fewer, publisher.tenant, deadline_s)
-            for (id_, level), compression in zip(missing, made, strict=True):
+            for number, ((id_, level), compression) in enumerate(zip(missing, made, strict=True)):
+                teller("store", number, len(missing))
                 stored[id_] = await self.threads.run(publisher.put, level, compression, ticket.queue_s)
+            teller("store", len(missing), len(missing))
             phases = self._record([stored[id_] for id_, _ in missing], ticket)
         caches = tuple(Stored(stored[id_], id_ in there) for id_ in publisher.ids)
         return Created(caches, phases, prefilled_tokens=work.num_tokens if missing else 0)
 
-    async def _choose(self, work: Selection, publisher: Publisher, deadline_s: float | None) -> Created:
+    async def _choose(self, work: Selection, publisher: Publisher, deadline_s: float | None, teller: Teller) -> Created:
         """Only the smallest level that is good enough."""
         there = await self.threads.run(publisher.there)
         known = publisher.known(work, there, self._negative_cache.of(publisher.ids))
@@ -171,7 +199,9 @@ class Creations:
         except QualityBelowFloor as refusal:
             self._negative_cache.remember(publisher.ids, refusal)
             raise
+        teller("store", 0, 1)
         manifest = await self.threads.run(publisher.put_choice, work, choice, ticket.queue_s)
+        teller("store", 1, 1)
         phases = self._record([manifest], ticket)
         return Created((Stored(manifest, manifest.id in there),), phases, prefilled_tokens=work.num_tokens)
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from kvshelf.api import CreateCache, Estimate
 from kvshelf.api.inspect import KeptOf
 from kvshelf.errors import DocumentTooLong, InvalidRequest
 from kvshelf.store.artifact.identity import canonical_json
-from kvshelf.workers.engine.decode.generation import Checkpoint
+from kvshelf.workers.engine.decode.generation import Checkpoint, Progress
 from kvshelf.workers.engine.engine import Compression, Engine
 from kvshelf.workers.engine.inputs.encode import SPLIT_IT, Document
 from kvshelf.workers.engine.inputs.job import Level
@@ -26,11 +26,12 @@ AUTO: Final = "auto"
 class Levels:
     """Levels of one document, all of them to be made by the thread that owns the model.
 
-    `cues` measure the quality of each, see `Engine.run_levels`.
+    `cues` measure the quality of each, and `progress` is told, see `Engine.run_levels`.
     """
 
     levels: tuple[Level, ...]
     cues: int = CUES
+    progress: Progress = field(default=lambda *_: None, compare=False, repr=False)
 
     @property
     def num_tokens(self) -> int:
@@ -38,7 +39,7 @@ class Levels:
 
     def run(self, engine: Engine, *, checkpoint: Checkpoint | None = None) -> list[Compression]:
         """A compression for each, in their order."""
-        return engine.run_levels(self.levels, cues=self.cues, checkpoint=checkpoint)
+        return engine.run_levels(self.levels, cues=self.cues, checkpoint=checkpoint, progress=self.progress)
 
 
 def requested_levels(
