@@ -90,7 +90,7 @@ def long(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_split_document_is_asked_part_by_part(long: Path, report: Path) -> None:
+def test_a_split_document_is_asked_part_by_part(long: Path) -> None:
     split = ("--split", "--part-tokens", "400", "--policy", "full")
     put = run("put", long, *split)
     ids = put.stdout.splitlines()
@@ -121,7 +121,7 @@ def test_a_question_never_goes_to_parts_of_two_documents(long: Path, report: Pat
     run("rm", ids[1])
     missing = run("ask", "--label", f"split={one}", "A?", code=3).stderr
     assert "lacks parts" in missing
-    assert "2/" not in missing.replace("12/", "")
+    assert (f" 2/{len(ids)}" in missing, f" 3/{len(ids)}" in missing) == (False, True)
     assert "no cache has the label" in run("ask", "--label", "document=nothing at all", "A?", code=3).stderr
 
 

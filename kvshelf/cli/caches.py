@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -131,7 +132,12 @@ def _summary(cache: CacheObject) -> str:
 
 
 def _part(cache: CacheObject) -> str:
-    return f" part {cache.labels['part']}" if "split" in cache.labels else ""
+    return f" part {cache.labels['part']}" if _is_part(cache) else ""
+
+
+def _is_part(cache: CacheObject) -> bool:
+    """Whether a cache is one of a split document, and not one to which somebody gave a label of that name."""
+    return "split" in cache.labels and re.fullmatch(r"[1-9]\d*/[1-9]\d*", cache.labels.get("part", "")) is not None
 
 
 def _seconds(cache: CacheObject) -> str:
@@ -221,7 +227,7 @@ def _parts(client: Client, labels: Mapping[str, str]) -> list[CacheObject]:
     told = ", ".join(f"{key}={value}" for key, value in labels.items())
     splits: dict[str, dict[str, CacheObject]] = {}
     for cache in client.caches.list(labels=labels, limit=1000):
-        if not {"part", "split"} <= cache.labels.keys():
+        if not _is_part(cache):
             raise InvalidRequest(
                 f"{cache.id} has the label {told} and is no part of a split document; ask it by its id, or add "
                 "--label split=... of the document that is meant",

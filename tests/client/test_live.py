@@ -186,6 +186,7 @@ async def test_the_asynchronous_client_does_the_same(aclient: AsyncClient, cache
 LONG = "\n\n".join(f"Entry {number}. The locker of unit {number} has the code {number * 37}." for number in range(90))
 
 
+@pytest.mark.anyio
 async def test_events_of_a_creation_end_with_its_answer(client: Client, aclient: AsyncClient) -> None:
     *events, made = client.caches.create_events(document=LONG + "Watched.", policy="knorm", compression_ratio=0.5)
     assert isinstance(made, CacheObject)
@@ -198,8 +199,11 @@ async def test_events_of_a_creation_end_with_its_answer(client: Client, aclient:
     assert [cache.compression_ratio for cache in again[-1]] == [0.5, 0.75]
     with pytest.raises(errors.InvalidRequest):
         list(client.caches.create_events(document=LONG, policy="streaming_llm", policy_params={"sink": -1}))
+    with pytest.raises(errors.DocumentTooShort):  # of the worker, before the first event
+        list(client.caches.create_events(document=""))
 
 
+@pytest.mark.anyio
 async def test_a_document_is_split_by_both_clients(client: Client, aclient: AsyncClient) -> None:
     parts = client.caches.create(document=LONG, policy="full", name="entries", split={"max_tokens": 400})
     assert len(parts) > 2

@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from kvshelf.api import AnswerDelta, CacheObject, CreationProgress, ErrorEnvelope, LevelList
+from kvshelf.api import AnswerDelta, CacheObject, CreationProgress, ErrorEnvelope
 from kvshelf.api.openai import ChatCompletionChunk
 from kvshelf.service.http import reference
 
@@ -34,12 +34,6 @@ EXISTING: dict[int | str, dict[str, Any]] = {
 }
 """The `responses` of routes that store a cache."""
 
-EXISTING_LEVELS: dict[int | str, dict[str, Any]] = {
-    200: {"model": CacheObject | LevelList, "description": "the cache, or every level, was already on the shelf"}
-}
-"""The same for the route that may store several caches."""
-
-
 # Some tools read this schema as that of the whole stream, others as that of one event. It is true of both.
 EVENTS: dict[str, Any] = {"text/event-stream": {"schema": {"description": "server-sent events"}}}
 
@@ -57,7 +51,7 @@ def body_of(model: type[BaseModel], *, form: bool = False) -> dict[str, Any]:
 
 
 def json_or_events(one: type[BaseModel], *more: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
-    """The 200 of a route that answers with JSON, or with an event stream if `stream` is true."""
+    """The 200 of a route that answers with JSON, or with an event stream if that is asked for."""
     schemas = [_reference(model) for model in (one, *more)]
     schema = {"anyOf": schemas} if more else schemas[0]
     return {200: {"description": "the answer", "content": {"application/json": {"schema": schema}, **EVENTS}}}

@@ -43,7 +43,7 @@ from kvshelf.workers.replica.results import Created
 router = APIRouter(prefix="/v1/caches", tags=["caches"], responses=openapi.ERRORS)
 
 _ACCEPTED: dict[int | str, dict[str, Any]] = {
-    200: openapi.EXISTING_LEVELS[200] | {"content": openapi.EVENTS},
+    200: openapi.json_or_events(CacheObject, LevelList)[200] | {"description": "everything was there, or the events"},
     202: {
         "model": RequestObject,
         "description": "the request, with `Prefer: respond-async`; a worker will take it",
@@ -60,11 +60,7 @@ _ACCEPTED: dict[int | str, dict[str, Any]] = {
     dependencies=[TAKES_TOKENS],
 )
 async def create(
-    request: Request,
-    service: InService,
-    caller: Writer,
-    prefer: Annotated[str, Header()] = "",
-    accept: Annotated[str, Header()] = "",
+    request: Request, service: InService, caller: Writer, prefer: Annotated[str, Header()] = ""
 ) -> Response:
     """Compress a document once and store its cache. The same document, model and policy give the same id.
 
@@ -88,7 +84,7 @@ async def create(
         headers = {"location": f"/v1/requests/{record.id}", "preference-applied": "respond-async"}
         return JSONResponse(request_json(record), status_code=202, headers=headers)
     deadline_s = service.settings.request_deadline_s
-    if accept.partition(";")[0].strip() == EVENT_STREAM:
+    if request.headers.get("accept", "").partition(";")[0].strip() == EVENT_STREAM:
         watched = engine.watch(spec, tenant=caller.tenant, deadline_s=deadline_s)
         return await event_stream(request, _events(watched, body))
     created = await until_hangup(request, engine.create(spec, tenant=caller.tenant, deadline_s=deadline_s))

@@ -49,9 +49,9 @@ def measured(engine, document, **how):
 # The numbers
 
 
-def test_progress_counts_the_layers_of_each_prefill_and_the_levels_that_are_measured(tiny: Engine) -> None:
+def test_progress_counts_the_layers_of_each_prefill_and_the_levels_that_are_measured(tiny):
     text = "The harbour master keeps the tide tables in a green book. " * 30
-    told: list[tuple[str, int, int]] = []
+    told = []
     half, quarter, chunked = (
         Level(tiny.prepare(text, policy=policy, compression_ratio=ratio))
         for policy, ratio in (("keydiff", 0.5), ("keydiff", 0.75), ("lagkv", 0.5))

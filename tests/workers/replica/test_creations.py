@@ -324,6 +324,8 @@ async def test_a_split_document_is_a_cache_for_each_part_and_they_are_found_by_t
     again = await create(replica, document, split=split, **fields)
     assert (ids(again), again.existing, again.prefilled_tokens) == (ids(made), True, 0)
     assert engine.prefills == before + count
+    nameless = await create(replica, document, split=split, **fields | {"name": ""})
+    assert {cache.manifest.labels["document"] for cache in nameless.caches} == {"ledger.txt"}
     # Another way to keep it is another split, also of a document without a name.
     other = await create(replica, document, split=split)
     labels = other.caches[0].manifest.labels
@@ -343,7 +345,7 @@ async def test_a_creation_that_is_watched_tells_its_phases_and_then_its_caches(
     ends = [(event.phase, event.done, event.total) for event in events if event.done == event.total]
     assert list(dict.fromkeys(ends)) == [("prefill", layers, layers), ("quality", 1, 1), ("store", 1, 1)]
     assert all(event.seconds >= 0 and event.part is None for event in events)
-    assert [event.done for event in events if event.phase == "prefill"][0] == 0
+    assert next(event.done for event in events if event.phase == "prefill") == 0
     assert len(await watched(policy="knorm", compression_ratio=0.5)) == 1, "it is on the shelf"
     *events, made = await watched(policy="knorm", split={"max_tokens": 600})
     assert list(dict.fromkeys(event.part for event in events)) == [

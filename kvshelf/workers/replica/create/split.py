@@ -61,7 +61,10 @@ def label_part(store: Store, manifest: Manifest, labels: Mapping[str, str]) -> M
     A cache that was on the shelf may have those of an earlier split, of another version of the document say: a part
     belongs to the newest.
     """
-    wanted = {**manifest.labels, **labels}
+    had = manifest.labels
+    wanted = {**had, **labels}
+    if had.get("split") == labels["split"] == labels["document"]:  # no name: the one that was given before stays
+        wanted["document"] = had.get("document", wanted["document"])
     if wanted == manifest.labels:
         return manifest
     return store.update(manifest.id, tenant=manifest.tenant, labels=wanted)
