@@ -1,4 +1,4 @@
-"""Which of transformers' model types kvshelf takes, as docs/in-process.md lists them: a small random model of each."""
+"""Which of transformers' model types kvshelf takes, as docs/models.md lists them: a small random model of each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvshelf.errors import PolicyUnsupported
 from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.workers.engine.engine import Engine
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "in-process.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "models.md"
 LISTED = {
     row[0]: re.findall(r"`(\w+)`", row[1])
     for row in re.findall(r"^\| (taken|refused) \| (.*?) \|", PAGE.read_text(), re.M)
