@@ -1,4 +1,4 @@
-"""Checks that a service makes before Ray starts, which takes many seconds: what cannot start is refused at once."""
+"""Checks of a service or a batch before Ray starts, which takes many seconds: what cannot start is refused at once."""
 
 from __future__ import annotations
 

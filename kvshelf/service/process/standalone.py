@@ -13,6 +13,7 @@ import kvshelf
 from kvshelf.corpus.row import Journal, Shard
 from kvshelf.corpus.run.progress import INTERRUPTED, Progress, RunOptions, Summary
 from kvshelf.service.observe import logs
+from kvshelf.service.process.preflight import require_startable
 from kvshelf.service.settings import Settings
 from kvshelf.service.storage import store_config
 from kvshelf.store.artifact.identity import canonical_json, digest
@@ -43,6 +44,7 @@ def run_standalone(
     run; a second SIGINT ends it at once.
     """
     logs.configure("warning")
+    require_startable(settings)
     prepare_environment(settings.address)
     shelf = store_config(settings)
     with shelf.open():

@@ -84,7 +84,7 @@ async def create(
         headers = {"location": f"/v1/requests/{record.id}", "preference-applied": "respond-async"}
         return JSONResponse(request_json(record), status_code=202, headers=headers)
     deadline_s = service.settings.request_deadline_s
-    if request.headers.get("accept", "").partition(";")[0].strip() == EVENT_STREAM:
+    if EVENT_STREAM in request.headers.get("accept", ""):
         watched = engine.watch(spec, tenant=caller.tenant, deadline_s=deadline_s)
         return await event_stream(request, _events(watched, body))
     created = await until_hangup(request, engine.create(spec, tenant=caller.tenant, deadline_s=deadline_s))
