@@ -360,7 +360,6 @@ def test_the_command_line_has_a_service_compress_a_folder(service_url: str, http
     (folder / "rows.jsonl").write_bytes(lines({"custom_id": "row", "document": text(30), "policy": "lagkv"}, b"no row"))
     files = http.get("/v1/files").json()["data"]
     output, report = folder / "out.jsonl", folder / "report.html"
-    output.write_text('{"document": "of an earlier run"}\n')
     report.write_text("of an earlier run")
     command = [sys.executable, "-m", "kvshelf", "batch", str(folder), "--output", str(output), "--url", service_url]
     command += ["--policy", "keydiff", "--compression-ratio", "0.5", "--label", "by=cli", "--report", str(report)]
