@@ -36,12 +36,11 @@ def main() -> None:
 
 
 def classes() -> str:
-    """What the classes of kvshelf's policies say, without what was measured."""
-    said = [asdict(info_of(cls)) for cls in POLICIES.values()]
-    return (
-        json.dumps([{name: value for name, value in one.items() if name != "measured"} for one in said], indent=1)
-        + "\n"
-    )
+    """What the classes of kvshelf's policies say, without what was measured; one policy per line."""
+    said = [
+        {name: value for name, value in asdict(info_of(cls)).items() if name != "measured"} for cls in POLICIES.values()
+    ]
+    return "[\n" + ",\n".join(json.dumps(one) for one in said) + "\n]\n"
 
 
 def packaged(report: dict[str, Any]) -> dict[str, Any]:
