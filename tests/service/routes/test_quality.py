@@ -248,7 +248,7 @@ def test_the_command_line(service_url: str, tmp_path: Path, monkeypatch: pytest.
     assert f"agreement {agreement}" in run("show", ids[1]).stdout
     listed = run("ls", "--label", "of=command").stdout
     assert "QUALITY" in listed
-    assert agreement in next(line for line in listed.splitlines() if line.startswith(ids[1]))
+    assert agreement in next(line for line in listed.splitlines() if line.startswith(ids[1][:12]))
     pair = run("put", str(file), "--level", "0.5:int4", "--level", "0.5:klt", "--json").stdout.splitlines()
     assert [json.loads(line)["codec"] for line in pair] == ["int4", "klt"]
     small = json.loads(run("put", str(file), "--policy", "auto", "--bytes-per-token", "100", "--json").stdout)
