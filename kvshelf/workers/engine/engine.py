@@ -28,6 +28,7 @@ from kvshelf.workers.engine.attention.function import kvshelf_attention, layer_s
 from kvshelf.workers.engine.decode.batch import DecodeBatch
 from kvshelf.workers.engine.decode.generation import Answer, Checkpoint, Generation, Progress, Sampling
 from kvshelf.workers.engine.export import Positions, export
+from kvshelf.workers.engine.forward.passes import Passes
 from kvshelf.workers.engine.inputs.encode import Document, Encoder, Prompt
 from kvshelf.workers.engine.inputs.job import Job, Level, shared
 from kvshelf.workers.engine.inputs.prepare import Preparer
@@ -65,6 +66,9 @@ class Engine:
         self.max_tokens = models.max_positions(model.config)
         self.kv_bytes_per_token = models.kv_bytes_per_token(model.config, model.dtype)
         self.rope = Rope.of(model)
+        # Whether the states of a token are the same whatever the length of its call.
+        self._alike = self.rope is not None and not self.rope.length_dependent
+        self.passes = Passes(model, recordable=self._alike)
         self._attachments: WeakKeyDictionary[CompressedCache | ArrivingCache, Attachment] = WeakKeyDictionary()
         self._coders: dict[str, Coder] = {}
         self._encoder = Encoder(self.name, self.text, self.max_tokens, model.config.vocab_size)
@@ -247,7 +251,7 @@ class Engine:
         """
         probe = self.probe(group[0].job, cues)
         told, pause = progress or _nothing, checkpoint or _nothing
-        return run_prefill(self.model, self.rope, group, probe, pause, self.encoded, told)
+        return run_prefill(self.passes, self.rope, group, probe, pause, self.encoded, told)
 
     def scores(self, job: Job, *, checkpoint: Checkpoint | None = None) -> list[Tensor]:
         """How much the job's policy wants each entry, for each layer: `[kv_heads, N]` fp32, higher is kept. The budget
@@ -258,7 +262,7 @@ class Engine:
         """
         if not isinstance(job.policy, ScoringPolicy) or job.absorber is not None:
             raise InvalidRequest(f"policy {job.policy.name!r} gives no scores of the whole document", param="policy")
-        return run_scores(self.model, self.rope, job, checkpoint or _nothing)
+        return run_scores(self.passes, self.rope, job, checkpoint or _nothing)
 
     # Measuring
 
@@ -425,7 +429,7 @@ class Engine:
 
     def batch(self) -> DecodeBatch:
         """An empty batch. Answers stepped in it together share one forward pass per token."""
-        return DecodeBatch(self.model, one_by_one=self.rope is None or self.rope.length_dependent)
+        return DecodeBatch(self.passes, one_by_one=not self._alike)
 
     def start(
         self,

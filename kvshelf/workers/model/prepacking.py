@@ -1,8 +1,8 @@
-"""Linear layers with weights in the memory layout in which oneDNN multiplies them, on a CPU.
+"""Linear layers with weights in the memory layout in which they are multiplied, on a CPU.
 
-`nn.functional.linear` lays the weights out anew in every call, which for a few rows takes as long as the product. The
-two operations used here are what torch's own compiler makes of layers whose weights stay the same (`torch._inductor`,
-freezing); compiling the whole model would need a compiler at run time, and time for each length of a question.
+`nn.functional.linear` lays the weights out anew in every call, which for a few rows takes as long as the product. In
+fp32 kvshelf's own C form multiplies them where it was compiled, elsewhere and in bf16 oneDNN. Its two operations used
+here are what torch's own compiler makes of layers whose weights stay the same (`torch._inductor`, freezing).
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from kvshelf.kernels.rowwise import PANEL, available, linear, pack_weight, unpack_weight
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -21,39 +23,86 @@ _ROWS = 32
 """Rows that the layout is chosen for: those of a question, or of many answers. It suits one row and thousands."""
 
 
-class PrepackedLinear(nn.Module):
+class PackedLinear(nn.Module):
     """As `nn.Linear`, for inference alone: x [..., in_features] to [..., out_features], no gradient.
 
-    Sums run in another order than `nn.Linear`'s, so fp32 results differ in their last bits. `weight` is opaque to
-    torch's other operations (`weight.to_dense()` returns the original) and cannot be changed; the state dict holds it
-    as `nn.Linear`'s does.
+    Sums run in another order than `nn.Linear`'s, so fp32 results differ in their last bits. `weight` is in an order of
+    its own and cannot be changed; `unpacked` returns the original, and the state dict holds it as `nn.Linear`'s does.
     """
 
-    def __init__(self, packed: Tensor, bias: nn.Parameter | None) -> None:
-        """`packed` is what `of` makes of a weight `[out_features, in_features]`."""
+    def __init__(self, weight: Tensor, bias: nn.Parameter | None) -> None:
+        """`weight` is what `of` makes of a weight `[out_features, in_features]`."""
         super().__init__()
-        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = bias
 
     @classmethod
-    def of(cls, linear: nn.Linear) -> PrepackedLinear:
+    def of(cls, linear: nn.Linear) -> PackedLinear:
         """The same layer with its own copy of the weight."""
-        packed = torch.ops.mkldnn._reorder_linear_weight.default(linear.weight.detach(), _ROWS)
-        return cls(packed, linear.bias).train(linear.training)
+        return cls(cls._packed(linear.weight.detach()), linear.bias).train(linear.training)
+
+    @property
+    def unpacked(self) -> Tensor:
+        """The weight `[out_features, in_features]`, made anew."""
+        raise NotImplementedError
+
+    @staticmethod
+    def _packed(weight: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        """The shape, printed as `nn.Linear` prints it."""
+        rows, columns = self.unpacked.shape
+        return f"in_features={columns}, out_features={rows}, bias={self.bias is not None}"
+
+    def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight"] = self.unpacked
+
+
+class PrepackedLinear(PackedLinear):
+    """With weights as oneDNN orders them. They are opaque to torch's other operations."""
+
+    @staticmethod
+    def _packed(weight: Tensor) -> Tensor:
+        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight.default(weight, _ROWS)
+        return packed
+
+    @property
+    def unpacked(self) -> Tensor:
+        return self.weight.to_dense()
 
     def forward(self, x: Tensor) -> Tensor:
         """The product, in the dtype of `x`, which must be that of the weight."""
         product: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self.weight, self.bias, "none", [], "")
         return product
 
-    def extra_repr(self) -> str:
-        """The shape, printed as `nn.Linear` prints it."""
-        rows, columns = self.weight.shape
-        return f"in_features={columns}, out_features={rows}, bias={self.bias is not None}"
 
-    def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[f"{prefix}weight"] = self.weight.to_dense()
+class PanelLinear(PackedLinear):
+    """With weights in panels, `[out_features / 32, in_features, 32]`, which kvshelf's own C form multiplies in fp32.
+
+    One row takes half the time of oneDNN's product, 32 rows five sixths. Passes run by lists of instructions
+    (`kernels.rowwise`) need it.
+    """
+
+    @staticmethod
+    def takes(weight: Tensor) -> bool:
+        """Whether this process can multiply such a weight `[out_features, in_features]`."""
+        fits = weight.dtype == torch.float32 and weight.device.type == "cpu" and weight.shape[0] % PANEL == 0
+        return fits and available()
+
+    @staticmethod
+    def _packed(weight: Tensor) -> Tensor:
+        return pack_weight(weight)
+
+    @property
+    def unpacked(self) -> Tensor:
+        return unpack_weight(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The product, in fp32."""
+        product: Tensor = linear(x, self.weight, self.bias)
+        return product
 
 
 def prepack(model: PreTrainedModel) -> None:
@@ -69,7 +118,16 @@ def prepack(model: PreTrainedModel) -> None:
     for name in [name for name, _ in model.named_modules()]:  # names alone: a list of modules would keep all weights
         module = model.get_submodule(name)
         if type(module) is nn.Linear and uses[id(module.weight)] == 1 and _is_fast(module.weight):
-            model.set_submodule(name, PrepackedLinear.of(module))
+            kind = PanelLinear if PanelLinear.takes(module.weight) else PrepackedLinear
+            model.set_submodule(name, kind.of(module))
+
+
+def plain_weight(module: nn.Module | None) -> Tensor | None:
+    """The weight of a module as it was before `prepack`; None where it has none."""
+    if isinstance(module, PackedLinear):
+        return module.unpacked
+    weight = getattr(module, "weight", None)
+    return weight if isinstance(weight, Tensor) else None
 
 
 def _is_fast(weight: Tensor) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from kvshelf.kernels.column_sums import column_sums
 from kvshelf.kernels.window_scores import pooled, window_attention, window_scores
+from kvshelf.workers.model.prepacking import plain_weight
 from kvshelf.workers.model.text import QUESTION_SEPARATOR, SENTENCE_ENDS
 
 if TYPE_CHECKING:  # a view is also made without a model
@@ -181,10 +182,10 @@ class LayerView:
 def output_weight(attention: nn.Module | None) -> Tensor | None:
     """The weight of an attention module's output projection, `[hidden, q_heads * Dv]`; None if it cannot be read,
     because it has another name or is packed by quantization."""
-    weight = getattr(getattr(attention, "o_proj", None), "weight", None)
+    weight = plain_weight(getattr(attention, "o_proj", None))
     if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.dtype.itemsize == 1:
         return None  # fp8 needs scales
-    return weight.to_dense() if weight.is_mkldnn else weight  # `prepacking` changed its layout
+    return weight
 
 
 class Window:

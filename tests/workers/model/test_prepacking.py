@@ -12,13 +12,13 @@ from transformers import AutoModelForCausalLM
 from kvshelf.store.url import StoreConfig
 from kvshelf.workers.cluster.deployment import ReplicaConfig, ServedReplica
 from kvshelf.workers.engine.engine import Engine
-from kvshelf.workers.model.prepacking import PrepackedLinear, prepack
+from kvshelf.workers.model.prepacking import PackedLinear, PanelLinear, PrepackedLinear, prepack
 from kvshelf.workers.model.source import bundled_folder
 from tests.conftest import save_random_model
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors keep torch's own order")
 
-SHAPES = [(1, 1), (3, 5), (64, 64), (100, 37), (1408, 512)]
+SHAPES = [(1, 1), (3, 5), (64, 64), (100, 37), (100, 96), (1408, 512)]
 DTYPES = [torch.float32] + [torch.bfloat16] * torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
@@ -34,7 +34,7 @@ def linear(inputs: int, outputs: int, dtype: torch.dtype, *, bias: bool = True) 
 
 
 def packed_layers(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if isinstance(module, PrepackedLinear)]
+    return [name for name, module in model.named_modules() if isinstance(module, PackedLinear)]
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -42,7 +42,8 @@ def packed_layers(model: nn.Module) -> list[str]:
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
 def test_products_are_those_of_the_weights_in_double(inputs, outputs, dtype, bias):
     plain = linear(inputs, outputs, dtype, bias=bias)
-    packed = PrepackedLinear.of(plain)
+    packed = (PanelLinear if PanelLinear.takes(plain.weight) else PrepackedLinear).of(plain)
+    assert torch.equal(packed.unpacked, plain.weight)
     for shape in [(inputs,), (1, inputs), (2, 33, inputs), (0, inputs)]:
         x = torch.randn(shape, dtype=dtype)
         exact = nn.functional.linear(x.double(), plain.weight.double(), plain.bias.double() if bias else None)

@@ -8,7 +8,7 @@ causal attention, attention over an attached cache, and passing the states of ea
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -57,11 +57,14 @@ class ForwardContext(Protocol):
     """Observer of one forward pass, called after the attention of each layer. It may raise to end the pass.
 
     `probe_lengths`: lengths of the probe passes, which are the call's last tokens. Each pass sees its own tokens and
-    the tokens before the first pass, but no other pass.
+    the tokens before the first pass, but no other pass. `reads_attention`: whether it uses what attention computes; if
+    not, the last layer of a pass without logits has none, and no log-sum-exps.
     """
 
-    probe_lengths: tuple[int, ...]
-
+    @property
+    def probe_lengths(self) -> tuple[int, ...]: ...
+    @property
+    def reads_attention(self) -> bool: ...
     def after_attention(self, layer: Attended) -> None: ...
 
 
@@ -69,6 +72,7 @@ class _ShapeObserver:
     """Notes the shape of each layer's keys and values."""
 
     probe_lengths: tuple[int, ...] = ()
+    reads_attention = False
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerShape] = {}
@@ -91,11 +95,18 @@ def layer_shapes(model: PreTrainedModel) -> tuple[LayerShape, ...]:
 @contextmanager
 def kvshelf_attention(model: PreTrainedModel) -> Iterator[None]:
     """Inside the block the model runs kvshelf's attention in eval mode; afterwards it is exactly as it was before."""
+    with attention_selected(model, IMPLEMENTATION, attention):
+        yield
+
+
+@contextmanager
+def attention_selected(model: PreTrainedModel, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Inside the block the model runs this attention function, under this name, in eval mode; then it is as before."""
     previous = model.config._attn_implementation
     training = [module for module in model.modules() if module.training] if model.training else []
-    if previous != IMPLEMENTATION:
-        _register()
-        model.set_attn_implementation(IMPLEMENTATION)
+    if previous != name:
+        _register(name, function)
+        model.set_attn_implementation(name)
     if training:
         model.eval()
     try:
@@ -103,7 +114,7 @@ def kvshelf_attention(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-        if previous != IMPLEMENTATION:
+        if previous != name:
             model.set_attn_implementation(previous)
 
 
@@ -235,9 +246,9 @@ def _refuse_beyond_window(sliding_window: int | None, length: int) -> None:
         )
 
 
-def _register() -> None:
+def _register(name: str, function: Callable[..., Any]) -> None:
     # Imported where a model is about to run: it takes seconds, and processes that run none import this module too.
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(IMPLEMENTATION, attention)
-    AttentionMaskInterface.register(IMPLEMENTATION, causal_mask)
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, causal_mask)

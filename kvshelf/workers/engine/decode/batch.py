@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,14 +17,12 @@ from transformers.cache_utils import Cache
 
 from kvshelf.errors import CacheUnusable
 from kvshelf.kernels.prefix_attention import BatchLayout, SuffixRows
-from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT, AttachedStates, UnboundedLayer
+from kvshelf.workers.engine.attention.attached import AttachedStates, UnboundedLayer
 from kvshelf.workers.engine.attention.attachment import Attachment, Wait, block
-from kvshelf.workers.engine.attention.function import CONTEXT, Attended, kvshelf_attention
+from kvshelf.workers.engine.attention.function import Attended
 from kvshelf.workers.engine.decode.generation import Checkpoint, Generation
 from kvshelf.workers.engine.decode.suffixes import Slab, SuffixPool
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from kvshelf.workers.engine.forward.passes import Passes
 
 MAX_NEW_TOKENS = 512
 """Most tokens of one step. A longer question takes several steps, so that the other answers still get their tokens."""
@@ -37,10 +35,11 @@ class DecodeBatch:
     changes with the longest position of the call), `one_by_one` gives every row a forward pass of its own.
     """
 
-    def __init__(self, model: PreTrainedModel, *, one_by_one: bool = False) -> None:
-        self._model = model
+    def __init__(self, passes: Passes, *, one_by_one: bool = False) -> None:
+        self._passes = passes
         self._one_by_one = one_by_one
-        self._pool = SuffixPool(model.config.num_hidden_layers)
+        self._layers: int = passes.model.config.num_hidden_layers
+        self._pool = SuffixPool(self._layers)
 
     @property
     def nbytes(self) -> int:
@@ -59,7 +58,7 @@ class DecodeBatch:
         """
         if self._one_by_one and len(generations) > 1:
             return [self._told_alone(generation, checkpoint, wait) for generation in generations]
-        step = _Step.of(generations, self._pool, self._model.device)
+        step = _Step.of(generations, self._pool, self._passes.model.device)
         logits = self._forward(step, checkpoint, wait)
         likeliest = _likeliest(logits)
         # From here on every answer has moved on, so nothing may be raised.
@@ -81,19 +80,9 @@ class DecodeBatch:
 
     def _forward(self, step: _Step, checkpoint: Checkpoint | None, wait: Wait) -> Tensor:
         """Logits `[rows that are complete, vocabulary]`."""
-        cache = Cache(layers=[_BatchLayer(i, step, wait) for i in range(self._model.config.num_hidden_layers)])
-        context = {CONTEXT: _Pause(checkpoint)} if checkpoint is not None else {}
-        with torch.no_grad(), kvshelf_attention(self._model):
-            out = self._model(
-                input_ids=step.token_ids,
-                position_ids=step.positions,
-                use_cache=True,
-                logits_to_keep=step.last_tokens,
-                **{CACHE_ARGUMENT: cache},
-                **context,
-            )
-        logits: Tensor = out.logits[0]
-        return logits
+        cache = Cache(layers=[_BatchLayer(i, step, wait) for i in range(self._layers)])
+        pause = None if checkpoint is None else _Pause(checkpoint)
+        return self._passes.cached(step.token_ids, step.positions, cache, step.last_tokens, pause)[0]
 
 
 @dataclass(frozen=True)
@@ -233,7 +222,8 @@ class _BatchLayer(UnboundedLayer):
 class _Pause:
     """A `ForwardContext` that only calls the checkpoint after each layer."""
 
-    probe_lengths = ()
+    probe_lengths: tuple[int, ...] = ()
+    reads_attention = False
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint

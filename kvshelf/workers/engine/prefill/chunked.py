@@ -28,6 +28,7 @@ class ChunkedPrefill:
     of its buffer, then `checkpoint` lets other work run."""
 
     probe_lengths: tuple[int, ...] = ()
+    reads_attention = False
 
     def __init__(
         self,

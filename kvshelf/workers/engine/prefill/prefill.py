@@ -13,8 +13,9 @@ from torch import Tensor
 
 from kvshelf.api import Quality
 from kvshelf.store.artifact.cache import CompressedCache
-from kvshelf.workers.engine.attention.function import CONTEXT, kvshelf_attention
+from kvshelf.workers.engine.attention.function import kvshelf_attention
 from kvshelf.workers.engine.decode.generation import Checkpoint, Progress
+from kvshelf.workers.engine.forward.passes import Passes
 from kvshelf.workers.engine.inputs.job import Job, Level
 from kvshelf.workers.engine.prefill.chunked import ChunkedPrefill
 from kvshelf.workers.engine.prefill.reducing import LayerReducer, Scorer, SharedReducer, require_every_layer
@@ -63,7 +64,7 @@ class Prefill:
 
 
 def run_prefill(
-    model: PreTrainedModel,
+    passes: Passes,
     rope: Rope | None,
     group: Sequence[Level],
     probe: Probe | None,
@@ -79,15 +80,15 @@ def run_prefill(
     jobs = list({id(level.job): level.job for level in group}.values())
     absorber = jobs[0].absorber
     rounds = 1 if absorber is None else len(absorber.chunks)
-    checkpoint = _counted(checkpoint, progress, model.config.num_hidden_layers * rounds)
+    checkpoint = _counted(checkpoint, progress, passes.model.config.num_hidden_layers * rounds)
     reduced: Sequence[LayerReducer | ChunkedPrefill]
     started = time.perf_counter()
-    with torch.no_grad(), kvshelf_attention(model):
+    with torch.no_grad(), kvshelf_attention(passes.model):
         if absorber is not None:
-            chunked = _in_chunks(model, jobs[0], checkpoint)
+            chunked = _in_chunks(passes.model, jobs[0], checkpoint)
             reduced, paused_s, reference = [chunked], chunked.paused_s, None
         else:
-            whole, reference = _whole(model, rope, jobs, probe, checkpoint)
+            whole, reference = _whole(passes, rope, jobs, probe, checkpoint)
             reduced, paused_s = whole.reducers, whole.paused_s
         records = [reducer.records() for reducer in reduced]
     elapsed = time.perf_counter() - started - paused_s - (reference.probe_s if reference is not None else 0)
@@ -112,35 +113,35 @@ def _counted(checkpoint: Checkpoint, progress: Progress, total: int) -> Checkpoi
     return counted
 
 
-def run_scores(model: PreTrainedModel, rope: Rope | None, job: Job, checkpoint: Checkpoint) -> list[Tensor]:
+def run_scores(passes: Passes, rope: Rope | None, job: Job, checkpoint: Checkpoint) -> list[Tensor]:
     """The scores of the job's policy, a `ScoringPolicy`, for each layer: `[kv_heads, N]` fp32."""
-    layers = model.config.num_hidden_layers
+    layers = passes.model.config.num_hidden_layers
     lengths = tuple(len(found.token_ids) for found in job.passes)
     scorer = Scorer(job.policy, job.document, job.budget, layers, lengths, rope)
-    with torch.no_grad(), kvshelf_attention(model):
-        context = SharedReducer([scorer], (), checkpoint)
-        model.base_model(**job.inputs(model.device), use_cache=False, **{CONTEXT: context})
+    passes.causal(job.inputs(passes.model.device), SharedReducer([scorer], (), checkpoint))
     require_every_layer(scorer.scores, layers)
     return [scorer.scores[index] for index in range(layers)]
 
 
 def _whole(
-    model: PreTrainedModel, rope: Rope | None, jobs: Sequence[Job], probe: Probe | None, checkpoint: Checkpoint
+    passes: Passes, rope: Rope | None, jobs: Sequence[Job], probe: Probe | None, checkpoint: Checkpoint
 ) -> tuple[SharedReducer, Reference | None]:
+    model = passes.model
     measured = probe.passes if probe is not None else ()
     lengths = [len(found.token_ids) for found in measured]
     reducer = SharedReducer([_reducer(model, rope, job) for job in jobs], lengths, checkpoint)
     first = jobs[0]
     inputs = first.inputs(model.device, measured)
     if probe is None:
-        model.base_model(**inputs, use_cache=False, **{CONTEXT: reducer})
+        passes.causal(inputs, reducer)
         return reducer, None
     places = probe.predicting(inputs["input_ids"].shape[1] - probe.num_tokens, model.device)
-    out = model(**inputs, use_cache=False, logits_to_keep=places, **{CONTEXT: reducer})
+    logits = passes.causal(inputs, reducer, places)
+    assert logits is not None
     started = time.perf_counter()
     without = ask_without(model, probe)
     seconds = time.perf_counter() - started
-    return reducer, Reference.of(first.identity.document, probe, out.logits[0], without, seconds)
+    return reducer, Reference.of(first.identity.document, probe, logits[0], without, seconds)
 
 
 def _reducer(model: PreTrainedModel, rope: Rope | None, job: Job) -> LayerReducer:

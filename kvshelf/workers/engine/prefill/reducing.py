@@ -38,7 +38,7 @@ class LayerReducer:
     rope: Rope | None
 
     def __post_init__(self) -> None:
-        self._sees_queries = Observes.QUERIES in self.policy.observes
+        self.sees_queries = Observes.QUERIES in self.policy.observes
         self._records: dict[int, LayerRecord] = {}
         self._cascade: Cascade | None = None
         if isinstance(self.policy, ScoringPolicy) and self.policy.sharing is not None:
@@ -79,12 +79,12 @@ class LayerReducer:
             layer_idx=int(attended.module.layer_idx),  # type: ignore[arg-type]
             keys=attended.keys[0, :, :num_tokens],
             values=attended.values[0, :, :num_tokens],
-            queries=attended.queries[0, :, :num_tokens] if self._sees_queries else None,
-            lse=attended.lse[0] if self._sees_queries and attended.lse is not None else None,
+            queries=attended.queries[0, :, :num_tokens] if self.sees_queries else None,
+            lse=attended.lse[0] if self.sees_queries and attended.lse is not None else None,
             scaling=attended.scaling,
             document=self.document,
             num_layers=self.num_layers,
-            probes=self._probes(attended) if self._sees_queries else (),
+            probes=self._probes(attended) if self.sees_queries else (),
             rope=self.rope if Observes.ROPE in self.policy.observes else None,
             module=attended.module,
         )
@@ -124,6 +124,10 @@ class SharedReducer:
     @property
     def probe_lengths(self) -> tuple[int, ...]:
         return (*self.reducers[0].probe_lengths, *self.measured)
+
+    @property
+    def reads_attention(self) -> bool:
+        return any(reducer.sees_queries for reducer in self.reducers)
 
     @property
     def compress_s(self) -> float:

@@ -1,0 +1,70 @@
+"""What a model computes for each token alone, in C: products with packed weights, and lists of instructions.
+
+There is no form in torch's operations and none for a GPU: `available` says whether this process can use it, and where
+it cannot, the model itself runs. fp32 alone.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from kvshelf.kernels.checks import require
+from kvshelf.kernels.native import library
+from kvshelf.kernels.rowwise.native import PANEL, Buffer, Instruction, Place, RowProgram, multiply
+
+__all__ = [
+    "PANEL",
+    "Buffer",
+    "Instruction",
+    "Place",
+    "RowProgram",
+    "available",
+    "linear",
+    "pack_weight",
+    "unpack_weight",
+]
+
+
+def available() -> bool:
+    """Whether C forms were compiled for this CPU, and no other form is forced."""
+    return os.environ.get("KVSHELF_KERNELS", "native") == "native" and library() is not None
+
+
+def pack_weight(weight: Tensor) -> Tensor:
+    """A weight `[outputs, inputs]` as `[outputs / PANEL, inputs, PANEL]`: read from front to end by a product."""
+    outputs, inputs = weight.shape
+    return weight.view(outputs // PANEL, PANEL, inputs).transpose(1, 2).contiguous()
+
+
+def unpack_weight(packed: Tensor) -> Tensor:
+    """The weight that `pack_weight` was given."""
+    return packed.transpose(1, 2).reshape(-1, packed.shape[1])
+
+
+@torch.library.custom_op("kvshelf::linear", mutates_args=())
+def linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """x `[..., inputs]` times a packed weight, and the bias `[outputs]`: `[..., outputs]`, fp32 on the CPU.
+
+    Sums of a row go from the first input to the last, whatever the other rows. Bytes: weights once. FLOPs: 2 * rows *
+    inputs * outputs. Of the limit on an EPYC with AVX-512, one thread: 0.9 from one row (bytes) to hundreds (FLOPs).
+    """
+    panels, inputs, _ = packed.shape
+    require(
+        x.dtype == packed.dtype == torch.float32 and x.device.type == "cpu" and x.shape[-1] == inputs,
+        "linear",
+        "x must be [..., inputs] in fp32 on the CPU",
+        x=x,
+        packed=packed,
+    )
+    rows = x.reshape(-1, inputs).contiguous()
+    out = rows.new_empty(len(rows), panels * PANEL)
+    multiply(rows, packed, bias, out)
+    return out.view(*x.shape[:-1], panels * PANEL)
+
+
+@linear.register_fake
+def _(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:  # noqa: ARG001
+    return x.new_empty(*x.shape[:-1], packed.shape[0] * PANEL)

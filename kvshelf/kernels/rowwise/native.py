@@ -1,0 +1,134 @@
+"""Lists of instructions over rows, as C executes them (`native.c`)."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from kvshelf.kernels.native import compiled, pointer
+
+PANEL: Final = 32
+"""Outputs of a panel of a packed weight."""
+
+OPERATIONS: Final = (
+    "linear", "mul", "add", "sub", "copy", "silu", "gelu", "gelu_tanh", "tanh", "relu", "rsqrt", "mean",
+)  # fmt: skip
+"""In the order of their numbers in C."""
+
+_BLOCK_ROWS: Final = 96
+"""Rows that a thread takes through all instructions at a time: eight times as many as registers hold sums of, and few
+enough for what lies between to stay in a second-level cache of a megabyte."""
+
+_WORDS: Final = 21  # int64 numbers of an instruction
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a value lies in a row of a buffer: its first element, and the strides of three dimensions."""
+
+    buffer: int
+    offset: int
+    strides: tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One operation of `OPERATIONS` on every row.
+
+    sizes: of a row of the result, of "mean" of what it is the mean of over the last, of "linear" the panels, the inputs
+    and 1. `b` of an operation on one value is `a`. weight, bias: of "linear".
+    """
+
+    operation: str
+    sizes: tuple[int, int, int]
+    out: Place
+    a: Place
+    b: Place
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+
+    @property
+    def places(self) -> tuple[Place, Place, Place]:
+        return self.out, self.a, self.b
+
+
+@dataclass(frozen=True, eq=False)
+class Buffer:
+    """Values of `width` elements a row; a constant, which all rows share, is its elements themselves."""
+
+    width: int
+    constant: Tensor | None = None
+
+
+class RowProgram:
+    """Instructions in order. `outside`: the buffers that are given and taken, by their place in `buffers`; the others
+    exist only while a block of rows passes. Not thread-safe."""
+
+    def __init__(self, instructions: Sequence[Instruction], buffers: Sequence[Buffer], outside: Sequence[int]) -> None:
+        used = sorted({place.buffer for each in instructions for place in each.places})
+        self._at = {buffer: index for index, buffer in enumerate(used)}
+        self._held = [buffers[buffer].constant for buffer in used], list(instructions)  # C has their addresses
+        self._outside = [(buffer, 3 * self._at[buffer]) for buffer in outside if buffer in self._at]
+        inside = [buffer for buffer in used if buffer not in outside and buffers[buffer].constant is None]
+        begins, self._scratch_row = _packed(instructions, {buffer: buffers[buffer].width for buffer in inside})
+        self._table = (ctypes.c_int64 * (3 * len(used)))()
+        for buffer, index in self._at.items():
+            constant = buffers[buffer].constant
+            row = (0, buffers[buffer].width, begins.get(buffer, 0)) if constant is None else (constant.data_ptr(), 0, 0)
+            self._table[3 * index : 3 * index + 3] = list(row)
+        words = [word for each in instructions for word in self._words(each)]
+        self._instructions = (ctypes.c_int64 * len(words))(*words)
+        self._count = ctypes.c_int64(len(instructions))
+        self._scratch = torch.empty(0)
+
+    def run(self, values: Mapping[int, Tensor], rows: int) -> None:
+        """Execute over `rows` rows. values: each outside buffer, `[rows, width]` contiguous fp32."""
+        threads = torch.get_num_threads()
+        block = rows if rows <= _BLOCK_ROWS * (1 if threads == 1 else 2) else _BLOCK_ROWS
+        for buffer, place in self._outside:
+            self._table[place] = values[buffer].data_ptr()
+        needed = self._scratch_row * block * (threads if rows > block else 1)
+        if needed > len(self._scratch):
+            self._scratch = torch.empty(needed)
+        compiled().kvshelf_run_rows(
+            self._instructions, self._count, self._table, ctypes.c_int64(rows), ctypes.c_int64(block),
+            pointer(self._scratch), ctypes.c_int64(self._scratch_row), threads,
+        )  # fmt: skip
+
+    def _words(self, each: Instruction) -> list[int]:
+        places = [word for p in each.places for word in (self._at[p.buffer], p.offset, *p.strides)]
+        weight, bias = (0 if tensor is None else tensor.data_ptr() for tensor in (each.weight, each.bias))
+        return [OPERATIONS.index(each.operation), *each.sizes, *places, weight, bias]
+
+
+def multiply(rows: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """`rows` `[N, inputs]` times a packed weight into `out`, both contiguous."""
+    panels, inputs, _ = packed.shape
+    line = (0, 0, 1)
+    x, y = Place(0, 0, line), Place(1, 0, line)
+    once = Instruction("linear", (panels, inputs, 1), y, x, x, packed, bias)
+    RowProgram([once], [Buffer(inputs), Buffer(panels * PANEL)], [0, 1]).run({0: rows, 1: out}, len(rows))
+
+
+def _packed(instructions: Sequence[Instruction], widths: Mapping[int, int]) -> tuple[dict[int, int], int]:
+    """Where each buffer that is not outside begins, and the elements of a row of all: a buffer whose last reader is
+    done makes room for the next of its width."""
+    last = {place.buffer: i for i, each in enumerate(instructions) for place in each.places}
+    begins: dict[int, int] = {}
+    free: dict[int, list[int]] = {}
+    end = 0
+    for i, each in enumerate(instructions):
+        for buffer in dict.fromkeys(place.buffer for place in each.places):
+            if buffer in widths and buffer not in begins:
+                room = free.get(widths[buffer])
+                begins[buffer] = room.pop() if room else end
+                end = max(end, begins[buffer] + widths[buffer])
+        for buffer in dict.fromkeys(place.buffer for place in each.places):
+            if buffer in widths and last[buffer] == i:
+                free.setdefault(widths[buffer], []).append(begins[buffer])
+    return begins, end
