@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,7 +17,8 @@ from kvshelf.bench.options import Device, Dtype, Json, Model, Output, Threads, c
 if TYPE_CHECKING:
     from kvshelf.store.base import Store
 
-PARTS = ("compression", "codecs", "first-token", "decode")
+PARTS = ("compression", "codecs", "first-token", "decode", "serving")
+_DEFAULT_PARTS = PARTS[:4]  # all but that beside vLLM, which few have installed
 
 _COMPRESSION_LENGTHS = (2048, 4096, 8192)
 _CODECS_LENGTHS = (8192,)
@@ -29,7 +30,7 @@ def speed(
     device: Device = "auto",
     dtype: Dtype = "auto",
     threads: Threads = 1,
-    parts: Annotated[str, typer.Option("--parts", help="Comma-separated.")] = ",".join(PARTS),
+    parts: Annotated[str, typer.Option("--parts", help="Comma-separated.")] = ",".join(_DEFAULT_PARTS),
     lengths: Annotated[
         str,
         typer.Option("--lengths", help="Tokens per document.  [default: 2k to 8k, codecs 8k, from the shelf to 16k]"),
@@ -41,6 +42,9 @@ def speed(
     kvpress_python: Annotated[
         str | None,
         typer.Option("--kvpress-python", help="Interpreter with kvpress.  [default: this one, if it has it]"),
+    ] = None,
+    vllm_python: Annotated[
+        str | None, typer.Option("--vllm-python", help="Interpreter with vLLM, for the part serving.")
     ] = None,
     stores: Annotated[
         list[str] | None, typer.Option("--store", help="URL of one more store to answer from; may be repeated.")
@@ -61,7 +65,8 @@ def speed(
         from kvshelf.bench.speed.compression import ONE_PASS, compression_costs
         from kvshelf.bench.speed.decode import decodings
         from kvshelf.bench.speed.first_token import first_tokens
-        from kvshelf.bench.speed.peer import open_peer
+        from kvshelf.bench.speed.peer import open_kvpress, open_vllm
+        from kvshelf.bench.speed.serving import LONGEST, servings
         from kvshelf.bench.speed.subject import load_subject
 
     chosen = choices(parts, PARTS, "--parts")
@@ -73,7 +78,7 @@ def speed(
     with load_subject(model, device, dtype, threads) as subject, progress_bar() as progress:
         report |= {"dtype": subject.dtype, "machine": where | {"threads": torch.get_num_threads()}}
         if "compression" in chosen:
-            with open_peer(kvpress_python, subject, threads) as peer:
+            with open_kvpress(kvpress_python, subject, threads) as peer:
                 steps = progress.track(at or _COMPRESSION_LENGTHS, description="compression")
                 costs = [compression_costs(subject, peer, tokens, rounds, compared, removed) for tokens in steps]
                 report["kvpress"] = peer.versions if peer is not None else None
@@ -96,6 +101,11 @@ def speed(
             found = decodings(subject, asked, rounds, lambda: progress.advance(bar))
             report["decode"] = found
             tables.append(show.decode_table(found))
+        if "serving" in chosen:
+            with open_vllm(vllm_python, subject, threads, LONGEST) if vllm_python else nullcontext() as vllm:
+                served = servings(subject, vllm, rounds, removed)
+                report |= {"serving": served, "vllm": vllm.versions if vllm is not None else None}
+            tables.append(show.serving_table(served))
     publish(report, tables, output, as_json, notes=load_warning(where))
 
 

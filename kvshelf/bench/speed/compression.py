@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from kvshelf.bench.measure import Cost, Spread, clock, cost, interleaved, ratios
-from kvshelf.bench.speed.peer import Peer
+from kvshelf.bench.speed.peer import KvpressPeer
 from kvshelf.bench.speed.subject import Subject
 from kvshelf.workers.engine.attention.function import CONTEXT, Attended, ForwardContext
 from kvshelf.workers.engine.engine import Engine
@@ -69,7 +69,7 @@ class CompressionCosts:
 
 
 def compression_costs(
-    subject: Subject, peer: Peer | None, tokens: int, rounds: int, policies: Sequence[str], removed: float
+    subject: Subject, peer: KvpressPeer | None, tokens: int, rounds: int, policies: Sequence[str], removed: float
 ) -> CompressionCosts:
     """Every policy at `removed`, interleaved with the plain model and, where kvpress has the method, with kvpress."""
     ids = subject.tokens(tokens, seed=1)
@@ -104,7 +104,7 @@ def compress(subject: Subject, ids: Sequence[int], policy: str, removed: float) 
     return Hooked(total, sum(hook_s))
 
 
-def _compress_by(peer: Peer, ids: Sequence[int], policy: str, removed: float) -> Hooked:
+def _compress_by(peer: KvpressPeer, ids: Sequence[int], policy: str, removed: float) -> Hooked:
     answer = peer.measure(policy, removed, ids)
     return Hooked(Cost(answer["total_s"], answer["wall_s"]), answer["hook_s"])
 

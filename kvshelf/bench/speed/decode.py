@@ -64,7 +64,7 @@ def decodings(
     engine = subject.engine
     caches = [engine.compress(subject.tokens(DOCUMENT_TOKENS, seed=10 + i)) for i in range(max(questions))]
     rows = []
-    with _endless_answers(subject):
+    with endless_answers(subject):
         for count in questions:
             for attached in dict.fromkeys((count, 1)):
                 asked = [caches[i % attached] for i in range(count)]
@@ -74,7 +74,7 @@ def decodings(
 
 
 @contextmanager
-def _endless_answers(subject: Subject) -> Iterator[None]:
+def endless_answers(subject: Subject) -> Iterator[None]:
     """Inside the block no token ends an answer, so all answers are equally long."""
     config = subject.engine.model.generation_config
     before, config.eos_token_id = config.eos_token_id, []

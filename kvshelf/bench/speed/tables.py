@@ -10,6 +10,7 @@ from kvshelf.bench.speed.codecs import CodecCosts
 from kvshelf.bench.speed.compression import CompressionCosts
 from kvshelf.bench.speed.decode import Decodings
 from kvshelf.bench.speed.first_token import FirstTokens
+from kvshelf.bench.speed.serving import Serving
 
 
 def compression_table(costs: CompressionCosts) -> Table:
@@ -84,6 +85,19 @@ def decode_table(found: Decodings) -> Table:
         rates = (f"{row.alone.median:,.0f}/s", f"{row.together.median:,.0f}/s", ratio(row.gain))
         read = (f"{row.step_bytes / 1e6:,.1f} MB", f"{row.share.median:.0%}")
         table.add_row(str(row.questions), str(row.documents), *rates, _ms(row.step_s), *read)
+    return table
+
+
+def serving_table(serving: Serving) -> Table:
+    """One row for each piece of work: seconds, or new tokens a second, and how many times as fast as vLLM."""
+    ways = [way for way in serving.rows[0].rates if way != "vllm"]
+    table = Table("", "", "vLLM", *(column for way in ways for column in (way, "of vLLM")))
+    table.title = "wall time; answers of 64 tokens to questions of 32"
+    for row in serving.rows:
+        cells = [f"{row.rates[way].median:,.2f}" if way in row.rates else "" for way in ("vllm", *ways)]
+        beside = [ratio(row.beside_vllm[way]) if way in row.beside_vllm else "" for way in ways]
+        own = [cell for pair in zip(cells[1:], beside, strict=True) for cell in pair]
+        table.add_row(row.work, row.unit, cells[0], *own)
     return table
 
 

@@ -18,7 +18,7 @@ from kvshelf.bench.speed import decode, kvpress_worker
 from kvshelf.bench.speed.codecs import codec_costs, codec_ways
 from kvshelf.bench.speed.compression import compress, compression_costs, plain_prefill
 from kvshelf.bench.speed.first_token import _ways, first_tokens
-from kvshelf.bench.speed.peer import Peer, open_peer
+from kvshelf.bench.speed.peer import KvpressPeer, open_kvpress
 from kvshelf.bench.speed.subject import (
     QUESTION_TOKENS,
     Subject,
@@ -99,7 +99,7 @@ def speaking(program):
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     with process:
-        yield Peer(process)
+        yield KvpressPeer(process)
 
 
 def test_a_peer_is_asked_only_for_what_it_knows(subject):
@@ -121,12 +121,12 @@ def test_a_peer_that_dies_is_an_error_and_not_a_wait():
 
 def test_an_interpreter_without_kvpress_is_named(subject, tmp_path):
     missing = str(tmp_path / "python")
-    with pytest.raises(InvalidRequest, match=missing), open_peer(missing, subject, 1):
+    with pytest.raises(InvalidRequest, match=missing), open_kvpress(missing, subject, 1):
         pass
     program = tmp_path / "broken"
     program.write_text(f"#!{sys.executable}\nraise SystemExit(7)\n")
     program.chmod(0o755)
-    with pytest.raises(WorkerCrashed, match="exit code 7"), open_peer(str(program), subject, 1):
+    with pytest.raises(WorkerCrashed, match="exit code 7"), open_kvpress(str(program), subject, 1):
         pass
 
 
@@ -205,7 +205,7 @@ def test_every_answer_has_as_many_tokens_as_it_is_asked_for(subject, monkeypatch
     config = subject.engine.model.generation_config
     said = subject.engine.answer(cache, decode._question(subject, 0), max_new_tokens=4).token_ids
     monkeypatch.setattr(config, "eos_token_id", said)
-    with decode._endless_answers(subject):
+    with decode.endless_answers(subject):
         assert decode._one_at_a_time(subject, [cache, cache], 16).tokens == 32
     assert config.eos_token_id == said
     assert decode._one_at_a_time(subject, [cache], 16).tokens == 1

@@ -333,7 +333,7 @@ class _Lowering:
         kept = [i for i, size in enumerate(shape) if i != out.at and (size > 1 or i == outer)]
         sizes, strides = _merged([shape[i] for i in kept], [[s.stride(i) for i in kept] for s in spread], outer)
         places = [
-            Place(buffer, int(offset), tuple(line))  # type: ignore[arg-type]
+            Place(buffer, offset, tuple(line))  # type: ignore[arg-type]
             for buffer, offset, line in zip(buffers, offsets, strides, strict=True)
         ]
         self._done.segments[-1].append(Instruction(operation, tuple(sizes), places[0], places[1], places[-1]))  # type: ignore[arg-type]
