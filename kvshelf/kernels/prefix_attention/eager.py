@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvshelf.kernels.prefix_attention.attend import attend, combine, rows_per_block
+from kvshelf.kernels.prefix_attention.attend import CPU_ATTENTION, attend, combine, rows_per_block
 from kvshelf.kernels.prefix_attention.prefixes import (
     BatchLayout,
     MergedPrefix,
@@ -32,6 +32,14 @@ _QUERIES_PER_BLOCK = 512
 
 AttendShares = Callable[[Tensor, Sequence[Sequence[Prefix]], int, BatchLayout, float], tuple[Tensor, Tensor]]
 """`attend_shares` below, or another form of it."""
+
+
+def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """See `kvshelf.kernels.prefix_attention.causal_attention`."""
+    group = queries.shape[1] // keys.shape[1]
+    keys, values = (states.repeat_interleave(group, dim=1) for states in (keys, values))
+    out, lse = CPU_ATTENTION(queries, keys, values, 0.0, True, attn_mask=None, scale=scale)
+    return out, lse
 
 
 def attend_both(

@@ -14,13 +14,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from kvshelf.kernels.native import FEW_ROWS, LANES, TYPES, WIDTHS, compiled, pointer
 from kvshelf.kernels.prefix_attention import eager
-from kvshelf.kernels.prefix_attention.prefixes import BatchLayout, PackedPrefix, Prefix, StackedPrefix
+from kvshelf.kernels.prefix_attention.prefixes import BatchLayout, PackedPrefix, Prefix, StackedPrefix, SuffixRows
 from kvshelf.kernels.prefix_attention.work import Setting, work_of
 from kvshelf.kernels.quantize.rows import QuantizedRows, Rows
 
@@ -49,6 +50,21 @@ def prefix_attention(
     out, lse = out.float().contiguous(), lse.contiguous()
     _add_suffixes(out, lse, grouped, suffixes, layout, scale)
     return out.to(queries.dtype).view(num_tokens, q_heads, dim)
+
+
+def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """See `kvshelf.kernels.prefix_attention.causal_attention`."""
+    batch, q_heads, tokens, dim = queries.shape
+    group = q_heads // keys.shape[1]
+    ours = batch == 1 and all(_takes(queries, states, tokens * group) for states in (keys, values))
+    if not ours:
+        return eager.causal_attention(queries, keys, values, scale)
+    grouped = queries[0].transpose(0, 1).reshape(tokens, -1, group, dim).contiguous()  # [T, kv_heads, group, D]
+    out = torch.zeros(grouped.shape)
+    lse = torch.full(grouped.shape[:3], -torch.inf)
+    layout = BatchLayout((tokens,), (SuffixRows((tokens,), (0,), tokens),), queries.device)
+    _add_suffixes(out, lse, grouped, [(keys, values)], layout, scale)
+    return out.view(1, tokens, q_heads, dim).transpose(1, 2), lse.view(tokens, q_heads).T.unsqueeze(0).contiguous()
 
 
 def _takes(queries: Tensor, states: Tensor, rows: int = 1) -> bool:
@@ -82,7 +98,18 @@ def _attend_shares(
     return out, lse
 
 
+_VERDICTS: WeakKeyDictionary[Prefix, dict[tuple[object, ...], bool]] = WeakKeyDictionary()
+"""What `_is_ours` said of each prefix: a step asks it of every document at every layer."""
+
+
 def _is_ours(prefix: Prefix, queries: Tensor, rows: int) -> bool:
+    said, of = _VERDICTS.setdefault(prefix, {}), (queries.dtype, queries.shape[-1], rows <= FEW_ROWS)
+    if of not in said:
+        said[of] = _looked_at(prefix, queries, rows)
+    return said[of]
+
+
+def _looked_at(prefix: Prefix, queries: Tensor, rows: int) -> bool:
     if not isinstance(prefix, PackedPrefix | StackedPrefix) or type(prefix.keys) is not type(prefix.values):
         return False
     return all(_takes_rows(queries, states, rows) for states in (prefix.keys, prefix.values))

@@ -19,8 +19,13 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
-from kvshelf.kernels.prefix_attention import BatchLayout, StackedPrefix, SuffixRows, prefix_attention
-from kvshelf.kernels.prefix_attention.attend import CPU_ATTENTION
+from kvshelf.kernels.prefix_attention import (
+    BatchLayout,
+    StackedPrefix,
+    SuffixRows,
+    causal_attention,
+    prefix_attention,
+)
 from kvshelf.store.artifact.shape import LayerShape
 from kvshelf.workers.engine.attention.attached import AttachedStates
 
@@ -196,10 +201,7 @@ def _per_pass(states: Tensor, passes: int) -> Tensor:
 def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor | None]:
     num_queries, num_keys = query.shape[2], key.shape[2]
     if num_queries == num_keys and _tells_lse(query, key, value):
-        # The public function calls this as well, and drops the log-sum-exps.
-        key, value = (states.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for states in (key, value))
-        out, lse = CPU_ATTENTION(query, key, value, 0.0, True, attn_mask=None, scale=scaling)
-        return out, lse
+        return causal_attention(query, key, value, scaling)
     if num_queries in (1, num_keys):
         out = F.scaled_dot_product_attention(
             query, key, value, scale=scaling, is_causal=num_queries > 1, enable_gqa=True

@@ -261,7 +261,7 @@ class _Lowering:
         _require(value.layout.numel() == TOKENS * inputs, "a product of several rows a token")
         out = self._fresh(torch.Size([*value.layout.shape[:-1], panels * panel]))
         line = (0, 0, 1)
-        from_ = Place(value.buffer, value.layout.storage_offset(), line)
+        from_ = Place(value.buffer, int(value.layout.storage_offset()), line)
         self._done.segments[-1].append(
             Instruction(
                 "linear", (panels, inputs, 1), Place(out.buffer, 0, line), from_, from_, weight,

@@ -92,7 +92,7 @@ class _Segment:
         written = {each.out.buffer for each in instructions}
         self.given = sorted(uses[index] - written)
         self._made = {buffer: buffers[buffer].width for buffer in written & (later | _taken(index, lowered))}
-        self._done_with = (uses[index] | written) - later
+        self._done_with = (uses[index] | set(self._made)) - later
         self._program = RowProgram(instructions, buffers, [*self.given, *self._made])
 
     def run(self, held: dict[int, Tensor], rows: int) -> None:

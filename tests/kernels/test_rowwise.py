@@ -1,0 +1,139 @@
+"""Lists of instructions over rows: the numbers of torch's own operations, and of a row whatever its neighbours."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from kvshelf.errors import InvalidTensor
+from kvshelf.kernels.prefix_attention import causal_attention, eager
+from kvshelf.kernels.rowwise import (
+    Buffer,
+    Instruction,
+    Place,
+    RowProgram,
+    available,
+    linear,
+    pack_weight,
+    unpack_weight,
+)
+
+pytestmark = [
+    pytest.mark.skipif(not available(), reason="no library was compiled for this CPU"),
+    pytest.mark.usefixtures("threads"),
+]
+
+ROWS = [0, 1, 2, 7, 12, 13, 96, 97, 192, 193, 500]
+"""Around the rows whose sums registers hold, and around blocks, with one thread and with two."""
+
+ONE = {
+    "copy": lambda x: x,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "tanh": torch.tanh,
+    "relu": torch.relu,
+    "rsqrt": lambda x: x.double().rsqrt(),
+}
+TWO = {"mul": torch.mul, "add": torch.add, "sub": torch.sub}
+
+
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
+def threads(request: pytest.FixtureRequest):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def run(instructions: list[Instruction], widths: list[int | Tensor], given: dict[int, Tensor], out: int) -> Tensor:
+    """The values of one buffer after a program over buffers of these widths, or of these constants."""
+    rows = len(next(iter(given.values())))
+    buffers = [Buffer(each.numel(), each) if isinstance(each, Tensor) else Buffer(each) for each in widths]
+    values = given | {out: torch.full((rows, buffers[out].width), torch.nan)}
+    RowProgram(instructions, buffers, list(values)).run(values, rows)
+    return values[out]
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_products_are_those_of_torch_and_a_row_has_no_neighbours(rows):
+    torch.manual_seed(rows)
+    weight, bias, x = torch.randn(96, 100) / 10, torch.randn(96), torch.randn(rows, 100)
+    packed = pack_weight(weight)
+    assert torch.equal(unpack_weight(packed), weight)
+    for own in (bias, None):
+        made = linear(x, packed, own)
+        exact = F.linear(x.double(), weight.double(), None if own is None else own.double())
+        torch.testing.assert_close(made.double(), exact, atol=2e-6, rtol=1e-5)
+        for row in range(0, rows, 31):
+            assert torch.equal(linear(x[row : row + 1], packed, own)[0], made[row])
+
+
+def test_a_product_of_other_numbers_is_refused():
+    packed = pack_weight(torch.randn(32, 8))
+    for x in (torch.randn(2, 7), torch.randn(2, 8, dtype=torch.float64)):
+        with pytest.raises(InvalidTensor, match="fp32"):
+            linear(x, packed, None)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 300])
+@pytest.mark.parametrize("operation", [*ONE, *TWO])
+@pytest.mark.parametrize("size", [1, 15, 16, 70])
+def test_pointwise_operations_are_those_of_torch(operation, size, rows):
+    """Over three dimensions, of which the second value has the last alone: it lies backwards in its buffer."""
+    torch.manual_seed(size)
+    x, other = torch.randn(rows, 3 * 2 * size) * 4, torch.randn(size)
+    if operation == "rsqrt":
+        x = x.abs() + 1e-3
+    line = (2 * size, size, 1)
+    a, out = Place(0, 0, line), Place(2, 0, line)
+    b = Place(1, 0, (0, 0, 1)) if operation in TWO else a
+    made = run([Instruction(operation, (3, 2, size), out, a, b)], [6 * size, other, 6 * size], {0: x}, 2)
+    shaped = x.view(rows, 3, 2, size)
+    exact = TWO[operation](shaped, other) if operation in TWO else ONE[operation](shaped)
+    torch.testing.assert_close(made, exact.float().reshape(rows, -1), atol=2e-6, rtol=2e-6)
+
+
+def test_values_lie_anywhere_in_a_row():
+    """The halves of a row change places, and the second is negated, as a rotation does; means are over the last."""
+    x = torch.randn(130, 24)
+    half = (0, 0, 1)
+    negative = torch.tensor(-1.0)
+    swap = [
+        Instruction("mul", (1, 1, 12), Place(3, 0, half), Place(0, 12, half), Place(1, 0, (0, 0, 0))),
+        Instruction("copy", (1, 1, 12), Place(3, 12, half), Place(0, 0, half), Place(0, 0, half)),
+        Instruction("mean", (2, 3, 4), Place(2, 0, (3, 1, 0)), Place(3, 0, (12, 4, 1)), Place(3, 0, (12, 4, 1))),
+    ]
+    made = run(swap, [24, negative, 6, 24], {0: x}, 2)
+    turned = torch.cat([-x[:, 12:], x[:, :12]], dim=1)
+    torch.testing.assert_close(made, turned.view(130, 6, 4).mean(dim=2))
+
+
+def test_room_is_used_again_but_never_by_two_values_at_once():
+    """A chain of sums of neighbours: each needs its two predecessors."""
+    x = torch.randn(150, 40)
+    line = (0, 0, 1)
+    places = [Place(i, 0, line) for i in range(9)]
+    chain = [Instruction("copy", (1, 1, 40), places[1], places[0], places[0])]
+    chain += [
+        Instruction("add", (1, 1, 40), out, a, b) for (a, b), out in zip(pairwise(places), places[2:], strict=False)
+    ]
+    program = RowProgram(chain, [Buffer(40)] * 9, [0, 8])
+    assert program._scratch_row < 5 * 40
+    torch.testing.assert_close(run(chain, [40] * 9, {0: x}, 8), 34 * x)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 33, 300])
+def test_causal_attention_is_that_of_torch(tokens):
+    torch.manual_seed(tokens)
+    queries = torch.randn(1, 8, tokens, 64)
+    keys, values = (torch.randn(1, 2, tokens, 64) for _ in range(2))
+    for made, expected in zip(
+        causal_attention(queries, keys, values, 0.2), eager.causal_attention(queries, keys, values, 0.2), strict=True
+    ):
+        assert made.shape == expected.shape
+        torch.testing.assert_close(made, expected, atol=5e-6, rtol=1e-5)

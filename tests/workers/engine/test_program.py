@@ -1,0 +1,117 @@
+"""Passes by lists of instructions: the logits of the model's own modules, and the modules where that cannot be."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from kvshelf.kernels.rowwise import available
+from kvshelf.workers.engine.decode.generation import Sampling
+from kvshelf.workers.engine.engine import Engine
+from kvshelf.workers.engine.forward.program import ForwardProgram
+from kvshelf.workers.engine.forward.tracing import AttentionCall
+from kvshelf.workers.model.prepacking import prepack
+
+pytestmark = pytest.mark.skipif(not available(), reason="no library was compiled for this CPU")
+
+FAMILIES = [
+    "llama", "qwen2", "qwen3", "mistral", "gemma", "gemma3_text", "phi3", "phi", "granite", "olmo2", "cohere",
+    "starcoder2", "smollm3", "nemotron", "glm", "gpt_neox", "stablelm", "ernie4_5", "exaone4", "arcee",
+]  # fmt: skip
+SHAPE = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 130, "max_position_embeddings": 512, "head_dim": 16,
+    "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+
+
+def made(family: str, **more: object) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **SHAPE | more)
+    model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    with torch.no_grad():  # as trained: biases and norms are not those that a model begins with
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter += 0.1 * torch.randn(parameter.shape) if "bias" in name else 0.1
+    return model
+
+
+def attend(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True, scale=call.scaling)
+    return out.transpose(1, 2).contiguous()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_the_models_modules(family):
+    model, ids, positions = made(family), torch.randint(0, 130, (1, 13)), torch.arange(13)[None] + 20
+    with torch.no_grad():
+        expected = model(input_ids=ids, position_ids=positions, attention_mask=torch.ones_like(ids)).logits
+        prepack(model)
+        program = ForwardProgram.of(model)
+        assert program is not None
+        for kept in ([12], [3, 5], list(range(13))):
+            logits = program.run(ids, positions, attend, torch.tensor(kept))
+            torch.testing.assert_close(logits, expected[:, kept], atol=2e-6, rtol=1e-4)
+        assert program.run(ids, positions, attend, None) is None
+
+
+class Remembering(nn.Module):
+    """A layer that looks at the numbers: what it does cannot be recorded."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if float(x.sum()) > 0 else x * 2
+
+
+def test_a_model_that_cannot_be_recorded_runs_by_its_modules(caplog):
+    model = made("llama")
+    prepack(model)
+    model.base_model.layers[1].mlp.act_fn = Remembering()
+    with caplog.at_level(logging.INFO):
+        assert ForwardProgram.of(model) is None
+    assert "LlamaForCausalLM runs by its own modules" in caplog.text
+    engine = Engine(model)
+    cache = engine.compress(list(range(100)), policy="full")
+    assert engine.answer(cache, [7, 8], max_new_tokens=3).usage.completion_tokens == 3
+
+
+def test_models_without_packed_weights_and_experts_are_not_recorded():
+    assert ForwardProgram.of(made("llama")) is None
+    experts = made("mixtral", num_local_experts=4)
+    prepack(experts)
+    assert ForwardProgram.of(experts) is None
+
+
+def test_caches_and_answers_are_those_of_the_modules():
+    """A question over several steps, rows that join later, and positions behind a compressed document."""
+    plain, packed = (Engine(made("qwen3"), name="m") for _ in range(2))
+    prepack(packed.model)
+    assert packed.passes.program is not None
+    assert plain.passes.program is None
+    document = [i * 7 % 130 for i in range(300)]
+    ours, theirs = (engine.compress(document, policy="snapkv", compression_ratio=0.5) for engine in (packed, plain))
+    for layer, other in zip(ours.layers, theirs.layers, strict=True):
+        assert all(map(torch.equal, layer.positions, other.positions))
+    questions = [[5, 6], [9] * 40, list(range(30))]
+    asked = [(ours, question) for question in questions]
+    told, expected = (engine.answer_all(asked, Sampling(6)) for engine in (packed, plain))
+    assert [answer.token_ids for answer in told] == [answer.token_ids for answer in expected]
+
+
+def test_the_answer_of_a_row_has_no_neighbours():
+    """Bit for bit: drawn tokens would differ by the last bit of a logit."""
+    engine = Engine(made("llama"), name="m")
+    prepack(engine.model)
+    cache = engine.compress(list(range(120)), policy="full")
+    batch = engine.batch()
+    alone, first = engine.start(cache, [3, 4], Sampling(8)), engine.start(cache, [3, 4], Sampling(8))
+    while not alone.finished:
+        batch.step([alone])
+    others = [engine.start(cache, [i, i + 1, i + 2], Sampling(8)) for i in range(6)]
+    while not first.finished:
+        batch.step([first, *(g for g in others if not g.finished)])
+    assert first.token_ids == alone.token_ids
