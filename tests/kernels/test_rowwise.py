@@ -113,6 +113,32 @@ def test_values_lie_anywhere_in_a_row():
     torch.testing.assert_close(made, turned.view(130, 6, 4).mean(dim=2))
 
 
+@pytest.mark.parametrize("rows", [1, 40, 200])
+def test_products_of_one_value_are_divided_together(rows):
+    """Three of them, of different sizes, one behind an operation on the first, and a product of another value."""
+    x = torch.randn(rows, 48)
+    weights = [torch.randn(outputs, inputs) for outputs, inputs in ((64, 48), (32, 48), (96, 48), (32, 64))]
+    line = (0, 0, 1)
+    places = [Place(i, 0, line) for i in range(6)]
+
+    def product(weight: Tensor, out: int, a: int) -> Instruction:
+        panels = weight.shape[0] // 32
+        packed = pack_weight(weight)
+        return Instruction("linear", (panels, weight.shape[1], 1), places[out], places[a], places[a], packed, None)
+
+    listed = [
+        product(weights[0], 1, 0),
+        Instruction("relu", (1, 1, 64), places[2], places[1], places[1]),
+        product(weights[3], 3, 2),
+        product(weights[1], 4, 0),
+        product(weights[2], 5, 0),
+    ]
+    widths = [48, 64, 64, 32, 32, 96]
+    expected = {3: torch.relu(x @ weights[0].T) @ weights[3].T, 4: x @ weights[1].T, 5: x @ weights[2].T}
+    for out, exact in expected.items():
+        torch.testing.assert_close(run(listed, widths, {0: x}, out), exact, atol=1e-3, rtol=1e-4)
+
+
 def test_room_is_used_again_but_never_by_two_values_at_once():
     """A chain of sums of neighbours: each needs its two predecessors."""
     x = torch.randn(150, 40)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvshelf.bench.measure import Spread, interleaved, ratios
+from kvshelf.bench.measure import Cost, Spread, cost, interleaved, ratios
 from kvshelf.bench.speed.decode import DOCUMENT_TOKENS, NEW_TOKENS, endless_answers
 from kvshelf.bench.speed.peer import Peer
 from kvshelf.bench.speed.subject import QUESTION_TOKENS, Subject
@@ -20,19 +19,20 @@ LONG_TOKENS = 8192
 LONGEST = LONG_TOKENS + QUESTION_TOKENS + NEW_TOKENS
 """Tokens of the longest sequence, for which vLLM has to be set up."""
 
-Ask = Callable[[Sequence[int], Sequence[Sequence[int]], int], float]
-"""Seconds of answers to questions on these documents, by number, all at once, of so many tokens each."""
+Ask = Callable[[Sequence[int], Sequence[Sequence[int]], int], Cost]
+"""The cost of answers to questions on these documents, by number, all at once, of so many tokens each."""
 
 
 @dataclass(frozen=True)
 class ServingRow:
-    """rates: of each way, seconds or new tokens a second, as `unit` says. beside_vllm: how many times as fast as vLLM
-    in the same round."""
+    """rates: of each way, wall seconds or new tokens a second, as `unit` says. beside_vllm: how many times as fast as
+    vLLM in the same round, in wall time; processor_beside_vllm: in processor time, which neighbours disturb less."""
 
     work: str
     unit: str
     rates: dict[str, Spread]
     beside_vllm: dict[str, Spread]
+    processor_beside_vllm: dict[str, Spread]
 
 
 @dataclass(frozen=True)
@@ -52,25 +52,25 @@ def servings(subject: Subject, vllm: Peer | None, rounds: int, removed: float) -
     documents = [subject.tokens(DOCUMENT_TOKENS, seed=10 + i) for i in range(DOCUMENTS)]
     documents.append(subject.tokens(LONG_TOKENS, seed=9))
     engine.compress(subject.tokens(64, seed=1))  # nothing is made for the first time where it is measured
-    scheduler = Scheduler(engine, SchedulerLimits(max_open=DOCUMENTS, max_waiting=DOCUMENTS))
+    most = max(len(work.documents) for work in WORKS)
+    scheduler = Scheduler(engine, SchedulerLimits(max_open=most, max_waiting=most))
     scheduler.start()
     try:
         with endless_answers(subject):
             caches: dict[str, list[CompressedCache]] = {}
-            taken: dict[str, list[float]] = {}
+            taken: dict[str, list[Cost]] = {}
             for way, options in _ways(removed).items():
-                started = time.perf_counter()
-                caches[way] = [engine.compress(ids, **options) for ids in documents[:-1]]
-                taken[way] = [time.perf_counter() - started]
+                kept = caches[way] = []
+                taken[way] = [cost(lambda: kept.extend(engine.compress(ids, **options) for ids in documents[:-1]))]  # noqa: B023
                 caches[way].append(engine.compress(documents[-1], **options))
             asks: dict[str, Ask] = {way: _ours(scheduler, kept) for way, kept in caches.items()}
             if vllm is not None:
-                taken["vllm"] = [vllm.ask(prompts=documents[:-1], new_tokens=1)["wall_s"]]
-                vllm.ask(prompts=documents[-1:], new_tokens=1)
+                taken["vllm"] = [_asked(vllm, documents[:-1], 1)]
+                _asked(vllm, documents[-1:], 1)
                 asks["vllm"] = _theirs(vllm, documents)
             rows = [_row(f"{DOCUMENTS} documents of {DOCUMENT_TOKENS:,} tokens prefilled", taken, 0)]
             rows.append(_long_prefill(subject, vllm, rounds, removed))
-            rows += [_answers(subject, asks, rounds, work) for work in _WORKS]
+            rows += [_answers(subject, asks, rounds, work) for work in WORKS]
     finally:
         scheduler.stop()
     return Serving(removed, rows)
@@ -81,7 +81,7 @@ def _ways(removed: float) -> dict[str, dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class _Work:
+class Work:
     """Questions on documents, by number; `new_tokens` of each answer."""
 
     name: str
@@ -89,11 +89,11 @@ class _Work:
     new_tokens: int
 
 
-_WORKS = (
-    _Work(f"first token of a question on {LONG_TOKENS:,} tokens", [DOCUMENTS], 1),
-    _Work(f"{DOCUMENTS} questions on {DOCUMENTS} documents", list(range(DOCUMENTS)), NEW_TOKENS),
-    _Work(f"{DOCUMENTS} questions on one document", [0] * DOCUMENTS, NEW_TOKENS),
-    _Work("one question alone", [0], NEW_TOKENS),
+WORKS = (
+    Work(f"first token of a question on {LONG_TOKENS:,} tokens", [DOCUMENTS], 1),
+    Work(f"{DOCUMENTS} questions on {DOCUMENTS} documents", list(range(DOCUMENTS)), NEW_TOKENS),
+    Work(f"{DOCUMENTS} questions on one document", [0] * DOCUMENTS, NEW_TOKENS),
+    Work("one question alone", [0], NEW_TOKENS),
 )
 
 
@@ -103,66 +103,66 @@ def _long_prefill(subject: Subject, vllm: Peer | None, rounds: int, removed: flo
     def fresh() -> list[int]:
         return subject.tokens(LONG_TOKENS, seed=100_000 + turn["seed"])
 
-    def ours(options: dict[str, Any]) -> float:
-        started = time.perf_counter()
-        subject.engine.compress(fresh(), **options)
-        return time.perf_counter() - started
-
-    def theirs(peer: Peer) -> float:
-        return float(peer.ask(prompts=[fresh()], new_tokens=1)["wall_s"])
-
-    runs: dict[str, Callable[[], float | None]] = {"next": lambda: turn.update(seed=turn["seed"] + 1)}
+    runs: dict[str, Callable[[], Cost | None]] = {"next": lambda: turn.update(seed=turn["seed"] + 1)}
     for way, options in _ways(removed).items():
-        runs[way] = lambda options=options: ours(options)  # type: ignore[misc]
+        runs[way] = lambda options=options: cost(lambda: subject.engine.compress(fresh(), **options))  # type: ignore[misc]
     if vllm is not None:
-        runs["vllm"] = lambda: theirs(vllm)
+        runs["vllm"] = lambda: _asked(vllm, [fresh()], 1)
     found = interleaved(runs, rounds)
     del found["next"]
     return _row(f"{LONG_TOKENS:,} tokens prefilled", found, 0)  # type: ignore[arg-type]
 
 
-def _answers(subject: Subject, asks: dict[str, Ask], rounds: int, work: _Work) -> ServingRow:
+def _answers(subject: Subject, asks: dict[str, Ask], rounds: int, work: Work) -> ServingRow:
     count, turn = len(work.documents), {"seed": 0}
 
-    def run(ask: Ask) -> float:
+    def run(ask: Ask) -> Cost:
         first = 1000 + turn["seed"] * count
         questions = [subject.tokens(QUESTION_TOKENS, seed=first + i) for i in range(count)]
         return ask(work.documents, questions, work.new_tokens)
 
-    runs: dict[str, Callable[[], float | None]] = {"next": lambda: turn.update(seed=turn["seed"] + 1)}
+    runs: dict[str, Callable[[], Cost | None]] = {"next": lambda: turn.update(seed=turn["seed"] + 1)}
     runs |= {way: lambda ask=ask: run(ask) for way, ask in asks.items()}  # type: ignore[misc]
     found = interleaved(runs, rounds)
     del found["next"]
     return _row(work.name, found, count * work.new_tokens if work.new_tokens > 1 else 0)  # type: ignore[arg-type]
 
 
-def _row(work: str, seconds: dict[str, list[float]], tokens: int) -> ServingRow:
-    rates = {way: Spread.of([tokens / s if tokens else s for s in taken]) for way, taken in seconds.items()}
-    beside = {
-        way: ratios(seconds["vllm"], taken) for way, taken in seconds.items() if way != "vllm" and "vllm" in seconds
-    }
-    return ServingRow(work, "tokens/s" if tokens else "s", rates, beside)
+def _row(work: str, costs: dict[str, list[Cost]], tokens: int) -> ServingRow:
+    walls = {way: [cost.wall_s for cost in taken] for way, taken in costs.items()}
+    seconds = {way: [cost.seconds for cost in taken] for way, taken in costs.items()}
+    rates = {way: Spread.of([tokens / wall if tokens else wall for wall in taken]) for way, taken in walls.items()}
+    return ServingRow(work, "tokens/s" if tokens else "s", rates, _beside(walls), _beside(seconds))
+
+
+def _beside(taken: dict[str, list[float]]) -> dict[str, Spread]:
+    """How many times as fast as vLLM each other way is, within a round."""
+    return {way: ratios(taken["vllm"], own) for way, own in taken.items() if way != "vllm" and "vllm" in taken}
 
 
 def _ours(scheduler: Scheduler, caches: Sequence[CompressedCache]) -> Ask:
-    def ask(documents: Sequence[int], questions: Sequence[Sequence[int]], new_tokens: int) -> float:
-        started = time.perf_counter()
-        sampling = Sampling(max_tokens=new_tokens)
-        asked = zip(documents, questions, strict=True)
-        tickets = [scheduler.generate(caches[document], question, sampling) for document, question in asked]
-        told = [len(ticket.future.result().token_ids) for ticket in tickets]
-        assert told == [new_tokens] * len(questions), "no token ends an answer"
-        return time.perf_counter() - started
+    def ask(documents: Sequence[int], questions: Sequence[Sequence[int]], new_tokens: int) -> Cost:
+        def answer() -> None:
+            sampling = Sampling(max_tokens=new_tokens)
+            asked = zip(documents, questions, strict=True)
+            tickets = [scheduler.generate(caches[document], question, sampling) for document, question in asked]
+            told = [len(ticket.future.result().token_ids) for ticket in tickets]
+            assert told == [new_tokens] * len(questions), "no token ends an answer"
+
+        return cost(answer)
 
     return ask
 
 
 def _theirs(vllm: Peer, prefixes: Sequence[Sequence[int]]) -> Ask:
-    def ask(documents: Sequence[int], questions: Sequence[Sequence[int]], new_tokens: int) -> float:
+    def ask(documents: Sequence[int], questions: Sequence[Sequence[int]], new_tokens: int) -> Cost:
         asked = zip(documents, questions, strict=True)
-        prompts = [[*prefixes[document], *question] for document, question in asked]
-        found = vllm.ask(prompts=prompts, new_tokens=new_tokens)
-        assert found["tokens"] == new_tokens * len(questions), "no token ends an answer"
-        return float(found["wall_s"])
+        return _asked(vllm, [[*prefixes[document], *question] for document, question in asked], new_tokens)
 
     return ask
+
+
+def _asked(vllm: Peer, prompts: Sequence[Sequence[int]], new_tokens: int) -> Cost:
+    found = vllm.ask(prompts=prompts, new_tokens=new_tokens)
+    assert found["tokens"] == new_tokens * len(prompts), "no token ends an answer"
+    return Cost(found["seconds"], found["wall_s"])

@@ -4,8 +4,9 @@
 
 It writes one JSON line when the model of FOLDER is loaded and compiled: the versions of vLLM, transformers and torch.
 Each line of input then asks for answers to prompts of token ids, {"prompts", "new_tokens"}, all at once and greedy, and
-is answered with {"wall_s", "tokens"}: the new tokens of all answers. No token ends an answer. What prompts have in
-common with earlier ones vLLM takes from its prefix cache. It ends when its standard input does.
+is answered with {"wall_s", "seconds", "tokens"}: wall time, processor time of this process, and the new tokens of all
+answers. No token ends an answer. What prompts have in common with earlier ones vLLM takes from its prefix cache. The
+worker ends when its standard input does.
 """
 
 from __future__ import annotations
@@ -52,10 +53,10 @@ def main(folder: str, dtype: str, threads: str, longest: str) -> None:
 def answered(vllm: Any, engine: Any, prompts: list[list[int]], new_tokens: int) -> dict[str, float]:
     sampling = vllm.SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
     given = [{"prompt_token_ids": ids} for ids in prompts]
-    started = time.perf_counter()
+    started_wall, started = time.perf_counter(), time.process_time()
     outputs = engine.generate(given, sampling, use_tqdm=False)
-    wall_s = time.perf_counter() - started
-    return {"wall_s": wall_s, "tokens": sum(len(output.outputs[0].token_ids) for output in outputs)}
+    costs = {"wall_s": time.perf_counter() - started_wall, "seconds": time.process_time() - started}
+    return costs | {"tokens": sum(len(output.outputs[0].token_ids) for output in outputs)}
 
 
 def _version(package: str) -> str:

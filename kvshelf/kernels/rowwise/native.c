@@ -188,16 +188,31 @@ static void take_blocks(const void *context, int64_t worker) {
     }
 }
 
+/* Products of the same rows, one instruction after the other. */
 typedef struct {
     const Block *block;
-    const Instruction *now;
-    int64_t parts;
-} Shared;
+    const Instruction *first;
+    int64_t count, panels, parts;
+} Products;
 
+/* Of the panels of all products together, the `part`-th of `parts`. */
 static void multiply_part(const void *context, int64_t part) {
-    const Shared *a = context;
-    const int64_t panels = a->now->sizes[0];
-    multiply_block(a->block, a->now, part * panels / a->parts, (part + 1) * panels / a->parts);
+    const Products *a = context;
+    int64_t from = part * a->panels / a->parts, to = (part + 1) * a->panels / a->parts;
+    for (int64_t i = 0; i < a->count && to > 0; i++) {
+        const int64_t own = a->first[i].sizes[0];
+        if (from < own) multiply_block(a->block, a->first + i, from > 0 ? from : 0, to < own ? to : own);
+        from -= own, to -= own;
+    }
+}
+
+static Products products_from(const Block *block, const Instruction *first, const Instruction *end, int64_t parts) {
+    Products found = {block, first, 0, 0, parts};
+    for (const Instruction *now = first; now < end && now->op == LINEAR; now++, found.count++) {
+        if (now->a.buffer != first->a.buffer || now->a.offset != first->a.offset) break;
+        found.panels += now->sizes[0];
+    }
+    return found;
 }
 
 /* Instructions in order, over `rows` rows. scratch: room for `workers` blocks of `block_rows` rows of `scratch_row`
@@ -210,11 +225,12 @@ EXPORT void kvshelf_run_rows(const Instruction *instructions, int64_t count, con
         return;
     }
     const Block whole = {&a, 0, rows, scratch};
-    for (int64_t i = 0; i < count; i++) {
-        const Shared shared = {&whole, instructions + i, 2 * threads};
-        if (instructions[i].op == LINEAR && threads > 1)
-            for_each(shared.parts, threads, multiply_part, &shared);
+    for (const Instruction *now = instructions, *end = now + count; now < end;) {
+        const Products products = products_from(&whole, now, end, 2 * threads);
+        if (products.count && threads > 1)
+            for_each(products.parts, threads, multiply_part, &products);
         else
-            execute(&whole, instructions + i);
+            for (int64_t i = 0; i < products.count || i == 0; i++) execute(&whole, now + i);
+        now += products.count ? products.count : 1;
     }
 }

@@ -70,6 +70,7 @@ class RowProgram:
     exist only while a block of rows passes. Not thread-safe."""
 
     def __init__(self, instructions: Sequence[Instruction], buffers: Sequence[Buffer], outside: Sequence[int]) -> None:
+        instructions = _together(instructions)
         used = sorted({place.buffer for each in instructions for place in each.places})
         self._at = {buffer: index for index, buffer in enumerate(used)}
         self._held = [buffers[buffer].constant for buffer in used], list(instructions)  # C has their addresses
@@ -113,6 +114,18 @@ def multiply(rows: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor) -> 
     x, y = Place(0, 0, line), Place(1, 0, line)
     once = Instruction("linear", (panels, inputs, 1), y, x, x, packed, bias)
     RowProgram([once], [Buffer(inputs), Buffer(panels * PANEL)], [0, 1]).run({0: rows, 1: out}, len(rows))
+
+
+def _together(instructions: Sequence[Instruction]) -> list[Instruction]:
+    """The same with products of the same values side by side, so that threads divide them in one go. A value is made
+    once, so a product may be made as soon as another of its values is."""
+    made: list[Instruction] = []
+    for each in instructions:
+        alike = [
+            i for i, other in enumerate(made) if each.operation == other.operation == "linear" and other.a == each.a
+        ]
+        made.insert(alike[-1] + 1 if alike else len(made), each)
+    return made
 
 
 def _packed(instructions: Sequence[Instruction], widths: Mapping[int, int]) -> tuple[dict[int, int], int]:

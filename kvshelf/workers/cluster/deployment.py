@@ -79,6 +79,7 @@ class ServedReplica(Replica):
         model, tokenizer = models.load(config.model, device=config.device, dtype=config.dtype)
         engine = Engine(model, tokenizer, name=served_name(config.model))
         prepack(model)  # after the engine has digested the weights: reading them again would restore their layout
+        _ = engine.passes.program  # recorded before the first question waits for it
         super().__init__(
             engine,
             config.store.open(),

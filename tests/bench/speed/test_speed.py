@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from kvshelf.bench.cli import app
-from kvshelf.bench.speed import decode, kvpress_worker
+from kvshelf.bench.speed import decode, kvpress_worker, serving
 from kvshelf.bench.speed.codecs import codec_costs, codec_ways
 from kvshelf.bench.speed.compression import compress, compression_costs, plain_prefill
 from kvshelf.bench.speed.first_token import _ways, first_tokens
-from kvshelf.bench.speed.peer import KvpressPeer, open_kvpress
+from kvshelf.bench.speed.peer import KvpressPeer, Peer, open_kvpress
 from kvshelf.bench.speed.subject import (
     QUESTION_TOKENS,
     Subject,
@@ -27,7 +27,7 @@ from kvshelf.bench.speed.subject import (
     random_layers,
     save_random_model,
 )
-from kvshelf.bench.speed.tables import codecs_table
+from kvshelf.bench.speed.tables import codecs_table, serving_table
 from kvshelf.errors import InvalidRequest, StoreUnavailable, WorkerCrashed
 from kvshelf.kernels.quantize.rows import plain
 from kvshelf.store.url import open_store
@@ -94,12 +94,12 @@ for line in sys.stdin:
 
 
 @contextmanager
-def speaking(program):
+def speaking(program, peer=KvpressPeer):
     process = subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     with process:
-        yield KvpressPeer(process)
+        yield peer(process)
 
 
 def test_a_peer_is_asked_only_for_what_it_knows(subject):
@@ -117,6 +117,46 @@ def test_a_peer_that_dies_is_an_error_and_not_a_wait():
         pytest.raises(WorkerCrashed, match="exit code 3"),
     ):
         peer.measure("lagkv", 0.5, [1])
+
+
+SERVING = """
+import json, sys
+print(json.dumps({"versions": {"vllm": "1"}}), flush=True)
+for line in sys.stdin:
+    asked = json.loads(line)
+    tokens = len(asked["prompts"]) * asked["new_tokens"]
+    print(json.dumps({"wall_s": 2.0, "seconds": 4.0, "tokens": tokens}), flush=True)
+"""
+
+
+def test_serving_has_a_row_for_each_work_beside_the_peer_and_without_one(subject, monkeypatch):
+    for name, small in {"DOCUMENT_TOKENS": 96, "LONG_TOKENS": 160, "DOCUMENTS": 2, "NEW_TOKENS": 3}.items():
+        monkeypatch.setattr(serving, name, small)
+    works = (serving.Work("first token", [2], 1), serving.Work("two", [0, 1], 3), serving.Work("one", [0], 3))
+    monkeypatch.setattr(serving, "WORKS", works)
+    with speaking(SERVING, lambda process: Peer(process, "vLLM")) as peer:
+        beside = serving.servings(subject, peer, 1, 0.75)
+    alone = serving.servings(subject, None, 1, 0.75)
+    assert [row.unit for row in beside.rows] == ["s", "s", "s", "tokens/s", "tokens/s"]
+    assert [row.rates["vllm"].median for row in beside.rows] == [2.0, 2.0, 2.0, 3.0, 1.5]
+    for row, without in zip(beside.rows, alone.rows, strict=True):
+        assert set(row.rates) == {"full", "keydiff", "vllm"}
+        assert set(without.rates) == {"full", "keydiff"}
+        assert without.beside_vllm == {}
+        own = row.rates["full"].median
+        assert row.beside_vllm["full"].median == pytest.approx(
+            2.0 / own if row.unit == "s" else own / row.rates["vllm"].median
+        )
+        assert row.processor_beside_vllm["full"].median > 0
+    assert serving_table(beside).row_count == 5
+
+
+def test_an_answer_that_is_too_short_is_no_measurement():
+    with (
+        speaking(SERVING.replace('asked["new_tokens"]', "0"), lambda process: Peer(process, "vLLM")) as peer,
+        pytest.raises(AssertionError, match="no token ends"),
+    ):
+        serving._asked(peer, [[1]], 3)
 
 
 def test_an_interpreter_without_kvpress_is_named(subject, tmp_path):

@@ -150,7 +150,8 @@ class _SuffixGroup:
     Either all rows of a slab that take one token each, or one row that takes several.
     """
 
-    def __init__(self, slab: Slab, places: Sequence[_Place], device: torch.device) -> None:
+    def __init__(self, slab: Slab, places: Sequence[_Place], tokens: int, device: torch.device) -> None:
+        """tokens: of the whole step."""
         self._slab = slab
         self._new = places[0].count
         rows = {p.generation.row.slot: p for p in places}
@@ -162,9 +163,10 @@ class _SuffixGroup:
         )
         self._first = places[0].first
         self._start = places[0].generation.row.length
-        if self._new == 1:
-            ints = [[p.generation.row.slot, p.generation.row.length, p.first] for p in places]
-            self._at, self._length, self._token = torch.tensor(ints, device=device).unbind(1)
+        self._slots_and_lengths = [(p.generation.row.slot, p.generation.row.length) for p in places]
+        whole = sum(p.count for p in places) == tokens
+        self._tokens = None if whole else torch.tensor([p.first for p in places], device=device)
+        self._places: Tensor | None = None
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Append this step's keys `[1, kv_heads, N, D]` and values. Returns those of the group's rows, old and new:
@@ -172,21 +174,34 @@ class _SuffixGroup:
         held = self._slab.states(layer, keys, values)
         for states, new in zip(held, (keys[0], values[0]), strict=True):
             if self._new == 1:
-                states[self._at, :, self._length] = new.transpose(0, 1).index_select(0, self._token)
+                by_token = new.transpose(0, 1)  # [N, kv_heads, D]
+                own = by_token if self._tokens is None else by_token.index_select(0, self._tokens)
+                # By one index: an assignment by two indices and a slice is a dozen small operations.
+                states.view(-1, states.shape[3]).index_copy_(0, self._rows_in(states), own.reshape(-1, states.shape[3]))
             else:
                 end = self._start + self._new
                 states[self._slots[0], :, self._start : end] = new[:, self._first : self._first + self._new]
         rows = slice(self._slots.start, self._slots.stop)
         return held[0][rows], held[1][rows]
 
+    def _rows_in(self, states: Tensor) -> Tensor:
+        """Where the new states of each token and head stand among the rows of `[slots * kv_heads * capacity, D]`: the
+        same for keys and values, and in every layer with as many heads."""
+        _, heads, capacity, _ = states.shape
+        if self._places is None or len(self._places) != heads * len(self._slots_and_lengths):
+            at = [(slot * heads + head) * capacity + n for slot, n in self._slots_and_lengths for head in range(heads)]
+            self._places = torch.tensor(at, device=states.device)
+        return self._places
+
 
 def _suffix_groups(places: Sequence[_Place], device: torch.device) -> list[_SuffixGroup]:
+    tokens = sum(place.count for place in places)
     single: dict[int, list[_Place]] = {}
     for place in places:
         if place.count == 1:
             single.setdefault(id(place.slab), []).append(place)
-    groups = [_SuffixGroup(rows[0].slab, rows, device) for rows in single.values()]
-    return groups + [_SuffixGroup(place.slab, [place], device) for place in places if place.count > 1]
+    groups = [_SuffixGroup(rows[0].slab, rows, tokens, device) for rows in single.values()]
+    return groups + [_SuffixGroup(place.slab, [place], tokens, device) for place in places if place.count > 1]
 
 
 class _BatchLayer(UnboundedLayer):
