@@ -64,6 +64,7 @@ def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, scale: float
     lse = torch.full(grouped.shape[:3], -torch.inf)
     layout = BatchLayout((tokens,), (SuffixRows((tokens,), (0,), tokens),), queries.device)
     _add_suffixes(out, lse, grouped, [(keys, values)], layout, scale)
+    out = out.to(queries.dtype)
     return out.view(1, tokens, q_heads, dim).transpose(1, 2), lse.view(tokens, q_heads).T.unsqueeze(0).contiguous()
 
 
