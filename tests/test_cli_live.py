@@ -10,6 +10,7 @@ from typer.testing import CliRunner, Result
 
 from kvshelf import CompressedCache
 from kvshelf.cli import app
+from kvshelf.cli._common import megabytes
 
 QUESTION = "What is the access code of the amber falcon?"
 
@@ -174,7 +175,7 @@ def test_a_listing_fits_80_columns(two: tuple[str, str, str], monkeypatch: pytes
         cache = json.loads(run("show", line.split()[0], "--json").stdout)
         whole = [cache["policy"], str(cache["tokens"]["kept"]), str(cache["tokens"]["document"])]
         assert (cache["id"], line.split()[1:4]) == (id, whole)
-        assert f" {cache['bytes']['stored'] / 1e6:.2f} MB  " in line
+        assert f" {megabytes(cache['bytes']['stored'])}  " in line
         assert line.endswith("…")
     wide = run("ls", "--limit", "2", "--wide").stdout.splitlines()
     assert name.strip() in wide[1], "a line that is too long anyway is not cut"

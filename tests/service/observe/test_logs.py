@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -51,9 +52,8 @@ def the_line(service: LiveService, response: httpx.Response) -> Line:
 def test_the_parts_of_the_start_have_their_lines_and_their_seconds(service: LiveService) -> None:
     structured = [json.loads(line) for line in front_end_log(service).splitlines() if line.startswith("{")]
     assert structured[0]["event"] == "starting; opening the store"
-    told = {
-        line["event"]: line["seconds"] for line in structured if "is open" in line["event"] or " up" in line["event"]
-    }
+    parts = re.compile("the store is open|Ray is up|the models are up")
+    told = {line["event"]: line["seconds"] for line in structured if parts.match(line["event"])}
     assert list(told) == [
         "the store is open; starting Ray",
         "Ray is up; loading the models",
