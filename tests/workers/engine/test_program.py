@@ -79,6 +79,26 @@ def test_a_model_that_cannot_be_recorded_runs_by_its_modules(caplog):
     assert engine.answer(cache, [7, 8], max_new_tokens=3).usage.completion_tokens == 3
 
 
+class Counting(nn.Module):
+    """A layer that does something else where there are few tokens: recorded, it would do the same for all."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(x) if x.shape[1] > 4 else F.relu(x)
+
+
+def test_a_recording_that_gives_other_logits_is_not_used(caplog):
+    model, plain = made("llama"), made("llama")
+    prepack(model)
+    for each in (model, plain):
+        each.base_model.layers[1].mlp.act_fn = Counting()
+    assert ForwardProgram.of(model) is not None
+    engine, expected = Engine(model, name="m"), Engine(plain, name="m")
+    assert engine.passes.program is None
+    assert "other logits" in caplog.text
+    answers = [each.answer(each.compress(list(range(60)), policy="full"), [7, 8]) for each in (engine, expected)]
+    assert answers[0].token_ids == answers[1].token_ids
+
+
 def test_models_without_packed_weights_and_experts_are_not_recorded():
     assert ForwardProgram.of(made("llama")) is None
     experts = made("mixtral", num_local_experts=4)
@@ -98,7 +118,7 @@ def test_caches_and_answers_are_those_of_the_modules():
         assert all(map(torch.equal, layer.positions, other.positions))
     questions = [[5, 6], [9] * 40, list(range(30))]
     asked = [(ours, question) for question in questions]
-    told, expected = (engine.answer_all(asked, Sampling(6)) for engine in (packed, plain))
+    told, expected = (engine.answer_all(asked, max_new_tokens=6) for engine in (packed, plain))
     assert [answer.token_ids for answer in told] == [answer.token_ids for answer in expected]
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
@@ -19,10 +20,16 @@ from kvshelf.workers.engine.attention.function import (
     kvshelf_attention,
 )
 from kvshelf.workers.engine.forward.program import ForwardProgram
-from kvshelf.workers.engine.forward.tracing import AttentionCall
+from kvshelf.workers.engine.forward.tracing import TOKENS, AttentionCall
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+_LOG = logging.getLogger(__name__)
+
+_TRIED: Final = (1, 7)
+"""Numbers of tokens on which a recording is compared with the model: a step's, and a question's."""
 
 
 class Passes:
@@ -36,7 +43,29 @@ class Passes:
     @cached_property
     def program(self) -> ForwardProgram | None:
         """Made when it is first wanted; None where the model runs by its own modules."""
-        return ForwardProgram.of(self.model) if self._recordable else None
+        program = ForwardProgram.of(self.model) if self._recordable else None
+        if program is not None and not all(self._agrees(program, tokens) for tokens in _TRIED):
+            _LOG.warning(
+                "%s runs by its own modules, which is slower: what %d tokens recorded gives other logits for fewer",
+                type(self.model).__name__, TOKENS,
+            )  # fmt: skip
+            return None
+        return program
+
+    def _agrees(self, program: ForwardProgram, tokens: int) -> bool:
+        """Whether the program's logits of a few tokens are those of the model's modules, up to rounding. A recording of
+        code that asks how many tokens there are would answer wrongly, and nothing else would tell."""
+        ids = torch.arange(tokens).unsqueeze(0) % self.model.config.vocab_size
+        positions = torch.arange(tokens).unsqueeze(0)
+
+        def attend(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return attention(call.module, query, key, value, None, call.scaling, **call.options)[0]
+
+        with torch.no_grad(), kvshelf_attention(self.model):
+            own = self.model(input_ids=ids, position_ids=positions, use_cache=False).logits
+            made = program.run(ids, positions, attend, torch.arange(tokens))
+        scale = own.nan_to_num().abs().max().item()
+        return made is not None and torch.allclose(made, own, rtol=1e-3, atol=1e-3 * scale, equal_nan=True)
 
     def causal(
         self, inputs: Mapping[str, Tensor], context: ForwardContext, kept: Tensor | None = None
