@@ -64,7 +64,7 @@ def list_keys(file: File, as_json: _options.AsJson = False) -> None:
     for record in records:
         created, expires = (_common.local_time(at, "minutes") for at in (record.created_at, record.expires_at))
         table.add_row(record.id, record.tenant, ",".join(record.scopes), created, expires, record.name)
-    _common.table_console().print(table)
+    _common.print_table(table)
 
 
 @app.command()

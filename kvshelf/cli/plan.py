@@ -85,7 +85,7 @@ def plan(
         print(json.dumps(report))
         return
     for table in tables:
-        _common.table_console().print(table)
+        _common.print_table(table)
     for sentence in found.assumptions:
         _common.notes.print(f"- {sentence}", style="dim", soft_wrap=True)
 
