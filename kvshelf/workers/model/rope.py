@@ -6,7 +6,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 _Turn = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A model's rotation function: from states `[n, D]` and tables `[n, T]` to rotated states."""
+
+_REMEMBERED = 64 << 20
 
 _CHANGES_WITH_LENGTH = ("dynamic", "longrope")
 """Kinds of RoPE whose frequencies depend on the length of the sequence: without it a key cannot be moved."""
@@ -71,6 +73,7 @@ class Rope:
     embedding: nn.Module
     planes: _Planes
     length_dependent: bool
+    _last: dict[str, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Rope | None:
@@ -119,8 +122,18 @@ class Rope:
         return self._turned(torch.eye(size, device=positions.device), cos, sin).T  # column i: what unit vector i became
 
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin at `positions` `[N]`: `[N, rotated channels]`, fp32, as the model makes them."""
-        return _tables(self.embedding, positions)
+        """cos and sin at `positions` `[N]`: `[N, rotated channels]`, fp32, as the model makes them; to be read.
+
+        The last ones are remembered up to `_REMEMBERED` bytes, because every layer of a cache asks for the same ones:
+        making them takes as long as rotating the keys of a layer three times.
+        """
+        last = self._last.get("tables")
+        if last is not None and last[0].shape == positions.shape and torch.equal(last[0], positions):
+            return last[1], last[2]
+        cos, sin = _tables(self.embedding, positions)
+        if not self.length_dependent and cos.nbytes + sin.nbytes <= _REMEMBERED:
+            self._last["tables"] = positions.clone(), cos, sin
+        return cos, sin
 
     def _turned(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         heads = math.prod(states.shape[:-2])  # not -1, which is ambiguous where a head keeps nothing
