@@ -160,6 +160,12 @@ def require_attachable(model: PreTrainedModel) -> None:
         raise PolicyUnsupported(
             f"{kind} does not use transformers' attention interface, so kvshelf cannot see its attention", param="model"
         )
+    if getattr(config, "max_position_embeddings", None) is None:
+        raise PolicyUnsupported(
+            f"the configuration of {kind} says no longest sequence (max_position_embeddings), as for models without "
+            "attention; kvshelf cannot attach to it",
+            param="model",
+        )
 
 
 def max_positions(config: Any) -> int:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 from kvshelf.errors import PolicyUnsupported
@@ -56,6 +58,10 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
+LATER: Final = {"gptj", "codegen"}
+"""Types whose attention runs through transformers' interface in the newest version, but not in the oldest allowed."""
+
+
 def random_model(model_type: str) -> PreTrainedModel:
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **SIZES.get(model_type, USUAL))
@@ -71,6 +77,8 @@ def document() -> list[int]:
 
 @pytest.mark.parametrize("model_type", LISTED["taken"])
 def test_a_model_that_is_taken_says_what_it_says_without_kvshelf(model_type: str, document: list[int]) -> None:
+    if model_type in LATER and Version(transformers.__version__) < Version("5.24"):
+        pytest.skip("its attention does not run through the interface of this version of transformers")
     model = random_model(model_type)
     engine, question = Engine(model), [7, 300, 12]
     with torch.no_grad():

@@ -6,6 +6,8 @@ import logging
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -53,6 +55,9 @@ def test_logits_are_those_of_the_models_modules(family):
         expected = model(input_ids=ids, position_ids=positions, attention_mask=torch.ones_like(ids)).logits
         prepack(model)
         program = ForwardProgram.of(model)
+        if family == "nemotron" and Version(transformers.__version__) < Version("5.24"):
+            assert program is None  # its norms are made of operations that a program does not know
+            return
         assert program is not None
         for kept in ([12], [3, 5], list(range(13))):
             logits = program.run(ids, positions, attend, torch.tensor(kept))
