@@ -139,10 +139,13 @@ class Failures:
         self._as_json = as_json
 
     @contextmanager
-    def reported(self) -> Iterator[None]:
+    def reported(self, of: str = "") -> Iterator[None]:
+        """of: the item, which the message of an error then names."""
         try:
             yield
         except KvshelfError as error:
+            if of not in error.message:
+                error.message = f"{of}: {error.message}"
             code = report(error, as_json=self._as_json)
             self.exit_code = self.exit_code or code
 

@@ -18,7 +18,7 @@ from rich.table import Table
 from kvshelf.cli import _common, _options, _references
 from kvshelf.cli._common import connected
 from kvshelf.cli._progress import put_shown
-from kvshelf.errors import CacheNotFound, InvalidRequest, KvshelfError, nearest
+from kvshelf.errors import CacheNotFound, InvalidRequest, nearest
 
 if TYPE_CHECKING:
     from kvshelf.api import AnswerObject, CacheObject
@@ -62,7 +62,7 @@ def put(
     A document that is already on the shelf, compressed in the same way, costs nothing. If one file fails, the others
     still run; the exit code is that of the first failure.
     """
-    failure = 0
+    failures = _common.Failures(as_json=as_json)
     with connected(url, as_json=as_json) as client:
         fields = {
             "policy": policy,
@@ -83,14 +83,9 @@ def put(
             "split": _split(split, part_tokens, overlap_tokens),
         }
         for file in files:
-            try:
+            with failures.reported(of=_named(file)):
                 _put_one(client, file, fields | {"name": name or ("" if file == STDIN else file.name)}, as_json)
-            except KvshelfError as error:
-                failure = failure or _common.exit_code(error)
-                if str(file) not in error.message:
-                    error.message = f"{_named(file)}: {error.message}"
-                _common.report(error, as_json=as_json)
-    raise typer.Exit(failure)
+    raise typer.Exit(failures.exit_code)
 
 
 def _named(file: Path) -> str:

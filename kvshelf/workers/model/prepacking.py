@@ -7,6 +7,7 @@ here are what torch's own compiler makes of layers whose weights stay the same (
 
 from __future__ import annotations
 
+import abc
 import platform
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -23,7 +24,7 @@ _ROWS = 32
 """Rows that the layout is chosen for: those of a question, or of many answers. It suits one row and thousands."""
 
 
-class PackedLinear(nn.Module):
+class PackedLinear(nn.Module, abc.ABC):
     """As `nn.Linear`, for inference alone: x [..., in_features] to [..., out_features], no gradient.
 
     Sums run in another order than `nn.Linear`'s, so fp32 results differ in their last bits. `weight` is in an order of
@@ -42,13 +43,13 @@ class PackedLinear(nn.Module):
         return cls(cls._packed(linear.weight.detach()), linear.bias).train(linear.training)
 
     @property
+    @abc.abstractmethod
     def unpacked(self) -> Tensor:
         """The weight `[out_features, in_features]`, made anew."""
-        raise NotImplementedError
 
     @staticmethod
-    def _packed(weight: Tensor) -> Tensor:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _packed(weight: Tensor) -> Tensor: ...
 
     def extra_repr(self) -> str:
         """The shape, printed as `nn.Linear` prints it."""

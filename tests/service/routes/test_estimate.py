@@ -18,6 +18,7 @@ from kvshelf.api import Timings
 from kvshelf.cli import app
 from kvshelf.workers.policies import POLICIES
 from kvshelf.workers.policies.known import compress_share
+from kvshelf.workers.replica.create import estimates
 from kvshelf.workers.replica.create.estimates import CODECS, Rates
 from kvshelf.workers.replica.create.sizes import Shape
 from tests.service.conftest import created, refused, stopped
@@ -185,3 +186,18 @@ def test_the_client_and_the_command(service_url: str, tmp_path: Path) -> None:
     as_json = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
     assert as_json["policies"][0]["kept"] == said.policies[0].kept
     assert CliRunner().invoke(app, ["estimate", str(tmp_path / "none.txt"), "--url", service_url]).exit_code == 2
+
+
+def test_a_compression_may_end_while_an_estimate_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The estimate runs on a thread of its own."""
+    rates, spent = Rates(), Timings(prefill_s=1.0)
+    shape = Shape(layers=2, kv_heads=2, head_dim=16, itemsize=4, device="cpu", flops=1e6)
+    rates.add("keydiff", {}, 100, spent)
+
+    def looked_up(cost: str) -> float | None:
+        rates.add("tova" if cost == "keydiff" else "h2o", {}, 100, spent)
+        return compress_share(cost)
+
+    monkeypatch.setattr(estimates, "compress_share", looked_up)
+    expected = (1 + added("snapkv")) / (1 + added("keydiff"))
+    assert rates.seconds("snapkv", 100, shape) == (pytest.approx(expected), "other_policies")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
@@ -27,17 +26,21 @@ CODECS: Final = ("none", "int8", "int4", "int2", "mixed", "klt")
 
 
 class Rates:
-    """Measured seconds of compression per document token, by policy, since this process began."""
+    """Measured seconds of compression per document token, by policy, since this process began.
+
+    One thread adds, and others read meanwhile: what they read is replaced as a whole.
+    """
 
     def __init__(self) -> None:
-        self._tokens: Counter[str] = Counter()
-        self._seconds: dict[str, float] = {}
+        self._measured: Mapping[str, tuple[int, float]] = {}
+        """Tokens and seconds by `cost_name`."""
 
     def add(self, policy: str, params: Mapping[str, Any], tokens: int, timings: Timings) -> None:
         """Record a compression."""
         cost = cost_name(policy, params)
-        self._tokens[cost] += tokens
-        self._seconds[cost] = self._seconds.get(cost, 0.0) + timings.prefill_s + timings.compress_s
+        before, seconds = self._measured.get(cost, (0, 0.0))
+        now = before + tokens, seconds + timings.prefill_s + timings.compress_s
+        self._measured = {**self._measured, cost: now}
 
     def seconds(self, cost: str, tokens: int, shape: Shape) -> tuple[float, Basis] | None:
         """Seconds for a document, from the best source; None if nothing tells what the policy takes.
@@ -46,22 +49,24 @@ class Rates:
         from the policies that have, or assumed, and what the policy adds to it from the quality bench. Proportional to
         the tokens, so it is too low for a document much longer than those measured: attention grows with the square.
         """
-        if self._tokens[cost]:
-            return tokens * self._seconds[cost] / self._tokens[cost], "measured"
+        measured = self._measured
+        if cost in measured:
+            of_tokens, seconds = measured[cost]
+            return tokens * seconds / of_tokens, "measured"
         share = compress_share(cost)
         if share is None:
             return None
-        shares = {name: of for name in self._seconds if (of := compress_share(name)) is not None}
+        shares = {name: of for name in measured if (of := compress_share(name)) is not None}
         if shares:
-            plain = sum(self._seconds[name] / (1 + of) for name, of in shares.items())
-            return tokens * plain / sum(self._tokens[name] for name in shares) * (1 + share), "other_policies"
+            plain = sum(measured[name][1] / (1 + of) for name, of in shares.items())
+            return tokens * plain / sum(measured[name][0] for name in shares) * (1 + share), "other_policies"
         flops_per_s = ASSUMED_FLOPS.get(shape.device, ASSUMED_FLOPS["cpu"])
         return tokens * shape.flops / flops_per_s * (1 + share), "assumed"
 
     @property
     def measured_tokens(self) -> int:
         """Tokens of all measured documents."""
-        return self._tokens.total()
+        return sum(tokens for tokens, _ in self._measured.values())
 
 
 def estimate(engine: Engine, rates: Rates, document: EncodedDocument, spec: Estimate) -> EstimateObject:
