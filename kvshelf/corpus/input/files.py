@@ -7,10 +7,12 @@ import io
 import os
 import re
 import stat
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Final, cast
 
@@ -131,12 +133,12 @@ class DocumentShard(_FileShard):
         self._limits = limits
 
     def read(self) -> Iterator[Row]:
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            yield from pool.map(self._row, self._files)
+        with _event_loop() as loop, ThreadPoolExecutor(_AT_ONCE) as pool:
+            yield from pool.map(partial(self._row, loop), self._files)
 
-    def _row(self, file: InputFile) -> Row:
+    def _row(self, loop: asyncio.AbstractEventLoop, file: InputFile) -> Row:
         try:
-            text = self._text(file, self._data(file))
+            text = self._text(loop, file, self._data(file))
         except KvshelfError as error:
             return Row(file.name, 1, file.name, nbytes=file.nbytes).failed(error)
         values = {"custom_id": file.name, "document": text, "name": PurePosixPath(file.name).name[:MAX_NAME]}
@@ -150,7 +152,7 @@ class DocumentShard(_FileShard):
             raise BodyTooLarge(f"{file.name} has more than {MAX_DOCUMENT_BYTES} bytes, as many as a document may have")
         return data
 
-    def _text(self, file: InputFile, data: bytes) -> str:
+    def _text(self, loop: asyncio.AbstractEventLoop, file: InputFile, data: bytes) -> str:
         upload = Upload(data, _media_type(file))
         try:
             kind = upload.kind
@@ -165,7 +167,22 @@ class DocumentShard(_FileShard):
                 f"{file.name}: reading {kind.upper()} needs {library}, which is not installed; run: "
                 f"{install_command('documents')}"
             )
-        return asyncio.run(extract(upload, kind, self._limits, file.name))
+        return asyncio.run_coroutine_threadsafe(extract(upload, kind, self._limits, file.name), loop).result()
+
+
+@contextmanager
+def _event_loop() -> Iterator[asyncio.AbstractEventLoop]:
+    """An event loop in a thread of its own, for the processes that extract text. One for all files of a shard: in
+    Ray's workers loops are uvloop's, and two of these fail when both start a process at the same time."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="kvshelf-extract")
+    thread.start()
+    try:
+        yield loop
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
 
 
 def _media_type(file: InputFile) -> str:

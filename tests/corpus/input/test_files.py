@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import os
 import pickle
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,28 @@ def test_pdf_and_html_are_their_text_and_what_gives_none_is_an_error_row(
     (row,) = read(tmp_path / "a.pdf")
     assert row.error is not None
     assert re.search(r"a.pdf: reading PDF needs pypdf.*pip install .*documents", row.error.message)
+
+
+@pytest.mark.usefixtures("uvloop_policy")
+def test_files_are_extracted_at_once_under_the_event_loops_of_rays_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_AT_ONCE", 16)
+    names = [f"{number:02}.html" for number in range(16)]
+    for name in names:
+        (tmp_path / name).write_text(f"<p>{LINE} {name}</p>")
+    for _ in range(3):
+        assert documents(read(tmp_path)) == {name: f"{LINE} {name}" for name in names}
+
+
+@pytest.fixture
+def uvloop_policy() -> Iterator[None]:
+    """That of processes that Ray starts. Two loops of uvloop must not start processes at the same time."""
+    uvloop = pytest.importorskip("uvloop")
+    before = asyncio.get_event_loop_policy()
+    asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
+    yield
+    asyncio.set_event_loop_policy(before)
 
 
 def test_a_file_that_takes_too_long_ends_at_its_limit(tmp_path: Path) -> None:
