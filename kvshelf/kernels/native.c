@@ -23,10 +23,16 @@ static void take_turns(void *given) {
     }
 }
 
+int may_start(int threads) { return parallel && threads > 1; }
+
+void start(int threads, void (*work)(void *), void *given) {
+    if (may_start(threads))
+        parallel(work, given, threads, 0);
+    else
+        work(given);
+}
+
 void for_each(int64_t count, int threads, void (*work)(const void *, int64_t), const void *context) {
     Loop loop = {work, context, count, 0};
-    if (parallel && threads > 1 && count > 1)
-        parallel(take_turns, &loop, threads, 0);
-    else
-        take_turns(&loop);
+    start(count > 1 ? threads : 1, take_turns, &loop);
 }

@@ -134,4 +134,8 @@ INLINE Floats power_of_2(Floats y) {
    share the cores with them, which stay awake for milliseconds after each of torch's operations. */
 void for_each(int64_t count, int threads, void (*work)(const void *context, int64_t i), const void *context);
 
+/* Call `work(given)` on that many of these threads, where there may be several: torch has an OpenMP that starts them. */
+void start(int threads, void (*work)(void *given), void *given);
+int may_start(int threads);
+
 #endif

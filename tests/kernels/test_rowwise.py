@@ -149,7 +149,7 @@ def test_room_is_used_again_but_never_by_two_values_at_once():
         Instruction("add", (1, 1, 40), out, a, b) for (a, b), out in zip(pairwise(places), places[2:], strict=False)
     ]
     program = RowProgram(chain, [Buffer(40)] * 9, [0, 8])
-    assert program._scratch_row < 5 * 40
+    assert program._call.scratch_row < 5 * 40
     torch.testing.assert_close(run(chain, [40] * 9, {0: x}, 8), 34 * x)
 
 

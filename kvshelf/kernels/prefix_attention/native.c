@@ -8,6 +8,7 @@
    Rows are dequantized a tile at a time, in the first-level cache: only their codes come from memory. */
 
 #include "codes.h"
+#include "parts.h"
 #include "tiles.h"
 
 enum { TILE = 32 };
@@ -219,94 +220,144 @@ static void attend(const Call *a, const Run *run, int few) {
 enum { TOKEN = 0, ALL_ROWS = 1, FIRST_ROW = 2, HEAD = 3, FIRST = 4, END = 5, RESULT = 6, KEYS = 7, VALUES = 10 };
 enum { COLUMNS = 17 };
 
+/* Runs of prefixes that lie alike in memory. items: [count, COLUMNS]. */
 typedef struct {
-    Call call;
-    const int64_t *items; /* [n, COLUMNS] */
-} Prefixes;
+    const int64_t *items;
+    int64_t count;
+    Layout key_layout, value_layout;
+} Launch;
+
+/* Suffixes that lie in one pair of tensors [rows, kv_heads, capacity, D]. strides: elements, of keys and then of values,
+   but the last. table: [rows, 2], the first token of each, or -1, and how long its suffix is, with its `new` tokens. */
+typedef struct {
+    char *keys, *values;
+    int64_t strides[6];
+    const int32_t *table;
+    int64_t rows, new;
+} Suffixes;
+
+/* The attention of one layer: over prefixes, whose runs leave results in `outs` and `lses` until they are united; then
+   over suffixes, which go on from `out` [N, kv_heads, group, D] and `lse`. Without shares these hold what the prefixes
+   gave. keys, values: of the call's tokens, [N, kv_heads, D] with a step from token to token in elements, to be appended
+   to the suffixes; 0 where they are there. shares: [shares, 1 + kv_heads], where the results of a share begin, and how
+   many runs each head has; places: [N, 3], the share of a token, its place there, and the tokens of the share; see
+   work.py. */
+struct Attention {
+    const void *queries;
+    const char *keys, *values;
+    int64_t key_step, value_step, tokens, kv_heads, group, dim;
+    const Launch *launches;
+    int64_t num_launches;
+    float *outs, *lses;
+    const int64_t *shares;
+    const int32_t *places;
+    const Suffixes *suffixes;
+    int64_t num_suffixes;
+    float *out, *lse;
+    double scale;
+    int64_t type;
+};
+
+static Call call_of(const Attention *a, const Layout *key_layout, const Layout *value_layout, float *outs, float *lses) {
+    return (Call){a->queries, outs, lses, a->kv_heads, a->group, a->dim, *key_layout, *value_layout, (float)a->scale,
+                  (int)a->type};
+}
 
 /* Three columns: the address of a head's rows, of its scales and of its zeros. */
 static HeadRows head_rows(const int64_t *columns) {
     return (HeadRows){(const void *)columns[0], (const void *)columns[1], (const void *)columns[2]};
 }
 
-static void attend_item(const void *context, int64_t i) {
-    const Prefixes *a = context;
-    const int64_t *item = a->items + i * COLUMNS, left = item[ALL_ROWS] - item[FIRST_ROW];
+static void attend_item(const Attention *a, const Launch *launch, int64_t i) {
+    const Call call = call_of(a, &launch->key_layout, &launch->value_layout, a->outs, a->lses);
+    const int64_t *item = launch->items + i * COLUMNS, left = item[ALL_ROWS] - item[FIRST_ROW];
     const Run run = {
         .keys = head_rows(item + KEYS), .values = head_rows(item + VALUES), .first = item[FIRST], .end = item[END],
         .token = item[TOKEN], .head = item[HEAD], .row = item[FIRST_ROW], .rows = left < ROWS ? left : ROWS,
         .result = item[RESULT],
     };
-    attend(&a->call, &run, item[ALL_ROWS] <= FEW_ROWS);
+    attend(&call, &run, item[ALL_ROWS] <= FEW_ROWS);
 }
 
-/* layouts: of keys and then of values, four numbers each; see codes.h. */
-EXPORT void kvshelf_attend_runs(const void *queries, const int64_t *items, int64_t count, float *outs, float *lses,
-                                int64_t kv_heads, int64_t group, int64_t dim, const Layout layouts[2], float scale,
-                                int type, int threads) {
-    const Prefixes a = {{queries, outs, lses, kv_heads, group, dim, layouts[0], layouts[1], scale, type}, items};
-    for_each(count, threads, attend_item, &a);
+/* The new keys and values of one row of a batch behind its suffix. */
+static void append(const Attention *a, const Suffixes *s, int64_t row) {
+    const int64_t width = a->type == FP32 ? 4 : 2, first = s->table[2 * row];
+    for (int64_t t = 0; t < s->new && first >= 0; t++)
+        for (int64_t head = 0; head < a->kv_heads; head++) {
+            const int64_t at = s->table[2 * row + 1] - s->new + t, own = head * a->dim;
+            const int64_t key = row * s->strides[0] + head * s->strides[1] + at * s->strides[2];
+            const int64_t value = row * s->strides[3] + head * s->strides[4] + at * s->strides[5];
+            memcpy(s->keys + key * width, a->keys + ((first + t) * a->key_step + own) * width, a->dim * width);
+            memcpy(s->values + value * width, a->values + ((first + t) * a->value_step + own) * width, a->dim * width);
+        }
 }
 
-typedef struct {
-    Call call;
-    const char *keys, *values;
-    int64_t key_steps[2], value_steps[2]; /* bytes from row to row of the batch, and from head to head */
-    const int32_t *rows;                  /* [n, 2]: the first token of each, or -1, and how long its suffix is */
-    int64_t new;                          /* tokens of each */
-    int64_t blocks;                       /* runs of each at a head */
-} Suffixes;
+/* Piece `i` of all rows that are appended to, and of all runs: these read no suffix. */
+static void append_or_attend(const void *context, int64_t i) {
+    const Attention *a = context;
+    for (const Suffixes *s = a->suffixes; a->keys && s < a->suffixes + a->num_suffixes; i -= s->rows, s++)
+        if (i < s->rows) return append(a, s, i);
+    const Launch *launch = a->launches;
+    for (; i >= launch->count; launch++) i -= launch->count;
+    attend_item(a, launch, i);
+}
 
-static void attend_suffix(const void *context, int64_t i) {
-    const Suffixes *a = context;
-    const int64_t head = i / a->blocks % a->call.kv_heads, row = i / a->blocks / a->call.kv_heads;
-    const int64_t all = a->new * a->call.group, begin = i % a->blocks * ROWS, left = all - begin;
-    const int64_t token = a->rows[2 * row], visible = a->rows[2 * row + 1] - a->new + 1;
+/* The union of what the runs found for each query head of a token; 0 and -inf where there was no run. */
+static void unite_runs(const void *context, int64_t token) {
+    const Attention *a = context;
+    const int64_t *share = a->shares + a->places[3 * token] * (1 + a->kv_heads), dim = a->dim;
+    const int64_t rows = a->places[3 * token + 2] * a->group, step = a->kv_heads * rows;
+    for (int64_t i = 0; i < a->kv_heads * a->group; i++) {
+        const int64_t head = i / a->group, runs = share[1 + head];
+        const int64_t from = share[0] + head * rows + a->places[3 * token + 1] * a->group + i % a->group;
+        float top = -INFINITY, mass = 0, *out = a->out + (token * a->kv_heads * a->group + i) * dim;
+        for (int64_t n = 0; n < runs; n++) top = fmaxf(top, a->lses[from + n * step]);
+        memset(out, 0, dim * sizeof *out);
+        for (int64_t n = 0; n < runs; n++) {
+            const float weight = expf(a->lses[from + n * step] - top), *part = a->outs + (from + n * step) * dim;
+            mass += weight;
+            for (int64_t c = 0; c < dim; c++) out[c] += weight * part[c];
+        }
+        for (int64_t c = 0; c < dim && runs; c++) out[c] /= mass;
+        a->lse[token * a->kv_heads * a->group + i] = runs ? top + logf(mass) : -INFINITY;
+    }
+}
+
+/* Query rows of a KV head are taken ROWS at a time. */
+static int64_t blocks_of(const Attention *a, const Suffixes *s) { return (s->new * a->group + ROWS - 1) / ROWS; }
+
+/* Block `i` of the rows and heads of suffixes. */
+static void attend_suffix(const Attention *a, const Suffixes *s, int64_t i) {
+    const int64_t width = a->type == FP32 ? 4 : 2, *steps = s->strides, blocks = blocks_of(a, s);
+    const int64_t head = i / blocks % a->kv_heads, row = i / blocks / a->kv_heads;
+    const int64_t all = s->new * a->group, begin = i % blocks * ROWS, left = all - begin;
+    const int64_t token = s->table[2 * row], visible = s->table[2 * row + 1] - s->new + 1;
     if (token < 0) return;
+    const Call call = call_of(a, &(Layout){.stride = steps[2]}, &(Layout){.stride = steps[5]}, a->out, a->lse);
     Run run = {
-        .keys = {a->keys + row * a->key_steps[0] + head * a->key_steps[1]},
-        .values = {a->values + row * a->value_steps[0] + head * a->value_steps[1]},
+        .keys = {s->keys + (row * steps[0] + head * steps[1]) * width},
+        .values = {s->values + (row * steps[3] + head * steps[4]) * width},
         .token = token, .head = head, .row = begin, .rows = left < ROWS ? left : ROWS, .result = -1, .visible = visible,
     };
-    run.end = limit_of(&a->call, &run, run.rows - 1);
-    attend(&a->call, &run, all <= FEW_ROWS);
+    run.end = limit_of(&call, &run, run.rows - 1);
+    attend(&call, &run, all <= FEW_ROWS);
 }
 
-/* Go on from `out` and `lse`, of the prefixes, with the suffixes of `count` rows of a batch. strides: elements of keys
-   and then of values, [rows, kv_heads, capacity, D], but the last. */
-EXPORT void kvshelf_attend_suffixes(const void *queries, const void *keys, const void *values, const int64_t *strides,
-                                    const int32_t *rows, int64_t count, int64_t new, float *out, float *lse,
-                                    int64_t kv_heads, int64_t group, int64_t dim, float scale, int type, int threads) {
-    const int64_t width = type == FP32 ? 4 : 2, *s = strides;
-    const Suffixes a = {
-        {queries, out, lse, kv_heads, group, dim, {.stride = s[2]}, {.stride = s[5]}, scale, type},
-        keys, values, {s[0] * width, s[1] * width},
-        {s[3] * width, s[4] * width}, rows, new, (new * group + ROWS - 1) / ROWS,
-    };
-    for_each(count * kv_heads * a.blocks, threads, attend_suffix, &a);
+static void attend_suffixes(const void *context, int64_t i) {
+    const Attention *a = context;
+    const Suffixes *s = a->suffixes;
+    for (int64_t own; i >= (own = s->rows * a->kv_heads * blocks_of(a, s)); s++) i -= own;
+    attend_suffix(a, s, i);
 }
 
-/* The union of what the runs of a token and query head found, for every one of them: out [N, kv_heads, group, D] and
-   lse without D; 0 and -inf where there was no run. counts: the tokens of each share. shares: [shares, 1 + kv_heads],
-   where the results of a share begin, and how many runs each head has; see work.py. */
-EXPORT void kvshelf_unite_runs(const float *outs, const float *lses, const int64_t *counts, const int64_t *shares,
-                               int64_t num_shares, float *out, float *lse, int64_t kv_heads, int64_t group,
-                               int64_t dim) {
-    for (int64_t s = 0; s < num_shares; s++, shares += 1 + kv_heads) {
-        const int64_t rows = counts[s] * group, step = kv_heads * rows;
-        for (int64_t i = 0; i < counts[s] * kv_heads * group; i++, out += dim, lse++) {
-            const int64_t token = i / group / kv_heads, head = i / group % kv_heads, runs = shares[1 + head];
-            const int64_t from = shares[0] + head * rows + token * group + i % group;
-            float top = -INFINITY, mass = 0;
-            for (int64_t n = 0; n < runs; n++) top = fmaxf(top, lses[from + n * step]);
-            memset(out, 0, dim * sizeof *out);
-            for (int64_t n = 0; n < runs; n++) {
-                const float weight = expf(lses[from + n * step] - top), *part = outs + (from + n * step) * dim;
-                mass += weight;
-                for (int64_t c = 0; c < dim; c++) out[c] += weight * part[c];
-            }
-            for (int64_t c = 0; c < dim && runs; c++) out[c] /= mass;
-            *lse = runs ? top + logf(mass) : -INFINITY;
-        }
+void run_attention(Member *member, const Attention *a) {
+    int64_t appended = 0, blocks = 0, runs = 0;
+    for (const Suffixes *s = a->suffixes; s < a->suffixes + a->num_suffixes; s++) {
+        appended += a->keys ? s->rows : 0;
+        blocks += s->rows * a->kv_heads * blocks_of(a, s);
     }
+    for (const Launch *launch = a->launches; launch < a->launches + a->num_launches; launch++) runs += launch->count;
+    phase(member, appended + runs, append_or_attend, a);
+    phase(member, a->shares ? a->tokens : 0, unite_runs, a);
+    phase(member, blocks, attend_suffixes, a);
 }

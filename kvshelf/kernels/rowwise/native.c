@@ -4,7 +4,7 @@
    second-level cache. With few rows the threads divide the outputs of each product, because weights are then what has
    to be read. */
 
-#include "native.h"
+#include "parts.h"
 
 /* Weights are [panels, inner, PANEL]: the outputs of a panel stand in the lanes of vectors. MOST: rows whose sums the
    registers hold. */
@@ -70,18 +70,19 @@ typedef struct {
     int64_t row_step, begin;
 } Buffer;
 
-typedef struct {
+/* Instructions in order, over `rows` rows. scratch: room for blocks of `block_rows` rows of `scratch_row` elements, one
+   a thread if there are several blocks. */
+struct RowProgram {
     const Instruction *instructions;
     const Buffer *buffers;
     int64_t count, rows, block_rows;
     float *scratch;
     int64_t scratch_row; /* elements of all values of a block that do not outlive it, for one row */
-    int64_t workers;
-} Program;
+};
 
 /* A block of rows, and where those of its values lie that do not outlive it. */
 typedef struct {
-    const Program *program;
+    const RowProgram *program;
     int64_t first, rows;
     float *scratch;
 } Block;
@@ -142,19 +143,19 @@ INLINE void mean_line(float *out, const float *a, const Instruction *now) {
     *out = sum((sums[0] + sums[1]) + (sums[2] + sums[3])) / count;
 }
 
-INLINE void map_rows(const Block *block, const Instruction *now, const int op) {
+INLINE void map_rows(const Block *block, const Instruction *now, const int64_t from, const int64_t to, const int op) {
     int64_t out_row, a_row, b_row;
     float *out = at(block, &now->out, &out_row);
     const float *a = at(block, &now->a, &a_row), *b = at(block, &now->b, &b_row);
-    for (int64_t r = 0; r < block->rows; r++)
+    for (int64_t r = from; r < to; r++)
         for (int64_t i = 0; i < now->sizes[0]; i++)
             for (int64_t j = 0; j < now->sizes[1]; j++) {
-                float *to = out + r * out_row + i * now->out.strides[0] + j * now->out.strides[1];
-                const float *from = a + r * a_row + i * now->a.strides[0] + j * now->a.strides[1];
+                float *y = out + r * out_row + i * now->out.strides[0] + j * now->out.strides[1];
+                const float *x = a + r * a_row + i * now->a.strides[0] + j * now->a.strides[1];
                 if (op == MEAN)
-                    mean_line(to, from, now);
+                    mean_line(y, x, now);
                 else
-                    map_line(op, to, from, b + r * b_row + i * now->b.strides[0] + j * now->b.strides[1], now);
+                    map_line(op, y, x, b + r * b_row + i * now->b.strides[0] + j * now->b.strides[1], now);
             }
 }
 
@@ -169,68 +170,85 @@ static void multiply_block(const Block *block, const Instruction *now, int64_t f
     }
 }
 
-static void execute(const Block *block, const Instruction *now) {
+/* One instruction for the rows of a block from `from` to `to`. */
+static void map(const Block *block, const Instruction *now, int64_t from, int64_t to) {
     switch (now->op) {
-        case LINEAR: return multiply_block(block, now, 0, now->sizes[0]);
-#define MAP(OP) case OP: return map_rows(block, now, OP);
+#define MAP(OP) case OP: return map_rows(block, now, from, to, OP);
         MAP(MUL) MAP(ADD) MAP(SUB) MAP(COPY) MAP(SILU) MAP(GELU) MAP(GELU_TANH) MAP(TANH) MAP(RELU) MAP(RSQRT) MAP(MEAN)
     }
 }
 
-/* A worker has scratch of its own, and takes every `workers`-th block. */
-static void take_blocks(const void *context, int64_t worker) {
-    const Program *a = context;
-    Block block = {a, 0, a->block_rows, a->scratch + worker * a->block_rows * a->scratch_row};
-    for (block.first = worker * a->block_rows; block.first < a->rows; block.first += a->workers * a->block_rows) {
-        const int64_t left = a->rows - block.first;
-        block.rows = left < a->block_rows ? left : a->block_rows;
-        for (int64_t i = 0; i < a->count; i++) execute(&block, a->instructions + i);
+/* Many rows: each member has scratch of its own, and takes block after block. */
+typedef struct {
+    const RowProgram *rows;
+    float *scratch;
+} Blocks;
+
+static void take_block(const void *context, int64_t i) {
+    const Blocks *a = context;
+    const int64_t first = i * a->rows->block_rows, left = a->rows->rows - first;
+    const Block block = {a->rows, first, left < a->rows->block_rows ? left : a->rows->block_rows, a->scratch};
+    for (const Instruction *now = a->rows->instructions; now < a->rows->instructions + a->rows->count; now++) {
+        if (now->op == LINEAR)
+            multiply_block(&block, now, 0, now->sizes[0]);
+        else
+            map(&block, now, 0, block.rows);
     }
 }
 
-/* Products of the same rows, one instruction after the other. */
+/* Instructions of one kind, one after the other: products of the same rows, or what is computed number by number. */
 typedef struct {
     const Block *block;
     const Instruction *first;
-    int64_t count, panels, parts;
-} Products;
+    int64_t count, panels, pieces;
+} Stretch;
 
-/* Of the panels of all products together, the `part`-th of `parts`. */
-static void multiply_part(const void *context, int64_t part) {
-    const Products *a = context;
-    int64_t from = part * a->panels / a->parts, to = (part + 1) * a->panels / a->parts;
-    for (int64_t i = 0; i < a->count && to > 0; i++) {
-        const int64_t own = a->first[i].sizes[0];
-        if (from < own) multiply_block(a->block, a->first + i, from > 0 ? from : 0, to < own ? to : own);
+/* Pieces of the panels of a stretch of products, so that no thread waits long for another's last one. */
+enum { PIECES = 16, ROWS_OF_A_PIECE = 4 };
+
+/* Of the panels of all products together, piece `i`. */
+static void multiply_piece(const void *context, int64_t i) {
+    const Stretch *a = context;
+    int64_t from = i * a->panels / a->pieces, to = (i + 1) * a->panels / a->pieces;
+    for (const Instruction *now = a->first; now < a->first + a->count && to > 0; now++) {
+        const int64_t own = now->sizes[0];
+        if (from < own) multiply_block(a->block, now, from > 0 ? from : 0, to < own ? to : own);
         from -= own, to -= own;
     }
 }
 
-static Products products_from(const Block *block, const Instruction *first, const Instruction *end, int64_t parts) {
-    Products found = {block, first, 0, 0, parts};
-    for (const Instruction *now = first; now < end && now->op == LINEAR; now++, found.count++) {
-        if (now->a.buffer != first->a.buffer || now->a.offset != first->a.offset) break;
-        found.panels += now->sizes[0];
+static void map_piece(const void *context, int64_t i) {
+    const Stretch *a = context;
+    const int64_t from = i * ROWS_OF_A_PIECE, end = from + ROWS_OF_A_PIECE;
+    const int64_t to = end < a->block->rows ? end : a->block->rows;
+    for (const Instruction *now = a->first; now < a->first + a->count; now++) map(a->block, now, from, to);
+}
+
+static Stretch stretch_from(const Block *block, const Instruction *first, const Instruction *end) {
+    Stretch found = {block, first, 0, 0, 0};
+    for (const Instruction *now = first; now < end && (now->op == LINEAR) == (first->op == LINEAR); now++) {
+        if (now->op == LINEAR && (now->a.buffer != first->a.buffer || now->a.offset != first->a.offset)) break;
+        found.count++;
+        found.panels += now->op == LINEAR ? now->sizes[0] : 0;
     }
+    found.pieces = found.panels ? (found.panels < PIECES ? found.panels : PIECES)
+                                : (block->rows + ROWS_OF_A_PIECE - 1) / ROWS_OF_A_PIECE;
     return found;
 }
 
-/* Instructions in order, over `rows` rows. scratch: room for `workers` blocks of `block_rows` rows of `scratch_row`
-   elements; with a single block for all rows, the threads divide its products. */
-EXPORT void kvshelf_run_rows(const Instruction *instructions, int64_t count, const Buffer *buffers, int64_t rows,
-                             int64_t block_rows, float *scratch, int64_t scratch_row, int threads) {
-    const Program a = {instructions, buffers, count, rows, block_rows, scratch, scratch_row, threads};
-    if (rows > block_rows) {
-        for_each(threads, threads, take_blocks, &a);
+int64_t phases_of_rows(const RowProgram *a) { return a->rows > a->block_rows ? 1 : a->count; }
+
+/* Few rows, a single block: members divide the outputs of its products, because weights are what has to be read. */
+void run_rows(Member *member, const RowProgram *a) {
+    if (a->rows > a->block_rows) {
+        const Blocks blocks = {a, a->scratch + member->number * a->block_rows * a->scratch_row};
+        phase(member, (a->rows + a->block_rows - 1) / a->block_rows, take_block, &blocks);
         return;
     }
-    const Block whole = {&a, 0, rows, scratch};
-    for (const Instruction *now = instructions, *end = now + count; now < end;) {
-        const Products products = products_from(&whole, now, end, 2 * threads);
-        if (products.count && threads > 1)
-            for_each(products.parts, threads, multiply_part, &products);
-        else
-            for (int64_t i = 0; i < products.count || i == 0; i++) execute(&whole, now + i);
-        now += products.count ? products.count : 1;
+    const Block whole = {a, 0, a->rows, a->scratch};
+    for (const Instruction *now = a->instructions, *end = now + a->count; now < end;) {
+        const Stretch stretch = stretch_from(&whole, now, end);
+        phase(member, stretch.pieces, stretch.panels ? multiply_piece : map_piece, &stretch);
+        now += stretch.count;
     }
 }

@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kvshelf.kernels.native import compiled, pointer
+from kvshelf.kernels.native import Part, run
 
 PANEL: Final = 32
 """Outputs of a panel of a packed weight."""
@@ -20,7 +20,7 @@ OPERATIONS: Final = (
 )  # fmt: skip
 """In the order of their numbers in C."""
 
-_BLOCK_ROWS: Final = 96
+BLOCK_ROWS: Final = 96
 """Rows that a thread takes through all instructions at a time: eight times as many as registers hold sums of, and few
 enough for what lies between to stay in a second-level cache of a megabyte."""
 
@@ -65,6 +65,16 @@ class Buffer:
     constant: Tensor | None = None
 
 
+class _Rows(ctypes.Structure):
+    """See `native.c`."""
+
+    _fields_ = (
+        ("instructions", ctypes.c_void_p), ("buffers", ctypes.c_void_p), ("count", ctypes.c_int64),
+        ("rows", ctypes.c_int64), ("block_rows", ctypes.c_int64), ("scratch", ctypes.c_void_p),
+        ("scratch_row", ctypes.c_int64),
+    )  # fmt: skip
+
+
 class RowProgram:
     """Instructions in order. `outside`: the buffers that are given and taken, by their place in `buffers`; the others
     exist only while a block of rows passes. Not thread-safe."""
@@ -76,30 +86,36 @@ class RowProgram:
         self._held = [buffers[buffer].constant for buffer in used], list(instructions)  # C has their addresses
         self._outside = [(buffer, 3 * self._at[buffer]) for buffer in outside if buffer in self._at]
         inside = [buffer for buffer in used if buffer not in outside and buffers[buffer].constant is None]
-        begins, self._scratch_row = _packed(instructions, {buffer: buffers[buffer].width for buffer in inside})
+        begins, scratch_row = _packed(instructions, {buffer: buffers[buffer].width for buffer in inside})
         self._table = (ctypes.c_int64 * (3 * len(used)))()
         for buffer, index in self._at.items():
             constant = buffers[buffer].constant
             row = (0, buffers[buffer].width, begins.get(buffer, 0)) if constant is None else (constant.data_ptr(), 0, 0)
             self._table[3 * index : 3 * index + 3] = list(row)
         words = [word for each in instructions for word in self._words(each)]
-        self._instructions = (ctypes.c_int64 * len(words))(*words)
-        self._count = ctypes.c_int64(len(instructions))
+        self._words_of_c = (ctypes.c_int64 * len(words))(*words)
         self._scratch = torch.empty(0)
+        self._call = _Rows(
+            instructions=ctypes.addressof(self._words_of_c), buffers=ctypes.addressof(self._table),
+            count=len(instructions), scratch_row=scratch_row,
+        )  # fmt: skip
 
     def run(self, values: Mapping[int, Tensor], rows: int) -> None:
         """Execute over `rows` rows. values: each outside buffer, `[rows, width]` contiguous fp32."""
+        run([self.part(values, rows)])
+
+    def part(self, values: Mapping[int, Tensor], rows: int) -> Part:
+        """As `run`, to be run with other parts. There is one at a time: the next one replaces it."""
         threads = torch.get_num_threads()
-        block = rows if rows <= _BLOCK_ROWS * (1 if threads == 1 else 2) else _BLOCK_ROWS
+        self._call.rows = rows
+        self._call.block_rows = block = rows if rows <= BLOCK_ROWS * (1 if threads == 1 else 2) else BLOCK_ROWS
         for buffer, place in self._outside:
             self._table[place] = values[buffer].data_ptr()
-        needed = self._scratch_row * block * (threads if rows > block else 1)
+        needed = self._call.scratch_row * block * (threads if rows > block else 1)
         if needed > len(self._scratch):
             self._scratch = torch.empty(needed)
-        compiled().kvshelf_run_rows(
-            self._instructions, self._count, self._table, ctypes.c_int64(rows), ctypes.c_int64(block),
-            pointer(self._scratch), ctypes.c_int64(self._scratch_row), threads,
-        )  # fmt: skip
+        self._call.scratch = self._scratch.data_ptr()
+        return Part(ctypes.addressof(self._call), 0, self)
 
     def _words(self, each: Instruction) -> list[int]:
         places = [word for p in each.places for word in (self._at[p.buffer], p.offset, *p.strides)]
