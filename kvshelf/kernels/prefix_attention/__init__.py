@@ -15,6 +15,7 @@ from torch import Tensor
 from kvshelf.kernels.checks import require, require_states
 from kvshelf.kernels.dispatch import implementation
 from kvshelf.kernels.prefix_attention import eager
+from kvshelf.kernels.prefix_attention.native import Scratch, attention_part
 from kvshelf.kernels.prefix_attention.prefixes import (
     BatchLayout,
     Block,
@@ -32,9 +33,11 @@ __all__ = [
     "MergedPrefix",
     "PackedPrefix",
     "Prefix",
+    "Scratch",
     "StackedPrefix",
     "StreamedPrefix",
     "SuffixRows",
+    "attention_part",
     "causal_attention",
     "prefix_attention",
 ]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import accumulate
 from weakref import WeakKeyDictionary
 
 import torch
@@ -41,15 +41,15 @@ def prefix_attention(
     grouped = queries.reshape(num_tokens, suffixes[0][0].shape[1], -1, dim)  # [N, kv_heads, group, D]
     if not _takes_all(grouped, suffixes, layout):
         return eager.attend_both(_attend_shares, queries, prefixes, suffixes, layout, scale)
-    results = Results.of(grouped)
-    ours = _ours(grouped, prefixes, layout)
-    if all(ours):
-        run([_part(grouped.contiguous(), prefixes, suffixes, layout, scale, results)])
+    grouped = grouped.contiguous()
+    if all(_ours(grouped, prefixes, layout)):
+        out, lse = _room_for(grouped)
+        run([_part(grouped, prefixes, suffixes, layout, scale, (out, lse))])
     else:
         out, lse = _attend_shares(grouped, prefixes, dim, layout, scale)
-        results = Results.given(out.float().contiguous(), lse.contiguous())
-        run([_part(grouped.contiguous(), (), suffixes, layout, scale, results)])
-    return results.out.to(queries.dtype).view(num_tokens, q_heads, dim)
+        out = out.float().contiguous()
+        run([_part(grouped, (), suffixes, layout, scale, (out, lse.contiguous()))])
+    return out.to(queries.dtype).view(num_tokens, q_heads, dim)
 
 
 def attention_part(
@@ -58,21 +58,30 @@ def attention_part(
     suffixes: Sequence[tuple[Tensor, Tensor]],
     layout: BatchLayout,
     scale: float,
-    results: Results,
+    out: Tensor,
+    scratch: Scratch,
 ) -> Part | None:
-    """Attention of a batch that is still to be run, and then appends its tokens' keys and values to the suffixes.
+    """Attention of a batch that `run` will run, which then also appends keys and values to the suffixes.
 
-    states: queries `[N, q_heads, D]` contiguous, keys and values `[N, kv_heads, D]`, each token's contiguous; fp32. The
-    rest as in `prefix_attention`, but that suffixes have only room for the new tokens. The caller keeps all tensors,
-    until it has run. None where C cannot attend to some of them.
+    states: queries `[1, q_heads, N, D]`, keys and values `[1, kv_heads, N, D]` in fp32, the heads of a token side by
+    side, and those of all queries. out: `[N, q_heads, D]` contiguous. The rest as in `prefix_attention`, but that the
+    new tokens only have room in the suffixes. Until it has run, the caller keeps all these tensors. None where C cannot
+    attend to some of them.
     """
-    queries, keys, values = states
-    num_tokens, _, dim = queries.shape
-    grouped = queries.view(num_tokens, keys.shape[1], -1, dim)
-    plain = all(states.dtype == torch.float32 and states[0].is_contiguous() for states in (queries, keys, values))
-    if not (plain and _takes_all(grouped, suffixes, layout) and all(_ours(grouped, prefixes, layout))):
+    queries, keys, values = (each[0].transpose(0, 1) for each in states)  # [N, heads, D]
+    if not (queries.is_contiguous() and all(x[0].is_contiguous() and x.dtype == torch.float32 for x in (keys, values))):
         return None
-    return _part(grouped, prefixes, suffixes, layout, scale, results, (keys, values))
+    tokens, _, dim = queries.shape
+    grouped = queries.view(tokens, keys.shape[1], -1, dim)
+    if not (_takes_all(grouped, suffixes, layout) and all(_ours(grouped, prefixes, layout))):
+        return None
+    shape = (tokens, keys.shape[1], grouped.shape[2], dim)
+    found, held = _attention(queries.dtype, shape, prefixes, suffixes, layout, scratch)
+    found.queries, found.out, found.scale = queries.data_ptr(), out.data_ptr(), scale
+    (found.keys, found.key_step), (found.values, found.value_step) = (
+        (each.data_ptr(), each.stride(0)) for each in (keys, values)
+    )
+    return Part(0, ctypes.addressof(found), (found, held))
 
 
 def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -83,10 +92,10 @@ def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, scale: float
     if not ours:
         return eager.causal_attention(queries, keys, values, scale)
     grouped = queries[0].transpose(0, 1).reshape(tokens, -1, group, dim).contiguous()  # [T, kv_heads, group, D]
-    results = Results.given(torch.zeros(grouped.shape), torch.full(grouped.shape[:3], -torch.inf))
+    out, lse = torch.zeros(grouped.shape), torch.full(grouped.shape[:3], -torch.inf)
     layout = BatchLayout((tokens,), (SuffixRows((tokens,), (0,), tokens),), queries.device)
-    run([_part(grouped, (), [(keys, values)], layout, scale, results)])
-    out, lse = results.out.to(queries.dtype), results.lse
+    run([_part(grouped, (), [(keys, values)], layout, scale, (out, lse))])
+    out = out.to(queries.dtype)
     return out.view(1, tokens, q_heads, dim).transpose(1, 2), lse.view(tokens, q_heads).T.unsqueeze(0).contiguous()
 
 
@@ -126,13 +135,18 @@ def _attend_shares(
     if not any(ours):
         return eager.attend_shares(queries, prefixes, value_dim, layout, scale)
     mine = [parts if own else () for parts, own in zip(prefixes, ours, strict=True)]
-    results = Results.of(queries)
-    run([_part(queries.contiguous(), mine, (), layout, scale, results)])
+    out, lse = _room_for(queries)
+    run([_part(queries.contiguous(), mine, (), layout, scale, (out, lse))])
     for own, parts, count, end in zip(ours, prefixes, layout.shares, layout.share_ends, strict=True):
         if not own:
             tokens = slice(end - count, end)
-            results.out[tokens], results.lse[tokens] = eager.attend_share(queries[tokens], parts, value_dim, scale)
-    return results.out, results.lse
+            out[tokens], lse[tokens] = eager.attend_share(queries[tokens], parts, value_dim, scale)
+    return out, lse
+
+
+def _room_for(queries: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exps of queries `[N, kv_heads, group, D]`, fp32."""
+    return torch.empty(queries.shape), torch.empty(queries.shape[:3])
 
 
 _VERDICTS: WeakKeyDictionary[Prefix, dict[tuple[object, ...], bool]] = WeakKeyDictionary()
@@ -160,23 +174,18 @@ def _takes_rows(queries: Tensor, states: Rows, rows: int) -> bool:
     return whole and states.dtype == queries.dtype and _fits(queries, states.num_channels, rows)
 
 
-@dataclass(eq=False)
-class Results:
-    """What attention gives: `out` `[N, kv_heads, group, D]` and log-sum-exps `lse` without D, both fp32. `of_runs`:
-    memory for what runs of prefixes give; attentions that run one after the other may share it, and `lse`."""
+class Scratch:
+    """Memory for what attentions leave for themselves. Those that run one after the other may share it."""
 
-    out: Tensor
-    lse: Tensor
-    of_runs: Tensor
+    def __init__(self) -> None:
+        self._memory = torch.empty(0)
 
-    @classmethod
-    def of(cls, queries: Tensor) -> Results:
-        """Room for those of queries `[N, kv_heads, group, D]`."""
-        return cls.given(torch.empty(queries.shape), torch.empty(queries.shape[:3]))
-
-    @classmethod
-    def given(cls, out: Tensor, lse: Tensor) -> Results:
-        return cls(out, lse, torch.empty(0))
+    def room(self, *elements: int) -> tuple[object, list[int]]:
+        """Memory for so many numbers in fp32, to be held until it is no longer needed, and where each part begins."""
+        if self._memory.numel() < sum(elements):
+            self._memory = torch.empty(sum(elements))
+        ends = accumulate(elements[:-1], initial=0)
+        return self._memory, [self._memory.data_ptr() + end * self._memory.itemsize for end in ends]
 
 
 class _Launch(ctypes.Structure):
@@ -212,40 +221,44 @@ def _part(
     suffixes: Sequence[tuple[Tensor, Tensor]],
     layout: BatchLayout,
     scale: float,
-    results: Results,
-    new: tuple[Tensor, Tensor] | None = None,
+    results: tuple[Tensor, Tensor],
 ) -> Part:
-    """queries: `[N, kv_heads, group, D]` contiguous. Without prefixes `results` holds what they gave. new: keys and
-    values `[N, kv_heads, D]` that are to be appended to the suffixes; None where they are there."""
+    """queries: `[N, kv_heads, group, D]` contiguous. results: output, as the queries, and log-sum-exps without D, both
+    fp32; without prefixes they hold what these gave."""
     tokens, kv_heads, group, dim = queries.shape
-    found = _Attention(
-        queries=queries.data_ptr(), tokens=tokens, kv_heads=kv_heads, group=group, dim=dim,
-        out=results.out.data_ptr(), lse=results.lse.data_ptr(), scale=scale, type=TYPES[queries.dtype],
-    )  # fmt: skip
-    held: list[object] = [found, queries, new, suffixes, layout]
-    if new is not None:
-        (found.keys, found.key_step), (found.values, found.value_step) = ((x.data_ptr(), x.stride(0)) for x in new)
+    out, lse = results
+    found, held = _attention(queries.dtype, (tokens, kv_heads, group, dim), prefixes, suffixes, layout, Scratch())
+    found.queries, found.out, found.lse, found.scale = queries.data_ptr(), out.data_ptr(), lse.data_ptr(), scale
+    return Part(0, ctypes.addressof(found), (found, held, queries, results))
+
+
+def _attention(
+    dtype: torch.dtype,
+    shape: tuple[int, int, int, int],
+    prefixes: Sequence[Sequence[Prefix]],
+    suffixes: Sequence[tuple[Tensor, Tensor]],
+    layout: BatchLayout,
+    scratch: Scratch,
+) -> tuple[_Attention, object]:
+    """Without queries, scale and results but for the log-sum-exps, which are in the scratch; and what it points to."""
+    tokens, kv_heads, group, dim = shape
+    found = _Attention(tokens=tokens, kv_heads=kv_heads, group=group, dim=dim, type=TYPES[dtype])
+    held: list[object] = [layout, suffixes]
+    lses, runs = tokens * kv_heads * group, 0
     if prefixes:
-        setting = Setting(kv_heads, group, queries.itemsize, torch.get_num_threads(), _LEAST_RUN)
-        table = work_of(prefixes, layout, setting)
-        needed = table.scratch_rows * (dim + 1)
-        if results.of_runs.numel() < needed:
-            results.of_runs = torch.empty(needed)
-        found.outs = at = results.of_runs.data_ptr()
-        found.lses = at + table.scratch_rows * dim * results.of_runs.itemsize
+        table = work_of(prefixes, layout, Setting(kv_heads, group, dtype.itemsize, torch.get_num_threads(), _LEAST_RUN))
         found.shares, found.places = table.shares.data_ptr(), layout.tables[0].data_ptr()
-        launches = (_Launch * len(table.launches))(
-            *((items.data_ptr(), len(items), kind.keys[:4], kind.values[:4]) for kind, items in table.launches)
-        )
+        launches = (_Launch * len(table.launches))()
+        for launch, (kind, items) in zip(launches, table.launches, strict=True):
+            launch.items, launch.count = items.data_ptr(), len(items)
+            launch.keys[:], launch.values[:] = kind.keys[:4], kind.values[:4]
         found.launches, found.num_launches = ctypes.addressof(launches), len(launches)
-        held += [table, launches, results.of_runs]
-    if suffixes:
-        of_rows = (_Suffixes * len(suffixes))(
-            *(
-                (k.data_ptr(), v.data_ptr(), (*k.stride()[:3], *v.stride()[:3]), at.data_ptr(), len(at), rows.new)
-                for rows, at, (k, v) in zip(layout.suffixes, layout.tables[1], suffixes, strict=True)
-            )
-        )
-        found.suffixes, found.num_suffixes = ctypes.addressof(of_rows), len(of_rows)
-        held.append(of_rows)
-    return Part(0, ctypes.addressof(found), held)
+        held += [table, launches]
+        runs = table.scratch_rows
+    of_rows = (_Suffixes * len(suffixes))()
+    for each, rows, at, (k, v) in zip(of_rows, layout.suffixes, layout.tables[1], suffixes, strict=False):
+        each.keys, each.values, each.strides[:] = k.data_ptr(), v.data_ptr(), (*k.stride()[:3], *v.stride()[:3])
+        each.table, each.rows, each.new = at.data_ptr(), len(at), rows.new
+    found.suffixes, found.num_suffixes = ctypes.addressof(of_rows), len(of_rows)
+    memory, (found.lse, found.outs, found.lses) = scratch.room(lses, runs * dim, runs)
+    return found, [*held, of_rows, memory]

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from kvshelf.kernels.checks import require
 from kvshelf.kernels.native import library
-from kvshelf.kernels.rowwise.native import PANEL, Buffer, Instruction, Place, RowProgram, multiply
+from kvshelf.kernels.rowwise.native import BLOCK_ROWS, PANEL, Buffer, Instruction, Place, RowProgram, multiply
 
 __all__ = [
+    "BLOCK_ROWS",
     "PANEL",
     "Buffer",
     "Instruction",

@@ -134,17 +134,17 @@ def attention(
 ) -> tuple[Tensor, None]:
     """The registered function. query: `[B, q_heads, T, D]`; returns `[B, T, q_heads, Dv]` and no weights."""
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    _refuse_what_is_not_causal_attention(module, attention_mask, kwargs)
+    require_causal(module, attention_mask, kwargs)
     context: ForwardContext | None = kwargs.get(CONTEXT)
     lse = None
     if isinstance(key, AttachedStates):
         key.check_positions(kwargs.get("position_ids"))
-        _refuse_beyond_window(kwargs.get("sliding_window"), key.logical_length)
+        require_within_window(kwargs.get("sliding_window"), key.logical_length)
         new_keys, new_values = key.new_keys, key.new_values
         out = key.attend(query, scaling)
     else:
         assert isinstance(value, Tensor)
-        _refuse_beyond_window(kwargs.get("sliding_window"), key.shape[2])
+        require_within_window(kwargs.get("sliding_window"), key.shape[2])
         new_keys, new_values = key, value
         out, lse = _with_probes(query, key, value, scaling, context.probe_lengths if context is not None else ())
         out = out.transpose(1, 2)
@@ -223,9 +223,8 @@ def _tells_lse(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return bool(torch._fused_sdp_choice(query, key, value, is_causal=True, enable_gqa=True) == flash)
 
 
-def _refuse_what_is_not_causal_attention(
-    module: nn.Module, attention_mask: Tensor | None, kwargs: dict[str, Any]
-) -> None:
+def require_causal(module: nn.Module, attention_mask: Tensor | None, kwargs: dict[str, Any]) -> None:
+    """Refuse a call of the attention function that asks for more than causal attention."""
     if attention_mask is not None:
         raise InvalidRequest(
             "a prepared 4D attention mask was given; kvshelf's attention is causal over rows without padding",
@@ -240,7 +239,8 @@ def _refuse_what_is_not_causal_attention(
             raise PolicyUnsupported(f"{type(module).__name__} uses {name}, which kvshelf cannot reproduce yet")
 
 
-def _refuse_beyond_window(sliding_window: int | None, length: int) -> None:
+def require_within_window(sliding_window: int | None, length: int) -> None:
+    """Refuse more tokens than a sliding window has. `length`: of the longest document and suffix."""
     if sliding_window is not None and length > sliding_window:
         raise PolicyUnsupported(
             f"the model's sliding window is {sliding_window} tokens, and document, question and answer together have "

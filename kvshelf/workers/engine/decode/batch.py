@@ -16,10 +16,10 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from kvshelf.errors import CacheUnusable
-from kvshelf.kernels.prefix_attention import BatchLayout, SuffixRows
+from kvshelf.kernels.native import Part
+from kvshelf.kernels.prefix_attention import BatchLayout, Scratch, SuffixRows, attention_part
 from kvshelf.workers.engine.attention.attached import AttachedStates, UnboundedLayer
 from kvshelf.workers.engine.attention.attachment import Attachment, Wait, block
-from kvshelf.workers.engine.attention.function import Attended
 from kvshelf.workers.engine.decode.generation import Checkpoint, Generation
 from kvshelf.workers.engine.decode.suffixes import Slab, SuffixPool
 from kvshelf.workers.engine.forward.passes import Passes
@@ -40,6 +40,7 @@ class DecodeBatch:
         self._one_by_one = one_by_one
         self._layers: int = passes.model.config.num_hidden_layers
         self._pool = SuffixPool(self._layers)
+        self._scratch = Scratch()
 
     @property
     def nbytes(self) -> int:
@@ -59,7 +60,8 @@ class DecodeBatch:
         if self._one_by_one and len(generations) > 1:
             return [self._told_alone(generation, checkpoint, wait) for generation in generations]
         step = _Step.of(generations, self._pool, self._passes.model.device)
-        logits = self._forward(step, checkpoint, wait)
+        continued = _Continued(step, self._layers, checkpoint or _nothing, wait, self._scratch)
+        logits = self._passes.cached(step.token_ids, step.positions, continued, step.last_tokens)[0]
         likeliest = _likeliest(logits)
         # From here on every answer has moved on, so nothing may be raised.
         for place in step.places:
@@ -77,12 +79,6 @@ class DecodeBatch:
     def leave(self, generation: Generation) -> None:
         """Free the suffix of an answer, finished or abandoned. It cannot be stepped again."""
         self._pool.release(generation.row)
-
-    def _forward(self, step: _Step, checkpoint: Checkpoint | None, wait: Wait) -> Tensor:
-        """Logits `[rows that are complete, vocabulary]`."""
-        cache = Cache(layers=[_BatchLayer(i, step, wait) for i in range(self._layers)])
-        pause = None if checkpoint is None else _Pause(checkpoint)
-        return self._passes.cached(step.token_ids, step.positions, cache, step.last_tokens, pause)[0]
 
 
 @dataclass(frozen=True)
@@ -168,11 +164,16 @@ class _SuffixGroup:
         self._tokens = None if whole else torch.tensor([p.first for p in places], device=device)
         self._places: Tensor | None = None
 
-    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Append this step's keys `[1, kv_heads, N, D]` and values. Returns those of the group's rows, old and new:
-        `[rows, kv_heads, capacity, D]`."""
+    def states(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of the group's rows `[rows, kv_heads, capacity, D]`, with room for this step's keys `[1,
+        kv_heads, N, D]` and values."""
+        rows = slice(self._slots.start, self._slots.stop)
         held = self._slab.states(layer, keys, values)
-        for states, new in zip(held, (keys[0], values[0]), strict=True):
+        return held[0][rows], held[1][rows]
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """As `states`, with this step's keys and values appended."""
+        for states, new in zip(self._slab.states(layer, keys, values), (keys[0], values[0]), strict=True):
             if self._new == 1:
                 by_token = new.transpose(0, 1)  # [N, kv_heads, D]
                 own = by_token if self._tokens is None else by_token.index_select(0, self._tokens)
@@ -181,8 +182,7 @@ class _SuffixGroup:
             else:
                 end = self._start + self._new
                 states[self._slots[0], :, self._start : end] = new[:, self._first : self._first + self._new]
-        rows = slice(self._slots.start, self._slots.stop)
-        return held[0][rows], held[1][rows]
+        return self.states(layer, keys, values)
 
     def _rows_in(self, states: Tensor) -> Tensor:
         """Where the new states of each token and head stand among the rows of `[slots * kv_heads * capacity, D]`: the
@@ -234,17 +234,27 @@ class _BatchLayer(UnboundedLayer):
         raise AssertionError("the suffixes belong to the batch")
 
 
-class _Pause:
-    """A `ForwardContext` that only calls the checkpoint after each layer."""
+class _Continued:
+    """The documents and suffixes that the tokens of a step continue; see `Cached`."""
 
-    probe_lengths: tuple[int, ...] = ()
-    reads_attention = False
+    def __init__(self, step: _Step, layers: int, checkpoint: Checkpoint, wait: Wait, scratch: Scratch) -> None:
+        self._step = step
+        self._wait = wait
+        self._scratch = scratch
+        self.cache = Cache(layers=[_BatchLayer(i, step, wait) for i in range(layers)])
+        self.checkpoint = checkpoint
+        self.logical_length = step.logical_length
+        self.planned = all(document.arrived for document in step.documents)
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
+    def plan(self, layer: int, states: tuple[Tensor, Tensor, Tensor], scaling: float, out: Tensor) -> Part | None:
+        """The attention of a layer, over its documents and suffixes."""
+        prefixes = [document.prefixes(layer, self._wait) for document in self._step.documents]
+        suffixes = [group.states(layer, *states[1:]) for group in self._step.groups]
+        return attention_part(states, prefixes, suffixes, self._step.layout, scaling, out, self._scratch)
 
-    def after_attention(self, layer: Attended) -> None:  # noqa: ARG002
-        self._checkpoint()
+
+def _nothing() -> None:
+    """No checkpoint."""
 
 
 def _likeliest(logits: Tensor) -> list[int | None]:

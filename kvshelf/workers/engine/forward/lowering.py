@@ -231,7 +231,7 @@ class _Lowering:
     # Operations
 
     def _attention(self, node: fx.Node) -> Value:
-        query, key, value = (self._rows(given) for given in node.args)
+        query, key, value = (self._contiguous(self._rows(given)) for given in node.args)
         out = self._fresh(node.meta["val"].shape)
         self._done.attended.append((query, key, value, out))
         self._done.segments.append([])

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from kvshelf.kernels.native import Part
 from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.workers.engine.attention.function import (
     CONTEXT,
@@ -18,8 +19,10 @@ from kvshelf.workers.engine.attention.function import (
     ForwardContext,
     attention,
     kvshelf_attention,
+    require_causal,
+    require_within_window,
 )
-from kvshelf.workers.engine.forward.program import ForwardProgram
+from kvshelf.workers.engine.forward.program import ForwardProgram, Plan
 from kvshelf.workers.engine.forward.tracing import TOKENS, AttentionCall
 
 if TYPE_CHECKING:
@@ -30,6 +33,24 @@ _LOG = logging.getLogger(__name__)
 
 _TRIED: Final = (1, 7)
 """Numbers of tokens on which a recording is compared with the model: a step's, and a question's."""
+
+
+class Cached(Protocol):
+    """What the tokens of a pass continue. `checkpoint` is called between layers and may raise to end the pass.
+
+    cache: as a model's modules have it; its layers give `AttachedStates`. planned: whether `plan` may be asked, which
+    gives the attention of a layer, to be run later: see `attention_part`. logical_length: the longest document and
+    suffix, this pass's tokens included.
+    """
+
+    @property
+    def cache(self) -> Cache: ...
+    @property
+    def planned(self) -> bool: ...
+    @property
+    def logical_length(self) -> int: ...
+    def checkpoint(self) -> None: ...
+    def plan(self, layer: int, states: tuple[Tensor, Tensor, Tensor], scaling: float, out: Tensor) -> Part | None: ...
 
 
 class Passes:
@@ -93,29 +114,53 @@ class Passes:
 
             return self.program.run(inputs["input_ids"], inputs["position_ids"], attend, kept)
 
-    def cached(
-        self, token_ids: Tensor, positions: Tensor, cache: Cache, kept: Tensor, context: ForwardContext | None
-    ) -> Tensor:
-        """Logits `[1, kept, vocabulary]` of one pass over tokens `[1, N]` that continue `cache`, whose layers give
-        `AttachedStates`."""
-        given = {} if context is None else {CONTEXT: context}
+    def cached(self, token_ids: Tensor, positions: Tensor, cached: Cached, kept: Tensor) -> Tensor:
+        """Logits `[1, kept, vocabulary]` of one pass over tokens `[1, N]` that continue `cached`."""
         with torch.no_grad(), kvshelf_attention(self.model):
-            if self.program is None:
-                logits: Tensor = self.model(
-                    input_ids=token_ids,
-                    position_ids=positions,
-                    use_cache=True,
-                    logits_to_keep=kept,
-                    **{CACHE_ARGUMENT: cache},
-                    **given,
-                ).logits
-                return logits
+            logits = None
+            if self.program is not None and cached.planned:
+                logits = self.program.run_planned(token_ids, positions, self._plan(cached), kept, cached.checkpoint)
+            return logits if logits is not None else self._by_layer(token_ids, positions, cached, kept)
 
-            def attend(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-                states, _ = cache.layers[call.layer].update(key, value)
-                out, _ = attention(call.module, query, states, states, None, call.scaling, **call.options, **given)
-                return out
+    def _plan(self, cached: Cached) -> Plan:
+        def plan(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> Part | None:
+            require_causal(call.module, None, call.options)
+            require_within_window(call.options.get("sliding_window"), cached.logical_length)
+            return cached.plan(call.layer, (query, key, value), call.scale(query), out)
 
-            made = self.program.run(token_ids, positions, attend, kept)
-            assert made is not None
-            return made
+        return plan
+
+    def _by_layer(self, token_ids: Tensor, positions: Tensor, cached: Cached, kept: Tensor) -> Tensor:
+        given = {CONTEXT: _Pause(cached.checkpoint)}
+        if self.program is None:
+            logits: Tensor = self.model(
+                input_ids=token_ids,
+                position_ids=positions,
+                use_cache=True,
+                logits_to_keep=kept,
+                **{CACHE_ARGUMENT: cached.cache},
+                **given,
+            ).logits
+            return logits
+
+        def attend(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            states, _ = cached.cache.layers[call.layer].update(key, value)
+            out, _ = attention(call.module, query, states, states, None, call.scaling, **call.options, **given)
+            return out
+
+        made = self.program.run(token_ids, positions, attend, kept)
+        assert made is not None
+        return made
+
+
+class _Pause:
+    """A `ForwardContext` that only calls the checkpoint after each layer."""
+
+    probe_lengths: tuple[int, ...] = ()
+    reads_attention = False
+
+    def __init__(self, checkpoint: Callable[[], None]) -> None:
+        self._checkpoint = checkpoint
+
+    def after_attention(self, layer: Attended) -> None:  # noqa: ARG002
+        self._checkpoint()
