@@ -46,23 +46,20 @@ class Serving:
 def servings(subject: Subject, vllm: Peer | None, rounds: int, removed: float) -> Serving:
     """Every way in turn, the same ids for all; new ids in every round, so that no cache has seen them.
 
-    The documents of the questions are prefilled once, in one go: of that there is one measurement.
+    The documents of the questions are prefilled once, so of that there is one measurement: vLLM takes them in one go,
+    and kvshelf each in turn under every policy.
     """
     engine = subject.engine
     documents = [subject.tokens(DOCUMENT_TOKENS, seed=10 + i) for i in range(DOCUMENTS)]
     documents.append(subject.tokens(LONG_TOKENS, seed=9))
-    engine.compress(subject.tokens(64, seed=1))  # nothing is made for the first time where it is measured
+    engine.compress(subject.tokens(DOCUMENT_TOKENS, seed=1))  # nothing is made for the first time where it is measured
     most = max(len(work.documents) for work in WORKS)
     scheduler = Scheduler(engine, SchedulerLimits(max_open=most, max_waiting=most))
     scheduler.start()
     try:
         with endless_answers(subject):
-            caches: dict[str, list[CompressedCache]] = {}
-            taken: dict[str, list[Cost]] = {}
-            for way, options in _ways(removed).items():
-                kept = caches[way] = []
-                taken[way] = [cost(lambda: kept.extend(engine.compress(ids, **options) for ids in documents[:-1]))]  # noqa: B023
-                caches[way].append(engine.compress(documents[-1], **options))
+            caches, prefills = _prefilled(subject, documents, removed)
+            taken = {way: [_together(each[:-1])] for way, each in prefills.items()}
             asks: dict[str, Ask] = {way: _ours(scheduler, kept) for way, kept in caches.items()}
             if vllm is not None:
                 taken["vllm"] = [_asked(vllm, documents[:-1], 1)]
@@ -74,6 +71,24 @@ def servings(subject: Subject, vllm: Peer | None, rounds: int, removed: float) -
     finally:
         scheduler.stop()
     return Serving(removed, rows)
+
+
+def _prefilled(
+    subject: Subject, documents: Sequence[Sequence[int]], removed: float
+) -> tuple[dict[str, list[CompressedCache]], dict[str, list[Cost]]]:
+    """The documents' caches under each policy, and what each took."""
+    caches: dict[str, list[CompressedCache]] = {}
+    taken: dict[str, list[Cost]] = {}
+    for ids in documents:
+        for way, options in _ways(removed).items():
+            kept = caches.setdefault(way, [])
+            once = cost(lambda: kept.append(subject.engine.compress(ids, **options)))  # noqa: B023
+            taken.setdefault(way, []).append(once)
+    return caches, taken
+
+
+def _together(costs: Sequence[Cost]) -> Cost:
+    return Cost(sum(each.seconds for each in costs), sum(each.wall_s for each in costs))
 
 
 def _ways(removed: float) -> dict[str, dict[str, Any]]:

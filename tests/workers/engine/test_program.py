@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from kvshelf.kernels.prefix_attention import attention_part
 from kvshelf.kernels.rowwise import available
+from kvshelf.workers.engine.decode import batch as batch_module
 from kvshelf.workers.engine.decode.generation import Sampling
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.engine.forward.program import ForwardProgram
@@ -140,3 +142,95 @@ def test_the_answer_of_a_row_has_no_neighbours():
     while not first.finished:
         batch.step([first, *(g for g in others if not g.finished)])
     assert first.token_ids == alone.token_ids
+
+
+@pytest.fixture
+def engines():
+    """The same model by its modules and by its program."""
+    plain, packed = (Engine(made("llama"), name="m") for _ in range(2))
+    prepack(packed.model)
+    return plain, packed
+
+
+DOCUMENTS = (
+    {"policy": "full"},
+    {"policy": "keydiff", "compression_ratio": 0.5},
+    {"policy": "ada", "base": "keydiff", "compression_ratio": 0.5},  # heads of different lengths
+    {"policy": "ems", "compression_ratio": 0.5},  # slots, which C does not read
+)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("kinds", [DOCUMENTS[:3], DOCUMENTS])
+def test_answers_of_batches_that_take_turns_are_those_that_modules_give(engines, kinds, threads):
+    """Rows begin and end at any step, outgrow their memory, and another batch has the program's memory in between."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        told = [_answers_in_turns(engine, kinds) for engine in engines]
+    finally:
+        torch.set_num_threads(before)
+    assert told[0] == told[1]
+
+
+def _answers_in_turns(engine: Engine, kinds: tuple[dict[str, object], ...]) -> list[list[int]]:
+    ids = [i * 11 % 130 for i in range(400)]
+    caches = [engine.compress(ids[i * 40 : i * 40 + 150], **kind) for i, kind in enumerate(kinds)]
+    batches = [engine.batch(), engine.batch()]
+    asked = [
+        engine.start(caches[i % len(caches)], ids[i * 9 : i * 9 + 1 + i * 17 % 60], Sampling(3 + i * 7 % 40))
+        for i in range(12)
+    ]
+    for step in range(80):
+        for batch, own in zip(batches, (asked[::2], asked[1::2]), strict=True):
+            open_ones = [g for i, g in enumerate(own) if not g.finished and step >= 2 * i and (step + i) % 7]
+            if open_ones:
+                batch.step(open_ones)
+            for generation in own:
+                if generation.finished and generation.row.slab is not None:
+                    batch.leave(generation)
+    assert all(generation.finished for generation in asked)
+    return [generation.token_ids for generation in asked]
+
+
+def test_a_step_that_only_goes_on_plans_nothing_anew(engines, monkeypatch):
+    planned = []
+    monkeypatch.setattr(batch_module, "attention_part", lambda *given: planned.append(given) or attention_part(*given))
+    engine = engines[1]
+    cache, batch = engine.compress(list(range(120)), policy="full"), engine.batch()
+    first, second = (engine.start(cache, [3, 4 + i], Sampling(40)) for i in range(2))
+    batch.step([first])
+    batch.step([first])
+    del planned[:]
+    for _ in range(5):
+        batch.step([first])
+    assert planned == []
+    batch.step([first, second])
+    assert len(planned) == 3  # a layer each
+
+
+def test_the_checkpoint_of_a_long_question_is_called_after_every_layer(engines):
+    engine, seen = engines[1], []
+    cache, batch = engine.compress(list(range(120)), policy="full"), engine.batch()
+    batch.step([engine.start(cache, list(range(110)), Sampling(4))], lambda: seen.append(0))
+    assert len(seen) == 3
+    batch.step([engine.start(cache, [1, 2, 3], Sampling(4))], lambda: seen.append(1))
+    assert seen[3:] == [1]
+
+
+def test_a_step_that_its_checkpoint_ends_leaves_every_answer_as_it_was(engines):
+    class Left(Exception):
+        pass
+
+    def leave() -> None:
+        raise Left
+
+    engine = engines[1]
+    cache = engine.compress(list(range(120)), policy="full")
+    expected = engine.answer(cache, [5, 6, 7], max_new_tokens=8).token_ids
+    batch, generation = engine.batch(), engine.start(cache, [5, 6, 7], Sampling(8))
+    while not generation.finished:
+        with pytest.raises(Left):
+            batch.step([generation], leave)
+        batch.step([generation])
+    assert generation.token_ids == expected

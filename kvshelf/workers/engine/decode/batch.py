@@ -7,7 +7,7 @@ Only suffixes are padded, and no prefix is copied.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -40,7 +40,7 @@ class DecodeBatch:
         self._one_by_one = one_by_one
         self._layers: int = passes.model.config.num_hidden_layers
         self._pool = SuffixPool(self._layers)
-        self._scratch = Scratch()
+        self._plan: _Plan | None = None
 
     @property
     def nbytes(self) -> int:
@@ -60,7 +60,9 @@ class DecodeBatch:
         if self._one_by_one and len(generations) > 1:
             return [self._told_alone(generation, checkpoint, wait) for generation in generations]
         step = _Step.of(generations, self._pool, self._passes.model.device)
-        continued = _Continued(step, self._layers, checkpoint or _nothing, wait, self._scratch)
+        if self._plan is None or not self._plan.continued_by(step):
+            self._plan = _Plan(step)
+        continued = _Continued(step, self._layers, checkpoint or _nothing, wait, self._plan)
         logits = self._passes.cached(step.token_ids, step.positions, continued, step.last_tokens)[0]
         likeliest = _likeliest(logits)
         # From here on every answer has moved on, so nothing may be raised.
@@ -78,6 +80,7 @@ class DecodeBatch:
 
     def leave(self, generation: Generation) -> None:
         """Free the suffix of an answer, finished or abandoned. It cannot be stepped again."""
+        self._plan = None  # it holds the suffixes' memory
         self._pool.release(generation.row)
 
 
@@ -107,6 +110,8 @@ class _Step:
         self.groups = _suffix_groups(places, device)
         self.layout = BatchLayout(shares, tuple(group.rows for group in self.groups), device)
         self.logical_length = max(p.generation.next_position + p.count for p in places)
+        self.memory = (*self.documents, shares, *(group.memory for group in self.groups))
+        """What its attentions have addresses of: the same in the next step, but for the lengths of suffixes."""
 
     @classmethod
     def of(cls, generations: Sequence[Generation], pool: SuffixPool, device: torch.device) -> _Step:
@@ -157,6 +162,7 @@ class _SuffixGroup:
             first=tuple(rows[s].first if s in rows else -1 for s in self._slots),
             new=self._new,
         )
+        self.memory = (slab, slab.slots, self._slots, self.rows.first, self._new)
         self._first = places[0].first
         self._start = places[0].generation.row.length
         self._slots_and_lengths = [(p.generation.row.slot, p.generation.row.length) for p in places]
@@ -234,13 +240,40 @@ class _BatchLayer(UnboundedLayer):
         raise AssertionError("the suffixes belong to the batch")
 
 
+class _Plan:
+    """The attentions of a step, which later steps take over as long as they differ in the lengths of suffixes alone."""
+
+    def __init__(self, step: _Step) -> None:
+        self._memory = step.memory
+        self._scratch = Scratch()
+        self._parts: list[tuple[list[int], Part | None]] = []
+        self._layout = step.layout
+
+    def continued_by(self, step: _Step) -> bool:
+        """Whether it is the plan of this step, too, with whose lengths it goes on."""
+        if not self._parts or step.memory != self._memory:
+            return False
+        for table, group in zip(self._layout.tables[1], step.groups, strict=True):
+            table[:, 1] = torch.tensor(group.rows.lengths, dtype=torch.int32)
+        return True
+
+    def part(
+        self, layer: int, states: tuple[Tensor, Tensor, Tensor], out: Tensor, made: Callable[..., Part | None]
+    ) -> Part | None:
+        """The attention of a layer: the one that was planned, or `made(layout, scratch)`."""
+        addresses = [tensor.data_ptr() for tensor in (*states, out)]
+        if layer >= len(self._parts) or self._parts[layer][0] != addresses:
+            self._parts[layer:] = [(addresses, made(self._layout, self._scratch))]
+        return self._parts[layer][1]
+
+
 class _Continued:
     """The documents and suffixes that the tokens of a step continue; see `Cached`."""
 
-    def __init__(self, step: _Step, layers: int, checkpoint: Checkpoint, wait: Wait, scratch: Scratch) -> None:
+    def __init__(self, step: _Step, layers: int, checkpoint: Checkpoint, wait: Wait, plan: _Plan) -> None:
         self._step = step
         self._wait = wait
-        self._scratch = scratch
+        self._plan = plan
         self.cache = Cache(layers=[_BatchLayer(i, step, wait) for i in range(layers)])
         self.checkpoint = checkpoint
         self.logical_length = step.logical_length
@@ -248,9 +281,13 @@ class _Continued:
 
     def plan(self, layer: int, states: tuple[Tensor, Tensor, Tensor], scaling: float, out: Tensor) -> Part | None:
         """The attention of a layer, over its documents and suffixes."""
-        prefixes = [document.prefixes(layer, self._wait) for document in self._step.documents]
-        suffixes = [group.states(layer, *states[1:]) for group in self._step.groups]
-        return attention_part(states, prefixes, suffixes, self._step.layout, scaling, out, self._scratch)
+
+        def made(layout: BatchLayout, scratch: Scratch) -> Part | None:
+            prefixes = [document.prefixes(layer, self._wait) for document in self._step.documents]
+            suffixes = [group.states(layer, *states[1:]) for group in self._step.groups]
+            return attention_part(states, prefixes, suffixes, layout, scaling, out, scratch)
+
+        return self._plan.part(layer, states, out, made)
 
 
 def _nothing() -> None:
