@@ -25,6 +25,9 @@ from kvshelf.kernels.prefix_attention.prefixes import BatchLayout, PackedPrefix,
 from kvshelf.kernels.prefix_attention.work import Setting, work_of
 from kvshelf.kernels.quantize.rows import QuantizedRows, Rows
 
+_RUNS = 8
+"""Runs for each thread, where entries are enough, so that no thread waits long for another's last one."""
+
 _LEAST_RUN = 512
 """Fewest entries of a run, so that a run writes far fewer bytes than it reads."""
 
@@ -246,7 +249,9 @@ def _attention(
     held: list[object] = [layout, suffixes]
     lses, runs = tokens * kv_heads * group, 0
     if prefixes:
-        table = work_of(prefixes, layout, Setting(kv_heads, group, dtype.itemsize, torch.get_num_threads(), _LEAST_RUN))
+        table = work_of(
+            prefixes, layout, Setting(kv_heads, group, dtype.itemsize, _RUNS * torch.get_num_threads(), _LEAST_RUN)
+        )
         found.shares, found.places = table.shares.data_ptr(), layout.tables[0].data_ptr()
         launches = (_Launch * len(table.launches))()
         for launch, (kind, items) in zip(launches, table.launches, strict=True):
