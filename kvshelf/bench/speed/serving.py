@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,9 @@ DOCUMENTS = 32
 LONG_TOKENS = 8192
 LONGEST = LONG_TOKENS + QUESTION_TOKENS + NEW_TOKENS
 """Tokens of the longest sequence, for which vLLM has to be set up."""
+
+_REST_S = 0.5
+"""Before each turn: vLLM's threads go on looking for work for 0.2 s, on the cores of whoever is next."""
 
 Ask = Callable[[Sequence[int], Sequence[Sequence[int]], int], Cost]
 """The cost of answers to questions on these documents, by number, all at once, of so many tokens each."""
@@ -116,11 +120,15 @@ def _long_prefill(subject: Subject, vllm: Peer | None, rounds: int, removed: flo
     turn = {"seed": 0}
 
     def fresh() -> list[int]:
+        time.sleep(_REST_S)
         return subject.tokens(LONG_TOKENS, seed=100_000 + turn["seed"])
 
+    def compressed(options: dict[str, Any]) -> Cost:
+        ids = fresh()
+        return cost(lambda: subject.engine.compress(ids, **options))
+
     runs: dict[str, Callable[[], Cost | None]] = {"next": lambda: turn.update(seed=turn["seed"] + 1)}
-    for way, options in _ways(removed).items():
-        runs[way] = lambda options=options: cost(lambda: subject.engine.compress(fresh(), **options))  # type: ignore[misc]
+    runs |= {way: lambda options=options: compressed(options) for way, options in _ways(removed).items()}  # type: ignore[misc]
     if vllm is not None:
         runs["vllm"] = lambda: _asked(vllm, [fresh()], 1)
     found = interleaved(runs, rounds)
@@ -132,6 +140,7 @@ def _answers(subject: Subject, asks: dict[str, Ask], rounds: int, work: Work) ->
     count, turn = len(work.documents), {"seed": 0}
 
     def run(ask: Ask) -> Cost:
+        time.sleep(_REST_S)
         first = 1000 + turn["seed"] * count
         questions = [subject.tokens(QUESTION_TOKENS, seed=first + i) for i in range(count)]
         return ask(work.documents, questions, work.new_tokens)

@@ -94,12 +94,16 @@ def serving_table(serving: Serving) -> Table:
     table = Table("", "", "vLLM", *(column for way in ways for column in (way, "of vLLM", "in processor time")))
     table.title = f"wall time; answers of 64 tokens to questions of 32; keydiff removes {serving.removed:.1%}"
     for row in serving.rows:
-        cells = [f"{row.rates[way].median:,.2f}" if way in row.rates else "" for way in ("vllm", *ways)]
+        cells = [_rate(row.rates[way].median) if way in row.rates else "" for way in ("vllm", *ways)]
         found = (row.beside_vllm, row.processor_beside_vllm)
         beside = [[ratio(each[way]) if way in each else "" for way in ways] for each in found]
         own = [cell for three in zip(cells[1:], *beside, strict=True) for cell in three]
         table.add_row(row.work, row.unit, cells[0], *own)
     return table
+
+
+def _rate(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def _ms(spread: Spread) -> str:
