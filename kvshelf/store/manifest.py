@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from kvshelf.api import Quality, Timings, Tried
 from kvshelf.store.artifact.blob import PackedBlob
 from kvshelf.store.artifact.identity import canonical_json, digest
+from kvshelf.store.artifact.records import Window
 
 if TYPE_CHECKING:
     from kvshelf.store.artifact.cache import CompressedCache
@@ -119,7 +120,10 @@ def source_digest(text: bytes) -> str:
 
 
 def _bytes_full(cache: CompressedCache) -> int:
+    """Of a layer with a sliding window only the window counts: the model itself holds no more."""
     return sum(
-        layer.kv_heads * cache.num_tokens * (layer.key_dim + layer.value_dim) * layer.dtype.itemsize
+        (layer.entries if isinstance(layer, Window) else layer.kv_heads * cache.num_tokens)
+        * (layer.key_dim + layer.value_dim)
+        * layer.dtype.itemsize
         for layer in cache.layers
     )

@@ -20,7 +20,7 @@ from kvshelf.kernels import compiling
 from kvshelf.kernels.compiling import FOLDER, CannotCompile, compile_all, levels, library_path
 from kvshelf.kernels.dispatch import implementation
 from kvshelf.kernels.native import architecture, library
-from kvshelf.kernels.prefix_attention import BatchLayout, PackedPrefix, SuffixRows, prefix_attention
+from kvshelf.kernels.prefix_attention import BatchLayout, LogitRules, PackedPrefix, SuffixRows, prefix_attention
 from kvshelf.kernels.quantize.rows import QuantizedRows
 from tests.compilers import needs_compiler
 from tests.kernels.tensors import TOLERANCE, LargestTensor, error, random
@@ -235,7 +235,10 @@ def test_two_threads_compute_what_one_does(monkeypatch, dtype):
     layout = BatchLayout((1, 2), (SuffixRows((1,), (0,), 1), SuffixRows((2,), (1,), 2)), torch.device("cpu"))
     suffixes = [(random(1, 2, n, 32, dtype=dtype), random(1, 2, n, 32, dtype=dtype, seed=n)) for n in (1, 2)]
     queries = random(3, 4, 32, dtype=dtype)
-    results = {threads: _on(threads, prefix_attention, queries, prefixes, suffixes, layout, 0.2) for threads in (1, 2)}
+    results = {
+        threads: _on(threads, prefix_attention, queries, prefixes, suffixes, layout, LogitRules(0.2))
+        for threads in (1, 2)
+    }
     assert error(results[2], results[1]) < TOLERANCE[dtype]
 
 
@@ -248,7 +251,9 @@ def test_codes_never_stand_in_memory_as_numbers(monkeypatch, dtype):
     layout = BatchLayout((1,), (SuffixRows((1,), (0,), 1),), torch.device("cpu"))
     suffix = random(1, 2, 1, 64, dtype=dtype), random(1, 2, 1, 64, dtype=dtype, seed=1)
     with LargestTensor() as largest:
-        prefix_attention(random(1, 4, 64, dtype=dtype), [(PackedPrefix(*codes, lengths),)], [suffix], layout, 0.2)
+        prefix_attention(
+            random(1, 4, 64, dtype=dtype), [(PackedPrefix(*codes, lengths),)], [suffix], layout, LogitRules(0.2)
+        )
     assert largest.bytes < 100 * 64 * dtype.itemsize
 
 

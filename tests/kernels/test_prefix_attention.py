@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 from kvshelf.errors import InvalidTensor
 from kvshelf.kernels.prefix_attention import (
     BatchLayout,
+    LogitRules,
     MergedPrefix,
     PackedPrefix,
     StackedPrefix,
     StreamedPrefix,
     SuffixRows,
+    causal_attention,
     prefix_attention,
     reference,
 )
@@ -99,9 +101,9 @@ def one_document(tokens, length=None, rows=1):
 
 def check(queries, prefixes, layout, kv_heads, value_dim, scale=0.3, tolerance=None):
     suffixes = states(layout, kv_heads, queries.shape[2], value_dim, queries.dtype)
-    ours = prefix_attention(queries, prefixes, suffixes, layout, scale)
+    ours = prefix_attention(queries, prefixes, suffixes, layout, LogitRules(scale))
     assert ours.dtype == queries.dtype
-    expected = reference.prefix_attention(queries, prefixes, suffixes, layout, scale)
+    expected = reference.prefix_attention(queries, prefixes, suffixes, layout, LogitRules(scale))
     assert error(ours, expected) < (tolerance or TOLERANCE[queries.dtype])
 
 
@@ -142,11 +144,11 @@ def test_streamed_prefix_is_made_in_blocks(dtype, num_rows, dim, value_dim):
     part = streamed([num_rows, 0], dim, value_dim, dtype)
     layout = one_document(3)
     suffixes = states(layout, 2, dim, value_dim, dtype)
-    ours = prefix_attention(q, [(part,)], suffixes, layout, 0.3)
+    ours = prefix_attention(q, [(part,)], suffixes, layout, LogitRules(0.3))
     asked = [(start, stop) for head, start, stop in part.block.asked if head == 0]
     assert max(stop - start for start, stop in asked) <= 1024
     assert [row for start, stop in asked for row in range(start, stop)] == list(range(num_rows))
-    expected = reference.prefix_attention(q, [(part,)], suffixes, layout, 0.3)
+    expected = reference.prefix_attention(q, [(part,)], suffixes, layout, LogitRules(0.3))
     assert error(ours, expected) < TOLERANCE[dtype]
 
 
@@ -174,7 +176,9 @@ def test_merged_prefix(dtype, new, classes, slots, dim, value_dim):
 def test_merged_prefix_with_a_slot_of_scale_one_per_class_is_packed():
     q, whole = random(1, 1, 4, 16, seed=1), packed([33], 16, 16)
     part = MergedPrefix(whole.keys, whole.values, (33,), torch.ones(33), torch.arange(33).int(), (33,))
-    for ours, expected in zip(attend_prefix(q, part, 0.3), attend_prefix(q, whole, 0.3), strict=True):
+    for ours, expected in zip(
+        attend_prefix(q, part, LogitRules(0.3)), attend_prefix(q, whole, LogitRules(0.3)), strict=True
+    ):
         assert error(ours, expected) < 2e-6
 
 
@@ -187,7 +191,7 @@ def test_merged_prefix_makes_nothing_of_slots_times_head_size():
     part, q = merged([10], [5000], 64, 64), random(1, 1, 4, 64, seed=1)
     assert part.heads  # the classes as indices are made once, not per call
     with LargestTensor() as largest:
-        attend_prefix(q, part, 0.3)
+        attend_prefix(q, part, LogitRules(0.3))
     assert largest.numel == 4 * 5000
 
 
@@ -223,10 +227,10 @@ def test_quantized_rows_of_whole_vectors(dtype, bits, dim, group, tokens):
 def test_quantized_rows_are_attended_to_a_block_at_a_time(bits):
     part, q = packed([3000], 64, 64, bits=bits, group=32), random(1, 1, 4, 64, seed=1)
     with LargestTensor() as largest:
-        out, lse = attend_prefix(q, part, 0.3)
+        out, lse = attend_prefix(q, part, LogitRules(0.3))
     assert largest.bytes == 1024 * 64 * 4  # of 3000 rows
     whole = PackedPrefix(part.keys.dequantize(), part.values.dequantize(), (3000,))
-    expected_out, expected_lse = attend_prefix(q, whole, 0.3)
+    expected_out, expected_lse = attend_prefix(q, whole, LogitRules(0.3))
     assert error(out, expected_out) < 2e-6
     assert error(lse, expected_lse) < 2e-6
 
@@ -295,7 +299,7 @@ def test_neighbours_change_nothing(batch, data):
     """What others ask, and what their documents and suffixes hold, is nothing to a token."""
     queries, prefixes, layout, kv_heads, value_dim = batch
     suffixes = states(layout, kv_heads, queries.shape[2], value_dim)
-    before = prefix_attention(queries, prefixes, suffixes, layout, 0.3)
+    before = prefix_attention(queries, prefixes, suffixes, layout, LogitRules(0.3))
     chosen = data.draw(st.sampled_from([(rows, r) for rows in layout.suffixes for r in range(len(rows.first))]))
     rows, r = chosen
     if rows.first[r] < 0:
@@ -308,7 +312,7 @@ def test_neighbours_change_nothing(batch, data):
             if (part, row) != (rows, r):
                 keys[row] += 1
                 values[row] -= 1
-    after = prefix_attention(others, prefixes, suffixes, layout, 0.3)
+    after = prefix_attention(others, prefixes, suffixes, layout, LogitRules(0.3))
     assert error(after[mine], before[mine]) < 2e-6
 
 
@@ -318,7 +322,7 @@ def test_neighbours_change_nothing(batch, data):
     ids=["packed", "streamed", "merged", "classes-without-slots"],
 )
 def test_an_empty_prefix_has_no_mass(part):
-    out, lse = attend_prefix(random(1, 1, 5, 8), part, 0.3)
+    out, lse = attend_prefix(random(1, 1, 5, 8), part, LogitRules(0.3))
     assert torch.equal(out, torch.zeros(1, 1, 5, 8))
     assert torch.equal(lse, torch.full((1, 1, 5), -torch.inf))
 
@@ -333,7 +337,9 @@ def test_combine_of_two_empty_sets_is_empty():
 def test_generic_attention_equals_the_cpu_operation():
     q, k, v = random(1, 2, 130, 16), random(1, 2, 77, 16, seed=1), random(1, 2, 77, 16, seed=2)
     mask = torch.zeros(1, 1, 130, 77).masked_fill_(random(1, 1, 130, 77, seed=3) > 1, -torch.inf)
-    for ours, expected in zip(attend_in_blocks(q, k, v, 0.2, mask), attend(q, k, v, 0.2, mask), strict=True):
+    for ours, expected in zip(
+        attend_in_blocks(q, k, v, LogitRules(0.2), mask), attend(q, k, v, LogitRules(0.2), mask), strict=True
+    ):
         assert error(ours, expected) < 2e-6
 
 
@@ -351,5 +357,80 @@ def test_generic_attention_equals_the_cpu_operation():
 def test_tensors_that_do_not_fit_are_refused_with_their_shapes(queries, problem):
     layout = one_document(2)
     with pytest.raises(InvalidTensor, match=problem) as refused:
-        prefix_attention(queries, [()], states(layout, 2, 16, 16), layout, 0.3)
+        prefix_attention(queries, [()], states(layout, 2, 16, 16), layout, LogitRules(0.3))
     assert str(list(queries.shape)) in refused.value.message
+
+
+RULES = {
+    "softcap": {"softcap": 0.7},
+    "sinks": {"sinks": [0.5, -3.0, 40.0, -torch.inf]},
+    "window": {"window": 11},
+    "all": {"softcap": 0.7, "sinks": [0.5, -3.0, 4.0, 1.0], "window": 11},
+}
+
+
+def rules_of(*, softcap=0.0, sinks=None, window=None):
+    """Of 4 query heads."""
+    return LogitRules(0.3, softcap, None if sinks is None else torch.tensor(sinks), window)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("given", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("kept", [3, 10, 700])
+def test_softcaps_sinks_and_windows(dtype, given, kept):
+    """Two documents, one with two rows; tokens that see all of a prefix, its end, and nothing of it any more."""
+    layout = BatchLayout(
+        (2, 1, 40), (SuffixRows((3, 1, 25), (0, -1, 1)), SuffixRows((9,), (2,)), SuffixRows((40,), (3,), 40)), CPU
+    )
+    prefixes = [(packed([kept] * 2, 16, 16, dtype, seed=i),) for i in range(3)]
+    queries = random(43, 4, 16, dtype=dtype, seed=1) * 2
+    suffixes = states(layout, 2, 16, 16, dtype)
+    rules = rules_of(**given)
+    ours = prefix_attention(queries, prefixes, suffixes, layout, rules)
+    expected = reference.prefix_attention(queries, prefixes, suffixes, layout, rules)
+    assert error(ours, expected) < TOLERANCE[dtype]
+    assert error(ours, reference.prefix_attention(queries, prefixes, suffixes, layout, LogitRules(0.3))) > 0.01
+
+
+@pytest.mark.parametrize("given", [{"softcap": 0.7}, {"sinks": RULES["all"]["sinks"]}], ids=["softcap", "sinks"])
+@pytest.mark.parametrize("kind", ["ragged", "int4", "merged", "streamed"])
+def test_softcaps_and_sinks_of_every_kind_of_prefix(given, kind):
+    part = {
+        "ragged": lambda: packed([40, 7], 16, 16),
+        "int4": lambda: packed([1100, 7], 16, 16, bits=4),
+        "merged": lambda: merged([7, 5], [29, 8], 16, 16),
+        "streamed": lambda: streamed([1100, 3], 16, 16),
+    }[kind]()
+    layout = one_document(5, rows=2)
+    rules = rules_of(**given)
+    queries, suffixes = random(10, 4, 16, seed=1), states(layout, 2, 16, 16)
+    ours = prefix_attention(queries, [(part,)], suffixes, layout, rules)
+    if kind == "streamed":
+        part = streamed([1100, 3], 16, 16)
+    assert (
+        error(ours, reference.prefix_attention(queries, [(part,)], suffixes, layout, rules)) < TOLERANCE[torch.float32]
+    )
+
+
+@pytest.mark.parametrize("given", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("tokens", [1, 30, 600])
+def test_causal_attention_by_rules(given, tokens):
+    """A document: its softmax has the log-sum-exps that policies read."""
+    layout = one_document(tokens)
+    rules = rules_of(**given)
+    queries = random(1, 4, tokens, 16, seed=1) * 2
+    (states_of,) = states(layout, 2, 16, 16, spare=0)
+    out, lse = causal_attention(queries, *states_of, rules)
+    expected = reference.prefix_attention(queries[0].transpose(0, 1), [()], [states_of], layout, rules)
+    assert error(out[0].transpose(0, 1), expected) < TOLERANCE[torch.float32]
+    logits = rules.scale * torch.einsum(
+        "htd,hkd->htk", queries[0].double(), states_of[0][0].double().repeat_interleave(2, 0)
+    )
+    if rules.softcap:
+        logits = rules.softcap * torch.tanh(logits / rules.softcap)
+    places = torch.arange(tokens)
+    begin = places - (rules.window or tokens)
+    logits.masked_fill_((places > places[:, None]) | (places <= begin[:, None]), -torch.inf)
+    if rules.sinks is not None:
+        logits = torch.cat([logits, rules.sinks.double()[:, None, None].expand(-1, tokens, 1)], dim=2)
+    assert error(lse[0], logits.logsumexp(2)) < TOLERANCE[torch.float32]

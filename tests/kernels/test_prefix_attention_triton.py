@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 
 from kvshelf.kernels.prefix_attention import (
     BatchLayout,
+    LogitRules,
     MergedPrefix,
     PackedPrefix,
     SuffixRows,
@@ -48,9 +49,9 @@ def poisoned_states(layout, kv_heads, dim, value_dim, dtype=torch.float32):
 
 def check(queries, prefixes, layout, kv_heads, value_dim, scale=0.3, tolerance=None, least_split=64):
     suffixes = poisoned_states(layout, kv_heads, queries.shape[2], value_dim, queries.dtype)
-    ours = fused.prefix_attention(queries, prefixes, suffixes, layout, scale, least_split)
+    ours = fused.prefix_attention(queries, prefixes, suffixes, layout, LogitRules(scale), least_split)
     assert ours.dtype == queries.dtype
-    expected = reference.prefix_attention(queries, prefixes, suffixes, layout, scale)
+    expected = reference.prefix_attention(queries, prefixes, suffixes, layout, LogitRules(scale))
     assert error(ours, expected) < (tolerance or TOLERANCE[queries.dtype])
 
 
@@ -158,9 +159,9 @@ def test_any_batch(batch):
 def test_equals_eager_and_itself(batch):
     queries, prefixes, layout, kv_heads, value_dim = batch
     given_states = states(layout, kv_heads, queries.shape[2], value_dim)
-    ours = fused.prefix_attention(queries, prefixes, given_states, layout, 0.3)
-    assert torch.equal(ours, fused.prefix_attention(queries, prefixes, given_states, layout, 0.3))
-    assert error(ours, eager.prefix_attention(queries, prefixes, given_states, layout, 0.3)) < 2e-6
+    ours = fused.prefix_attention(queries, prefixes, given_states, layout, LogitRules(0.3))
+    assert torch.equal(ours, fused.prefix_attention(queries, prefixes, given_states, layout, LogitRules(0.3)))
+    assert error(ours, eager.prefix_attention(queries, prefixes, given_states, layout, LogitRules(0.3))) < 2e-6
 
 
 def test_neighbours_change_nothing():
@@ -169,9 +170,9 @@ def test_neighbours_change_nothing():
     queries = random(5, 4, 16, seed=1)
     batch = BatchLayout((2, 3), (SuffixRows((4, 9, 2, 7, 5), (0, 1, 2, 3, 4)),), CPU)
     ((keys, values),) = poisoned_states(batch, 2, 16, 16)
-    together = fused.prefix_attention(queries, [(other,), (own,)], [(keys, values)], batch, 0.3, 64)
+    together = fused.prefix_attention(queries, [(other,), (own,)], [(keys, values)], batch, LogitRules(0.3), 64)
     single = BatchLayout((1,), (SuffixRows((7,), (0,)),), CPU)
-    alone = fused.prefix_attention(queries[3:4], [(own,)], [(keys[3:4], values[3:4])], single, 0.3)
+    alone = fused.prefix_attention(queries[3:4], [(own,)], [(keys[3:4], values[3:4])], single, LogitRules(0.3))
     assert error(together[3:4], alone) < 2e-6
 
 
@@ -182,9 +183,11 @@ def test_dispatch(monkeypatch):
     monkeypatch.setattr(fused, "work_of", lambda *given: called.append(given) or real(*given))
     document, layout = (packed([30], 16, 16),), one_document(1)
     suffixes = states(layout, 1, 16, 16)
-    ours = prefix_attention(random(1, 2, 16), [document], suffixes, layout, 0.3)
+    ours = prefix_attention(random(1, 2, 16), [document], suffixes, layout, LogitRules(0.3))
     assert called
-    assert error(ours, reference.prefix_attention(random(1, 2, 16), [document], suffixes, layout, 0.3)) < 2e-6
+    assert (
+        error(ours, reference.prefix_attention(random(1, 2, 16), [document], suffixes, layout, LogitRules(0.3))) < 2e-6
+    )
 
 
 def test_a_work_table_is_made_once_for_a_composition_and_goes_with_its_documents(monkeypatch):

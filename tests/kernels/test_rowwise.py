@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from kvshelf.errors import InvalidTensor
-from kvshelf.kernels.prefix_attention import causal_attention, eager
+from kvshelf.kernels.prefix_attention import LogitRules, causal_attention, eager
 from kvshelf.kernels.rowwise import (
     Buffer,
     Instruction,
@@ -160,7 +160,9 @@ def test_causal_attention_is_that_of_torch(tokens, dtype):
     queries = torch.randn(1, 8, tokens, 64).to(dtype)
     keys, values = (torch.randn(1, 2, tokens, 64).to(dtype) for _ in range(2))
     for made, expected in zip(
-        causal_attention(queries, keys, values, 0.2), eager.causal_attention(queries, keys, values, 0.2), strict=True
+        causal_attention(queries, keys, values, LogitRules(0.2)),
+        eager.causal_attention(queries, keys, values, LogitRules(0.2)),
+        strict=True,
     ):
         assert made.shape == expected.shape
         assert made.dtype == expected.dtype

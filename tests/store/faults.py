@@ -20,6 +20,7 @@ from tests.store.hostile import (
     sorted_fields,
     two_layers,
     whole_blob,
+    window_blob,
 )
 
 CASES: Cases = {}
@@ -759,3 +760,42 @@ def bit_past_the_document(p: Parts) -> None:
 def slot_without_its_mark(p: Parts) -> None:
     assert p.record["slot_position_encoding"] == "bitmap"
     p.array(0, "slot positions")[0] ^= 1
+
+
+# Windows
+
+
+@case("inconsistent", window_blob)
+def window_of_another_size(p: Parts) -> None:
+    p.record["window"] = 9
+
+
+@case("inconsistent", window_blob)
+def window_without_rotation(p: Parts) -> None:
+    p.record["rope_mode"] = "pre"
+
+
+@case("inconsistent", window_blob)
+def window_beside_a_record(p: Parts) -> None:
+    p.first["records"].append(p.record)
+
+
+@case("inconsistent", window_blob)
+def window_under_a_codec(p: Parts) -> None:
+    p.record["codec"] = "int4"
+
+
+@case("inconsistent", window_blob)
+def window_of_other_tokens(p: Parts) -> None:
+    bitmap = p.array(0, "positions")
+    bitmap[3] ^= 0b1100_0000  # token 30 of the first head in place of 31
+
+
+@case("missing_field", window_blob)
+def window_of_no_size(p: Parts) -> None:
+    del p.record["window"]
+
+
+@case("unknown_field", some_blob)
+def kept_with_a_window(p: Parts) -> None:
+    p.record["window"] = 10

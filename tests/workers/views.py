@@ -34,6 +34,7 @@ def random_layer(
     module.o_proj.weight.copy_(torch.randn(module.o_proj.weight.shape, generator=generator))
     return LayerView(
         layer_idx=index,
+        place=index,
         keys=states(kv_heads, tokens),
         values=states(kv_heads, tokens),
         queries=states(kv_heads * group, tokens, 3.0),

@@ -17,7 +17,7 @@ from kvshelf.kernels.groups import Axis
 from kvshelf.kernels.lag_scores import lag_scores
 from kvshelf.kernels.mean_cosines import mean_cosines
 from kvshelf.kernels.merge import merge_weighted, nearest_pair
-from kvshelf.kernels.prefix_attention import BatchLayout, PackedPrefix, SuffixRows, prefix_attention
+from kvshelf.kernels.prefix_attention import BatchLayout, LogitRules, PackedPrefix, SuffixRows, prefix_attention
 from kvshelf.kernels.quantize import dequantize, quantize
 from kvshelf.kernels.rotate import rotate
 from kvshelf.kernels.row_norms import row_norms
@@ -299,7 +299,9 @@ def _attending(layer: Layer, name: str, *, rows: int, documents: int, kept: int)
     return Case(
         name,
         make,
-        lambda queries, prefixes, suffixes: prefix_attention(queries, prefixes, suffixes, layout, layer.scale),
+        lambda queries, prefixes, suffixes: prefix_attention(
+            queries, prefixes, suffixes, layout, LogitRules(layer.scale)
+        ),
         read + 2 * rows * layer.shape.q_heads * layer.row_bytes,
         4.0 * rows * layer.shape.q_heads * (kept + _SUFFIX) * dim,
     )

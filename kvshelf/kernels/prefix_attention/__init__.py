@@ -2,8 +2,8 @@
 
     out_t = softmax(scale * q_t [prefix_keys; suffix_keys_<=t]^T) [prefix_values; suffix_values_<=t]
 
-computed over each of the two parts separately and combined by log-sum-exp, so that prefixes are read in place: nothing
-is padded, copied or repeated.
+(and with what `LogitRules` says beside the scale) computed over each of the two parts separately and combined by
+log-sum-exp, so that prefixes are read in place: nothing is padded, copied or repeated.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from kvshelf.kernels.prefix_attention.native import Scratch, attention_part
 from kvshelf.kernels.prefix_attention.prefixes import (
     BatchLayout,
     Block,
+    LogitRules,
     MergedPrefix,
     PackedPrefix,
     Prefix,
@@ -30,6 +31,7 @@ from kvshelf.kernels.prefix_attention.prefixes import (
 __all__ = [
     "BatchLayout",
     "Block",
+    "LogitRules",
     "MergedPrefix",
     "PackedPrefix",
     "Prefix",
@@ -43,16 +45,17 @@ __all__ = [
 ]
 
 
-def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, rules: LogitRules) -> tuple[Tensor, Tensor]:
     """Causal attention of a whole document, on a CPU, and its log-sum-exps.
 
-    queries: `[B, q_heads, T, D]`, keys and values `[B, kv_heads, T, D]`, as torch's flash attention takes them. Returns
+    queries: `[B, q_heads, T, D]`, keys and values `[B, kv_heads, T, D]`, as torch's flash attention takes them; with
+    rules beside the scale on any device, and then there may be more keys before those of the queries. Returns
     `[B, q_heads, T, D]` and the log-sum-exps of the scaled logits, `[B, q_heads, T]` fp32. FLOPs: 2 * B * q_heads * T^2
     * D. Share of the limit on an EPYC with AVX-512 in fp32, one thread, D = 64: 0.87; of torch's own 0.64 to 0.66.
     """
     form = implementation("prefix_attention", queries.device)
     attend = getattr(form, "causal_attention", eager.causal_attention)  # two forms are for prefixes alone
-    found: tuple[Tensor, Tensor] = attend(queries, keys, values, scale)
+    found: tuple[Tensor, Tensor] = attend(queries, keys, values, rules)
     return found
 
 
@@ -61,7 +64,7 @@ def prefix_attention(
     prefixes: Sequence[Sequence[Prefix]],
     suffixes: Sequence[tuple[Tensor, Tensor]],
     layout: BatchLayout,
-    scale: float,
+    rules: LogitRules,
 ) -> Tensor:
     """Attention of every token of a batch over the prefixes of its share and the suffix of its row.
 
@@ -95,6 +98,6 @@ def prefix_attention(
         **given,
     )
     out: Tensor = implementation("prefix_attention", queries.device).prefix_attention(
-        queries, prefixes, suffixes, layout, scale
+        queries, prefixes, suffixes, layout, rules
     )
     return out.to(queries.dtype)

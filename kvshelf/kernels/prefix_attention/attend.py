@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvshelf.kernels.prefix_attention.prefixes import LogitRules
+
 CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 """The only CPU attention of torch that returns the log-sum-exp; it aborts the process on an empty key tensor."""
 
@@ -13,9 +15,9 @@ _LOGITS_PER_BLOCK = 1 << 22
 
 
 def attend(
-    queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None = None
+    queries: Tensor, keys: Tensor, values: Tensor, rules: LogitRules, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """softmax(scale * q k^T + mask) v for each batch row and head separately.
+    """softmax(scale * q k^T + mask) v for each batch row and head separately, with the softcap of the rules.
 
     queries: `[B, H, R, D]`, keys: `[B, H, K, D]`, values: `[B, H, K, Dv]`, all of one dtype; additive fp32 mask:
     `[B or 1, 1, R or 1, K]`. Returns the output `[B, H, R, Dv]` in that dtype and the log-sum-exp of the logits
@@ -24,30 +26,39 @@ def attend(
     if keys.shape[2] == 0:
         out = queries.new_zeros(*queries.shape[:3], values.shape[-1])
         return out, out.new_full(queries.shape[:3], -torch.inf, dtype=torch.float32)
-    if queries.device.type == "cpu" and keys.shape[-1] == values.shape[-1]:
+    plain = not rules.softcap and rules.since is None
+    if plain and queries.device.type == "cpu" and keys.shape[-1] == values.shape[-1]:
         if mask is not None:
             mask = mask.to(queries.dtype).expand(*queries.shape[:3], keys.shape[2])
-        out, lse = CPU_ATTENTION(queries, keys, values, 0.0, False, attn_mask=mask, scale=scale)
+        out, lse = CPU_ATTENTION(queries, keys, values, 0.0, False, attn_mask=mask, scale=rules.scale)
         return out, lse
-    return attend_in_blocks(queries, keys, values, scale, mask)
+    return attend_in_blocks(queries, keys, values, rules, mask)
 
 
 def attend_in_blocks(
-    queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None = None
+    queries: Tensor, keys: Tensor, values: Tensor, rules: LogitRules, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`attend` on any device and for any head sizes. Logits in fp32, a block of rows at a time."""
+    """`attend` on any device, for any head sizes, and for masks that hide every key of a row, whose output is then 0.
+    Logits in fp32, a block of rows at a time."""
     batch, heads, num_rows, _ = queries.shape
     keys_t, values = keys.float().transpose(2, 3), values.float()
     step = rows_per_block(batch * heads * keys.shape[2])
     outs, lses = [], []
     for start in range(0, num_rows, step):
-        logits = torch.matmul(queries[:, :, start : start + step].float() * scale, keys_t)  # [B, H, rows, K]
+        logits = torch.matmul(queries[:, :, start : start + step].float() * rules.scale, keys_t)  # [B, H, rows, K]
+        logits = capped(logits, rules)
         if mask is not None:
             logits += mask if mask.shape[2] == 1 else mask[:, :, start : start + step]
         lse = logits.logsumexp(dim=-1)
-        outs.append(torch.matmul(logits.sub_(lse.unsqueeze(-1)).exp_(), values))
+        shift = lse.clamp_min(torch.finfo(lse.dtype).min)  # -inf - -inf would be NaN
+        outs.append(torch.matmul(logits.sub_(shift.unsqueeze(-1)).exp_(), values))
         lses.append(lse)
     return torch.cat(outs, dim=2).to(queries.dtype), torch.cat(lses, dim=2)
+
+
+def capped(logits: Tensor, rules: LogitRules) -> Tensor:
+    """Scaled logits under the softcap, in place."""
+    return logits.div_(rules.softcap).tanh_().mul_(rules.softcap) if rules.softcap else logits
 
 
 def rows_per_block(logits_per_row: int) -> int:

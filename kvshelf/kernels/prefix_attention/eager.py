@@ -6,14 +6,16 @@ Quantized and streamed prefixes are made readable 1024 rows at a time: a long pr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from kvshelf.kernels.prefix_attention.attend import CPU_ATTENTION, attend, combine, rows_per_block
+from kvshelf.kernels.prefix_attention.attend import CPU_ATTENTION, attend, capped, combine, rows_per_block
 from kvshelf.kernels.prefix_attention.prefixes import (
     BatchLayout,
+    LogitRules,
     MergedPrefix,
     PackedPrefix,
     Prefix,
@@ -30,16 +32,37 @@ _QUERIES_PER_BLOCK = 512
 """Longer questions attend to their own suffix in blocks of rows, so that the causal mask stays small."""
 
 
-AttendShares = Callable[[Tensor, Sequence[Sequence[Prefix]], int, BatchLayout, float], tuple[Tensor, Tensor]]
+AttendShares = Callable[[Tensor, Sequence[Sequence[Prefix]], int, BatchLayout, LogitRules], tuple[Tensor, Tensor]]
 """`attend_shares` below, or another form of it."""
 
 
-def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, rules: LogitRules) -> tuple[Tensor, Tensor]:
     """See `kvshelf.kernels.prefix_attention.causal_attention`."""
+    if not rules.plain:
+        return _causal_by_rules(queries, keys, values, rules)
     group = queries.shape[1] // keys.shape[1]
     keys, values = (states.repeat_interleave(group, dim=1) for states in (keys, values))
-    out, lse = CPU_ATTENTION(queries, keys, values, 0.0, True, attn_mask=None, scale=scale)
+    out, lse = CPU_ATTENTION(queries, keys, values, 0.0, True, attn_mask=None, scale=rules.scale)
     return out, lse
+
+
+def _causal_by_rules(queries: Tensor, keys: Tensor, values: Tensor, rules: LogitRules) -> tuple[Tensor, Tensor]:
+    """As suffixes without a prefix."""
+    batch, q_heads, tokens, dim = queries.shape
+    rows = SuffixRows((keys.shape[2],) * batch, tuple(range(0, batch * tokens, tokens)), tokens)
+    layout = BatchLayout((batch * tokens,), (rows,), queries.device)
+    grouped = queries.transpose(1, 2).reshape(batch * tokens, keys.shape[1], -1, dim)
+    out, lse = with_sinks(*_attend_suffixes(grouped, [(keys, values)], layout, rules.within(layout)), rules)
+    out = out.to(queries.dtype).reshape(batch, tokens, q_heads, -1).transpose(1, 2)
+    return out, lse.reshape(batch, tokens, q_heads).transpose(1, 2).contiguous()
+
+
+def with_sinks(out: Tensor, lse: Tensor, rules: LogitRules) -> tuple[Tensor, Tensor]:
+    """Output `[N, kv_heads, group, Dv]` and log-sum-exps once the sinks have their part."""
+    if rules.sinks is None:
+        return out, lse
+    sinks = rules.sinks.view(lse.shape[1:])
+    return out * torch.sigmoid(lse - sinks).unsqueeze(-1), torch.logaddexp(lse, sinks)
 
 
 def attend_both(
@@ -48,25 +71,30 @@ def attend_both(
     prefixes: Sequence[Sequence[Prefix]],
     suffixes: Sequence[tuple[Tensor, Tensor]],
     layout: BatchLayout,
-    scale: float,
+    rules: LogitRules,
 ) -> Tensor:
     """See `kvshelf.kernels.prefix_attention.prefix_attention`; `over_prefixes` computes its first half."""
+    rules = rules.within(layout)
     num_tokens, q_heads, dim = queries.shape
     kv_heads, value_dim = suffixes[0][1].shape[1], suffixes[0][1].shape[3]
     grouped = queries.reshape(num_tokens, kv_heads, -1, dim)  # [N, kv_heads, group, D]
-    out, lse = _attend_suffixes(grouped, suffixes, layout, scale)
+    out, lse = _attend_suffixes(grouped, suffixes, layout, rules)
     if any(prefixes):
-        out, _ = combine(*over_prefixes(grouped, prefixes, value_dim, layout, scale), out, lse)
+        out, lse = combine(*over_prefixes(grouped, prefixes, value_dim, layout, rules), out, lse)
+    out, _ = with_sinks(out, lse, rules)
     return out.to(queries.dtype).reshape(num_tokens, q_heads, value_dim)
 
 
 def attend_shares(
-    queries: Tensor, prefixes: Sequence[Sequence[Prefix]], value_dim: int, layout: BatchLayout, scale: float
+    queries: Tensor, prefixes: Sequence[Sequence[Prefix]], value_dim: int, layout: BatchLayout, rules: LogitRules
 ) -> tuple[Tensor, Tensor]:
     """Attention of each share's tokens over its prefixes: `[N, kv_heads, group, Dv]` and `[N, kv_heads, group]`.
     queries: `[N, kv_heads, group, D]`."""
     rows = torch.split(queries, list(layout.shares))
-    found = [attend_share(own, parts, value_dim, scale) for own, parts in zip(rows, prefixes, strict=True)]
+    found = [
+        attend_share(own, parts, value_dim, rules.of(slice(end - len(own), end)))
+        for own, parts, end in zip(rows, prefixes, layout.share_ends, strict=True)
+    ]
     outs, lses = [out for out, _ in found], [lse for _, lse in found]
     return found[0] if len(found) == 1 else (torch.cat(outs), torch.cat(lses))
 
@@ -74,78 +102,92 @@ def attend_shares(
 prefix_attention = partial(attend_both, attend_shares)
 
 
-def attend_share(queries: Tensor, parts: Sequence[Prefix], value_dim: int, scale: float) -> tuple[Tensor, Tensor]:
-    """`attend_shares` for the tokens of one share."""
+def attend_share(queries: Tensor, parts: Sequence[Prefix], value_dim: int, rules: LogitRules) -> tuple[Tensor, Tensor]:
+    """`attend_shares` for the tokens of one share; `rules.since` is of these."""
     count, kv_heads, group, dim = queries.shape
+    if rules.since is not None:
+        assert len(parts) < 2, "the last tokens of a document are one prefix"
+        rules = replace(rules, since=rules.since.repeat_interleave(group))
     if count == 1:
-        return _attend_all(queries, parts, value_dim, scale)
+        return _attend_all(queries, parts, value_dim, rules)
     # All tokens and query heads of a group read the same keys, and nothing is masked: one list of rows a head.
     rows = queries.transpose(0, 1).reshape(1, kv_heads, count * group, dim)
-    out, lse = _attend_all(rows, parts, value_dim, scale)
+    out, lse = _attend_all(rows, parts, value_dim, rules)
     return (
         out.view(kv_heads, count, group, value_dim).transpose(0, 1),
         lse.view(kv_heads, count, group).transpose(0, 1),
     )
 
 
-def _attend_all(rows: Tensor, parts: Sequence[Prefix], value_dim: int, scale: float) -> tuple[Tensor, Tensor]:
+def _attend_all(rows: Tensor, parts: Sequence[Prefix], value_dim: int, rules: LogitRules) -> tuple[Tensor, Tensor]:
     """Attention of rows `[1, kv_heads, R, D]` over the union of prefixes."""
     if not parts:
         out = rows.new_zeros(*rows.shape[:3], value_dim)
         return out, out.new_full(rows.shape[:3], -torch.inf, dtype=torch.float32)
-    out, lse = attend_prefix(rows, parts[0], scale)
+    out, lse = attend_prefix(rows, parts[0], rules)
     for part in parts[1:]:
-        out, lse = combine(out, lse, *attend_prefix(rows, part, scale))
+        out, lse = combine(out, lse, *attend_prefix(rows, part, rules))
     return out, lse
 
 
-def attend_prefix(rows: Tensor, prefix: Prefix, scale: float) -> tuple[Tensor, Tensor]:
+def attend_prefix(rows: Tensor, prefix: Prefix, rules: LogitRules) -> tuple[Tensor, Tensor]:
     """Attention of rows `[1, kv_heads, R, D]` over one prefix alone: output `[1, kv_heads, R, Dv]`, in fp32 or in the
     dtype of the rows, and log-sum-exp `[1, kv_heads, R]` fp32, -inf (and 0) for a head without entries."""
     stacked = prefix.stacked if isinstance(prefix, PackedPrefix) else prefix
     if isinstance(stacked, StackedPrefix):
         keys, values = stacked.batched
-        return attend(rows, keys, values, scale)
+        return attend(rows, keys, values, rules, _hidden(rules, keys.shape[2]))
+    assert rules.since is None, "the last tokens of a document are one plain prefix"
     match prefix:
         case PackedPrefix(lengths=lengths):
-            heads = [_attend_packed(rows[0, h], prefix, h, lengths[h], scale) for h in range(len(lengths))]
+            heads = [_attend_packed(rows[0, h], prefix, h, lengths[h], rules) for h in range(len(lengths))]
         case StreamedPrefix(lengths=lengths):
-            heads = [_attend_streamed(rows[0, h], prefix, h, lengths[h], scale) for h in range(len(lengths))]
+            heads = [_attend_streamed(rows[0, h], prefix, h, lengths[h], rules) for h in range(len(lengths))]
         case MergedPrefix():
-            heads = [_attend_merged(rows[0, h], *head, scale) for h, head in enumerate(prefix.heads)]
+            heads = [_attend_merged(rows[0, h], *head, rules) for h, head in enumerate(prefix.heads)]
     return torch.stack([out.float() for out, _ in heads]).unsqueeze(0), torch.stack([lse for _, lse in heads])[None]
 
 
-def _attend_packed(rows: Tensor, prefix: PackedPrefix, head: int, length: int, scale: float) -> tuple[Tensor, Tensor]:
+def _hidden(rules: LogitRules, length: int) -> Tensor | None:
+    """0 where a row of a prefix sees a key and -inf where not, `[1, 1, R, length]`; `rules.since` is of the rows."""
+    if rules.since is None:
+        return None
+    before = torch.arange(-length, 0, device=rules.since.device) < rules.since.unsqueeze(1)
+    return torch.zeros(before.shape, device=before.device).masked_fill_(before, -torch.inf)[None, None]
+
+
+def _attend_packed(
+    rows: Tensor, prefix: PackedPrefix, head: int, length: int, rules: LogitRules
+) -> tuple[Tensor, Tensor]:
     keys, values = prefix.heads[head]
     if isinstance(keys, Tensor) and isinstance(values, Tensor):
-        return _attend_head(rows, keys, values, scale)
-    out, lse = _attend_head(rows, keys[:_ROWS_PER_BLOCK], values[:_ROWS_PER_BLOCK], scale)
+        return _attend_head(rows, keys, values, rules)
+    out, lse = _attend_head(rows, keys[:_ROWS_PER_BLOCK], values[:_ROWS_PER_BLOCK], rules)
     for start in range(_ROWS_PER_BLOCK, length, _ROWS_PER_BLOCK):
         block = slice(start, start + _ROWS_PER_BLOCK)
-        out, lse = combine(out, lse, *_attend_head(rows, keys[block], values[block], scale))
+        out, lse = combine(out, lse, *_attend_head(rows, keys[block], values[block], rules))
     return out, lse
 
 
 def _attend_streamed(
-    rows: Tensor, prefix: StreamedPrefix, head: int, length: int, scale: float
+    rows: Tensor, prefix: StreamedPrefix, head: int, length: int, rules: LogitRules
 ) -> tuple[Tensor, Tensor]:
-    out, lse = _attend_head(rows, *prefix.block(head, 0, min(_ROWS_PER_BLOCK, length)), scale)
+    out, lse = _attend_head(rows, *prefix.block(head, 0, min(_ROWS_PER_BLOCK, length)), rules)
     for start in range(_ROWS_PER_BLOCK, length, _ROWS_PER_BLOCK):
         block = prefix.block(head, start, min(start + _ROWS_PER_BLOCK, length))
-        out, lse = combine(out, lse, *_attend_head(rows, *block, scale))
+        out, lse = combine(out, lse, *_attend_head(rows, *block, rules))
     return out, lse
 
 
 def _attend_merged(
-    rows: Tensor, keys: Tensor | HeadRows, values: Tensor | HeadRows, scales: Tensor, classes: Tensor, scale: float
+    rows: Tensor, keys: Tensor | HeadRows, values: Tensor | HeadRows, scales: Tensor, classes: Tensor, rules: LogitRules
 ) -> tuple[Tensor, Tensor]:
     """All classes of the head at once, for they are few; the queries in blocks of rows."""
     keys_t, values = keys[:].float().T, values[:].float()
     outs, lses = [], []
     for block in torch.split(rows, rows_per_block(scales.shape[0])):
-        logits = torch.matmul(block.float() * scale, keys_t)  # [rows, classes]
-        slots = logits.index_select(1, classes).mul_(scales)  # [rows, slots]
+        logits = torch.matmul(block.float() * rules.scale, keys_t)  # [rows, classes]
+        slots = capped(logits.index_select(1, classes).mul_(scales), rules)  # [rows, slots]
         lse = slots.logsumexp(dim=-1)
         mass = torch.zeros_like(logits).index_add_(1, classes, slots.sub_(lse.unsqueeze(-1)).exp_())
         outs.append(torch.matmul(mass, values))
@@ -153,14 +195,14 @@ def _attend_merged(
     return torch.cat(outs), torch.cat(lses)
 
 
-def _attend_head(rows: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _attend_head(rows: Tensor, keys: Tensor, values: Tensor, rules: LogitRules) -> tuple[Tensor, Tensor]:
     """`attend` for one head: rows `[R, D]`, keys `[K, D]`, values `[K, Dv]`."""
-    out, lse = attend(rows[None, None], keys[None, None], values[None, None], scale)
+    out, lse = attend(rows[None, None], keys[None, None], values[None, None], rules)
     return out[0, 0], lse[0, 0]
 
 
 def _attend_suffixes(
-    queries: Tensor, suffixes: Sequence[tuple[Tensor, Tensor]], layout: BatchLayout, scale: float
+    queries: Tensor, suffixes: Sequence[tuple[Tensor, Tensor]], layout: BatchLayout, rules: LogitRules
 ) -> tuple[Tensor, Tensor]:
     """Attention of each token over the suffix of its row up to itself, in the order of the batch."""
     outs, lses = [], []
@@ -169,10 +211,15 @@ def _attend_suffixes(
         own = queries if gather is None else queries.index_select(0, gather)
         longest = max(rows.lengths)
         keys, values = keys[:, :, :longest], values[:, :, :longest]
+        of_rows = rules
+        if rules.since is not None:
+            since = rules.since if gather is None else rules.since.index_select(0, gather)
+            of_rows = replace(rules, since=since.view(len(rows.first), rows.new))
         if rows.new == 1:
-            out, lse = attend(own, keys, values, scale, layout.length_masks[i])
+            mask = _with_begin(layout.length_masks[i], of_rows, longest)
+            out, lse = attend(own, keys, values, of_rows, mask)
         else:
-            out, lse = _attend_causal(own, keys, values, rows, scale)
+            out, lse = _attend_causal(own, keys, values, rows, of_rows)
         outs.append(out)
         lses.append(lse)
     out, lse = (outs[0], lses[0]) if len(outs) == 1 else (torch.cat(outs), torch.cat(lses))
@@ -181,8 +228,17 @@ def _attend_suffixes(
     return out, lse
 
 
+def _with_begin(mask: Tensor | None, rules: LogitRules, length: int) -> Tensor | None:
+    """A mask `[rows, 1, 1, length]` that also hides what lies before `rules.since` `[rows, 1]`."""
+    if rules.since is None:
+        return mask
+    before = torch.arange(length, device=rules.since.device) < rules.since  # [rows, length]
+    made = torch.zeros(before.shape, device=before.device).masked_fill_(before, -torch.inf)[:, None, None]
+    return made if mask is None else made + mask
+
+
 def _attend_causal(
-    queries: Tensor, keys: Tensor, values: Tensor, rows: SuffixRows, scale: float
+    queries: Tensor, keys: Tensor, values: Tensor, rows: SuffixRows, rules: LogitRules
 ) -> tuple[Tensor, Tensor]:
     """Rows of equal length with several new tokens each: token t sees the first length - new + t + 1 of its row.
 
@@ -192,14 +248,19 @@ def _attend_causal(
     num_rows, new = len(rows.first), rows.new
     visible = rows.lengths[0] - new
     own = queries.view(num_rows, new, kv_heads, group, dim).permute(0, 2, 3, 1, 4)  # [rows, kv_heads, group, new, D]
-    outs, lses = [], []
+    outs, lses, done = [], [], 0
     for block in torch.split(own, _QUERIES_PER_BLOCK, dim=3):
         count = block.shape[3]
         visible += count
         future = torch.ones(count, visible, dtype=torch.bool, device=keys.device).triu_(visible - count + 1)
-        mask = torch.zeros(future.shape, device=keys.device).masked_fill_(future, -torch.inf).repeat(group, 1)
+        hidden = future.expand(num_rows, -1, -1)
+        if rules.since is not None:
+            since = rules.since[:, done : done + count, None]
+            hidden = hidden | (torch.arange(visible, device=keys.device) < since)
+        mask = torch.zeros(hidden.shape, device=keys.device).masked_fill_(hidden, -torch.inf).repeat(1, group, 1)
         flat = block.reshape(num_rows, kv_heads, group * count, dim)
-        out, lse = attend(flat, keys[:, :, :visible], values[:, :, :visible], scale, mask[None, None])
+        out, lse = attend(flat, keys[:, :, :visible], values[:, :, :visible], rules, mask.unsqueeze(1))
+        done += count
         outs.append(out.view(num_rows, kv_heads, group, count, -1))
         lses.append(lse.view(num_rows, kv_heads, group, count))
     out, lse = torch.cat(outs, dim=3), torch.cat(lses, dim=3)

@@ -42,8 +42,8 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Heads:
-    """A prefix as the kernel reads it. lengths: rows of each head (of a merged prefix, at most). columns: 7 to 16 of
-    its items (see `work`), `[kv_heads, 10]` int64 on the CPU. slots: tensors that nothing else keeps alive."""
+    """A prefix as the kernel reads it. lengths: rows of each head (of a merged prefix, at most). columns: 7 to 17 of
+    its items (see `work`), `[kv_heads, 11]` int64 on the CPU. slots: tensors that nothing else keeps alive."""
 
     kind: Kind
     lengths: tuple[int, ...]
@@ -77,7 +77,8 @@ def _read(prefix: PackedPrefix | StackedPrefix | MergedPrefix) -> Heads:
         bounds = range(slots.bounds.data_ptr(), slots.bounds.data_ptr() + slots.bounds.nbytes, slots.bounds.itemsize)
         of_slots = [(*of_all, bound) for bound in bounds[: len(lengths)]]
         lengths = slots.most
-    columns = [[*k, *v, *s] for k, v, s in zip(of_keys[1], of_values[1], of_slots, strict=True)]
+    parts = zip(of_keys[1], of_values[1], of_slots, lengths, strict=True)
+    columns = [[*k, *v, *s, rows] for k, v, s, rows in parts]
     kind = Kind(slots is not None, of_keys[0], of_values[0])
     return Heads(kind, tuple(lengths), torch.tensor(columns), slots)
 

@@ -20,15 +20,19 @@ typedef struct {
     int64_t kv_heads, group, dim;
     Layout key_layout, value_layout;
     float scale;
-    int type; /* of queries, and of rows that are not quantized */
+    int type;             /* of queries, and of rows that are not quantized */
+    float softcap;        /* of logits to the base 2; 0: none */
+    const int32_t *since; /* [N]: the first key that a token sees, from the first of its suffix on; 0: all */
+    const float *sinks;   /* [kv_heads, group], natural logarithms; 0: none */
 } Call;
 
 /* Query rows `row` to `row + rows`, counted from those of `token`, at one head, over keys and values from `first` to
    `end`. result: the place of row 0 among the results; -1 for a suffix: its rows continue the softmax that stands in
-   their place, the same as in the queries, and token t sees the first `visible + t` keys. */
+   their place, the same as in the queries, and token t sees the first `visible + t` keys. before: keys before those of
+   a suffix that the run counts. */
 typedef struct {
     HeadRows keys, values;
-    int64_t first, end, token, head, row, rows, result, visible;
+    int64_t first, end, token, head, row, rows, result, visible, before;
 } Run;
 
 /* The place of a run's row among the rows of queries, and among results. */
@@ -44,6 +48,33 @@ INLINE int64_t result_of(const Call *a, const Run *run, int64_t r) {
 /* The first key that a row of a suffix does not see. */
 INLINE int64_t limit_of(const Call *a, const Run *run, int64_t r) {
     return run->result < 0 ? run->visible + (run->row + r) / a->group : run->end;
+}
+
+/* The first key that a row sees. */
+INLINE int64_t begin_of(const Call *a, const Run *run, int64_t r) {
+    const int64_t begin = a->since ? a->since[run->token + (run->row + r) / a->group] + run->before : 0;
+    return begin > 0 ? begin : 0;
+}
+
+/* The run from the first key on that any of its rows sees. */
+static Run seen_of(const Call *a, Run run) {
+    int64_t begin = run.end;
+    for (int64_t r = 0; r < run.rows; r++) begin = begin_of(a, &run, r) < begin ? begin_of(a, &run, r) : begin;
+    run.first = run.first < begin ? begin : run.first;
+    return run;
+}
+
+/* The mass of a row of a suffix once its sink has joined, against the new `*top`; `*fade`: what became of its own. */
+INLINE float sunk(const Call *a, const Run *run, int64_t r, float *top, float mass, float *fade) {
+    const float sink = a->sinks[run->head * a->group + (run->row + r) % a->group] * LOG2_E;
+    const float highest = sink > *top ? sink : *top;
+    *fade = exp2f(*top - highest);
+    *top = highest;
+    return mass * *fade + exp2f(sink - highest);
+}
+
+INLINE Floats capped(const Floats x, const float cap) {
+    return cap * (2 / (1 + power_of_2(x * (-2 * LOG2_E / cap))) - 1);
 }
 
 /* Rows of a tile, as they lie in memory or made out of codes. `stride`: elements from row to row. */
@@ -93,13 +124,16 @@ INLINE void attend_few(const Call *a, const Run *run, const int rows, const int 
         for (int r = 0; r < rows; r++) {
             float *logits = (float *)weights[r], highest = top[r];
             for (int t = 0; t < TILE / LANES; t++) weights[r][t] *= a->scale * LOG2_E;
-            const int64_t seen = limit_of(a, run, r) - first;
+            for (int t = 0; t < TILE / LANES && a->softcap > 0; t++) weights[r][t] = capped(weights[r][t], a->softcap);
+            const int64_t seen = limit_of(a, run, r) - first, begin = begin_of(a, run, r) - first;
+            for (int j = 0; j < begin && j < count; j++) logits[j] = -INFINITY;
             for (int j = seen < 0 ? 0 : seen < count ? (int)seen : count; j < TILE; j++) logits[j] = -INFINITY;
             for (int j = 0; j < count; j++) highest = logits[j] > highest ? logits[j] : highest;
-            const float fade = exp2f(top[r] - highest);
-            Floats tile_mass = (Floats){0};
-            for (int t = 0; t < TILE / LANES; t++) tile_mass += weights[r][t] = power_of_2(weights[r][t] - highest);
+            const float shift = highest == -INFINITY ? 0 : highest; /* such a row has seen nothing yet */
+            const float fade = exp2f(top[r] - shift);
             top[r] = highest;
+            Floats tile_mass = (Floats){0};
+            for (int t = 0; t < TILE / LANES; t++) tile_mass += weights[r][t] = power_of_2(weights[r][t] - shift);
             mass[r] = mass[r] * fade + sum(tile_mass);
             for (int p = 0; p < parts; p++) total[r][p] *= fade;
         }
@@ -114,7 +148,10 @@ INLINE void attend_few(const Call *a, const Run *run, const int rows, const int 
     }
     for (int r = 0; r < rows; r++) {
         const int64_t to = result_of(a, run, r);
-        for (int p = 0; p < parts; p++) *(FloatsAnywhere *)(a->outs + to * dim + p * LANES) = total[r][p] / mass[r];
+        float fade = 1;
+        if (run->result < 0 && a->sinks) mass[r] = sunk(a, run, r, &top[r], mass[r], &fade);
+        const float share = top[r] == -INFINITY ? 0 : fade / mass[r];
+        for (int p = 0; p < parts; p++) *(FloatsAnywhere *)(a->outs + to * dim + p * LANES) = total[r][p] * share;
         a->lses[to] = top[r] * LN_2 + logf(mass[r]);
     }
 }
@@ -142,11 +179,13 @@ INLINE void ask_for(const float *states, int64_t stride, int64_t dim) {
         for (int64_t c = 0; c < dim; c += 16) __builtin_prefetch(states + j * stride + c, 0, 2);
 }
 
-/* Logits of what a row of a suffix does not see become -inf. `first`: the key of the first of them. */
+/* Logits of what a row does not see become -inf. `first`: the key of the first of them. */
 static void hide(const Call *a, const Run *run, int64_t first, OfRows logits[TILE]) {
-    for (int64_t r = 0; r < run->rows; r++)
-        for (int64_t seen = limit_of(a, run, r) - first, j = seen < 0 ? 0 : seen; j < TILE; j++)
-            ((float *)logits[j])[r] = -INFINITY;
+    for (int64_t r = 0; r < run->rows; r++) {
+        const int64_t seen = limit_of(a, run, r) - first, begin = begin_of(a, run, r) - first;
+        for (int64_t j = 0; j < begin && j < TILE; j++) ((float *)logits[j])[r] = -INFINITY;
+        for (int64_t j = seen < 0 ? 0 : seen; j < TILE; j++) ((float *)logits[j])[r] = -INFINITY;
+    }
 }
 
 /* Up to 32 rows of fp32. */
@@ -174,13 +213,17 @@ static void attend_many(const Call *a, const Run *run) {
         const float *keys = (const float *)key_tile.data, *values = (const float *)value_tile.data;
         ask_for(values, value_tile.stride, dim);
         multiply(keys, key_tile.stride, dim, count, query, a->scale * LOG2_E, weights);
-        if (limit_of(a, run, 0) < first + count) hide(a, run, first, weights);
+        if (a->softcap > 0)
+            for (int j = 0; j < TILE; j++)
+                for (int v = 0; v < VECTORS; v++) weights[j][v] = capped(weights[j][v], a->softcap);
+        if (a->since || a->softcap > 0 || limit_of(a, run, 0) < first + count) hide(a, run, first, weights);
         for (int v = 0; v < VECTORS; v++) {
             Floats highest = top[v];
             for (int j = 0; j < TILE; j++) highest = larger(weights[j][v], highest);
-            const Floats fade = power_of_2(top[v] - highest);
+            const Floats shift = a->since ? choose(highest == -INFINITY, (Floats){0}, highest) : highest;
+            const Floats fade = power_of_2(top[v] - shift);
             mass[v] *= fade;
-            for (int j = 0; j < TILE; j++) mass[v] += weights[j][v] = power_of_2(weights[j][v] - highest);
+            for (int j = 0; j < TILE; j++) mass[v] += weights[j][v] = power_of_2(weights[j][v] - shift);
             if (any(highest > top[v]))
                 for (int64_t c = 0; c < dim; c++) total[c][v] *= fade;
             top[v] = highest;
@@ -191,9 +234,11 @@ static void attend_many(const Call *a, const Run *run) {
     }
     for (int64_t r = 0; r < run->rows; r++) {
         const int64_t to = result_of(a, run, r);
-        const float one = ((float *)mass)[r];
-        for (int64_t c = 0; c < dim; c++) a->outs[to * dim + c] = ((float *)total[c])[r] / one;
-        a->lses[to] = ((float *)top)[r] * LN_2 + logf(one);
+        float highest = ((float *)top)[r], one = ((float *)mass)[r], fade = 1;
+        if (run->result < 0 && a->sinks) one = sunk(a, run, r, &highest, one, &fade);
+        const float share = highest == -INFINITY ? 0 : fade / one;
+        for (int64_t c = 0; c < dim; c++) a->outs[to * dim + c] = ((float *)total[c])[r] * share;
+        a->lses[to] = highest * LN_2 + logf(one);
     }
 }
 
@@ -217,8 +262,8 @@ static void attend(const Call *a, const Run *run, int few) {
 }
 
 /* Columns of an item; see work.py. */
-enum { TOKEN = 0, ALL_ROWS = 1, FIRST_ROW = 2, HEAD = 3, FIRST = 4, END = 5, RESULT = 6, KEYS = 7, VALUES = 10 };
-enum { COLUMNS = 17 };
+enum { TOKEN = 0, ALL_ROWS = 1, FIRST_ROW = 2, HEAD = 3, FIRST = 4, END = 5, RESULT = 6, KEYS = 7, VALUES = 10, OF_HEAD = 17 };
+enum { COLUMNS = 18 };
 
 /* Runs of prefixes that lie alike in memory. items: [count, COLUMNS]. */
 typedef struct {
@@ -241,7 +286,7 @@ typedef struct {
    gave. keys, values: of the call's tokens, [N, kv_heads, D] with a step from token to token in elements, to be appended
    to the suffixes; 0 where they are there. shares: [shares, 1 + kv_heads], where the results of a share begin, and how
    many runs each head has; places: [N, 3], the share of a token, its place there, and the tokens of the share; see
-   work.py. */
+   work.py. softcap, since, sinks: see `LogitRules`; a softcap of 0 is none. */
 struct Attention {
     const void *queries;
     const char *keys, *values;
@@ -254,13 +299,15 @@ struct Attention {
     const Suffixes *suffixes;
     int64_t num_suffixes;
     float *out, *lse;
-    double scale;
+    double scale, softcap;
+    const int32_t *since;
+    const float *sinks;
     int64_t type;
 };
 
 static Call call_of(const Attention *a, const Layout *key_layout, const Layout *value_layout, float *outs, float *lses) {
     return (Call){a->queries, outs, lses, a->kv_heads, a->group, a->dim, *key_layout, *value_layout, (float)a->scale,
-                  (int)a->type};
+                  (int)a->type, (float)a->softcap * LOG2_E, a->since, a->sinks};
 }
 
 /* Three columns: the address of a head's rows, of its scales and of its zeros. */
@@ -274,9 +321,10 @@ static void attend_item(const Attention *a, const Launch *launch, int64_t i) {
     const Run run = {
         .keys = head_rows(item + KEYS), .values = head_rows(item + VALUES), .first = item[FIRST], .end = item[END],
         .token = item[TOKEN], .head = item[HEAD], .row = item[FIRST_ROW], .rows = left < ROWS ? left : ROWS,
-        .result = item[RESULT],
+        .result = item[RESULT], .before = item[OF_HEAD],
     };
-    attend(&call, &run, item[ALL_ROWS] <= FEW_ROWS);
+    const Run seen = seen_of(&call, run);
+    attend(&call, &seen, item[ALL_ROWS] <= FEW_ROWS);
 }
 
 /* The new keys and values of one row of a batch behind its suffix. */
@@ -312,14 +360,15 @@ static void unite_runs(const void *context, int64_t token) {
         const int64_t from = share[0] + head * rows + a->places[3 * token + 1] * a->group + i % a->group;
         float top = -INFINITY, mass = 0, *out = a->out + (token * a->kv_heads * a->group + i) * dim;
         for (int64_t n = 0; n < runs; n++) top = fmaxf(top, a->lses[from + n * step]);
+        const int any = top > -INFINITY;
         memset(out, 0, dim * sizeof *out);
-        for (int64_t n = 0; n < runs; n++) {
+        for (int64_t n = 0; n < runs && any; n++) {
             const float weight = expf(a->lses[from + n * step] - top), *part = a->outs + (from + n * step) * dim;
             mass += weight;
             for (int64_t c = 0; c < dim; c++) out[c] += weight * part[c];
         }
-        for (int64_t c = 0; c < dim && runs; c++) out[c] /= mass;
-        a->lse[token * a->kv_heads * a->group + i] = runs ? top + logf(mass) : -INFINITY;
+        for (int64_t c = 0; c < dim && any; c++) out[c] /= mass;
+        a->lse[token * a->kv_heads * a->group + i] = any ? top + logf(mass) : -INFINITY;
     }
 }
 
@@ -340,7 +389,8 @@ static void attend_suffix(const Attention *a, const Suffixes *s, int64_t i) {
         .token = token, .head = head, .row = begin, .rows = left < ROWS ? left : ROWS, .result = -1, .visible = visible,
     };
     run.end = limit_of(&call, &run, run.rows - 1);
-    attend(&call, &run, all <= FEW_ROWS);
+    const Run seen = seen_of(&call, run);
+    attend(&call, &seen, all <= FEW_ROWS);
 }
 
 static void attend_suffixes(const void *context, int64_t i) {

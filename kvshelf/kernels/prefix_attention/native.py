@@ -21,7 +21,14 @@ from torch import Tensor
 
 from kvshelf.kernels.native import FEW_ROWS, LANES, TYPES, WIDTHS, Part, run
 from kvshelf.kernels.prefix_attention import eager
-from kvshelf.kernels.prefix_attention.prefixes import BatchLayout, PackedPrefix, Prefix, StackedPrefix, SuffixRows
+from kvshelf.kernels.prefix_attention.prefixes import (
+    BatchLayout,
+    LogitRules,
+    PackedPrefix,
+    Prefix,
+    StackedPrefix,
+    SuffixRows,
+)
 from kvshelf.kernels.prefix_attention.work import Setting, work_of
 from kvshelf.kernels.quantize.rows import QuantizedRows, Rows
 
@@ -37,21 +44,22 @@ def prefix_attention(
     prefixes: Sequence[Sequence[Prefix]],
     suffixes: Sequence[tuple[Tensor, Tensor]],
     layout: BatchLayout,
-    scale: float,
+    rules: LogitRules,
 ) -> Tensor:
     """See `kvshelf.kernels.prefix_attention.prefix_attention`."""
     num_tokens, q_heads, dim = queries.shape
+    rules = rules.within(layout)
     grouped = queries.reshape(num_tokens, suffixes[0][0].shape[1], -1, dim)  # [N, kv_heads, group, D]
     if not _takes_all(grouped, suffixes, layout):
-        return eager.attend_both(_attend_shares, queries, prefixes, suffixes, layout, scale)
+        return eager.attend_both(_attend_shares, queries, prefixes, suffixes, layout, rules)
     grouped = grouped.contiguous()
     if all(_ours(grouped, prefixes, layout)):
         out, lse = _room_for(grouped)
-        run([_part(grouped, prefixes, suffixes, layout, scale, (out, lse))])
+        run([_part(grouped, prefixes, suffixes, layout, rules, (out, lse))])
     else:
-        out, lse = _attend_shares(grouped, prefixes, dim, layout, scale)
+        out, lse = _attend_shares(grouped, prefixes, dim, layout, rules)
         out = out.float().contiguous()
-        run([_part(grouped, (), suffixes, layout, scale, (out, lse.contiguous()))])
+        run([_part(grouped, (), suffixes, layout, rules, (out, lse.contiguous()))])
     return out.to(queries.dtype).view(num_tokens, q_heads, dim)
 
 
@@ -60,7 +68,7 @@ def attention_part(
     prefixes: Sequence[Sequence[Prefix]],
     suffixes: Sequence[tuple[Tensor, Tensor]],
     layout: BatchLayout,
-    scale: float,
+    rules: LogitRules,
     out: Tensor,
     scratch: Scratch,
 ) -> Part | None:
@@ -79,25 +87,29 @@ def attention_part(
     if not (_takes_all(grouped, suffixes, layout) and all(_ours(grouped, prefixes, layout))):
         return None
     shape = (tokens, keys.shape[1], grouped.shape[2], dim)
-    found, held = _attention(queries.dtype, shape, prefixes, suffixes, layout, scratch)
-    found.queries, found.out, found.scale = queries.data_ptr(), out.data_ptr(), scale
+    found, held = _attention(queries.dtype, shape, prefixes, suffixes, layout, rules.within(layout), scratch)
+    found.queries, found.out = queries.data_ptr(), out.data_ptr()
     (found.keys, found.key_step), (found.values, found.value_step) = (
         (each.data_ptr(), each.stride(0)) for each in (keys, values)
     )
     return Part(0, ctypes.addressof(found), (found, held))
 
 
-def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, rules: LogitRules) -> tuple[Tensor, Tensor]:
     """See `kvshelf.kernels.prefix_attention.causal_attention`."""
     batch, q_heads, tokens, dim = queries.shape
     group = q_heads // keys.shape[1]
-    ours = batch == 1 and all(_takes(queries, states, tokens * group) for states in (keys, values))
+    ours = (
+        batch == 1
+        and tokens == keys.shape[2]
+        and all(_takes(queries, states, tokens * group) for states in (keys, values))
+    )
     if not ours:
-        return eager.causal_attention(queries, keys, values, scale)
+        return eager.causal_attention(queries, keys, values, rules)
     grouped = queries[0].transpose(0, 1).reshape(tokens, -1, group, dim).contiguous()  # [T, kv_heads, group, D]
     out, lse = torch.zeros(grouped.shape), torch.full(grouped.shape[:3], -torch.inf)
     layout = BatchLayout((tokens,), (SuffixRows((tokens,), (0,), tokens),), queries.device)
-    run([_part(grouped, (), [(keys, values)], layout, scale, (out, lse))])
+    run([_part(grouped, (), [(keys, values)], layout, rules.within(layout), (out, lse))])
     out = out.to(queries.dtype)
     return out.view(1, tokens, q_heads, dim).transpose(1, 2), lse.view(tokens, q_heads).T.unsqueeze(0).contiguous()
 
@@ -131,19 +143,19 @@ def _fits(queries: Tensor, dim: int, rows: int) -> bool:
 
 
 def _attend_shares(
-    queries: Tensor, prefixes: Sequence[Sequence[Prefix]], value_dim: int, layout: BatchLayout, scale: float
+    queries: Tensor, prefixes: Sequence[Sequence[Prefix]], value_dim: int, layout: BatchLayout, rules: LogitRules
 ) -> tuple[Tensor, Tensor]:
     """See `eager.attend_shares`. `eager` fills in the shares that C cannot compute."""
     ours = _ours(queries, prefixes, layout)
     if not any(ours):
-        return eager.attend_shares(queries, prefixes, value_dim, layout, scale)
+        return eager.attend_shares(queries, prefixes, value_dim, layout, rules)
     mine = [parts if own else () for parts, own in zip(prefixes, ours, strict=True)]
     out, lse = _room_for(queries)
-    run([_part(queries.contiguous(), mine, (), layout, scale, (out, lse))])
+    run([_part(queries.contiguous(), mine, (), layout, rules, (out, lse))])
     for own, parts, count, end in zip(ours, prefixes, layout.shares, layout.share_ends, strict=True):
         if not own:
             tokens = slice(end - count, end)
-            out[tokens], lse[tokens] = eager.attend_share(queries[tokens], parts, value_dim, scale)
+            out[tokens], lse[tokens] = eager.attend_share(queries[tokens], parts, value_dim, rules.of(tokens))
     return out, lse
 
 
@@ -214,7 +226,8 @@ class _Attention(ctypes.Structure):
         ("launches", ctypes.c_void_p), ("num_launches", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("outs", "lses", "shares", "places", "suffixes")),
         ("num_suffixes", ctypes.c_int64), ("out", ctypes.c_void_p), ("lse", ctypes.c_void_p),
-        ("scale", ctypes.c_double), ("type", ctypes.c_int64),
+        ("scale", ctypes.c_double), ("softcap", ctypes.c_double), ("since", ctypes.c_void_p),
+        ("sinks", ctypes.c_void_p), ("type", ctypes.c_int64),
     )  # fmt: skip
 
 
@@ -223,15 +236,16 @@ def _part(
     prefixes: Sequence[Sequence[Prefix]],
     suffixes: Sequence[tuple[Tensor, Tensor]],
     layout: BatchLayout,
-    scale: float,
+    rules: LogitRules,
     results: tuple[Tensor, Tensor],
 ) -> Part:
     """queries: `[N, kv_heads, group, D]` contiguous. results: output, as the queries, and log-sum-exps without D, both
     fp32; without prefixes they hold what these gave."""
     tokens, kv_heads, group, dim = queries.shape
     out, lse = results
-    found, held = _attention(queries.dtype, (tokens, kv_heads, group, dim), prefixes, suffixes, layout, Scratch())
-    found.queries, found.out, found.lse, found.scale = queries.data_ptr(), out.data_ptr(), lse.data_ptr(), scale
+    shape = tokens, kv_heads, group, dim
+    found, held = _attention(queries.dtype, shape, prefixes, suffixes, layout, rules, Scratch())
+    found.queries, found.out, found.lse = queries.data_ptr(), out.data_ptr(), lse.data_ptr()
     return Part(0, ctypes.addressof(found), (found, held, queries, results))
 
 
@@ -241,12 +255,15 @@ def _attention(
     prefixes: Sequence[Sequence[Prefix]],
     suffixes: Sequence[tuple[Tensor, Tensor]],
     layout: BatchLayout,
+    rules: LogitRules,
     scratch: Scratch,
 ) -> tuple[_Attention, object]:
-    """Without queries, scale and results but for the log-sum-exps, which are in the scratch; and what it points to."""
+    """Without queries and results but for the log-sum-exps, which are in the scratch; and what it points to."""
     tokens, kv_heads, group, dim = shape
     found = _Attention(tokens=tokens, kv_heads=kv_heads, group=group, dim=dim, type=TYPES[dtype])
-    held: list[object] = [layout, suffixes]
+    found.scale, found.softcap = rules.scale, rules.softcap
+    found.since, found.sinks = (0 if table is None else table.data_ptr() for table in (rules.since, rules.sinks))
+    held: list[object] = [layout, suffixes, rules]
     lses, runs = tokens * kv_heads * group, 0
     if prefixes:
         table = work_of(

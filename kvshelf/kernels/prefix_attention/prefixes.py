@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -113,6 +113,38 @@ Prefix = PackedPrefix | StackedPrefix | StreamedPrefix | MergedPrefix
 
 
 @dataclass(frozen=True, eq=False)
+class LogitRules:
+    """What becomes of the products of queries and keys before the softmax.
+
+    scale: factor of all. softcap: they become softcap * tanh(logit / softcap) (Gemma 2, arXiv 2408.00118, section 2);
+    0: they do not. sinks: `[q_heads]` fp32, a logit of each query head that takes part of the mass and gives no value
+    (gpt-oss). window: a token sees the last `window` tokens, itself included; None: all. Then a document has one plain
+    prefix of its last tokens, equally many in every head.
+
+    since: what kernels make of `window`, for the tokens of a batch: see `BatchLayout.since`.
+    """
+
+    scale: float
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+    window: int | None = None
+    since: Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether there are none beside the scale."""
+        return not self.softcap and self.sinks is None and self.window is None
+
+    def within(self, layout: BatchLayout) -> LogitRules:
+        """The rules for the tokens of a batch."""
+        return self if self.window is None else replace(self, since=layout.since(self.window))
+
+    def of(self, tokens: slice) -> LogitRules:
+        """The rules of some tokens of the batch."""
+        return self if self.since is None else replace(self, since=self.since[tokens])
+
+
+@dataclass(frozen=True, eq=False)
 class SuffixRows:
     """Rows of a batch whose private suffixes lie in one pair of tensors `[rows, kv_heads, capacity, D]`.
 
@@ -145,6 +177,25 @@ class BatchLayout:
     @cached_property
     def share_ends(self) -> list[int]:
         return list(accumulate(self.shares))
+
+    @cached_property
+    def windows(self) -> dict[int, Tensor]:
+        """What `since` has made."""
+        return {}
+
+    def since(self, window: int) -> Tensor:
+        """The first token that each token of the batch sees, `[N]` int32, counted from the first of its suffix; below
+        0 it is one of the document's, whose last is -1. The same tensor at each call."""
+        made = self.windows.get(window)
+        if made is None:
+            places = [0] * self.num_tokens
+            for rows in self.suffixes:
+                for first, length in zip(rows.first, rows.lengths, strict=True):
+                    if first >= 0:
+                        places[first : first + rows.new] = range(length - rows.new, length)
+            made = torch.tensor(places, dtype=torch.int32, device=self.device) - (window - 1)
+            self.windows[window] = made
+        return made
 
     @cached_property
     def gathers(self) -> list[Tensor | None]:

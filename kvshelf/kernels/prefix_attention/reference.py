@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvshelf.kernels.prefix_attention.prefixes import (
     BatchLayout,
+    LogitRules,
     MergedPrefix,
     PackedPrefix,
     Prefix,
@@ -22,7 +23,7 @@ def prefix_attention(
     prefixes: Sequence[Sequence[Prefix]],
     suffixes: Sequence[tuple[Tensor, Tensor]],
     layout: BatchLayout,
-    scale: float,
+    rules: LogitRules,
 ) -> Tensor:
     """See `kvshelf.kernels.prefix_attention.prefix_attention`; computed in fp64, a row at a time."""
     num_tokens, q_heads, _ = queries.shape
@@ -38,8 +39,14 @@ def prefix_attention(
                     parts = [token_states(prefix, kv) for prefix in prefixes[share_of[first + t]]]
                     all_keys = torch.cat([*(k for k, _ in parts), keys[r, kv, :visible].double()])
                     all_values = torch.cat([*(v for _, v in parts), values[r, kv, :visible].double()])
-                    weights = torch.softmax(scale * (all_keys @ queries[first + t, h].double()), dim=0)
-                    out[first + t, h] = weights @ all_values
+                    logits = rules.scale * (all_keys @ queries[first + t, h].double())
+                    if rules.softcap:
+                        logits = rules.softcap * torch.tanh(logits / rules.softcap)
+                    if rules.window is not None:
+                        logits[: -rules.window] = -torch.inf
+                    if rules.sinks is not None:
+                        logits = torch.cat([logits, rules.sinks[h : h + 1].double()])
+                    out[first + t, h] = torch.softmax(logits, dim=0)[: len(all_keys)] @ all_values
     return out
 
 

@@ -42,7 +42,7 @@ from torch import Tensor
 
 from kvshelf.kernels.prefix_attention import eager
 from kvshelf.kernels.prefix_attention.heads import Kind
-from kvshelf.kernels.prefix_attention.prefixes import BatchLayout, Prefix
+from kvshelf.kernels.prefix_attention.prefixes import BatchLayout, LogitRules, Prefix
 from kvshelf.kernels.prefix_attention.slots import SLOTS_PER_ROW
 from kvshelf.kernels.prefix_attention.splits import attend_splits
 from kvshelf.kernels.prefix_attention.union import attend_suffixes
@@ -55,10 +55,13 @@ def prefix_attention(
     prefixes: Sequence[Sequence[Prefix]],
     suffixes: Sequence[tuple[Tensor, Tensor]],
     layout: BatchLayout,
-    scale: float,
+    rules: LogitRules,
     least_split: int = LEAST_SPLIT,
 ) -> Tensor:
-    """See `kvshelf.kernels.prefix_attention.prefix_attention`. least_split: fewest rows of a prefix for one program."""
+    """See `kvshelf.kernels.prefix_attention.prefix_attention`. least_split: fewest rows of a prefix for one program.
+    Rules beside the scale are left to torch's operations."""
+    if not rules.plain:
+        return eager.prefix_attention(queries, prefixes, suffixes, layout, rules)
     num_tokens, q_heads, _ = queries.shape
     kv_heads, value_dim = suffixes[0][1].shape[1], suffixes[0][1].shape[3]
     out = queries.new_empty(num_tokens, q_heads, value_dim)
@@ -66,10 +69,10 @@ def prefix_attention(
     if any(prefixes):
         setting = Setting(kv_heads, q_heads // kv_heads, queries.itemsize, _places(queries.device), least_split)
         table = work_of(prefixes, layout, setting)
-        found = _attend_prefixes(queries, prefixes, layout, table, value_dim, kv_heads, scale)
+        found = _attend_prefixes(queries, prefixes, layout, table, value_dim, kv_heads, rules)
     tokens, tables = layout.tables
     for rows, shares, (keys, values) in zip(layout.suffixes, tables, suffixes, strict=True):
-        _attend_suffixes(queries, keys, values, out, (shares, tokens), found, rows.new, scale)
+        _attend_suffixes(queries, keys, values, out, (shares, tokens), found, rows.new, rules.scale)
     return out
 
 
@@ -88,7 +91,7 @@ def _attend_prefixes(
     table: WorkTable,
     value_dim: int,
     kv_heads: int,
-    scale: float,
+    rules: LogitRules,
 ) -> _Found:
     _, q_heads, dim = queries.shape
     outs = queries.new_empty(table.scratch_rows, value_dim, dtype=torch.float32)
@@ -101,7 +104,7 @@ def _attend_prefixes(
             lses,
             queries.stride(0),
             queries.stride(1),
-            scale * math.log2(math.e),
+            rules.scale * math.log2(math.e),
             DIM=dim,
             VALUE_DIM=value_dim,
             HEADS=q_heads // kv_heads,
@@ -114,7 +117,7 @@ def _attend_prefixes(
         end, count = layout.share_ends[share], layout.shares[share]
         own = queries[end - count : end].view(count, kv_heads, q_heads // kv_heads, dim)
         rows = own.transpose(0, 1).reshape(1, kv_heads, -1, dim)
-        part, lse = eager.attend_prefix(rows, prefixes[share][place], scale)
+        part, lse = eager.attend_prefix(rows, prefixes[share][place], rules)
         stop = start + lse.numel()
         outs[start:stop] = part.flatten(0, 2)
         lses[start:stop] = lse.flatten() * math.log2(math.e)

@@ -17,10 +17,10 @@ from kvshelf.store.artifact.coder import Coder
 from kvshelf.store.artifact.encoding import classes_of, encode
 from kvshelf.store.artifact.exported import split
 from kvshelf.store.artifact.identity import Identity
-from kvshelf.store.artifact.records import Kept, LayerRecord, Merged, PackedRecord, Parts, RopeMode
+from kvshelf.store.artifact.records import Kept, LayerRecord, Merged, PackedRecord, Parts, RopeMode, Window
 from kvshelf.store.artifact.shape import LayerShape, Shape
 
-__all__ = ["CompressedCache", "Kept", "LayerRecord", "Merged", "PackedRecord", "Parts", "RopeMode"]
+__all__ = ["CompressedCache", "Kept", "LayerRecord", "Merged", "PackedRecord", "Parts", "RopeMode", "Window"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,14 +60,21 @@ class CompressedCache:
 
     @property
     def kept_tokens(self) -> int:
-        """Entries kept per layer and KV head, the mean rounded to the nearest integer."""
-        heads = sum(layer.kv_heads for layer in self.layers)
-        return round(sum(layer.entries for layer in self.layers) / heads)
+        """Entries kept per layer and KV head, the mean rounded to the nearest integer. Layers with a sliding window, of
+        which no policy chooses, do not count, unless there are no others."""
+        layers = [layer for layer in self.layers if not isinstance(layer, Window)] or self.layers
+        return round(sum(layer.entries for layer in layers) / sum(layer.kv_heads for layer in layers))
 
     @property
     def shape(self) -> Shape:
         layers = (
-            LayerShape(layer.kv_heads, layer.key_dim, layer.value_dim, str(layer.dtype).removeprefix("torch."))
+            LayerShape(
+                layer.kv_heads,
+                layer.key_dim,
+                layer.value_dim,
+                str(layer.dtype).removeprefix("torch."),
+                layer.window if isinstance(layer, Window) else None,
+            )
             for layer in self.layers
         )
         return Shape(tuple(layers), self.num_tokens, self.next_position)
@@ -86,19 +93,20 @@ class CompressedCache:
         wanted = codecs.resolve(self.codec, codec)
         if str(wanted) == self.codec:
             return self
-        classes: Sequence[Tensor | None] = [None] * len(self.layers)
+        layers = list(self.layers)
+        chosen = [index for index, layer in enumerate(layers) if not isinstance(layer, Window)]
+        classes: Sequence[Tensor | None] = [None] * len(chosen)
         if wanted.classes:
             wanted.require_kept(self.identity.budget_tokens, self.num_tokens)
-            classes = classes_of(wanted, self.layers, self.num_tokens)
-        layers = tuple(
-            encode(wanted, layer, f"layer {i}", None if coder is None else coder.layer(i, self.repositioned), members)
-            for i, (layer, members) in enumerate(zip(self.layers, classes, strict=True))
-        )
+            classes = classes_of(wanted, [layers[index] for index in chosen], self.num_tokens)
+        for index, members in zip(chosen, classes, strict=True):
+            of_layer = None if coder is None else coder.layer(index, self.repositioned)
+            layers[index] = encode(wanted, layers[index], f"layer {index}", of_layer, members)
         identity = self.identity
         if wanted.name == "klt":
             assert coder is not None
             identity = coder.transforms.mark(identity)
-        return replace(self, layers=layers, identity=identity, codec=str(wanted))
+        return replace(self, layers=tuple(layers), identity=identity, codec=str(wanted))
 
     def decoded(self, coder: Coder) -> CompressedCache:
         """The cache with plain rows in place of those under codec `klt`, for attention. It is no artifact any more: its

@@ -1,6 +1,7 @@
 """Layer records: the entries kept of one layer of a KV cache, and how attention reads them.
 
 `Kept`     some of the entries, unchanged
+`Window`   the last entries of a layer with a sliding window, all of them
 `Merged`   classes of merged entries, and the slots that say which tokens a class stands for, after EMS
 `Parts`    several of these at once, their entries disjoint: mixed precision, a residual in full precision
 
@@ -22,7 +23,7 @@ from kvshelf.kernels.prefix_attention.prefixes import MergedPrefix, PackedPrefix
 from kvshelf.store.artifact.identity import RopeMode
 from kvshelf.store.artifact.packed import HeadView, Packed, Rotate, offsets_of, padded, rotation
 
-__all__ = ["Kept", "LayerRecord", "Merged", "PackedRecord", "Parts", "RopeMode", "Rotate"]
+__all__ = ["Kept", "LayerRecord", "Merged", "PackedRecord", "Parts", "RopeMode", "Rotate", "Window"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +47,38 @@ class Kept(Packed):
     def select(self, chosen: Tensor) -> Kept:
         """The entries that `chosen` `[entries]` bool marks. For records that are not quantized."""
         return Kept(**self._selected(chosen))
+
+
+@dataclass(frozen=True, eq=False)
+class Window(Kept):
+    """The last `window - 1` tokens of a layer whose queries see `window` tokens, themselves included; all of a shorter
+    document. Kept verbatim, under every policy and codec: it does not grow with the document.
+
+    A question that goes on sees ever fewer of them: attention has to be told the window (`LogitRules`).
+    """
+
+    kind: ClassVar[Literal["window"]] = "window"  # type: ignore[assignment]
+
+    window: int = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        assert self.uniform
+        assert self.lengths[0] < self.window
+
+    @classmethod
+    def of(cls, keys: Tensor, values: Tensor, window: int) -> Window:
+        """From the keys `[kv_heads, N, D]` and values `[kv_heads, N, Dv]` of a document's last tokens or of all."""
+        heads, tokens, _ = keys.shape
+        kept = min(tokens, window - 1)
+        at = torch.arange(tokens - kept, tokens, dtype=torch.int32, device=keys.device)
+        return cls(
+            keys=keys[:, tokens - kept :].flatten(0, 1),
+            values=values[:, tokens - kept :].flatten(0, 1),
+            entries_at=at.repeat(heads),
+            offsets=offsets_of([kept] * heads),
+            window=window,
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,12 +14,14 @@ from kvshelf.store.artifact.identity import ModelIdentity
 
 
 class LayerShape(NamedTuple):
-    """The keys `[kv_heads, N, key_dim]` and values `[kv_heads, N, value_dim]` of one layer."""
+    """The keys `[kv_heads, N, key_dim]` and values `[kv_heads, N, value_dim]` of one layer. window: tokens that its
+    queries see, themselves included; None: all."""
 
     kv_heads: int
     key_dim: int
     value_dim: int
     dtype: str
+    window: int | None = None
 
 
 class Shape(NamedTuple):

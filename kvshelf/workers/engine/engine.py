@@ -32,12 +32,12 @@ from kvshelf.workers.engine.forward.passes import Passes
 from kvshelf.workers.engine.inputs.encode import Document, Encoder, Prompt
 from kvshelf.workers.engine.inputs.job import Job, Level, shared
 from kvshelf.workers.engine.inputs.prepare import Preparer
-from kvshelf.workers.engine.inputs.requirements import require_budget_taken, require_questions_taken
+from kvshelf.workers.engine.inputs.requirements import require_budget_taken, require_questions_taken, require_window
 from kvshelf.workers.engine.prefill.prefill import Compression, Prefill, run_prefill, run_scores
 from kvshelf.workers.engine.quality import CUES, Probe, Reference, ask
 from kvshelf.workers.model import calibration
 from kvshelf.workers.model import loading as models
-from kvshelf.workers.model.rope import Rope, reach
+from kvshelf.workers.model.rope import Rope, changes_with_length, reach
 from kvshelf.workers.model.text import EncodedDocument, TextFormat
 from kvshelf.workers.policies import DEFAULT_POLICY, build
 from kvshelf.workers.policies.base import ScoringPolicy
@@ -66,13 +66,16 @@ class Engine:
         self.max_tokens = models.max_positions(model.config)
         self.kv_bytes_per_token = models.kv_bytes_per_token(model.config, model.dtype)
         self.rope = Rope.of(model)
-        # Whether the states of a token are the same whatever the length of its call.
-        self._alike = self.rope is not None and not self.rope.length_dependent
+        self.windows = models.layer_windows(model.config)
+        # Whether the states of a token are the same whatever the length of its call. Without a RoPE that could be read
+        # nobody knows, but that of layers with windows and of the others differs in frequencies alone.
+        known = self.rope is not None or any(window is not None for window in self.windows)
+        self._alike = known and not changes_with_length(model.config)
         self.passes = Passes(model, recordable=self._alike)
         self._attachments: WeakKeyDictionary[CompressedCache | ArrivingCache, Attachment] = WeakKeyDictionary()
         self._coders: dict[str, Coder] = {}
         self._encoder = Encoder(self.name, self.text, self.max_tokens, model.config.vocab_size)
-        self._preparer = Preparer(model, self.name, self.identity, self.rope, self.max_tokens)
+        self._preparer = Preparer(model, self.name, self.identity, self.rope, self.max_tokens, self.windows)
 
     @classmethod
     def load(cls, name: str, *, device: str = "auto", dtype: str = "auto", progress: bool = False) -> Engine:
@@ -86,8 +89,12 @@ class Engine:
 
     @cached_property
     def layer_shapes(self) -> tuple[LayerShape, ...]:
-        """The layers of this model's caches, measured in a forward pass: a configuration does not tell."""
-        return layer_shapes(self.model)
+        """The layers of this model's caches, measured in a forward pass: a configuration does not tell. Raises
+        `PolicyUnsupported` where the windows are not those that it does tell."""
+        found = layer_shapes(self.model)
+        for index, (shape, told) in enumerate(zip(found, self.windows, strict=True)):
+            require_window(index, shape.window, told)
+        return found
 
     @property
     def default_layout(self) -> Layout:
@@ -156,8 +163,7 @@ class Engine:
 
     @property
     def _longest_document(self) -> int:
-        window = models.sliding_window(self.model.config)
-        return self.max_tokens if window is None else min(window, self.max_tokens)
+        return self.max_tokens
 
     def prepare(
         self,
@@ -270,17 +276,15 @@ class Engine:
         """The probe that measures the quality of a document's caches; None if `cues` is 0 or it is impossible.
 
         No probe is possible for a document too short to ask about; for a document read chunk by chunk, because there is
-        never a full cache to compare with; without room for a cue behind the document; under a RoPE that
-        cannot be undone; and under one that changes with the length, so that later tokens would change earlier keys.
+        never a full cache to compare with; without room for a cue behind the document; and under a RoPE that changes
+        with the length, or may do so for all that is known, so that later tokens would change earlier keys.
         """
-        if not cues or job.absorber is not None or self.rope is None or self.rope.length_dependent:
+        if not cues or job.absorber is not None or not self._alike:
             return None
         probe = Probe.of(job.document, cues)
         if probe is None or job.num_tokens + probe.length > self.max_tokens:
             return None
-        window = models.sliding_window(self.model.config)
-        behind = probe.num_tokens + sum(len(found.token_ids) for found in job.passes)
-        return probe if window is None or job.num_tokens + behind <= window else None
+        return probe
 
     def measure(self, cache: CompressedCache, reference: Reference) -> Quality:
         """How close `cache` is to the full cache of its document; `reference` is from the prefill of that document.
@@ -504,11 +508,10 @@ class Engine:
         return [answer.answer() for answer in answers]
 
     def _longest(self, document: Attachment) -> int:
-        """Most tokens of a sequence that begins with this document. Sliding windows are not stored yet, and a LongRoPE
-        may rotate longer sequences by other frequencies."""
-        config = self.model.config
-        limits = (self.max_tokens, models.sliding_window(config), reach(config, document.num_tokens))
-        return min(limit for limit in limits if limit is not None)
+        """Most tokens of a sequence that begins with this document. A LongRoPE may rotate longer ones by other
+        frequencies."""
+        reached = reach(self.model.config, document.num_tokens)
+        return self.max_tokens if reached is None else min(self.max_tokens, reached)
 
     def _end_ids(self) -> frozenset[int]:
         configured = self.model.generation_config.eos_token_id if self.model.generation_config is not None else None

@@ -188,13 +188,11 @@ def head_size(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def sliding_window(config: Any) -> int | None:
-    """Tokens that the model's sliding layers see; None where it has none."""
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None and "sliding_attention" not in kinds:
-        return None
+def layer_windows(config: Any) -> tuple[int | None, ...]:
+    """Of each layer, the tokens that its queries see, themselves included; None: all."""
     window = getattr(config, "sliding_window", None)
-    return None if window is None else int(window)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * int(config.num_hidden_layers)
+    return tuple(int(window) if window is not None and kind == "sliding_attention" else None for kind in kinds)
 
 
 def _weights_digest(model: PreTrainedModel) -> str:

@@ -156,6 +156,11 @@ def _by_model(
     return torch.cat([turned[0, 0], states[:, turned.shape[-1] :]], dim=-1)
 
 
+def changes_with_length(config: Any) -> bool:
+    """Whether the frequencies of a RoPE, of any layer, depend on the length of the sequence."""
+    return any(changing in str(kind.get("rope_type")) for kind in _kinds(config) for changing in _CHANGES_WITH_LENGTH)
+
+
 def reach(config: Any, num_tokens: int) -> int | None:
     """The longest sequence whose keys have the same frequencies as those of a call of `num_tokens` tokens; None: any.
 
@@ -163,14 +168,16 @@ def reach(config: Any, num_tokens: int) -> int | None:
     its positions, so it would silently misread the keys of a shorter call. (transformers' own `generate` computes the
     whole sequence anew there.)
     """
-    parameters = getattr(config, "rope_parameters", None) or {}
-    by_layer = [kind for kind in parameters.values() if isinstance(kind, dict)]
     places = [
-        kind["original_max_position_embeddings"]
-        for kind in by_layer or [parameters]
-        if kind.get("rope_type") == "longrope"
+        kind["original_max_position_embeddings"] for kind in _kinds(config) if kind.get("rope_type") == "longrope"
     ]
     return min((place for place in places if num_tokens <= place), default=None)
+
+
+def _kinds(config: Any) -> list[dict[str, Any]]:
+    """The parameters of each kind of RoPE: of one, or of one for each kind of layer."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    return [kind for kind in parameters.values() if isinstance(kind, dict)] or [parameters]
 
 
 def _differs_by_layer(model: PreTrainedModel) -> bool:

@@ -42,7 +42,7 @@ class PyramidKV(SnapKV):
         if layer.num_layers == 1 or not high >= low >= max(self.window, int(protected.sum())):
             return budget.per_head
         step = (high - low) / (layer.num_layers - 1)
-        return (round(high - layer.layer_idx * step),) * layer.kv_heads
+        return (round(high - layer.place * step),) * layer.kv_heads
 
     def _ends(self, mean: int, num_tokens: int) -> tuple[float, float]:
         """Budget of the last layer and of the first, `mean` apart from rounding."""

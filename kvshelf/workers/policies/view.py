@@ -105,7 +105,8 @@ class LayerView:
 
     keys: `[kv_heads, N, D]` and values: `[kv_heads, N, Dv]`, after RoPE and any key norm. queries: `[q_heads, N, D]`,
     likewise. lse: the log-sum-exps of their rows, as in `Attended`, `[q_heads, N]` fp32. Unless the policy observes
-    queries, both are None and `probes` is empty. `module` is the model's attention module.
+    queries, both are None and `probes` is empty. `module` is the model's attention module. place: among the
+    `num_layers` layers that policies reduce, those without a sliding window; `layer_idx` counts all of the model's.
     """
 
     layer_idx: int
@@ -115,6 +116,7 @@ class LayerView:
     scaling: float
     document: DocumentView
     num_layers: int = 1
+    place: int = 0
     probes: tuple[Probed, ...] = ()
     rope: Rope | None = None
     lse: Tensor | None = None

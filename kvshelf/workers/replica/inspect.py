@@ -22,7 +22,7 @@ from kvshelf.api.strict import MessageList, require_bounded
 from kvshelf.errors import InvalidRequest, StateConflict
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.identity import Identity
-from kvshelf.store.artifact.records import LayerRecord, Merged, Parts
+from kvshelf.store.artifact.records import LayerRecord, Merged, Parts, Window
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.engine.decode.detokenizer import Detokenizer
@@ -38,6 +38,7 @@ _MERGED = (
     "A kept token is the center of a class: its key direction and value are the mean over the tokens merged into it. A "
     "merged token has no key and value of its own, only a place in a class and its key's length."
 )
+_WINDOWED = " Layers with a sliding window keep its last tokens, all of them, and no count has theirs."
 _MOVED = (
     " Keys were rotated to their places in the cache: the model reads what was kept side by side, not where it stood."
 )
@@ -88,7 +89,7 @@ def kept_tokens(
         policy=manifest.policy,
         num_tokens=cache.num_tokens,
         num_layers=num_layers,
-        num_heads=sum(layer.kv_heads for layer in cache.layers),
+        num_heads=sum(layer.kv_heads for layer in _chosen(cache)),
         meaning=_meaning(cache),
         layers=layers,
         next_layer=following if following < num_layers else None,
@@ -192,12 +193,17 @@ def _counts(cache: CompressedCache) -> dict[str, Any]:
     """For each token, the number of heads that keep it, and of heads that merge it into another."""
     own = np.zeros(cache.num_tokens, np.int64)
     merged = np.zeros(cache.num_tokens, np.int64)
-    for layer in cache.layers:
+    for layer in _chosen(cache):
         marks = marks_of(layer, cache.num_tokens)
         own += marks.kept.sum(axis=0)
         merged += marks.merged.sum(axis=0)
     some = any(map(_merges, cache.layers))
     return {"counts": own.tolist(), "merged_counts": merged.tolist() if some else None}
+
+
+def _chosen(cache: CompressedCache) -> Sequence[LayerRecord]:
+    """The layers of which the policy chose: those without a sliding window, unless there are no others."""
+    return [layer for layer in cache.layers if not isinstance(layer, Window)] or cache.layers
 
 
 def _merges(record: LayerRecord) -> bool:
@@ -206,4 +212,6 @@ def _merges(record: LayerRecord) -> bool:
 
 def _meaning(cache: CompressedCache) -> str:
     meaning = _MERGED if any(map(_merges, cache.layers)) else _OWN
+    if any(isinstance(layer, Window) for layer in cache.layers):
+        meaning += _WINDOWED
     return meaning + (_MOVED if cache.next_position != cache.num_tokens else "")

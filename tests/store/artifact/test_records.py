@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvshelf.errors import StateConflict
-from kvshelf.kernels.prefix_attention import MergedPrefix, PackedPrefix
+from kvshelf.kernels.prefix_attention import LogitRules, MergedPrefix, PackedPrefix
 from kvshelf.kernels.prefix_attention.eager import attend_prefix
 from kvshelf.store.artifact.codecs import Codec
 from kvshelf.store.artifact.encoding import encode
@@ -64,7 +64,7 @@ def shown(record: LayerRecord, rotate: Rotate | None, head: int) -> tuple[Tensor
 def attend(record: LayerRecord, head: int, queries: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Attention through `prefixes`, summed over them by log-sum-exp in fp64."""
     rows = queries.expand(1, record.kv_heads, -1, -1)
-    found = [attend_prefix(rows, prefix, scale) for prefix in record.prefixes(rotate)]
+    found = [attend_prefix(rows, prefix, LogitRules(scale)) for prefix in record.prefixes(rotate)]
     found = [(out[0, head], lse[0, head]) for out, lse in found]
     lse = torch.stack([lse.double() for _, lse in found])
     weights = (lse - lse.logsumexp(dim=0)).exp() if lse.isfinite().any() else torch.zeros_like(lse)

@@ -30,23 +30,28 @@ USUAL = {
 GPT2 = {"vocab_size": 512, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512, "eos_token_id": None}
 SPARSE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 LATENT = {"kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8, "first_k_dense_replace": 2}
+SLIDING = {"sliding_window": 40, "layer_types": ["sliding_attention", "full_attention"]}
 SIZES: dict[str, dict[str, Any]] = {
     "codegen": GPT2 | {"rotary_dim": 8},
     "deepseek_v3": USUAL | LATENT,
     "falcon": {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
-    "gemma2": USUAL | {"sliding_window": 256},
-    "gemma3_text": USUAL | {"sliding_window": 256},
+    "cohere2": USUAL | SLIDING,
+    "exaone4": USUAL | SLIDING,
+    "gemma2": USUAL | SLIDING,
+    "gemma3_text": USUAL | SLIDING,
     "gpt2": GPT2,
     "gpt_bigcode": GPT2,
     "gpt_neo": {"vocab_size": 512, "hidden_size": 64, "num_layers": 2, "attention_types": [[["global", "local"], 1]]},
-    "gpt_oss": USUAL | SPARSE | {"sliding_window": 256},
+    "gpt_oss": USUAL | SPARSE | SLIDING,
     "gptj": GPT2 | {"rotary_dim": 8},
     "llama4_text": USUAL | SPARSE | {"intermediate_size_mlp": 128},
     "bloom": {"vocab_size": 512, "hidden_size": 64, "n_layer": 2, "n_head": 4},
     "mamba": {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2},
-    "mistral": USUAL | {"sliding_window": 256},
+    "ministral": USUAL | SLIDING,
+    "mistral": USUAL | {"sliding_window": None},
     "mixtral": USUAL | SPARSE | {"sliding_window": None},
     "mpt": {"vocab_size": 512, "d_model": 64, "n_layers": 2, "n_heads": 4},
+    "olmo3": USUAL | SLIDING,
     "opt": USUAL | {"ffn_dim": 128, "word_embed_proj_dim": 64},
     "phi": {name: value for name, value in USUAL.items() if name != "head_dim"},
     "phi3": USUAL | {"sliding_window": None},

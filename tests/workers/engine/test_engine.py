@@ -292,29 +292,6 @@ def test_a_model_spread_over_devices_is_refused(tiny):
         Engine(model)
 
 
-def test_a_document_beyond_the_sliding_window_is_refused():
-    """Within the window the layers are full attention; beyond it the answer would be another model's."""
-    config = AutoConfig.for_model("mistral", **tiny_config(sliding_window=40))
-    engine = Engine(AutoModelForCausalLM.from_config(config).eval())
-    ids = list(range(30))
-    cache = engine.compress(ids, policy="full")
-    assert len(engine.answer(cache, [1, 2, 3], max_new_tokens=7).token_ids) == 7
-    cut = engine.answer(cache, [1, 2, 3], max_new_tokens=20)
-    assert (len(cut.token_ids), cut.finish_reason) == (7, "length")  # 30 + 3 + 7
-    with pytest.raises(InvalidRequest, match="leave no room for an answer within the 40 tokens"):
-        engine.start(cache, list(range(10)))
-    with pytest.raises(PolicyUnsupported, match="sliding window is 40"):
-        engine.prepare(list(range(50)), policy="full")  # before any work
-
-
-def test_a_model_with_another_kind_of_attention_score_is_refused():
-    """Gemma 2 caps its logits; attended to without the cap it would answer, wrongly."""
-    config = AutoConfig.for_model("gemma2", **tiny_config(head_dim=8, sliding_window=512))
-    engine = Engine(AutoModelForCausalLM.from_config(config).eval())
-    with pytest.raises(PolicyUnsupported, match="softcap"):
-        engine.compress(list(range(20)), policy="full")
-
-
 def test_a_mixture_of_experts_works_like_any_other():
     torch.manual_seed(0)
     config = AutoConfig.for_model(

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvshelf.errors import PolicyUnsupported
+from kvshelf.kernels.prefix_attention import LogitRules
 from kvshelf.kernels.prefix_attention.eager import attend_prefix
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.records import Kept, Merged
@@ -243,7 +244,7 @@ def test_a_duplicate_token_merges_losslessly(llama, tokens, distinct, seed, pos)
     assert record.slots > 1.5 * record.entries
     queries = torch.randn(5, dim, generator=torch.Generator().manual_seed(seed))
     (prefix,) = record.prefixes(rope.rotate if rope else None)
-    outs, lses = attend_prefix(queries.expand(1, record.kv_heads, -1, -1), prefix, layer.scaling)
+    outs, lses = attend_prefix(queries.expand(1, record.kv_heads, -1, -1), prefix, LogitRules(layer.scaling))
     for head, (out, lse) in enumerate(zip(outs[0], lses[0], strict=True)):
         positions = record.slot_positions[slice(*record.slot_offsets[head : head + 2])].long()
         exact, exact_lse = attended(queries, layer.keys[head, positions], layer.values[head, positions], layer.scaling)
@@ -259,7 +260,7 @@ def test_the_zero_class_has_no_mass(tokens, share, seed, tau):
     record = reduced(layer, budget, tau=tau)
     queries = torch.randn(3, 8, generator=torch.Generator().manual_seed(seed))
     (prefix,) = record.prefixes()
-    outs, lses = attend_prefix(queries.expand(1, record.kv_heads, -1, -1), prefix, layer.scaling)
+    outs, lses = attend_prefix(queries.expand(1, record.kv_heads, -1, -1), prefix, LogitRules(layer.scaling))
     for head, (out, lse) in enumerate(zip(outs[0], lses[0], strict=True)):
         positions, keys, values = expanded(record, head)
         assert len(positions) < tokens or budget * 4 >= tokens

@@ -76,6 +76,13 @@ class KeptHeader(_RecordFields):
     kind: Literal["kept"]
 
 
+class WindowHeader(_RecordFields):
+    """One `Window` record."""
+
+    kind: Literal["window"]
+    window: Size
+
+
 class MergedHeader(_RecordFields):
     """One `Merged` record. slot_lengths: slots of each KV head."""
 
@@ -84,7 +91,7 @@ class MergedHeader(_RecordFields):
     slot_position_encoding: positions.Encoding
 
 
-RecordHeader = KeptHeader | MergedHeader
+RecordHeader = KeptHeader | WindowHeader | MergedHeader
 
 
 class Layer(Strict):
@@ -111,6 +118,12 @@ class Layer(Strict):
         return Dims(self.dtype, self.key_dim, self.value_dim)
 
     @property
+    def window(self) -> int | None:
+        """As `LayerShape.window`."""
+        first = self.records[0]
+        return first.window if isinstance(first, WindowHeader) else None
+
+    @property
     def decoded_bytes(self) -> int:
         """Bytes of all keys and values in `dtype`."""
         entries = sum(sum(record.lengths) for record in self.records)
@@ -133,6 +146,8 @@ class Layer(Strict):
         """Raise `BlobError` unless the records agree with each other and fill a segment of this size."""
         if len({len(record.lengths) for record in self.records}) > 1:
             raise BlobError(f"the records of layer {index} have different numbers of heads", reason="inconsistent")
+        if len(self.records) > 1 and any(isinstance(record, WindowHeader) for record in self.records):
+            raise BlobError(f"layer {index} has other records beside its window", reason="inconsistent")
         for record in self.records:
             _check_record(f"layer {index}", record, self.dims, num_tokens)
         end = sum(aligned(span.nbytes) for spans in self.arrays for span in spans.values())
@@ -189,6 +204,14 @@ def _check_record(where: str, record: RecordHeader, dims: Dims, num_tokens: int)
                 f"{where} says {found} bytes of {name}, its shape and dtype make {size}", reason="size_mismatch"
             )
     _check_lengths(where, "entries", record.lengths, num_tokens)
+    if isinstance(record, WindowHeader) and record.rope_mode != "baked":
+        raise BlobError(f"{where} has a window whose keys carry no rotation", reason="inconsistent")
+    if isinstance(record, WindowHeader) and set(record.lengths) != {min(num_tokens, record.window - 1)}:
+        raise BlobError(
+            f"{where} has windows of {min(record.lengths)} to {max(record.lengths)} entries; the document's "
+            f"{num_tokens} tokens leave {min(num_tokens, record.window - 1)} in a window of {record.window}",
+            reason="inconsistent",
+        )
     if isinstance(record, MergedHeader):
         _check_lengths(where, "slots", record.slot_lengths, num_tokens)
         if len(record.slot_lengths) != len(record.lengths):

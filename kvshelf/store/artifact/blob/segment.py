@@ -29,12 +29,13 @@ from kvshelf.store.artifact.blob.layer import (
     MergedHeader,
     RecordHeader,
     Span,
+    WindowHeader,
     class_bytes,
 )
 from kvshelf.store.artifact.codecs import BITS, Precision
 from kvshelf.store.artifact.coded import CodedRows
 from kvshelf.store.artifact.packed import offsets_of
-from kvshelf.store.artifact.records import Kept, LayerRecord, Merged, PackedRecord, Parts
+from kvshelf.store.artifact.records import Kept, LayerRecord, Merged, PackedRecord, Parts, Window
 
 DTYPES: dict[DtypeName, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -55,7 +56,7 @@ def write_layer(record: LayerRecord, num_tokens: int) -> tuple[Dims, list[tuple[
     dims = Dims(_dtype_name(parts), record.key_dim, record.value_dim)
     written = [_write_record(part, num_tokens) for part in parts]
     try:
-        _require_sound("the layer", record)
+        _require_sound("the layer", record, num_tokens)
     except BlobError as error:
         raise InvalidRequest(f"the cache cannot be written as a blob: {error}") from error
     return dims, written
@@ -70,7 +71,7 @@ def read_layer(index: int, header: Header, body: Body) -> LayerRecord:
     described = zip(layer.records, layer.arrays, strict=True)
     parts = tuple(_Reader(record, spans, layer, body, header.num_tokens).record() for record, spans in described)
     record = parts[0] if len(parts) == 1 else Parts(parts)
-    _require_sound(f"layer {index}", record)
+    _require_sound(f"layer {index}", record, header.num_tokens)
     return record
 
 
@@ -96,6 +97,8 @@ def _write_record(record: PackedRecord, num_tokens: int) -> tuple[RecordHeader, 
         "lengths": record.lengths,
         "position_encoding": encoding,
     }
+    if isinstance(record, Window):
+        return WindowHeader(kind="window", **fields, window=record.window, sizes=_sizes(arrays)), arrays
     if isinstance(record, Kept):
         return KeptHeader(kind="kept", **fields, sizes=_sizes(arrays)), arrays
     slot_encoding, slot_data = positions.encode(_ints(record.slot_positions), record.slot_lengths, num_tokens)
@@ -169,6 +172,8 @@ class _Reader:
             "offsets": offsets_of(header.lengths),
             "rope_mode": header.rope_mode,
         }
+        if isinstance(header, WindowHeader):
+            return Window(**fields, window=header.window)
         if isinstance(header, KeptHeader):
             return Kept(**fields)
         classes = np.frombuffer(self._bytes("slot_classes"), f"<u{class_bytes(header.lengths)}")
@@ -219,9 +224,12 @@ class _Reader:
         return lambda: torch.from_numpy(expand().astype(np.int32))
 
 
-def _require_sound(where: str, record: LayerRecord) -> None:
-    """Refuse records that attention would misread: codes without a number, slots without a class, repeated tokens."""
+def _require_sound(where: str, record: LayerRecord, num_tokens: int) -> None:
+    """Refuse records that attention would misread: codes without a number, slots without a class, repeated tokens,
+    windows of other tokens than the last."""
     parts = record.parts if isinstance(record, Parts) else (record,)
+    if isinstance(record, Window):
+        _require_last(where, record, num_tokens)
     for part in parts:
         for rows in (part.keys, part.values):
             if isinstance(rows, QuantizedRows):
@@ -236,6 +244,13 @@ def _require_sound(where: str, record: LayerRecord) -> None:
         slots = [_by_head(part.slot_positions, part.slot_lengths) for part in parts if isinstance(part, Merged)]
         kept = [found for found, part in zip(entries, parts, strict=True) if isinstance(part, Kept)]
         _require_disjoint(where, slots + kept)
+
+
+def _require_last(where: str, record: Window, num_tokens: int) -> None:
+    last = np.arange(num_tokens - record.lengths[0], num_tokens)
+    for head in record.positions:
+        if not np.array_equal(_ints(head), last):
+            raise BlobError(f"{where} has a window of other tokens than the document's last", reason="inconsistent")
 
 
 def _require_codes(where: str, rows: QuantizedRows) -> None:

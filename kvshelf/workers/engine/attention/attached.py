@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvshelf.errors import InvalidRequest, StateConflict
-from kvshelf.kernels.prefix_attention import BatchLayout, Prefix, SuffixRows, prefix_attention
+from kvshelf.kernels.prefix_attention import BatchLayout, LogitRules, Prefix, SuffixRows, prefix_attention
 from kvshelf.workers.engine.attention.attachment import Attachment
 
 CACHE_ARGUMENT: Final = "cache" if [*map(int, version("transformers").split(".")[:2])] >= [5, 24] else "past_key_values"
@@ -101,10 +101,8 @@ class AttachedLayer(UnboundedLayer):
             suffixes=(SuffixRows((end,) * rows, tuple(range(0, rows * new, new)), new),),
             device=key_states.device,
         )
-        length, first, suffixes = self.start + end, self.start + before, [(self.keys, self.values)]
-        states = AttachedStates(
-            [self.prefix], suffixes, layout, key_states, value_states, logical_length=length, first_position=first
-        )
+        first, suffixes = self.start + before, [(self.keys, self.values)]
+        states = AttachedStates([self.prefix], suffixes, layout, key_states, value_states, first_position=first)
         return states, states
 
     def get_seq_length(self) -> int:
@@ -150,8 +148,8 @@ class AttachedStates:
     answer without the document.
 
     prefixes, suffixes and layout are those of `prefix_attention`. `new_keys` `[B, kv_heads, T, D]` and `new_values` are
-    those of this call's tokens. `logical_length`: the longest document and suffix, this call's tokens included.
-    `first_position`: where the call has to begin; None if the caller has set the positions.
+    those of this call's tokens. `first_position`: where the call has to begin; None if the caller has set the
+    positions.
     """
 
     prefixes: Sequence[Sequence[Prefix]]
@@ -159,15 +157,14 @@ class AttachedStates:
     layout: BatchLayout
     new_keys: Tensor
     new_values: Tensor
-    logical_length: int
     first_position: int | None
 
-    def attend(self, queries: Tensor, scaling: float) -> Tensor:
+    def attend(self, queries: Tensor, rules: LogitRules) -> Tensor:
         """Attention of this call's queries `[B, q_heads, T, D]` over document and suffix. Returns `[B, T, q_heads,
         Dv]`."""
         batch, heads, new, dim = queries.shape
         flat = queries.transpose(1, 2).reshape(batch * new, heads, dim)
-        out = prefix_attention(flat, self.prefixes, self.suffixes, self.layout, scaling)
+        out = prefix_attention(flat, self.prefixes, self.suffixes, self.layout, rules)
         return out.view(batch, new, heads, -1)
 
     def check_positions(self, position_ids: Tensor | None) -> None:

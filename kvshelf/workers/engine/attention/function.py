@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.kernels.prefix_attention import (
     BatchLayout,
+    LogitRules,
     StackedPrefix,
     SuffixRows,
     causal_attention,
@@ -37,7 +38,7 @@ IMPLEMENTATION = "kvshelf"
 CONTEXT = "kvshelf_context"
 """Name of the keyword that carries a `ForwardContext` through `model(...)` into every layer."""
 
-_CHANGES_THE_RESULT = ("softcap", "s_aux", "position_bias", "cu_seq_lens_q", "cu_seq_lens_k", "block_mask")
+_CHANGES_THE_RESULT = ("position_bias", "cu_seq_lens_q", "cu_seq_lens_k", "block_mask")
 """Keywords of models' attention functions that change the result and are not implemented here."""
 
 
@@ -47,7 +48,8 @@ class Attended:
 
     queries: `[B, q_heads, T, D]`, keys: `[B, kv_heads, T, D]`, values: `[B, kv_heads, T, Dv]`. lse: the log-sum-exps of
     the scaled logits of every token before the probe passes, `[B, q_heads, T - probes]` fp32, natural logarithms; None
-    where the attention function in use does not return them. `module` is the model's attention module.
+    where the attention function in use does not return them. `module` is the model's attention module. window: tokens
+    that a query sees, itself included; None: all.
     """
 
     module: nn.Module
@@ -56,6 +58,7 @@ class Attended:
     values: Tensor
     scaling: float
     lse: Tensor | None = None
+    window: int | None = None
 
 
 class ForwardContext(Protocol):
@@ -85,7 +88,8 @@ class _ShapeObserver:
     def after_attention(self, layer: Attended) -> None:
         (_, heads, _, key_dim), value_dim = layer.keys.shape, layer.values.shape[-1]
         dtype = str(layer.keys.dtype).removeprefix("torch.")
-        self.layers[layer.module.layer_idx] = LayerShape(heads, key_dim, value_dim, dtype)  # type: ignore[index]
+        index: int = layer.module.layer_idx  # type: ignore[assignment]
+        self.layers[index] = LayerShape(heads, key_dim, value_dim, dtype, layer.window)
 
 
 def layer_shapes(model: PreTrainedModel) -> tuple[LayerShape, ...]:
@@ -133,24 +137,29 @@ def attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The registered function. query: `[B, q_heads, T, D]`; returns `[B, T, q_heads, Dv]` and no weights."""
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    rules = logit_rules(query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs)
     require_causal(module, attention_mask, kwargs)
     context: ForwardContext | None = kwargs.get(CONTEXT)
     lse = None
     if isinstance(key, AttachedStates):
         key.check_positions(kwargs.get("position_ids"))
-        require_within_window(kwargs.get("sliding_window"), key.logical_length)
         new_keys, new_values = key.new_keys, key.new_values
-        out = key.attend(query, scaling)
+        out = key.attend(query, rules)
     else:
         assert isinstance(value, Tensor)
-        require_within_window(kwargs.get("sliding_window"), key.shape[2])
         new_keys, new_values = key, value
-        out, lse = _with_probes(query, key, value, scaling, context.probe_lengths if context is not None else ())
+        out, lse = _with_probes(query, key, value, rules, context.probe_lengths if context is not None else ())
         out = out.transpose(1, 2)
     if context is not None:
-        context.after_attention(Attended(module, query, new_keys, new_values, scaling, lse))
+        context.after_attention(Attended(module, query, new_keys, new_values, rules.scale, lse, rules.window))
     return out.contiguous(), None
+
+
+def logit_rules(scale: float, options: dict[str, Any]) -> LogitRules:
+    """What a call of the attention function says about logits."""
+    sinks = options.get("s_aux")
+    softcap = options.get("softcap") or 0.0
+    return LogitRules(scale, softcap, None if sinks is None else sinks.float(), options.get("sliding_window"))
 
 
 def causal_mask(*, attention_mask: Tensor | None = None, allow_is_causal_skip: bool = True, **_: Any) -> None:
@@ -169,14 +178,14 @@ def causal_mask(*, attention_mask: Tensor | None = None, allow_is_causal_skip: b
 
 
 def _with_probes(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float, probe_lengths: tuple[int, ...]
+    query: Tensor, key: Tensor, value: Tensor, rules: LogitRules, probe_lengths: tuple[int, ...]
 ) -> tuple[Tensor, Tensor | None]:
     """Causal attention of a document, and of each probe pass over the document and the pass itself. Also returns the
     document's log-sum-exps, as in `Attended`."""
     end = query.shape[2] - sum(probe_lengths)
     length = key.shape[2] - sum(probe_lengths)  # with a cache of transformers, more than the call's own tokens
     prefix = [StackedPrefix(key[0, :, :length], value[0, :, :length])]
-    of_document, lse = _causal(query[:, :, :end], key[:, :, :length], value[:, :, :length], scaling)
+    of_document, lse = _causal(query[:, :, :end], key[:, :, :length], value[:, :, :length], rules)
     outs = [of_document]
     for each, same in groupby(probe_lengths):
         # One call for neighbours of one length: the cues of a document are hundreds of passes of a dozen tokens.
@@ -186,7 +195,7 @@ def _with_probes(
         own_keys, own_values = (_per_pass(states[0, :, length : length + tokens], passes) for states in (key, value))
         of_passes = query[0, :, end : end + tokens].transpose(0, 1)  # [passes * T, q_heads, D]
         layout = BatchLayout((tokens,), (rows,), query.device)
-        out = prefix_attention(of_passes, [prefix], [(own_keys, own_values)], layout, scaling)  # [tokens, q_heads, Dv]
+        out = prefix_attention(of_passes, [prefix], [(own_keys, own_values)], layout, rules)  # [tokens, q_heads, Dv]
         outs.append(out.transpose(0, 1).unsqueeze(0))
         length, end = length + tokens, end + tokens
     return torch.cat(outs, dim=2) if probe_lengths else of_document, lse
@@ -198,17 +207,19 @@ def _per_pass(states: Tensor, passes: int) -> Tensor:
     return states.reshape(heads, passes, -1, dim).transpose(0, 1)
 
 
-def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor | None]:
+def _causal(query: Tensor, key: Tensor, value: Tensor, rules: LogitRules) -> tuple[Tensor, Tensor | None]:
     num_queries, num_keys = query.shape[2], key.shape[2]
-    if num_queries == num_keys and _tells_lse(query, key, value):
-        return causal_attention(query, key, value, scaling)
+    if rules.window is not None and num_keys <= rules.window:
+        rules = replace(rules, window=None)
+    if not rules.plain or (num_queries == num_keys and _tells_lse(query, key, value)):
+        return causal_attention(query, key, value, rules)
     if num_queries in (1, num_keys):
         out = F.scaled_dot_product_attention(
-            query, key, value, scale=scaling, is_causal=num_queries > 1, enable_gqa=True
+            query, key, value, scale=rules.scale, is_causal=num_queries > 1, enable_gqa=True
         )
         return out, None
     visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril(num_keys - num_queries)
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scaling, enable_gqa=True)
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=rules.scale, enable_gqa=True)
     return out, None
 
 
@@ -237,15 +248,6 @@ def require_causal(module: nn.Module, attention_mask: Tensor | None, kwargs: dic
     for name in _CHANGES_THE_RESULT:
         if kwargs.get(name) is not None:
             raise PolicyUnsupported(f"{type(module).__name__} uses {name}, which kvshelf cannot reproduce yet")
-
-
-def require_within_window(sliding_window: int | None, length: int) -> None:
-    """Refuse more tokens than a sliding window has. `length`: of the longest document and suffix."""
-    if sliding_window is not None and length > sliding_window:
-        raise PolicyUnsupported(
-            f"the model's sliding window is {sliding_window} tokens, and document, question and answer together have "
-            f"{length}; kvshelf does not store sliding windows yet"
-        )
 
 
 def _register(name: str, function: Callable[..., Any]) -> None:

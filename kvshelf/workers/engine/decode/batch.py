@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 
 from kvshelf.errors import CacheUnusable
 from kvshelf.kernels.native import Part
-from kvshelf.kernels.prefix_attention import BatchLayout, Scratch, SuffixRows, attention_part
+from kvshelf.kernels.prefix_attention import BatchLayout, LogitRules, Scratch, SuffixRows, attention_part
 from kvshelf.workers.engine.attention.attached import AttachedStates, UnboundedLayer
 from kvshelf.workers.engine.attention.attachment import Attachment, Wait, block
 from kvshelf.workers.engine.decode.generation import Checkpoint, Generation
@@ -109,7 +109,6 @@ class _Step:
         self.documents, shares = _shares(places)
         self.groups = _suffix_groups(places, device)
         self.layout = BatchLayout(shares, tuple(group.rows for group in self.groups), device)
-        self.logical_length = max(p.generation.next_position + p.count for p in places)
         self.memory = (*self.documents, shares, *(group.memory for group in self.groups))
         """What its attentions have addresses of: the same in the next step, but for the lengths of suffixes."""
 
@@ -223,8 +222,7 @@ class _BatchLayer(UnboundedLayer):
         """Append every row's new states to its suffix, once every document of the step has this layer."""
         prefixes = [document.prefixes(self._index, self._wait) for document in self._step.documents]
         suffixes = [group.write(self._index, key_states, value_states) for group in self._step.groups]
-        new, length = (key_states, value_states), self._step.logical_length
-        states = AttachedStates(prefixes, suffixes, self._step.layout, *new, logical_length=length, first_position=None)
+        states = AttachedStates(prefixes, suffixes, self._step.layout, key_states, value_states, first_position=None)
         return states, states
 
     def get_seq_length(self) -> int:
@@ -255,6 +253,8 @@ class _Plan:
             return False
         for table, group in zip(self._layout.tables[1], step.groups, strict=True):
             table[:, 1] = torch.tensor(group.rows.lengths, dtype=torch.int32)
+        for window, since in self._layout.windows.items():
+            since.copy_(step.layout.since(window))
         return True
 
     def part(
@@ -276,16 +276,15 @@ class _Continued:
         self._plan = plan
         self.cache = Cache(layers=[_BatchLayer(i, step, wait) for i in range(layers)])
         self.checkpoint = checkpoint
-        self.logical_length = step.logical_length
         self.planned = all(document.arrived for document in step.documents)
 
-    def plan(self, layer: int, states: tuple[Tensor, Tensor, Tensor], scaling: float, out: Tensor) -> Part | None:
+    def plan(self, layer: int, states: tuple[Tensor, Tensor, Tensor], rules: LogitRules, out: Tensor) -> Part | None:
         """The attention of a layer, over its documents and suffixes."""
 
         def made(layout: BatchLayout, scratch: Scratch) -> Part | None:
             prefixes = [document.prefixes(layer, self._wait) for document in self._step.documents]
             suffixes = [group.states(layer, *states[1:]) for group in self._step.groups]
-            return attention_part(states, prefixes, suffixes, layout, scaling, out, scratch)
+            return attention_part(states, prefixes, suffixes, layout, rules, out, scratch)
 
         return self._plan.part(layer, states, out, made)
 

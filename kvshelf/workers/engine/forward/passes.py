@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from kvshelf.kernels.native import Part
+from kvshelf.kernels.prefix_attention import LogitRules
 from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.workers.engine.attention.function import (
     CONTEXT,
@@ -19,8 +20,8 @@ from kvshelf.workers.engine.attention.function import (
     ForwardContext,
     attention,
     kvshelf_attention,
+    logit_rules,
     require_causal,
-    require_within_window,
 )
 from kvshelf.workers.engine.forward.program import ForwardProgram, Plan
 from kvshelf.workers.engine.forward.tracing import TOKENS, AttentionCall
@@ -39,18 +40,17 @@ class Cached(Protocol):
     """What the tokens of a pass continue. `checkpoint` is called between layers and may raise to end the pass.
 
     cache: as a model's modules have it; its layers give `AttachedStates`. planned: whether `plan` may be asked, which
-    gives the attention of a layer, to be run later: see `attention_part`. logical_length: the longest document and
-    suffix, this pass's tokens included.
+    gives the attention of a layer, to be run later: see `attention_part`.
     """
 
     @property
     def cache(self) -> Cache: ...
     @property
     def planned(self) -> bool: ...
-    @property
-    def logical_length(self) -> int: ...
     def checkpoint(self) -> None: ...
-    def plan(self, layer: int, states: tuple[Tensor, Tensor, Tensor], scaling: float, out: Tensor) -> Part | None: ...
+    def plan(
+        self, layer: int, states: tuple[Tensor, Tensor, Tensor], rules: LogitRules, out: Tensor
+    ) -> Part | None: ...
 
 
 class Passes:
@@ -105,7 +105,8 @@ class Passes:
 
             def attend(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
                 if kept is None and call.layer == last and not context.reads_attention:
-                    context.after_attention(Attended(call.module, query, key, value, call.scale(query)))
+                    window = call.options.get("sliding_window")
+                    context.after_attention(Attended(call.module, query, key, value, call.scale(query), window=window))
                     return None
                 out, _ = attention(
                     call.module, query, key, value, None, call.scaling, **call.options, **{CONTEXT: context}
@@ -125,8 +126,8 @@ class Passes:
     def _plan(self, cached: Cached) -> Plan:
         def plan(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> Part | None:
             require_causal(call.module, None, call.options)
-            require_within_window(call.options.get("sliding_window"), cached.logical_length)
-            return cached.plan(call.layer, (query, key, value), call.scale(query), out)
+            rules = logit_rules(call.scale(query), call.options)
+            return cached.plan(call.layer, (query, key, value), rules, out)
 
         return plan
 

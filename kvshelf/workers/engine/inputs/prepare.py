@@ -11,10 +11,11 @@ import torch
 from kvshelf.store.artifact.identity import Identity, ModelIdentity, digest
 from kvshelf.workers.engine.inputs.job import Job
 from kvshelf.workers.engine.inputs.requirements import (
+    require_compressible,
     require_observable,
+    require_one_pass,
     require_one_rotation,
     require_room,
-    require_within_window,
 )
 from kvshelf.workers.model import calibration
 from kvshelf.workers.model.rope import Rope
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 class Preparer:
     """Fits policies to documents of one model. Thread-safe, because it is immutable.
 
-    `name`: the model's, for error messages. `max_tokens`: its longest sequence.
+    `name`: the model's, for error messages. `max_tokens`: its longest sequence. windows: those of its layers.
     """
 
     model: PreTrainedModel
@@ -40,6 +41,7 @@ class Preparer:
     identity: ModelIdentity
     rope: Rope | None
     max_tokens: int
+    windows: tuple[int | None, ...]
 
     def job(
         self,
@@ -59,14 +61,16 @@ class Preparer:
         """
         passes: tuple[ProbePass, ...] = ()
         absorber: Absorber | None = None
-        require_within_window(document.num_tokens, self.model.config, self.name)
         if budget.tokens < document.num_tokens:
             require_observable(policy, self.model, self.name, self.rope, has_text=document.text is not None)
+            moves = policy.next_position(document.num_tokens, budget) != document.num_tokens
+            require_compressible(policy, self.windows, self.name, moves=moves)
             document = self._calibrated(document, policy)
             policy = policy.fitted(document, budget, given)
             passes = tuple(policy.probe_passes(document))
             require_room(passes, self.max_tokens, self.name)
             absorber = policy.absorber(document, budget)
+            require_one_pass(policy, self.windows, self.name, document.num_tokens, passes, absorber)
             require_one_rotation(document.num_tokens, passes, absorber, self.model.config, self.name)
         token_ids = torch.tensor(document.token_ids, dtype=torch.int64).numpy().tobytes()
         identity = Identity(

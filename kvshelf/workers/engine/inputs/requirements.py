@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvshelf.errors import DocumentTooLong, InvalidRequest, PolicyUnsupported
-from kvshelf.workers.model import loading as models
 from kvshelf.workers.model.rope import Rope, reach
 from kvshelf.workers.policies.base import Absorber, Observes, Policy
 from kvshelf.workers.policies.view import ProbePass, output_weight
@@ -56,13 +55,53 @@ def require_observable(policy: Policy, model: PreTrainedModel, name: str, rope: 
         )
 
 
-def require_within_window(num_tokens: int, config: Any, name: str) -> None:
-    """Refuse a document that is longer than the sliding window of a layer."""
-    window = models.sliding_window(config)
-    if window is not None and num_tokens > window:
+def require_compressible(policy: Policy, windows: Sequence[int | None], name: str, *, moves: bool) -> None:
+    """Refuse a policy for a model whose sliding windows it cannot leave as they are, or that has no other layers.
+    moves: whether the policy counts positions within the cache."""
+    if all(window is None for window in windows):
+        return
+    if None not in windows:
         raise PolicyUnsupported(
-            f"the sliding window is {window} tokens in layers of {name!r}, and the document has {num_tokens}; kvshelf "
-            "does not store sliding windows yet. Send a document that fits into the window",
+            f"every layer of {name!r} has a sliding window, which is stored whole, so policy {policy.name!r} has "
+            "nothing to reduce; take policy full",
+            param="policy",
+        )
+    if moves:
+        raise _beside_windows(policy, name, "counts positions within the cache")
+    if Observes.CALIBRATION in policy.observes:
+        raise _beside_windows(policy, name, "needs a calibration over layers that all see the whole document")
+
+
+def require_one_pass(
+    policy: Policy,
+    windows: Sequence[int | None],
+    name: str,
+    num_tokens: int,
+    passes: Sequence[ProbePass],
+    absorber: Absorber | None,
+) -> None:
+    """Refuse ways to read a document that windows do not go with."""
+    if all(window is None for window in windows):
+        return
+    if absorber is not None:
+        raise _beside_windows(policy, name, "reads the document in chunks that see only what was kept of those before")
+    if any(probe.first_position != num_tokens for probe in passes):
+        raise _beside_windows(policy, name, "asks from other positions than the document's end")
+
+
+def _beside_windows(policy: Policy, name: str, why: str) -> PolicyUnsupported:
+    return PolicyUnsupported(
+        f"policy {policy.name!r} {why}, and some layers of {name!r} have a sliding window; choose another policy",
+        param="policy",
+    )
+
+
+def require_window(layer: int, found: int | None, told: int | None) -> None:
+    """Refuse a model with a layer that has another window than its configuration tells."""
+    if found != told:
+        raise PolicyUnsupported(
+            f"layer {layer} attends with a sliding window of {found}, and the model's configuration says {told}; "
+            "kvshelf stores no layer that it may misread",
             param="model",
         )
 

@@ -66,7 +66,9 @@ class ChunkedPrefill:
 
         Raises `PolicyUnsupported` where a layer was not observed, or scores that are not finite chose entries.
         """
-        require_every_layer([i for i, layer in enumerate(self._layers) if layer.is_initialized], len(self._layers))
+        require_every_layer(
+            [i for i, layer in enumerate(self._layers) if layer.is_initialized], range(len(self._layers))
+        )
         records = tuple(layer.record() for layer in self._layers)
         require_finite_scores(records, self._policy)
         return records

@@ -20,6 +20,7 @@ from kvshelf.workers.engine.inputs.job import Job, Level
 from kvshelf.workers.engine.prefill.chunked import ChunkedPrefill
 from kvshelf.workers.engine.prefill.reducing import LayerReducer, Scorer, SharedReducer, require_every_layer
 from kvshelf.workers.engine.quality import Probe, Reference, ask_without
+from kvshelf.workers.model.loading import layer_windows
 from kvshelf.workers.model.rope import Rope
 from kvshelf.workers.policies.full import Full
 
@@ -114,13 +115,14 @@ def _counted(checkpoint: Checkpoint, progress: Progress, total: int) -> Checkpoi
 
 
 def run_scores(passes: Passes, rope: Rope | None, job: Job, checkpoint: Checkpoint) -> list[Tensor]:
-    """The scores of the job's policy, a `ScoringPolicy`, for each layer: `[kv_heads, N]` fp32."""
-    layers = passes.model.config.num_hidden_layers
+    """The scores of the job's policy, a `ScoringPolicy`, for each layer without a window: `[kv_heads, N]` fp32."""
+    windows = layer_windows(passes.model.config)
     lengths = tuple(len(found.token_ids) for found in job.passes)
-    scorer = Scorer(job.policy, job.document, job.budget, layers, lengths, rope)
+    scorer = Scorer(job.policy, job.document, job.budget, windows, lengths, rope)
     passes.causal(job.inputs(passes.model.device), SharedReducer([scorer], (), checkpoint))
+    layers = [layer for layer, window in enumerate(windows) if window is None]
     require_every_layer(scorer.scores, layers)
-    return [scorer.scores[index] for index in range(layers)]
+    return [scorer.scores[layer] for layer in layers]
 
 
 def _whole(
@@ -150,7 +152,7 @@ def _reducer(model: PreTrainedModel, rope: Rope | None, job: Job) -> LayerReduce
         job.policy if job.budget.tokens < job.num_tokens else Full(),
         job.document,
         job.budget,
-        model.config.num_hidden_layers,
+        layer_windows(model.config),
         tuple(len(found.token_ids) for found in job.passes),
         rope,
     )

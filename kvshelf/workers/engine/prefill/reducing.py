@@ -14,8 +14,9 @@ from torch import Tensor
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.select import select
 from kvshelf.store.artifact.packed import Packed
-from kvshelf.store.artifact.records import Kept, LayerRecord
+from kvshelf.store.artifact.records import Kept, LayerRecord, Window
 from kvshelf.workers.engine.attention.function import Attended
+from kvshelf.workers.engine.inputs.requirements import require_window
 from kvshelf.workers.model.rope import Rope
 from kvshelf.workers.policies.base import Observes, Policy, ScoringPolicy, keep
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
@@ -33,21 +34,32 @@ class LayerReducer:
     policy: Policy
     document: DocumentView
     budget: Budget
-    num_layers: int
+    windows: tuple[int | None, ...]
     probe_lengths: tuple[int, ...]
     rope: Rope | None
 
     def __post_init__(self) -> None:
+        self._places = {layer: place for place, layer in enumerate(_without_window(self.windows))}
         self.sees_queries = Observes.QUERIES in self.policy.observes
         self._records: dict[int, LayerRecord] = {}
         self._cascade: Cascade | None = None
         if isinstance(self.policy, ScoringPolicy) and self.policy.sharing is not None:
-            self._cascade = Cascade(self.policy.sharing, self.budget, self.num_layers)
+            self._cascade = Cascade(self.policy.sharing, self.budget, len(self._places))
         self.compress_s = 0.0
 
     def after_attention(self, attended: Attended) -> None:
         started = time.perf_counter()
-        layer = self._view(attended)
+        index = int(attended.module.layer_idx)  # type: ignore[arg-type]
+        require_window(index, attended.window, self.windows[index])
+        if attended.window is None:
+            self._reduce(self._view(attended))
+        else:
+            num_tokens = self.document.num_tokens
+            keys, values = (of[0, :, :num_tokens] for of in (attended.keys, attended.values))
+            self._records[index] = Window.of(keys, values, attended.window)
+        self.compress_s += time.perf_counter() - started
+
+    def _reduce(self, layer: LayerView) -> None:
         if self._cascade is None:
             self._records[layer.layer_idx] = self.policy.reduce(
                 layer, LayerBudget.uniform(layer.kv_heads, self.budget.tokens)
@@ -58,7 +70,6 @@ class LayerReducer:
             if not math.isfinite(weight):  # shares need a finite weight now, so this cannot wait for the end
                 raise _not_finite(self.policy, f"the weight of layer {layer.layer_idx}")
             self._cascade.add(layer, self.policy.importance(layer), weight)
-        self.compress_s += time.perf_counter() - started
 
     def records(self) -> tuple[LayerRecord, ...]:
         """All layers, in order.
@@ -66,9 +77,9 @@ class LayerReducer:
         Raises `PolicyUnsupported` where the attention of a layer was not observed (every answer would miss it), and
         where scores that are not finite chose entries.
         """
-        records = self._records if self._cascade is None else self._cascade.records
-        require_every_layer(records, self.num_layers)
-        reduced = [records[i] for i in range(self.num_layers)]
+        records = self._records | (self._cascade.records if self._cascade is not None else {})
+        require_every_layer(records, range(len(self.windows)))
+        reduced = [records[i] for i in range(len(self.windows))]
         require_finite_scores(reduced, self.policy)
         return tuple(reduced)
 
@@ -83,7 +94,8 @@ class LayerReducer:
             lse=attended.lse[0] if self.sees_queries and attended.lse is not None else None,
             scaling=attended.scaling,
             document=self.document,
-            num_layers=self.num_layers,
+            num_layers=len(self._places),
+            place=self._places[int(attended.module.layer_idx)],  # type: ignore[arg-type]
             probes=self._probes(attended) if self.sees_queries else (),
             rope=self.rope if Observes.ROPE in self.policy.observes else None,
             module=attended.module,
@@ -97,7 +109,7 @@ class LayerReducer:
 
 @dataclass(eq=False)
 class Scorer(LayerReducer):
-    """Takes the policy's scores of each layer, `[kv_heads, N]` fp32, and keeps no entries."""
+    """Takes the policy's scores of each layer without a window, `[kv_heads, N]` fp32, and keeps no entries."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -105,6 +117,8 @@ class Scorer(LayerReducer):
 
     def after_attention(self, attended: Attended) -> None:
         assert isinstance(self.policy, ScoringPolicy)
+        if attended.window is not None:
+            return
         layer = self._view(attended)
         self.scores[layer.layer_idx] = self.policy.score(layer)
 
@@ -142,12 +156,17 @@ class SharedReducer:
         self.paused_s += time.perf_counter() - started
 
 
-def require_every_layer(seen: Iterable[int], num_layers: int) -> None:
+def _without_window(windows: Sequence[int | None]) -> list[int]:
+    """The layers that policies reduce."""
+    return [layer for layer, window in enumerate(windows) if window is None]
+
+
+def require_every_layer(seen: Iterable[int], expected: Sequence[int]) -> None:
     """Refuse a model with layers that did not run through kvshelf's attention."""
-    if sorted(seen) != list(range(num_layers)):
+    if sorted(seen) != list(expected):
         raise PolicyUnsupported(
-            f"only the layers {sorted(seen)} of {num_layers} ran through transformers' attention interface; this model "
-            "cannot be compressed",
+            f"only the layers {sorted(seen)} of {len(expected)} ran through transformers' attention interface; this "
+            "model cannot be compressed",
             param="model",
         )
 

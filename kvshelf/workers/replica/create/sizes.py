@@ -22,7 +22,8 @@ _LAYER_BYTES, _PIECE_BYTES = 250, 175  # of header, padding and trailer, which d
 
 @dataclass(frozen=True)
 class Shape:
-    """The dimensions behind a cache's size. `itemsize`: bytes of a number. `flops`: of one token's prefill."""
+    """The dimensions behind a cache's size. `itemsize`: bytes of a number. `flops`: of one token's prefill. windows: of
+    the layers that have a sliding window; `layers` counts the others."""
 
     layers: int
     kv_heads: int
@@ -30,26 +31,30 @@ class Shape:
     itemsize: int
     device: str
     flops: float
+    windows: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Shape:
-        from kvshelf.workers.model.loading import head_size, kv_heads  # needs torch, as a model does
+        from kvshelf.workers.model.loading import head_size, kv_heads, layer_windows  # needs torch, as a model does
 
         config = model.config
         # Two operations for each weight, as is usual. Attention is left out: it counts in long documents only.
         flops = 2.0 * model.num_parameters(exclude_embeddings=True)
+        windows = layer_windows(config)
         return cls(
-            config.num_hidden_layers,
+            windows.count(None),
             kv_heads(config),
             head_size(config),
             model.dtype.itemsize,
             model.device.type,
             flops,
+            tuple(window for window in windows if window is not None),
         )
 
     def full_bytes(self, num_tokens: int) -> int:
-        """Keys and values of all tokens, uncompressed."""
-        return self.layers * self.kv_heads * num_tokens * 2 * self.head_dim * self.itemsize
+        """Keys and values of all tokens, uncompressed; of a layer with a sliding window, those in the window."""
+        tokens = self.layers * num_tokens + sum(min(num_tokens, window - 1) for window in self.windows)
+        return tokens * self.kv_heads * 2 * self.head_dim * self.itemsize
 
     def full_16bit_bytes(self, num_tokens: int) -> int:
         """The same in 16-bit numbers."""
@@ -57,13 +62,22 @@ class Shape:
 
     def stored_bytes(self, num_tokens: int, kept: int, codec: str) -> int:
         """Approximate bytes of the blob of a cache with `kept` entries in each head; `docs/format.md` has the sum."""
-        chosen = Codec.parse(codec)
+        chosen, windows = Codec.parse(codec), self._windows(num_tokens)
         if chosen.name == "klt":
-            return self._streams(num_tokens, kept, chosen)
+            return self._streams(num_tokens, kept, chosen) + windows
         pieces = _pieces(chosen, kept)
         head = sum(self._rows(count, precision, chosen.group) for precision, count in pieces)
         head += sum(_positions(count, num_tokens) for _, count in pieces)
-        return self.layers * (self.kv_heads * head + _LAYER_BYTES + _PIECE_BYTES * len(pieces))
+        return self.layers * (self.kv_heads * head + _LAYER_BYTES + _PIECE_BYTES * len(pieces)) + windows
+
+    def _windows(self, num_tokens: int) -> int:
+        """Bytes of all layers with a sliding window, which are stored verbatim."""
+        total = 0
+        for window in self.windows:
+            kept = min(num_tokens, window - 1)
+            head = self._rows(kept, "none", 0) + _positions(kept, num_tokens)
+            total += self.kv_heads * head + _LAYER_BYTES + _PIECE_BYTES
+        return total
 
     def _streams(self, num_tokens: int, kept: int, codec: Codec) -> int:
         """Bytes under codec klt, which depend on the text: about a fifth more or less, and a third where it repeats
