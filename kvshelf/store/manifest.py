@@ -10,7 +10,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from kvshelf.api import Quality, Timings, Tried
 from kvshelf.store.artifact.blob import PackedBlob
 from kvshelf.store.artifact.identity import canonical_json, digest
-from kvshelf.store.artifact.records import Window
 
 if TYPE_CHECKING:
     from kvshelf.store.artifact.cache import CompressedCache
@@ -106,7 +105,7 @@ def describe(cache: CompressedCache, packed: PackedBlob, **fields: Any) -> Manif
         codec=packed.header.codec,
         num_tokens=cache.num_tokens,
         kept_tokens=cache.kept_tokens,
-        bytes_full=_bytes_full(cache),
+        bytes_full=cache.bytes_full,
         bytes_stored=packed.nbytes,
         blob_digest=packed.root.hex(),
         segment_digests=tuple(layer.digest.hex() for layer in packed.header.layers),
@@ -117,13 +116,3 @@ def describe(cache: CompressedCache, packed: PackedBlob, **fields: Any) -> Manif
 def source_digest(text: bytes) -> str:
     """Hex BLAKE3 of a kept source, UTF-8."""
     return blake3(text).hexdigest()
-
-
-def _bytes_full(cache: CompressedCache) -> int:
-    """Of a layer with a sliding window only the window counts: the model itself holds no more."""
-    return sum(
-        (layer.entries if isinstance(layer, Window) else layer.kv_heads * cache.num_tokens)
-        * (layer.key_dim + layer.value_dim)
-        * layer.dtype.itemsize
-        for layer in cache.layers
-    )

@@ -51,6 +51,17 @@ class CompressedCache:
         return sum(layer.nbytes for layer in self.layers)
 
     @property
+    def bytes_full(self) -> int:
+        """Bytes of the document's keys and values in the model's dtype, of layers with a sliding window those in the
+        window: the model itself holds no more."""
+        return sum(
+            (layer.entries if isinstance(layer, Window) else layer.kv_heads * self.num_tokens)
+            * (layer.key_dim + layer.value_dim)
+            * layer.dtype.itemsize
+            for layer in self.layers
+        )
+
+    @property
     def attached_bytes(self) -> int:
         """Bytes that the layers take while questions are asked: those of a cache under codec klt are decoded first."""
         if not self.identity.transforms:
