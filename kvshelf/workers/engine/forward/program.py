@@ -83,17 +83,19 @@ class ForwardProgram:
         long as they do; and more in a call a layer. None, before anything has run, where `plan` gives None."""
         tokens = token_ids.shape[1]
         held, attended = self._room.laid_out(tokens)
-        parts: list[Part] = []
-        for segment, call, given in zip(self._segments[:-1], self._calls, attended, strict=True):
+        attentions: list[Part] = []
+        for call, given in zip(self._calls, attended, strict=True):
             attention = plan(call, *given)
             if attention is None:
                 return None
-            parts += [segment.part(held, tokens), attention]
+            attentions.append(attention)
         for buffer, numbers in self._entered(token_ids, positions):
             held[buffer].copy_(numbers)
-        at_once = len(parts) if tokens <= BLOCK_ROWS else 2
-        for first in range(0, len(parts), at_once):
-            run(parts[first : first + at_once])
+        layers = list(zip(self._segments[:-1], attentions, strict=True))
+        at_once = len(layers) if tokens <= BLOCK_ROWS else 1
+        for first in range(0, len(layers), at_once):
+            parts = ((segment.part(held, tokens), attention) for segment, attention in layers[first : first + at_once])
+            run([part for both in parts for part in both])
             checkpoint()
         return self._logits(held, kept)
 
