@@ -225,7 +225,7 @@ class _Job:
         about = {**self._about(), "service": without_secret(url)}
         with journal_of(self.output, about), Client(url) as client:
             with _progress.shown(quiet=self.as_json) as show:
-                summary, rows = run_at(client, corpus.shards(), options, about["input"], show)
+                summary, rows = run_at(client, corpus.shards(), {**self.fields, **options}, about["input"], show)
             models = [self.fields.get("model") or client.models.list()[0].id] if self.report else []
             return self._end(summary, about, models, lambda: rows, several=corpus.several)
 

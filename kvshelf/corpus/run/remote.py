@@ -16,7 +16,7 @@ from kvshelf.client import Client
 from kvshelf.corpus.input.rows import MAX_DOCUMENT_BYTES
 from kvshelf.corpus.row import Row, RowError, Shard
 from kvshelf.corpus.run.progress import INTERRUPTED, Progress, RunState, Summary
-from kvshelf.errors import BodyTooLarge, ConnectionFailed, NoWorker
+from kvshelf.errors import BodyTooLarge, CallerError, ConnectionFailed, LoadError, NoWorker
 
 log = structlog.get_logger("kvshelf.corpus")
 
@@ -39,8 +39,11 @@ def run_at(
 ) -> tuple[Summary, list[Row]]:
     """Run a batch at a service; returns its summary, and every row as it ended, including rows that cannot be sent.
 
-    options: arguments of `client.batches.create`. about: the origin of the rows, which the service shows. Waits for a
-    service that restarts; KeyboardInterrupt cancels the batch. In the end only the caches are left at the service.
+    options: arguments of `client.batches.create`, with the defaults of the rows, so that the service can refuse what no
+    row could use. about: the origin of the rows, which the service shows. Waits for a service that restarts;
+    KeyboardInterrupt cancels the batch. In the end only the caches are left at the service.
+
+    Raises what the service answers to a batch that it refuses, such as `InvalidRequest` for an unknown policy.
     """
     with TemporaryFile() as upload:
         rows = list(_written(shards, upload))
@@ -50,7 +53,11 @@ def run_at(
             return Summary(RunState.FAILED, reason, total=len(rows), failed=len(rows)), ended
         upload.seek(0)
         file = client.files.create(file=("corpus.jsonl", upload))
-    batch = client.batches.create(input_file_id=file.id, metadata={"input": about[-512:]}, **options)
+    try:
+        batch = client.batches.create(input_file_id=file.id, metadata={"input": about[-512:]}, **options)
+    except (CallerError, LoadError):  # after these there is no batch that needs the file
+        client.files.delete(file.id)
+        raise
     refused = len(ended)
     batch, interrupted = _followed(client, batch, lambda now: show(_snapshot(Progress, now, refused)), show)
     for file_id in (batch.output_file_id, batch.error_file_id):
@@ -68,7 +75,8 @@ def _written(shards: Sequence[Shard], upload: BinaryIO) -> Iterator[Row]:
         if row.spec is None:
             yield row
             continue
-        spec = row.spec.model_dump(mode="json", exclude_unset=True, exclude_none=True)
+        # With its nulls: a field that a row sets to null does not get the batch's default at the service.
+        spec = row.spec.model_dump(mode="json", exclude_unset=True)
         line = json.dumps({"custom_id": str(number), **spec}, ensure_ascii=False).encode()
         if len(line) > MAX_DOCUMENT_BYTES:  # the service would not read it, and could not say which row it is
             limit = f"this row has {len(line)} bytes, and a line may have {MAX_DOCUMENT_BYTES}"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from kvshelf.client import Client
+from kvshelf.corpus.input.files import FileCorpus
 from kvshelf.corpus.input.rows import parse_jsonl
 from kvshelf.corpus.row import Row
 from kvshelf.corpus.run import remote
@@ -49,6 +51,20 @@ def test_a_line_that_the_service_would_not_read_is_an_error_row_and_is_not_sent(
     assert f"{limit + 1} bytes" in (rows[1].error.message if rows[1].error else "")
     read = list(parse_jsonl(io.BytesIO(upload), "c.jsonl", {}, max_line_bytes=limit))
     assert [(row.custom_id, row.error) for row in read] == [("0", None), ("2", None)]
+
+
+def test_a_null_of_a_row_keeps_the_batch_s_default_away_from_it_at_the_service_too(tmp_path: Path) -> None:
+    defaults = {"ttl_s": 60.0, "labels": {"by": "cli"}, "compression_ratio": 0.5}
+    given = [{"document": "x", "ttl_s": None}, {"document": "y", "budget_tokens": 8, "labels": {"of": "me"}}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
+    upload = io.BytesIO()
+    list(_written(FileCorpus(str(tmp_path), defaults).shards(), upload))
+    at_service = parse_jsonl(io.BytesIO(upload.getvalue()), "c.jsonl", defaults)
+    specs = [row.spec for row in at_service if row.spec is not None]
+    assert [(spec.ttl_s, spec.compression_ratio, spec.labels) for spec in specs] == [
+        (None, 0.5, {"by": "cli"}),
+        (60.0, None, {"by": "cli", "of": "me"}),
+    ]
 
 
 def test_ctrl_c_cancels_the_batch_and_is_the_reason_of_its_end() -> None:

@@ -15,8 +15,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from typer.testing import CliRunner
 
 from kvshelf import Client
+from kvshelf.cli import app
 from tests.service.conftest import created, refused
 from tests.service.jobs.test_files import uploaded
 from tests.service.scrape import moving
@@ -383,3 +385,26 @@ def test_the_command_line_has_a_service_compress_a_folder(service_url: str, http
     assert {rows[key]["error"]["code"] for key in (("junk.bin", 1), ("rows.jsonl", 2))} == {"invalid_request"}
     assert report.read_text()
     assert http.get("/v1/files").json()["data"] == files
+
+
+@pytest.mark.parametrize(
+    ("options", "wrong"),
+    [
+        (["--policy", "nope"], "unknown policy 'nope'"),
+        (["--policy", "knorm", "--param", "nothing=1"], "nothing"),
+        (["--policy", "full", "--level", "0.5"], "takes no levels"),
+        (["--model", "nope"], "'nope' is not served here"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_options_that_the_service_refuses_end_the_command_as_bad_usage_before_any_work(
+    service_url: str, http: httpx.Client, tmp_path: Path, options: list[str], wrong: str
+) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(lines({"document": text(1)}))
+    before = [http.get(f"/v1/{kind}").json()["data"] for kind in ("files", "batches")]
+    given = ["batch", str(tmp_path / "rows.jsonl"), "--output", str(tmp_path / "out.jsonl"), "--url", service_url]
+    done = CliRunner().invoke(app, [*given, *options], env={"COLUMNS": "400"})
+    assert done.exit_code == 2, done.output
+    assert wrong in done.output
+    assert not (tmp_path / "out.jsonl").exists()
+    assert [http.get(f"/v1/{kind}").json()["data"] for kind in ("files", "batches")] == before, "nothing stays there"
