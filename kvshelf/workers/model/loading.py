@@ -13,6 +13,7 @@ from blake3 import blake3
 
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.store.artifact.identity import DIGEST_BYTES, ModelIdentity, canonical_json
+from kvshelf.workers.model.hub import require_available
 from kvshelf.workers.model.source import source_of
 from kvshelf.workers.model.text import TextFormat
 
@@ -47,6 +48,7 @@ def load(name: str, *, device: str, dtype: str, progress: bool = False) -> tuple
     if dtype != "auto" and dtype not in _DTYPES:
         raise InvalidRequest(f"unknown dtype {dtype!r}; one of auto, {', '.join(_DTYPES)}", param="dtype")
     source = source_of(name)
+    require_available(source)
     try:
         with nullcontext() if progress else _without_bars():
             model = AutoModelForCausalLM.from_pretrained(
@@ -95,8 +97,10 @@ def skeleton(name: str) -> PreTrainedModel:
     """A model without its weights, for estimates from its configuration alone. Names as in `load`."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    source = source_of(name)
+    require_available(source, weights=False)
     try:
-        config = AutoConfig.from_pretrained(source_of(name), trust_remote_code=False)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         with torch.device("meta"):  # where tensors take no memory
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         return model

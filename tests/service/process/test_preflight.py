@@ -48,7 +48,14 @@ def test_only_a_local_cluster_needs_the_folder_here(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="holds no model"):
         require_startable(Settings(models=(empty,)))
     require_startable(Settings(models=(missing, empty), address="auto"))
-    require_startable(Settings(models=("some-org/some-model",)))
+
+
+def test_only_a_local_cluster_needs_the_hub_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(InvalidRequest, match="'some-org/some-model' is not in the hub's cache"):
+        require_startable(Settings(models=("some-org/some-model",)))
+    require_startable(Settings(models=("some-org/some-model",), address="auto"))
 
 
 def test_a_cluster_where_nothing_listens_is_named_at_once() -> None:
