@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
@@ -56,6 +57,12 @@ class Head:
         self.process.wait()
 
 
+@pytest.fixture(autouse=True)
+def _other_nodes_may_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests' own clusters are for this machine alone, and their variable says so."""
+    monkeypatch.delenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", raising=False)
+
+
 @contextmanager
 def head() -> Iterator[Head]:
     folder = Path(tempfile.mkdtemp(prefix="ray-"))  # the path of a socket has at most 107 characters
@@ -67,6 +74,52 @@ def head() -> Iterator[Head]:
         running.stop()
         running.log.unlink()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+JOINS = """
+import sys
+from kvshelf.errors import NoWorker
+from kvshelf.workers.cluster.connect import prepare_environment, ray_cluster
+
+prepare_environment(sys.argv[1])
+try:
+    with ray_cluster(sys.argv[1], min_cpus=1):
+        print("it is in")
+except NoWorker as error:
+    print(error)
+"""
+
+
+def joining(address: str, **variables: str) -> tuple[str, float]:
+    """What a process says that joins a cluster, and its seconds. variables: of its environment."""
+    given = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_TOKEN"}
+    given |= {"RAY_AUTH_TOKEN_PATH": "/nowhere/token"} | variables
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", JOINS, address], env=given, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout, time.monotonic() - began
+
+
+@pytest.mark.timeout(300)
+def test_a_token_that_is_not_the_cluster_s_is_named_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray itself would try for 20 seconds, and only say that it could not connect."""
+    token = secrets.token_hex(32)
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", token)
+    with head() as cluster:
+        for other in ({"RAY_AUTH_TOKEN": secrets.token_hex(32)}, {}):
+            said, seconds = joining(cluster.address, **other)
+            assert f"the Ray cluster at '{cluster.address}' does not let us in" in said
+            assert "Set RAY_AUTH_TOKEN (with RAY_AUTH_MODE=token) to the cluster's" in said
+            assert seconds < 15, said
+        # "auto" is the cluster that RAY_ADDRESS names.
+        said, seconds = joining("auto", RAY_AUTH_TOKEN="another", RAY_ADDRESS=cluster.address)
+        assert ("the Ray cluster at 'auto' does not let us in" in said, seconds < 15) == (True, True), said
+        assert joining(cluster.address, RAY_AUTH_TOKEN=token)[0] == "it is in\n"
+    said, seconds = joining("auto", RAY_AUTH_TOKEN=token, RAY_ADDRESS=cluster.address)
+    assert ("Connection refused" in said, seconds < 15) == (True, True), "nothing listens there any more"
 
 
 @pytest.mark.faults

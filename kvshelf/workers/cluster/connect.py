@@ -57,6 +57,8 @@ def ray_cluster(address: str | None, *, min_cpus: int) -> Iterator[bool]:
         _require_listener(address)
     folder = own_folder() if local and "RAY_TMPDIR" not in os.environ else None
     with _named_errors(address):
+        if address is not None:
+            _require_head(address)
         ray.init(
             address="local" if local else address,
             _temp_dir=folder,
@@ -89,6 +91,8 @@ def own_folder() -> str:
 @contextmanager
 def _named_errors(address: str | None) -> Iterator[None]:
     """Raises `NoWorker` if Ray is unavailable. For a node that does not start, Ray raises a bare `Exception`."""
+    from ray.exceptions import AuthenticationError, RpcError
+
     try:
         yield
     except Exception as error:
@@ -98,7 +102,13 @@ def _named_errors(address: str | None) -> Iterator[None]:
                 "start again when the machine does less, or give the address of a cluster that is up. Its own logs are "
                 f"in session_latest/logs below {os.environ.get('RAY_TMPDIR') or own_folder()}"
             ) from error
-        if isinstance(error, ConnectionError):
+        if isinstance(error, AuthenticationError):
+            reason = str(error).partition(". Ensure")[0]  # what follows is about Ray's own files and commands
+            raise NoWorker(
+                f"the Ray cluster at {address!r} does not let us in: {reason}. Set RAY_AUTH_TOKEN (with "
+                "RAY_AUTH_MODE=token) to the cluster's"
+            ) from error
+        if isinstance(error, ConnectionError | RpcError):
             raise NoWorker(
                 f"there is no Ray cluster that lets us in at {address!r}: {error}. Is `ray start` running on this "
                 "machine, and is RAY_AUTH_TOKEN (with RAY_AUTH_MODE=token) the cluster's?"
@@ -117,6 +127,29 @@ def _require_listener(address: str) -> None:
         raise NoWorker(
             f"there is no Ray cluster at {address!r}: {error}. Is `ray start` running there, and is this its address?"
         ) from error
+
+
+def _require_head(address: str) -> None:
+    """Raise `NoWorker` if nothing listens at the address that Ray makes of `address`, and Ray's own error if the
+    cluster does not accept RAY_AUTH_TOKEN. `ray.init` would try for 20 seconds with a wrong token and for minutes
+    without a listener, and say only that it failed to connect.
+
+    With parts of Ray that it does not document. Where a later version has others, the wait comes back, no more.
+    """
+    if address.startswith("ray://"):
+        return
+    try:
+        from ray._private.services import canonicalize_bootstrap_address
+        from ray._raylet import GcsClient  # type: ignore[attr-defined]  # compiled
+    except ImportError:
+        return
+    head = canonicalize_bootstrap_address(address)  # auto, or a loopback address, becomes one of the network
+    if head is None:  # no cluster is known here: Ray searches for one
+        return
+    _require_listener(head)
+    # Without any token this client would end the whole process.
+    if os.environ.get("RAY_AUTH_MODE", "").lower() == "token" and os.environ.get("RAY_AUTH_TOKEN"):
+        GcsClient(address=head)
 
 
 def _known_there() -> AbstractContextManager[None]:
