@@ -24,7 +24,8 @@ from kvshelf.store.artifact.shape import LayerShape
 from kvshelf.store.artifact.transforms import Transforms
 from kvshelf.workers.engine.attention.attached import AttachedCache
 from kvshelf.workers.engine.attention.attachment import Attachment
-from kvshelf.workers.engine.attention.function import kvshelf_attention, layer_shapes
+from kvshelf.workers.engine.attention.function import kvshelf_attention
+from kvshelf.workers.engine.attention.inspection import layer_shapes
 from kvshelf.workers.engine.decode.batch import DecodeBatch
 from kvshelf.workers.engine.decode.generation import Answer, Checkpoint, Generation, Progress, Sampling
 from kvshelf.workers.engine.export import Positions, export
@@ -32,7 +33,12 @@ from kvshelf.workers.engine.forward.passes import Passes
 from kvshelf.workers.engine.inputs.encode import Document, Encoder, Prompt
 from kvshelf.workers.engine.inputs.job import Job, Level, shared
 from kvshelf.workers.engine.inputs.prepare import Preparer
-from kvshelf.workers.engine.inputs.requirements import require_budget_taken, require_questions_taken, require_window
+from kvshelf.workers.engine.inputs.requirements import (
+    require_budget_taken,
+    require_every_layer,
+    require_questions_taken,
+    require_window,
+)
 from kvshelf.workers.engine.prefill.prefill import Compression, Prefill, run_prefill, run_scores
 from kvshelf.workers.engine.quality import CUES, Probe, Reference, ask
 from kvshelf.workers.model import calibration
@@ -90,11 +96,13 @@ class Engine:
     @cached_property
     def layer_shapes(self) -> tuple[LayerShape, ...]:
         """The layers of this model's caches, measured in a forward pass: a configuration does not tell. Raises
-        `PolicyUnsupported` where the windows are not those that it does tell."""
+        `PolicyUnsupported` where kvshelf does not see all of the model's attention, and where the windows are not those
+        that the configuration does tell. Every prefill asks for them first, so that no work is done in vain."""
         found = layer_shapes(self.model)
-        for index, (shape, told) in enumerate(zip(found, self.windows, strict=True)):
-            require_window(index, shape.window, told)
-        return found
+        require_every_layer(found, range(len(self.windows)))
+        for index, told in enumerate(self.windows):
+            require_window(index, found[index].window, told)
+        return tuple(found.values())
 
     @property
     def default_layout(self) -> Layout:
@@ -255,6 +263,7 @@ class Engine:
         During the prefill the full cache answers up to `cues` cues of the document. Without cues (0, or none that
         `probe` can make) the result has no reference to measure by.
         """
+        self.layer_shapes  # noqa: B018 - refuses models whose attention kvshelf does not see
         probe = self.probe(group[0].job, cues)
         told, pause = progress or _nothing, checkpoint or _nothing
         return run_prefill(self.passes, self.rope, group, probe, pause, self.encoded, told)
@@ -268,6 +277,7 @@ class Engine:
         """
         if not isinstance(job.policy, ScoringPolicy) or job.absorber is not None:
             raise InvalidRequest(f"policy {job.policy.name!r} gives no scores of the whole document", param="policy")
+        self.layer_shapes  # noqa: B018 - as in `prefill`
         return run_scores(self.passes, self.rope, job, checkpoint or _nothing)
 
     # Measuring
@@ -516,7 +526,7 @@ class Engine:
     def _end_ids(self) -> frozenset[int]:
         configured = self.model.generation_config.eos_token_id if self.model.generation_config is not None else None
         if configured is None:
-            configured = self.model.config.eos_token_id
+            configured = getattr(self.model.config, "eos_token_id", None)
         return frozenset([configured] if isinstance(configured, int) else configured or [])
 
 

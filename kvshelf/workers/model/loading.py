@@ -26,6 +26,7 @@ _ATTENTION_FIELDS = (
     "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "sliding_window",
     "layer_types", "attention_bias", "query_pre_attn_scalar", "hidden_act", "rms_norm_eps",
 )  # fmt: skip
+_NEEDED = {"num_hidden_layers": "number of layers", "max_position_embeddings": "longest sequence"}
 _WITHOUT_EFFECT = re.compile(
     r"_.*|.*dropout.*|.*_pdrop|layerdrop|.*_token_id|.*init.*|.*_coef|.*jitter.*|output_router_logits"
     r"|output_hidden_states|output_attentions|return_dict|use_cache|dtype"
@@ -149,12 +150,21 @@ def require_attachable(model: PreTrainedModel) -> None:
     config, kind = model.config, type(model).__name__
     if getattr(config, "is_encoder_decoder", False):
         raise PolicyUnsupported(f"{kind} is an encoder-decoder; kvshelf attaches to decoder-only models", param="model")
+    if config.get_text_config(decoder=True) is not config:
+        raise PolicyUnsupported(
+            f"{kind} is made of several models, and kvshelf attaches to models of text alone", param="model"
+        )
     if getattr(config, "kv_lora_rank", None) is not None:
         raise PolicyUnsupported(f"{kind} uses latent attention (MLA), which kvshelf cannot attach yet", param="model")
     foreign = set(getattr(config, "layer_types", None) or ()) - _ATTACHABLE_LAYERS
     if foreign:
         raise PolicyUnsupported(
-            f"{kind} has layers of kind {', '.join(sorted(foreign))}, which kvshelf cannot attach yet", param="model"
+            f"{kind} has layers of kind {' and '.join(sorted(foreign))}, which kvshelf cannot attach yet", param="model"
+        )
+    if getattr(config, "is_heterogeneous", False):
+        own = " and ".join(sorted(config.per_layer_attributes))
+        raise PolicyUnsupported(
+            f"{kind} has layers that differ in {own}, which kvshelf cannot attach yet", param="model"
         )
     if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
         raise PolicyUnsupported(
@@ -164,12 +174,13 @@ def require_attachable(model: PreTrainedModel) -> None:
         raise PolicyUnsupported(
             f"{kind} does not use transformers' attention interface, so kvshelf cannot see its attention", param="model"
         )
-    if getattr(config, "max_position_embeddings", None) is None:
-        raise PolicyUnsupported(
-            f"the configuration of {kind} says no longest sequence (max_position_embeddings), as for models without "
-            "attention; kvshelf cannot attach to it",
-            param="model",
-        )
+    for field, meaning in _NEEDED.items():
+        if getattr(config, field, None) is None:
+            raise PolicyUnsupported(
+                f"{kind} has a configuration that says no {meaning} ({field}), as for models without attention; "
+                "kvshelf cannot attach to it",
+                param="model",
+            )
 
 
 def max_positions(config: Any) -> int:

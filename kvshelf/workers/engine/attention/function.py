@@ -27,7 +27,6 @@ from kvshelf.kernels.prefix_attention import (
     causal_attention,
     prefix_attention,
 )
-from kvshelf.store.artifact.shape import LayerShape
 from kvshelf.workers.engine.attention.attached import AttachedStates
 
 if TYPE_CHECKING:
@@ -74,31 +73,6 @@ class ForwardContext(Protocol):
     @property
     def reads_attention(self) -> bool: ...
     def after_attention(self, layer: Attended) -> None: ...
-
-
-class _ShapeObserver:
-    """Notes the shape of each layer's keys and values."""
-
-    probe_lengths: tuple[int, ...] = ()
-    reads_attention = False
-
-    def __init__(self) -> None:
-        self.layers: dict[int, LayerShape] = {}
-
-    def after_attention(self, layer: Attended) -> None:
-        (_, heads, _, key_dim), value_dim = layer.keys.shape, layer.values.shape[-1]
-        dtype = str(layer.keys.dtype).removeprefix("torch.")
-        index: int = layer.module.layer_idx  # type: ignore[assignment]
-        self.layers[index] = LayerShape(heads, key_dim, value_dim, dtype, layer.window)
-
-
-def layer_shapes(model: PreTrainedModel) -> tuple[LayerShape, ...]:
-    """The shape of each layer's keys and values, from a forward pass over one token."""
-    observer = _ShapeObserver()
-    with torch.no_grad(), kvshelf_attention(model):
-        token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-        model.base_model(input_ids=token, use_cache=False, **{CONTEXT: observer})
-    return tuple(observer.layers.values())
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvshelf.errors import DocumentTooLong, InvalidRequest, PolicyUnsupported
@@ -102,6 +102,16 @@ def require_window(layer: int, found: int | None, told: int | None) -> None:
         raise PolicyUnsupported(
             f"layer {layer} attends with a sliding window of {found}, and the model's configuration says {told}; "
             "kvshelf stores no layer that it may misread",
+            param="model",
+        )
+
+
+def require_every_layer(seen: Iterable[int], expected: Sequence[int]) -> None:
+    """Refuse a model with layers that did not run through kvshelf's attention."""
+    if sorted(seen) != list(expected):
+        raise PolicyUnsupported(
+            f"only the layers {sorted(seen)} of {len(expected)} ran through transformers' attention interface; this "
+            "model cannot be compressed",
             param="model",
         )
 

@@ -16,7 +16,8 @@ from kvshelf.kernels.select import pack
 from kvshelf.store.artifact.records import Kept
 from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT, AttachedLayer
 from kvshelf.workers.engine.attention.function import CONTEXT, Attended
-from kvshelf.workers.engine.prefill.reducing import require_every_layer, require_finite_scores
+from kvshelf.workers.engine.inputs.requirements import require_every_layer
+from kvshelf.workers.engine.prefill.reducing import require_finite_scores
 from kvshelf.workers.policies.base import Absorber
 
 if TYPE_CHECKING:

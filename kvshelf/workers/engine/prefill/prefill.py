@@ -17,8 +17,9 @@ from kvshelf.workers.engine.attention.function import kvshelf_attention
 from kvshelf.workers.engine.decode.generation import Checkpoint, Progress
 from kvshelf.workers.engine.forward.passes import Passes
 from kvshelf.workers.engine.inputs.job import Job, Level
+from kvshelf.workers.engine.inputs.requirements import require_every_layer
 from kvshelf.workers.engine.prefill.chunked import ChunkedPrefill
-from kvshelf.workers.engine.prefill.reducing import LayerReducer, Scorer, SharedReducer, require_every_layer
+from kvshelf.workers.engine.prefill.reducing import LayerReducer, Scorer, SharedReducer
 from kvshelf.workers.engine.quality import Probe, Reference, ask_without
 from kvshelf.workers.model.loading import layer_windows
 from kvshelf.workers.model.rope import Rope

@@ -16,7 +16,7 @@ from kvshelf.kernels.select import select
 from kvshelf.store.artifact.packed import Packed
 from kvshelf.store.artifact.records import Kept, LayerRecord, Window
 from kvshelf.workers.engine.attention.function import Attended
-from kvshelf.workers.engine.inputs.requirements import require_window
+from kvshelf.workers.engine.inputs.requirements import require_every_layer, require_window
 from kvshelf.workers.model.rope import Rope
 from kvshelf.workers.policies.base import Observes, Policy, ScoringPolicy, keep
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
@@ -159,16 +159,6 @@ class SharedReducer:
 def _without_window(windows: Sequence[int | None]) -> list[int]:
     """The layers that policies reduce."""
     return [layer for layer, window in enumerate(windows) if window is None]
-
-
-def require_every_layer(seen: Iterable[int], expected: Sequence[int]) -> None:
-    """Refuse a model with layers that did not run through kvshelf's attention."""
-    if sorted(seen) != list(expected):
-        raise PolicyUnsupported(
-            f"only the layers {sorted(seen)} of {len(expected)} ran through transformers' attention interface; this "
-            "model cannot be compressed",
-            param="model",
-        )
 
 
 def require_finite_scores(records: Iterable[LayerRecord], policy: Policy) -> None:
