@@ -102,7 +102,9 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
 def package(tmp_path):
     """kvshelf in a folder of its own, with the libraries of this one."""
     shutil.copytree(
-        Path(kvshelf.__file__).parent, tmp_path / "kvshelf", ignore=shutil.ignore_patterns("__pycache__", "*.safetensors")
+        Path(kvshelf.__file__).parent,
+        tmp_path / "kvshelf",
+        ignore=shutil.ignore_patterns("__pycache__", "*.safetensors"),
     )
     return tmp_path
 
