@@ -3,7 +3,7 @@
 #include <sched.h>
 #include <stdlib.h>
 
-/* Looks at a number that is about to change, before a thread lets others run: some tens of microseconds. */
+/* Looks at a number that is about to change, before a thread lets others run. */
 enum { PATIENCE = 4096 };
 
 INLINE void rest(void) {

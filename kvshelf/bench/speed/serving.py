@@ -21,7 +21,7 @@ LONGEST = LONG_TOKENS + QUESTION_TOKENS + NEW_TOKENS
 """Tokens of the longest sequence, for which vLLM has to be set up."""
 
 _REST_S = 0.5
-"""Before each turn: vLLM's threads go on looking for work for 0.2 s, on the cores of whoever is next."""
+"""Before each turn: threads of the engine before it may still look for work, on the cores of whoever is next."""
 
 Ask = Callable[[Sequence[int], Sequence[Sequence[int]], int], Cost]
 """The cost of answers to questions on these documents, by number, all at once, of so many tokens each."""
