@@ -61,16 +61,17 @@ def pointer(tensor: Tensor) -> ctypes.c_void_p:
 
 
 class Part(NamedTuple):
-    """Rows or an attention, as `run` takes them: the address of a struct in C, and what it points to."""
+    """A row program or an attention, as `run_parts` takes it: the address of its struct in C, 0 for the other one, and
+    what the struct points to."""
 
-    rows: int
+    program: int
     attention: int
     held: object
 
 
-def run(parts: Sequence[Part]) -> None:
-    """Run parts in order, in one call: torch's threads start together once, and not once for each operation."""
-    words = [word for part in parts for word in (part.rows, part.attention)]
+def run_parts(parts: Sequence[Part]) -> None:
+    """Run them in order, in one call: torch's threads start together once, and not once for each operation."""
+    words = [word for part in parts for word in (part.program, part.attention)]
     given = (ctypes.c_int64 * len(words))(*words)
     compiled().kvshelf_run(given, ctypes.c_int64(len(parts)), torch.get_num_threads())
 

@@ -36,7 +36,7 @@ _TELLING: Final = 10 * _LIMIT
 _DOCUMENT, _QUESTION, _ANSWER = 100, 9, 40
 """Tokens: the document, what is read behind it in one call, and what is read then one token at a time."""
 
-_MOST_WORDS: Final = 120
+_MOST_CHARACTERS: Final = 120
 """Characters of an error's message that are shown."""
 
 
@@ -138,7 +138,7 @@ def _few_words(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [""]
     said = lines[-1].strip() if "validator" in lines[0] else lines[0]
     words = said if isinstance(error, NotBuilt) else f"{type(error).__name__}: {said}"
-    return words if len(words) <= _MOST_WORDS else words[: _MOST_WORDS - 4] + " ..."
+    return words if len(words) <= _MOST_CHARACTERS else words[: _MOST_CHARACTERS - 4] + " ..."
 
 
 @contextmanager

@@ -253,7 +253,7 @@ def _attend_causal(
         count = block.shape[3]
         visible += count
         future = torch.ones(count, visible, dtype=torch.bool, device=keys.device).triu_(visible - count + 1)
-        hidden = future.expand(num_rows, -1, -1)
+        hidden = future.unsqueeze(0)
         if rules.since is not None:
             since = rules.since[:, done : done + count, None]
             hidden = hidden | (torch.arange(visible, device=keys.device) < since)

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from kvshelf.kernels.native import FEW_ROWS, LANES, TYPES, WIDTHS, Part, run
+from kvshelf.kernels.native import FEW_ROWS, LANES, TYPES, WIDTHS, Part, run_parts
 from kvshelf.kernels.prefix_attention import eager
 from kvshelf.kernels.prefix_attention.prefixes import (
     BatchLayout,
@@ -55,11 +55,11 @@ def prefix_attention(
     grouped = grouped.contiguous()
     if all(_ours(grouped, prefixes, layout)):
         out, lse = _room_for(grouped)
-        run([_part(grouped, prefixes, suffixes, layout, rules, (out, lse))])
+        run_parts([_part(grouped, prefixes, suffixes, layout, rules, (out, lse))])
     else:
         out, lse = _attend_shares(grouped, prefixes, dim, layout, rules)
         out = out.float().contiguous()
-        run([_part(grouped, (), suffixes, layout, rules, (out, lse.contiguous()))])
+        run_parts([_part(grouped, (), suffixes, layout, rules, (out, lse.contiguous()))])
     return out.to(queries.dtype).view(num_tokens, q_heads, dim)
 
 
@@ -72,7 +72,7 @@ def attention_part(
     out: Tensor,
     scratch: Scratch,
 ) -> Part | None:
-    """Attention of a batch that `run` will run, which then also appends keys and values to the suffixes.
+    """Attention of a batch that `run_parts` will run, which then also appends keys and values to the suffixes.
 
     states: queries `[1, q_heads, N, D]`, keys and values `[1, kv_heads, N, D]` in fp32, the heads of a token side by
     side, and those of all queries. out: `[N, q_heads, D]` contiguous. The rest as in `prefix_attention`, but that the
@@ -109,7 +109,7 @@ def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, rules: Logit
     grouped = queries[0].transpose(0, 1).reshape(tokens, -1, group, dim).contiguous()  # [T, kv_heads, group, D]
     out, lse = torch.zeros(grouped.shape), torch.full(grouped.shape[:3], -torch.inf)
     layout = BatchLayout((tokens,), (SuffixRows((tokens,), (0,), tokens),), queries.device)
-    run([_part(grouped, (), [(keys, values)], layout, rules.within(layout), (out, lse))])
+    run_parts([_part(grouped, (), [(keys, values)], layout, rules.within(layout), (out, lse))])
     out = out.to(queries.dtype)
     return out.view(1, tokens, q_heads, dim).transpose(1, 2), lse.view(tokens, q_heads).T.unsqueeze(0).contiguous()
 
@@ -151,7 +151,7 @@ def _attend_shares(
         return eager.attend_shares(queries, prefixes, value_dim, layout, rules)
     mine = [parts if own else () for parts, own in zip(prefixes, ours, strict=True)]
     out, lse = _room_for(queries)
-    run([_part(queries.contiguous(), mine, (), layout, rules, (out, lse))])
+    run_parts([_part(queries.contiguous(), mine, (), layout, rules, (out, lse))])
     for own, parts, count, end in zip(ours, prefixes, layout.shares, layout.share_ends, strict=True):
         if not own:
             tokens = slice(end - count, end)

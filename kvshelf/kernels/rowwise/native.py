@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kvshelf.kernels.native import Part, run
+from kvshelf.kernels.native import Part, run_parts
 
 PANEL: Final = 32
 """Outputs of a panel of a packed weight."""
@@ -102,7 +102,7 @@ class RowProgram:
 
     def run(self, values: Mapping[int, Tensor], rows: int) -> None:
         """Execute over `rows` rows. values: each outside buffer, `[rows, width]` contiguous fp32."""
-        run([self.part(values, rows)])
+        run_parts([self.part(values, rows)])
 
     def part(self, values: Mapping[int, Tensor], rows: int) -> Part:
         """As `run`, to be run with other parts. There is one at a time: the next one replaces it."""

@@ -70,11 +70,15 @@ class CompressedCache:
         return sum(entries * channels * itemsize for entries, channels, itemsize in shapes)
 
     @property
+    def reduced(self) -> Sequence[LayerRecord]:
+        """The layers of which the policy chose: those without a sliding window, all where there are no others."""
+        return [layer for layer in self.layers if not isinstance(layer, Window)] or self.layers
+
+    @property
     def kept_tokens(self) -> int:
-        """Entries kept per layer and KV head, the mean rounded to the nearest integer. Layers with a sliding window, of
-        which no policy chooses, do not count, unless there are no others."""
-        layers = [layer for layer in self.layers if not isinstance(layer, Window)] or self.layers
-        return round(sum(layer.entries for layer in layers) / sum(layer.kv_heads for layer in layers))
+        """Entries kept per `reduced` layer and KV head, the mean rounded to the nearest integer."""
+        heads = sum(layer.kv_heads for layer in self.reduced)
+        return round(sum(layer.entries for layer in self.reduced) / heads)
 
     @property
     def shape(self) -> Shape:

@@ -105,6 +105,11 @@ class Engine:
         return tuple(found.values())
 
     @property
+    def _seen_windows(self) -> tuple[int | None, ...]:
+        """The windows of the layers, once all of the model's attention has been seen. Raises as `layer_shapes`."""
+        return tuple(shape.window for shape in self.layer_shapes)
+
+    @property
     def default_layout(self) -> Layout:
         """ "chat" where the tokenizer has a chat template, else "plain"."""
         return self._encoder.default_layout
@@ -263,10 +268,9 @@ class Engine:
         During the prefill the full cache answers up to `cues` cues of the document. Without cues (0, or none that
         `probe` can make) the result has no reference to measure by.
         """
-        self.layer_shapes  # noqa: B018 - refuses models whose attention kvshelf does not see
         probe = self.probe(group[0].job, cues)
         told, pause = progress or _nothing, checkpoint or _nothing
-        return run_prefill(self.passes, self.rope, group, probe, pause, self.encoded, told)
+        return run_prefill(self.passes, self.rope, self._seen_windows, group, probe, pause, self.encoded, told)
 
     def scores(self, job: Job, *, checkpoint: Checkpoint | None = None) -> list[Tensor]:
         """How much the job's policy wants each entry, for each layer: `[kv_heads, N]` fp32, higher is kept. The budget
@@ -277,8 +281,7 @@ class Engine:
         """
         if not isinstance(job.policy, ScoringPolicy) or job.absorber is not None:
             raise InvalidRequest(f"policy {job.policy.name!r} gives no scores of the whole document", param="policy")
-        self.layer_shapes  # noqa: B018 - as in `prefill`
-        return run_scores(self.passes, self.rope, job, checkpoint or _nothing)
+        return run_scores(self.passes, self.rope, self._seen_windows, job, checkpoint or _nothing)
 
     # Measuring
 

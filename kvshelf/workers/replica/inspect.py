@@ -89,7 +89,7 @@ def kept_tokens(
         policy=manifest.policy,
         num_tokens=cache.num_tokens,
         num_layers=num_layers,
-        num_heads=sum(layer.kv_heads for layer in _chosen(cache)),
+        num_heads=sum(layer.kv_heads for layer in cache.reduced),
         meaning=_meaning(cache),
         layers=layers,
         next_layer=following if following < num_layers else None,
@@ -193,17 +193,12 @@ def _counts(cache: CompressedCache) -> dict[str, Any]:
     """For each token, the number of heads that keep it, and of heads that merge it into another."""
     own = np.zeros(cache.num_tokens, np.int64)
     merged = np.zeros(cache.num_tokens, np.int64)
-    for layer in _chosen(cache):
+    for layer in cache.reduced:
         marks = marks_of(layer, cache.num_tokens)
         own += marks.kept.sum(axis=0)
         merged += marks.merged.sum(axis=0)
     some = any(map(_merges, cache.layers))
     return {"counts": own.tolist(), "merged_counts": merged.tolist() if some else None}
-
-
-def _chosen(cache: CompressedCache) -> Sequence[LayerRecord]:
-    """The layers of which the policy chose: those without a sliding window, unless there are no others."""
-    return [layer for layer in cache.layers if not isinstance(layer, Window)] or cache.layers
 
 
 def _merges(record: LayerRecord) -> bool:

@@ -62,8 +62,8 @@ class DecodeBatch:
         step = _Step.of(generations, self._pool, self._passes.model.device)
         if self._plan is None or not self._plan.continued_by(step):
             self._plan = _Plan(step)
-        continued = _Continued(step, self._layers, checkpoint or _nothing, wait, self._plan)
-        logits = self._passes.cached(step.token_ids, step.positions, continued, step.last_tokens)[0]
+        past = _StepPast(step, self._layers, checkpoint or _nothing, wait, self._plan)
+        logits = self._passes.continuing(step.token_ids, step.positions, past, step.last_tokens)[0]
         likeliest = _likeliest(logits)
         # From here on every answer has moved on, so nothing may be raised.
         for place in step.places:
@@ -267,8 +267,8 @@ class _Plan:
         return self._parts[layer][1]
 
 
-class _Continued:
-    """The documents and suffixes that the tokens of a step continue; see `Cached`."""
+class _StepPast:
+    """The documents and suffixes that the tokens of a step continue; see `Past`."""
 
     def __init__(self, step: _Step, layers: int, checkpoint: Checkpoint, wait: Wait, plan: _Plan) -> None:
         self._step = step

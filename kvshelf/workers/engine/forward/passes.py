@@ -23,7 +23,7 @@ from kvshelf.workers.engine.attention.function import (
     logit_rules,
     require_causal,
 )
-from kvshelf.workers.engine.forward.program import ForwardProgram, Plan
+from kvshelf.workers.engine.forward.program import ForwardProgram, PlanAttention
 from kvshelf.workers.engine.forward.tracing import TOKENS, AttentionCall
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _TRIED: Final = (1, 7)
 """Numbers of tokens on which a recording is compared with the model: a step's, and a question's."""
 
 
-class Cached(Protocol):
+class Past(Protocol):
     """What the tokens of a pass continue. `checkpoint` is called between layers and may raise to end the pass.
 
     cache: as a model's modules have it; its layers give `AttachedStates`. planned: whether `plan` may be asked, which
@@ -115,37 +115,37 @@ class Passes:
 
             return self.program.run(inputs["input_ids"], inputs["position_ids"], attend, kept)
 
-    def cached(self, token_ids: Tensor, positions: Tensor, cached: Cached, kept: Tensor) -> Tensor:
-        """Logits `[1, kept, vocabulary]` of one pass over tokens `[1, N]` that continue `cached`."""
+    def continuing(self, token_ids: Tensor, positions: Tensor, past: Past, kept: Tensor) -> Tensor:
+        """Logits `[1, kept, vocabulary]` of one pass over tokens `[1, N]` that continue `past`."""
         with torch.no_grad(), kvshelf_attention(self.model):
             logits = None
-            if self.program is not None and cached.planned:
-                logits = self.program.run_planned(token_ids, positions, self._plan(cached), kept, cached.checkpoint)
-            return logits if logits is not None else self._by_layer(token_ids, positions, cached, kept)
+            if self.program is not None and past.planned:
+                logits = self.program.run_planned(token_ids, positions, self._plan(past), kept, past.checkpoint)
+            return logits if logits is not None else self._by_layer(token_ids, positions, past, kept)
 
-    def _plan(self, cached: Cached) -> Plan:
+    def _plan(self, past: Past) -> PlanAttention:
         def plan(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> Part | None:
             require_causal(call.module, None, call.options)
             rules = logit_rules(call.scale(query), call.options)
-            return cached.plan(call.layer, (query, key, value), rules, out)
+            return past.plan(call.layer, (query, key, value), rules, out)
 
         return plan
 
-    def _by_layer(self, token_ids: Tensor, positions: Tensor, cached: Cached, kept: Tensor) -> Tensor:
-        given = {CONTEXT: _Pause(cached.checkpoint)}
+    def _by_layer(self, token_ids: Tensor, positions: Tensor, past: Past, kept: Tensor) -> Tensor:
+        given = {CONTEXT: _Pause(past.checkpoint)}
         if self.program is None:
             logits: Tensor = self.model(
                 input_ids=token_ids,
                 position_ids=positions,
                 use_cache=True,
                 logits_to_keep=kept,
-                **{CACHE_ARGUMENT: cached.cache},
+                **{CACHE_ARGUMENT: past.cache},
                 **given,
             ).logits
             return logits
 
         def attend(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            states, _ = cached.cache.layers[call.layer].update(key, value)
+            states, _ = past.cache.layers[call.layer].update(key, value)
             out, _ = attention(call.module, query, states, states, None, call.scaling, **call.options, **given)
             return out
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvshelf.kernels.native import Part, run
+from kvshelf.kernels.native import Part, run_parts
 from kvshelf.kernels.rowwise import BLOCK_ROWS, RowProgram, available
 from kvshelf.workers.engine.forward.lowering import Lowered, lower
 from kvshelf.workers.engine.forward.tracing import AttentionCall, trace
@@ -26,7 +26,7 @@ Attend = Callable[[AttentionCall, Tensor, Tensor, Tensor], Tensor | None]
 """An attention: of queries `[1, q_heads, N, D]`, keys `[1, kv_heads, N, D]` and values `[1, kv_heads, N, Dv]` of the
 call's tokens, `[1, N, q_heads, Dv]` contiguous. None ends the pass."""
 
-Plan = Callable[[AttentionCall, Tensor, Tensor, Tensor, Tensor], Part | None]
+PlanAttention = Callable[[AttentionCall, Tensor, Tensor, Tensor, Tensor], Part | None]
 """An attention that runs later: the inputs of `Attend`, and `[N, q_heads, Dv]` where its result goes. None where only
 `Attend` can attend."""
 
@@ -77,7 +77,7 @@ class ForwardProgram:
         return None if kept is None else self._logits(held, kept)
 
     def run_planned(
-        self, token_ids: Tensor, positions: Tensor, plan: Plan, kept: Tensor, checkpoint: Callable[[], None]
+        self, token_ids: Tensor, positions: Tensor, plan: PlanAttention, kept: Tensor, checkpoint: Callable[[], None]
     ) -> Tensor | None:
         """As `run`, but few tokens pass through all layers in one call of C, because Python between two layers takes as
         long as they do; and more in a call a layer. None, before anything has run, where `plan` gives None."""
@@ -95,7 +95,7 @@ class ForwardProgram:
         at_once = len(layers) if tokens <= BLOCK_ROWS else 1
         for first in range(0, len(layers), at_once):
             parts = ((segment.part(held, tokens), attention) for segment, attention in layers[first : first + at_once])
-            run([part for both in parts for part in both])
+            run_parts([part for both in parts for part in both])
             checkpoint()
         return self._logits(held, kept)
 

@@ -16,7 +16,7 @@ from kvshelf.kernels.select import select
 from kvshelf.store.artifact.packed import Packed
 from kvshelf.store.artifact.records import Kept, LayerRecord, Window
 from kvshelf.workers.engine.attention.function import Attended
-from kvshelf.workers.engine.inputs.requirements import require_every_layer, require_window
+from kvshelf.workers.engine.inputs.requirements import require_every_layer
 from kvshelf.workers.model.rope import Rope
 from kvshelf.workers.policies.base import Observes, Policy, ScoringPolicy, keep
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
@@ -29,7 +29,7 @@ _SLACK = 1.125
 
 @dataclass(eq=False)
 class LayerReducer:
-    """Reduces the layers of one document by one policy."""
+    """Reduces the layers of one document by one policy. windows: of each layer, as `LayerShape.window`."""
 
     policy: Policy
     document: DocumentView
@@ -39,7 +39,7 @@ class LayerReducer:
     rope: Rope | None
 
     def __post_init__(self) -> None:
-        self._places = {layer: place for place, layer in enumerate(_without_window(self.windows))}
+        self._places = {layer: place for place, layer in enumerate(without_window(self.windows))}
         self.sees_queries = Observes.QUERIES in self.policy.observes
         self._records: dict[int, LayerRecord] = {}
         self._cascade: Cascade | None = None
@@ -50,13 +50,13 @@ class LayerReducer:
     def after_attention(self, attended: Attended) -> None:
         started = time.perf_counter()
         index = int(attended.module.layer_idx)  # type: ignore[arg-type]
-        require_window(index, attended.window, self.windows[index])
-        if attended.window is None:
+        window = self.windows[index]
+        if window is None:
             self._reduce(self._view(attended))
         else:
             num_tokens = self.document.num_tokens
             keys, values = (of[0, :, :num_tokens] for of in (attended.keys, attended.values))
-            self._records[index] = Window.of(keys, values, attended.window)
+            self._records[index] = Window.of(keys, values, window)
         self.compress_s += time.perf_counter() - started
 
     def _reduce(self, layer: LayerView) -> None:
@@ -156,7 +156,7 @@ class SharedReducer:
         self.paused_s += time.perf_counter() - started
 
 
-def _without_window(windows: Sequence[int | None]) -> list[int]:
+def without_window(windows: Sequence[int | None]) -> list[int]:
     """The layers that policies reduce."""
     return [layer for layer, window in enumerate(windows) if window is None]
 
