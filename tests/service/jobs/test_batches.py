@@ -26,6 +26,7 @@ from tests.service.scrape import moving
 ENDED = ("completed", "failed", "expired", "cancelled")
 OPTIONS: dict[str, Any] = {"policy": "keydiff", "compression_ratio": 0.5, "labels": {"by": "night"}}
 LONG_TOKENS = 15_000
+MANY_ROWS = 32  # a second each, or two: more than end while a test waits for the first of them
 
 
 def text(number: int) -> str:
@@ -172,7 +173,7 @@ def test_what_is_on_the_shelf_is_reused_and_nothing_is_prefilled(http: httpx.Cli
 @pytest.mark.timeout(1800)
 def test_paused_resumed_cancelled_and_tried_again(http: httpx.Client) -> None:
     """Each time what is done stays done, and in the end every row was compressed once."""
-    batch = begun(http, long_rows(10, salt=1), policy="streaming_llm")
+    batch = begun(http, long_rows(MANY_ROWS, salt=1), policy="streaming_llm")
     url = f"/v1/batches/{batch['id']}"
     refused(http.post(f"{url}/retry"), 409, "state_conflict")
     awaited(http, batch["id"], lambda now: now["request_counts"]["completed"] >= 1)
@@ -180,16 +181,16 @@ def test_paused_resumed_cancelled_and_tried_again(http: httpx.Client) -> None:
     assert http.post(f"{url}/pause").json()["status"] == "paused"
     paused = awaited(http, batch["id"], lambda now: is_still(http, now))
     assert (paused["status"], paused["progress"]["reason"]) == ("paused", "it was paused")
-    assert paused["request_counts"]["completed"] < 10
+    assert paused["request_counts"]["completed"] < MANY_ROWS
     assert http.post(f"{url}/pause").json()["paused_at"] == paused["paused_at"]
 
     assert http.post(f"{url}/resume").json()["status"] == "in_progress"
     more = paused["request_counts"]["completed"] + 1
     awaited(http, batch["id"], lambda now: now["request_counts"]["completed"] >= more)
-    http.post(f"{url}/pause")
+    at_pause = http.post(f"{url}/pause").json()["request_counts"]["completed"]
     time.sleep(0.7)  # whoever works on it has begun to let it go
     assert http.post(f"{url}/resume").json()["status"] == "in_progress"
-    time.sleep(3)
+    awaited(http, batch["id"], lambda now: now["request_counts"]["completed"] > at_pause)
     asked = time.monotonic()
     assert http.post(f"{url}/cancel").json()["status"] == "cancelling"
     cancelled = ended(http, batch["id"])
@@ -197,7 +198,7 @@ def test_paused_resumed_cancelled_and_tried_again(http: httpx.Client) -> None:
     assert cancelled["status"] == "cancelled"
     assert cancelled["cancelling_at"] <= cancelled["cancelled_at"]
     done, failed = results(http, cancelled)
-    assert more <= len(done) < 10
+    assert more <= len(done) < MANY_ROWS
     assert failed == []
     for refused_now in ("pause", "resume", "cancel"):
         response = http.post(f"{url}/{refused_now}")
@@ -209,10 +210,15 @@ def test_paused_resumed_cancelled_and_tried_again(http: httpx.Client) -> None:
     assert http.post(f"{url}/retry").json()["status"] == "in_progress"
     completed = ended(http, batch["id"])
     counts = completed["request_counts"]
-    assert (completed["status"], counts["total"], counts["completed"], counts["failed"]) == ("completed", 10, 10, 0)
+    assert (completed["status"], counts["total"], counts["completed"], counts["failed"]) == (
+        "completed",
+        MANY_ROWS,
+        MANY_ROWS,
+        0,
+    )
     assert counts["reused"] <= 3, "at most what was made in the moments in which it was stopped, and not told any more"
     rows, _ = results(http, completed)
-    assert {row["custom_id"] for row in rows} == {f"long-{n}" for n in range(10)}
+    assert {row["custom_id"] for row in rows} == {f"long-{n}" for n in range(MANY_ROWS)}
     assert [row for row in rows if row in done] == done, "what was done before is as it was"
     refused(http.get(f"/v1/files/{cancelled['output_file_id']}"), 404, "file_not_found")
 
