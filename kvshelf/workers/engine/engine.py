@@ -43,6 +43,7 @@ from kvshelf.workers.engine.prefill.prefill import Compression, Prefill, run_pre
 from kvshelf.workers.engine.quality import CUES, Probe, Reference, ask
 from kvshelf.workers.model import calibration
 from kvshelf.workers.model import loading as models
+from kvshelf.workers.model.layers import LayerKind, attending, layer_kinds
 from kvshelf.workers.model.rope import Rope, changes_with_length, reach
 from kvshelf.workers.model.text import EncodedDocument, TextFormat
 from kvshelf.workers.policies import DEFAULT_POLICY, build
@@ -72,16 +73,16 @@ class Engine:
         self.max_tokens = models.max_positions(model.config)
         self.kv_bytes_per_token = models.kv_bytes_per_token(model.config, model.dtype)
         self.rope = Rope.of(model)
-        self.windows = models.layer_windows(model.config)
+        self.kinds = layer_kinds(model.config)
         # Whether the states of a token are the same whatever the length of its call. Without a RoPE that could be read
         # nobody knows, but that of layers with windows and of the others differs in frequencies alone.
-        known = self.rope is not None or any(window is not None for window in self.windows)
+        known = self.rope is not None or any(kind.window is not None for kind in self.kinds)
         self._alike = known and not changes_with_length(model.config)
         self.passes = Passes(model, recordable=self._alike)
         self._attachments: WeakKeyDictionary[CompressedCache | ArrivingCache, Attachment] = WeakKeyDictionary()
         self._coders: dict[str, Coder] = {}
         self._encoder = Encoder(self.name, self.text, self.max_tokens, model.config.vocab_size)
-        self._preparer = Preparer(model, self.name, self.identity, self.rope, self.max_tokens, self.windows)
+        self._preparer = Preparer(model, self.name, self.identity, self.rope, self.max_tokens, self.kinds)
 
     @classmethod
     def load(cls, name: str, *, device: str = "auto", dtype: str = "auto", progress: bool = False) -> Engine:
@@ -99,15 +100,16 @@ class Engine:
         `PolicyUnsupported` where kvshelf does not see all of the model's attention, and where the windows are not those
         that the configuration does tell. Every prefill asks for them first, so that no work is done in vain."""
         found = layer_shapes(self.model)
-        require_every_layer(found, range(len(self.windows)))
-        for index, told in enumerate(self.windows):
-            require_window(index, found[index].window, told)
+        require_every_layer(found, attending(self.kinds))
+        for index in attending(self.kinds):
+            require_window(index, found[index].window, self.kinds[index].window)
         return tuple(found.values())
 
     @property
-    def _seen_windows(self) -> tuple[int | None, ...]:
-        """The windows of the layers, once all of the model's attention has been seen. Raises as `layer_shapes`."""
-        return tuple(shape.window for shape in self.layer_shapes)
+    def _seen_kinds(self) -> tuple[LayerKind, ...]:
+        """The layers, once all of the model's attention has been seen. Raises as `layer_shapes`."""
+        self.layer_shapes  # noqa: B018 - raises
+        return self.kinds
 
     @property
     def default_layout(self) -> Layout:
@@ -270,7 +272,7 @@ class Engine:
         """
         probe = self.probe(group[0].job, cues)
         told, pause = progress or _nothing, checkpoint or _nothing
-        return run_prefill(self.passes, self.rope, self._seen_windows, group, probe, pause, self.encoded, told)
+        return run_prefill(self.passes, self.rope, self._seen_kinds, group, probe, pause, self.encoded, told)
 
     def scores(self, job: Job, *, checkpoint: Checkpoint | None = None) -> list[Tensor]:
         """How much the job's policy wants each entry, for each layer: `[kv_heads, N]` fp32, higher is kept. The budget
@@ -281,7 +283,7 @@ class Engine:
         """
         if not isinstance(job.policy, ScoringPolicy) or job.absorber is not None:
             raise InvalidRequest(f"policy {job.policy.name!r} gives no scores of the whole document", param="policy")
-        return run_scores(self.passes, self.rope, self._seen_windows, job, checkpoint or _nothing)
+        return run_scores(self.passes, self.rope, self._seen_kinds, job, checkpoint or _nothing)
 
     # Measuring
 
@@ -402,7 +404,7 @@ class Engine:
         Raises `ModelMismatch` for a cache of another model.
         """
         past = AttachedCache(self.attach(cache), reach(self.model.config, cache.num_tokens))
-        with kvshelf_attention(self.model):
+        with kvshelf_attention(self.model), past.begun_by(self.model.base_model):
             yield past
 
     def export(self, cache: CompressedCache, positions: Positions = "contiguous") -> DynamicCache:

@@ -14,6 +14,7 @@ from blake3 import blake3
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.store.artifact.identity import DIGEST_BYTES, ModelIdentity, canonical_json
 from kvshelf.workers.model.hub import require_available
+from kvshelf.workers.model.layers import attending, layer_kinds
 from kvshelf.workers.model.source import source_of
 from kvshelf.workers.model.text import TextFormat
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_ATTACHABLE_LAYERS = {"full_attention", "sliding_attention"}
 _ATTENTION_FIELDS = (
     "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "sliding_window",
     "layer_types", "attention_bias", "query_pre_attn_scalar", "hidden_act", "rms_norm_eps",
@@ -156,11 +156,6 @@ def require_attachable(model: PreTrainedModel) -> None:
         )
     if getattr(config, "kv_lora_rank", None) is not None:
         raise PolicyUnsupported(f"{kind} uses latent attention (MLA), which kvshelf cannot attach yet", param="model")
-    foreign = set(getattr(config, "layer_types", None) or ()) - _ATTACHABLE_LAYERS
-    if foreign:
-        raise PolicyUnsupported(
-            f"{kind} has layers of kind {' and '.join(sorted(foreign))}, which kvshelf cannot attach yet", param="model"
-        )
     if getattr(config, "is_heterogeneous", False):
         own = " and ".join(sorted(config.per_layer_attributes))
         raise PolicyUnsupported(
@@ -181,6 +176,7 @@ def require_attachable(model: PreTrainedModel) -> None:
                 "kvshelf cannot attach to it",
                 param="model",
             )
+    layer_kinds(config)
 
 
 def max_positions(config: Any) -> int:
@@ -190,7 +186,7 @@ def max_positions(config: Any) -> int:
 
 def kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
     """Bytes that the keys and values of one token take over all layers, uncompressed."""
-    return int(config.num_hidden_layers) * kv_heads(config) * 2 * head_size(config) * dtype.itemsize
+    return len(attending(layer_kinds(config))) * kv_heads(config) * 2 * head_size(config) * dtype.itemsize
 
 
 def kv_heads(config: Any) -> int:
@@ -201,13 +197,6 @@ def kv_heads(config: Any) -> int:
 def head_size(config: Any) -> int:
     """Channels of a head."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-
-def layer_windows(config: Any) -> tuple[int | None, ...]:
-    """Of each layer, the tokens that its queries see, themselves included; None: all."""
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * int(config.num_hidden_layers)
-    return tuple(int(window) if window is not None and kind == "sliding_attention" else None for kind in kinds)
 
 
 def _weights_digest(model: PreTrainedModel) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, Final, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvshelf.errors import InvalidRequest, StateConflict
@@ -36,6 +37,28 @@ class AttachedCache(Cache):  # type: ignore[misc]
         start = document.next_position
         prefixes = [document.prefixes(index) for index in range(document.num_layers)]
         super().__init__(layers=[AttachedLayer(prefix, start, longest) for prefix in prefixes])
+
+    @contextmanager
+    def begun_by(self, model: nn.Module) -> Iterator[None]:
+        """Inside the block `begin` is called before each pass of this base model over the cache."""
+
+        def before(_: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+            if self is not (given.get("cache") or given.get("past_key_values")):
+                return None
+            tokens = next(
+                each for each in (*args, given.get("input_ids"), given.get("inputs_embeds")) if each is not None
+            )
+            return args, given | self.begin(tokens.shape[0])
+
+        hook = model.register_forward_pre_hook(before, with_kwargs=True)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def begin(self, rows: int) -> dict[str, Any]:
+        """Prepare a pass over tokens `[rows, T]`. Returns keywords for the model's attention function."""
+        return {}
 
     def with_document(self, input_ids: Tensor) -> Tensor:
         """`input_ids` `[B, T]` behind stand-ins for the document's tokens, `[B, N + T]`: what `generate()` expects.

@@ -18,6 +18,7 @@ from kvshelf.workers.engine.inputs.requirements import (
     require_room,
 )
 from kvshelf.workers.model import calibration
+from kvshelf.workers.model.layers import LayerKind
 from kvshelf.workers.model.rope import Rope
 from kvshelf.workers.model.text import EncodedDocument
 from kvshelf.workers.policies import Policy
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 class Preparer:
     """Fits policies to documents of one model. Thread-safe, because it is immutable.
 
-    `name`: the model's, for error messages. `max_tokens`: its longest sequence. windows: those of its layers.
+    `name`: the model's, for error messages. `max_tokens`: its longest sequence. kinds: of its layers.
     """
 
     model: PreTrainedModel
@@ -41,7 +42,7 @@ class Preparer:
     identity: ModelIdentity
     rope: Rope | None
     max_tokens: int
-    windows: tuple[int | None, ...]
+    kinds: tuple[LayerKind, ...]
 
     def job(
         self,
@@ -64,13 +65,13 @@ class Preparer:
         if budget.tokens < document.num_tokens:
             require_observable(policy, self.model, self.name, self.rope, has_text=document.text is not None)
             moves = policy.next_position(document.num_tokens, budget) != document.num_tokens
-            require_compressible(policy, self.windows, self.name, moves=moves)
+            require_compressible(policy, self.kinds, self.name, moves=moves)
             document = self._calibrated(document, policy)
             policy = policy.fitted(document, budget, given)
             passes = tuple(policy.probe_passes(document))
             require_room(passes, self.max_tokens, self.name)
             absorber = policy.absorber(document, budget)
-            require_one_pass(policy, self.windows, self.name, document.num_tokens, passes, absorber)
+            require_one_pass(policy, self.kinds, self.name, document.num_tokens, passes, absorber)
             require_one_rotation(document.num_tokens, passes, absorber, self.model.config, self.name)
         token_ids = torch.tensor(document.token_ids, dtype=torch.int64).numpy().tobytes()
         identity = Identity(

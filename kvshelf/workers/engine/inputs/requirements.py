@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvshelf.errors import DocumentTooLong, InvalidRequest, PolicyUnsupported
+from kvshelf.workers.model.layers import LayerKind, reducible
 from kvshelf.workers.model.rope import Rope, reach
 from kvshelf.workers.policies.base import Absorber, Observes, Policy
 from kvshelf.workers.policies.view import ProbePass, output_weight
@@ -55,12 +56,12 @@ def require_observable(policy: Policy, model: PreTrainedModel, name: str, rope: 
         )
 
 
-def require_compressible(policy: Policy, windows: Sequence[int | None], name: str, *, moves: bool) -> None:
+def require_compressible(policy: Policy, kinds: Sequence[LayerKind], name: str, *, moves: bool) -> None:
     """Refuse a policy for a model whose sliding windows it cannot leave as they are, or that has no other layers.
     moves: whether the policy counts positions within the cache."""
-    if all(window is None for window in windows):
+    if all(kind.window is None for kind in kinds):
         return
-    if None not in windows:
+    if not reducible(kinds):
         raise PolicyUnsupported(
             f"every layer of {name!r} has a sliding window, which is stored whole, so policy {policy.name!r} has "
             "nothing to reduce; take policy full",
@@ -74,14 +75,14 @@ def require_compressible(policy: Policy, windows: Sequence[int | None], name: st
 
 def require_one_pass(
     policy: Policy,
-    windows: Sequence[int | None],
+    kinds: Sequence[LayerKind],
     name: str,
     num_tokens: int,
     passes: Sequence[ProbePass],
     absorber: Absorber | None,
 ) -> None:
     """Refuse ways to read a document that windows do not go with."""
-    if all(window is None for window in windows):
+    if all(kind.window is None for kind in kinds):
         return
     if absorber is not None:
         raise _beside_windows(policy, name, "reads the document in chunks that see only what was kept of those before")

@@ -19,8 +19,9 @@ from kvshelf.workers.engine.forward.passes import Passes
 from kvshelf.workers.engine.inputs.job import Job, Level
 from kvshelf.workers.engine.inputs.requirements import require_every_layer
 from kvshelf.workers.engine.prefill.chunked import ChunkedPrefill
-from kvshelf.workers.engine.prefill.reducing import LayerReducer, Scorer, SharedReducer, without_window
+from kvshelf.workers.engine.prefill.reducing import LayerReducer, Scorer, SharedReducer
 from kvshelf.workers.engine.quality import Probe, Reference, ask_without
+from kvshelf.workers.model.layers import LayerKind, reducible
 from kvshelf.workers.model.rope import Rope
 from kvshelf.workers.policies.full import Full
 
@@ -67,7 +68,7 @@ class Prefill:
 def run_prefill(
     passes: Passes,
     rope: Rope | None,
-    windows: tuple[int | None, ...],
+    kinds: tuple[LayerKind, ...],
     group: Sequence[Level],
     probe: Probe | None,
     checkpoint: Checkpoint,
@@ -76,7 +77,7 @@ def run_prefill(
 ) -> Prefill:
     """Prefill one group of `job.shared`. The full cache answers `probe`; without a probe there is no reference.
 
-    windows: of each layer, as `LayerShape.window`. `checkpoint` is called between layers, after `progress`; no
+    kinds: of all layers. `checkpoint` is called between layers, after `progress`; no
     compression counts their time.
     """
     # Levels that differ in nothing but the codec are reduced together.
@@ -91,7 +92,7 @@ def run_prefill(
             chunked = _in_chunks(passes.model, jobs[0], checkpoint)
             reduced, paused_s, reference = [chunked], chunked.paused_s, None
         else:
-            whole, reference = _whole(passes, rope, windows, jobs, probe, checkpoint)
+            whole, reference = _whole(passes, rope, kinds, jobs, probe, checkpoint)
             reduced, paused_s = whole.reducers, whole.paused_s
         records = [reducer.records() for reducer in reduced]
     elapsed = time.perf_counter() - started - paused_s - (reference.probe_s if reference is not None else 0)
@@ -117,13 +118,13 @@ def _counted(checkpoint: Checkpoint, progress: Progress, total: int) -> Checkpoi
 
 
 def run_scores(
-    passes: Passes, rope: Rope | None, windows: tuple[int | None, ...], job: Job, checkpoint: Checkpoint
+    passes: Passes, rope: Rope | None, kinds: tuple[LayerKind, ...], job: Job, checkpoint: Checkpoint
 ) -> list[Tensor]:
     """The scores of the job's policy, a `ScoringPolicy`, for each layer without a window: `[kv_heads, N]` fp32."""
     lengths = tuple(len(found.token_ids) for found in job.passes)
-    scorer = Scorer(job.policy, job.document, job.budget, windows, lengths, rope)
+    scorer = Scorer(job.policy, job.document, job.budget, kinds, lengths, rope)
     passes.causal(job.inputs(passes.model.device), SharedReducer([scorer], (), checkpoint))
-    layers = without_window(windows)
+    layers = reducible(kinds)
     require_every_layer(scorer.scores, layers)
     return [scorer.scores[layer] for layer in layers]
 
@@ -131,7 +132,7 @@ def run_scores(
 def _whole(
     passes: Passes,
     rope: Rope | None,
-    windows: tuple[int | None, ...],
+    kinds: tuple[LayerKind, ...],
     jobs: Sequence[Job],
     probe: Probe | None,
     checkpoint: Checkpoint,
@@ -139,7 +140,7 @@ def _whole(
     model = passes.model
     measured = probe.passes if probe is not None else ()
     lengths = [len(found.token_ids) for found in measured]
-    reducer = SharedReducer([_reducer(rope, windows, job) for job in jobs], lengths, checkpoint)
+    reducer = SharedReducer([_reducer(rope, kinds, job) for job in jobs], lengths, checkpoint)
     first = jobs[0]
     inputs = first.inputs(model.device, measured)
     if probe is None:
@@ -154,13 +155,13 @@ def _whole(
     return reducer, Reference.of(first.identity.document, probe, logits[0], without, seconds)
 
 
-def _reducer(rope: Rope | None, windows: tuple[int | None, ...], job: Job) -> LayerReducer:
+def _reducer(rope: Rope | None, kinds: tuple[LayerKind, ...], job: Job) -> LayerReducer:
     return LayerReducer(
         # With a budget of the whole document every policy keeps everything.
         job.policy if job.budget.tokens < job.num_tokens else Full(),
         job.document,
         job.budget,
-        windows,
+        kinds,
         tuple(len(found.token_ids) for found in job.passes),
         rope,
     )

@@ -17,6 +17,7 @@ from kvshelf.store.artifact.packed import Packed
 from kvshelf.store.artifact.records import Kept, LayerRecord, Window
 from kvshelf.workers.engine.attention.function import Attended
 from kvshelf.workers.engine.inputs.requirements import require_every_layer
+from kvshelf.workers.model.layers import LayerKind, reducible
 from kvshelf.workers.model.rope import Rope
 from kvshelf.workers.policies.base import Observes, Policy, ScoringPolicy, keep
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
@@ -29,17 +30,17 @@ _SLACK = 1.125
 
 @dataclass(eq=False)
 class LayerReducer:
-    """Reduces the layers of one document by one policy. windows: of each layer, as `LayerShape.window`."""
+    """Reduces the layers of one document by one policy. kinds: of all layers."""
 
     policy: Policy
     document: DocumentView
     budget: Budget
-    windows: tuple[int | None, ...]
+    kinds: tuple[LayerKind, ...]
     probe_lengths: tuple[int, ...]
     rope: Rope | None
 
     def __post_init__(self) -> None:
-        self._places = {layer: place for place, layer in enumerate(without_window(self.windows))}
+        self._places = {layer: place for place, layer in enumerate(reducible(self.kinds))}
         self.sees_queries = Observes.QUERIES in self.policy.observes
         self._records: dict[int, LayerRecord] = {}
         self._cascade: Cascade | None = None
@@ -50,7 +51,7 @@ class LayerReducer:
     def after_attention(self, attended: Attended) -> None:
         started = time.perf_counter()
         index = int(attended.module.layer_idx)  # type: ignore[arg-type]
-        window = self.windows[index]
+        window = self.kinds[index].window
         if window is None:
             self._reduce(self._view(attended))
         else:
@@ -78,8 +79,8 @@ class LayerReducer:
         where scores that are not finite chose entries.
         """
         records = self._records | (self._cascade.records if self._cascade is not None else {})
-        require_every_layer(records, range(len(self.windows)))
-        reduced = [records[i] for i in range(len(self.windows))]
+        require_every_layer(records, range(len(self.kinds)))
+        reduced = [records[i] for i in range(len(self.kinds))]
         require_finite_scores(reduced, self.policy)
         return tuple(reduced)
 
@@ -154,11 +155,6 @@ class SharedReducer:
         started = time.perf_counter()
         self.checkpoint()
         self.paused_s += time.perf_counter() - started
-
-
-def without_window(windows: Sequence[int | None]) -> list[int]:
-    """The layers that policies reduce."""
-    return [layer for layer, window in enumerate(windows) if window is None]
 
 
 def require_finite_scores(records: Iterable[LayerRecord], policy: Policy) -> None:

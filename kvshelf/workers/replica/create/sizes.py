@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from kvshelf.store.artifact.codecs import BITS, RUN_ROWS, Codec, Precision
+from kvshelf.workers.model.layers import layer_kinds, reducible
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,20 +36,20 @@ class Shape:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Shape:
-        from kvshelf.workers.model.loading import head_size, kv_heads, layer_windows  # needs torch, as a model does
+        from kvshelf.workers.model.loading import head_size, kv_heads  # needs torch, as a model does
 
         config = model.config
         # Two operations for each weight, as is usual. Attention is left out: it counts in long documents only.
         flops = 2.0 * model.num_parameters(exclude_embeddings=True)
-        windows = layer_windows(config)
+        kinds = layer_kinds(config)
         return cls(
-            windows.count(None),
+            len(reducible(kinds)),
             kv_heads(config),
             head_size(config),
             model.dtype.itemsize,
             model.device.type,
             flops,
-            tuple(window for window in windows if window is not None),
+            tuple(kind.window for kind in kinds if kind.window is not None),
         )
 
     def full_bytes(self, num_tokens: int) -> int:

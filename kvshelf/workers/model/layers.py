@@ -1,0 +1,59 @@
+"""What each layer of a model keeps of the tokens before, from its configuration. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+from kvshelf.errors import PolicyUnsupported
+
+_ATTEND: Final = frozenset({"full_attention", "sliding_attention", "hybrid", "hybrid_sliding"})
+_HAVE_STATES: Final = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
+_SLIDE: Final = frozenset({"sliding_attention", "hybrid_sliding"})
+_KEEP_NOTHING: Final = frozenset({"mlp", "moe"})
+
+
+class LayerKind(NamedTuple):
+    """One layer. attends: whether it has keys and values. window: tokens that its queries see, themselves included;
+    None: all. states: how many pairs of a recurrent and a convolution state it has, whose size does not grow with the
+    document."""
+
+    attends: bool = True
+    window: int | None = None
+    states: int = 0
+
+    @property
+    def reducible(self) -> bool:
+        """Whether policies choose among its entries."""
+        return self.attends and self.window is None
+
+
+def layer_kinds(config: Any) -> tuple[LayerKind, ...]:
+    """The layers of a model. Raises `PolicyUnsupported` for kinds that kvshelf does not know."""
+    window = getattr(config, "sliding_window", None)
+    names = getattr(config, "layer_types", None) or ["sliding_attention"] * int(config.num_hidden_layers)
+    foreign = sorted({*names} - _ATTEND - _HAVE_STATES - _KEEP_NOTHING)
+    if foreign:
+        raise PolicyUnsupported(
+            f"{config.model_type} has layers of kind {' and '.join(foreign)}, which kvshelf cannot attach yet",
+            param="model",
+        )
+    states = int(getattr(config, "number_of_conv_states", None) or 1)
+    return tuple(
+        LayerKind(
+            name in _ATTEND,
+            int(window) if window is not None and name in _SLIDE else None,
+            states if name in _HAVE_STATES else 0,
+        )
+        for name in names
+    )
+
+
+def attending(kinds: Sequence[LayerKind]) -> list[int]:
+    """The layers that have keys and values."""
+    return [index for index, kind in enumerate(kinds) if kind.attends]
+
+
+def reducible(kinds: Sequence[LayerKind]) -> list[int]:
+    """The layers that policies reduce."""
+    return [index for index, kind in enumerate(kinds) if kind.reducible]
