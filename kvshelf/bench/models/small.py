@@ -35,6 +35,9 @@ _USUAL: Final[Mapping[str, Any]] = {
     "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "first_k_dense_replace": 2,
     "n_group": 1, "topk_group": 1,
     "kv_lora_rank": 16, "q_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_num_heads": 8,
+    "mamba_head_dim": 16, "ssm_state_size": 16, "mamba_chunk_size": 32,
     "index_n_heads": 2, "index_head_dim": 16, "index_topk": 16,
 }  # fmt: skip
 """Fields by the names that most configurations give them. A configuration takes those that it knows."""
@@ -45,6 +48,7 @@ _LATENT: Final[Mapping[str, Any]] = {"num_key_value_heads": 4, "head_dim": None}
 _ROPES: Final = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")}
 
 _OWN: Final[Mapping[str, Mapping[str, Any]]] = {
+    "bamba": {"attn_layer_indices": [1, 3]},
     "blt": {"encoder_hash_byte_group_vocab": VOCABULARY},
     "cohere_compass_text": {"rope_parameters": _ROPES},
     "dbrx": {
@@ -54,6 +58,7 @@ _OWN: Final[Mapping[str, Mapping[str, Any]]] = {
     "dots3_note_text": {"shared_experts_intermediate_size": 64, "head_dim": 24, "per_layer_config": {}},
     "gemma3n_text": {"num_kv_shared_layers": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},

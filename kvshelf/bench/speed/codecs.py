@@ -22,7 +22,7 @@ from kvshelf.bench.speed.subject import QUESTION_TOKENS, Subject, random_layers
 from kvshelf.kernels.quantize.rows import plain
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.coder import Coder
-from kvshelf.store.artifact.records import Parts
+from kvshelf.store.artifact.records import Parts, entries_of
 from kvshelf.store.base import Store
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.engine.transform_search import find_transforms
@@ -103,7 +103,7 @@ def codec_costs(subject: Subject, store: Store, tokens: int, rounds: int) -> Cod
     asked = {codec: store.put(engine.encoded(cache, codec)).id for codec in _ASKED if codec in ways or codec == "none"}
     shelved = {codec: partial(store.get, cache_id) for codec, cache_id in asked.items()}
     seconds = _measured(subject, ways, shelved, ids, rounds)
-    numbers = sum(layer.entries * (layer.key_dim + layer.value_dim) for layer in cache.layers)
+    numbers = sum(layer.entries * (layer.key_dim + layer.value_dim) for layer in cache.reduced)
     sizes = {"none": cache.pack().nbytes} | {codec: way.nbytes for codec, way in ways.items()}
     rows = [
         _row(codec, threads, nbytes, numbers, len(ids), seconds)
@@ -161,7 +161,11 @@ def _plain_rows(cache: CompressedCache, coder: Coder | None) -> list[Tensor]:
         layer = cache.layers[index]
         if coder is not None:
             layer = coder.layer(index, cache.repositioned).decoded(layer)
-        return [plain(rows) for part in (layer.parts if isinstance(layer, Parts) else (layer,)) for rows in part.rows]
+        entries = entries_of(layer)
+        assert entries is not None
+        return [
+            plain(rows) for part in (entries.parts if isinstance(entries, Parts) else (entries,)) for rows in part.rows
+        ]
 
     return [rows for layer in _side_by_side(decoded, range(len(cache.layers))) for rows in layer]
 

@@ -17,10 +17,27 @@ from kvshelf.store.artifact.coder import Coder
 from kvshelf.store.artifact.encoding import classes_of, encode
 from kvshelf.store.artifact.exported import split
 from kvshelf.store.artifact.identity import Identity
-from kvshelf.store.artifact.records import Kept, LayerRecord, Merged, PackedRecord, Parts, RopeMode, Window
+from kvshelf.store.artifact.records import (
+    Entries,
+    Kept,
+    LayerRecord,
+    Merged,
+    PackedRecord,
+    Parts,
+    RopeMode,
+    State,
+    States,
+    Window,
+    entries_of,
+    states_of,
+    with_entries,
+)
 from kvshelf.store.artifact.shape import LayerShape, Shape
 
-__all__ = ["CompressedCache", "Kept", "LayerRecord", "Merged", "PackedRecord", "Parts", "RopeMode", "Window"]
+__all__ = [
+    "CompressedCache", "Entries", "Kept", "LayerRecord", "Merged", "PackedRecord", "Parts", "RopeMode", "State",
+    "States", "Window",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,27 +69,33 @@ class CompressedCache:
 
     @property
     def bytes_full(self) -> int:
-        """Bytes of the document's keys and values in the model's dtype, of layers with a sliding window those in the
-        window: the model itself holds no more."""
-        return sum(
+        """Bytes of the document's keys, values and states in the model's dtypes, of layers with a sliding window those
+        in the window: the model itself holds no more."""
+        of_entries = sum(
             (layer.entries if isinstance(layer, Window) else layer.kv_heads * self.num_tokens)
             * (layer.key_dim + layer.value_dim)
             * layer.dtype.itemsize
-            for layer in self.layers
+            for layer in self._with_entries
         )
+        return of_entries + sum(state.tensor.nbytes for layer in self.layers for state in states_of(layer))
+
+    @property
+    def _with_entries(self) -> list[Entries]:
+        return [entries for layer in self.layers if (entries := entries_of(layer)) is not None]
 
     @property
     def attached_bytes(self) -> int:
         """Bytes that the layers take while questions are asked: those of a cache under codec klt are decoded first."""
         if not self.identity.transforms:
             return self.nbytes
-        shapes = ((layer.entries, layer.key_dim + layer.value_dim, layer.dtype.itemsize) for layer in self.layers)
+        shapes = ((each.entries, each.key_dim + each.value_dim, each.dtype.itemsize) for each in self._with_entries)
         return sum(entries * channels * itemsize for entries, channels, itemsize in shapes)
 
     @property
-    def reduced(self) -> Sequence[LayerRecord]:
-        """The layers of which the policy chose: those without a sliding window, all where there are no others."""
-        return [layer for layer in self.layers if not isinstance(layer, Window)] or self.layers
+    def reduced(self) -> Sequence[Entries]:
+        """The entries among which the policy chose: of the layers without a sliding window, of all that have entries
+        where there are no others."""
+        return [each for each in self._with_entries if not isinstance(each, Window)] or self._with_entries
 
     @property
     def kept_tokens(self) -> int:
@@ -82,17 +105,7 @@ class CompressedCache:
 
     @property
     def shape(self) -> Shape:
-        layers = (
-            LayerShape(
-                layer.kv_heads,
-                layer.key_dim,
-                layer.value_dim,
-                str(layer.dtype).removeprefix("torch."),
-                layer.window if isinstance(layer, Window) else None,
-            )
-            for layer in self.layers
-        )
-        return Shape(tuple(layers), self.num_tokens, self.next_position)
+        return Shape(tuple(map(_layer_shape, self.layers)), self.num_tokens, self.next_position)
 
     def to(self, device: torch.device | str) -> CompressedCache:
         """The same cache on another device."""
@@ -109,14 +122,16 @@ class CompressedCache:
         if str(wanted) == self.codec:
             return self
         layers = list(self.layers)
-        chosen = [index for index, layer in enumerate(layers) if not isinstance(layer, Window)]
+        found = ((index, entries_of(layer)) for index, layer in enumerate(layers))
+        chosen = {index: each for index, each in found if each is not None and not isinstance(each, Window)}
         classes: Sequence[Tensor | None] = [None] * len(chosen)
         if wanted.classes:
             wanted.require_kept(self.identity.budget_tokens, self.num_tokens)
-            classes = classes_of(wanted, [layers[index] for index in chosen], self.num_tokens)
-        for index, members in zip(chosen, classes, strict=True):
+            classes = classes_of(wanted, list(chosen.values()), self.num_tokens)
+        for (index, entries), members in zip(chosen.items(), classes, strict=True):
             of_layer = None if coder is None else coder.layer(index, self.repositioned)
-            layers[index] = encode(wanted, layers[index], f"layer {index}", of_layer, members)
+            made = encode(wanted, entries, f"layer {index}", of_layer, members)
+            layers[index] = with_entries(layers[index], made)
         identity = self.identity
         if wanted.name == "klt":
             assert coder is not None
@@ -152,3 +167,12 @@ class CompressedCache:
         any other bytes."""
         header, layers = tensors.decode(split(as_view(data)).blob)
         return cls(layers, header.num_tokens, header.next_position, header.to_identity(), header.codec)
+
+
+def _layer_shape(layer: LayerRecord) -> LayerShape:
+    states, entries = tuple(state.shape for state in states_of(layer)), entries_of(layer)
+    if entries is None:
+        return LayerShape(states=states)
+    window = entries.window if isinstance(entries, Window) else None
+    dtype = str(entries.dtype).removeprefix("torch.")
+    return LayerShape(entries.kv_heads, entries.key_dim, entries.value_dim, dtype, window, states)

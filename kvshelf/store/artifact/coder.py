@@ -12,7 +12,7 @@ from kvshelf.kernels.ans import Tables
 from kvshelf.store.artifact.codecs import Codec, refused
 from kvshelf.store.artifact.coded import CodedRows, Turn, encode_rows
 from kvshelf.store.artifact.packed import Packed
-from kvshelf.store.artifact.records import Kept, LayerRecord, PackedRecord, Parts
+from kvshelf.store.artifact.records import Kept, LayerRecord, PackedRecord, Parts, entries_of, with_entries
 from kvshelf.store.artifact.transforms import STEP_PARTS, Kind, RowTransform, Transforms
 
 __all__ = ["Coder"]
@@ -69,9 +69,12 @@ class _LayerCoder:
 
     def decoded(self, layer: LayerRecord) -> LayerRecord:
         """The layer with plain rows. Raises `BlobError` for streams that no encoder writes."""
-        if isinstance(layer, Parts):
-            return Parts(tuple(self._decoded(part) for part in layer.parts))
-        return self._decoded(layer)
+        entries = entries_of(layer)
+        if entries is None:
+            return layer
+        if isinstance(entries, Parts):
+            return with_entries(layer, Parts(tuple(self._decoded(part) for part in entries.parts)))
+        return with_entries(layer, self._decoded(entries))
 
     def _decoded(self, record: PackedRecord) -> PackedRecord:
         if not isinstance(record.keys, CodedRows) or not isinstance(record.values, CodedRows):

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvshelf.kernels.quantize.rows import QuantizedRows
 from kvshelf.store.artifact.codecs import BITS, Codec, Precision, refused
 from kvshelf.store.artifact.packed import Packed
-from kvshelf.store.artifact.records import LayerRecord, PackedRecord, Parts
+from kvshelf.store.artifact.records import Entries, PackedRecord, Parts
 
 
 class LayerCoder(Protocol):
@@ -24,11 +24,11 @@ class LayerCoder(Protocol):
 
 def encode(
     codec: Codec,
-    record: LayerRecord,
+    record: Entries,
     where: str = "the layer",
     coder: LayerCoder | None = None,
     classes: Tensor | None = None,
-) -> LayerRecord:
+) -> Entries:
     """The record encoded under a codec, without `importance`; the input stays unchanged.
 
     Each part of `Parts` is encoded separately, with its own residual and share. `where` names the record in errors.
@@ -51,7 +51,7 @@ def encode(
     return pieces[0] if len(pieces) == 1 else Parts(tuple(pieces))
 
 
-def classes_of(codec: Codec, layers: Sequence[LayerRecord], num_tokens: int) -> list[Tensor]:
+def classes_of(codec: Codec, layers: Sequence[Entries], num_tokens: int) -> list[Tensor]:
     """The class of each entry of each layer, `[entries]` int64, under klt with classes. num_tokens: of the document.
 
     The most important entries of the whole cache are in the finest class, until it has its share of the document's
@@ -84,7 +84,7 @@ def _by_class(
                 yield one, part.select(chosen)
 
 
-def _parts(record: LayerRecord) -> tuple[PackedRecord, ...]:
+def _parts(record: Entries) -> tuple[PackedRecord, ...]:
     return record.parts if isinstance(record, Parts) else (record,)
 
 

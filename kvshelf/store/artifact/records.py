@@ -4,17 +4,18 @@
 `Window`   the last entries of a layer with a sliding window, all of them
 `Merged`   classes of merged entries, and the slots that say which tokens a class stands for, after EMS
 `Parts`    several of these at once, their entries disjoint: mixed precision, a residual in full precision
+`States`   the recurrent and convolution states of a layer, beside its entries or without any
 
-Keys and values are tensors or `QuantizedRows`. All kinds have `kv_heads`, `entries`, `uniform`, `positions`, `dense()`,
-`nbytes`, `to(device)` and `prefixes(rotate)`.
+Keys and values are tensors or `QuantizedRows`. All kinds have `nbytes` and `to(device)`, and those of entries
+`kv_heads`, `entries`, `uniform`, `positions`, `dense()` and `prefixes(rotate)`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +23,12 @@ from torch import Tensor
 from kvshelf.kernels.prefix_attention.prefixes import MergedPrefix, PackedPrefix, Prefix, StreamedPrefix
 from kvshelf.store.artifact.identity import RopeMode
 from kvshelf.store.artifact.packed import HeadView, Packed, Rotate, offsets_of, padded, rotation
+from kvshelf.store.artifact.shape import StateRole, StateShape
 
-__all__ = ["Kept", "LayerRecord", "Merged", "PackedRecord", "Parts", "RopeMode", "Rotate", "Window"]
+__all__ = [
+    "Entries", "Kept", "LayerRecord", "Merged", "PackedRecord", "Parts", "RopeMode", "Rotate", "State", "States",
+    "Window", "entries_of", "states_of", "with_entries",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -243,8 +248,70 @@ class Parts:
         return [torch.cat(heads) for heads in zip(*parts, strict=True)]
 
 
-LayerRecord = Kept | Merged | Parts
+Entries = Kept | Merged | Parts
+"""Every kind that has entries."""
+
+
+class State(NamedTuple):
+    """A recurrent state of a layer, or the last inputs of its convolution, behind the document's last token. number: of
+    the states of this role in the layer. tensor: `[...]`, without a dimension for rows."""
+
+    role: StateRole
+    number: int
+    tensor: Tensor
+
+    @property
+    def shape(self) -> StateShape:
+        dtype = str(self.tensor.dtype).removeprefix("torch.")
+        return StateShape(self.role, self.number, dtype, tuple(self.tensor.shape))
+
+
+@dataclass(frozen=True, eq=False)
+class States:
+    """A layer that keeps more than entries, or none: a linear attention, a convolution, an MLP alone (no states, no
+    entries). Kept verbatim under every policy and codec: states do not grow with the document.
+
+    They cannot be shared as entries are: each token that follows changes them, so a row of a batch needs its own copy.
+    """
+
+    kind: ClassVar[Literal["states"]] = "states"
+
+    states: tuple[State, ...]
+    beside: Entries | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held in memory, the entries' included."""
+        return self.states_nbytes + (self.beside.nbytes if self.beside is not None else 0)
+
+    @property
+    def states_nbytes(self) -> int:
+        """Bytes of the states alone."""
+        return sum(state.tensor.nbytes for state in self.states)
+
+    def to(self, device: torch.device | str) -> States:
+        """The same record on another device."""
+        states = tuple(state._replace(tensor=state.tensor.to(device)) for state in self.states)
+        return States(states, self.beside.to(device) if self.beside is not None else None)
+
+
+LayerRecord = Entries | States
 """Every kind of layer record. Attention, blob and export each handle all of them and refuse others by name."""
+
+
+def entries_of(record: LayerRecord) -> Entries | None:
+    """The entries of a layer; None where it has none."""
+    return record.beside if isinstance(record, States) else record
+
+
+def states_of(record: LayerRecord) -> tuple[State, ...]:
+    """The states of a layer."""
+    return record.states if isinstance(record, States) else ()
+
+
+def with_entries(record: LayerRecord, entries: Entries) -> LayerRecord:
+    """The layer with other entries in place of its own."""
+    return replace(record, beside=entries) if isinstance(record, States) else entries
 
 
 def _block(views: Sequence[HeadView], rotate: Rotate, head: int, start: int, stop: int) -> tuple[Tensor, Tensor]:

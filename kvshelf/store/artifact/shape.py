@@ -7,21 +7,33 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from kvshelf.errors import BlobError
 from kvshelf.store.artifact.identity import ModelIdentity
 
+StateRole = Literal["conv", "recurrent"]
+
+
+class StateShape(NamedTuple):
+    """A state of a layer. number: of the states of this role. dims: without one for rows."""
+
+    role: StateRole
+    number: int
+    dtype: str
+    dims: tuple[int, ...]
+
 
 class LayerShape(NamedTuple):
-    """The keys `[kv_heads, N, key_dim]` and values `[kv_heads, N, value_dim]` of one layer. window: tokens that its
-    queries see, themselves included; None: all."""
+    """The keys `[kv_heads, N, key_dim]` and values `[kv_heads, N, value_dim]` of one layer; zeros and no dtype where it
+    has none. window: tokens that its queries see, themselves included; None: all."""
 
-    kv_heads: int
-    key_dim: int
-    value_dim: int
-    dtype: str
+    kv_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    dtype: str = ""
     window: int | None = None
+    states: tuple[StateShape, ...] = ()
 
 
 class Shape(NamedTuple):

@@ -35,15 +35,13 @@ from kvshelf.workers.engine.inputs.job import Job, Level, shared
 from kvshelf.workers.engine.inputs.prepare import Preparer
 from kvshelf.workers.engine.inputs.requirements import (
     require_budget_taken,
-    require_every_layer,
     require_questions_taken,
-    require_window,
 )
 from kvshelf.workers.engine.prefill.prefill import Compression, Prefill, run_prefill, run_scores
 from kvshelf.workers.engine.quality import CUES, Probe, Reference, ask
 from kvshelf.workers.model import calibration
 from kvshelf.workers.model import loading as models
-from kvshelf.workers.model.layers import LayerKind, attending, layer_kinds
+from kvshelf.workers.model.layers import LayerKind, layer_kinds
 from kvshelf.workers.model.rope import Rope, changes_with_length, reach
 from kvshelf.workers.model.text import EncodedDocument, TextFormat
 from kvshelf.workers.policies import DEFAULT_POLICY, build
@@ -72,13 +70,15 @@ class Engine:
         self.identity = models.identify(model, self.text, self.name)
         self.max_tokens = models.max_positions(model.config)
         self.kv_bytes_per_token = models.kv_bytes_per_token(model.config, model.dtype)
+        self.state_bytes = models.state_bytes(model)
         self.rope = Rope.of(model)
         self.kinds = layer_kinds(model.config)
         # Whether the states of a token are the same whatever the length of its call. Without a RoPE that could be read
         # nobody knows, but that of layers with windows and of the others differs in frequencies alone.
-        known = self.rope is not None or any(kind.window is not None for kind in self.kinds)
+        known = self.rope is not None or any(kind.window is not None or kind.states for kind in self.kinds)
         self._alike = known and not changes_with_length(model.config)
-        self.passes = Passes(model, recordable=self._alike)
+        with_states = any(kind.states for kind in self.kinds)
+        self.passes = Passes(model, recordable=self._alike and not with_states)
         self._attachments: WeakKeyDictionary[CompressedCache | ArrivingCache, Attachment] = WeakKeyDictionary()
         self._coders: dict[str, Coder] = {}
         self._encoder = Encoder(self.name, self.text, self.max_tokens, model.config.vocab_size)
@@ -99,11 +99,7 @@ class Engine:
         """The layers of this model's caches, measured in a forward pass: a configuration does not tell. Raises
         `PolicyUnsupported` where kvshelf does not see all of the model's attention, and where the windows are not those
         that the configuration does tell. Every prefill asks for them first, so that no work is done in vain."""
-        found = layer_shapes(self.model)
-        require_every_layer(found, attending(self.kinds))
-        for index in attending(self.kinds):
-            require_window(index, found[index].window, self.kinds[index].window)
-        return tuple(found.values())
+        return layer_shapes(self.model, self.kinds)
 
     @property
     def _seen_kinds(self) -> tuple[LayerKind, ...]:
@@ -345,7 +341,13 @@ class Engine:
         return self._learned(calibration.find_transforms(self.identity, folder, self.layer_shapes))
 
     def rope_to_undo(self) -> Rope:
-        """The model's RoPE, for codec klt. Raises `PolicyUnsupported` if it cannot be undone."""
+        """The model's RoPE, for codec klt. Raises `PolicyUnsupported` if it cannot be undone, and for a model with
+        layers that do not attend, for which there are no transforms."""
+        if not all(kind.attends for kind in self.kinds):
+            raise PolicyUnsupported(
+                f"codec klt transforms keys and values of every layer, and {self.name!r} has layers without; use int4",
+                param="codec",
+            )
         if self.rope is None or self.rope.length_dependent:
             raise PolicyUnsupported(
                 f"codec klt takes the rotation off the keys, and that of {self.name!r} cannot be undone; use int4",
@@ -448,7 +450,7 @@ class Engine:
 
     def batch(self) -> DecodeBatch:
         """An empty batch. Answers stepped in it together share one forward pass per token."""
-        return DecodeBatch(self.passes, one_by_one=not self._alike)
+        return DecodeBatch(self.passes, self.kinds, one_by_one=not self._alike)
 
     def start(
         self,

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.packed import HeadView
-from kvshelf.store.artifact.records import Kept, LayerRecord, Merged, Parts, Window
+from kvshelf.store.artifact.records import Entries, Kept, LayerRecord, Merged, Parts, States, Window
 from kvshelf.workers.model.rope import Rope
 
 Positions = Literal["absolute", "contiguous"]
@@ -28,7 +28,7 @@ def export(cache: CompressedCache, positions: Positions, *, rope: Rope | None, c
     if positions not in get_args(Positions):
         raise InvalidRequest(f"positions is {positions!r}; one of {', '.join(get_args(Positions))}", param="positions")
     records = [_plain_parts(record, index) for index, record in enumerate(cache.layers)]
-    kept = _one_length(cache.layers)
+    kept = _one_length(cache.reduced)
     in_cache = cache.next_position < cache.num_tokens  # the keys are at their places in the cache already
     if in_cache and cache.next_position != kept:
         raise _unsupported(f"it counts positions within the cache up to {cache.next_position} and keeps {kept} entries")
@@ -73,6 +73,8 @@ class _Places:
 def _plain_parts(record: LayerRecord, index: int) -> tuple[Kept, ...]:
     """The parts of a layer, if each entry is one token's key and value and all heads have equally many."""
     kept = []
+    if isinstance(record, States):
+        raise _unsupported(f"layer {index} has recurrent states, which are no prefix of tokens")
     for part in record.parts if isinstance(record, Parts) else (record,):
         if isinstance(part, Window):
             raise _unsupported(f"layer {index} has a sliding window, of which only the last tokens are stored")
@@ -94,7 +96,7 @@ def _plain_parts(record: LayerRecord, index: int) -> tuple[Kept, ...]:
     return tuple(kept)
 
 
-def _one_length(records: Sequence[LayerRecord]) -> int:
+def _one_length(records: Sequence[Entries]) -> int:
     """K, the entries per head. transformers makes one mask for all layers, from the length of one layer."""
     lengths = [len(record.positions[0]) for record in records]
     if len(set(lengths)) > 1:

@@ -268,8 +268,11 @@ def _groups(items: Sequence[int], most: int) -> Iterator[Sequence[int]]:
 def ask(model: nn.Module, probe: Probe, past: AttachedCache) -> Tensor:
     """Logits `[cues * T, vocabulary]` behind an attached cache."""
     device: Any = model.device
-    logits: Tensor = model(probe.ids(device), logits_to_keep=ANSWER, **{CACHE_ARGUMENT: past}).logits
-    return logits.flatten(0, 1)
+    found = []
+    for ids in torch.split(probe.ids(device), past.rows_at_once):
+        past.reset()
+        found.append(model(ids, logits_to_keep=ANSWER, **{CACHE_ARGUMENT: past}).logits)
+    return torch.cat(found).flatten(0, 1)
 
 
 def ask_without(model: nn.Module, probe: Probe) -> Tensor:

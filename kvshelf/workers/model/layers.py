@@ -38,6 +38,10 @@ def layer_kinds(config: Any) -> tuple[LayerKind, ...]:
             f"{config.model_type} has layers of kind {' and '.join(foreign)}, which kvshelf cannot attach yet",
             param="model",
         )
+    if not _ATTEND & {*names}:
+        raise PolicyUnsupported(
+            f"{config.model_type} has no layer that attends, so there are no keys and values to compress", param="model"
+        )
     states = int(getattr(config, "number_of_conv_states", None) or 1)
     return tuple(
         LayerKind(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -165,10 +166,6 @@ def require_attachable(model: PreTrainedModel) -> None:
         raise PolicyUnsupported(
             f"{kind} is spread over several devices, and kvshelf attaches to models on one device so far", param="model"
         )
-    if not model._can_set_attn_implementation():
-        raise PolicyUnsupported(
-            f"{kind} does not use transformers' attention interface, so kvshelf cannot see its attention", param="model"
-        )
     for field, meaning in _NEEDED.items():
         if getattr(config, field, None) is None:
             raise PolicyUnsupported(
@@ -176,7 +173,33 @@ def require_attachable(model: PreTrainedModel) -> None:
                 "kvshelf cannot attach to it",
                 param="model",
             )
-    layer_kinds(config)
+    if any(each.states for each in layer_kinds(config)):
+        _require_states_in_layers(model)
+    if not model._can_set_attn_implementation():
+        raise PolicyUnsupported(
+            f"{kind} does not use transformers' attention interface, so kvshelf cannot see its attention", param="model"
+        )
+
+
+def _require_states_in_layers(model: PreTrainedModel) -> None:
+    """Refuse a model whose recurrent states are not in the layers of transformers' `Cache`."""
+    import transformers
+    from transformers.cache_utils import Cache
+
+    code = sys.modules[type(model).__module__]
+    own = [each for each in vars(code).values() if isinstance(each, type) and issubclass(each, Cache)]
+    if any(each.__module__ == code.__name__ for each in own):
+        raise PolicyUnsupported(
+            f"{type(model).__name__} keeps its recurrent states in a class of caches of its own, and kvshelf cannot "
+            "attach to it",
+            param="model",
+        )
+    if not hasattr(Cache, "get_recurrent_state"):
+        raise PolicyUnsupported(
+            f"{type(model).__name__} has recurrent states, for which transformers {transformers.__version__} is too "
+            "old; install a newer one (5.24 works)",
+            param="model",
+        )
 
 
 def max_positions(config: Any) -> int:
@@ -187,6 +210,28 @@ def max_positions(config: Any) -> int:
 def kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
     """Bytes that the keys and values of one token take over all layers, uncompressed."""
     return len(attending(layer_kinds(config))) * kv_heads(config) * 2 * head_size(config) * dtype.itemsize
+
+
+def state_bytes(model: PreTrainedModel) -> int:
+    """Bytes of the recurrent and convolution states behind a document, over all layers, from a pass over two tokens; it
+    may be a model without weights (`skeleton`)."""
+    if not any(kind.states for kind in layer_kinds(model.config)):
+        return 0
+    from transformers import DynamicCache  # takes seconds: only where a model is at hand
+
+    cache = DynamicCache(config=model.config)
+    without_weights = model.device.type == "meta"
+    runs = model.to(torch.bfloat16) if without_weights else model  # products of experts take 16 bits alone there
+    with torch.no_grad():
+        runs.base_model(torch.ones(1, 2, dtype=torch.int64, device=model.device), use_cache=True, cache=cache)
+    held = [
+        state
+        for layer in cache.layers
+        for name in ("conv_states", "recurrent_states")
+        for state in getattr(layer, name, {}).values()
+        if state is not None
+    ]
+    return sum(state.nbytes for state in held)
 
 
 def kv_heads(config: Any) -> int:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kvshelf.kernels.rotate import rotate
+from kvshelf.workers.model.layers import layer_kinds
 from kvshelf.workers.model.loading import head_size
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class Rope:
         base = model.base_model
         embedding = getattr(base, "rotary_emb", None)
         layers = getattr(base, "layers", None)
-        attention = getattr(layers[0], "self_attn", None) if layers else None
+        attention = next((found for layer in layers or () if (found := getattr(layer, "self_attn", None))), None)
         apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
         if embedding is None or apply is None or "layer_type" in inspect.signature(embedding.forward).parameters:
             return None
@@ -186,6 +187,6 @@ def _differs_by_layer(model: PreTrainedModel) -> bool:
     Some models set it per layer (SmolLM3). Others rotate in sliding layers only (Cohere 2, EXAONE 4), and no field says
     so. So every mixture of layer kinds is refused, although a few models rotate alike in both.
     """
-    mixed = len(set(getattr(model.config, "layer_types", None) or ())) > 1
+    mixed = len({kind.window for kind in layer_kinds(model.config) if kind.attends}) > 1
     layers: Any = model.base_model.layers
     return mixed or not all(getattr(getattr(layer, "self_attn", None), "use_rope", True) for layer in layers)

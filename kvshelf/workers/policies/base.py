@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvshelf.errors import InvalidRequest, PolicyUnsupported, nearest
 from kvshelf.kernels.select import importance_of, keep_best, of_entries, pack
-from kvshelf.store.artifact.records import Kept, LayerRecord
+from kvshelf.store.artifact.records import Entries, Kept
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
 from kvshelf.workers.policies.parameters import check, require_held
 from kvshelf.workers.policies.sharing import Sharing
@@ -109,7 +109,7 @@ class Policy(ABC):
         return Observes.NOTHING
 
     @abstractmethod
-    def reduce(self, layer: LayerView, budget: LayerBudget) -> LayerRecord:
+    def reduce(self, layer: LayerView, budget: LayerBudget) -> Entries:
         """Reduce one layer to its budget. Must not modify the view; same view, same result."""
 
     @property
@@ -228,7 +228,7 @@ class ScoringPolicy(Policy):
         """
         return importance_of(self.score(layer), self.protected(layer))
 
-    def reduce(self, layer: LayerView, budget: LayerBudget) -> LayerRecord:
+    def reduce(self, layer: LayerView, budget: LayerBudget) -> Entries:
         scores, protected = self.score(layer), self.protected(layer)
         counts = self.counts(layer, scores, protected, budget)
         keys, values, positions, importance = keep_best(layer.keys, layer.values, scores, protected, counts)

@@ -22,7 +22,7 @@ from kvshelf.api.strict import MessageList, require_bounded
 from kvshelf.errors import InvalidRequest, StateConflict
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.identity import Identity
-from kvshelf.store.artifact.records import LayerRecord, Merged, Parts, Window
+from kvshelf.store.artifact.records import LayerRecord, Merged, Parts, States, Window, entries_of
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.engine.decode.detokenizer import Detokenizer
@@ -39,6 +39,7 @@ _MERGED = (
     "merged token has no key and value of its own, only a place in a class and its key's length."
 )
 _WINDOWED = " Layers with a sliding window keep its last tokens, all of them, and no count has theirs."
+_WITH_STATES = " Recurrent and convolution states are kept whole, and no count has them."
 _MOVED = (
     " Keys were rotated to their places in the cache: the model reads what was kept side by side, not where it stood."
 )
@@ -99,9 +100,12 @@ def kept_tokens(
 
 def marks_of(record: LayerRecord, num_tokens: int) -> Marks:
     """Which tokens have an entry in a layer, and which are only merged into another token's entry."""
-    own = np.zeros((record.kv_heads, num_tokens), np.bool_)
+    entries = entries_of(record)
+    own = np.zeros((entries.kv_heads if entries is not None else 0, num_tokens), np.bool_)
     in_class = np.zeros_like(own)
-    for part in record.parts if isinstance(record, Parts) else (record,):
+    if entries is None:
+        return Marks(own, in_class)
+    for part in entries.parts if isinstance(entries, Parts) else (entries,):
         for head, positions in enumerate(part.positions):
             own[head, positions.numpy()] = True
         if isinstance(part, Merged):
@@ -202,11 +206,14 @@ def _counts(cache: CompressedCache) -> dict[str, Any]:
 
 
 def _merges(record: LayerRecord) -> bool:
-    return any(isinstance(part, Merged) for part in (record.parts if isinstance(record, Parts) else (record,)))
+    entries = entries_of(record)
+    return any(isinstance(part, Merged) for part in (entries.parts if isinstance(entries, Parts) else (entries,)))
 
 
 def _meaning(cache: CompressedCache) -> str:
     meaning = _MERGED if any(map(_merges, cache.layers)) else _OWN
-    if any(isinstance(layer, Window) for layer in cache.layers):
+    if any(isinstance(entries_of(layer), Window) for layer in cache.layers):
         meaning += _WINDOWED
+    if any(isinstance(layer, States) for layer in cache.layers):
+        meaning += _WITH_STATES
     return meaning + (_MOVED if cache.next_position != cache.num_tokens else "")

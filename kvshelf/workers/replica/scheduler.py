@@ -114,6 +114,7 @@ class Scheduler:
 
     def _suffix_bytes(self, tokens: int) -> int:
         needed = capacity_for(min(tokens, self._engine.max_tokens)) * self._engine.kv_bytes_per_token
+        needed += 2 * self._engine.state_bytes  # a step reads the states before it and makes those behind it
         if needed > self._limits.max_suffix_bytes:
             raise InvalidRequest(
                 f"question and answer of up to {tokens} tokens take {needed} bytes beside the document, and this "

@@ -57,7 +57,7 @@ class PackedBlob:
 def check_segment(index: int, layer: Layer, segment: memoryview) -> None:
     """Raise `BlobError` unless a layer's segment matches its digest and its padding is zero."""
     _require_digest(f"segment {index}", blake3(segment).digest(), layer.digest)
-    for span in (span for spans in layer.arrays for span in spans.values()):
+    for span in layer.spans:
         end = span.offset + span.nbytes
         if any(segment[end : aligned(end)]):
             raise BlobError(f"padding in segment {index} is not zero", reason="nonzero_padding")

@@ -16,7 +16,7 @@ from kvshelf.errors import BlobError, InvalidRequest
 from kvshelf.store.artifact.blob.layer import ALIGNMENT, MAX_ARRAY, Count, Layer, Size, Strict, WindowHeader
 from kvshelf.store.artifact.codecs import Codec
 from kvshelf.store.artifact.identity import Boundary, Identity, Layout, canonical_msgpack
-from kvshelf.store.artifact.shape import LayerShape, Shape
+from kvshelf.store.artifact.shape import Shape
 
 HEADER_LIMIT: Final = 256 * 1024
 """Bytes. 200 layers of 128 ragged KV heads need about 160 KiB; reading 256 KiB takes at most 80 MB."""
@@ -86,11 +86,7 @@ class Header(Strict):
 
     @property
     def shape(self) -> Shape:
-        layers = (
-            LayerShape(len(layer.records[0].lengths), *layer.dims[1:], layer.dtype, layer.window)
-            for layer in self.layers
-        )
-        return Shape(tuple(layers), self.num_tokens, self.next_position)
+        return Shape(tuple(layer.shape for layer in self.layers), self.num_tokens, self.next_position)
 
     def to_identity(self) -> Identity:
         return Identity.from_dict(self.identity.model_dump())

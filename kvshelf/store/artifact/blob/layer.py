@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Annotated, Final, Literal, NamedTuple
@@ -13,6 +14,7 @@ from kvshelf.kernels.groups import scales_shape
 from kvshelf.store.artifact import positions
 from kvshelf.store.artifact.codecs import BITS, Precision
 from kvshelf.store.artifact.identity import RopeMode
+from kvshelf.store.artifact.shape import LayerShape, StateRole, StateShape
 
 ALIGNMENT: Final = 64
 """Bytes: a cache line, and the widest vector register. Every array and every segment begins at a multiple of it."""
@@ -20,6 +22,7 @@ ALIGNMENT: Final = 64
 MAX_ARRAY: Final = 4096
 INT32_MAX: Final = 2**31 - 1
 _MAX_RECORDS: Final = 16
+_MAX_DIMS: Final = 8
 
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Size = Annotated[int, Field(ge=1, le=INT32_MAX)]
@@ -54,6 +57,10 @@ class Dims(NamedTuple):
     dtype: DtypeName
     key_dim: int
     value_dim: int
+
+
+NO_DIMS: Final = Dims("float32", 0, 0)
+"""Of a layer without records."""
 
 
 class _RecordFields(Strict):
@@ -94,21 +101,40 @@ class MergedHeader(_RecordFields):
 RecordHeader = KeptHeader | WindowHeader | MergedHeader
 
 
+class StateHeader(Strict):
+    """One `State`, an array of these dimensions behind those of the records."""
+
+    role: StateRole
+    number: Count
+    dtype: DtypeName
+    dims: Annotated[list[Size], Field(min_length=1, max_length=_MAX_DIMS)]
+
+    @property
+    def nbytes(self) -> int:
+        """Without padding."""
+        return math.prod(self.dims) * ITEM_BYTES[self.dtype]
+
+    @property
+    def shape(self) -> StateShape:
+        return StateShape(self.role, self.number, self.dtype, tuple(self.dims))
+
+
 class Layer(Strict):
-    """One layer and its segment.
+    """One layer and its segment. Without records its dtype is "float32", and its keys and values have 0 channels.
 
     offset: bytes from the start of the body (the first aligned byte after the header), so that it does not depend on
     the header's own length. nbytes: the segment with its padding. digest: BLAKE3 of those bytes.
     """
 
     dtype: DtypeName
-    key_dim: Size
-    value_dim: Size
+    key_dim: Count
+    value_dim: Count
     records: Annotated[
         list[Annotated[RecordHeader, Field(discriminator="kind")]],
-        Field(min_length=1, max_length=_MAX_RECORDS),
+        Field(max_length=_MAX_RECORDS),
         FailFast(),  # see `Header`
     ]
+    states: Annotated[list[StateHeader], Field(max_length=_MAX_RECORDS), FailFast()]
     offset: Count
     nbytes: Count
     digest: Digest
@@ -118,16 +144,20 @@ class Layer(Strict):
         return Dims(self.dtype, self.key_dim, self.value_dim)
 
     @property
-    def window(self) -> int | None:
-        """As `LayerShape.window`."""
+    def shape(self) -> LayerShape:
+        states = tuple(state.shape for state in self.states)
+        if not self.records:
+            return LayerShape(states=states)
         first = self.records[0]
-        return first.window if isinstance(first, WindowHeader) else None
+        window = first.window if isinstance(first, WindowHeader) else None
+        return LayerShape(len(first.lengths), self.key_dim, self.value_dim, self.dtype, window, states)
 
     @property
     def decoded_bytes(self) -> int:
-        """Bytes of all keys and values in `dtype`."""
+        """Bytes of all keys and values in `dtype`, and of the states."""
         entries = sum(sum(record.lengths) for record in self.records)
-        return entries * (self.key_dim + self.value_dim) * ITEM_BYTES[self.dtype]
+        of_states = sum(state.nbytes for state in self.states)
+        return entries * (self.key_dim + self.value_dim) * ITEM_BYTES[self.dtype] + of_states
 
     @cached_property
     def arrays(self) -> list[dict[str, Span]]:
@@ -142,15 +172,44 @@ class Layer(Strict):
             found.append(spans)
         return found
 
+    @cached_property
+    def state_spans(self) -> list[Span]:
+        """The span of each state, in segment order."""
+        end = sum(aligned(size) for record in self.records for size in record.sizes)
+        found: list[Span] = []
+        for state in self.states:
+            found.append(Span(end, state.nbytes))
+            end = aligned(end + state.nbytes)
+        return found
+
+    @property
+    def spans(self) -> Iterator[Span]:
+        """Those of all arrays, in segment order."""
+        yield from (span for spans in self.arrays for span in spans.values())
+        yield from self.state_spans
+
     def check(self, index: int, num_tokens: int) -> None:
         """Raise `BlobError` unless the records agree with each other and fill a segment of this size."""
         if len({len(record.lengths) for record in self.records}) > 1:
             raise BlobError(f"the records of layer {index} have different numbers of heads", reason="inconsistent")
         if len(self.records) > 1 and any(isinstance(record, WindowHeader) for record in self.records):
             raise BlobError(f"layer {index} has other records beside its window", reason="inconsistent")
+        if bool(self.records) != (self.key_dim > 0 and self.value_dim > 0) or (
+            not self.records and self.dims != NO_DIMS
+        ):
+            raise BlobError(
+                f"layer {index} has {len(self.records)} records, of keys of {self.key_dim} and values of "
+                f"{self.value_dim} channels",
+                reason="inconsistent",
+            )
+        places = [(state.role, state.number) for state in self.states]
+        if places != sorted(set(places)):
+            raise BlobError(
+                f"the states of layer {index} are not in order, or one is there twice", reason="inconsistent"
+            )
         for record in self.records:
             _check_record(f"layer {index}", record, self.dims, num_tokens)
-        end = sum(aligned(span.nbytes) for spans in self.arrays for span in spans.values())
+        end = sum(aligned(span.nbytes) for span in self.spans)
         if self.nbytes != end:
             raise BlobError(f"segment {index} says {self.nbytes} bytes, its arrays make {end}", reason="size_mismatch")
 

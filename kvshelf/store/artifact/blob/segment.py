@@ -6,6 +6,7 @@ what the header cannot show, both when writing and when reading, so that everyth
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from kvshelf.store.artifact import positions
 from kvshelf.store.artifact.blob.body import Body
 from kvshelf.store.artifact.blob.header import Header
 from kvshelf.store.artifact.blob.layer import (
+    NO_DIMS,
     Dims,
     DtypeName,
     KeptHeader,
@@ -29,13 +31,26 @@ from kvshelf.store.artifact.blob.layer import (
     MergedHeader,
     RecordHeader,
     Span,
+    StateHeader,
     WindowHeader,
     class_bytes,
 )
 from kvshelf.store.artifact.codecs import BITS, Precision
 from kvshelf.store.artifact.coded import CodedRows
 from kvshelf.store.artifact.packed import offsets_of
-from kvshelf.store.artifact.records import Kept, LayerRecord, Merged, PackedRecord, Parts, Window
+from kvshelf.store.artifact.records import (
+    Entries,
+    Kept,
+    LayerRecord,
+    Merged,
+    PackedRecord,
+    Parts,
+    State,
+    States,
+    Window,
+    entries_of,
+    states_of,
+)
 
 DTYPES: dict[DtypeName, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -47,19 +62,33 @@ Arrays = dict[str, memoryview]
 """The bytes of a record's arrays, in the order of `array_sizes`."""
 
 
-def write_layer(record: LayerRecord, num_tokens: int) -> tuple[Dims, list[tuple[RecordHeader, Arrays]]]:
-    """A layer's dimensions, record headers and array bytes, which share memory with contiguous tensors.
+@dataclass(frozen=True)
+class Written:
+    """A layer as it is written: its headers, and its arrays in segment order, which share memory with contiguous
+    tensors."""
 
-    Raises `InvalidRequest` for a record that the format cannot hold.
-    """
-    parts = record.parts if isinstance(record, Parts) else (record,)
-    dims = Dims(_dtype_name(parts), record.key_dim, record.value_dim)
+    dims: Dims
+    records: list[RecordHeader]
+    states: list[StateHeader]
+    arrays: list[memoryview]
+
+
+def write_layer(record: LayerRecord, num_tokens: int) -> Written:
+    """Raises `InvalidRequest` for a record that the format cannot hold."""
+    entries, states = entries_of(record), states_of(record)
+    headers = [_state_header(state) for state in states]
+    of_states = [_raw(state.tensor) for state in states]
+    if entries is None:
+        return Written(NO_DIMS, [], headers, of_states)
+    parts = entries.parts if isinstance(entries, Parts) else (entries,)
+    dims = Dims(_dtype_name(parts), entries.key_dim, entries.value_dim)
     written = [_write_record(part, num_tokens) for part in parts]
     try:
-        _require_sound("the layer", record, num_tokens)
+        _require_sound("the layer", entries, num_tokens)
     except BlobError as error:
         raise InvalidRequest(f"the cache cannot be written as a blob: {error}") from error
-    return dims, written
+    arrays = [data for _, arrays in written for data in arrays.values()]
+    return Written(dims, [header for header, _ in written], headers, arrays + of_states)
 
 
 def read_layer(index: int, header: Header, body: Body) -> LayerRecord:
@@ -70,9 +99,19 @@ def read_layer(index: int, header: Header, body: Body) -> LayerRecord:
     layer = header.layers[index]
     described = zip(layer.records, layer.arrays, strict=True)
     parts = tuple(_Reader(record, spans, layer, body, header.num_tokens).record() for record, spans in described)
-    record = parts[0] if len(parts) == 1 else Parts(parts)
-    _require_sound(f"layer {index}", record, header.num_tokens)
-    return record
+    states = tuple(
+        State(
+            state.role,
+            state.number,
+            body.tensor(layer.offset + span.offset, DTYPES[state.dtype], math.prod(state.dims)).view(state.dims),
+        )
+        for state, span in zip(layer.states, layer.state_spans, strict=True)
+    )
+    if not parts:
+        return States(states)
+    entries = parts[0] if len(parts) == 1 else Parts(parts)
+    _require_sound(f"layer {index}", entries, header.num_tokens)
+    return States(states, entries) if states else entries
 
 
 def _dtype_name(parts: tuple[PackedRecord, ...]) -> DtypeName:
@@ -83,6 +122,13 @@ def _dtype_name(parts: tuple[PackedRecord, ...]) -> DtypeName:
                 f"{', '.join(DTYPES)} for both"
             )
     return _DTYPE_NAMES[parts[0].dtype]
+
+
+def _state_header(state: State) -> StateHeader:
+    if state.tensor.dtype not in _DTYPE_NAMES:
+        raise InvalidRequest(f"a state is {state.tensor.dtype}; a blob holds {', '.join(DTYPES)}")
+    dims = list(state.tensor.shape)
+    return StateHeader(role=state.role, number=state.number, dtype=_DTYPE_NAMES[state.tensor.dtype], dims=dims)
 
 
 def _write_record(record: PackedRecord, num_tokens: int) -> tuple[RecordHeader, Arrays]:
@@ -224,7 +270,7 @@ class _Reader:
         return lambda: torch.from_numpy(expand().astype(np.int32))
 
 
-def _require_sound(where: str, record: LayerRecord, num_tokens: int) -> None:
+def _require_sound(where: str, record: Entries, num_tokens: int) -> None:
     """Refuse records that attention would misread: codes without a number, slots without a class, repeated tokens,
     windows of other tokens than the last."""
     parts = record.parts if isinstance(record, Parts) else (record,)

@@ -69,13 +69,19 @@ def pack(
 
 def _segment(record: LayerRecord, num_tokens: int, offset: int) -> tuple[Layer, list[memoryview]]:
     """One layer's header and the buffers of its segment, padding included."""
-    dims, records = write_layer(record, num_tokens)
+    written = write_layer(record, num_tokens)
     buffers: list[memoryview] = []
     digest = blake3()
-    for data in (data for _, arrays in records for data in arrays.values()):
+    for data in written.arrays:
         padding = memoryview(bytes(aligned(len(data)) - len(data)))
         buffers.extend((data, padding))
         digest.update(data).update(padding)
-    headers, nbytes = [header for header, _ in records], sum(map(len, buffers))
-    layer = Layer(**dims._asdict(), records=headers, offset=offset, nbytes=nbytes, digest=digest.digest())
+    layer = Layer(
+        **written.dims._asdict(),
+        records=written.records,
+        states=written.states,
+        offset=offset,
+        nbytes=sum(map(len, buffers)),
+        digest=digest.digest(),
+    )
     return layer, buffers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,19 +11,22 @@ from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin
 
 from kvshelf.errors import InvalidRequest, StateConflict
 from kvshelf.kernels.prefix_attention import BatchLayout, LogitRules, Prefix, SuffixRows, prefix_attention
 from kvshelf.workers.engine.attention.attachment import Attachment
+from kvshelf.workers.engine.attention.states import Source, StatefulCache, StateLayer, together
 
 CACHE_ARGUMENT: Final = "cache" if [*map(int, version("transformers").split(".")[:2])] >= [5, 24] else "past_key_values"
 """Name of the argument of a model's forward pass that takes a cache. transformers 5.24 warns about the older name."""
 
 _FIRST_CAPACITY = 64
+_TOKENS = ("input_ids", "inputs_embeds")
+_STATES_BYTES = 1 << 28
 
 
-class AttachedCache(Cache):  # type: ignore[misc]
+class AttachedCache(StatefulCache):
     """A transformers `Cache` whose document part is a `CompressedCache`, read in place and never changed.
 
     Its length is the logical one (all document tokens, also those not kept, plus the suffix), so that positions
@@ -34,21 +38,38 @@ class AttachedCache(Cache):  # type: ignore[misc]
     def __init__(self, document: Attachment, longest: int | None = None) -> None:
         """longest: most tokens of document and suffix together; beyond it the model would rotate all keys by other
         frequencies (`rope.reach`)."""
-        start = document.next_position
-        prefixes = [document.prefixes(index) for index in range(document.num_layers)]
-        super().__init__(layers=[AttachedLayer(prefix, start, longest) for prefix in prefixes])
+        self._rows = 1
+        states_bytes = sum(state.tensor.nbytes for i in range(document.num_layers) for state in document.states(i))
+        self.rows_at_once = max(1, _STATES_BYTES // states_bytes) if states_bytes else 1 << 30
+        """How many rows one pass should have at most: each has its own copy of the document's states."""
+        super().__init__(layers=[self._layer(document, index, longest) for index in range(document.num_layers)])
+
+    def _layer(self, document: Attachment, index: int, longest: int | None) -> AttachedLayer | StateLayer:
+        states, start = document.states(index), document.next_position
+        count = 1 + max((state.number for state in states), default=-1)
+        if not document.has_entries(index):
+            return StateLayer(count, lambda: together([states] * self._rows))
+        if not states:
+            return AttachedLayer(document.prefixes(index), start, longest)
+        return AttachedStateLayer(
+            document.prefixes(index), start, longest, count, lambda: together([states] * self._rows)
+        )
 
     @contextmanager
     def begun_by(self, model: nn.Module) -> Iterator[None]:
-        """Inside the block `begin` is called before each pass of this base model over the cache."""
+        """Inside the block `begin` is called before each pass of this base model over the cache. A pass that says no
+        positions continues where the cache ends: not every model counts on from a cache by itself (Bamba)."""
+        takes_positions = "position_ids" in inspect.signature(model.forward).parameters
 
         def before(_: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-            if self is not (given.get("cache") or given.get("past_key_values")):
+            if not any(given.get(name) is self for name in ("cache", "past_key_values")):
                 return None
-            tokens = next(
-                each for each in (*args, given.get("input_ids"), given.get("inputs_embeds")) if each is not None
-            )
-            return args, given | self.begin(tokens.shape[0])
+            tokens = next(found for found in (*args[:1], *map(given.get, _TOKENS)) if found is not None)
+            rows, count = tokens.shape[:2]
+            if takes_positions and given.get("position_ids") is None:
+                first = self.get_seq_length()
+                given["position_ids"] = torch.arange(first, first + count, device=tokens.device).expand(rows, count)
+            return args, given | self.begin(rows)
 
         hook = model.register_forward_pre_hook(before, with_kwargs=True)
         try:
@@ -58,15 +79,17 @@ class AttachedCache(Cache):  # type: ignore[misc]
 
     def begin(self, rows: int) -> dict[str, Any]:
         """Prepare a pass over tokens `[rows, T]`. Returns keywords for the model's attention function."""
+        self._rows = rows
         return {}
 
     def with_document(self, input_ids: Tensor) -> Tensor:
         """`input_ids` `[B, T]` behind stand-ins for the document's tokens, `[B, N + T]`: what `generate()` expects.
 
         `generate()` takes the whole sequence and skips what the cache already has. The document's own ids may stand
-        there as well; they are skipped either way.
+        there as well; they are skipped either way. The stand-ins are the first token of each row: of a padding token,
+        `generate()` would make a mask.
         """
-        stand_in = input_ids.new_zeros(input_ids.shape[0], int(self.get_seq_length()))
+        stand_in = input_ids[:, :1].expand(-1, int(self.get_seq_length()))
         return torch.cat([stand_in, input_ids], dim=1)
 
 
@@ -80,6 +103,25 @@ class UnboundedLayer(CacheLayerMixin):  # type: ignore[misc]
         return -1
 
     get_max_cache_shape = get_max_length  # its name in older versions of transformers 5
+
+
+class PassLayer(UnboundedLayer):
+    """One layer of a pass whose positions are given with it. It keeps nothing."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
+        """The call's own states alone."""
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        """0: the positions are given."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        """There is no mask: kvshelf's attention knows what each token sees."""
+        return (query_length if isinstance(query_length, int) else query_length.shape[0]), 0
+
+    def lazy_initialization(self, *_: Any, **__: Any) -> None:
+        """Nothing to allocate."""
 
 
 class AttachedLayer(UnboundedLayer):
@@ -96,8 +138,11 @@ class AttachedLayer(UnboundedLayer):
         self._longest = longest
         self._length = 0
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+    def lazy_initialization(self, *states: Tensor, **_: Any) -> None:
         """Allocate the suffix buffers for this batch size."""
+        self._make_room(*states)
+
+    def _make_room(self, key_states: Tensor, value_states: Tensor) -> None:
         self.keys = _buffer_like(key_states, _FIRST_CAPACITY)
         self.values = _buffer_like(value_states, _FIRST_CAPACITY)
         self.is_initialized = True
@@ -105,7 +150,7 @@ class AttachedLayer(UnboundedLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
         """Append this call's keys and values to the suffix. Returns the `AttachedStates` twice."""
         if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
+            self._make_room(key_states, value_states)
         end = self._length + key_states.shape[2]
         if self._longest is not None and self.start + end > self._longest:
             raise InvalidRequest(
@@ -140,8 +185,8 @@ class AttachedLayer(UnboundedLayer):
         return self.get_seq_length() + added, 0
 
     def reset(self) -> None:
-        """Forget the suffix; the document stays."""
-        self._length = 0
+        """Forget the suffix; the document stays. The next pass may have another number of rows."""
+        self._length, self.is_initialized = 0, False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the rows of the suffix, for beam search. The document is the same for every beam."""
@@ -161,6 +206,36 @@ class AttachedLayer(UnboundedLayer):
     def crop(self, *_: Any) -> NoReturn:
         """Not supported: part of the cropped range may be in the read-only document."""
         raise StateConflict("an attached cache cannot be cropped; attach the document again instead")
+
+
+class AttachedStateLayer(StateLayer, AttachedLayer):
+    """One that has states, too."""
+
+    def __init__(
+        self,
+        prefix: Sequence[Prefix],
+        start: int,
+        longest: int | None,
+        number_of_states: int,
+        source: Source | None = None,
+    ) -> None:
+        AttachedLayer.__init__(self, prefix, start, longest)
+        StateLayer.__init__(self, number_of_states, source)
+
+    def reset(self) -> None:
+        """Forget the suffix, and begin again with the document's states."""
+        StateLayer.reset(self)
+        AttachedLayer.reset(self)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Reorder the rows of the suffix and of the states."""
+        StateLayer.reorder_cache(self, beam_idx)
+        AttachedLayer.batch_select_indices(self, beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row of the suffix and of the states."""
+        rows = next(len(state.tensor) for state in self.held())
+        self.reorder_cache(torch.arange(rows, device=self.device).repeat_interleave(repeats))
 
 
 @dataclass(slots=True, eq=False, repr=False)

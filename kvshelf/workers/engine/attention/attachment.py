@@ -12,7 +12,7 @@ from kvshelf.kernels.prefix_attention import Prefix
 from kvshelf.store.artifact.arriving import ArrivingCache
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.coder import Coder
-from kvshelf.store.artifact.records import LayerRecord, Rotate
+from kvshelf.store.artifact.records import LayerRecord, Rotate, State, entries_of, states_of
 
 Wait = Callable[[Future[LayerRecord]], None]
 """Called repeatedly while a layer has not arrived."""
@@ -48,6 +48,7 @@ class Attachment:
         records = _arrived(cache.layers) if isinstance(cache, CompressedCache) else cache.layers
         self._records = records if coder is None else _decoded(records, coder, cache.repositioned)
         self._prefixes: list[tuple[Prefix, ...] | None] = [None] * len(self._records)
+        self._states: list[tuple[State, ...] | None] = [None] * len(self._records)
         self._arrived = False
 
     @property
@@ -73,11 +74,29 @@ class Attachment:
         """
         made = self._prefixes[layer]
         if made is None:
-            while not self._records[layer].done():
-                wait(self._records[layer])
-            made = self._records[layer].result().to(self._device).prefixes(self._rotate)
+            entries = entries_of(self._record(layer, wait))
+            made = () if entries is None else entries.to(self._device).prefixes(self._rotate)
             self._prefixes[layer] = made
         return made
+
+    def states(self, layer: int, wait: Wait = block) -> tuple[State, ...]:
+        """The states of this layer behind the document's last token. They must not be changed. `wait` and errors as for
+        `prefixes`."""
+        made = self._states[layer]
+        if made is None:
+            found = states_of(self._record(layer, wait))
+            made = tuple(state._replace(tensor=state.tensor.to(self._device)) for state in found)
+            self._states[layer] = made
+        return made
+
+    def has_entries(self, layer: int, wait: Wait = block) -> bool:
+        """Whether the layer attends."""
+        return entries_of(self._record(layer, wait)) is not None
+
+    def _record(self, layer: int, wait: Wait) -> LayerRecord:
+        while not self._records[layer].done():
+            wait(self._records[layer])
+        return self._records[layer].result()
 
 
 def _decoded(

@@ -3,34 +3,43 @@ attention. A configuration does not tell."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
 
 from kvshelf.errors import PolicyUnsupported, StateConflict
 from kvshelf.store.artifact.shape import LayerShape
-from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT, AttachedLayer
+from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT, AttachedLayer, AttachedStateLayer
 from kvshelf.workers.engine.attention.function import CONTEXT, Attended, kvshelf_attention
+from kvshelf.workers.engine.attention.states import StatefulCache, StateLayer, alone
+from kvshelf.workers.engine.inputs.requirements import require_every_layer, require_window
+from kvshelf.workers.model.layers import LayerKind, attending
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_BEFORE, _BEHIND = 16, 2
+_RESTARTED = 0.1
+"""States that differ by more than this share of them began anew: rounding changes them by far less, and most of a state
+is what came before."""
 
 _ALIKE = 1e-2
 """Differences of keys up to this share of the largest are rounding: other positions change them by far more."""
 
 
-def layer_shapes(model: PreTrainedModel) -> dict[int, LayerShape]:
-    """The shape of each layer's keys and values, from a pass over two tokens behind an empty document.
+def layer_shapes(model: PreTrainedModel, kinds: Sequence[LayerKind]) -> tuple[LayerShape, ...]:
+    """The shape of each layer's keys, values and states, from a pass over two tokens behind an empty document.
 
     Raises `PolicyUnsupported` for a model that changes cached states before it attends, that attends more than once in
-    a layer, or that counts positions in its own way: behind a document it would say something else than by itself.
+    a layer, that counts positions in its own way, or whose layers are not of these kinds: behind a document it would
+    say something else than by itself.
     """
     tokens = torch.ones(1, 2, dtype=torch.int64, device=model.device)
     observer, kind = _ShapeObserver(), type(model).__name__
-    cache = Cache(layers=[AttachedLayer((), 0) for _ in range(model.config.num_hidden_layers)])
+    cache = StatefulCache(layers=[_empty(each) for each in kinds])
     with torch.no_grad(), kvshelf_attention(model):
         try:
             model.base_model(input_ids=tokens, use_cache=True, **{CACHE_ARGUMENT: cache, CONTEXT: observer})
@@ -40,7 +49,7 @@ def layer_shapes(model: PreTrainedModel) -> dict[int, LayerShape]:
                 param="model",
             ) from error
         except AttributeError as error:
-            if not isinstance(error.obj, Cache | AttachedLayer):
+            if not isinstance(error.obj, StatefulCache | AttachedLayer | StateLayer):
                 raise
             raise PolicyUnsupported(
                 f"{kind} asks its cache for {error.name}, which a cache of keys and values has not", param="model"
@@ -51,7 +60,53 @@ def layer_shapes(model: PreTrainedModel) -> dict[int, LayerShape]:
                 "where the model puts it",
                 param="model",
             )
-    return dict(sorted(observer.layers.items()))
+        _require_continued(model, kinds)
+    require_every_layer(observer.layers, attending(kinds))
+    for index, each in enumerate(kinds):
+        if each.attends:
+            require_window(index, observer.layers[index].window, each.window)
+    of_states = [alone(layer.held(), 0) if isinstance(layer, StateLayer) else () for layer in cache.layers]
+    return tuple(
+        observer.layers.get(index, LayerShape())._replace(states=tuple(state.shape for state in states))
+        for index, states in enumerate(of_states)
+    )
+
+
+def _require_continued(model: PreTrainedModel, kinds: Sequence[LayerKind]) -> None:
+    """Refuse a model whose recurrent layers, given several tokens, begin anew instead of going on from their states.
+    Transformers' code of the first Mamba does (Jamba, 5.24): with one token at a time it is right, and nothing but the
+    answers would tell."""
+    if not any(kind.states for kind in kinds):
+        return
+    tokens = torch.arange(_BEFORE + _BEHIND, device=model.device).unsqueeze(0) % model.config.vocab_size
+    together, single = (_states_behind(model, kinds, tokens, pieces) for pieces in ([_BEHIND], [1] * _BEHIND))
+    for one, other in zip(together, single, strict=True):
+        if float((one - other).norm()) > _RESTARTED * float(other.norm()):
+            raise PolicyUnsupported(
+                f"{type(model).__name__} forgets its recurrent states where several tokens follow in one pass (a fault "
+                "of its code in transformers), so an answer behind a stored document would not be its own",
+                param="model",
+            )
+
+
+def _states_behind(
+    model: PreTrainedModel, kinds: Sequence[LayerKind], tokens: Tensor, pieces: Sequence[int]
+) -> list[Tensor]:
+    """The recurrent states behind tokens `[1, N]`, of which the last are read in these pieces."""
+    cache, start = StatefulCache(layers=[_empty(each) for each in kinds]), 0
+    for piece in torch.split(tokens, [_BEFORE, *pieces], dim=1):
+        positions = torch.arange(start, start + piece.shape[1], device=tokens.device).unsqueeze(0)
+        model.base_model(input_ids=piece, position_ids=positions, use_cache=True, **{CACHE_ARGUMENT: cache})
+        start += piece.shape[1]
+    layers = (layer for layer in cache.layers if isinstance(layer, StateLayer))
+    return [state.tensor.float() for layer in layers for state in layer.held() if state.role == "recurrent"]
+
+
+def _empty(kind: LayerKind) -> AttachedLayer | StateLayer:
+    """A layer of a cache without a document."""
+    if not kind.attends:
+        return StateLayer(kind.states)
+    return AttachedStateLayer((), 0, None, kind.states) if kind.states else AttachedLayer((), 0)
 
 
 class _ShapeObserver:

@@ -9,20 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
 
 from kvshelf.errors import CacheUnusable
 from kvshelf.kernels.native import Part
 from kvshelf.kernels.prefix_attention import BatchLayout, LogitRules, Scratch, SuffixRows, attention_part
-from kvshelf.workers.engine.attention.attached import AttachedStates, UnboundedLayer
+from kvshelf.store.artifact.records import State
+from kvshelf.workers.engine.attention.attached import AttachedStates, PassLayer
 from kvshelf.workers.engine.attention.attachment import Attachment, Wait, block
+from kvshelf.workers.engine.attention.states import Source, StatefulCache, StateLayer, alone, together
 from kvshelf.workers.engine.decode.generation import Checkpoint, Generation
 from kvshelf.workers.engine.decode.suffixes import Slab, SuffixPool
 from kvshelf.workers.engine.forward.passes import Passes
+from kvshelf.workers.model.layers import LayerKind
 
 MAX_NEW_TOKENS = 512
 """Most tokens of one step. A longer question takes several steps, so that the other answers still get their tokens."""
@@ -35,16 +38,17 @@ class DecodeBatch:
     changes with the longest position of the call), `one_by_one` gives every row a forward pass of its own.
     """
 
-    def __init__(self, passes: Passes, *, one_by_one: bool = False) -> None:
+    def __init__(self, passes: Passes, kinds: Sequence[LayerKind], *, one_by_one: bool = False) -> None:
         self._passes = passes
+        self._kinds = kinds
+        self._with_states = any(kind.states for kind in kinds)
         self._one_by_one = one_by_one
-        self._layers: int = passes.model.config.num_hidden_layers
-        self._pool = SuffixPool(self._layers)
+        self._pool = SuffixPool(len(kinds))
         self._plan: _Plan | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the suffixes of all open answers hold."""
+        """Bytes that the suffixes of all open answers hold, without their states."""
         return self._pool.nbytes
 
     def step(
@@ -59,18 +63,32 @@ class DecodeBatch:
         """
         if self._one_by_one and len(generations) > 1:
             return [self._told_alone(generation, checkpoint, wait) for generation in generations]
-        step = _Step.of(generations, self._pool, self._passes.model.device)
+        steps = _steps(generations, self._pool, self._passes.model.device, together=not self._with_states)
+        passed = [self._passed(step, checkpoint or _nothing, wait) for step in steps]
+        # From here on every answer has moved on, so nothing may be raised.
+        told: dict[int, str | Exception] = {}
+        for step, (logits, likeliest, states) in zip(steps, passed, strict=True):
+            for place in step.places:
+                place.generation.appended(place.count)
+            for row, place in enumerate(step.places if self._with_states else ()):
+                place.generation.row.states = [alone(of_layer, row) for of_layer in states]
+            asking = [place.generation for place in step.places if place.complete]
+            told |= {id(g): _token_taken(g, logits, row, likeliest[row]) for row, g in enumerate(asking)}
+        return [told.get(id(generation), "") for generation in generations]
+
+    def _passed(self, step: _Step, checkpoint: Checkpoint, wait: Wait) -> _Passed:
         if self._plan is None or not self._plan.continued_by(step):
             self._plan = _Plan(step)
-        past = _StepPast(step, self._layers, checkpoint or _nothing, wait, self._plan)
-        logits = self._passes.continuing(step.token_ids, step.positions, past, step.last_tokens)[0]
-        likeliest = _likeliest(logits)
-        # From here on every answer has moved on, so nothing may be raised.
-        for place in step.places:
-            place.generation.appended(place.count)
-        asking = [place.generation for place in step.places if place.complete]
-        told = {id(g): _token_taken(g, logits, row, likeliest[row]) for row, g in enumerate(asking)}
-        return [told.get(id(generation), "") for generation in generations]
+        past = _StepPast(step, self._kinds, checkpoint, wait, self._plan)
+        if not self._with_states:
+            logits = self._passes.continuing(step.token_ids, step.positions, past, step.last_tokens)[0]
+            return _Passed(logits, _likeliest(logits), [])
+        rows, tokens = len(step.places), step.places[0].count
+        ids, positions = step.token_ids.view(rows, tokens), step.positions.view(rows, tokens)
+        last = torch.tensor([tokens - 1], device=ids.device)
+        asking = [row for row, place in enumerate(step.places) if place.complete]
+        logits = self._passes.continuing(ids, positions, past, last)[asking, 0]
+        return _Passed(logits, _likeliest(logits), past.states)
 
     def _told_alone(self, generation: Generation, checkpoint: Checkpoint | None, wait: Wait) -> str | Exception:
         try:
@@ -82,6 +100,15 @@ class DecodeBatch:
         """Free the suffix of an answer, finished or abandoned. It cannot be stepped again."""
         self._plan = None  # it holds the suffixes' memory
         self._pool.release(generation.row)
+
+
+class _Passed(NamedTuple):
+    """What a step found. logits: `[asking, vocabulary]` of the rows whose next token can be chosen. likeliest: as
+    `_likeliest`. states: of each layer that has some, `[rows, ...]`."""
+
+    logits: Tensor
+    likeliest: list[int | None]
+    states: list[list[State]]
 
 
 @dataclass(frozen=True)
@@ -113,23 +140,29 @@ class _Step:
         """What its attentions have addresses of: the same in the next step, but for the lengths of suffixes."""
 
     @classmethod
-    def of(cls, generations: Sequence[Generation], pool: SuffixPool, device: torch.device) -> _Step:
-        """Rows of one document are adjacent. Each row gets one token; the rest of the step goes to the shortest
-        questions first, so that a long question delays only itself."""
-        left = max(0, MAX_NEW_TOKENS - len(generations))
-        counts: dict[int, int] = {}
-        for generation in sorted(generations, key=lambda g: len(g.pending)):
-            assert generation.pending, "an answer that had an error is over"
-            more = min(len(generation.pending) - 1, left)
-            left -= more
-            counts[id(generation)] = 1 + more
+    def of(cls, counts: Sequence[tuple[Generation, int]], pool: SuffixPool, device: torch.device) -> _Step:
+        """The next `count` tokens of each answer. Rows of one document are adjacent."""
         places, first = [], 0
-        for generation in sorted(generations, key=lambda g: id(g.document)):
-            count = counts[id(generation)]
+        for generation, count in sorted(counts, key=lambda each: id(each[0].document)):
             slab = pool.reserve(generation.row, generation.row.length + count)
             places.append(_Place(generation, first, count, count == len(generation.pending), slab))
             first += count
         return cls(places, device)
+
+
+def _steps(generations: Sequence[Generation], pool: SuffixPool, device: torch.device, *, together: bool) -> list[_Step]:
+    """One step of all answers; where they cannot be `together`, one for all with equally many tokens. Each row gets one
+    token; the rest goes to the shortest questions first, so that a long question delays only itself."""
+    left = max(0, MAX_NEW_TOKENS - len(generations))
+    counts: list[tuple[Generation, int]] = []
+    for generation in sorted(generations, key=lambda g: len(g.pending)):
+        assert generation.pending, "an answer that had an error is over"
+        more = min(len(generation.pending) - 1, left)
+        left -= more
+        counts.append((generation, 1 + more))
+    if together:
+        return [_Step.of(counts, pool, device)]
+    return [_Step.of(list(same), pool, device) for _, same in groupby(counts, key=lambda each: each[1])]
 
 
 def _shares(places: Sequence[_Place]) -> tuple[list[Attachment], tuple[int, ...]]:
@@ -209,7 +242,7 @@ def _suffix_groups(places: Sequence[_Place], device: torch.device) -> list[_Suff
     return groups + [_SuffixGroup(place.slab, [place], tokens, device) for place in places if place.count > 1]
 
 
-class _BatchLayer(UnboundedLayer):
+class _BatchLayer(PassLayer):
     """One layer of one step, as transformers sees it."""
 
     def __init__(self, index: int, step: _Step, wait: Wait) -> None:
@@ -221,21 +254,18 @@ class _BatchLayer(UnboundedLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
         """Append every row's new states to its suffix, once every document of the step has this layer."""
         prefixes = [document.prefixes(self._index, self._wait) for document in self._step.documents]
-        suffixes = [group.write(self._index, key_states, value_states) for group in self._step.groups]
+        in_line = [states.transpose(0, 1).flatten(1, 2).unsqueeze(0) for states in (key_states, value_states)]
+        suffixes = [group.write(self._index, *in_line) for group in self._step.groups]
         states = AttachedStates(prefixes, suffixes, self._step.layout, key_states, value_states, first_position=None)
         return states, states
 
-    def get_seq_length(self) -> int:
-        """0: the rows' positions are given with the call."""
-        return 0
 
-    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        """There is no mask: the step's layout says which tokens each row sees."""
-        return (query_length if isinstance(query_length, int) else query_length.shape[0]), 0
+class _BatchStateLayer(StateLayer, _BatchLayer):
+    """One that has states, too."""
 
-    def lazy_initialization(self, *_: Any) -> NoReturn:
-        """Never called: the suffixes belong to the batch."""
-        raise AssertionError("the suffixes belong to the batch")
+    def __init__(self, index: int, step: _Step, wait: Wait, number_of_states: int, source: Source) -> None:
+        _BatchLayer.__init__(self, index, step, wait)
+        StateLayer.__init__(self, number_of_states, source)
 
 
 class _Plan:
@@ -270,13 +300,35 @@ class _Plan:
 class _StepPast:
     """The documents and suffixes that the tokens of a step continue; see `Past`."""
 
-    def __init__(self, step: _Step, layers: int, checkpoint: Checkpoint, wait: Wait, plan: _Plan) -> None:
+    def __init__(
+        self, step: _Step, kinds: Sequence[LayerKind], checkpoint: Checkpoint, wait: Wait, plan: _Plan
+    ) -> None:
         self._step = step
         self._wait = wait
         self._plan = plan
-        self.cache = Cache(layers=[_BatchLayer(i, step, wait) for i in range(layers)])
+        self.cache = StatefulCache(layers=[self._layer(index, kind) for index, kind in enumerate(kinds)])
         self.checkpoint = checkpoint
         self.planned = all(document.arrived for document in step.documents)
+
+    def _layer(self, index: int, kind: LayerKind) -> StateLayer | _BatchLayer:
+        def source() -> list[State]:
+            return together([self._states(place.generation, index) for place in self._step.places])
+
+        if not kind.attends:
+            return StateLayer(kind.states, source)
+        if not kind.states:
+            return _BatchLayer(index, self._step, self._wait)
+        return _BatchStateLayer(index, self._step, self._wait, kind.states, source)
+
+    def _states(self, generation: Generation, layer: int) -> Sequence[State]:
+        """Of one row, before the step: its own, or its document's where it has none yet."""
+        own = generation.row.states
+        return own[layer] if own is not None else generation.document.states(layer, self._wait)
+
+    @property
+    def states(self) -> list[list[State]]:
+        """Of each layer after the step, `[rows, ...]`."""
+        return [layer.held() if isinstance(layer, StateLayer) else [] for layer in self.cache.layers]
 
     def plan(self, layer: int, states: tuple[Tensor, Tensor, Tensor], rules: LogitRules, out: Tensor) -> Part | None:
         """The attention of a layer, over its documents and suffixes."""

@@ -10,16 +10,20 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from kvshelf.store.artifact.records import State
+
 _FIRST_CAPACITY = 64
 
 
 class SuffixRow:
-    """One row: the place of its suffix, and how many of its tokens are in use."""
+    """One row: the place of its suffix, how many of its tokens are in use, and the states of each layer behind them;
+    None before its first step, and for models without states."""
 
     def __init__(self) -> None:
         self.slab: Slab | None = None
         self.slot = -1
         self.length = 0
+        self.states: list[tuple[State, ...]] | None = None
 
 
 class Slab:
@@ -105,6 +109,7 @@ class SuffixPool:
 
     def release(self, row: SuffixRow) -> None:
         """Free a row that has ended."""
+        row.states = None
         if row.slab is not None:
             row.slab.release(row)
             self._drop_empty(None)

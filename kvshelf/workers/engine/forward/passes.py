@@ -89,13 +89,18 @@ class Passes:
         return made is not None and torch.allclose(made, own, rtol=1e-3, atol=1e-3 * scale, equal_nan=True)
 
     def causal(
-        self, inputs: Mapping[str, Tensor], context: ForwardContext, kept: Tensor | None = None
+        self,
+        inputs: Mapping[str, Tensor],
+        context: ForwardContext,
+        kept: Tensor | None = None,
+        cache: Cache | None = None,
     ) -> Tensor | None:
-        """One pass over `input_ids` at `position_ids`, `[1, N]`, without a cache. Logits `[1, kept, vocabulary]` of the
-        tokens numbered in `kept`; None without it, and then nothing runs that only logits need."""
+        """One pass over `input_ids` at `position_ids`, `[1, N]`. Logits `[1, kept, vocabulary]` of the tokens numbered
+        in `kept`; None without it, and then nothing runs that only logits need. cache: an empty one, for a model whose
+        modules leave states there; such a model has no program."""
         with torch.no_grad(), kvshelf_attention(self.model):
             if self.program is None:
-                given = {**inputs, "use_cache": False, CONTEXT: context}
+                given = {**inputs, "use_cache": cache is not None, CACHE_ARGUMENT: cache, CONTEXT: context}
                 if kept is None:
                     self.model.base_model(**given)
                     return None

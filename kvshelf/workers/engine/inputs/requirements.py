@@ -57,20 +57,20 @@ def require_observable(policy: Policy, model: PreTrainedModel, name: str, rope: 
 
 
 def require_compressible(policy: Policy, kinds: Sequence[LayerKind], name: str, *, moves: bool) -> None:
-    """Refuse a policy for a model whose sliding windows it cannot leave as they are, or that has no other layers.
+    """Refuse a policy for a model whose windows or states it cannot leave as they are, or that has no other layers.
     moves: whether the policy counts positions within the cache."""
-    if all(kind.window is None for kind in kinds):
+    if all(kind.reducible for kind in kinds):
         return
     if not reducible(kinds):
         raise PolicyUnsupported(
-            f"every layer of {name!r} has a sliding window, which is stored whole, so policy {policy.name!r} has "
-            "nothing to reduce; take policy full",
+            f"every layer of {name!r} has a sliding window or no keys at all and is stored whole, so policy "
+            f"{policy.name!r} has nothing to reduce; take policy full",
             param="policy",
         )
-    if moves:
-        raise _beside_windows(policy, name, "counts positions within the cache")
+    if moves and any(kind.window is not None for kind in kinds):
+        raise _beside(policy, name, "counts positions within the cache", kinds)
     if Observes.CALIBRATION in policy.observes:
-        raise _beside_windows(policy, name, "needs a calibration over layers that all see the whole document")
+        raise _beside(policy, name, "needs a calibration over layers that all see the whole document", kinds)
 
 
 def require_one_pass(
@@ -81,18 +81,20 @@ def require_one_pass(
     passes: Sequence[ProbePass],
     absorber: Absorber | None,
 ) -> None:
-    """Refuse ways to read a document that windows do not go with."""
-    if all(kind.window is None for kind in kinds):
+    """Refuse ways to read a document that windows and states do not go with."""
+    if all(kind.window is None and not kind.states for kind in kinds):
         return
     if absorber is not None:
-        raise _beside_windows(policy, name, "reads the document in chunks that see only what was kept of those before")
+        why = "reads the document in chunks that see only what was kept of those before"
+        raise _beside(policy, name, why, kinds)
     if any(probe.first_position != num_tokens for probe in passes):
-        raise _beside_windows(policy, name, "asks from other positions than the document's end")
+        raise _beside(policy, name, "asks from other positions than the document's end", kinds)
 
 
-def _beside_windows(policy: Policy, name: str, why: str) -> PolicyUnsupported:
+def _beside(policy: Policy, name: str, why: str, kinds: Sequence[LayerKind]) -> PolicyUnsupported:
+    what = "recurrent states" if any(kind.states for kind in kinds) else "a sliding window"
     return PolicyUnsupported(
-        f"policy {policy.name!r} {why}, and some layers of {name!r} have a sliding window; choose another policy",
+        f"policy {policy.name!r} {why}, and some layers of {name!r} have {what}; choose another policy",
         param="policy",
     )
 

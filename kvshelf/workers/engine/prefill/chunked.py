@@ -88,7 +88,7 @@ class ChunkedLayer(AttachedLayer):
         self._capacity = capacity
         self._kept = 0
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+    def _make_room(self, key_states: Tensor, value_states: Tensor) -> None:
         # The first chunk is the longest, and what is absorbed makes room for the next: the buffers never grow.
         self.keys = key_states.new_empty(key_states.shape)
         self.values = value_states.new_empty(value_states.shape)

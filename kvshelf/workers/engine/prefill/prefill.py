@@ -18,10 +18,11 @@ from kvshelf.workers.engine.decode.generation import Checkpoint, Progress
 from kvshelf.workers.engine.forward.passes import Passes
 from kvshelf.workers.engine.inputs.job import Job, Level
 from kvshelf.workers.engine.inputs.requirements import require_every_layer
+from kvshelf.workers.engine.prefill import stateful
 from kvshelf.workers.engine.prefill.chunked import ChunkedPrefill
 from kvshelf.workers.engine.prefill.reducing import LayerReducer, Scorer, SharedReducer
 from kvshelf.workers.engine.quality import Probe, Reference, ask_without
-from kvshelf.workers.model.layers import LayerKind, reducible
+from kvshelf.workers.model.layers import LayerKind, attending, reducible
 from kvshelf.workers.model.rope import Rope
 from kvshelf.workers.policies.full import Full
 
@@ -84,7 +85,7 @@ def run_prefill(
     jobs = list({id(level.job): level.job for level in group}.values())
     absorber = jobs[0].absorber
     rounds = 1 if absorber is None else len(absorber.chunks)
-    checkpoint = _counted(checkpoint, progress, passes.model.config.num_hidden_layers * rounds)
+    checkpoint = _counted(checkpoint, progress, len(attending(kinds)) * rounds)
     reduced: Sequence[LayerReducer | ChunkedPrefill]
     started = time.perf_counter()
     with torch.no_grad(), kvshelf_attention(passes.model):
@@ -92,7 +93,8 @@ def run_prefill(
             chunked = _in_chunks(passes.model, jobs[0], checkpoint)
             reduced, paused_s, reference = [chunked], chunked.paused_s, None
         else:
-            whole, reference = _whole(passes, rope, kinds, jobs, probe, checkpoint)
+            way = _with_states if any(kind.states for kind in kinds) else _whole
+            whole, reference = way(passes, rope, kinds, jobs, probe, checkpoint)
             reduced, paused_s = whole.reducers, whole.paused_s
         records = [reducer.records() for reducer in reduced]
     elapsed = time.perf_counter() - started - paused_s - (reference.probe_s if reference is not None else 0)
@@ -123,7 +125,12 @@ def run_scores(
     """The scores of the job's policy, a `ScoringPolicy`, for each layer without a window: `[kv_heads, N]` fp32."""
     lengths = tuple(len(found.token_ids) for found in job.passes)
     scorer = Scorer(job.policy, job.document, job.budget, kinds, lengths, rope)
-    passes.causal(job.inputs(passes.model.device), SharedReducer([scorer], (), checkpoint))
+    shared = SharedReducer([scorer], (), checkpoint)
+    if any(kind.states for kind in kinds):
+        for attended in stateful.Read.of(passes, kinds, job, checkpoint, queries=True).probed(passes.model, job.passes):
+            scorer.after_attention(attended)
+    else:
+        passes.causal(job.inputs(passes.model.device), shared)
     layers = reducible(kinds)
     require_every_layer(scorer.scores, layers)
     return [scorer.scores[layer] for layer in layers]
@@ -149,10 +156,44 @@ def _whole(
     places = probe.predicting(inputs["input_ids"].shape[1] - probe.num_tokens, model.device)
     logits = passes.causal(inputs, reducer, places)
     assert logits is not None
+    return reducer, _answered(model, first, probe, logits[0])
+
+
+def _with_states(
+    passes: Passes,
+    rope: Rope | None,
+    kinds: tuple[LayerKind, ...],
+    jobs: Sequence[Job],
+    probe: Probe | None,
+    checkpoint: Checkpoint,
+) -> tuple[SharedReducer, Reference | None]:
+    """As `_whole`, for a model with recurrent states."""
+    first, model = jobs[0], passes.model
+    reducer = SharedReducer([_reducer(rope, kinds, job) for job in jobs], (), checkpoint)
+    if probe is None and not first.passes:
+        states = stateful.read(passes, kinds, first, reducer)
+        reference = None
+    else:
+        document = stateful.Read.of(passes, kinds, first, checkpoint, queries=reducer.reads_attention)
+        reducer = SharedReducer(reducer.reducers, (), _nothing)
+        for attended in document.probed(model, first.passes):
+            reducer.after_attention(attended)
+        reducer.paused_s, states = document.paused_s, document.states
+        reference = None if probe is None else _answered(model, first, probe, document.answered(model, probe))
+    for each in reducer.reducers:
+        each.states = states
+    return reducer, reference
+
+
+def _answered(model: PreTrainedModel, job: Job, probe: Probe, logits: Tensor) -> Reference:
+    """The reference of a full cache that answered these logits."""
     started = time.perf_counter()
     without = ask_without(model, probe)
-    seconds = time.perf_counter() - started
-    return reducer, Reference.of(first.identity.document, probe, logits[0], without, seconds)
+    return Reference.of(job.identity.document, probe, logits, without, time.perf_counter() - started)
+
+
+def _nothing() -> None:
+    """The checkpoint that does nothing."""
 
 
 def _reducer(rope: Rope | None, kinds: tuple[LayerKind, ...], job: Job) -> LayerReducer:

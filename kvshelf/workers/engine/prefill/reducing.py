@@ -14,10 +14,10 @@ from torch import Tensor
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.select import select
 from kvshelf.store.artifact.packed import Packed
-from kvshelf.store.artifact.records import Kept, LayerRecord, Window
+from kvshelf.store.artifact.records import Entries, Kept, LayerRecord, States, Window
 from kvshelf.workers.engine.attention.function import Attended
 from kvshelf.workers.engine.inputs.requirements import require_every_layer
-from kvshelf.workers.model.layers import LayerKind, reducible
+from kvshelf.workers.model.layers import LayerKind, attending, reducible
 from kvshelf.workers.model.rope import Rope
 from kvshelf.workers.policies.base import Observes, Policy, ScoringPolicy, keep
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
@@ -30,7 +30,8 @@ _SLACK = 1.125
 
 @dataclass(eq=False)
 class LayerReducer:
-    """Reduces the layers of one document by one policy. kinds: of all layers."""
+    """Reduces the layers of one document by one policy. kinds: of all layers. states: of each layer behind the
+    document, set after the pass; empty for a model without states."""
 
     policy: Policy
     document: DocumentView
@@ -42,10 +43,11 @@ class LayerReducer:
     def __post_init__(self) -> None:
         self._places = {layer: place for place, layer in enumerate(reducible(self.kinds))}
         self.sees_queries = Observes.QUERIES in self.policy.observes
-        self._records: dict[int, LayerRecord] = {}
+        self._records: dict[int, Entries] = {}
         self._cascade: Cascade | None = None
         if isinstance(self.policy, ScoringPolicy) and self.policy.sharing is not None:
             self._cascade = Cascade(self.policy.sharing, self.budget, len(self._places))
+        self.states: Sequence[States] = ()
         self.compress_s = 0.0
 
     def after_attention(self, attended: Attended) -> None:
@@ -79,10 +81,12 @@ class LayerReducer:
         where scores that are not finite chose entries.
         """
         records = self._records | (self._cascade.records if self._cascade is not None else {})
-        require_every_layer(records, range(len(self.kinds)))
-        reduced = [records[i] for i in range(len(self.kinds))]
-        require_finite_scores(reduced, self.policy)
-        return tuple(reduced)
+        layers = attending(self.kinds)
+        require_every_layer(records, layers)
+        require_finite_scores([records[i] for i in layers], self.policy)
+        if not self.states:
+            return tuple(records[i] for i in layers)
+        return tuple(_beside(of_layer, records.get(layer)) for layer, of_layer in enumerate(self.states))
 
     def _view(self, attended: Attended) -> LayerView:
         """A layer as the policy sees it: the states of the document and those of each probe pass behind it."""
@@ -155,6 +159,11 @@ class SharedReducer:
         started = time.perf_counter()
         self.checkpoint()
         self.paused_s += time.perf_counter() - started
+
+
+def _beside(states: States, entries: Entries | None) -> LayerRecord:
+    """A layer of these states and entries."""
+    return entries if entries is not None and not states.states else States(states.states, entries)
 
 
 def require_finite_scores(records: Iterable[LayerRecord], policy: Policy) -> None:

@@ -24,7 +24,8 @@ _LAYER_BYTES, _PIECE_BYTES = 250, 175  # of header, padding and trailer, which d
 @dataclass(frozen=True)
 class Shape:
     """The dimensions behind a cache's size. `itemsize`: bytes of a number. `flops`: of one token's prefill. windows: of
-    the layers that have a sliding window; `layers` counts the others."""
+    the layers that have a sliding window; `layers` counts the others that attend. states: bytes of recurrent and
+    convolution states, whatever the length."""
 
     layers: int
     kv_heads: int
@@ -33,10 +34,11 @@ class Shape:
     device: str
     flops: float
     windows: tuple[int, ...] = ()
+    states: int = 0
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Shape:
-        from kvshelf.workers.model.loading import head_size, kv_heads  # needs torch, as a model does
+        from kvshelf.workers.model.loading import head_size, kv_heads, state_bytes  # needs torch, as a model does
 
         config = model.config
         # Two operations for each weight, as is usual. Attention is left out: it counts in long documents only.
@@ -50,12 +52,14 @@ class Shape:
             model.device.type,
             flops,
             tuple(kind.window for kind in kinds if kind.window is not None),
+            state_bytes(model),
         )
 
     def full_bytes(self, num_tokens: int) -> int:
-        """Keys and values of all tokens, uncompressed; of a layer with a sliding window, those in the window."""
+        """Keys and values of all tokens, uncompressed, and all states; of a layer with a sliding window, those in the
+        window."""
         tokens = self.layers * num_tokens + sum(min(num_tokens, window - 1) for window in self.windows)
-        return tokens * self.kv_heads * 2 * self.head_dim * self.itemsize
+        return tokens * self.kv_heads * 2 * self.head_dim * self.itemsize + self.states
 
     def full_16bit_bytes(self, num_tokens: int) -> int:
         """The same in 16-bit numbers."""
@@ -63,13 +67,13 @@ class Shape:
 
     def stored_bytes(self, num_tokens: int, kept: int, codec: str) -> int:
         """Approximate bytes of the blob of a cache with `kept` entries in each head; `docs/format.md` has the sum."""
-        chosen, windows = Codec.parse(codec), self._windows(num_tokens)
+        chosen, verbatim = Codec.parse(codec), self._windows(num_tokens) + self.states
         if chosen.name == "klt":
-            return self._streams(num_tokens, kept, chosen) + windows
+            return self._streams(num_tokens, kept, chosen) + verbatim
         pieces = _pieces(chosen, kept)
         head = sum(self._rows(count, precision, chosen.group) for precision, count in pieces)
         head += sum(_positions(count, num_tokens) for _, count in pieces)
-        return self.layers * (self.kv_heads * head + _LAYER_BYTES + _PIECE_BYTES * len(pieces)) + windows
+        return self.layers * (self.kv_heads * head + _LAYER_BYTES + _PIECE_BYTES * len(pieces)) + verbatim
 
     def _windows(self, num_tokens: int) -> int:
         """Bytes of all layers with a sliding window, which are stored verbatim."""

@@ -1,0 +1,158 @@
+"""The prefill of a model with recurrent states.
+
+Elsewhere, probe passes stand behind the document in one sequence, and attention keeps them apart. A recurrent layer
+would run through all of them as through one text. So here the document has a pass of its own, and each probe pass
+begins with a copy of the states behind it, over the full cache. It is held until the probes are done: of all layers
+that attend, which in such models are few.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvshelf.store.artifact.cache import CompressedCache
+from kvshelf.store.artifact.records import States
+from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT, AttachedCache, PassLayer
+from kvshelf.workers.engine.attention.attachment import Attachment
+from kvshelf.workers.engine.attention.function import CONTEXT, Attended, ForwardContext
+from kvshelf.workers.engine.attention.states import StatefulCache, StateLayer, alone
+from kvshelf.workers.engine.forward.passes import Passes
+from kvshelf.workers.engine.inputs.job import Job
+from kvshelf.workers.engine.prefill.reducing import LayerReducer
+from kvshelf.workers.engine.quality import Probe, ask
+from kvshelf.workers.model.layers import LayerKind
+from kvshelf.workers.policies.budgets import Budget
+from kvshelf.workers.policies.full import Full
+from kvshelf.workers.policies.view import ProbePass
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class _PassStateLayer(StateLayer, PassLayer):
+    """A layer of a document's own pass that attends and has states."""
+
+    def __init__(self, number_of_states: int) -> None:
+        PassLayer.__init__(self)
+        StateLayer.__init__(self, number_of_states)
+
+
+def read(passes: Passes, kinds: Sequence[LayerKind], job: Job, context: ForwardContext) -> tuple[States, ...]:
+    """One pass over the document alone, under the eyes of `context`. Returns the states of each layer behind it."""
+    layers = [
+        (_PassStateLayer(kind.states) if kind.states else PassLayer()) if kind.attends else StateLayer(kind.states)
+        for kind in kinds
+    ]
+    document = replace(job, passes=())
+    passes.causal(document.inputs(passes.model.device), context, cache=StatefulCache(layers=layers))
+    return tuple(States(alone(layer.held(), 0) if isinstance(layer, StateLayer) else ()) for layer in layers)
+
+
+@dataclass(frozen=True, eq=False)
+class Read:
+    """A document that has been read, all of it held. states: of each layer. attended: what those saw that attend, by
+    layer. full: the full cache."""
+
+    states: tuple[States, ...]
+    attended: dict[int, Attended]
+    full: CompressedCache
+    paused_s: float
+
+    @classmethod
+    def of(
+        cls,
+        passes: Passes,
+        kinds: tuple[LayerKind, ...],
+        job: Job,
+        checkpoint: Callable[[], None],
+        *,
+        queries: bool,
+    ) -> Read:
+        """queries: whether the queries of the document's tokens are held, too. paused_s: what `checkpoint` took."""
+        held = _Held(checkpoint, queries)
+        states = read(passes, kinds, job, held)
+        whole = LayerReducer(Full(), job.document, Budget.full(job.num_tokens), kinds, (), None)
+        for attended in held.attended.values():
+            whole.after_attention(attended)
+        whole.states = states
+        full = CompressedCache(whole.records(), job.num_tokens, job.num_tokens, job.identity)
+        return cls(states, held.attended, full, held.paused_s)
+
+    def answered(self, model: PreTrainedModel, probe: Probe) -> Tensor:
+        """The full cache's logits for the cues of a probe, as `ask` gives them."""
+        past = AttachedCache(Attachment(self.full, model.device, None))
+        with past.begun_by(model.base_model):
+            return ask(model, probe, past)
+
+    def probed(self, model: PreTrainedModel, probes: Sequence[ProbePass]) -> Iterator[Attended]:
+        """What each layer saw of the document and of the probe passes behind it, as in one sequence."""
+        document = Attachment(self.full, model.device, None)
+        behind: dict[int, list[Attended]] = {layer: [] for layer in self.attended}
+        for length, same in groupby(probes, key=lambda probe: len(probe.token_ids)):
+            passes = list(same)
+            most = AttachedCache(document).rows_at_once
+            for some in (passes[at : at + most] for at in range(0, len(passes), most)):
+                for layer, attended in _behind(model, document, some, length).items():
+                    behind[layer].append(attended)
+        for layer, own in self.attended.items():
+            if behind[layer]:
+                queries, keys, values = (
+                    torch.cat([getattr(own, name), *(_in_line(getattr(each, name)) for each in behind[layer])], dim=2)
+                    for name in ("queries", "keys", "values")
+                )
+                own = replace(own, queries=queries, keys=keys, values=values)
+            yield own
+
+
+class _Held:
+    """A `ForwardContext` that holds what each layer saw."""
+
+    probe_lengths: tuple[int, ...] = ()
+    reads_attention = True
+
+    def __init__(self, checkpoint: Callable[[], None], queries: bool) -> None:
+        self.attended: dict[int, Attended] = {}
+        self.paused_s = 0.0
+        self._checkpoint = checkpoint
+        self._queries = queries
+
+    def after_attention(self, layer: Attended) -> None:
+        if not self._queries:  # several times as many as keys
+            layer = replace(layer, queries=layer.queries[:, :, :0], lse=None)
+        self.attended[int(layer.module.layer_idx)] = layer  # type: ignore[arg-type]
+        started = time.perf_counter()
+        self._checkpoint()
+        self.paused_s += time.perf_counter() - started
+
+
+def _behind(
+    model: PreTrainedModel, document: Attachment, probes: Sequence[ProbePass], length: int
+) -> dict[int, Attended]:
+    """What each layer saw of some passes of one length, a row each."""
+    past, held = AttachedCache(document), _Held(_nothing, queries=True)
+    ids = torch.tensor([probe.token_ids for probe in probes], device=model.device)
+    positions = torch.tensor([[probe.first_position] for probe in probes], device=model.device)
+    with past.begun_by(model.base_model):
+        model.base_model(
+            input_ids=ids,
+            position_ids=positions + torch.arange(length, device=model.device),
+            use_cache=True,
+            **{CACHE_ARGUMENT: past, CONTEXT: held},
+        )
+    return held.attended
+
+
+def _in_line(states: Tensor) -> Tensor:
+    """`[rows, heads, T, D]` as `[1, heads, rows * T, D]`."""
+    return states.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+
+
+def _nothing() -> None:
+    """The checkpoint that does nothing: passes behind the document are short."""
