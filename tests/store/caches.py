@@ -13,7 +13,18 @@ from kvshelf.kernels.quantize.rows import QuantizedRows
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.identity import Identity, ModelIdentity
 from kvshelf.store.artifact.packed import offsets_of
-from kvshelf.store.artifact.records import Kept, LayerRecord, Merged, PackedRecord, Parts, RopeMode
+from kvshelf.store.artifact.records import (
+    Kept,
+    LayerRecord,
+    Merged,
+    PackedRecord,
+    Parts,
+    RopeMode,
+    State,
+    States,
+    entries_of,
+    states_of,
+)
 
 MODEL = ModelIdentity(
     name="tiny",
@@ -136,7 +147,8 @@ def make_cache(
 
 
 def parts_of(record: LayerRecord) -> tuple[PackedRecord, ...]:
-    return record.parts if isinstance(record, Parts) else (record,)
+    entries = entries_of(record)
+    return () if entries is None else entries.parts if isinstance(entries, Parts) else (entries,)
 
 
 def tensors_of(record: PackedRecord) -> dict[str, Tensor]:
@@ -161,6 +173,9 @@ def require_equal(left: CompressedCache, right: CompressedCache) -> None:
         assert type(ours) is type(theirs)
         for a, b in zip(parts_of(ours), parts_of(theirs), strict=True):
             require_equal_records(a, b)
+        assert [state.shape for state in states_of(ours)] == [state.shape for state in states_of(theirs)]
+        for one, other in zip(states_of(ours), states_of(theirs), strict=True):
+            assert torch.equal(one.tensor.view(torch.uint8), other.tensor.view(torch.uint8))
 
 
 def require_equal_records(ours: PackedRecord, theirs: PackedRecord) -> None:
@@ -220,7 +235,11 @@ def encoded_golden_caches(plain: Mapping[str, CompressedCache]) -> dict[str, Com
     )
     merged = golden_merged()
     merged_layers = CompressedCache((merged, replace(merged, rope_mode="pre")), 24, 24, make_identity(24, policy="ems"))
+    numbers = torch.arange(24, dtype=torch.float32)
+    states = (State("conv", 0, numbers.view(6, 4).bfloat16()), State("recurrent", 0, -numbers.view(2, 3, 4)))
+    beside = tuple(States(states, record) for record in ragged.layers)
     return {
+        "states": replace(ragged, layers=(*beside, States(states[:1]), States(()))),
         "int4-residual": ragged.encoded("int4:group=8,residual=5"),
         "int8-float32": whole.encoded("int8:residual=0"),
         "int2-float16": replace(sparse, layers=(sparse.layers[0], ragged_float16())).encoded(

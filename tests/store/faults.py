@@ -18,6 +18,7 @@ from tests.store.hostile import (
     recorder,
     some_blob,
     sorted_fields,
+    state_blob,
     two_layers,
     whole_blob,
     window_blob,
@@ -194,7 +195,7 @@ def no_layers(p: Parts) -> None:
     p.fields["layers"] = []
 
 
-@case("field_malformed")
+@case("inconsistent")
 def zero_dimension(p: Parts) -> None:
     p.first["value_dim"] = 0
 
@@ -376,7 +377,7 @@ for name, value, reason in (
     ("dtype", "float64", "unknown_dtype"),
     ("key_dim", 2**31 - 1, "size_mismatch"),
     ("value_dim", 6, "size_mismatch"),
-    ("records", [], "field_malformed"),
+    ("records", [], "inconsistent"),
     ("nbytes", 64, "size_mismatch"),
     ("offset", 64, "hole"),
 ):
@@ -799,3 +800,66 @@ def window_of_no_size(p: Parts) -> None:
 @case("unknown_field", some_blob)
 def kept_with_a_window(p: Parts) -> None:
     p.record["window"] = 10
+
+
+# States
+
+
+@case("inconsistent", state_blob)
+def channels_without_records(p: Parts) -> None:
+    p.fields["layers"][1]["key_dim"] = p.fields["layers"][1]["value_dim"] = 4
+
+
+@case("inconsistent", state_blob)
+def another_dtype_without_records(p: Parts) -> None:
+    p.fields["layers"][2]["dtype"] = "float16"
+
+
+@case("inconsistent", state_blob)
+def states_out_of_order(p: Parts) -> None:
+    p.first["states"].reverse()
+
+
+@case("inconsistent", state_blob)
+def a_state_twice(p: Parts) -> None:
+    p.first["states"].append(p.first["states"][0])
+
+
+@case("size_mismatch", state_blob)
+def larger_state(p: Parts) -> None:
+    p.first["states"][1]["dims"] = [200, 3, 4]
+
+
+@case("size_mismatch", state_blob)
+def state_that_overflows(p: Parts) -> None:
+    p.first["states"][1]["dims"] = [2**31 - 1] * 8
+
+
+@case("field_malformed", state_blob)
+def state_of_no_size(p: Parts) -> None:
+    p.first["states"][0]["dims"] = []
+
+
+@case("field_malformed", state_blob)
+def state_of_many_dimensions(p: Parts) -> None:
+    p.first["states"][0]["dims"] = [1] * 9
+
+
+@case("unknown_role", state_blob)
+def state_of_another_role(p: Parts) -> None:
+    p.first["states"][0]["role"] = "memory"
+
+
+@case("unknown_dtype", state_blob)
+def state_of_another_dtype(p: Parts) -> None:
+    p.first["states"][0]["dtype"] = "float64"
+
+
+@case("missing_field", state_blob)
+def layer_without_its_states(p: Parts) -> None:
+    del p.first["states"]
+
+
+@case("unknown_field", state_blob)
+def state_with_a_position(p: Parts) -> None:
+    p.first["states"][0]["position"] = 3

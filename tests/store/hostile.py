@@ -15,7 +15,7 @@ from blake3 import blake3
 
 from kvshelf.errors import BlobError
 from kvshelf.store.artifact.cache import CompressedCache
-from kvshelf.store.artifact.records import Kept, LayerRecord, Window
+from kvshelf.store.artifact.records import Kept, LayerRecord, State, States, Window
 from kvshelf.store.artifact.records import Parts as PartsRecord
 from tests.store.bounds import memory_bounded
 from tests.store.caches import from_heads, make_cache, make_identity, make_layer, make_merged, split_at_random
@@ -151,6 +151,16 @@ def window_blob() -> bytes:
     # One layer: the last 9 of 40 tokens in two heads.
     rows = torch.randn(2, 40, 8, generator=torch.Generator().manual_seed(5))
     return replace(make_cache(), layers=(Window.of(rows, rows, 10),)).to_bytes()
+
+
+def state_blob() -> bytes:
+    # Three layers: states beside two heads of every token, states alone, nothing.
+    made = make_cache(lengths=((40, 40),), dims=(3, 5))
+    (entries,) = made.layers
+    numbers = torch.arange(24, dtype=torch.float32)
+    states = (State("conv", 0, numbers.view(6, 4).bfloat16()), State("recurrent", 0, numbers.view(2, 3, 4)))
+    assert isinstance(entries, Kept)
+    return replace(made, layers=(States(states, entries), States(states[:1]), States(()))).to_bytes()
 
 
 def whole_blob() -> bytes:

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.codecs import Codec
 from kvshelf.store.artifact.identity import Identity
-from kvshelf.store.artifact.records import Kept, LayerRecord
+from kvshelf.store.artifact.records import Kept, LayerRecord, State, States
+from kvshelf.store.artifact.shape import StateRole
 from tests.store.caches import from_heads, make_identity, make_layer, make_merged, split_at_random
 
 
@@ -36,8 +37,19 @@ def caches(draw: st.DrawFn) -> CompressedCache:
             rope_mode=draw(st.sampled_from(["baked", "pre"])),
         )
 
+    def states() -> tuple[State, ...]:
+        """Some of two roles and two numbers, in order."""
+        kinds: list[tuple[StateRole, int]] = [(role, n) for role in ("conv", "recurrent") for n in range(2)]
+        chosen = sorted(draw(st.sets(st.sampled_from(kinds), max_size=3)))
+        return tuple(State(role, n, bits(draw(st.integers(1, 9)), draw(st.integers(1, 9)))) for role, n in chosen)
+
+    def record() -> LayerRecord:
+        """Entries, states, both or neither."""
+        has_entries, found = draw(st.booleans()), states() if draw(st.booleans()) else ()
+        return layer() if has_entries and not found else States(found, layer() if has_entries else None)
+
     return CompressedCache(
-        tuple(layer() for _ in range(draw(st.integers(1, 3)))),
+        tuple(record() for _ in range(draw(st.integers(1, 3)))),
         num_tokens,
         num_tokens + draw(st.integers(0, 3)),
         draw(identities(num_tokens)),
