@@ -166,6 +166,10 @@ def require_attachable(model: PreTrainedModel) -> None:
         raise PolicyUnsupported(
             f"{kind} is spread over several devices, and kvshelf attaches to models on one device so far", param="model"
         )
+    if not model._can_set_attn_implementation():
+        raise PolicyUnsupported(
+            f"{kind} does not use transformers' attention interface, so kvshelf cannot see its attention", param="model"
+        )
     for field, meaning in _NEEDED.items():
         if getattr(config, field, None) is None:
             raise PolicyUnsupported(
@@ -175,10 +179,6 @@ def require_attachable(model: PreTrainedModel) -> None:
             )
     if any(each.states for each in layer_kinds(config)):
         _require_states_in_layers(model)
-    if not model._can_set_attn_implementation():
-        raise PolicyUnsupported(
-            f"{kind} does not use transformers' attention interface, so kvshelf cannot see its attention", param="model"
-        )
 
 
 def _require_states_in_layers(model: PreTrainedModel) -> None:
