@@ -17,10 +17,20 @@ from kvshelf.store.artifact.coder import Coder
 from kvshelf.store.artifact.encoding import classes_of, encode
 from kvshelf.store.artifact.exported import split
 from kvshelf.store.artifact.identity import Identity
-from kvshelf.store.artifact.records import Kept, LayerRecord, Merged, PackedRecord, Parts, RopeMode, Window
+from kvshelf.store.artifact.records import (
+    Kept,
+    Latents,
+    LayerRecord,
+    Merged,
+    PackedRecord,
+    Parts,
+    RopeMode,
+    Window,
+    is_latent,
+)
 from kvshelf.store.artifact.shape import LayerShape, Shape
 
-__all__ = ["CompressedCache", "Kept", "LayerRecord", "Merged", "PackedRecord", "Parts", "RopeMode", "Window"]
+__all__ = ["CompressedCache", "Kept", "Latents", "LayerRecord", "Merged", "PackedRecord", "Parts", "RopeMode", "Window"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,9 +73,11 @@ class CompressedCache:
 
     @property
     def attached_bytes(self) -> int:
-        """Bytes that the layers take while questions are asked: those of a cache under codec klt are decoded first."""
+        """Bytes that the layers take while questions are asked: those of a cache under codec klt are decoded first, and
+        latents are joined with their rotated parts."""
         if not self.identity.transforms:
-            return self.nbytes
+            parts = (part for layer in self.layers for part in (layer.parts if isinstance(layer, Parts) else (layer,)))
+            return self.nbytes + sum(part.joined_bytes for part in parts if isinstance(part, Latents))
         shapes = ((layer.entries, layer.key_dim + layer.value_dim, layer.dtype.itemsize) for layer in self.layers)
         return sum(entries * channels * itemsize for entries, channels, itemsize in shapes)
 
@@ -89,6 +101,7 @@ class CompressedCache:
                 layer.value_dim,
                 str(layer.dtype).removeprefix("torch."),
                 layer.window if isinstance(layer, Window) else None,
+                is_latent(layer),
             )
             for layer in self.layers
         )

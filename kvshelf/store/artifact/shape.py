@@ -15,13 +15,15 @@ from kvshelf.store.artifact.identity import ModelIdentity
 
 class LayerShape(NamedTuple):
     """The keys `[kv_heads, N, key_dim]` and values `[kv_heads, N, value_dim]` of one layer. window: tokens that its
-    queries see, themselves included; None: all."""
+    queries see, themselves included; None: all. latent: whether it has latents, in place of keys, and the rotated part
+    of keys, in place of values."""
 
     kv_heads: int
     key_dim: int
     value_dim: int
     dtype: str
     window: int | None = None
+    latent: bool = False
 
 
 class Shape(NamedTuple):

@@ -83,6 +83,12 @@ class WindowHeader(_RecordFields):
     window: Size
 
 
+class LatentsHeader(_RecordFields):
+    """One `Latents` record."""
+
+    kind: Literal["latents"]
+
+
 class MergedHeader(_RecordFields):
     """One `Merged` record. slot_lengths: slots of each KV head."""
 
@@ -91,7 +97,7 @@ class MergedHeader(_RecordFields):
     slot_position_encoding: positions.Encoding
 
 
-RecordHeader = KeptHeader | WindowHeader | MergedHeader
+RecordHeader = KeptHeader | WindowHeader | LatentsHeader | MergedHeader
 
 
 class Layer(Strict):
@@ -124,10 +130,26 @@ class Layer(Strict):
         return first.window if isinstance(first, WindowHeader) else None
 
     @property
+    def latent(self) -> bool:
+        """As `LayerShape.latent`."""
+        return isinstance(self.records[0], LatentsHeader)
+
+    @property
+    def joined_bytes(self) -> int:
+        """As `Latents.joined_bytes`, of all records."""
+        plain = (record for record in self.records if isinstance(record, LatentsHeader) and record.codec == "none")
+        return sum(sum(record.lengths) for record in plain) * self._row_bytes
+
+    @property
     def decoded_bytes(self) -> int:
         """Bytes of all keys and values in `dtype`."""
         entries = sum(sum(record.lengths) for record in self.records)
-        return entries * (self.key_dim + self.value_dim) * ITEM_BYTES[self.dtype]
+        return entries * self._row_bytes
+
+    @property
+    def _row_bytes(self) -> int:
+        """Bytes of a key and a value in `dtype`."""
+        return (self.key_dim + self.value_dim) * ITEM_BYTES[self.dtype]
 
     @cached_property
     def arrays(self) -> list[dict[str, Span]]:
@@ -148,6 +170,8 @@ class Layer(Strict):
             raise BlobError(f"the records of layer {index} have different numbers of heads", reason="inconsistent")
         if len(self.records) > 1 and any(isinstance(record, WindowHeader) for record in self.records):
             raise BlobError(f"layer {index} has other records beside its window", reason="inconsistent")
+        if len({isinstance(record, LatentsHeader) for record in self.records}) > 1:
+            raise BlobError(f"layer {index} has other records beside its latents", reason="inconsistent")
         for record in self.records:
             _check_record(f"layer {index}", record, self.dims, num_tokens)
         end = sum(aligned(span.nbytes) for spans in self.arrays for span in spans.values())
@@ -204,8 +228,10 @@ def _check_record(where: str, record: RecordHeader, dims: Dims, num_tokens: int)
                 f"{where} says {found} bytes of {name}, its shape and dtype make {size}", reason="size_mismatch"
             )
     _check_lengths(where, "entries", record.lengths, num_tokens)
-    if isinstance(record, WindowHeader) and record.rope_mode != "baked":
-        raise BlobError(f"{where} has a window whose keys carry no rotation", reason="inconsistent")
+    if isinstance(record, WindowHeader | LatentsHeader) and record.rope_mode != "baked":
+        raise BlobError(f"{where} has a {record.kind} record whose keys carry no rotation", reason="inconsistent")
+    if isinstance(record, LatentsHeader) and len(record.lengths) != 1:
+        raise BlobError(f"{where} has latents of {len(record.lengths)} heads; they have one", reason="inconsistent")
     if isinstance(record, WindowHeader) and set(record.lengths) != {min(num_tokens, record.window - 1)}:
         raise BlobError(
             f"{where} has windows of {min(record.lengths)} to {max(record.lengths)} entries; the document's "

@@ -25,6 +25,7 @@ from kvshelf.store.artifact.blob.layer import (
     Dims,
     DtypeName,
     KeptHeader,
+    LatentsHeader,
     Layer,
     MergedHeader,
     RecordHeader,
@@ -35,7 +36,7 @@ from kvshelf.store.artifact.blob.layer import (
 from kvshelf.store.artifact.codecs import BITS, Precision
 from kvshelf.store.artifact.coded import CodedRows
 from kvshelf.store.artifact.packed import offsets_of
-from kvshelf.store.artifact.records import Kept, LayerRecord, Merged, PackedRecord, Parts, Window
+from kvshelf.store.artifact.records import Kept, Latents, LayerRecord, Merged, PackedRecord, Parts, Window
 
 DTYPES: dict[DtypeName, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -99,6 +100,8 @@ def _write_record(record: PackedRecord, num_tokens: int) -> tuple[RecordHeader, 
     }
     if isinstance(record, Window):
         return WindowHeader(kind="window", **fields, window=record.window, sizes=_sizes(arrays)), arrays
+    if isinstance(record, Latents):
+        return LatentsHeader(kind="latents", **fields, sizes=_sizes(arrays)), arrays
     if isinstance(record, Kept):
         return KeptHeader(kind="kept", **fields, sizes=_sizes(arrays)), arrays
     slot_encoding, slot_data = positions.encode(_ints(record.slot_positions), record.slot_lengths, num_tokens)
@@ -174,6 +177,8 @@ class _Reader:
         }
         if isinstance(header, WindowHeader):
             return Window(**fields, window=header.window)
+        if isinstance(header, LatentsHeader):
+            return Latents(**fields)
         if isinstance(header, KeptHeader):
             return Kept(**fields)
         classes = np.frombuffer(self._bytes("slot_classes"), f"<u{class_bytes(header.lengths)}")

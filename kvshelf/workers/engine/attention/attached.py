@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -15,6 +15,10 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from kvshelf.errors import InvalidRequest, StateConflict
 from kvshelf.kernels.prefix_attention import BatchLayout, LogitRules, Prefix, SuffixRows, prefix_attention
 from kvshelf.workers.engine.attention.attachment import Attachment
+from kvshelf.workers.engine.attention.latents import LATENTS, Absorbed, Handover, LatentStates, foreign_attention
+
+IMPLEMENTATION: Final = "kvshelf"
+"""The name of kvshelf's attention function among transformers'."""
 
 CACHE_ARGUMENT: Final = "cache" if [*map(int, version("transformers").split(".")[:2])] >= [5, 24] else "past_key_values"
 """Name of the argument of a model's forward pass that takes a cache. transformers 5.24 warns about the older name."""
@@ -31,12 +35,16 @@ class AttachedCache(Cache):  # type: ignore[misc]
     document.
     """
 
-    def __init__(self, document: Attachment, longest: int | None = None) -> None:
+    def __init__(
+        self, document: Attachment, longest: int | None = None, absorbed: Mapping[int, Absorbed] | None = None
+    ) -> None:
         """longest: most tokens of document and suffix together; beyond it the model would rotate all keys by other
-        frequencies (`rope.reach`)."""
-        start = document.next_position
+        frequencies (`rope.reach`). absorbed: the layers that have latents."""
         prefixes = [document.prefixes(index) for index in range(document.num_layers)]
-        super().__init__(layers=[AttachedLayer(prefix, start, longest) for prefix in prefixes])
+        self._handover = Handover(absorbed or ())
+        super().__init__(
+            layers=attached_layers(prefixes, document.next_position, longest, absorbed or {}, self._handover)
+        )
 
     @contextmanager
     def begun_by(self, model: nn.Module) -> Iterator[None]:
@@ -48,7 +56,10 @@ class AttachedCache(Cache):  # type: ignore[misc]
             tokens = next(
                 each for each in (*args, given.get("input_ids"), given.get("inputs_embeds")) if each is not None
             )
-            return args, given | self.begin(tokens.shape[0])
+            keywords = self.begin(tokens.shape[0])
+            if LATENTS in keywords and model.config._attn_implementation != IMPLEMENTATION:  # type: ignore[union-attr]
+                raise foreign_attention()
+            return args, given | keywords
 
         hook = model.register_forward_pre_hook(before, with_kwargs=True)
         try:
@@ -56,9 +67,9 @@ class AttachedCache(Cache):  # type: ignore[misc]
         finally:
             hook.remove()
 
-    def begin(self, rows: int) -> dict[str, Any]:
+    def begin(self, rows: int) -> dict[str, Any]:  # noqa: ARG002
         """Prepare a pass over tokens `[rows, T]`. Returns keywords for the model's attention function."""
-        return {}
+        return self._handover.begin()
 
     def with_document(self, input_ids: Tensor) -> Tensor:
         """`input_ids` `[B, T]` behind stand-ins for the document's tokens, `[B, N + T]`: what `generate()` expects.
@@ -80,6 +91,32 @@ class UnboundedLayer(CacheLayerMixin):  # type: ignore[misc]
         return -1
 
     get_max_cache_shape = get_max_length  # its name in older versions of transformers 5
+
+
+class HandedOn(UnboundedLayer):
+    """A layer of a pass without a past, of a model whose layers all have latents: keeps nothing."""
+
+    def __init__(self, index: int, handover: Handover) -> None:
+        super().__init__()
+        self._index = index
+        self._handover = handover
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Returns latents and rotated parts as they are, once the attention function will get them, too."""
+        self._handover.give(self._index, LatentStates(key_states, value_states))
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        """0: nothing stands before the call's tokens."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        """The call's own tokens."""
+        return (query_length if isinstance(query_length, int) else query_length.shape[0]), 0
+
+    def lazy_initialization(self, *_: Any) -> NoReturn:
+        """Never called: there is nothing to make."""
+        raise AssertionError("a layer that keeps nothing has no buffers")
 
 
 class AttachedLayer(UnboundedLayer):
@@ -104,6 +141,10 @@ class AttachedLayer(UnboundedLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
         """Append this call's keys and values to the suffix. Returns the `AttachedStates` twice."""
+        states = self._appended(key_states, value_states)
+        return states, states
+
+    def _appended(self, key_states: Tensor, value_states: Tensor) -> AttachedStates:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         end = self._length + key_states.shape[2]
@@ -113,10 +154,7 @@ class AttachedLayer(UnboundedLayer):
                 "this cache has; end there, or compress a document that is longer than that by itself",
                 param="input_ids",
             )
-        self.keys = _grown(self.keys, end, self._length)
-        self.values = _grown(self.values, end, self._length)
-        self.keys[:, :, self._length : end] = key_states
-        self.values[:, :, self._length : end] = value_states
+        self._write(end, key_states, value_states)
         before, self._length = self._length, end
         rows, new = key_states.shape[0], key_states.shape[2]
         layout = BatchLayout(
@@ -125,8 +163,14 @@ class AttachedLayer(UnboundedLayer):
             device=key_states.device,
         )
         first, suffixes = self.start + before, [(self.keys, self.values)]
-        states = AttachedStates([self.prefix], suffixes, layout, key_states, value_states, first_position=first)
-        return states, states
+        return AttachedStates([self.prefix], suffixes, layout, key_states, value_states, first_position=first)
+
+    def _write(self, end: int, key_states: Tensor, value_states: Tensor) -> None:
+        """Put this call's keys and values into the suffix, as its last tokens up to `end`."""
+        self.keys = _grown(self.keys, end, self._length)
+        self.values = _grown(self.values, end, self._length)
+        self.keys[:, :, self._length : end] = key_states
+        self.values[:, :, self._length : end] = value_states
 
     def get_seq_length(self) -> int:
         """Document and suffix: where the next token stands."""
@@ -161,6 +205,59 @@ class AttachedLayer(UnboundedLayer):
     def crop(self, *_: Any) -> NoReturn:
         """Not supported: part of the cropped range may be in the read-only document."""
         raise StateConflict("an attached cache cannot be cropped; attach the document again instead")
+
+
+class LatentLayer(AttachedLayer):
+    """An `AttachedLayer` of latents. `keys` are latents with their rotated parts, `[B, 1, capacity, rank + rope]`, and
+    `values` their first `rank` channels, not a copy. What it hands on to the module is this call's tokens alone."""
+
+    def __init__(
+        self,
+        prefix: Sequence[Prefix],
+        start: int,
+        longest: int | None,
+        *,
+        index: int,
+        absorbed: Absorbed,
+        handover: Handover,
+    ) -> None:
+        super().__init__(prefix, start, longest)
+        self._index = index
+        self._absorbed = absorbed
+        self._handover = handover
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate the suffix buffer for this batch size."""
+        self.keys = _buffer_like(key_states, _FIRST_CAPACITY)
+        self.values = self.keys[..., : value_states.shape[-1]]
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Append this call's latents and rotated parts to the suffix. Returns them as they are."""
+        past = self._appended(torch.cat([key_states, value_states], dim=-1), key_states)
+        self._handover.give(self._index, LatentStates(key_states, value_states, (past, self._absorbed)))
+        return key_states, value_states
+
+    def _write(self, end: int, key_states: Tensor, value_states: Tensor) -> None:
+        self.keys = _grown(self.keys, end, self._length)
+        self.keys[:, :, self._length : end] = key_states
+        self.values = self.keys[..., : value_states.shape[-1]]
+
+
+def attached_layers(
+    prefixes: Sequence[Sequence[Prefix]],
+    start: int,
+    longest: int | None,
+    absorbed: Mapping[int, Absorbed],
+    handover: Handover,
+) -> list[AttachedLayer]:
+    """A layer for each of the prefixes; `absorbed` says which have latents."""
+    return [
+        LatentLayer(prefix, start, longest, index=index, absorbed=absorbed[index], handover=handover)
+        if index in absorbed
+        else AttachedLayer(prefix, start, longest)
+        for index, prefix in enumerate(prefixes)
+    ]
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -3,6 +3,7 @@ attention. A configuration does not tell."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -12,8 +13,9 @@ from transformers.cache_utils import Cache
 
 from kvshelf.errors import PolicyUnsupported, StateConflict
 from kvshelf.store.artifact.shape import LayerShape
-from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT, AttachedLayer
+from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT, AttachedLayer, attached_layers
 from kvshelf.workers.engine.attention.function import CONTEXT, Attended, kvshelf_attention
+from kvshelf.workers.engine.attention.latents import Absorbed, Handover
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -22,18 +24,21 @@ _ALIKE = 1e-2
 """Differences of keys up to this share of the largest are rounding: other positions change them by far more."""
 
 
-def layer_shapes(model: PreTrainedModel) -> dict[int, LayerShape]:
-    """The shape of each layer's keys and values, from a pass over two tokens behind an empty document.
+def layer_shapes(model: PreTrainedModel, absorbed: Mapping[int, Absorbed]) -> dict[int, LayerShape]:
+    """The shape of what each layer caches, from a pass over two tokens behind an empty document. absorbed: the layers
+    that have latents.
 
     Raises `PolicyUnsupported` for a model that changes cached states before it attends, that attends more than once in
     a layer, or that counts positions in its own way: behind a document it would say something else than by itself.
     """
     tokens = torch.ones(1, 2, dtype=torch.int64, device=model.device)
     observer, kind = _ShapeObserver(), type(model).__name__
-    cache = Cache(layers=[AttachedLayer((), 0) for _ in range(model.config.num_hidden_layers)])
+    handover, prefixes = Handover(absorbed), [()] * model.config.num_hidden_layers
+    cache = Cache(layers=attached_layers(prefixes, 0, None, absorbed, handover))
+    given = {CACHE_ARGUMENT: cache, CONTEXT: observer, **handover.begin()}
     with torch.no_grad(), kvshelf_attention(model):
         try:
-            model.base_model(input_ids=tokens, use_cache=True, **{CACHE_ARGUMENT: cache, CONTEXT: observer})
+            model.base_model(input_ids=tokens, use_cache=True, **given)
         except StateConflict as error:
             raise PolicyUnsupported(
                 f"{kind} works on cached keys or values before it attends, so kvshelf cannot attach a document to it",
@@ -65,7 +70,8 @@ class _ShapeObserver:
         self.first_keys: Tensor | None = None
 
     def after_attention(self, layer: Attended) -> None:
-        (_, heads, _, key_dim), value_dim = layer.keys.shape, layer.values.shape[-1]
+        keys, values = layer.latents or (layer.keys, layer.values)
+        (_, heads, _, key_dim), value_dim = keys.shape, values.shape[-1]
         dtype = str(layer.keys.dtype).removeprefix("torch.")
         index: int = layer.module.layer_idx  # type: ignore[assignment]
         if index in self.layers:
@@ -74,7 +80,7 @@ class _ShapeObserver:
             )
         if self.first_keys is None:
             self.first_keys = layer.keys
-        self.layers[index] = LayerShape(heads, key_dim, value_dim, dtype, layer.window)
+        self.layers[index] = LayerShape(heads, key_dim, value_dim, dtype, layer.window, layer.latents is not None)
 
 
 class _Ended(Exception):

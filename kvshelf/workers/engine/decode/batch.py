@@ -7,7 +7,7 @@ Only suffixes are padded, and no prefix is copied.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -17,9 +17,10 @@ from transformers.cache_utils import Cache
 
 from kvshelf.errors import CacheUnusable
 from kvshelf.kernels.native import Part
-from kvshelf.kernels.prefix_attention import BatchLayout, LogitRules, Scratch, SuffixRows, attention_part
+from kvshelf.kernels.prefix_attention import BatchLayout, LogitRules, Prefix, Scratch, SuffixRows, attention_part
 from kvshelf.workers.engine.attention.attached import AttachedStates, UnboundedLayer
 from kvshelf.workers.engine.attention.attachment import Attachment, Wait, block
+from kvshelf.workers.engine.attention.latents import Absorbed, Handover, LatentStates
 from kvshelf.workers.engine.decode.generation import Checkpoint, Generation
 from kvshelf.workers.engine.decode.suffixes import Slab, SuffixPool
 from kvshelf.workers.engine.forward.passes import Passes
@@ -62,7 +63,7 @@ class DecodeBatch:
         step = _Step.of(generations, self._pool, self._passes.model.device)
         if self._plan is None or not self._plan.continued_by(step):
             self._plan = _Plan(step)
-        past = _StepPast(step, self._layers, checkpoint or _nothing, wait, self._plan)
+        past = _StepPast(step, self._layers, checkpoint or _nothing, wait, self._plan, self._passes.absorbed)
         logits = self._passes.continuing(step.token_ids, step.positions, past, step.last_tokens)[0]
         likeliest = _likeliest(logits)
         # From here on every answer has moved on, so nothing may be raised.
@@ -169,16 +170,15 @@ class _SuffixGroup:
         self._tokens = None if whole else torch.tensor([p.first for p in places], device=device)
         self._places: Tensor | None = None
 
-    def states(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of the group's rows `[rows, kv_heads, capacity, D]`, with room for this step's keys `[1,
-        kv_heads, N, D]` and values."""
+    def states(self, layer: int, *given: Tensor) -> tuple[Tensor, ...]:
+        """Keys and values of the group's rows `[rows, kv_heads, capacity, D]`, or a layer's latents, with room for
+        those of this step, `[1, kv_heads, N, D]`."""
         rows = slice(self._slots.start, self._slots.stop)
-        held = self._slab.states(layer, keys, values)
-        return held[0][rows], held[1][rows]
+        return tuple(held[rows] for held in self._slab.states(layer, *given))
 
-    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """As `states`, with this step's keys and values appended."""
-        for states, new in zip(self._slab.states(layer, keys, values), (keys[0], values[0]), strict=True):
+    def write(self, layer: int, *given: Tensor) -> tuple[Tensor, ...]:
+        """As `states`, with this step's states appended."""
+        for states, (new,) in zip(self._slab.states(layer, *given), given, strict=True):
             if self._new == 1:
                 by_token = new.transpose(0, 1)  # [N, kv_heads, D]
                 own = by_token if self._tokens is None else by_token.index_select(0, self._tokens)
@@ -187,7 +187,7 @@ class _SuffixGroup:
             else:
                 end = self._start + self._new
                 states[self._slots[0], :, self._start : end] = new[:, self._first : self._first + self._new]
-        return self.states(layer, keys, values)
+        return self.states(layer, *given)
 
     def _rows_in(self, states: Tensor) -> Tensor:
         """Where the new states of each token and head stand among the rows of `[slots * kv_heads * capacity, D]`: the
@@ -220,10 +220,14 @@ class _BatchLayer(UnboundedLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
         """Append every row's new states to its suffix, once every document of the step has this layer."""
-        prefixes = [document.prefixes(self._index, self._wait) for document in self._step.documents]
-        suffixes = [group.write(self._index, key_states, value_states) for group in self._step.groups]
+        prefixes = self._prefixes()
+        written = (group.write(self._index, key_states, value_states) for group in self._step.groups)
+        suffixes = [(keys, values) for keys, values in written]
         states = AttachedStates(prefixes, suffixes, self._step.layout, key_states, value_states, first_position=None)
         return states, states
+
+    def _prefixes(self) -> list[tuple[Prefix, ...]]:
+        return [document.prefixes(self._index, self._wait) for document in self._step.documents]
 
     def get_seq_length(self) -> int:
         """0: the rows' positions are given with the call."""
@@ -236,6 +240,25 @@ class _BatchLayer(UnboundedLayer):
     def lazy_initialization(self, *_: Any) -> NoReturn:
         """Never called: the suffixes belong to the batch."""
         raise AssertionError("the suffixes belong to the batch")
+
+
+class _LatentBatchLayer(_BatchLayer):
+    """A layer of one step with latents: what it hands on to the module is this step's tokens alone."""
+
+    def __init__(self, index: int, step: _Step, wait: Wait, absorbed: Absorbed, handover: Handover) -> None:
+        super().__init__(index, step, wait)
+        self._absorbed = absorbed
+        self._handover = handover
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """As of a `_BatchLayer`. Latents and rotated parts lie side by side; values are the latents, not a copy."""
+        prefixes, rank = self._prefixes(), key_states.shape[-1]
+        joined = torch.cat([key_states, value_states], dim=-1)
+        written = (group.write(self._index, joined) for group in self._step.groups)
+        suffixes = [(keys, keys[..., :rank]) for (keys,) in written]
+        past = AttachedStates(prefixes, suffixes, self._step.layout, joined, key_states, first_position=None)
+        self._handover.give(self._index, LatentStates(key_states, value_states, (past, self._absorbed)))
+        return key_states, value_states
 
 
 class _Plan:
@@ -270,11 +293,27 @@ class _Plan:
 class _StepPast:
     """The documents and suffixes that the tokens of a step continue; see `Past`."""
 
-    def __init__(self, step: _Step, layers: int, checkpoint: Checkpoint, wait: Wait, plan: _Plan) -> None:
+    def __init__(
+        self,
+        step: _Step,
+        layers: int,
+        checkpoint: Checkpoint,
+        wait: Wait,
+        plan: _Plan,
+        absorbed: Mapping[int, Absorbed],
+    ) -> None:
         self._step = step
         self._wait = wait
         self._plan = plan
-        self.cache = Cache(layers=[_BatchLayer(i, step, wait) for i in range(layers)])
+        self.handover = Handover(absorbed)
+        self.cache = Cache(
+            layers=[
+                _LatentBatchLayer(i, step, wait, absorbed[i], self.handover)
+                if i in absorbed
+                else _BatchLayer(i, step, wait)
+                for i in range(layers)
+            ]
+        )
         self.checkpoint = checkpoint
         self.planned = all(document.arrived for document in step.documents)
 
@@ -283,7 +322,8 @@ class _StepPast:
 
         def made(layout: BatchLayout, scratch: Scratch) -> Part | None:
             prefixes = [document.prefixes(layer, self._wait) for document in self._step.documents]
-            suffixes = [group.states(layer, *states[1:]) for group in self._step.groups]
+            held = (group.states(layer, *states[1:]) for group in self._step.groups)
+            suffixes = [(keys, values) for keys, values in held]
             return attention_part(states, prefixes, suffixes, layout, rules, out, scratch)
 
         return self._plan.part(layer, states, out, made)
