@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from kvshelf.errors import InvalidRequest, StateConflict
 from kvshelf.kernels.prefix_attention import BatchLayout, LogitRules, Prefix, SuffixRows, prefix_attention
 from kvshelf.workers.engine.attention.attachment import Attachment
-from kvshelf.workers.engine.attention.latents import LATENTS, Absorbed, Handover, LatentStates, foreign_attention
+from kvshelf.workers.engine.attention.latents import Absorbed, Handover, LatentStates
 
 IMPLEMENTATION: Final = "kvshelf"
 """The name of kvshelf's attention function among transformers'."""
@@ -56,16 +56,19 @@ class AttachedCache(Cache):  # type: ignore[misc]
             tokens = next(
                 each for each in (*args, given.get("input_ids"), given.get("inputs_embeds")) if each is not None
             )
-            keywords = self.begin(tokens.shape[0])
-            if LATENTS in keywords and model.config._attn_implementation != IMPLEMENTATION:  # type: ignore[union-attr]
-                raise foreign_attention()
-            return args, given | keywords
+            if model.config._attn_implementation != IMPLEMENTATION:  # type: ignore[union-attr]
+                self._handover.require_none()
+            return args, given | self.begin(tokens.shape[0])
 
-        hook = model.register_forward_pre_hook(before, with_kwargs=True)
+        hooks = (
+            model.register_forward_pre_hook(before, with_kwargs=True),
+            model.register_forward_hook(lambda *_: self._handover.end(), always_call=True),
+        )
         try:
             yield
         finally:
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
 
     def begin(self, rows: int) -> dict[str, Any]:  # noqa: ARG002
         """Prepare a pass over tokens `[rows, T]`. Returns keywords for the model's attention function."""
@@ -234,6 +237,7 @@ class LatentLayer(AttachedLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Append this call's latents and rotated parts to the suffix. Returns them as they are."""
+        self._handover.require_awaited(self._index)
         past = self._appended(torch.cat([key_states, value_states], dim=-1), key_states)
         self._handover.give(self._index, LatentStates(key_states, value_states, (past, self._absorbed)))
         return key_states, value_states

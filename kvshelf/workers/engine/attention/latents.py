@@ -130,14 +130,6 @@ class LatentStates:
         return absorbed.outputs(states.attend(absorbed.queries(queries), rules))
 
 
-def foreign_attention() -> StateConflict:
-    """The error of a cache of latents under another attention function than kvshelf's."""
-    return StateConflict(
-        "an attached cache of latents was given to a model that does not run kvshelf's attention; use it inside "
-        "`with engine.attached(cache) as past:` with that engine's model"
-    )
-
-
 class Handover:
     """Carries each layer's latents from the cache to the attention function, past the module, which takes them for
     those of the whole sequence and expands them.
@@ -157,13 +149,33 @@ class Handover:
         self._awaited, self._given = set(self._layers), {}
         return {LATENTS: self} if self._layers else {}
 
-    def give(self, layer: int, states: LatentStates) -> None:
-        """From the cache."""
+    def end(self) -> None:
+        """End the pass."""
+        self._awaited, self._given = set(), {}
+
+    def require_none(self) -> None:
+        """Refuse a pass of another attention function, where any layer has latents."""
+        if self._layers:
+            raise _foreign_attention()
+
+    def require_awaited(self, layer: int) -> None:
+        """Refuse latents of this layer outside of a pass, and behind those of a layer that nothing took."""
         if layer not in self._awaited or self._given:
-            raise foreign_attention()
+            raise _foreign_attention()
+
+    def give(self, layer: int, states: LatentStates) -> None:
+        """From the cache. Raises as `require_awaited`."""
+        self.require_awaited(layer)
         self._awaited.remove(layer)
         self._given[layer] = states
 
     def take(self, layer: int) -> LatentStates | None:
         """To the attention function; None for a layer without latents."""
         return self._given.pop(layer, None)
+
+
+def _foreign_attention() -> StateConflict:
+    return StateConflict(
+        "an attached cache of latents was given to a model that does not run kvshelf's attention; use it inside "
+        "`with engine.attached(cache) as past:` with that engine's model"
+    )
