@@ -22,7 +22,7 @@ from kvshelf.api.strict import MessageList, require_bounded
 from kvshelf.errors import InvalidRequest, StateConflict
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.identity import Identity
-from kvshelf.store.artifact.records import LayerRecord, Merged, Parts, Window
+from kvshelf.store.artifact.records import LayerRecord, Merged, Parts, Window, is_latent
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.engine.decode.detokenizer import Detokenizer
@@ -39,6 +39,7 @@ _MERGED = (
     "merged token has no key and value of its own, only a place in a class and its key's length."
 )
 _WINDOWED = " Layers with a sliding window keep its last tokens, all of them, and no count has theirs."
+_LATENT = " The heads of a layer share one latent of a token, and count as one head."
 _MOVED = (
     " Keys were rotated to their places in the cache: the model reads what was kept side by side, not where it stood."
 )
@@ -209,4 +210,6 @@ def _meaning(cache: CompressedCache) -> str:
     meaning = _MERGED if any(map(_merges, cache.layers)) else _OWN
     if any(isinstance(layer, Window) for layer in cache.layers):
         meaning += _WINDOWED
+    if any(map(is_latent, cache.layers)):
+        meaning += _LATENT
     return meaning + (_MOVED if cache.next_position != cache.num_tokens else "")

@@ -18,10 +18,14 @@ from kvshelf.errors import BlobError, InvalidRequest, PolicyUnsupported, StateCo
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.records import Kept, Latents, Parts
 from kvshelf.store.url import open_store
+from kvshelf.workers.engine import head_search
 from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.workers.engine.attention.latents import Absorbed, latent_modules
 from kvshelf.workers.engine.decode.generation import Sampling
 from kvshelf.workers.engine.engine import Engine
+from kvshelf.workers.engine.head_search import Needle
+from kvshelf.workers.model import calibration
+from kvshelf.workers.model.calibration import Calibration, Origin
 from kvshelf.workers.model.prepacking import prepack
 from kvshelf.workers.model.source import bundled_folder
 from kvshelf.workers.replica.create.sizes import Shape
@@ -136,6 +140,26 @@ def test_policies_keep_as_many_tokens_as_the_budget_has(one: Engine, policy: str
         torch.testing.assert_close(layer.keys, whole.keys[rows], atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(layer.values, whole.values[rows], atol=1e-5, rtol=1e-4)
     assert one.answer(read, ids(5, seed=3), max_new_tokens=4).usage.completion_tokens == 4
+
+
+def test_retrieval_heads_are_searched_and_choose_for_all_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(bundled_folder("kvshelf-tiny"))
+    engine = Engine(made("deepseek_v3", vocab_size=len(tokenizer)), tokenizer, name="m")
+    text = "The green book is on the table. " * 9
+    sample = head_search._sample(engine, Needle("set", text, 0, 31, "Where is the green book?"))
+    assert head_search.retrieval_scores(engine, sample).shape == (LAYERS, 4)
+    origin = Origin(model="m", documents=1, tokens=1, answered=1.0, compression_ratio=0.5)
+    scores = tuple((1.0, 0.5, 0.2, 0.1) for _ in range(LAYERS))
+    made_up = Calibration(weights="w", head_scores=scores, origin=origin, layer_errors=(0.4, 0.3, 0.2, 0.1))
+    errors = head_search.layer_errors(engine, sample, made_up)
+    assert errors.shape == (LAYERS,)
+    assert bool((errors > 0).all())
+    monkeypatch.setattr(calibration, "find", lambda *_: made_up)
+    cache = engine.compress(ids(200), policy="compresskv", compression_ratio=0.5)
+    kept = [layer.entries for layer in cache.layers]
+    assert sum(kept) == 100 * LAYERS
+    assert kept == sorted(kept, reverse=True)
+    assert kept[0] > kept[-1]
 
 
 @pytest.mark.parametrize("family", SOME)
@@ -286,7 +310,6 @@ def test_the_quality_of_a_cache_is_measured(engine: Engine) -> None:
         ("localkv", {}, "chooses other tokens in each head"),
         ("sage", {}, "chooses other tokens in each head"),
         ("ada", {}, "gives each head a budget of its own"),
-        ("compresskv", {}, "needs a calibration"),
         ("expected_attention", {}, "rotary embedding"),
         ("streaming_llm", {"positions": "cache"}, "rotary embedding"),
     ],
@@ -409,6 +432,7 @@ def test_a_shelf_answers_after_a_restart_and_sizes_are_known_before(tmp_path: Pa
             arriving.read(together=True)
             assert after.answer(arriving.cache(), "Who keeps them?", max_new_tokens=12).token_ids == said
     assert (found.num_heads, found.num_layers, sum(found.counts)) == (LAYERS, LAYERS, LAYERS * cache.kept_tokens)
+    assert "share one latent" in found.meaning
     shape, numbers = Shape.of(before.model), LAYERS * (RANK + ROPE)
     assert manifest.bytes["full"] == shape.full_bytes(cache.num_tokens) == cache.num_tokens * numbers * 4
     assert before.kv_bytes_per_token == numbers * 4

@@ -81,8 +81,6 @@ def _require_one_choice(policy: Policy, name: str) -> None:
     """Refuse a policy that could not choose the same tokens for all heads of a layer, which share their latents."""
     if isinstance(policy, Ada):
         why = "gives each head a budget of its own"
-    elif Observes.CALIBRATION in policy.observes:
-        why = "needs a calibration, which there is for separate keys and values alone"
     elif not chooses_together(policy):
         why = "chooses other tokens in each head"
     else:
