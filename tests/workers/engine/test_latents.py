@@ -3,6 +3,7 @@ say when they read it again."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "minicpm3": USUAL_LAYERS,
     "youtu": USUAL_LAYERS,
 }  # fmt: skip
+TEXT = "The harbour master keeps the tide tables in a green book. " * 12
 SOME = ["deepseek_v2", "deepseek_v3", "longcat_flash"]
 
 
@@ -106,6 +108,17 @@ def test_a_document_says_what_it_says_when_it_is_read_again(family: str) -> None
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits_differ_by_rounding(dtype: torch.dtype) -> None:
+    """No more than two ways to read the document in the model itself: at once and token by token."""
+    model, document, behind = made("deepseek_v3").to(dtype), ids(60), ids(20, seed=2)
+    engine = Engine(model, name="m")
+    with torch.no_grad():
+        expected = model(torch.tensor([document + behind]), use_cache=False).logits[0, 60:].float()
+    found = logits_behind(engine, engine.compress(document, policy="full"), behind, [5] + [1] * 15).float()
+    assert float((found - expected).abs().max()) < (0.05 if dtype == torch.bfloat16 else 0.01) * expected.abs().max()
+
+
 def test_two_rows_of_a_call_continue_the_document_each(one: Engine) -> None:
     document, behind = ids(60), [ids(7, seed=3), ids(7, seed=4)]
     cache = one.compress(document, policy="full")
@@ -140,6 +153,23 @@ def test_policies_keep_as_many_tokens_as_the_budget_has(one: Engine, policy: str
         torch.testing.assert_close(layer.keys, whole.keys[rows], atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(layer.values, whole.values[rows], atol=1e-5, rtol=1e-4)
     assert one.answer(read, ids(5, seed=3), max_new_tokens=4).usage.completion_tokens == 4
+
+
+@pytest.mark.parametrize(("policy", "params"), [("sablock", {}), ("chunkkv", {"chunk": 4}), ("dapq", {})])
+def test_policies_that_read_the_text_keep_the_same_tokens_in_all_heads(policy: str, params: dict[str, Any]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(bundled_folder("kvshelf-tiny"))
+    engine = Engine(made("minicpm3", vocab_size=len(tokenizer)), tokenizer, name="m")
+    job = engine.prepare(TEXT, policy=policy, compression_ratio=0.5, policy_params=params)
+    cache = CompressedCache.from_bytes(engine.run(job).cache.to_bytes())
+    assert abs(cache.kept_tokens - job.budget.tokens) <= (0 if job.policy.exact else 4)
+    assert engine.answer(cache, "Who keeps them?", max_new_tokens=4).usage.completion_tokens == 4
+
+
+def test_policies_that_rank_each_head_by_itself_are_refused_with_text() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(bundled_folder("kvshelf-tiny"))
+    engine = Engine(made("minicpm3", vocab_size=len(tokenizer)), tokenizer, name="m")
+    with pytest.raises(PolicyUnsupported, match="chooses other tokens in each head"):
+        engine.prepare(TEXT, policy="sentencekv", compression_ratio=0.5)
 
 
 def test_retrieval_heads_are_searched_and_choose_for_all_heads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,6 +283,26 @@ def test_answers_in_a_batch_are_those_alone(family: str) -> None:
             batch.step(open_ones)
             assert batch.nbytes <= 2 * 64 * 16 * LAYERS * (RANK + ROPE) * 4
     assert [generation.token_ids for generation in asked] == expected
+
+
+def test_a_step_that_was_abandoned_can_be_taken_again(one: Engine) -> None:
+    cache, question = one.compress(ids(60), policy="tova"), ids(5, seed=3)
+    expected = one.answer(cache, question, max_new_tokens=9).token_ids
+    batch, asked, calls = one.batch(), one.start(cache, question, Sampling(9)), 0
+
+    def stop() -> None:
+        nonlocal calls
+        calls += 1
+        if calls % 7 == 3:
+            raise InterruptedError
+
+    for _ in range(40):
+        with suppress(InterruptedError):
+            batch.step([asked], stop)
+        if asked.finished:
+            break
+    assert asked.token_ids == expected
+    assert calls > 9 * LAYERS
 
 
 def test_a_model_in_panels_runs_by_its_modules() -> None:
@@ -418,11 +468,10 @@ def test_a_cache_of_another_kind_of_layer_is_refused(one: Engine) -> None:
 def test_a_shelf_answers_after_a_restart_and_sizes_are_known_before(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(bundled_folder("kvshelf-tiny"))
     before, after = (Engine(made("deepseek_v2", vocab_size=len(tokenizer)), tokenizer, name="m") for _ in range(2))
-    text = "The harbour master keeps the tide tables in a green book. " * 12
-    cache = before.compress(text, policy="keydiff", compression_ratio=0.5)
+    cache = before.compress(TEXT, policy="keydiff", compression_ratio=0.5)
     said = before.answer(cache, "Who keeps them?", max_new_tokens=12).token_ids
     with open_store(f"disk://{tmp_path}/shelf") as store:
-        manifest = store.put(cache, source=text)
+        manifest = store.put(cache, source=TEXT)
     with open_store(f"disk://{tmp_path}/shelf") as store:
         found = kept_tokens(after, store, manifest.id, None, tenant="default")
         with store.open_cache(manifest.id, tenant="default") as arriving:

@@ -58,7 +58,7 @@ class Shape:
             model.device.type,
             flops,
             tuple(kind.window for kind in kinds if kind.window is not None),
-            value_dim,
+            value_dim if value_dim != key_dim else None,
         )
 
     def full_bytes(self, num_tokens: int) -> int:
