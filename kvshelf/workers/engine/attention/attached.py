@@ -60,15 +60,12 @@ class AttachedCache(Cache):  # type: ignore[misc]
                 self._handover.require_none()
             return args, given | self.begin(tokens.shape[0])
 
-        hooks = (
-            model.register_forward_pre_hook(before, with_kwargs=True),
-            model.register_forward_hook(lambda *_: self._handover.end(), always_call=True),
-        )
+        hook = model.register_forward_pre_hook(before, with_kwargs=True)
         try:
             yield
         finally:
-            for hook in hooks:
-                hook.remove()
+            hook.remove()
+            self._handover.end()
 
     def begin(self, rows: int) -> dict[str, Any]:  # noqa: ARG002
         """Prepare a pass over tokens `[rows, T]`. Returns keywords for the model's attention function."""
