@@ -13,7 +13,7 @@ from kvshelf.kernels.quantize.rows import QuantizedRows
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.identity import Identity, ModelIdentity
 from kvshelf.store.artifact.packed import offsets_of
-from kvshelf.store.artifact.records import Kept, LayerRecord, Merged, PackedRecord, Parts, RopeMode
+from kvshelf.store.artifact.records import Kept, Latents, LayerRecord, Merged, PackedRecord, Parts, RopeMode
 
 MODEL = ModelIdentity(
     name="tiny",
@@ -213,14 +213,17 @@ def golden_caches() -> dict[str, CompressedCache]:
 
 
 def encoded_golden_caches(plain: Mapping[str, CompressedCache]) -> dict[str, CompressedCache]:
-    """Codecs, merged records, several records per layer, relative positions."""
+    """Codecs, merged records, latents, several records per layer, relative positions."""
     ragged, whole, sparse = plain["bitmap-bfloat16"], plain["range-float32"], plain["delta-float16"]
     ranked = tuple(
         replace(record, importance=torch.arange(record.entries).remainder(7).float()) for record in ragged.layers
     )
     merged = golden_merged()
     merged_layers = CompressedCache((merged, replace(merged, rope_mode="pre")), 24, 24, make_identity(24, policy="ems"))
+    latents = CompressedCache((golden_latents(),), 24, 24, make_identity(24, probe="golden latents"))
     return {
+        "latents": latents,
+        "latents-int4": latents.encoded("int4:group=8,residual=2"),
         "int4-residual": ragged.encoded("int4:group=8,residual=5"),
         "int8-float32": whole.encoded("int8:residual=0"),
         "int2-float16": replace(sparse, layers=(sparse.layers[0], ragged_float16())).encoded(
@@ -245,6 +248,17 @@ def golden_merged() -> Merged:
         slot_classes=torch.tensor([1, 0, 1, 1, 0, 0], dtype=torch.int32),
         slot_positions=torch.tensor([2, 4, 9, 20, 23, 7], dtype=torch.int32),
         slot_offsets=(0, 5, 5, 6),
+    )
+
+
+def golden_latents() -> Latents:
+    """Every second token, with a latent of 6 channels and a rotated part of 3."""
+    numbers = torch.arange(12 * 9, dtype=torch.float32).view(12, 9)
+    return Latents(
+        keys=(numbers[:, :6] * 37 % 11 - 5).to(torch.bfloat16),
+        values=(numbers[:, 6:] * 29 % 17 / 4).to(torch.bfloat16),
+        entries_at=torch.arange(0, 24, 2, dtype=torch.int32),
+        offsets=(0, 12),
     )
 
 
