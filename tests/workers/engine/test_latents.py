@@ -346,6 +346,10 @@ def test_the_quality_of_a_cache_is_measured(engine: Engine) -> None:
     prefill = engine.prefill([engine.level(job)], cues=150)
     assert prefill.reference is not None
     full = engine.compress(ids(200), policy="full")
+    for layer in (
+        engine.prefill([engine.level(engine.prepare(ids(200), policy="full"))], cues=150).compressions[0].cache.layers
+    ):
+        assert layer.keys.untyped_storage().nbytes() == layer.keys.nbytes, "nothing of the cues stays in memory"
     assert engine.measure(full, prefill.reference).agreement == 1.0
     assert engine.measure(full, prefill.reference).kl < 1e-4
     assert 0 <= engine.measure(prefill.compressions[0].cache, prefill.reference).agreement <= 1

@@ -105,9 +105,6 @@ def latent_modules(model: nn.Module) -> list[nn.Module]:
 class _Attends(Protocol):
     """`AttachedStates`."""
 
-    new_keys: Tensor
-    new_values: Tensor
-
     def attend(self, queries: Tensor, rules: LogitRules) -> Tensor: ...
     def check_positions(self, position_ids: Tensor | None) -> None: ...
 

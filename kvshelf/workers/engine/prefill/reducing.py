@@ -114,10 +114,11 @@ class LayerReducer:
         )
 
     def _stored(self, attended: Attended) -> LayerView | None:
-        """A layer with latents as it is stored: latents as keys and rotated parts as values, of one head."""
+        """A layer with latents as it is stored: latents as keys and rotated parts as values, of one head. Copied, or a
+        record of all tokens would hold those of the probe passes, too, which lie in the same memory."""
         if attended.latents is None:
             return None
-        keys, values = (states[0, :, : self.document.num_tokens] for states in attended.latents)
+        keys, values = (states[0, :, : self.document.num_tokens].clone() for states in attended.latents)
         return replace(self._view(attended), keys=keys, values=values)
 
     def _probes(self, attended: Attended) -> tuple[Probed, ...]:
